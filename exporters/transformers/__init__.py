@@ -1,0 +1,40 @@
+"""Hugging Face decoder-only causal language models as hooked models.
+
+One mechanism for every family: the model is built without weights, instrumented with taps (`taps`), traced to ONNX
+(`trace`), simplified (`simplify`), its markers turned into value names (`naming`), and its weights referenced where
+they lie in the checkpoint (`checkpoint`, `weights`).  What differs between families is a table (`families`).
+"""
+
+import json
+from pathlib import Path
+
+from mionnx.progress import Progress, silent
+
+
+def recognises(folder: Path) -> bool:
+    """Whether a folder holds a transformers checkpoint: a `config.json` that names a `model_type`.
+
+    Cheap: torch and transformers are not imported.
+    """
+    try:
+        return isinstance(json.loads((folder / "config.json").read_text()).get("model_type"), str)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def export(folder: Path, target: Path, dtype: str = "float32", progress: Progress = silent) -> None:
+    """Write a checkpoint folder as a hooked model into an empty or new folder.
+
+    Args:
+        folder: a transformers checkpoint: `config.json`, safetensors (or `pytorch_model.bin`), tokenizer files.
+        target: where `model.onnx`, the weights, the config and the tokenizer go.
+        dtype: "float32", "float16", "bfloat16", or "auto" for the checkpoint's own. Weights already of this dtype are
+            referenced in place, others converted one at a time.
+        progress: called as (stage, done, total).
+
+    Raises:
+        ExportError: the family is unknown, or checkpoint and graph do not match tensor by tensor.
+    """
+    from exporters.transformers.export import export_checkpoint
+
+    export_checkpoint(folder, target, dtype, progress)

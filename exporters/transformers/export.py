@@ -1,0 +1,144 @@
+"""A checkpoint folder to a hooked model folder, step by step."""
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from exporters.transformers.checkpoint import map_tensors, read_tensors
+from exporters.transformers.naming import name_dimensions, name_hooks, strip
+from exporters.transformers.simplify import simplify
+from exporters.transformers.sizes import sizes_of, sliding_window
+from exporters.transformers.trace import Traced, buffers_of, trace
+from exporters.transformers.families import layout_of
+from exporters.transformers.weights import feed, sha256
+from mionnx.errors import ExportError, nearest
+from mionnx.hookpoint import HookPoint
+from mionnx.metadata import Attention, Metadata, Sizes
+from mionnx.progress import Progress
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+STAGES = ("reading the checkpoint", "tracing", "simplifying", "naming", "placing weights", "writing")
+# Kept beside the model, where the checkpoint has them: the config, and what tokenizers are made of.
+KEPT = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model",
+)
+SLOW_TOKENIZERS = ("vocab.json", "tokenizer.model", "vocab.txt")
+
+
+def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress) -> None:
+    """See `exporters.transformers.export`."""
+    stages = iter(range(1, len(STAGES) + 1))
+
+    def stage() -> None:
+        done = next(stages)
+        progress(f"exporting {folder.name}: {STAGES[done - 1]}", done, len(STAGES))
+
+    stage()
+    config = AutoConfig.from_pretrained(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".mionnx-") as staging:
+        tensors = read_tensors(folder, Path(staging))
+        kind = _dtype(dtype, [tensor.dtype for tensor in tensors])
+        sizes = sizes_of(config, learned_positions=layout_of(config).positions is not None)
+        stage()
+        traced = trace(config, sizes.num_kv_heads, sizes.head_dim, kind)
+        stage()
+        buffers = buffers_of(config, kind)
+        parameters = _simplified(traced.model, buffers)
+        stage()
+        hooks = name_hooks(traced.model.graph)
+        name_dimensions(traced.model.graph)
+        strip(traced.model)
+        stage()
+        feed(parameters, map_tensors(tensors, traced.skeleton), traced.skeleton, target, progress)
+        for value in parameters:
+            traced.model.graph.register_initializer(value)
+        stage()
+        metadata = Metadata(
+            family=config.model_type,
+            dtype=str(kind).removeprefix("torch."),
+            sizes=sizes,
+            hooks=_axes(traced.model.graph, hooks, sizes),
+            attention=[_attention(traced, i) for i in range(sizes.num_layers)],
+            exporter={name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")},
+            weights_sha256=sha256(sorted({tensor.file for tensor in tensors}), progress),
+        )
+    traced.model.metadata_props.update(metadata.to_props())
+    traced.model.producer_name, traced.model.producer_version = "mionnx", version("mionnx")
+    ir.save(traced.model, target / "model.onnx")
+    _keep_files(folder, target)
+
+
+def _dtype(name: str, stored: list[torch.dtype]) -> torch.dtype:
+    if name == "auto":
+        floating = [dtype for dtype in stored if dtype.is_floating_point]
+        name = str(max(set(floating), key=floating.count)).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ExportError(f"dtype {name!r} is none of {', '.join(DTYPES)}, auto" + nearest(name, [*DTYPES, "auto"]))
+    return DTYPES[name]
+
+
+def _simplified(model: ir.Model, buffers: Mapping[str, torch.Tensor]) -> list[ir.Value]:
+    for name, buffer in buffers.items():
+        if name in model.graph.initializers:
+            model.graph.initializers[name].const_value = ir.tensor(buffer.numpy(), name=name)
+    return simplify(model, _fakes(model.graph))
+
+
+def _fakes(graph: ir.Graph) -> set[str]:
+    """The initializers that were traced without data: what a checkpoint has to feed."""
+    return {
+        name
+        for name, value in graph.initializers.items()
+        if isinstance(getattr(value.const_value, "raw", None), torch.Tensor)
+        and not type(value.const_value.raw) is torch.Tensor
+    }
+
+
+def _axes(graph: ir.Graph, hooks: list[str], sizes: Sizes) -> dict[str, list[str | int]]:
+    """The axes of each hook point, dynamic ones by name; checked against what the vocabulary says of them."""
+    expected = {
+        "hidden": sizes.hidden_size, "n_heads": sizes.num_heads, "n_kv_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim, "vocab": sizes.vocab_size,
+    }
+    values = {value.name: value for node in graph for value in node.outputs}
+    axes: dict[str, list[str | int]] = {}
+    for name in hooks:
+        names = HookPoint.parse(name).axes
+        shape = [dim if isinstance(dim, int) else None for dim in values[name].shape]
+        wrong = [f"{axis}={dim}" for axis, dim in zip(names, shape, strict=True) if dim is not None and expected.get(axis, dim) != dim]
+        if wrong:
+            raise ExportError(f"{name} has {', '.join(wrong)}, expected {[expected.get(axis, axis) for axis in names]}")
+        axes[name] = [axis if dim is None else dim for axis, dim in zip(names, shape, strict=True)]
+    return axes
+
+
+def _attention(traced: Traced, layer: int) -> Attention:
+    layout, model = traced.layout, traced.skeleton
+    path = f"{layout.blocks}.{layer}.{layout.output_projection}"
+    projection = model.get_submodule(path)
+    rows = not isinstance(projection, torch.nn.Linear)  # transformers' Conv1D keeps [in, out], Linear [out, in]
+    return Attention(f"{path}.weight", rows, sliding_window(model.config, layer))
+
+
+def _keep_files(folder: Path, target: Path) -> None:
+    for name in KEPT:
+        if (folder / name).is_file() and folder.resolve() != target.resolve():
+            shutil.copyfile(folder / name, target / name)
+    slow = any((folder / name).is_file() for name in SLOW_TOKENIZERS)
+    if slow and not (target / "tokenizer.json").exists():
+        _write_fast_tokenizer(folder, target)
+
+
+def _write_fast_tokenizer(folder: Path, target: Path) -> None:
+    """A checkpoint that has its tokenizer in older files only gets a `tokenizer.json` made from them."""
+    backend = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
+    if backend is not None:
+        backend.save(str(target / "tokenizer.json"))

@@ -1,0 +1,110 @@
+"""From marked values to named ones: the marker nodes go, and the hook name becomes the value's own name.
+
+1. A marker's input takes the hook name, if nobody else reads it under the old meaning.
+2. If somebody does (an earlier reader, a reader off this branch, another hook point on the same value), an `Identity`
+   makes a value of its own, and only the later readers are moved to it.
+3. On the residual stream ("stream" markers) every reader after the marker is a later reader; elsewhere only those that
+   read the marker's output.
+4. A graph output keeps its name, and reads the named value through an `Identity`.
+"""
+
+import onnx_ir as ir
+
+from exporters.transformers.trace import MARKER_DOMAIN
+
+
+def name_hooks(graph: ir.Graph) -> list[str]:
+    """Replace all markers of a graph by names, in place.
+
+    Returns:
+        the hook names, in execution order.
+    """
+    order = {id(node): position for position, node in enumerate(graph)}
+    names: list[str] = []
+    taken: set[int] = set()
+    for node in [node for node in graph if node.domain == MARKER_DOMAIN]:
+        value = _named_value(graph, node, order, taken)
+        value.name = node.attributes["name"].as_string()
+        taken.add(id(value))
+        names.append(value.name)
+    graph.opset_imports.pop(MARKER_DOMAIN, None)
+    return names
+
+
+def _named_value(graph: ir.Graph, marker: ir.Node, order: dict[int, int], taken: set[int]) -> ir.Value:
+    source, seen = marker.inputs[0], marker.outputs[0]
+    stream = bool(marker.attributes["stream"].as_int())
+    here = order[id(marker)]
+    # The shape of a value is the same before and after, so who reads only that does not count as a reader.
+    readers = [(node, i) for node, i in source.uses() if node is not marker and node.op_type != "Shape"]
+    later = [(node, i) for node, i in readers if stream and order[id(node)] > here]
+    shared = len(later) < len(readers) or source.is_graph_input() or source.is_initializer() or id(source) in taken
+    value = _identity(graph, marker, source) if shared else source
+    if not shared:
+        later = []
+    for node, i in [*later, *seen.uses()]:
+        node.replace_input_with(i, value)
+    if seen.is_graph_output():
+        output = _identity(graph, marker, value)
+        output.name = seen.name
+        graph.outputs[graph.outputs.index(seen)] = output
+        order[id(output.producer())] = here
+    if value.producer() is not None:
+        order.setdefault(id(value.producer()), here)
+    graph.remove(marker, safe=False)
+    return value
+
+
+def _identity(graph: ir.Graph, marker: ir.Node, source: ir.Value) -> ir.Value:
+    node = ir.node("Identity", [source])
+    value = node.outputs[0]
+    value.shape, value.type = source.shape, source.type
+    graph.insert_after(marker, node)
+    return value
+
+
+def name_dimensions(graph: ir.Graph) -> None:
+    """Call the dynamic axes by their names everywhere: batch, seq, past, total (past and seq together)."""
+    inputs = {value.name: value for value in graph.inputs}
+    past = next(value for name, value in inputs.items() if name.startswith("past_key_values"))
+    symbols = {
+        str(value.shape[axis]): name
+        for value, axis, name in (
+            (past, 2, "past"),
+            (inputs["input_ids"], 0, "batch"),
+            (inputs["input_ids"], 1, "seq"),
+        )
+    }
+    seq, length = str(inputs["input_ids"].shape[1]), str(past.shape[2])
+    symbols |= {f"{length} + {seq}": "total", f"{seq} + {length}": "total"}
+    inputs["attention_mask"].shape = ir.Shape(["batch", "total"])
+    inputs["position_ids"].shape = ir.Shape(["batch", "seq"])
+    for value in _values(graph):
+        if value.shape is not None:
+            value.shape = ir.Shape([_dimension(dim, symbols) for dim in value.shape])
+
+
+def _values(graph: ir.Graph) -> list[ir.Value]:
+    return [*graph.inputs, *(value for node in graph for value in node.outputs)]
+
+
+def _dimension(dim: int | ir.SymbolicDim, symbols: dict[str, str]) -> int | str | None:
+    """A static size, one of our four names, or unknown: torch's own symbols mean nothing outside the trace."""
+    if isinstance(dim, int):
+        return dim
+    text = str(dim.value)
+    return symbols.get(text, text if text in symbols.values() else None)
+
+
+def strip(model: ir.Model) -> None:
+    """Remove what describes the machine and the trace: stack traces, module scopes, doc strings."""
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    model.doc_string = model.graph.doc_string = None
+    model.graph.name = "mionnx"
+    for value in [*_values(model.graph), *model.graph.initializers.values()]:
+        value.metadata_props.clear()
+        value.doc_string = None
+    for node in model.graph:
+        node.metadata_props.clear()
+        node.doc_string = None

@@ -1,0 +1,34 @@
+"""The graph made small: constants folded, RMS norms and rotations as the operators that opset 23 has for them.
+
+Parameters take part as graph inputs, which no pass can fold or merge: folding `Transpose(weight)` would copy the weight
+into the graph, and merging equal ones would lose their names.
+"""
+
+import onnx_ir as ir
+from onnxscript import optimizer
+from onnxscript.rewriter import onnx_fusions
+
+
+def simplify(model: ir.Model, parameters: set[str]) -> list[ir.Value]:
+    """Optimise a traced model in place.
+
+    Args:
+        model: a traced model; the initializers that are not parameters hold their values.
+        parameters: the names of the initializers that a checkpoint feeds.
+
+    Returns:
+        the parameters that the graph reads: values of their own names, shapes and dtypes that are no longer
+        initializers, to be registered again once they have data.
+    """
+    graph = model.graph
+    held = [value for value in list(graph.initializers.values()) if value.name in parameters]
+    for value in held:
+        del graph.initializers[value.name]
+        value.const_value = None
+        graph.inputs.append(value)
+    optimizer.optimize_ir(model)
+    onnx_fusions.fuse(model)
+    optimizer.optimize_ir(model)
+    for value in held:
+        graph.inputs.remove(value)
+    return [value for value in held if value.uses()]

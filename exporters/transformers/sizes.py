@@ -1,0 +1,88 @@
+"""The sizes and limits of a checkpoint, read from its config through optimum's normalised names."""
+
+from typing import Any
+
+from optimum.utils import NormalizedConfigManager
+
+from mionnx.errors import ExportError
+from mionnx.metadata import Sizes
+
+# our name -> (optimum's normalised name, the names configs use themselves)
+_NAMES = {
+    "num_layers": ("num_layers", ("num_hidden_layers", "n_layer", "num_layers")),
+    "num_heads": ("num_attention_heads", ("num_attention_heads", "n_head")),
+    "hidden_size": ("hidden_size", ("hidden_size", "n_embd", "d_model")),
+    "vocab_size": ("vocab_size", ("vocab_size",)),
+}
+
+
+def sizes_of(config: Any, learned_positions: bool) -> Sizes:
+    """The sizes of a model config.
+
+    Args:
+        config: a transformers config of a causal language model.
+        learned_positions: whether positions beyond the config's maximum have no embedding.
+
+    Raises:
+        ExportError: the config names a size in no way that optimum or mionnx knows.
+    """
+    known = {ours: _lookup(config, ours) for ours in _NAMES}
+    heads, hidden = known["num_heads"], known["hidden_size"]
+    return Sizes(
+        **known,
+        num_kv_heads=_kv_heads(config, heads),
+        head_dim=getattr(config, "head_dim", None) or hidden // heads,
+        max_positions=_max_positions(config, learned_positions),
+    )
+
+
+def _lookup(config: Any, ours: str) -> int:
+    normalised, own = _NAMES[ours]
+    try:
+        view = NormalizedConfigManager.get_normalized_config_class(config.model_type)(config)
+        value = getattr(view, normalised)
+    except (KeyError, AttributeError):  # a family that optimum does not know, or a name that the family lacks
+        value = None
+    if isinstance(value, int):
+        return value
+    for name in own:
+        if isinstance(getattr(config, name, None), int):
+            return getattr(config, name)
+    raise ExportError(f"the config of {config.model_type!r} names no {ours}; looked for {', '.join(own)}")
+
+
+def _kv_heads(config: Any, heads: int) -> int:
+    if getattr(config, "multi_query", False):
+        return 1
+    return getattr(config, "num_key_value_heads", None) or heads
+
+
+def _max_positions(config: Any, learned_positions: bool) -> int | None:
+    """Learned positions end somewhere; so does a rotation whose frequencies change with the length ("longrope")."""
+    if learned_positions:
+        return config.max_position_embeddings
+    limits = [
+        rope["original_max_position_embeddings"]
+        for rope in rope_parameters(config)
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min(limits, default=None)
+
+
+def rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """The rotation's parameters, one entry a kind of layer; empty where there is none."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in parameters:
+        return [parameters]
+    return [entry for entry in parameters.values() if isinstance(entry, dict)]
+
+
+def sliding_window(config: Any, layer: int) -> int | None:
+    """How many keys a query of a layer sees, itself included; None if it sees all before it."""
+    window = getattr(config, "sliding_window", None)
+    if window is None:
+        return None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return window
+    return window if kinds[layer] == "sliding_attention" else None

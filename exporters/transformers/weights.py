@@ -1,0 +1,217 @@
+"""The weights of a hooked model: referenced in place in the checkpoint's safetensors wherever they can be.
+
+1. A parameter whose stored bytes are what the graph reads points into the checkpoint's own file, which is hard-linked
+   (or copied, across file systems) into the folder.
+2. Every other parameter (another dtype, stacked experts, unaligned bytes) is written to `converted.safetensors`, one
+   conversion in memory at a time.
+3. A parameter that nothing feeds, and a checkpoint tensor that nothing reads, are errors.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from exporters.transformers.checkpoint import DTYPES, Mapped, Stored, aliases, same_bytes
+from mionnx.errors import ExportError
+from mionnx.progress import Progress
+
+CONVERTED = "converted.safetensors"
+CHUNK = 1 << 24
+_SAFETENSORS_NAME = {dtype: name for name, dtype in DTYPES.items()}
+_IR_DTYPE = {
+    torch.float32: ir.DataType.FLOAT,
+    torch.float16: ir.DataType.FLOAT16,
+    torch.bfloat16: ir.DataType.BFLOAT16,
+    torch.float64: ir.DataType.DOUBLE,
+    torch.int64: ir.DataType.INT64,
+    torch.int32: ir.DataType.INT32,
+    torch.bool: ir.DataType.BOOL,
+}
+_TORCH_DTYPE = {number: dtype for dtype, number in _IR_DTYPE.items()}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where one parameter's bytes lie in the hooked model's folder."""
+
+    location: str
+    offset: int
+    length: int
+
+
+def feed(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel, folder: Path, progress: Progress) -> None:
+    """Give every parameter of a graph its data: files in `folder`, references in the values.
+
+    Args:
+        parameters: values without data, of the names, shapes and dtypes that the graph reads.
+        mapped: which checkpoint tensors become which parameters.
+        model: the model without weights that the graph was traced from.
+        folder: the hooked model's folder.
+        progress: called as (stage, done, total) in bytes.
+
+    Raises:
+        ExportError: an unfed parameter, an unread checkpoint tensor, or a tensor of another shape.
+    """
+    sources = _resolve(parameters, mapped, model)
+    in_place = {value.name: source for value, source in sources if source and _fits(value, source)}
+    placed = _link(in_place, folder, progress)
+    placed |= _convert([value for value, _ in sources if value.name not in in_place], dict(
+        (value.name, source) for value, source in sources if source), mapped, model, folder, progress)
+    for value in parameters:
+        place = placed[value.name]
+        value.const_value = ir.ExternalTensor(
+            place.location, place.offset, place.length, value.dtype, shape=value.shape, name=value.name, base_dir=folder
+        )
+
+
+def _resolve(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) -> list[tuple[ir.Value, Stored | None]]:
+    """Each parameter with the checkpoint tensor that is it, None where a conversion makes it."""
+    tied = aliases(model)
+    made = _made_by_conversion(mapped, model)
+    read: set[str] = set()
+    sources: list[tuple[ir.Value, Stored | None]] = []
+    unfed: list[str] = []
+    for value in parameters:
+        names = tied.get(value.name, {value.name})
+        read |= names
+        stored = [mapped.direct[name] for name in sorted(names) if name in mapped.direct]
+        if any(not same_bytes(stored[0], other) for other in stored[1:]):
+            raise ExportError(f"the checkpoint holds different tensors for the tied parameters {sorted(names)}")
+        if not stored and not names & made:
+            unfed.append(value.name)
+        sources.append((value, stored[0] if stored else None))
+    if unfed:
+        raise ExportError(f"{len(unfed)} weights that the graph reads are not in the checkpoint: {_some(unfed)}")
+    unread = [tensor.name for name, tensor in mapped.direct.items() if name not in read]
+    unread += [source.name for target, conversion in mapped.converted.items() if not _read(conversion.target, read)
+               for source in conversion.sources]
+    unread += mapped.unknown
+    if unread:
+        raise ExportError(f"{len(unread)} checkpoint tensors are read by no part of the graph: {_some(unread)}")
+    return sources
+
+
+def _made_by_conversion(mapped: Mapped, model: PreTrainedModel) -> set[str]:
+    """The parameters that conversions make; each conversion is named after its first."""
+    names = set(mapped.converted)
+    for target, conversion in mapped.converted.items():
+        first, *others = conversion.converter.target_patterns
+        names |= {target.replace(first, other) for other in others}
+    return names & set(model.state_dict())
+
+
+def _read(target: str, read: set[str]) -> bool:
+    return target in read
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
+
+
+def _fits(value: ir.Value, source: Stored) -> bool:
+    shape = tuple(value.shape.numpy())
+    if source.shape != shape:
+        raise ExportError(f"checkpoint tensor {source.name} is {list(source.shape)}, the graph reads {list(shape)}")
+    return _TORCH_DTYPE[value.dtype] == source.dtype and source.offset % source.dtype.itemsize == 0
+
+
+def _link(in_place: dict[str, Stored], folder: Path, progress: Progress) -> dict[str, Placed]:
+    for file in sorted({source.file for source in in_place.values()}):
+        target = folder / file.name
+        if not target.exists():
+            _link_or_copy(file.resolve(), target, progress)
+    return {name: Placed(source.file.name, source.offset, source.length) for name, source in in_place.items()}
+
+
+def _link_or_copy(file: Path, target: Path, progress: Progress) -> None:
+    try:
+        os.link(file, target)
+    except OSError:  # another file system, or one without hard links
+        total = file.stat().st_size
+        progress(f"copying {file.name}", 0, total)
+        shutil.copyfile(file, target)
+        progress(f"copying {file.name}", total, total)
+
+
+def _convert(
+    values: list[ir.Value],
+    direct: dict[str, Stored],
+    mapped: Mapped,
+    model: PreTrainedModel,
+    folder: Path,
+    progress: Progress,
+) -> dict[str, Placed]:
+    """Write the parameters that no file holds as they are; at most one conversion is in memory at a time."""
+    if not values:
+        return {}
+    placed = _write_header(values, folder / CONVERTED)
+    wanted = {value.name: value for value in values}
+    total, done = sum(place.length for place in placed.values()), 0
+    made = [{name: direct[name].load} for name in wanted if name in direct]
+    batches: list = [*made, *(conversion for conversion in mapped.converted.values())]
+    with (folder / CONVERTED).open("r+b") as file:
+        for batch in batches:
+            tensors = batch.run(model) if not isinstance(batch, dict) else {k: load() for k, load in batch.items()}
+            for name, tensor in tensors.items():
+                done += _write(file, wanted[name], tensor, placed[name])
+                progress("converting weights", done, total)
+    if done != total:
+        raise ExportError("the conversion of the checkpoint's tensors did not make every weight that the graph reads")
+    return placed
+
+
+def _write_header(values: list[ir.Value], path: Path) -> dict[str, Placed]:
+    entries, offset = {}, 0
+    for value in sorted(values, key=lambda value: value.name):
+        dtype, shape = _TORCH_DTYPE[value.dtype], [int(dim) for dim in value.shape]
+        length = dtype.itemsize * prod(shape)
+        entries[value.name] = {"dtype": _SAFETENSORS_NAME[dtype], "shape": shape, "data_offsets": [offset, offset + length]}
+        offset += length
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + offset)
+    base = 8 + len(text)
+    return {
+        name: Placed(CONVERTED, base + entry["data_offsets"][0], entry["data_offsets"][1] - entry["data_offsets"][0])
+        for name, entry in entries.items()
+    }
+
+
+def _write(file: "os.PathLike | object", value: ir.Value, tensor: Tensor, place: Placed) -> int:
+    dtype, shape = _TORCH_DTYPE[value.dtype], tuple(value.shape.numpy())
+    if tuple(tensor.shape) != shape:
+        raise ExportError(f"{value.name} is {list(tensor.shape)} after conversion, the graph reads {list(shape)}")
+    converted = tensor.to(dtype)
+    if dtype == torch.float16 and not torch.isfinite(converted).all() and torch.isfinite(tensor).all():
+        raise ExportError(f"{value.name} has values beyond float16's range; use bfloat16 or float32")
+    file.seek(place.offset)
+    file.write(memoryview(converted.contiguous().view(torch.uint8).numpy()).cast("B"))
+    return place.length
+
+
+def sha256(files: Iterable[Path], progress: Progress) -> str:
+    """The hash of files' bytes, in the order given."""
+    files = list(files)
+    total, done = sum(file.stat().st_size for file in files), 0
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while chunk := stream.read(CHUNK):
+                digest.update(chunk)
+                done += len(chunk)
+                progress("hashing weights", done, total)
+    return digest.hexdigest()

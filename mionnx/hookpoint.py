@@ -1,0 +1,142 @@
+"""The vocabulary of hook points: their variants, names and axes.
+
+This table is the only place in which the names are written. A hook point's string is the name of the value in the ONNX
+graph. Names and shapes follow the hook point reference (TransformerLens names, batch first); where TransformerLens
+means something else by a name, this table decides.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+RESIDUAL = ("batch", "seq", "hidden")
+QUERY = ("batch", "n_heads", "seq", "head_dim")
+KEY = ("batch", "n_kv_heads", "seq", "head_dim")
+SCORES = ("batch", "n_heads", "seq_q", "seq_k")
+NEURONS = ("batch", "seq", "d_mlp")
+
+# variant -> (name, axes), in the order in which a forward pass reaches them
+VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "Embed": ("hook_embed", RESIDUAL),
+    "PosEmbed": ("hook_pos_embed", RESIDUAL),
+    "ResidPre": ("blocks.{i}.hook_resid_pre", RESIDUAL),
+    "AttnQ": ("blocks.{i}.attn.hook_q", QUERY),
+    "AttnK": ("blocks.{i}.attn.hook_k", KEY),
+    "AttnRotQ": ("blocks.{i}.attn.hook_rot_q", QUERY),
+    "AttnRotK": ("blocks.{i}.attn.hook_rot_k", KEY),
+    "AttnV": ("blocks.{i}.attn.hook_v", KEY),
+    "AttnScores": ("blocks.{i}.attn.hook_scores", SCORES),
+    "AttnPattern": ("blocks.{i}.attn.hook_pattern", SCORES),
+    "AttnZ": ("blocks.{i}.attn.hook_z", ("batch", "seq", "n_heads", "head_dim")),
+    "AttnResult": ("blocks.{i}.attn.hook_result", ("batch", "seq", "n_heads", "hidden")),
+    "AttnOut": ("blocks.{i}.hook_attn_out", RESIDUAL),
+    "ResidMid": ("blocks.{i}.hook_resid_mid", RESIDUAL),
+    "MlpPre": ("blocks.{i}.mlp.hook_pre", RESIDUAL),
+    "MlpGate": ("blocks.{i}.mlp.hook_gate", NEURONS),
+    "MlpUp": ("blocks.{i}.mlp.hook_up", NEURONS),
+    "MlpAct": ("blocks.{i}.mlp.hook_act", NEURONS),
+    "MlpPost": ("blocks.{i}.mlp.hook_post", RESIDUAL),
+    "MlpOut": ("blocks.{i}.hook_mlp_out", RESIDUAL),
+    "ResidPost": ("blocks.{i}.hook_resid_post", RESIDUAL),
+    "FinalNorm": ("hook_final_norm", RESIDUAL),
+    "Logits": ("hook_logits", ("batch", "seq", "vocab")),
+}
+
+# Hook points that no value of the graph carries: computed from one that does, on request, and so only captured.
+DERIVED = frozenset({"AttnResult"})
+
+_LAYERED = re.compile(r"blocks\.(0|[1-9][0-9]*)\.(.+)")
+
+
+@dataclass(frozen=True)
+class HookPoint:
+    """A named location in a model's forward pass.
+
+    Made by variant (`HookPoint.AttnPattern(5)`, `HookPoint.Embed`, `HookPoint.Custom("my.value")`) or from a string
+    (`HookPoint.parse("blocks.5.attn.hook_pattern")`); `str()` gives the string back. Every function of mionnx that
+    takes a hook point takes either form.
+
+    Attributes:
+        variant: the name of the variant, a key of the hook point table, or "Custom".
+        layer: the 0-based layer, None for hook points outside the blocks.
+        name: the string, which is the name of the value in the ONNX graph.
+    """
+
+    variant: str
+    layer: int | None
+    name: str
+
+    Embed: ClassVar["HookPoint"]
+    PosEmbed: ClassVar["HookPoint"]
+    FinalNorm: ClassVar["HookPoint"]
+    Logits: ClassVar["HookPoint"]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        if self.variant == "Custom":
+            return f"HookPoint.Custom({self.name!r})"
+        return f"HookPoint.{self.variant}" + ("" if self.layer is None else f"({self.layer})")
+
+    @property
+    def axes(self) -> tuple[str, ...] | None:
+        """The names of the value's axes, in order; None for a `Custom` hook point."""
+        return None if self.variant == "Custom" else VARIANTS[self.variant][1]
+
+    @property
+    def short(self) -> str:
+        """What follows `hook_` in the name: `pattern`, `resid_post`; the whole name of a `Custom` hook point."""
+        return self.name.rpartition("hook_")[2]
+
+    @property
+    def derived(self) -> bool:
+        """Whether the value is computed on request from another one, and can therefore only be captured."""
+        return self.variant in DERIVED
+
+    @staticmethod
+    def Custom(name: str) -> "HookPoint":
+        """A hook point outside the table; refused when it is used on a model that has no value of this name."""
+        return HookPoint("Custom", None, name)
+
+    @staticmethod
+    def parse(name: "str | HookPoint") -> "HookPoint":
+        """The hook point of a string. An unknown string is `Custom`; a `HookPoint` is returned as it is."""
+        if isinstance(name, HookPoint):
+            return name
+        match = _LAYERED.fullmatch(name)
+        template = f"blocks.{{i}}.{match[2]}" if match else name
+        variant = _by_template().get(template)
+        if variant is None:
+            return HookPoint.Custom(name)
+        return HookPoint(variant, int(match[1]) if match else None, name)
+
+
+@cache
+def _by_template() -> dict[str, str]:
+    return {template: variant for variant, (template, _) in VARIANTS.items()}
+
+
+def _layered(variant: str, template: str) -> staticmethod:
+    def make(layer: int) -> HookPoint:
+        if layer < 0:
+            raise ValueError(f"HookPoint.{variant}: layers are counted from 0, got {layer}")
+        return HookPoint(variant, int(layer), template.format(i=int(layer)))
+
+    make.__name__ = make.__qualname__ = variant
+    make.__doc__ = f"`{template}`, axes {list(VARIANTS[variant][1])}, of one 0-based layer."
+    return staticmethod(make)
+
+
+for _variant, (_template, _axes) in VARIANTS.items():
+    _member = _layered(_variant, _template) if "{i}" in _template else HookPoint(_variant, None, _template)
+    setattr(HookPoint, _variant, _member)
+
+
+def short_names() -> dict[str, list[str]]:
+    """Short name -> the templates that end in it: `{"pattern": ["blocks.{i}.attn.hook_pattern"], ...}`."""
+    found: dict[str, list[str]] = {}
+    for template, _ in VARIANTS.values():
+        found.setdefault(template.rpartition("hook_")[2], []).append(template)
+    return found

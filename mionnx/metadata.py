@@ -1,0 +1,89 @@
+"""What a hooked model says of itself beyond its graph: the `metadata_props` of `model.onnx`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from mionnx.errors import ModelError
+
+FORMAT_VERSION = 1
+PREFIX = "mionnx."
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes a user asks for. `max_positions` is None where a sequence may be of any length."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int | None = None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One layer's attention.
+
+    Attributes:
+        output_projection: name of the initializer of the output projection.
+        output_is_rows: True if it is stored [n_heads * head_dim, hidden], False if [hidden, n_heads * head_dim].
+        sliding_window: how many keys a query sees, itself included; None if it sees all before it.
+    """
+
+    output_projection: str
+    output_is_rows: bool
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The self-description of a hooked model.
+
+    Attributes:
+        family: the `model_type` of the checkpoint's config.
+        dtype: numpy name of the weights' and activations' dtype.
+        hooks: hook name -> axes, in execution order; an axis is a name where it is dynamic, a number where it is not.
+        attention: one entry a layer.
+        exporter: versions of what made the file.
+        weights_sha256: hash of the weight files' bytes, in the order of their names.
+    """
+
+    family: str
+    dtype: str
+    sizes: Sizes
+    hooks: Mapping[str, list[str | int]]
+    attention: list[Attention]
+    exporter: Mapping[str, str] = field(default_factory=dict)
+    weights_sha256: str = ""
+
+    def to_props(self) -> dict[str, str]:
+        """As `metadata_props`: one JSON text a field."""
+        return {
+            f"{PREFIX}format": json.dumps(FORMAT_VERSION),
+            **{f"{PREFIX}{key}": json.dumps(value, separators=(",", ":")) for key, value in asdict(self).items()},
+        }
+
+    @classmethod
+    def from_props(cls, props: Mapping[str, str]) -> "Metadata":
+        """Read back what `to_props` wrote.
+
+        Raises:
+            ModelError: the file is no hooked model, is of another format version, or its metadata is damaged.
+        """
+        if f"{PREFIX}format" not in props:
+            raise ModelError("this ONNX file is not a hooked model: it has no mionnx metadata; make one with `mionnx export`")
+        try:
+            values = {key.removeprefix(PREFIX): json.loads(text) for key, text in props.items() if key.startswith(PREFIX)}
+            version = values.pop("format")
+            if version != FORMAT_VERSION:
+                raise ModelError(
+                    f"hooked model of format {version}, but this mionnx reads format {FORMAT_VERSION}: export it again"
+                )
+            values["sizes"] = Sizes(**values["sizes"])
+            values["attention"] = [Attention(**entry) for entry in values["attention"]]
+            return cls(**values)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ModelError(f"the hooked model's metadata is damaged: {error}") from error
