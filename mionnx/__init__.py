@@ -1,0 +1,54 @@
+"""mionnx: interpretability on ONNX graphs.
+
+A Hugging Face language model becomes an ONNX graph whose activations carry their hook names; a `HookSpec` says what to
+capture and where to intervene; the graph is rewritten and runs in ONNX Runtime.
+"""
+
+from mionnx.ablation import AblationResult, TokenChange, sample_token
+from mionnx.cache import HookCache
+from mionnx.errors import (
+    ExportError,
+    HookError,
+    InputError,
+    InterventionError,
+    MIError,
+    ModelError,
+    RuntimeMissingError,
+    SpecFileError,
+    TokenizerError,
+)
+from mionnx.hookpoint import HookPoint
+from mionnx.intervention import Intervention
+from mionnx.knockout import KnockoutSpec, create_knockout_mask
+from mionnx.kvcache import KVCache
+from mionnx.model import Compiled, Estimate, MIModel
+from mionnx.rewrite import Report
+from mionnx.spec import HookSpec
+from mionnx.tokens import Tokens
+
+__all__ = [
+    "AblationResult",
+    "Compiled",
+    "Estimate",
+    "ExportError",
+    "HookCache",
+    "HookError",
+    "HookPoint",
+    "HookSpec",
+    "InputError",
+    "Intervention",
+    "InterventionError",
+    "KVCache",
+    "KnockoutSpec",
+    "MIError",
+    "MIModel",
+    "ModelError",
+    "Report",
+    "RuntimeMissingError",
+    "SpecFileError",
+    "TokenChange",
+    "TokenizerError",
+    "Tokens",
+    "create_knockout_mask",
+    "sample_token",
+]

@@ -74,9 +74,13 @@ class Metadata:
             ModelError: the file is no hooked model, is of another format version, or its metadata is damaged.
         """
         if f"{PREFIX}format" not in props:
-            raise ModelError("this ONNX file is not a hooked model: it has no mionnx metadata; make one with `mionnx export`")
+            raise ModelError(
+                "this ONNX file is not a hooked model: it has no mionnx metadata; make one with `mionnx export`"
+            )
         try:
-            values = {key.removeprefix(PREFIX): json.loads(text) for key, text in props.items() if key.startswith(PREFIX)}
+            values = {
+                key.removeprefix(PREFIX): json.loads(text) for key, text in props.items() if key.startswith(PREFIX)
+            }
             version = values.pop("format")
             if version != FORMAT_VERSION:
                 raise ModelError(

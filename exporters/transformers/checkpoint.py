@@ -101,7 +101,9 @@ def _shards(folder: Path, stem: str) -> list[Path]:
         raise ExportError(f"{index} is damaged: {error}") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise ExportError(f"{folder} lacks {len(missing)} of the {len(names)} weight files of its index: {missing[0]} ...")
+        raise ExportError(
+            f"{folder} lacks {len(missing)} of the {len(names)} weight files of its index: {missing[0]} ..."
+        )
     return [folder / name for name in names]
 
 

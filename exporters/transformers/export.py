@@ -11,11 +11,11 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from exporters.transformers.checkpoint import map_tensors, read_tensors
+from exporters.transformers.families import layout_of
 from exporters.transformers.naming import name_dimensions, name_hooks, strip
 from exporters.transformers.simplify import simplify
 from exporters.transformers.sizes import sizes_of, sliding_window
 from exporters.transformers.trace import Traced, buffers_of, trace
-from exporters.transformers.families import layout_of
 from exporters.transformers.weights import feed, sha256
 from mionnx.errors import ExportError, nearest
 from mionnx.hookpoint import HookPoint
@@ -26,8 +26,16 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 STAGES = ("reading the checkpoint", "tracing", "simplifying", "naming", "placing weights", "writing")
 # Kept beside the model, where the checkpoint has them: the config, and what tokenizers are made of.
 KEPT = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
 )
 SLOW_TOKENIZERS = ("vocab.json", "tokenizer.model", "vocab.txt")
 
@@ -98,22 +106,29 @@ def _fakes(graph: ir.Graph) -> set[str]:
         name
         for name, value in graph.initializers.items()
         if isinstance(getattr(value.const_value, "raw", None), torch.Tensor)
-        and not type(value.const_value.raw) is torch.Tensor
+        and type(value.const_value.raw) is not torch.Tensor
     }
 
 
 def _axes(graph: ir.Graph, hooks: list[str], sizes: Sizes) -> dict[str, list[str | int]]:
     """The axes of each hook point, dynamic ones by name; checked against what the vocabulary says of them."""
     expected = {
-        "hidden": sizes.hidden_size, "n_heads": sizes.num_heads, "n_kv_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim, "vocab": sizes.vocab_size,
+        "hidden": sizes.hidden_size,
+        "n_heads": sizes.num_heads,
+        "n_kv_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "vocab": sizes.vocab_size,
     }
     values = {value.name: value for node in graph for value in node.outputs}
     axes: dict[str, list[str | int]] = {}
     for name in hooks:
         names = HookPoint.parse(name).axes
         shape = [dim if isinstance(dim, int) else None for dim in values[name].shape]
-        wrong = [f"{axis}={dim}" for axis, dim in zip(names, shape, strict=True) if dim is not None and expected.get(axis, dim) != dim]
+        wrong = [
+            f"{axis}={dim}"
+            for axis, dim in zip(names, shape, strict=True)
+            if dim is not None and expected.get(axis, dim) != dim
+        ]
         if wrong:
             raise ExportError(f"{name} has {', '.join(wrong)}, expected {[expected.get(axis, axis) for axis in names]}")
         axes[name] = [axis if dim is None else dim for axis, dim in zip(names, shape, strict=True)]

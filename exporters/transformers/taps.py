@@ -96,7 +96,9 @@ class TappedCache(DynamicCache):
         self.layers = [_filled(key, value) for key, value in past]
         self.layer_class_to_replicate = None
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         taps = _taps()
         if layer_idx not in taps.rotated:
             key_states = taps.at(HookPoint.AttnK(layer_idx), key_states)

@@ -84,7 +84,9 @@ def prepare(config: Any) -> None:
         config._experts_implementation = "batched_mm"
     for rope in rope_parameters(config):
         if rope.get("rope_type") == "dynamic":
-            raise ExportError("rope_type 'dynamic' recomputes its frequencies in Python as the text grows; no graph can")
+            raise ExportError(
+                "rope_type 'dynamic' recomputes its frequencies in Python as the text grows; no graph can"
+            )
 
 
 def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:

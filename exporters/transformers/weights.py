@@ -66,8 +66,14 @@ def feed(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel, fol
     sources = _resolve(parameters, mapped, model)
     in_place = {value.name: source for value, source in sources if source and _fits(value, source)}
     placed = _link(in_place, folder, progress)
-    placed |= _convert([value for value, _ in sources if value.name not in in_place], dict(
-        (value.name, source) for value, source in sources if source), mapped, model, folder, progress)
+    placed |= _convert(
+        [value for value, _ in sources if value.name not in in_place],
+        dict((value.name, source) for value, source in sources if source),
+        mapped,
+        model,
+        folder,
+        progress,
+    )
     for value in parameters:
         place = placed[value.name]
         value.const_value = ir.ExternalTensor(
@@ -75,7 +81,9 @@ def feed(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel, fol
         )
 
 
-def _resolve(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) -> list[tuple[ir.Value, Stored | None]]:
+def _resolve(
+    parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel
+) -> list[tuple[ir.Value, Stored | None]]:
     """Each parameter with the checkpoint tensor that is it, None where a conversion makes it."""
     tied = aliases(model)
     made = _made_by_conversion(mapped, model)
@@ -94,8 +102,12 @@ def _resolve(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel)
     if unfed:
         raise ExportError(f"{len(unfed)} weights that the graph reads are not in the checkpoint: {_some(unfed)}")
     unread = [tensor.name for name, tensor in mapped.direct.items() if name not in read]
-    unread += [source.name for target, conversion in mapped.converted.items() if not _read(conversion.target, read)
-               for source in conversion.sources]
+    unread += [
+        source.name
+        for target, conversion in mapped.converted.items()
+        if not _read(conversion.target, read)
+        for source in conversion.sources
+    ]
     unread += mapped.unknown
     if unread:
         raise ExportError(f"{len(unread)} checkpoint tensors are read by no part of the graph: {_some(unread)}")
@@ -177,7 +189,11 @@ def _write_header(values: list[ir.Value], path: Path) -> dict[str, Placed]:
     for value in sorted(values, key=lambda value: value.name):
         dtype, shape = _TORCH_DTYPE[value.dtype], [int(dim) for dim in value.shape]
         length = dtype.itemsize * prod(shape)
-        entries[value.name] = {"dtype": _SAFETENSORS_NAME[dtype], "shape": shape, "data_offsets": [offset, offset + length]}
+        entries[value.name] = {
+            "dtype": _SAFETENSORS_NAME[dtype],
+            "shape": shape,
+            "data_offsets": [offset, offset + length],
+        }
         offset += length
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)

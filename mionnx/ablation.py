@@ -1,0 +1,92 @@
+"""What an intervention did to the next-token distribution."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import log_softmax, rel_entr
+
+from mionnx.errors import InputError
+
+
+@dataclass(frozen=True)
+class TokenChange:
+    """One token's probability before and after."""
+
+    token: int
+    baseline: float
+    ablated: float
+
+    @property
+    def change(self) -> float:
+        """After minus before."""
+        return self.ablated - self.baseline
+
+
+class AblationResult:
+    """Two next-token distributions, without and with an intervention.
+
+    Attributes:
+        baseline_logits, ablated_logits: [vocab].
+        spec: what was done (a `KnockoutSpec`, a `HookSpec`), for the record.
+    """
+
+    def __init__(self, baseline_logits: ArrayLike, ablated_logits: ArrayLike, spec: Any = None) -> None:
+        self.baseline_logits, self.ablated_logits = _vector(baseline_logits), _vector(ablated_logits)
+        self.spec = spec
+        if self.baseline_logits.shape != self.ablated_logits.shape:
+            raise InputError(f"logits of {self.baseline_logits.shape[0]} and {self.ablated_logits.shape[0]} tokens")
+
+    def kl_divergence(self) -> float:
+        """KL(baseline || ablated) in nats: the sum over the whole vocabulary of p (log p - log q), in float64."""
+        p, q = (np.exp(log_softmax(logits)) for logits in (self.baseline_logits, self.ablated_logits))
+        log_p, log_q = log_softmax(self.baseline_logits), log_softmax(self.ablated_logits)
+        # exp underflows to 0 for very unlikely tokens: q = 0 there would make a finite divergence infinite
+        terms = np.where((q == 0) & (p > 0), p * (log_p - log_q), rel_entr(p, np.where(q == 0, 1.0, q)))
+        return max(float(terms.sum()), 0.0)
+
+    def logit_diff(self, token: int, versus: int | None = None) -> float:
+        """How far the intervention lowered a token's logit, or its lead over another token: baseline minus ablated."""
+        drop = self.baseline_logits - self.ablated_logits
+        return float(drop[self._known(token)] - (0 if versus is None else drop[self._known(versus)]))
+
+    def top_changed_tokens(self, k: int = 10) -> list[TokenChange]:
+        """The k tokens whose probability changed most, most first; equal changes by token id."""
+        before, after = (np.exp(log_softmax(logits)) for logits in (self.baseline_logits, self.ablated_logits))
+        order = np.argsort(-np.abs(after - before), kind="stable")[:k]
+        return [TokenChange(int(token), float(before[token]), float(after[token])) for token in order]
+
+    def _known(self, token: int) -> int:
+        if not 0 <= token < len(self.baseline_logits):
+            raise InputError(f"token {token}; the vocabulary is 0 to {len(self.baseline_logits) - 1}")
+        return token
+
+
+def _vector(logits: ArrayLike) -> NDArray[np.float64]:
+    array = np.asarray(logits, np.float64)
+    if array.ndim != 1 or array.size == 0:
+        raise InputError(f"logits of one position are [vocab], got shape {list(array.shape)}")
+    if np.isnan(array).any():
+        raise InputError(f"logits have NaN, first at token {int(np.argmax(np.isnan(array)))}")
+    return array
+
+
+def sample_token(logits: ArrayLike, temperature: float = 0.0, seed: int | None = None) -> int:
+    """Choose a token.
+
+    Args:
+        logits: [vocab].
+        temperature: 0 takes the likeliest, ties going to the lowest id; above, samples from softmax(logits / temperature).
+        seed: of the sampling; the same seed, logits and temperature give the same token.
+
+    Raises:
+        InputError: a negative temperature, NaN, or logits that are no vector.
+    """
+    vector = _vector(logits)
+    if not temperature >= 0 or not np.isfinite(temperature):
+        raise InputError(f"temperature must be 0 or above, got {temperature}")
+    if temperature == 0:
+        return int(np.argmax(vector))
+    probabilities = np.exp(log_softmax(vector / temperature))
+    return int(np.random.default_rng(seed).choice(len(vector), p=probabilities / probabilities.sum()))

@@ -1,0 +1,98 @@
+"""`HookCache`: the logits of a forward pass and everything that was captured on the way."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.errors import HookError, nearest
+from mionnx.hookpoint import HookPoint, short_names
+
+if TYPE_CHECKING:
+    from mionnx.kvcache import KVCache
+
+Key = HookPoint | str | tuple[str, int]
+
+
+class HookCache(Mapping[str, NDArray[Any]]):
+    """What one forward pass gave.
+
+    A mapping from hook names to arrays, in execution order. Besides by name, values are found by `HookPoint` and by
+    short name and layer: `cache["blocks.5.attn.hook_pattern"]`, `cache[HookPoint.AttnPattern(5)]`,
+    `cache["pattern", 5]`. Values captured before their interventions have names that end in `.before`.
+
+    Attributes:
+        kv_cache: the key/value cache after this pass, if `use_cache=True` asked for it.
+    """
+
+    def __init__(
+        self, logits: NDArray[Any] | None, captured: Mapping[str, NDArray[Any]], kv_cache: "KVCache | None" = None
+    ) -> None:
+        self._logits = logits
+        self._captured = dict(captured)
+        self.kv_cache = kv_cache
+
+    def output(self) -> NDArray[Any]:
+        """The logits, [batch, seq, vocab]."""
+        if self._logits is None:
+            raise HookError("the logits of this cache were taken by `into_output`")
+        return self._logits
+
+    def into_output(self) -> NDArray[Any]:
+        """The logits, [batch, seq, vocab]; the cache gives up its hold on them."""
+        logits, self._logits = self.output(), None
+        return logits
+
+    def get(self, hook: Key, default: Any = None) -> Any:
+        """The captured array, or `default` if the hook point was not captured."""
+        return self._captured.get(self._name(hook), default)
+
+    def require(self, hook: Key) -> NDArray[Any]:
+        """The captured array.
+
+        Raises:
+            HookError: the hook point was not captured; the message names the nearest that was.
+        """
+        name = self._name(hook)
+        if name not in self._captured:
+            held = f"; captured: {len(self)} hook points" if self._captured else "; nothing was captured"
+            raise HookError(f"{name!r} was not captured{nearest(name, self._captured) or held}")
+        return self._captured[name]
+
+    def num_captures(self) -> int:
+        """How many arrays were captured."""
+        return len(self._captured)
+
+    def __getitem__(self, hook: Key) -> NDArray[Any]:
+        return self.require(hook)
+
+    def __contains__(self, hook: object) -> bool:
+        return isinstance(hook, HookPoint | str | tuple) and self._name(hook) in self._captured
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._captured)
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def __repr__(self) -> str:
+        total = sum(array.nbytes for array in self._captured.values())
+        return f"HookCache({len(self)} captures, {total / 1e6:.1f} MB)"
+
+    def _name(self, hook: Key) -> str:
+        if not isinstance(hook, tuple):
+            return str(hook)
+        short, layer = hook
+        templates = short_names().get(short)
+        if templates is None:
+            raise HookError(f"no hook point ends in {short!r}{nearest(short, short_names())}")
+        names = [template.format(i=layer) for template in templates]
+        return next((name for name in names if name in self._captured), names[0])
+
+    def stack(self, short: str) -> NDArray[Any]:
+        """One hook point of every captured layer, with a layer axis in front: `cache.stack("resid_post")`."""
+        names = [name for name in self._captured if HookPoint.parse(name).short == short]
+        if not names:
+            raise HookError(f"no hook point {short!r} was captured{nearest(short, short_names())}")
+        return np.stack([self._captured[name] for name in names])

@@ -1,0 +1,161 @@
+"""One call of a model: which tokens, where the padding is, and at which positions they stand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mionnx.errors import InputError
+from mionnx.kvcache import KVCache
+from mionnx.metadata import Sizes
+from mionnx.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Call:
+    """The token inputs of one forward pass.
+
+    Attributes:
+        input_ids: [batch, seq].
+        attention_mask: [batch, total], past included: 1 for tokens, 0 for padding.
+        position_ids: [batch, seq]: the position of each token in its row's text, padding not counted.
+    """
+
+    input_ids: NDArray[np.int64]
+    attention_mask: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.input_ids.shape[0]
+
+    @property
+    def seq(self) -> int:
+        """Tokens a row in this call, padding included."""
+        return self.input_ids.shape[1]
+
+    @property
+    def total(self) -> int:
+        """Keys a row: past and this call, padding included."""
+        return self.attention_mask.shape[1]
+
+    @property
+    def real(self) -> NDArray[np.bool_]:
+        """[batch, seq]: which of this call's tokens are no padding."""
+        return self.attention_mask[:, self.total - self.seq :].astype(bool)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[batch]: how many tokens each row's text has by now, past included, padding not."""
+        return self.attention_mask.sum(axis=1)
+
+    @property
+    def token_positions(self) -> NDArray[np.int64]:
+        """[batch, seq]: each token's position in its row's text, -1 for padding."""
+        return np.where(self.real, self.position_ids, -1)
+
+    def feeds(self) -> dict[str, NDArray[np.int64]]:
+        """As inputs of the graph."""
+        return {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+        }
+
+
+def make_call(tokens: Any, attention_mask: ArrayLike | None, cache: KVCache | None, sizes: Sizes) -> Call:
+    """Check and complete the token inputs of a forward pass.
+
+    Args:
+        tokens: ids as [seq] or [batch, seq], `Tokens`, or a list of either; lists of unequal length are padded left.
+        attention_mask: [batch, seq] of this call's tokens, or [batch, total] with the past; 1 for tokens, 0 for padding.
+        cache: what came before.
+        sizes: of the model.
+
+    Raises:
+        InputError: no tokens, ids outside the vocabulary, a mask that does not fit, or more positions than were learned.
+    """
+    ids, mask = _rows(tokens)
+    if attention_mask is not None:
+        mask = _mask(attention_mask, ids, cache)
+    if cache is not None and mask.shape[1] == ids.shape[1]:
+        _check_batch(cache, ids)
+        mask = np.concatenate([cache.attention_mask, mask], axis=1)
+    _check_ids(ids, mask[:, -ids.shape[1] :], sizes.vocab_size)
+    positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, -ids.shape[1] :]
+    if sizes.max_positions is not None and positions.max() >= sizes.max_positions:
+        raise InputError(
+            f"a text of {int(positions.max()) + 1} tokens, but the model has positions for {sizes.max_positions} only"
+        )
+    return Call(ids, mask, np.ascontiguousarray(positions))
+
+
+def _rows(tokens: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """[batch, seq] ids and mask, from whatever was given."""
+    if isinstance(tokens, Tokens):
+        tokens = tokens.ids
+    if isinstance(tokens, Sequence) and tokens and not isinstance(tokens[0], int | np.integer):
+        return _pad_left([_row(row) for row in tokens])
+    ids = np.asarray(tokens)
+    ids = ids[None] if ids.ndim == 1 else ids
+    if ids.ndim != 2:
+        raise InputError(f"tokens must be [seq] or [batch, seq], got shape {list(ids.shape)}")
+    if ids.size == 0:
+        raise InputError("the prompt is empty: there is no token to run on")
+    return _integers(ids), np.ones(ids.shape, np.int64)
+
+
+def _row(row: Any) -> NDArray[np.int64]:
+    ids = np.asarray(row.ids if isinstance(row, Tokens) else row)
+    if ids.ndim != 1:
+        raise InputError(f"each row of tokens must be [seq], got shape {list(ids.shape)}")
+    if ids.size == 0:
+        raise InputError("a prompt is empty: there is no token to run on")
+    return _integers(ids)
+
+
+def _integers(ids: NDArray[Any]) -> NDArray[np.int64]:
+    if ids.dtype.kind not in "iu":
+        raise InputError(f"tokens must be integers, got {ids.dtype}")
+    return np.ascontiguousarray(ids, np.int64)
+
+
+def _pad_left(rows: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    width = max(len(row) for row in rows)
+    ids, mask = np.zeros((2, len(rows), width), np.int64)
+    for i, row in enumerate(rows):
+        ids[i, width - len(row) :], mask[i, width - len(row) :] = row, 1
+    return ids, mask
+
+
+def _mask(given: ArrayLike, ids: NDArray[np.int64], cache: KVCache | None) -> NDArray[np.int64]:
+    mask = np.atleast_2d(np.asarray(given)).astype(np.int64)
+    total = ids.shape[1] + (cache.seq_len if cache else 0)
+    if mask.shape[0] != ids.shape[0] or mask.shape[1] not in (ids.shape[1], total):
+        raise InputError(
+            f"attention_mask is {list(mask.shape)}; for tokens {list(ids.shape)} it must be {[ids.shape[0], ids.shape[1]]}"
+            + (f" or, with the past, {[ids.shape[0], total]}" if cache else "")
+        )
+    if not np.isin(mask, (0, 1)).all():
+        raise InputError("attention_mask holds 1 for tokens and 0 for padding, and nothing else")
+    if (mask[:, -ids.shape[1] :].sum(axis=1) == 0).any():
+        raise InputError("a row of the attention_mask is all padding")
+    return np.ascontiguousarray(mask)
+
+
+def _check_batch(cache: KVCache, ids: NDArray[np.int64]) -> None:
+    if cache.attention_mask.shape[0] != ids.shape[0]:
+        raise InputError(f"the cache holds {cache.attention_mask.shape[0]} rows, the tokens are {ids.shape[0]}")
+
+
+def _check_ids(ids: NDArray[np.int64], mask: NDArray[np.int64], vocab: int) -> None:
+    outside = np.argwhere(((ids < 0) | (ids >= vocab)) & (mask == 1))
+    if len(outside):
+        row, column = outside[0].tolist()
+        raise InputError(
+            f"token {ids[row, column]} at row {row}, position {column}; the vocabulary is 0 to {vocab - 1}"
+        )
+    ids[mask == 0] = 0  # padding may hold any id, -100 included; the graph looks it up all the same

@@ -1,0 +1,96 @@
+"""Graphs on their way in and out: the one place that touches protobuf.
+
+A graph is edited as an onnx-graphsurgeon graph, always without its weights: initializers stay references into the
+weight files, so that editing a model of any size costs milliseconds.
+"""
+
+from pathlib import Path
+
+import onnx
+import onnx_graphsurgeon as gs
+from google.protobuf.message import DecodeError
+
+from mionnx.errors import ModelError
+
+
+def read(path: Path) -> onnx.ModelProto:
+    """Read `model.onnx` without its external data.
+
+    Raises:
+        ModelError: no such file, or no ONNX in it.
+    """
+    try:
+        proto = onnx.load(path, load_external_data=False)
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    except (DecodeError, ValueError) as error:
+        raise ModelError(f"{path} is corrupt or truncated: {error}") from error
+    if not proto.graph.node or not proto.graph.output:
+        raise ModelError(f"{path} is corrupt or truncated: it holds no graph")
+    return proto
+
+
+def properties(proto: onnx.ModelProto) -> dict[str, str]:
+    """The model's `metadata_props`."""
+    return {entry.key: entry.value for entry in proto.metadata_props}
+
+
+def check_external_data(proto: onnx.ModelProto, folder: Path) -> None:
+    """Check that every external tensor lies inside a file inside `folder`.
+
+    Raises:
+        ModelError: a path that leaves the folder, a missing file, or one shorter than the graph says.
+    """
+    root, sizes = folder.resolve(), dict[str, int]()
+    for tensor in proto.graph.initializer:
+        if tensor.data_location != onnx.TensorProto.EXTERNAL:
+            continue
+        entry = {item.key: item.value for item in tensor.external_data}
+        location = entry.get("location", "")
+        if location not in sizes:
+            sizes[location] = _size(root, location, tensor.name)
+        try:
+            offset, length = int(entry.get("offset", 0)), int(entry["length"])
+        except (ValueError, KeyError) as error:
+            raise ModelError(f"weight {tensor.name!r} has no valid offset and length in {location}") from error
+        if offset < 0 or length < 0 or offset + length > sizes[location]:
+            raise ModelError(
+                f"weight {tensor.name!r} lies at bytes {offset} to {offset + length} of {location}, "
+                f"which has {sizes[location]}: the weight file is short or not the one that was exported"
+            )
+
+
+def _size(root: Path, location: str, name: str) -> int:
+    path = (root / location).resolve()
+    if not location or Path(location).is_absolute() or not path.is_relative_to(root):
+        raise ModelError(f"weight {name!r} points at {location!r}, outside the model's folder: refused")
+    if not path.is_file():
+        raise ModelError(f"weight file {location} is missing from {root}")
+    return path.stat().st_size
+
+
+def value_ranks(proto: onnx.ModelProto) -> dict[str, int | None]:
+    """The values that nodes of the graph make, with their ranks where these are written down."""
+    ranks: dict[str, int | None] = {output: None for node in proto.graph.node for output in node.output}
+    for value in [*proto.graph.value_info, *proto.graph.output]:
+        if value.name in ranks and value.type.tensor_type.HasField("shape"):
+            ranks[value.name] = len(value.type.tensor_type.shape.dim)
+    return ranks
+
+
+def interface(proto: onnx.ModelProto) -> tuple[list[str], list[str]]:
+    """The names of the graph's inputs and outputs."""
+    return [value.name for value in proto.graph.input], [value.name for value in proto.graph.output]
+
+
+def edit(proto: onnx.ModelProto) -> gs.Graph:
+    """A graph to edit; `proto` is left alone."""
+    return gs.import_onnx(proto)
+
+
+def serialise(graph: gs.Graph, origin: onnx.ModelProto) -> bytes:
+    """An edited graph as the bytes of an ONNX model, with the metadata of the model that it was made from."""
+    proto = gs.export_onnx(graph)
+    proto.metadata_props.extend(origin.metadata_props)
+    proto.producer_name, proto.producer_version = origin.producer_name, origin.producer_version
+    return proto.SerializeToString()

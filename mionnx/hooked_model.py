@@ -1,0 +1,85 @@
+"""A hooked model on disk: a folder with `model.onnx`, its weight files, `config.json` and the tokenizer.
+
+The format, on one page:
+
+1. `model.onnx` is valid ONNX in the standard domain and runs as it is in any runtime; it holds no weights.
+2. The value at a hook point is called by the hook's name. `metadata_props` list the hook points with their axes.
+3. Weights are external data in files of the same folder, usually the checkpoint's own `.safetensors`. No path leaves
+   the folder, so that it can be moved.
+4. Inputs: `input_ids`, `attention_mask` [batch, total], `position_ids` [batch, seq], and per layer
+   `past_key_values.{i}.key` and `.value` [batch, n_kv_heads, past, head_dim], where past may be 0.
+5. Outputs: `logits` [batch, seq, vocab] and per layer `present.{i}.key` and `.value`.
+6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
+   `attention`, `exporter`, `weights_sha256`. See `mionnx.metadata`.
+7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of the
+   graph, a weight outside the folder or beyond the end of its file.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from mionnx import graph
+from mionnx.errors import HookError, ModelError, nearest
+from mionnx.hookpoint import HookPoint
+from mionnx.metadata import Metadata
+
+GRAPH = "model.onnx"
+
+
+@dataclass(frozen=True)
+class HookedModel:
+    """A hooked model that was opened and checked."""
+
+    folder: Path
+    proto: onnx.ModelProto
+    metadata: Metadata
+
+    @classmethod
+    def open(cls, folder: Path) -> "HookedModel":
+        """Open a hooked model's folder, checking everything that can be checked without reading the weights.
+
+        Raises:
+            ModelError: see the module's text.
+        """
+        proto = graph.read(folder / GRAPH)
+        metadata = Metadata.from_props(graph.properties(proto))
+        graph.check_external_data(proto, folder)
+        ranks = graph.value_ranks(proto)
+        for name, axes in metadata.hooks.items():
+            if name not in ranks:
+                raise ModelError(f"{folder / GRAPH} lists the hook point {name!r}, but no node makes such a value")
+            if ranks[name] not in (None, len(axes)):
+                raise ModelError(f"{name} has {ranks[name]} axes in the graph, but its metadata say {axes}")
+        inputs, outputs = graph.interface(proto)
+        if "input_ids" not in inputs or "logits" not in outputs:
+            raise ModelError(
+                f"{folder / GRAPH} has the inputs {inputs} and outputs {outputs}; input_ids and logits are missing"
+            )
+        return cls(folder, proto, metadata)
+
+    def hook_points(self) -> list[HookPoint]:
+        """All hook points that can be captured, in execution order; derived ones follow what they derive from."""
+        points: list[HookPoint] = []
+        for name in self.metadata.hooks:
+            point = HookPoint.parse(name)
+            points.append(point)
+            if point.variant == "AttnZ":
+                points.append(HookPoint.AttnResult(point.layer))
+        return points
+
+    def axes(self, point: HookPoint) -> list[str | int]:
+        """The axes of a hook point: names where they are dynamic, numbers where not.
+
+        Raises:
+            HookError: the model has no such hook point.
+        """
+        if point.variant == "AttnResult" and point.layer is not None and point.layer < self.metadata.sizes.num_layers:
+            return ["batch", "seq", self.metadata.sizes.num_heads, self.metadata.sizes.hidden_size]
+        if point.name not in self.metadata.hooks:
+            names = [str(point) for point in self.hook_points()]
+            raise HookError(
+                f"this {self.metadata.family} model has no hook point {point.name!r}{nearest(point.name, names)}"
+            )
+        return list(self.metadata.hooks[point.name])

@@ -1,0 +1,203 @@
+"""Interventions: what may be done to the value at a hook point, and where on it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mionnx.errors import InterventionError
+
+Positions = int | Sequence[int] | Sequence[Sequence[int]]
+
+# kind -> whether it carries a value
+KINDS = {"replace": True, "add": True, "knockout": True, "scale": True, "zero": False, "project_out": True}
+
+
+@dataclass(frozen=True, eq=False)
+class Intervention:
+    """One modification of the value at a hook point.
+
+    Made by `Replace`, `Add`, `Knockout`, `Scale`, `Zero` and `ProjectOut`, each with three optional limits:
+
+    * `positions`: token positions, counted from 0 in each row's own text (padding not counted), negative ones from its
+      end; one, a list, or one list a batch row. At scores and patterns they select queries.
+    * `heads`: heads, counted from 0 (key/value heads at `hook_k`, `hook_rot_k` and `hook_v`).
+    * `rows`: batch rows, counted from 0.
+
+    What lies outside the limits keeps its value. A limit that selects nothing, or something that does not exist, is an
+    `InterventionError` when the spec is used.
+
+    Attributes:
+        kind: one of "replace", "add", "knockout", "scale", "zero", "project_out".
+        value: the tensor, vector, mask, factor or directions; None for "zero".
+        positions, heads, rows: the limits, None where there is none.
+    """
+
+    kind: str
+    value: NDArray[Any] | None = None
+    positions: tuple[Any, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    rows: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InterventionError(f"no intervention kind {self.kind!r}; the kinds are {', '.join(KINDS)}")
+
+    @classmethod
+    def Replace(
+        cls,
+        tensor: ArrayLike,
+        *,
+        positions: Positions | None = None,
+        heads: int | Iterable[int] | None = None,
+        rows: int | Iterable[int] | None = None,
+    ) -> "Intervention":
+        """Put `tensor` in place of the value.
+
+        Args:
+            tensor: of the value's shape. With `positions`, `heads` or `rows` it may instead have the selected part's
+                shape, or one that broadcasts to it (a [hidden] vector at chosen positions).
+            positions, heads, rows: where; everywhere if none is given.
+
+        Raises:
+            InterventionError: NaN in the tensor.
+        """
+        return cls._of("replace", tensor, positions, heads, rows)
+
+    @classmethod
+    def Add(
+        cls,
+        vector: ArrayLike,
+        *,
+        positions: Positions | None = None,
+        heads: int | Iterable[int] | None = None,
+        rows: int | Iterable[int] | None = None,
+    ) -> "Intervention":
+        """Add `vector`, broadcast to the value's shape and cast to its dtype (steering)."""
+        return cls._of("add", vector, positions, heads, rows)
+
+    @classmethod
+    def Knockout(
+        cls,
+        mask: ArrayLike,
+        *,
+        positions: Positions | None = None,
+        heads: int | Iterable[int] | None = None,
+        rows: int | Iterable[int] | None = None,
+    ) -> "Intervention":
+        """Add a mask of 0 (keep) and -inf (knock out) to attention scores, before the softmax.
+
+        Args:
+            mask: broadcastable to [batch, n_heads, seq_q, seq_k]; `create_knockout_mask` makes one.
+            positions, heads, rows: which queries, heads and rows it applies to.
+        """
+        return cls._of("knockout", mask, positions, heads, rows)
+
+    @classmethod
+    def Scale(
+        cls,
+        factor: ArrayLike,
+        *,
+        positions: Positions | None = None,
+        heads: int | Iterable[int] | None = None,
+        rows: int | Iterable[int] | None = None,
+    ) -> "Intervention":
+        """Multiply by `factor`: a number, or an array that broadcasts to the value's shape."""
+        return cls._of("scale", factor, positions, heads, rows)
+
+    @classmethod
+    def Zero(
+        cls,
+        *,
+        positions: Positions | None = None,
+        heads: int | Iterable[int] | None = None,
+        rows: int | Iterable[int] | None = None,
+    ) -> "Intervention":
+        """Put zeros in place of the value (ablation)."""
+        return cls._of("zero", None, positions, heads, rows)
+
+    @classmethod
+    def ProjectOut(
+        cls,
+        direction: ArrayLike,
+        *,
+        positions: Positions | None = None,
+        heads: int | Iterable[int] | None = None,
+        rows: int | Iterable[int] | None = None,
+    ) -> "Intervention":
+        """Remove a direction: x - (x . d) d with d of unit length, along the value's last axis (direction ablation).
+
+        Args:
+            direction: [width], or [k, width] for the subspace that k directions span; normalised here.
+            positions, heads, rows: where; everywhere if none is given.
+
+        Raises:
+            InterventionError: a zero direction, or directions that depend on each other.
+        """
+        directions = np.atleast_2d(_numbers("project_out", direction)).astype(np.float64)
+        if directions.ndim != 2 or np.linalg.matrix_rank(directions) < len(directions):
+            raise InterventionError(
+                f"project_out: directions of shape {list(np.shape(direction))} must be [width] or [k, width], not zero, "
+                "and independent of each other"
+            )
+        basis = np.linalg.qr(directions.T)[0].T  # [k, width], orthonormal
+        return cls._of("project_out", basis, positions, heads, rows)
+
+    @classmethod
+    def _of(cls, kind: str, value: ArrayLike | None, positions: Any, heads: Any, rows: Any) -> "Intervention":
+        return cls(
+            kind,
+            None if value is None else _checked(kind, _numbers(kind, value)),
+            _positions(positions),
+            _indices("heads", heads),
+            _indices("rows", rows),
+        )
+
+    @property
+    def limited(self) -> bool:
+        """Whether any of `positions`, `heads`, `rows` is given."""
+        return any(limit is not None for limit in (self.positions, self.heads, self.rows))
+
+
+def _numbers(kind: str, value: ArrayLike) -> NDArray[Any]:
+    array = np.array(value)  # a copy: what the caller does to their array later is not part of the spec
+    if array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16":
+        raise InterventionError(f"{kind}: the value must be numbers, got dtype {array.dtype}")
+    return array
+
+
+def _checked(kind: str, array: NDArray[Any]) -> NDArray[Any]:
+    if array.size == 0:
+        raise InterventionError(f"{kind}: the value is empty (shape {list(array.shape)})")
+    values = array.astype(np.float64)
+    if np.isnan(values).any():
+        where = np.argwhere(np.isnan(values))[0].tolist()
+        raise InterventionError(f"{kind}: the value has NaN at {where}")
+    if np.isinf(values).any() and (kind != "knockout" or (values == np.inf).any()):
+        where = np.argwhere(np.isinf(values))[0].tolist()
+        raise InterventionError(f"{kind}: the value is infinite at {where}; only Knockout takes -inf, at hook_scores")
+    if kind == "knockout" and not np.isin(values, (0.0, -np.inf)).all():
+        raise InterventionError("knockout: a mask holds 0 (keep) and -inf (knock out) only; Add takes other numbers")
+    return array
+
+
+def _indices(what: str, given: int | Iterable[int] | None) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    found = (given,) if isinstance(given, int | np.integer) else tuple(given)
+    if not found or not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in found):
+        raise InterventionError(f"{what} must be one or more integers, got {given!r}")
+    if what != "positions" and min(found) < 0:
+        raise InterventionError(f"{what} are counted from 0, got {given!r}")
+    return tuple(int(i) for i in found)
+
+
+def _positions(given: Positions | None) -> tuple[Any, ...] | None:
+    if given is None or isinstance(given, int | np.integer):
+        return _indices("positions", given)
+    found = list(given)
+    if found and not any(isinstance(entry, int | np.integer) for entry in found):
+        return tuple(_indices("positions", row) for row in found)
+    return _indices("positions", found)

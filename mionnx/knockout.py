@@ -1,0 +1,138 @@
+"""Attention knockout: which edges, as a mask of 0 and -inf."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from mionnx.errors import InterventionError
+
+
+@dataclass
+class KnockoutSpec:
+    """Attention edges to knock out, built by chaining: `KnockoutSpec().layer(3).head(0).edge(query, key)`.
+
+    Without `head` or `heads` every head is meant, without any layer every layer. `edge` names single edges;
+    `from_position` all edges out of a query position, `to_position` all edges into a key position. Positions count from
+    0; negative ones from the end of the sequence that the mask is made for.
+    """
+
+    layers_: list[int] | None = None
+    heads_: list[int] | None = None
+    edges: list[tuple[int | None, int | None]] = field(default_factory=list)
+
+    def layer(self, layer: int) -> "KnockoutSpec":
+        """Add one layer."""
+        return self.layers([layer])
+
+    def layers(self, layers: Iterable[int]) -> "KnockoutSpec":
+        """Add layers."""
+        self.layers_ = [*(self.layers_ or []), *_naturals("layer", layers)]
+        return self
+
+    def layer_range(self, start: int, end: int) -> "KnockoutSpec":
+        """Add the layers from `start` to `end`, both included."""
+        if end < start:
+            raise InterventionError(
+                f"layer_range({start}, {end}) is empty: the end is included and must not lie before"
+            )
+        return self.layers(range(start, end + 1))
+
+    def head(self, head: int) -> "KnockoutSpec":
+        """Add one head."""
+        return self.heads([head])
+
+    def heads(self, heads: Iterable[int]) -> "KnockoutSpec":
+        """Add heads."""
+        self.heads_ = [*(self.heads_ or []), *_naturals("head", heads)]
+        return self
+
+    def edge(self, query: int, key: int) -> "KnockoutSpec":
+        """The query at one position cannot read the key at another."""
+        self.edges.append((query, key))
+        return self
+
+    def from_position(self, query: int) -> "KnockoutSpec":
+        """The query at a position reads no other position; it still reads itself, so that a row is left to attend to."""
+        self.edges.append((query, None))
+        return self
+
+    def to_position(self, key: int) -> "KnockoutSpec":
+        """No later position reads the key at a position; the position still reads itself."""
+        self.edges.append((None, key))
+        return self
+
+    def target_layers(self, num_layers: int) -> list[int]:
+        """The layers meant, in a model of so many.
+
+        Raises:
+            InterventionError: a layer that the model does not have.
+        """
+        if self.layers_ is None:
+            return list(range(num_layers))
+        if max(self.layers_) >= num_layers:
+            raise InterventionError(
+                f"layer {max(self.layers_)} of a model with {num_layers} layers (0 to {num_layers - 1})"
+            )
+        return sorted(set(self.layers_))
+
+
+def _naturals(what: str, values: Iterable[int]) -> list[int]:
+    found = [int(value) for value in values]
+    if not found or min(found) < 0:
+        raise InterventionError(f"{what}s are counted from 0 and at least one is needed, got {found}")
+    return found
+
+
+def create_knockout_mask(spec: KnockoutSpec, n_heads: int, seq_len: int, dtype: DTypeLike = np.float32) -> NDArray:
+    """The mask of a knockout, to be added to attention scores.
+
+    Args:
+        spec: which edges and heads; its layers say where the mask is to be used, they do not shape it.
+        n_heads: query heads of the model.
+        seq_len: length of the sequence, past included.
+        dtype: a floating dtype.
+
+    Returns:
+        [1, n_heads, seq_len, seq_len] (query, key): 0 to keep, -inf to knock out.
+
+    Raises:
+        InterventionError: no edge, an edge or head that does not exist, or an edge to a later position.
+    """
+    if not spec.edges:
+        raise InterventionError("a KnockoutSpec without edge, from_position or to_position knocks nothing out")
+    blocked = np.zeros((seq_len, seq_len), bool)
+    for query, key in spec.edges:
+        _block(
+            blocked, None if query is None else _place(query, seq_len), None if key is None else _place(key, seq_len)
+        )
+    heads = range(n_heads) if spec.heads_ is None else spec.heads_
+    if max(heads) >= n_heads:
+        raise InterventionError(f"head {max(heads)} of {n_heads} heads (0 to {n_heads - 1})")
+    mask = np.zeros((1, n_heads, seq_len, seq_len), dtype)
+    mask[:, list(heads)] = np.where(blocked, -np.inf, 0)
+    return mask
+
+
+def _block(blocked: NDArray, query: int | None, key: int | None) -> None:
+    if query is not None and key is not None:
+        if key > query:
+            raise InterventionError(
+                f"edge({query}, {key}): a query never reads a later key, so there is nothing to knock out"
+            )
+        blocked[query, key] = True
+    elif query is not None:
+        if query == 0:
+            raise InterventionError("from_position(0): the first position reads only itself")
+        blocked[query, :query] = True
+    elif key is not None:
+        if key == len(blocked) - 1:
+            raise InterventionError(f"to_position({key}): no later position reads the last one")
+        blocked[key + 1 :, key] = True
+
+
+def _place(position: int, seq_len: int) -> int:
+    if not -seq_len <= position < seq_len:
+        raise InterventionError(f"position {position} of a sequence of {seq_len} (0 to {seq_len - 1})")
+    return position % seq_len

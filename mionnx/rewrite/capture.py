@@ -1,0 +1,57 @@
+"""Rewrite: captures become outputs.
+
+1. A value of the graph that is wanted becomes an output under its own name.
+2. A value wanted before its interventions is the output `{hook}.before`.
+3. A derived value (`hook_result`) is computed by a few nodes that only its capture brings in.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from mionnx.hookpoint import HookPoint
+from mionnx.metadata import Metadata
+from mionnx.rewrite.build import Builder
+from mionnx.rewrite.plan import Report, Want
+
+
+def capture(graph: gs.Graph, wants: Sequence[Want], metadata: Metadata, report: Report) -> None:
+    """Make an output of every wanted value."""
+    tensors = graph.tensors()
+    for want in wants:
+        graph.outputs.append(_value(graph, want, tensors, metadata, report))
+        report.outputs.append(want.output)
+
+
+def _value(
+    graph: gs.Graph, want: Want, tensors: Mapping[str, gs.Tensor], metadata: Metadata, report: Report
+) -> gs.Tensor:
+    point = HookPoint.parse(want.hook)
+    if point.derived:
+        return _result(graph, point, tensors, metadata, report)
+    if want.output in tensors:
+        return tensors[want.output]
+    value = tensors[want.hook]  # wanted before, but nothing intervenes here: before and after are the same
+    before = gs.Variable(want.output, dtype=value.dtype, shape=value.shape)
+    return Builder(graph, want.hook, want.output, report).node("Identity", [value], "copy", out=before)
+
+
+def _result(
+    graph: gs.Graph, point: HookPoint, tensors: Mapping[str, gs.Tensor], metadata: Metadata, report: Report
+) -> gs.Variable:
+    """Each head's share of the attention output: result[b, s, h] = z[b, s, h] W_O[h], with W_O as [head, head_dim, hidden].
+
+    Their sum over the heads, plus the projection's bias, is the attention's output.
+    """
+    sizes, attention = metadata.sizes, metadata.attention[point.layer]
+    build = Builder(graph, point.name, point.name, report)
+    z, weight = tensors[str(HookPoint.AttnZ(point.layer))], tensors[attention.output_projection]
+    if not attention.output_is_rows:
+        weight = build.node("Transpose", [weight], "rows", dtype=z.dtype, perm=[1, 0])
+    shape = build.ints("shape", sizes.num_heads, sizes.head_dim, sizes.hidden_size)
+    heads = build.node("Reshape", [weight, shape], "heads", dtype=z.dtype)
+    by_head = build.node("Transpose", [z], "by_head", perm=[0, 2, 1, 3])
+    shares = build.node("MatMul", [by_head, heads], "shares")
+    out = gs.Variable(point.name, dtype=np.dtype(z.dtype), shape=["batch", "seq", sizes.num_heads, sizes.hidden_size])
+    return build.node("Transpose", [shares], "result", out=out, perm=[0, 2, 1, 3])

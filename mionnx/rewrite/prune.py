@@ -1,0 +1,13 @@
+"""Rewrite: nodes that no output reads are dropped. ONNX Runtime would execute them."""
+
+import onnx_graphsurgeon as gs
+
+from mionnx.rewrite.plan import Report
+
+
+def prune(graph: gs.Graph, report: Report) -> None:
+    """Drop dead nodes, and bring the others into an order in which they can run."""
+    before = {id(node): node.name or node.op for node in graph.nodes}
+    graph.cleanup(remove_unused_graph_inputs=False).toposort()
+    left = {id(node) for node in graph.nodes}
+    report.removed += [name for node, name in before.items() if node not in left]

@@ -1,0 +1,36 @@
+"""A plan carried out: one rewrite after the other, on a fresh copy of the graph."""
+
+import onnx
+
+from mionnx import graph as graphs
+from mionnx.metadata import Metadata
+from mionnx.rewrite.capture import capture
+from mionnx.rewrite.intervene import intervene
+from mionnx.rewrite.plan import Plan, Report
+from mionnx.rewrite.prune import prune
+from mionnx.rewrite.start import start_at
+
+
+def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[bytes, Report]:
+    """Carry out a plan.
+
+    Args:
+        origin: the hooked model's graph, without weights; left alone.
+        plan: what to insert and what to capture.
+        metadata: of the hooked model.
+
+    Returns:
+        the rewritten model as bytes, and what was done.
+    """
+    graph, report = graphs.edit(origin), Report()
+    intervene(graph, plan.edits, report)
+    capture(graph, plan.wants, metadata, report)
+    prune(graph, report)
+    return graphs.serialise(graph, origin), report
+
+
+def tail(origin: onnx.ModelProto, hook: str, output: str) -> bytes:
+    """The part of a model between a hook point and an output, as a model of its own."""
+    graph = graphs.edit(origin)
+    start_at(graph, hook, output)
+    return graphs.serialise(graph, origin)

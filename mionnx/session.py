@@ -1,0 +1,103 @@
+"""ONNX Runtime sessions: the only place that opens one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.errors import ModelError, RuntimeMissingError, nearest
+
+try:
+    import onnxruntime
+except ImportError as error:
+    raise RuntimeMissingError(
+        "mionnx needs ONNX Runtime: pip install 'mionnx[cpu]' (onnxruntime) or 'mionnx[gpu]' (onnxruntime-gpu)"
+    ) from error
+
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+# These fusions move the last bits when a tensor inside them becomes an output: an observation would change the result.
+UNSTABLE_FUSIONS = (
+    "SkipLayerNormFusion",
+    "GeluApproximation",
+    "FastGeluFusion",
+    "BiasGeluFusion",
+    "GeluFusionL2",
+    "MatMulScaleFusion",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How sessions of a model are opened.
+
+    Attributes:
+        provider: "cpu", "cuda", or the name of any execution provider of the installed ONNX Runtime.
+        threads: threads inside one operator; 0 lets ONNX Runtime choose.
+        fast: allow fusions that change the last bits of the logits when something inside them is captured.
+    """
+
+    provider: str = "cpu"
+    threads: int = 0
+    fast: bool = False
+
+    def provider_name(self) -> str:
+        """The provider's full name.
+
+        Raises:
+            RuntimeMissingError: the installed ONNX Runtime does not have it.
+        """
+        name = PROVIDERS.get(self.provider, self.provider)
+        available = onnxruntime.get_available_providers()
+        if name not in available:
+            raise RuntimeMissingError(
+                f"no {name} in this ONNX Runtime, which has {', '.join(available)}{nearest(name, available)}"
+            )
+        return name
+
+
+def open_session(model: Path | bytes, folder: Path, options: Options) -> "onnxruntime.InferenceSession":
+    """Open a session.
+
+    Args:
+        model: a file, or the bytes of a model whose external data lie in `folder`.
+        folder: the hooked model's folder.
+        options: provider, threads, fusions.
+
+    Raises:
+        ModelError: ONNX Runtime refuses the model.
+        RuntimeMissingError: the provider is not there.
+    """
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = options.threads
+    settings.log_severity_level = 3
+    settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    try:
+        return onnxruntime.InferenceSession(
+            model if isinstance(model, bytes) else str(model),
+            settings,
+            providers=[options.provider_name()],
+            disabled_optimizers=[] if options.fast else list(UNSTABLE_FUSIONS),
+        )
+    except RuntimeMissingError:
+        raise
+    except Exception as error:  # ONNX Runtime's errors share no base class
+        raise ModelError(f"ONNX Runtime cannot open the model in {folder}: {error}") from error
+
+
+def run(
+    session: "onnxruntime.InferenceSession", outputs: Sequence[str], feeds: dict[str, NDArray[Any]]
+) -> dict[str, NDArray[Any]]:
+    """Run a session on those of the feeds that its graph reads.
+
+    Raises:
+        ModelError: ONNX Runtime failed while running.
+    """
+    read = {entry.name for entry in session.get_inputs()}
+    try:
+        found = session.run(list(outputs), {name: np.asarray(value) for name, value in feeds.items() if name in read})
+    except Exception as error:  # ONNX Runtime's errors share no base class
+        raise ModelError(f"ONNX Runtime failed while running the model: {error}") from error
+    return dict(zip(outputs, found, strict=True))

@@ -1,0 +1,127 @@
+"""`HookSpec`: the one object that says what to capture and where to intervene."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from mionnx.errors import HookError, nearest
+from mionnx.hookpoint import HookPoint
+from mionnx.intervention import Intervention
+
+Hook = HookPoint | str
+Predicate = Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """One request to capture: a hook point, a glob over names, or a predicate on them."""
+
+    what: HookPoint | str | Predicate
+    before: bool = False
+
+    def selects(self, name: str) -> bool:
+        """Whether a hook point of this name is meant."""
+        if isinstance(self.what, HookPoint):
+            return self.what.name == name
+        return fnmatchcase(name, self.what) if isinstance(self.what, str) else bool(self.what(name))
+
+    def __str__(self) -> str:
+        return getattr(self.what, "__name__", None) or str(self.what)
+
+
+@dataclass
+class HookSpec:
+    """What to capture and where to intervene in one forward pass.
+
+    Hook points are given as `HookPoint` or string; methods return the spec itself, so that they chain. Interventions at
+    one hook point apply in the order in which they were registered, and a capture there sees their result.
+
+    Example:
+        spec = HookSpec().capture("blocks.*.attn.hook_pattern")
+        spec.intervene(HookPoint.ResidPost(2), Intervention.Add(direction, positions=-1))
+    """
+
+    captures: list[Capture] = field(default_factory=list)
+    interventions: list[tuple[HookPoint, Intervention]] = field(default_factory=list)
+
+    def capture(self, hook: Hook | Predicate, before: bool = False) -> "HookSpec":
+        """Ask for the value at a hook point, or at all that a glob ("blocks.*.hook_resid_post") or predicate selects.
+
+        Args:
+            hook: a hook point, a string (a glob if it has `*`, `?` or `[`), or a function of the name.
+            before: the value that came in, rather than what the interventions there made of it.
+        """
+        what = hook if callable(hook) or _is_glob(hook) else HookPoint.parse(hook)
+        request = Capture(what, before)
+        if request not in self.captures:
+            self.captures.append(request)
+        return self
+
+    def intervene(self, hook: Hook, intervention: Intervention) -> "HookSpec":
+        """Register an intervention at one hook point.
+
+        Raises:
+            HookError: a glob; interventions name their hook points one by one.
+        """
+        if not isinstance(intervention, Intervention):
+            raise HookError(f"intervene({str(hook)!r}, ...) takes an Intervention, got {type(intervention).__name__}")
+        if _is_glob(hook):
+            raise HookError(f"intervene takes one hook point, and {hook!r} is a pattern: call it once for each")
+        self.interventions.append((HookPoint.parse(hook), intervention))
+        return self
+
+    def extend(self, other: "HookSpec") -> "HookSpec":
+        """Add all captures and interventions of another spec, after this one's own."""
+        self.captures += [request for request in other.captures if request not in self.captures]
+        self.interventions += other.interventions
+        return self
+
+    def is_empty(self) -> bool:
+        """Whether nothing is captured and nothing changed."""
+        return not self.captures and not self.interventions
+
+    def num_captures(self) -> int:
+        """How many captures were requested; a glob or predicate counts once."""
+        return len(self.captures)
+
+    def num_interventions(self) -> int:
+        """How many interventions are registered."""
+        return len(self.interventions)
+
+    def is_captured(self, hook: Hook) -> bool:
+        """Whether a hook point will be captured."""
+        return any(request.selects(str(hook)) for request in self.captures)
+
+    def has_intervention_at(self, hook: Hook) -> bool:
+        """Whether any intervention targets a hook point."""
+        return any(point.name == str(hook) for point, _ in self.interventions)
+
+    def save(self, path: str) -> None:
+        """Write the spec as one safetensors file; see `mionnx.specfile`."""
+        from mionnx.specfile import save
+
+        save(self, path)
+
+    @staticmethod
+    def load(path: str) -> "HookSpec":
+        """Read a spec that `save` wrote; see `mionnx.specfile`."""
+        from mionnx.specfile import load
+
+        return load(path)
+
+
+def _is_glob(hook: object) -> bool:
+    return isinstance(hook, str) and any(character in hook for character in "*?[")
+
+
+def resolve(request: Capture, names: Iterable[str]) -> list[str]:
+    """The hook points of a model that a capture means.
+
+    Raises:
+        HookError: none; the message names the nearest one.
+    """
+    names = list(names)
+    found = [name for name in names if request.selects(name)]
+    if not found:
+        raise HookError(f"the model has no hook point {str(request)!r}{nearest(str(request), names)}")
+    return found

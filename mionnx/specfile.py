@@ -1,0 +1,122 @@
+"""A saved spec: one `.safetensors` file. The format, on one page.
+
+1. The file is an ordinary safetensors file; it is read without executing anything.
+2. Its `__metadata__` has two entries: `mionnx_spec` = "1", the version, and `declaration`, a JSON text.
+3. The declaration is {"captures": [...], "interventions": [...]}, both in the order of the spec.
+4. A capture is {"hook": name or glob, "before": true or false}.
+5. An intervention is {"hook": name, "kind": kind, "positions": ..., "heads": ..., "rows": ...}; limits that are not
+   given are null. Positions are a list of integers, or a list of such lists, one a batch row.
+6. The value of intervention n (0-based) is the tensor `interventions.n.value`, in the dtype it was given in; "zero" has
+   none. The directions of "project_out" are stored orthonormal, [k, width].
+7. Refused: another version; a declaration that is no such JSON; a missing or surplus tensor; an unknown kind; NaN
+   anywhere, infinity anywhere but in a knockout mask; on saving, a capture by predicate, which no file can hold.
+8. Files are written beside their final place and moved there when they are whole.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as to_bytes
+
+from mionnx.errors import InterventionError, SpecFileError
+from mionnx.hookpoint import HookPoint
+from mionnx.intervention import KINDS, Intervention
+from mionnx.spec import Capture, HookSpec
+
+VERSION = "1"
+
+
+def save(spec: HookSpec, path: str | Path) -> None:
+    """Write a spec as one safetensors file.
+
+    Raises:
+        SpecFileError: a capture by predicate, or a file that cannot be written.
+    """
+    tensors = {
+        f"interventions.{n}.value": np.ascontiguousarray(intervention.value)
+        for n, (_, intervention) in enumerate(spec.interventions)
+        if intervention.value is not None
+    }
+    declaration = {
+        "captures": [_capture(request) for request in spec.captures],
+        "interventions": [_intervention(point, intervention) for point, intervention in spec.interventions],
+    }
+    data = to_bytes(tensors, metadata={"mionnx_spec": VERSION, "declaration": json.dumps(declaration)})
+    write_whole(Path(path), data)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that nobody ever sees a part of it.
+
+    Raises:
+        SpecFileError: the folder is missing, read-only or full.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        try:
+            partial.write_bytes(data)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise SpecFileError(f"cannot write {path}: {error}") from error
+
+
+def load(path: str | Path) -> HookSpec:
+    """Read a spec from a file that `save` wrote.
+
+    Raises:
+        SpecFileError: the file is missing, damaged, or of another version.
+        InterventionError: a value in it that no intervention may have (NaN, infinity).
+    """
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise SpecFileError(f"{path} is no saved spec: {error}") from error
+    if metadata.get("mionnx_spec") != VERSION:
+        raise SpecFileError(
+            f"{path} is no spec of version {VERSION}: its metadata says {metadata.get('mionnx_spec')!r}"
+        )
+    try:
+        spec = _parse(json.loads(metadata["declaration"]), tensors)
+    except InterventionError as error:
+        raise InterventionError(f"{path}: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SpecFileError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if tensors:
+        raise SpecFileError(f"{path} holds tensors that no intervention uses: {', '.join(sorted(tensors))}")
+    return spec
+
+
+def _capture(request: Capture) -> dict[str, Any]:
+    if callable(request.what):
+        raise SpecFileError("a capture by predicate cannot be saved: name the hook points, or use a glob")
+    return {"hook": str(request.what), "before": request.before}
+
+
+def _intervention(point: HookPoint, intervention: Intervention) -> dict[str, Any]:
+    return {
+        "hook": point.name,
+        "kind": intervention.kind,
+        "positions": intervention.positions,
+        "heads": intervention.heads,
+        "rows": intervention.rows,
+    }
+
+
+def _parse(declaration: dict[str, Any], tensors: dict[str, np.ndarray]) -> HookSpec:
+    """Build the spec; takes the tensors it uses out of `tensors`."""
+    spec = HookSpec()
+    for entry in declaration["captures"]:
+        spec.capture(entry["hook"], before=entry["before"])
+    for n, entry in enumerate(declaration["interventions"]):
+        value = tensors.pop(f"interventions.{n}.value") if KINDS.get(entry["kind"], False) else None
+        limits = (entry[limit] for limit in ("positions", "heads", "rows"))
+        spec.intervene(entry["hook"], Intervention._of(entry["kind"], value, *limits))
+    return spec

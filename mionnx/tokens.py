@@ -1,0 +1,80 @@
+"""Text to tokens and back, with the place of every token in the text."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from mionnx.errors import TokenizerError
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenised text.
+
+    Attributes:
+        text: the text.
+        ids: [seq], int64.
+        offsets: per token (start, end) in characters of the text; (0, 0) for tokens that the tokenizer added.
+        pieces: per token the tokenizer's own spelling of it.
+    """
+
+    text: str
+    ids: NDArray[np.int64]
+    offsets: list[tuple[int, int]]
+    pieces: list[str]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def positions_of(self, part: str, occurrence: int | None = None) -> list[int]:
+        """The positions of the tokens that make up a part of the text.
+
+        Args:
+            part: a substring of the text.
+            occurrence: which occurrence, 0-based, negative from the last; needed if there are several.
+
+        Raises:
+            TokenizerError: the text does not contain the part, or does so more than once and none was chosen.
+        """
+        starts = [i for i in range(len(self.text)) if self.text.startswith(part, i)] if part else []
+        if not starts:
+            raise TokenizerError(f"{part!r} does not occur in {self.text!r}")
+        if occurrence is None and len(starts) > 1:
+            raise TokenizerError(f"{part!r} occurs {len(starts)} times in {self.text!r}: choose with occurrence=")
+        if occurrence is not None and not -len(starts) <= occurrence < len(starts):
+            raise TokenizerError(
+                f"{part!r} occurs {len(starts)} times in {self.text!r}, there is no occurrence {occurrence}"
+            )
+        start = starts[occurrence or 0]
+        end = start + len(part)
+        return [i for i, (first, last) in enumerate(self.offsets) if first < end and last > start]
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model's folder.
+
+    Raises:
+        TokenizerError: there is none, or it is damaged.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise TokenizerError(f"{folder} has no tokenizer.json: give token ids instead of text")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise TokenizerError(f"{path} is damaged: {error}") from error
+
+
+def tokenize(tokenizer: Tokenizer, text: str) -> Tokens:
+    """Tokenise one text, with the special tokens that the tokenizer adds.
+
+    Raises:
+        TokenizerError: the text has no tokens.
+    """
+    encoding = tokenizer.encode(text)
+    if not encoding.ids:
+        raise TokenizerError(f"the prompt {text!r} is empty: it has no tokens")
+    return Tokens(text, np.array(encoding.ids, np.int64), list(encoding.offsets), list(encoding.tokens))

@@ -1,0 +1,89 @@
+"""Checkpoints and hooked models that all tests share: each is made once, by whichever worker needs it first."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from families import CONFIGS, make_checkpoint
+from filelock import FileLock
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from exporters.transformers import export
+from mionnx import MIModel
+
+torch.set_num_threads(1)
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the workers of one run share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+
+
+@pytest.fixture(scope="session")
+def checkpoint(shared: Path) -> Callable[[str], Path]:
+    """Family -> its checkpoint's folder."""
+
+    def find(family: str) -> Path:
+        folder = shared / "checkpoints" / family
+        folder.parent.mkdir(exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                make_checkpoint(family, folder)
+        return folder
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def hooked(shared: Path, checkpoint: Callable[[str], Path]) -> Callable[[str], Path]:
+    """Family -> its hooked model's folder."""
+
+    def find(family: str) -> Path:
+        folder = shared / "hooked" / family
+        folder.parent.mkdir(exist_ok=True)
+        source = checkpoint(family)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                export(source, folder)
+        return folder
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def models(hooked: Callable[[str], Path]) -> Callable[[str], MIModel]:
+    """Family -> the hooked model, open; one a worker, so that its sessions are shared."""
+    opened: dict[str, MIModel] = {}
+
+    def find(family: str) -> MIModel:
+        if family not in opened:
+            opened[family] = MIModel.from_pretrained(hooked(family), threads=1)
+        return opened[family]
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def references(checkpoint: Callable[[str], Path]) -> Callable[[str], PreTrainedModel]:
+    """Family -> the same checkpoint in transformers, eager, fp32."""
+    loaded: dict[str, PreTrainedModel] = {}
+
+    def find(family: str) -> PreTrainedModel:
+        if family not in loaded:
+            loaded[family] = AutoModelForCausalLM.from_pretrained(
+                checkpoint(family), attn_implementation="eager", dtype=torch.float32
+            ).eval()
+        return loaded[family]
+
+    return find
+
+
+@pytest.fixture(params=list(CONFIGS))
+def family(request: pytest.FixtureRequest) -> str:
+    """Each family in turn."""
+    return request.param

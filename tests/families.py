@@ -1,0 +1,58 @@
+"""One small random checkpoint of every family: configs, and how to make them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB = 101
+WINDOW = 8
+TINY = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+NO_GROUPS = {key: value for key, value in TINY.items() if key != "num_key_value_heads"}
+GEMMA = {**TINY, "head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": VOCAB, "n_positions": 64},
+    "gpt_neox": NO_GROUPS,
+    "opt": {**NO_GROUPS, "ffn_dim": 96, "word_embed_proj_dim": 64},
+    "llama": TINY,
+    "mistral": {**TINY, "sliding_window": WINDOW},
+    "qwen2": TINY,
+    "qwen3": {**TINY, "head_dim": 32},
+    "gemma2": GEMMA,
+    "gemma3_text": {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": TINY,
+    "olmo2": TINY,
+    "cohere": {**TINY, "logit_scale": 0.25},
+    "mixtral": {**TINY, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def make_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random model of a family, in eager attention; norms are perturbed too, so that no two weights are equal."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **{**CONFIGS[family], **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.08)
+    return model
+
+
+def make_checkpoint(family: str, folder: Path, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Save `make_model`'s model as a checkpoint."""
+    model = make_model(family, seed, **changes)
+    model.save_pretrained(folder)
+    return model
