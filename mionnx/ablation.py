@@ -77,7 +77,7 @@ def sample_token(logits: ArrayLike, temperature: float = 0.0, seed: int | None =
 
     Args:
         logits: [vocab].
-        temperature: 0 takes the likeliest, ties going to the lowest id; above, samples from softmax(logits / temperature).
+        temperature: 0 takes the likeliest, ties going to the lowest id; above, samples softmax(logits / temperature).
         seed: of the sampling; the same seed, logits and temperature give the same token.
 
     Raises:

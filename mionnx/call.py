@@ -71,12 +71,14 @@ def make_call(tokens: Any, attention_mask: ArrayLike | None, cache: KVCache | No
 
     Args:
         tokens: ids as [seq] or [batch, seq], `Tokens`, or a list of either; lists of unequal length are padded left.
-        attention_mask: [batch, seq] of this call's tokens, or [batch, total] with the past; 1 for tokens, 0 for padding.
+        attention_mask: [batch, seq] of this call's tokens, or [batch, total] with the past; 1 for tokens, 0 for
+            padding.
         cache: what came before.
         sizes: of the model.
 
     Raises:
-        InputError: no tokens, ids outside the vocabulary, a mask that does not fit, or more positions than were learned.
+        InputError: no tokens, ids outside the vocabulary, a mask that does not fit, or more positions than were
+            learned.
     """
     ids, mask = _rows(tokens)
     if attention_mask is not None:
@@ -136,7 +138,7 @@ def _mask(given: ArrayLike, ids: NDArray[np.int64], cache: KVCache | None) -> ND
     total = ids.shape[1] + (cache.seq_len if cache else 0)
     if mask.shape[0] != ids.shape[0] or mask.shape[1] not in (ids.shape[1], total):
         raise InputError(
-            f"attention_mask is {list(mask.shape)}; for tokens {list(ids.shape)} it must be {[ids.shape[0], ids.shape[1]]}"
+            f"attention_mask is {list(mask.shape)}; for tokens {list(ids.shape)} it must be {list(ids.shape)}"
             + (f" or, with the past, {[ids.shape[0], total]}" if cache else "")
         )
     if not np.isin(mask, (0, 1)).all():

@@ -11,8 +11,8 @@ The format, on one page:
 5. Outputs: `logits` [batch, seq, vocab] and per layer `present.{i}.key` and `.value`.
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
    `attention`, `exporter`, `weights_sha256`. See `mionnx.metadata`.
-7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of the
-   graph, a weight outside the folder or beyond the end of its file.
+7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
+   the graph, a weight outside the folder or beyond the end of its file.
 """
 
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ class HookedModel:
         for name in self.metadata.hooks:
             point = HookPoint.parse(name)
             points.append(point)
-            if point.variant == "AttnZ":
+            if point.variant == "AttnZ" and point.layer is not None:
                 points.append(HookPoint.AttnResult(point.layer))
         return points
 

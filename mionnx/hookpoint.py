@@ -6,6 +6,7 @@ means something else by a name, this table decides.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -69,6 +70,25 @@ class HookPoint:
 
     Embed: ClassVar["HookPoint"]
     PosEmbed: ClassVar["HookPoint"]
+    ResidPre: ClassVar[Callable[[int], "HookPoint"]]
+    AttnQ: ClassVar[Callable[[int], "HookPoint"]]
+    AttnK: ClassVar[Callable[[int], "HookPoint"]]
+    AttnRotQ: ClassVar[Callable[[int], "HookPoint"]]
+    AttnRotK: ClassVar[Callable[[int], "HookPoint"]]
+    AttnV: ClassVar[Callable[[int], "HookPoint"]]
+    AttnScores: ClassVar[Callable[[int], "HookPoint"]]
+    AttnPattern: ClassVar[Callable[[int], "HookPoint"]]
+    AttnZ: ClassVar[Callable[[int], "HookPoint"]]
+    AttnResult: ClassVar[Callable[[int], "HookPoint"]]
+    AttnOut: ClassVar[Callable[[int], "HookPoint"]]
+    ResidMid: ClassVar[Callable[[int], "HookPoint"]]
+    MlpPre: ClassVar[Callable[[int], "HookPoint"]]
+    MlpGate: ClassVar[Callable[[int], "HookPoint"]]
+    MlpUp: ClassVar[Callable[[int], "HookPoint"]]
+    MlpAct: ClassVar[Callable[[int], "HookPoint"]]
+    MlpPost: ClassVar[Callable[[int], "HookPoint"]]
+    MlpOut: ClassVar[Callable[[int], "HookPoint"]]
+    ResidPost: ClassVar[Callable[[int], "HookPoint"]]
     FinalNorm: ClassVar["HookPoint"]
     Logits: ClassVar["HookPoint"]
 

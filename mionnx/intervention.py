@@ -139,8 +139,8 @@ class Intervention:
         directions = np.atleast_2d(_numbers("project_out", direction)).astype(np.float64)
         if directions.ndim != 2 or np.linalg.matrix_rank(directions) < len(directions):
             raise InterventionError(
-                f"project_out: directions of shape {list(np.shape(direction))} must be [width] or [k, width], not zero, "
-                "and independent of each other"
+                f"project_out: directions of shape {list(np.shape(direction))} must be [width] or [k, width], "
+                "not zero, and independent of each other"
             )
         basis = np.linalg.qr(directions.T)[0].T  # [k, width], orthonormal
         return cls._of("project_out", basis, positions, heads, rows)
@@ -197,7 +197,7 @@ def _indices(what: str, given: int | Iterable[int] | None) -> tuple[int, ...] | 
 def _positions(given: Positions | None) -> tuple[Any, ...] | None:
     if given is None or isinstance(given, int | np.integer):
         return _indices("positions", given)
-    found = list(given)
+    found: list[Any] = list(given)
     if found and not any(isinstance(entry, int | np.integer) for entry in found):
         return tuple(_indices("positions", row) for row in found)
     return _indices("positions", found)

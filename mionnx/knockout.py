@@ -54,7 +54,7 @@ class KnockoutSpec:
         return self
 
     def from_position(self, query: int) -> "KnockoutSpec":
-        """The query at a position reads no other position; it still reads itself, so that a row is left to attend to."""
+        """The query at a position reads no other position; it still reads itself, so that it has a key left."""
         self.edges.append((query, None))
         return self
 

@@ -86,8 +86,8 @@ class MIModel:
         """Open a model.
 
         Args:
-            source: a hooked model's folder, a Hugging Face checkpoint's folder, or a Hub id. A checkpoint is exported on
-                first use into the store (`MIONNX_CACHE`, else the user's cache directory), and reused after.
+            source: a hooked model's folder, a Hugging Face checkpoint's folder, or a Hub id. A checkpoint is exported
+                on first use into the store (`MIONNX_CACHE`, else the user's cache directory), and reused after.
             dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto". A hooked model has its
                 own already.
             provider: "cpu", "cuda", or any execution provider's name.
@@ -191,8 +191,8 @@ class MIModel:
         """Run the model once.
 
         Args:
-            tokens: a text, ids [seq] or [batch, seq], `Tokens`, or a list of these; lists of unequal length are padded on
-                the left.
+            tokens: a text, ids [seq] or [batch, seq], `Tokens`, or a list of these; lists of unequal length are padded
+                on the left.
             hooks: what to capture and where to intervene; nothing if it is left out.
             attention_mask: [batch, seq], 1 for tokens and 0 for padding on either side, where ids are padded already.
             cache: keys and values of the tokens before these (`HookCache.kv_cache` of an earlier call).
@@ -222,7 +222,7 @@ class MIModel:
         if isinstance(tokens, str):
             return self.tokenize(tokens)
         if isinstance(tokens, Sequence) and tokens and all(isinstance(entry, str) for entry in tokens):
-            return [self.tokenize(text) for text in tokens]
+            return [self.tokenize(str(text)) for text in tokens]
         return tokens
 
     def _past(self, cache: KVCache | None, call: Call) -> dict[str, NDArray[Any]]:
@@ -271,7 +271,7 @@ class MIModel:
         return session.open_session(model, self.hooked.folder, self.options)
 
     def project_to_vocab(self, residual: ArrayLike) -> NDArray[Any]:
-        """The logits that a residual stream would have, were it the last: final norm, unembedding, soft cap (logit lens).
+        """The logits that a residual stream would have, were it the last (logit lens): final norm, head, soft cap.
 
         Args:
             residual: [..., hidden].

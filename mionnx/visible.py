@@ -38,6 +38,6 @@ def refuse_blind_rows(hook: str, blocked: NDArray[np.bool_], call: Call, window:
         row, head, query = blind[0].tolist()
         heads = "every head" if left.shape[1] == 1 else f"head {head}"
         raise InterventionError(
-            f"knockout at {hook}: the query at position {call.token_positions[row, query]} of row {row} is left with no "
-            f"key in {heads}; its attention would be NaN. Keep at least one edge (a position may read itself)"
+            f"knockout at {hook}: the query at position {call.token_positions[row, query]} of row {row} is left with "
+            f"no key in {heads}; its attention would be NaN. Keep at least one edge (a position may read itself)"
         )

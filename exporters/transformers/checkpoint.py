@@ -65,7 +65,7 @@ class Mapped:
 
 @dataclass
 class Conversion:
-    """Checkpoint tensors that transformers turns into parameters of another shape (stacked experts, split projections)."""
+    """Checkpoint tensors that transformers turns into parameters of another shape (experts stacked, say)."""
 
     target: str
     converter: WeightConverter

@@ -70,7 +70,7 @@ def run_eagerly(
     position_ids: Tensor,
     past: list[tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """One eager forward pass of a loaded model, its hook points handed to `listen`: the oracle of the exported graph."""
+    """One eager pass of a loaded model, its hook points handed to `listen`: the oracle of the exported graph."""
     prepare(model.config)
     with torch.no_grad():
         return _Cached(model, layout_of(model.config), listen)(input_ids, attention_mask, position_ids, past)
@@ -140,7 +140,7 @@ def cache_names(num_layers: int) -> tuple[list[str], list[str]]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter reports what it cannot find (torchvision) and what it deprecates; neither is the caller's business."""
+    """The exporter tells what it cannot find (torchvision) and what it deprecates: not the caller's business."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()):

@@ -12,10 +12,11 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import onnx_ir as ir
 import torch
@@ -63,55 +64,50 @@ def feed(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel, fol
     Raises:
         ExportError: an unfed parameter, an unread checkpoint tensor, or a tensor of another shape.
     """
-    sources = _resolve(parameters, mapped, model)
-    in_place = {value.name: source for value, source in sources if source and _fits(value, source)}
-    placed = _link(in_place, folder, progress)
-    placed |= _convert(
-        [value for value, _ in sources if value.name not in in_place],
-        dict((value.name, source) for value, source in sources if source),
-        mapped,
-        model,
-        folder,
-        progress,
-    )
+    stored = _stored(parameters, mapped, model)
+    in_place = [value for value in parameters if value.name in stored and _fits(value, stored[value.name])]
+    placed = _link({value.name: stored[value.name] for value in in_place}, folder, progress)
+    others = [value for value in parameters if value.name not in placed]
+    if others:
+        made = _converted(others, stored, mapped, model)
+        placed |= _write_converted(others, made, folder / CONVERTED, progress)
     for value in parameters:
-        place = placed[value.name]
+        at = placed[value.name]
         value.const_value = ir.ExternalTensor(
-            place.location, place.offset, place.length, value.dtype, shape=value.shape, name=value.name, base_dir=folder
+            at.location, at.offset, at.length, value.dtype, shape=value.shape, name=value.name, base_dir=folder
         )
 
 
-def _resolve(
-    parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel
-) -> list[tuple[ir.Value, Stored | None]]:
-    """Each parameter with the checkpoint tensor that is it, None where a conversion makes it."""
-    tied = aliases(model)
-    made = _made_by_conversion(mapped, model)
-    read: set[str] = set()
-    sources: list[tuple[ir.Value, Stored | None]] = []
-    unfed: list[str] = []
-    for value in parameters:
-        names = tied.get(value.name, {value.name})
-        read |= names
-        stored = [mapped.direct[name] for name in sorted(names) if name in mapped.direct]
-        if any(not same_bytes(stored[0], other) for other in stored[1:]):
-            raise ExportError(f"the checkpoint holds different tensors for the tied parameters {sorted(names)}")
-        if not stored and not names & made:
-            unfed.append(value.name)
-        sources.append((value, stored[0] if stored else None))
+def _stored(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) -> dict[str, Stored]:
+    """The parameters that are one checkpoint tensor each; those that a conversion makes are left out.
+
+    Raises:
+        ExportError: see `feed`.
+    """
+    tied, made = aliases(model), _made_by_conversion(mapped, model)
+    names = {value.name: tied.get(value.name, {value.name}) for value in parameters}
+    stored = {name: _only(mapped, group) for name, group in names.items() if group & mapped.direct.keys()}
+    unfed = [name for name, group in names.items() if name not in stored and not group & made]
     if unfed:
         raise ExportError(f"{len(unfed)} weights that the graph reads are not in the checkpoint: {_some(unfed)}")
-    unread = [tensor.name for name, tensor in mapped.direct.items() if name not in read]
-    unread += [
-        source.name
-        for target, conversion in mapped.converted.items()
-        if not _read(conversion.target, read)
-        for source in conversion.sources
-    ]
-    unread += mapped.unknown
+    unread = _unread(mapped, set().union(*names.values()))
     if unread:
         raise ExportError(f"{len(unread)} checkpoint tensors are read by no part of the graph: {_some(unread)}")
-    return sources
+    return stored
+
+
+def _only(mapped: Mapped, names: set[str]) -> Stored:
+    """The one tensor that the checkpoint holds under the names of a tied parameter, however often it holds it."""
+    first, *others = [mapped.direct[name] for name in sorted(names) if name in mapped.direct]
+    if not all(same_bytes(first, other) for other in others):
+        raise ExportError(f"the checkpoint holds different tensors for the tied parameters {sorted(names)}")
+    return first
+
+
+def _unread(mapped: Mapped, read: set[str]) -> list[str]:
+    direct = [tensor.name for name, tensor in mapped.direct.items() if name not in read]
+    sources = [source.name for name, made in mapped.converted.items() if name not in read for source in made.sources]
+    return direct + sources + mapped.unknown
 
 
 def _made_by_conversion(mapped: Mapped, model: PreTrainedModel) -> set[str]:
@@ -121,10 +117,6 @@ def _made_by_conversion(mapped: Mapped, model: PreTrainedModel) -> set[str]:
         first, *others = conversion.converter.target_patterns
         names |= {target.replace(first, other) for other in others}
     return names & set(model.state_dict())
-
-
-def _read(target: str, read: set[str]) -> bool:
-    return target in read
 
 
 def _some(names: Iterable[str]) -> str:
@@ -157,30 +149,30 @@ def _link_or_copy(file: Path, target: Path, progress: Progress) -> None:
         progress(f"copying {file.name}", total, total)
 
 
-def _convert(
-    values: list[ir.Value],
-    direct: dict[str, Stored],
-    mapped: Mapped,
-    model: PreTrainedModel,
-    folder: Path,
-    progress: Progress,
+def _converted(
+    values: list[ir.Value], stored: dict[str, Stored], mapped: Mapped, model: PreTrainedModel
+) -> Iterator[tuple[str, Tensor]]:
+    """The parameters that no file holds as the graph reads them, one conversion in memory at a time."""
+    for value in values:
+        if value.name in stored:
+            yield value.name, stored[value.name].load()
+    for conversion in mapped.converted.values():
+        yield from conversion.run(model).items()
+
+
+def _write_converted(
+    values: list[ir.Value], made: Iterator[tuple[str, Tensor]], path: Path, progress: Progress
 ) -> dict[str, Placed]:
-    """Write the parameters that no file holds as they are; at most one conversion is in memory at a time."""
-    if not values:
-        return {}
-    placed = _write_header(values, folder / CONVERTED)
+    placed = _write_header(values, path)
     wanted = {value.name: value for value in values}
     total, done = sum(place.length for place in placed.values()), 0
-    made = [{name: direct[name].load} for name in wanted if name in direct]
-    batches: list = [*made, *(conversion for conversion in mapped.converted.values())]
-    with (folder / CONVERTED).open("r+b") as file:
-        for batch in batches:
-            tensors = batch.run(model) if not isinstance(batch, dict) else {k: load() for k, load in batch.items()}
-            for name, tensor in tensors.items():
-                done += _write(file, wanted[name], tensor, placed[name])
-                progress("converting weights", done, total)
-    if done != total:
-        raise ExportError("the conversion of the checkpoint's tensors did not make every weight that the graph reads")
+    with path.open("r+b") as file:
+        for name, tensor in made:
+            _write(file, wanted.pop(name), tensor, placed[name])
+            done += placed[name].length
+            progress("converting weights", done, total)
+    if wanted:
+        raise ExportError(f"the checkpoint's conversions do not make {len(wanted)} weights: {_some(wanted)}")
     return placed
 
 
@@ -207,7 +199,7 @@ def _write_header(values: list[ir.Value], path: Path) -> dict[str, Placed]:
     }
 
 
-def _write(file: "os.PathLike | object", value: ir.Value, tensor: Tensor, place: Placed) -> int:
+def _write(file: BinaryIO, value: ir.Value, tensor: Tensor, place: Placed) -> None:
     dtype, shape = _TORCH_DTYPE[value.dtype], tuple(value.shape.numpy())
     if tuple(tensor.shape) != shape:
         raise ExportError(f"{value.name} is {list(tensor.shape)} after conversion, the graph reads {list(shape)}")
@@ -216,7 +208,6 @@ def _write(file: "os.PathLike | object", value: ir.Value, tensor: Tensor, place:
         raise ExportError(f"{value.name} has values beyond float16's range; use bfloat16 or float32")
     file.seek(place.offset)
     file.write(memoryview(converted.contiguous().view(torch.uint8).numpy()).cast("B"))
-    return place.length
 
 
 def sha256(files: Iterable[Path], progress: Progress) -> str:

@@ -40,13 +40,14 @@ def _value(
 def _result(
     graph: gs.Graph, point: HookPoint, tensors: Mapping[str, gs.Tensor], metadata: Metadata, report: Report
 ) -> gs.Variable:
-    """Each head's share of the attention output: result[b, s, h] = z[b, s, h] W_O[h], with W_O as [head, head_dim, hidden].
+    """Each head's share of the attention output: result[b, s, h] = z[b, s, h] W_O[h].
 
-    Their sum over the heads, plus the projection's bias, is the attention's output.
+    W_O is the output projection's weight as [n_heads, head_dim, hidden]. Their sum over the heads, plus the
+    projection's bias, is the attention's output.
     """
-    sizes, attention = metadata.sizes, metadata.attention[point.layer]
+    sizes, attention = metadata.sizes, metadata.attention[point.layer or 0]
     build = Builder(graph, point.name, point.name, report)
-    z, weight = tensors[str(HookPoint.AttnZ(point.layer))], tensors[attention.output_projection]
+    z, weight = tensors[str(HookPoint.AttnZ(point.layer or 0))], tensors[attention.output_projection]
     if not attention.output_is_rows:
         weight = build.node("Transpose", [weight], "rows", dtype=z.dtype, perm=[1, 0])
     shape = build.ints("shape", sizes.num_heads, sizes.head_dim, sizes.hidden_size)

@@ -2,7 +2,7 @@
 
 1. The node that made the value at a hook point makes `{hook}.before` instead.
 2. The interventions follow, each reading what the one before it made, in registration order.
-3. The last one makes the value of the hook's own name, so that every later use of it, and every capture, sees the result.
+3. The last one makes the value of the hook's own name, so that every later use and every capture sees the result.
 4. Values, positions and masks are inputs: the graph depends on what is done where, not on how much of it.
 """
 

@@ -1,0 +1,185 @@
+"""Where one intervention falls in one call: which rows, heads and positions, and its value in that place."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from mionnx.call import Call
+from mionnx.errors import InterventionError
+from mionnx.intervention import Intervention
+from mionnx.rewrite.intervene import sequence_axis
+from mionnx.rewrite.plan import Edit
+
+HEAD_AXES = ("n_heads", "n_kv_heads")
+Shape = tuple[int, ...]
+
+
+def heads_axis(axes: tuple[str, ...]) -> int | None:
+    """The axis of a value that counts heads; None if it has none."""
+    return next((i for i, axis in enumerate(axes) if axis in HEAD_AXES), None)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One intervention's place in one call.
+
+    Attributes:
+        edit: the intervention's structure.
+        intervention: the intervention.
+        shape: of the value at the hook point in this call.
+        call: the tokens.
+    """
+
+    edit: Edit
+    intervention: Intervention
+    shape: Shape
+    call: Call
+
+    def _refuse(self, why: str) -> InterventionError:
+        return InterventionError(f"{self.edit.kind} at {self.edit.hook}: {why}")
+
+    @property
+    def spelled(self) -> str:
+        """For messages: the shape with the names of its axes."""
+        return "[" + ", ".join(f"{axis}={dim}" for axis, dim in zip(self.edit.axes, self.shape, strict=True)) + "]"
+
+    def rows(self) -> list[int]:
+        """The batch rows it applies to.
+
+        Raises:
+            InterventionError: a row that the batch does not have.
+        """
+        rows = self.intervention.rows
+        if rows is not None and max(rows) >= self.call.batch:
+            raise self._refuse(f"row {max(rows)} of a batch of {self.call.batch} (0 to {self.call.batch - 1})")
+        return list(range(self.call.batch)) if rows is None else list(rows)
+
+    def heads(self) -> list[int] | None:
+        """The heads it applies to; None for all, or where there are none.
+
+        Raises:
+            InterventionError: a head that the layer does not have.
+        """
+        heads, axis = self.intervention.heads, heads_axis(self.edit.axes)
+        if heads is None or axis is None:
+            return None
+        count = self.shape[axis]
+        if max(heads) >= count:
+            raise self._refuse(f"head {max(heads)} of {count} ({self.edit.axes[axis]}, 0 to {count - 1})")
+        return list(heads)
+
+    def positions(self) -> dict[int, list[int]] | None:
+        """Row -> absolute positions, for the rows it applies to; None if it applies at every position.
+
+        Raises:
+            InterventionError: a position that a row does not have, or that lies in the cached past.
+        """
+        given = self.intervention.positions
+        if given is None:
+            return None
+        if not isinstance(given[0], tuple):
+            return {row: [self._absolute(position, row) for position in given] for row in self.rows()}
+        if len(given) != self.call.batch:
+            raise self._refuse(f"positions for {len(given)} rows, but the batch has {self.call.batch}")
+        return {row: [self._absolute(position, row) for position in given[row]] for row in self.rows()}
+
+    def _absolute(self, position: int, row: int) -> int:
+        length = int(self.call.lengths[row])
+        if not -length <= position < length:
+            raise self._refuse(
+                f"position {position} does not exist in row {row}, which has {length} tokens (0 to {length - 1})"
+            )
+        first = length - int(self.call.real[row].sum())
+        if position % length < first:
+            raise self._refuse(
+                f"position {position % length} of row {row} lies in the cached past, where nothing is computed any more; "
+                f"this call computes {first} to {length - 1}"
+            )
+        return position % length
+
+    def columns(self, row: int) -> list[int]:
+        """The indices along the sequence axis that are selected in a row."""
+        positions = self.positions()
+        if positions is None:
+            return list(range(self.call.seq))
+        found = self.call.token_positions[row]
+        return [int(np.argmax(found == position)) for position in positions[row]]
+
+    def mask(self) -> NDArray[np.bool_]:
+        """Heads and rows as a mask of the value's rank: 1 wide along the axes that it does not limit."""
+        mask = self._along(0, self.rows())
+        axis, heads = heads_axis(self.edit.axes), self.heads()
+        return mask if axis is None or heads is None else mask & self._along(axis, heads)
+
+    def _along(self, axis: int, chosen: list[int]) -> NDArray[np.bool_]:
+        line = np.zeros(self.shape[axis], bool)
+        line[chosen] = True
+        return line.reshape([-1 if i == axis else 1 for i in range(len(self.shape))])
+
+    def selected(self) -> NDArray[np.bool_]:
+        """Everything that is selected, as a mask that broadcasts to the value."""
+        if self.intervention.positions is None:
+            return self.mask()
+        axis = sequence_axis(self.edit.axes)
+        at = np.zeros((self.call.batch, self.call.seq), bool)
+        for row in self.rows():
+            at[row, self.columns(row)] = True
+        return self.mask() & at.reshape([d if i in (0, axis) else 1 for i, d in enumerate(self.shape)])
+
+    def value(self, given: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
+        """The intervention's value as the graph takes it: of the activation's dtype and rank.
+
+        Raises:
+            InterventionError: a shape that fits neither the activation nor the selected part, or a number beyond the
+                dtype's range.
+        """
+        if self.edit.kind == "project_out":
+            if given.shape[-1] != self.shape[-1]:
+                raise self._refuse(f"direction of width {given.shape[-1]}, the value is {self.spelled}")
+            return self._cast(given, dtype)
+        whole = given.shape == self.shape if self.edit.kind == "replace" else broadcasts(given.shape, self.shape)
+        if not whole and not self.intervention.limited:
+            verb = "must be" if self.edit.kind == "replace" else "must broadcast to"
+            raise self._refuse(f"value of shape {list(given.shape)} {verb} {self.spelled}")
+        full = self._cast(given if whole else self._scattered(given), dtype)
+        return full.reshape((1,) * (len(self.shape) - full.ndim) + full.shape)
+
+    def _scattered(self, given: NDArray[Any]) -> NDArray[Any]:
+        """A value given for the selected part only, put where that part lies."""
+        index = {row: self._index(row) for row in self.rows()}
+        widths = {tuple(len(along) for along in one) for one in index.values()}
+        part = (len(index), *widths.pop())
+        if widths or not broadcasts(given.shape, part):
+            raise self._refuse(
+                f"value of shape {list(given.shape)} fits neither the whole value {self.spelled} "
+                f"nor the selected part {list(part)}"
+            )
+        full, spread = np.zeros(self.shape, given.dtype), np.broadcast_to(given, part)
+        for i, (row, one) in enumerate(index.items()):
+            full[row][np.ix_(*one)] = spread[i]
+        return full
+
+    def _index(self, row: int) -> list[NDArray[np.int64]]:
+        """Which indices are selected in a row, along every axis after batch."""
+        index = [np.arange(dim) for dim in self.shape]
+        index[sequence_axis(self.edit.axes)] = np.array(self.columns(row))
+        axis, heads = heads_axis(self.edit.axes), self.heads()
+        if axis is not None and heads is not None:
+            index[axis] = np.array(heads)
+        return index[1:]
+
+    def _cast(self, value: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
+        with np.errstate(over="ignore"):
+            cast = value.astype(dtype)
+        if not np.array_equal(np.isinf(cast), np.isinf(value)):
+            raise self._refuse(f"a value is beyond the range of the model's {np.dtype(dtype)}")
+        return np.ascontiguousarray(cast).reshape(value.shape)
+
+
+def broadcasts(shape: Shape, target: Shape) -> bool:
+    """Whether an array of a shape broadcasts to another shape without making that any larger."""
+    if len(shape) > len(target):
+        return False
+    return all(one in (1, other) for one, other in zip(shape[::-1], target[::-1], strict=False))
