@@ -36,7 +36,7 @@ class ExportError(MIError):
     """A checkpoint that cannot become a hooked model."""
 
 
-class RuntimeMissingError(MIError):
+class RuntimeMissingError(MIError, ImportError):
     """No ONNX Runtime, or not the execution provider asked for."""
 
 

@@ -94,8 +94,8 @@ class Place:
         first = length - int(self.call.real[row].sum())
         if position % length < first:
             raise self._refuse(
-                f"position {position % length} of row {row} lies in the cached past, where nothing is computed any more; "
-                f"this call computes {first} to {length - 1}"
+                f"position {position % length} of row {row} lies in the cached past, where nothing is computed any "
+                f"more; this call computes {first} to {length - 1}"
             )
         return position % length
 

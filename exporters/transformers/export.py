@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from exporters.transformers.checkpoint import map_tensors, read_tensors
+from exporters.transformers.conform import check_stream, hook_axes
 from exporters.transformers.families import layout_of
 from exporters.transformers.naming import name_dimensions, name_hooks, strip
 from exporters.transformers.simplify import simplify
@@ -18,8 +19,7 @@ from exporters.transformers.sizes import sizes_of, sliding_window
 from exporters.transformers.trace import Traced, buffers_of, trace
 from exporters.transformers.weights import feed, sha256
 from mionnx.errors import ExportError, nearest
-from mionnx.hookpoint import HookPoint
-from mionnx.metadata import Attention, Metadata, Sizes
+from mionnx.metadata import Attention, Metadata
 from mionnx.progress import Progress
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -63,6 +63,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         stage()
         hooks = name_hooks(traced.model.graph)
         name_dimensions(traced.model.graph)
+        check_stream(traced.model.graph)
         strip(traced.model)
         stage()
         feed(parameters, map_tensors(tensors, traced.skeleton), traced.skeleton, target, progress)
@@ -73,7 +74,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
             family=config.model_type,
             dtype=str(kind).removeprefix("torch."),
             sizes=sizes,
-            hooks=_axes(traced.model.graph, hooks, sizes),
+            hooks=hook_axes(traced.model.graph, hooks, sizes),
             attention=[_attention(traced, i) for i in range(sizes.num_layers)],
             exporter={name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")},
             weights_sha256=sha256(sorted({tensor.file for tensor in tensors}), progress),
@@ -108,31 +109,6 @@ def _fakes(graph: ir.Graph) -> set[str]:
         if isinstance(getattr(value.const_value, "raw", None), torch.Tensor)
         and type(value.const_value.raw) is not torch.Tensor
     }
-
-
-def _axes(graph: ir.Graph, hooks: list[str], sizes: Sizes) -> dict[str, list[str | int]]:
-    """The axes of each hook point, dynamic ones by name; checked against what the vocabulary says of them."""
-    expected = {
-        "hidden": sizes.hidden_size,
-        "n_heads": sizes.num_heads,
-        "n_kv_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "vocab": sizes.vocab_size,
-    }
-    values = {value.name: value for node in graph for value in node.outputs}
-    axes: dict[str, list[str | int]] = {}
-    for name in hooks:
-        names = HookPoint.parse(name).axes
-        shape = [dim if isinstance(dim, int) else None for dim in values[name].shape]
-        wrong = [
-            f"{axis}={dim}"
-            for axis, dim in zip(names, shape, strict=True)
-            if dim is not None and expected.get(axis, dim) != dim
-        ]
-        if wrong:
-            raise ExportError(f"{name} has {', '.join(wrong)}, expected {[expected.get(axis, axis) for axis in names]}")
-        axes[name] = [axis if dim is None else dim for axis, dim in zip(names, shape, strict=True)]
-    return axes
 
 
 def _attention(traced: Traced, layer: int) -> Attention:

@@ -100,23 +100,6 @@ def opt(config: Any) -> Layout:
     )
 
 
-def phi(config: Any) -> Layout:
-    """Phi-1 and Phi-2: parallel blocks."""
-    return replace(
-        PARALLEL,
-        output_projection="self_attn.dense",
-        final_norm="model.final_layernorm",
-        gate=None,
-        up="mlp.fc1",
-        down="mlp.fc2",
-    )
-
-
-def stablelm(config: Any) -> Layout:
-    """StableLM: parallel or sequential blocks."""
-    return PARALLEL if config.use_parallel_residual else LLAMA
-
-
 FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "arcee": PLAIN_MLP,
     "cohere": PARALLEL,
@@ -135,7 +118,6 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "gpt2": GPT2,
     "gpt_bigcode": GPT2,
     "gpt_neox": gpt_neox,
-    "granite": LLAMA,
     "helium": LLAMA,
     "hunyuan_v1_dense": LLAMA,
     "llama": LLAMA,
@@ -146,21 +128,12 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "olmo2": POST_NORMS_ONLY,
     "olmo3": POST_NORMS_ONLY,
     "opt": opt,
-    "persimmon": replace(
-        PLAIN_MLP,
-        output_projection="self_attn.dense",
-        final_norm="model.final_layernorm",
-        up="mlp.dense_h_to_4h",
-        down="mlp.dense_4h_to_h",
-    ),
-    "phi": phi,
     "phi3": FUSED_GATE,
     "qwen2": LLAMA,
     "qwen3": LLAMA,
     "qwen3_moe": EXPERTS,
     "seed_oss": LLAMA,
     "smollm3": LLAMA,
-    "stablelm": stablelm,
     "starcoder2": replace(PLAIN_MLP, up="mlp.c_fc", down="mlp.c_proj"),
 }
 

@@ -51,7 +51,7 @@ def _named_value(graph: ir.Graph, marker: ir.Node, order: dict[int, int], taken:
         order[id(output.producer())] = here
     if value.producer() is not None:
         order.setdefault(id(value.producer()), here)
-    graph.remove(marker, safe=False)
+    graph.remove(marker, safe=True)
     return value
 
 
