@@ -105,6 +105,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "cohere": PARALLEL,
     "cohere2": PARALLEL,
     "ernie4_5": LLAMA,
+    "exaone4": POST_NORMS_ONLY,
     "gemma": LLAMA,
     "gemma2": POST_NORMS,
     "gemma3_text": POST_NORMS,

@@ -92,7 +92,10 @@ def prepare(config: Any) -> None:
 def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """A config's model without weights, under the current `FakeTensorMode` or device."""
     prepare(config)
-    skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    try:
+        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    except (KeyError, ValueError) as error:  # no such architecture, or attention code of its own for each backend
+        raise ExportError(f"transformers builds no {config.model_type!r} with replaceable attention: {error}") from error
     for module in skeleton.modules():
         # The long factors apply beyond `Sizes.max_positions`; the graph holds the short ones only.
         if getattr(module, "rope_type", None) == "longrope":

@@ -1,0 +1,118 @@
+"""The eager torch model as the oracle: every hook point's value, and every intervention written out again in torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from exporters.transformers.trace import run_eagerly
+from mionnx import HookPoint, Intervention
+
+Past = list[tuple[Tensor, Tensor]]
+Edits = Sequence[tuple[HookPoint, Intervention]]
+
+
+@dataclass
+class Inputs:
+    """A batch: ids and mask [batch, seq], and how many of the tokens are run first to make a past."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+    past: int = 0
+
+    @property
+    def positions(self) -> np.ndarray:
+        return np.maximum(self.mask.cumsum(1) - 1, 0)
+
+    @property
+    def real(self) -> np.ndarray:
+        """[batch, seq - past]: which of the tokens after the past are no padding."""
+        return self.mask[:, self.past :].astype(bool)
+
+
+@dataclass
+class Outcome:
+    """What the oracle gave: logits and captures of the tokens after the past, and the cache."""
+
+    logits: np.ndarray
+    values: dict[str, np.ndarray] = field(default_factory=dict)
+    cache: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+
+
+def run(model: PreTrainedModel, inputs: Inputs, edits: Edits = ()) -> Outcome:
+    """One eager pass over the tokens after the past, the past itself made without edits."""
+    outcome = Outcome(np.empty(0))
+    ids, mask, positions = (torch.from_numpy(array) for array in (inputs.ids, inputs.mask, inputs.positions))
+    past = _empty_past(model, len(ids))
+    if inputs.past:
+        first = slice(None, inputs.past)
+        _, past = run_eagerly(model, _ignore, ids[:, first], mask[:, first], positions[:, first], past)
+    rest = slice(inputs.past, None)
+    here = torch.where(mask[:, rest].bool(), positions[:, rest], -1)
+    lengths = mask.sum(1)
+
+    def listen(name: str, value: Tensor, stream: bool) -> Tensor:
+        changed = value
+        for point, intervention in edits:
+            if point.name == name:
+                changed = apply(changed, point, intervention, here, lengths)
+        if stream and changed is not value:
+            value.copy_(changed)
+            changed = value
+        outcome.values[name] = changed.numpy().copy()
+        return changed
+
+    logits, cache = run_eagerly(model, listen, ids[:, rest], mask, positions[:, rest], past)
+    outcome.logits = logits.numpy()
+    outcome.cache = [(key.numpy(), value.numpy()) for key, value in cache]
+    return outcome
+
+
+def _ignore(_name: str, value: Tensor, _stream: bool) -> Tensor:
+    return value
+
+
+def _empty_past(model: PreTrainedModel, batch: int) -> Past:
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    empty = torch.zeros(batch, heads, 0, width)
+    return [(empty, empty) for _ in range(config.num_hidden_layers)]
+
+
+def apply(value: Tensor, point: HookPoint, edit: Intervention, here: Tensor, lengths: Tensor) -> Tensor:
+    """An intervention in plain torch: the changed value where it is selected, the old one elsewhere."""
+    given = None if edit.value is None else torch.from_numpy(np.asarray(edit.value, np.float32))
+    if edit.kind in ("add", "knockout"):
+        changed = value + given
+    elif edit.kind == "scale":
+        changed = value * given
+    elif edit.kind == "zero":
+        changed = torch.zeros_like(value)
+    elif edit.kind == "replace":
+        changed = given.expand_as(value)
+    else:
+        changed = value - torch.einsum("...w,kw,kv->...v", value, given, given)
+    return torch.where(_selected(value, point, edit, here, lengths), changed, value)
+
+
+def _selected(value: Tensor, point: HookPoint, edit: Intervention, here: Tensor, lengths: Tensor) -> Tensor:
+    chosen = torch.ones_like(value, dtype=torch.bool)
+    for axis, name in enumerate(point.axes):
+        if name == "batch" and edit.rows is not None:
+            chosen &= _line(value, axis, [i in edit.rows for i in range(value.shape[axis])])
+        if name in ("n_heads", "n_kv_heads") and edit.heads is not None:
+            chosen &= _line(value, axis, [i in edit.heads for i in range(value.shape[axis])])
+        if name in ("seq", "seq_q") and edit.positions is not None:
+            for row in range(len(value)):
+                wanted = {p if p >= 0 else p + int(lengths[row]) for p in edit.positions}
+                at = [int(position) in wanted for position in here[row]]
+                chosen[row] &= _line(value[row], axis - 1, at)
+    return chosen
+
+
+def _line(value: Tensor, axis: int, chosen: list[bool]) -> Tensor:
+    return torch.tensor(chosen).reshape([-1 if i == axis else 1 for i in range(value.dim())])

@@ -1,0 +1,253 @@
+"""Every hook point of every family against transformers in eager mode: captured, and intervened on in every way."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from families import VOCAB, WINDOW
+from onnx.reference import ReferenceEvaluator
+from oracle import Inputs, Outcome, run
+from transformers import AutoModelForCausalLM
+
+from mionnx import HookPoint, HookSpec, Intervention, MIModel
+
+TOLERANCE = 5e-5
+SEQ = WINDOW + 6
+MASKED = np.finfo(np.float32).min / 2
+
+
+def batch(kind: str) -> Inputs:
+    """A batch of 2 or 3 rows, longer than the sliding window; "left" and "right" have padding, "past" a past."""
+    rows = 3 if kind in ("left", "right") else 2
+    ids = np.random.default_rng(len(kind)).integers(3, VOCAB, (rows, SEQ))
+    mask = np.ones_like(ids)
+    if kind == "left":
+        mask[0, :4] = mask[1, :1] = 0
+    if kind == "right":
+        mask[0, -4:] = mask[1, -1:] = 0
+    if kind == "left past":
+        mask[0, :3] = 0
+    return Inputs(ids, mask, past=WINDOW + 1 if "past" in kind else 0)
+
+
+KINDS = ("plain", "left", "right", "past", "left past")
+
+
+def forward(model: MIModel, inputs: Inputs, spec: HookSpec) -> Outcome:
+    """mionnx on the same inputs."""
+    past = None
+    if inputs.past:
+        first = slice(None, inputs.past)
+        past = model.forward(inputs.ids[:, first], attention_mask=inputs.mask[:, first], use_cache=True).kv_cache
+    rest = slice(inputs.past, None)
+    cache = model.forward(inputs.ids[:, rest], spec, attention_mask=inputs.mask, cache=past, use_cache=True)
+    return Outcome(cache.output(), dict(cache), list(cache.kv_cache.layers))
+
+
+def difference(point: HookPoint, one: np.ndarray, other: np.ndarray, inputs: Inputs) -> float:
+    """The largest difference at tokens that are no padding, and at keys that are not masked."""
+    axis = point.axes.index("seq_q" if "seq_q" in point.axes else "seq")
+    one, other = (np.moveaxis(array, axis, 1)[inputs.real] for array in (one, other))
+    seen = (one > MASKED) | (other > MASKED)
+    return float(np.abs(one[seen] - other[seen]).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_capture_equals_the_eager_tap(family, kind, models, references):
+    inputs = batch(kind)
+    expected = run(references(family), inputs)
+    found = forward(models(family), inputs, HookSpec().capture(lambda name: not name.endswith("hook_result")))
+    assert list(found.values) == [str(point) for point in models(family).hook_points() if not point.derived]
+    assert set(found.values) == set(expected.values)
+    off = {
+        name: difference(HookPoint.parse(name), found.values[name], expected.values[name], inputs)
+        for name in found.values
+    }
+    assert {name: d for name, d in off.items() if not d < TOLERANCE} == {}
+    for layer in range(models(family).num_layers):
+        for ours, theirs in zip(found.cache[layer], expected.cache[layer], strict=True):
+            real = inputs.mask.astype(bool)
+            assert np.abs(ours - theirs).transpose(0, 2, 1, 3)[real].max() < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["plain", "left"])
+def test_the_oracle_itself_equals_plain_transformers(family, kind, references, checkpoint):
+    inputs = batch(kind)
+    tapped = run(references(family), inputs)
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint(family), attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        output = plain.eval()(
+            input_ids=torch.from_numpy(inputs.ids),
+            attention_mask=torch.from_numpy(inputs.mask),
+            position_ids=torch.from_numpy(inputs.positions),
+            output_hidden_states=True,
+            output_attentions=True,
+        )
+    assert np.abs(output.logits.numpy() - tapped.logits)[inputs.real].max() < 1e-5
+    for layer in range(len(output.attentions)):
+        resid = tapped.values[str(HookPoint.ResidPre(layer))]
+        assert np.abs(output.hidden_states[layer].numpy() - resid)[inputs.real].max() < 1e-5
+        pattern = tapped.values[str(HookPoint.AttnPattern(layer))]
+        off = np.abs(output.attentions[layer].numpy() - pattern).transpose(0, 2, 1, 3)[inputs.real]
+        assert off.max() < 1e-5
+
+
+def interventions(point: HookPoint, shape: tuple[int, ...]) -> Iterator[Intervention]:
+    """Every kind that a hook point allows, plain and limited in every way that it allows."""
+    rng = np.random.default_rng(shape[-1])
+    has_heads = any(axis in ("n_heads", "n_kv_heads") for axis in point.axes)
+    limits: list[dict] = [{}, {"positions": [-1, -3]}, {"rows": [1]}]
+    limits += [{"heads": [0]}, {"heads": [1], "positions": [-2], "rows": [0]}] if has_heads else []
+    for limit in limits:
+        yield Intervention.Add(rng.normal(0, 0.1, shape[-1:]), **limit)
+        yield Intervention.Scale(1.25, **limit)
+        yield Intervention.Replace(rng.normal(0, 0.3, shape).astype(np.float32), **limit)
+        yield Intervention.Zero(**limit)
+        if point.axes[-1] != "seq_k":
+            yield Intervention.ProjectOut(rng.normal(0, 1, (2, shape[-1])), **limit)
+        if point.variant == "AttnScores":
+            mask = np.zeros(shape, np.float32)
+            mask[..., -1, -2] = mask[..., -2, 1] = mask[..., -3, -4] = -np.inf
+            yield Intervention.Knockout(mask, **limit)
+
+
+@pytest.mark.parametrize("kind", ["left", "past"])
+def test_every_intervention_equals_the_same_edit_in_torch(family, kind, models, references):
+    model, reference, inputs = models(family), references(family), batch(kind)
+    plain = run(reference, inputs)
+    last, off = model.num_layers - 1, {}
+    for point in [point for point in model.hook_points() if not point.derived and point.layer in (None, last)]:
+        for number, edit in enumerate(interventions(point, plain.values[str(point)].shape)):
+            expected = run(reference, inputs, [(point, edit)])
+            found = forward(model, inputs, HookSpec().intervene(point, edit).capture(point))
+            at = difference(point, found.values[str(point)], expected.values[str(point)], inputs)
+            scale = max(1.0, float(np.abs(expected.logits[inputs.real]).max()))
+            end = np.abs(found.logits - expected.logits)[inputs.real].max() / scale
+            off[f"{point} {edit.kind} {number}"] = max(at, float(end))
+    assert {name: d for name, d in off.items() if not d < TOLERANCE} == {}
+
+
+def test_one_intervention_of_each_kind_in_the_first_layer(family, models, references):
+    """Layer 0 too, several hook points in one spec: the residual stream feeds everything after it."""
+    model, reference, inputs = models(family), references(family), batch("left past")
+    plain = run(reference, inputs)
+    points = [point for point in model.hook_points() if point.layer == 0 and not point.derived]
+    for start in range(3):
+        edits = [
+            (point, list(interventions(point, plain.values[str(point)].shape))[start])
+            for point in points
+            if point.short not in ("scores", "pattern")
+        ]
+        spec = HookSpec()
+        for point, edit in edits:
+            spec.intervene(point, edit)
+        off = np.abs(forward(model, inputs, spec).logits - run(reference, inputs, edits).logits)[inputs.real]
+        assert off.max() < TOLERANCE
+
+
+ALL = {
+    "resid_pre",
+    "q",
+    "k",
+    "rot_q",
+    "rot_k",
+    "v",
+    "scores",
+    "pattern",
+    "z",
+    "result",
+    "attn_out",
+    "resid_mid",
+    "pre",
+    "gate",
+    "up",
+    "act",
+    "post",
+    "mlp_out",
+    "resid_post",
+}
+ROTARY, EXPERTS = {"rot_q", "rot_k"}, {"gate", "up", "act"}
+ABSENT = {
+    "gpt2": ROTARY | {"gate"},
+    "opt": ROTARY | {"gate"},
+    "gpt_neox": {"gate", "resid_mid"},
+    "cohere": {"resid_mid"},
+    "mixtral": EXPERTS,
+}
+
+
+def test_a_family_has_the_hook_points_that_it_should(family, models):
+    points = models(family).hook_points()
+    outside = [point.variant for point in points if point.layer is None]
+    learned = ["PosEmbed"] if family in ("gpt2", "opt") else []
+    assert outside == ["Embed", *learned, "FinalNorm", "Logits"]
+    for layer in range(models(family).num_layers):
+        assert {point.short for point in points if point.layer == layer} == ALL - ABSENT.get(family, set())
+
+
+def test_the_stream_adds_up(family, models):
+    cache = models(family).forward(batch("plain").ids, HookSpec().capture("*"))
+    for layer in range(models(family).num_layers):
+        before, after = cache["resid_pre", layer], cache["resid_post", layer]
+        assert np.abs(before + cache["attn_out", layer] + cache["mlp_out", layer] - after).max() < 1e-5
+        if ("resid_mid", layer) in cache:
+            assert np.abs(before + cache["attn_out", layer] - cache["resid_mid", layer]).max() < 1e-6
+        assert np.abs(cache["pattern", layer].sum(-1) - 1).max() < 1e-5
+
+
+def test_the_shares_of_the_heads_sum_to_the_projection(family, models, references):
+    model = models(family)
+    cache = model.forward(batch("plain").ids, HookSpec().capture("*.hook_result").capture("*.hook_z"))
+    for layer, attention in enumerate(model.hooked.metadata.attention):
+        projection = references(family).get_submodule(attention.output_projection.removesuffix(".weight"))
+        z = torch.from_numpy(cache["z", layer]).flatten(2)
+        with torch.no_grad():
+            whole = projection(z) - (0 if projection.bias is None else projection.bias)
+        assert np.abs(cache["result", layer].sum(2) - whole.numpy()).max() < 1e-5
+
+
+def test_the_last_residual_projects_to_the_logits(family, models):
+    model = models(family)
+    last = HookPoint.ResidPost(model.num_layers - 1)
+    cache = model.forward(batch("plain").ids, HookSpec().capture(last))
+    assert np.abs(model.project_to_vocab(cache[last]) - cache.output()).max() < 1e-5
+    one = model.project_to_vocab(cache[last][0, -1])
+    assert one.shape == (VOCAB,)
+
+
+def test_the_graph_is_plain_onnx(family, hooked, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(hooked(family), folder)  # the checker refuses weight files that have another hard link
+    onnx.checker.check_model(str(folder / "model.onnx"), full_check=True)
+    proto = onnx.load(folder / "model.onnx", load_external_data=False)
+    assert [(entry.domain, entry.version) for entry in proto.opset_import] == [("", 23)]
+    assert not any(node.domain or node.metadata_props or node.doc_string for node in proto.graph.node)
+    assert all(
+        entry.key.startswith("mionnx.") and json.loads(entry.value) is not None for entry in proto.metadata_props
+    )
+    data = (folder / "model.onnx").read_bytes()
+    assert b"/work" not in data
+    assert b"site-packages" not in data
+    assert str(Path.home()).encode() not in data
+    assert len(data) < 200_000
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_the_reference_evaluator_agrees(family, hooked, models: Callable[[str], MIModel], tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(hooked(family), folder)
+    ids = batch("plain").ids
+    mask = np.ones_like(ids)
+    feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(1) - 1}
+    model = models(family)
+    for i in range(model.num_layers):
+        for part in ("key", "value"):
+            empty = np.zeros((len(ids), model.num_kv_heads, 0, model.head_dim), np.float32)
+            feeds[f"past_key_values.{i}.{part}"] = empty
+    found = ReferenceEvaluator(str(folder / "model.onnx")).run(["logits"], feeds)[0]
+    assert np.abs(found - model.forward(ids).output()).max() < TOLERANCE
