@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import log_softmax, rel_entr
+from scipy.special import log_softmax
 
 from mionnx.errors import InputError
 
@@ -40,10 +40,9 @@ class AblationResult:
 
     def kl_divergence(self) -> float:
         """KL(baseline || ablated) in nats: the sum over the whole vocabulary of p (log p - log q), in float64."""
-        p, q = (np.exp(log_softmax(logits)) for logits in (self.baseline_logits, self.ablated_logits))
         log_p, log_q = log_softmax(self.baseline_logits), log_softmax(self.ablated_logits)
-        # exp underflows to 0 for very unlikely tokens: q = 0 there would make a finite divergence infinite
-        terms = np.where((q == 0) & (p > 0), p * (log_p - log_q), rel_entr(p, np.where(q == 0, 1.0, q)))
+        likely = np.exp(log_p) > 0  # p log p is 0 where p is; the logarithms stay, since exp(log_q) may underflow to 0
+        terms = np.exp(log_p[likely]) * (log_p[likely] - log_q[likely])
         return max(float(terms.sum()), 0.0)
 
     def logit_diff(self, token: int, versus: int | None = None) -> float:

@@ -186,7 +186,7 @@ def _checked(kind: str, array: NDArray[Any]) -> NDArray[Any]:
 def _indices(what: str, given: int | Iterable[int] | None) -> tuple[int, ...] | None:
     if given is None:
         return None
-    found = (given,) if isinstance(given, int | np.integer) else tuple(given)
+    found = tuple(given) if isinstance(given, Iterable) else (given,)
     if not found or not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in found):
         raise InterventionError(f"{what} must be one or more integers, got {given!r}")
     if what != "positions" and min(found) < 0:

@@ -70,7 +70,7 @@ class MIModel:
     Attributes:
         hooked: the hooked model: its folder, graph and metadata.
         options: how sessions are opened.
-        compiled: plan -> open graph; specs that differ in values only share one.
+        compiled: plan -> open graph, in order of last use; specs that differ in values only share one.
     """
 
     def __init__(self, hooked: HookedModel, options: session.Options | None = None) -> None:
@@ -168,9 +168,11 @@ class MIModel:
             HookError, InterventionError: the spec does not fit the model.
         """
         plan = bind.plan_of(hooks or HookSpec(), self.hooked)
-        if plan not in self.compiled:
-            self.compiled[plan] = self._open(plan)
-        return self.compiled[plan]
+        compiled = self.compiled.pop(plan, None) or self._open(plan)
+        self.compiled[plan] = compiled  # last in the order of the dictionary: the one used most recently
+        while len(self.compiled) > self.options.max_graphs:
+            del self.compiled[next(iter(self.compiled))]
+        return compiled
 
     def _open(self, plan: Plan) -> Compiled:
         folder = self.hooked.folder
@@ -235,9 +237,10 @@ class MIModel:
         feeds = {}
         for i, layer in enumerate(cache.layers):
             for kind, value in zip(("key", "value"), layer, strict=True):
-                if value.shape != shape:
+                if value.shape != shape or value.dtype != dtype:
                     raise InputError(
-                        f"the cache's {kind}s of layer {i} are {list(value.shape)}, expected {list(shape)}"
+                        f"the cache's {kind}s of layer {i} are {value.dtype} {list(value.shape)}, "
+                        f"expected {np.dtype(dtype)} {list(shape)}"
                     )
                 feeds[f"past_key_values.{i}.{kind}"] = value
         return feeds

@@ -37,11 +37,13 @@ class Options:
         provider: "cpu", "cuda", or the name of any execution provider of the installed ONNX Runtime.
         threads: threads inside one operator; 0 lets ONNX Runtime choose.
         fast: allow fusions that change the last bits of the logits when something inside them is captured.
+        max_graphs: how many rewritten graphs stay open; beyond, the one used longest ago is closed.
     """
 
     provider: str = "cpu"
     threads: int = 0
     fast: bool = False
+    max_graphs: int = 64
 
     def provider_name(self) -> str:
         """The provider's full name.

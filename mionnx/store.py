@@ -38,8 +38,17 @@ def find_model(source: str | Path, dtype: str, progress: Progress) -> Path:
         ModelError: nothing there.
         ExportError: a checkpoint that cannot be exported.
     """
-    folder = Path(source) if Path(source).is_dir() else _download(str(source))
+    folder = checkpoint_folder(source)
     return folder if (folder / GRAPH).is_file() else _exported(folder, dtype, progress)
+
+
+def checkpoint_folder(source: str | Path) -> Path:
+    """The folder of a model named by a path or a Hub id, downloaded if need be.
+
+    Raises:
+        ModelError: nothing there.
+    """
+    return Path(source) if Path(source).is_dir() else _download(str(source))
 
 
 def _download(name: str) -> Path:
@@ -91,6 +100,24 @@ def export(folder: Path, target: Path, dtype: str, progress: Progress) -> None:
         ) from error
     except OSError as error:
         raise ExportError(f"cannot write {target}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def export_in_place(folder: Path, dtype: str, progress: Progress) -> None:
+    """Make a checkpoint's own folder a hooked model: `model.onnx` appears beside the weights, which stay as they are.
+
+    Raises:
+        ExportError: see `export`.
+    """
+    partial = folder / f".{os.getpid()}.partial"
+    try:
+        export(folder, partial, dtype, progress)
+        made = [path for path in partial.iterdir() if path.name == GRAPH or not (folder / path.name).exists()]
+        for path in sorted(made, key=lambda path: path.name == GRAPH):  # the graph last: then all it reads is there
+            path.replace(folder / path.name)
+    except OSError as error:
+        raise ExportError(f"cannot write into {folder}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -188,13 +188,13 @@ def test_other_values_open_no_other_session(family, models):
         )
 
     one = model.forward(ids, spec(0.5, [1], 0)).output()
-    count = len(model.compiled)
+    graphs = set(model.compiled)
     other = model.forward(ids[:, :4], spec(0.25, [0, -1], 1)).output()
-    assert len(model.compiled) == count
+    assert set(model.compiled) == graphs
     assert not np.array_equal(one[:, :4], other)
     assert model.compile_graph(spec(1.0, [0], 0)).session is model.compile_graph(spec(2.0, [3, 2], 1)).session
     model.forward(ids, HookSpec().intervene(HookPoint.ResidPost(0), Intervention.Scale(2.0)))
-    assert len(model.compiled) > count
+    assert set(model.compiled) > graphs or len(model.compiled) == model.options.max_graphs
 
 
 def test_the_report_names_every_added_node(models):

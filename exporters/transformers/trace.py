@@ -95,7 +95,7 @@ def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     try:
         skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     except (KeyError, ValueError) as error:  # no such architecture, or attention code of its own for each backend
-        raise ExportError(f"transformers builds no {config.model_type!r} with replaceable attention: {error}") from error
+        raise ExportError(f"transformers builds no {config.model_type!r} with attention to replace: {error}") from error
     for module in skeleton.modules():
         # The long factors apply beyond `Sizes.max_positions`; the graph holds the short ones only.
         if getattr(module, "rope_type", None) == "longrope":

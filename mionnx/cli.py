@@ -1,0 +1,238 @@
+"""The command line: `mionnx export`, `hooks`, `run`, `demo`."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+from safetensors.numpy import save as to_bytes
+from scipy.special import softmax
+
+from mionnx import demo as examples
+from mionnx import store
+from mionnx.ablation import AblationResult
+from mionnx.cache import HookCache
+from mionnx.errors import MIError, ModelError
+from mionnx.grammar import parse
+from mionnx.hooked_model import HookedModel
+from mionnx.hookpoint import HookPoint
+from mionnx.model import MIModel
+from mionnx.progress import bars
+from mionnx.spec import HookSpec
+from mionnx.specfile import write_whole
+
+app = typer.Typer(
+    help="Interpretability on ONNX graphs: capture, ablate, patch and steer language models in ONNX Runtime.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+)
+Model = Annotated[str, typer.Argument(help="A hooked model's folder, a Hugging Face checkpoint's folder, or a Hub id.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Edits = Annotated[list[str] | None, typer.Option(metavar="HOOK[=VALUE][@LIMITS]")]
+Provider = Annotated[str, typer.Option(help="cpu, cuda, or the name of any execution provider.")]
+
+
+def main() -> None:
+    """Run the command line; an `MIError` is one message on the error stream, and exit code 1."""
+    try:
+        app()
+    except MIError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {type(error).__name__}:", error, markup=True, highlight=False)
+        sys.exit(1)
+
+
+@app.command()
+def export(
+    source: Annotated[str, typer.Argument(help="A Hugging Face checkpoint's folder, or a Hub id.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the hooked model; made new.")] = None,
+    in_place: Annotated[bool, typer.Option(help="Write model.onnx beside the checkpoint's own weights.")] = False,
+    dtype: Annotated[
+        str, typer.Option(help="float32, float16, bfloat16, or auto for the checkpoint's own.")
+    ] = "float32",
+) -> None:
+    """Export a checkpoint as a hooked model: an ONNX graph whose activations carry their hook names.
+
+    Weights that are already of the dtype are hard-linked, not copied.
+
+    Example: mionnx export meta-llama/Llama-3.2-1B -o llama-hooked
+    """
+    if (output is None) == (not in_place):
+        raise typer.BadParameter("give either --output FOLDER or --in-place")
+    begin = time.monotonic()
+    folder = store.checkpoint_folder(source)
+    with bars() as progress:
+        if output is None:
+            store.export_in_place(folder, dtype, progress)
+        else:
+            store.export(folder, output, dtype, progress)
+    hooked = HookedModel.open(output or folder)
+    size = (hooked.folder / "model.onnx").stat().st_size
+    sizes = hooked.metadata.sizes
+    typer.echo(
+        f"{hooked.folder}: {hooked.metadata.family}, {sizes.num_layers} layers, "
+        f"{len(hooked.hook_points())} hook points, {hooked.metadata.dtype}, graph {size / 1024:.0f} KiB, "
+        f"{time.monotonic() - begin:.1f} s"
+    )
+
+
+@app.command()
+def hooks(
+    model: Model,
+    layer: Annotated[int | None, typer.Option(help="The hook points of one layer, by their full names.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a model's hook points with their axes; {i} stands for the layer.
+
+    Example: mionnx hooks models/world-llama --layer 2
+    """
+    with bars() as progress:
+        hooked = HookedModel.open(store.find_model(model, "float32", progress))
+    points = [point for point in hooked.hook_points() if layer is None or point.layer == layer]
+    if not points:
+        raise ModelError(f"no layer {layer}: the model has layers 0 to {hooked.metadata.sizes.num_layers - 1}")
+    if as_json:
+        typer.echo(json.dumps({str(point): hooked.axes(point) for point in points}, indent=1))
+        return
+    table = Table(
+        Column("hook point", no_wrap=True),
+        "variant",
+        Column("shape", overflow="fold"),
+        title=f"{hooked.metadata.family}, layers: {_layers(hooked)}",
+    )
+    for row in dict.fromkeys(_row(hooked, point, layer is None) for point in points):
+        table.add_row(*map(escape, row))
+    Console().print(table)
+
+
+def _layers(hooked: HookedModel) -> str:
+    return f"0 to {hooked.metadata.sizes.num_layers - 1}"
+
+
+def _row(hooked: HookedModel, point: HookPoint, template: bool) -> tuple[str, str, str]:
+    name, variant = str(point), repr(point).removeprefix("HookPoint.")
+    if template and point.layer is not None:
+        name, variant = name.replace(f".{point.layer}.", ".{i}.", 1), f"{point.variant}(i)"
+    spelled = [
+        axis if axis == dim else f"{axis}={dim}" for axis, dim in zip(point.axes or (), hooked.axes(point), strict=True)
+    ]
+    return name, variant, "[" + ", ".join(spelled) + "]" + (" (capture only)" if point.derived else "")
+
+
+@app.command()
+def run(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="The text to run on.")],
+    capture: Annotated[list[str] | None, typer.Option(metavar="HOOK", help="Capture; globs allowed.")] = None,
+    add: Edits = None,
+    scale: Edits = None,
+    zero: Edits = None,
+    replace: Edits = None,
+    project_out: Edits = None,
+    knockout: Edits = None,
+    spec: Annotated[Path | None, typer.Option(help="A saved HookSpec to begin with.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many next tokens to show.")] = 5,
+    save: Annotated[Path | None, typer.Option(help="Write captures and logits to a safetensors file.")] = None,
+    as_json: Json = False,
+    provider: Provider = "cpu",
+) -> None:
+    """Run a prompt, and again with interventions: top next tokens side by side, and their KL divergence.
+
+    Interventions are written HOOK[=VALUE][@LIMITS]; a value is a number, FILE.safetensors:KEY[*FACTOR], or for
+    --knockout edges QUERY>KEY; limits are positions=..;heads=..;rows=..
+
+    Examples:
+
+    mionnx run models/world-llama "The capital of France is" --zero "blocks.1.attn.hook_z@heads=3"
+
+    mionnx run models/world-llama "The capital of France is" --knockout "blocks.2.attn.hook_scores=-1>3"
+    """
+    opened = MIModel.from_pretrained(model, provider=provider)
+    tokens = opened.tokenize(prompt)
+    hooks = HookSpec.load(str(spec)) if spec else HookSpec()
+    given = {"add": add, "scale": scale, "zero": zero, "replace": replace, "project_out": project_out}
+    for kind, texts in {**given, "knockout": knockout}.items():
+        for text in texts or ():
+            hooks.intervene(*parse(kind, text, opened.num_heads, len(tokens)))
+    for hook in capture or ():
+        hooks.capture(hook)
+    cache = opened.forward(tokens, hooks)
+    treated = cache.output()[0, -1]
+    baseline = opened.forward(tokens).output()[0, -1] if hooks.num_interventions() else None
+    if save:
+        write_whole(save, to_bytes({"logits": cache.output(), **{key: value.copy() for key, value in cache.items()}}))
+    if as_json:
+        typer.echo(json.dumps(_as_json(opened, cache, baseline, treated, top), indent=1))
+    else:
+        _print(opened, cache, baseline, treated, top)
+
+
+Logits = NDArray[Any]
+
+
+def _best(model: MIModel, logits: Logits, top: int) -> list[tuple[str, float]]:
+    chances = softmax(logits.astype(np.float64))
+    order = np.argsort(-chances, kind="stable")[:top]
+    return [(model.tokenizer.decode([int(i)], skip_special_tokens=False), float(chances[i])) for i in order]
+
+
+def _print(model: MIModel, cache: HookCache, baseline: Logits | None, treated: Logits, top: int) -> None:
+    console = Console()
+    columns = [_best(model, logits, top) for logits in (baseline, treated) if logits is not None]
+    titles = ["next token"] if baseline is None else ["baseline", "treated"]
+    table = Table(*(heading for title in titles for heading in (title, "probability")))
+    for cells in zip(*columns, strict=True):
+        table.add_row(*(text for token, chance in cells for text in (repr(token), f"{chance:.4f}")))
+    console.print(table)
+    if baseline is not None:
+        console.print(f"KL(baseline || treated) = {AblationResult(baseline, treated).kl_divergence():.6f} nats")
+    if cache:
+        _print_captures(console, cache)
+
+
+def _print_captures(console: Console, cache: HookCache) -> None:
+    table = Table(Column("captured", no_wrap=True), "shape", "mean", "deviation")
+    for name, value in cache.items():
+        seen = value[value > np.finfo(value.dtype).min / 2].astype(np.float64)  # masked scores say nothing
+        table.add_row(name, escape(str(list(value.shape))), f"{seen.mean():.4g}", f"{seen.std():.4g}")
+    console.print(table)
+
+
+def _as_json(model: MIModel, cache: HookCache, baseline: Logits | None, treated: Logits, top: int) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "top": _best(model, treated, top),
+        "captures": {name: list(value.shape) for name, value in cache.items()},
+    }
+    if baseline is not None:
+        found["baseline"] = _best(model, baseline, top)
+        found["kl_divergence"] = AblationResult(baseline, treated).kl_divergence()
+    return found
+
+
+@app.command()
+def demo(
+    model: Annotated[str | None, typer.Argument(help="A model; models/world-llama if left out.")] = None,
+    provider: Provider = "cpu",
+) -> None:
+    """Run the worked examples: patterns, logit lens, knockout, patching, head ablation."""
+    examples.run_all(MIModel.from_pretrained(model or shipped_model(), provider=provider), Console())
+
+
+def shipped_model(folders: Sequence[Path] = (Path(), Path(__file__).parent.parent)) -> Path:
+    """The model that ships with the repository.
+
+    Raises:
+        ModelError: neither the current folder nor mionnx' own has a `models` folder with it.
+    """
+    for folder in folders:
+        if (folder / "models" / "world-llama" / "config.json").is_file():
+            return folder / "models" / "world-llama"
+    raise ModelError("models/world-llama is not here: run in the repository, or name a model")
