@@ -1,0 +1,146 @@
+"""The command line, run as a user runs it: on the models that ship, in processes of its own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import REPOSITORY
+from safetensors.numpy import load_file, save_file
+
+from mionnx import HookSpec, Intervention, InterventionError, MIError, SpecFileError
+from mionnx.grammar import parse
+
+LLAMA = REPOSITORY / "models" / "world-llama"
+PROMPT = "The capital of France is"
+
+
+def mionnx(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "mionnx", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env={**os.environ, "COLUMNS": "120"})
+
+
+def succeeded(*arguments: object) -> str:
+    run = mionnx(*arguments)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_the_demo_shows_five_real_effects():
+    output = succeeded("demo")
+    for number, title in enumerate(("Attention patterns", "Logit lens", "knockout", "patching", "Head ablation"), 1):
+        assert f"{number}. " in output
+        assert title in output
+    assert "'Paris'" in output
+    assert "'Berlin'" in output
+    assert "matters most" in output
+
+
+def test_hooks_lists_every_hook_point():
+    assert "blocks.{i}.attn.hook_pattern" in succeeded("hooks", LLAMA)
+    assert "blocks.3.hook_resid_post" in succeeded("hooks", LLAMA, "--layer", 3)
+    found = json.loads(succeeded("hooks", LLAMA, "--json"))
+    assert found["blocks.0.attn.hook_v"] == ["batch", 4, "seq", 16]
+
+
+def test_run_shows_baseline_and_treated(tmp_path):
+    plain = json.loads(succeeded("run", LLAMA, PROMPT, "--json"))
+    assert plain["top"][0][0] == "Paris"
+    assert "kl_divergence" not in plain
+    treated = json.loads(succeeded("run", LLAMA, PROMPT, "--zero", "blocks.0.hook_mlp_out", "--json", "--top", 3))
+    assert treated["baseline"] == plain["top"][:3]
+    assert treated["kl_divergence"] > 0.01
+    table = succeeded("run", LLAMA, PROMPT, "--scale", "blocks.0.hook_attn_out=0.5@positions=-1")
+    assert "KL(baseline || treated) = " in table
+
+
+def test_run_saves_what_it_captured(tmp_path):
+    out = tmp_path / "out.safetensors"
+    succeeded("run", LLAMA, PROMPT, "--capture", "blocks.*.attn.hook_pattern", "--save", out)
+    found = load_file(out)
+    assert set(found) == {"logits", *(f"blocks.{i}.attn.hook_pattern" for i in range(4))}
+    assert np.abs(found["blocks.2.attn.hook_pattern"].sum(-1) - 1).max() < 1e-6
+
+
+def test_every_kind_of_intervention_runs(tmp_path):
+    save_file({"key": np.ones(128, np.float32)}, tmp_path / "dir.safetensors")
+    HookSpec().intervene("hook_embed", Intervention.Scale(0.9)).save(tmp_path / "spec.safetensors")
+    output = succeeded(
+        "run", LLAMA, PROMPT, "--json",
+        "--add", f"blocks.2.hook_resid_post={tmp_path}/dir.safetensors:key*1.5@positions=0,-1",
+        "--project-out", f"blocks.1.hook_resid_post={tmp_path}/dir.safetensors:key",
+        "--replace", f"blocks.1.hook_mlp_out={tmp_path}/dir.safetensors:key@positions=1",
+        "--knockout", "blocks.2.attn.hook_scores=-1>0,3>*@heads=1",
+        "--spec", tmp_path / "spec.safetensors",
+    )  # fmt: skip
+    assert json.loads(output)["kl_divergence"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "models/none", PROMPT], "ModelError"),
+        (["run", LLAMA, PROMPT, "--capture", "blocks.1.hook_resid_pots"], "blocks.1.hook_resid_post"),
+        (["run", LLAMA, PROMPT, "--zero", "blocks.1.hook_mlp_out=3"], "--zero takes"),
+        (["run", LLAMA, PROMPT, "--provider", "cuda"], "CPUExecutionProvider"),
+        (["hooks", LLAMA, "--layer", "9"], "no layer 9"),
+        (["run", LLAMA, " "], "empty"),
+    ],
+)
+def test_errors_are_one_message(arguments, message):
+    run = mionnx(*arguments)
+    assert run.returncode == 1
+    assert message in " ".join(run.stderr.split())
+    assert "Traceback" not in run.stderr
+
+
+def test_export_makes_what_hooks_reads(tmp_path):
+    checkpoint = shutil.copytree(LLAMA, tmp_path / "checkpoint", ignore=shutil.ignore_patterns("*.onnx"))
+    assert "llama, 4 layers" in succeeded("export", checkpoint, "-o", tmp_path / "hooked")
+    shipped, fresh = (json.loads(succeeded("hooks", folder, "--json")) for folder in (LLAMA, tmp_path / "hooked"))
+    assert fresh == shipped
+    again = mionnx("export", checkpoint, "-o", tmp_path / "hooked")
+    assert again.returncode == 1
+    assert "exists already" in again.stderr
+
+
+class TestGrammar:
+    def test_limits(self):
+        hook, edit = parse("zero", "blocks.1.attn.hook_z@heads=3;positions=0,-1;rows=1", 4, 5)
+        assert (hook, edit.heads, edit.positions, edit.rows) == ("blocks.1.attn.hook_z", (3,), (0, -1), (1,))
+
+    def test_numbers_and_tensors(self, tmp_path):
+        save_file({"a:b": np.arange(3.0)}, tmp_path / "x.safetensors")
+        assert parse("scale", "hook_embed=-0.5", 4, 5)[1].value == -0.5
+        edit = parse("add", f"hook_embed={tmp_path}/x.safetensors:a:b*-2", 4, 5)[1]
+        assert edit.value.tolist() == [0, -2, -4]
+
+    def test_edges(self):
+        mask = parse("knockout", "blocks.0.attn.hook_scores=-1>0,*>1", 2, 4)[1].value
+        assert np.argwhere(np.isneginf(mask[0, 0])).tolist() == [[2, 1], [3, 0], [3, 1]]
+
+    @pytest.mark.parametrize(
+        ("kind", "text", "error", "message"),
+        [
+            ("zero", "hook_embed=1", InterventionError, "--zero takes"),
+            ("add", "hook_embed", InterventionError, "--add takes"),
+            ("add", "hook_embed=one", InterventionError, "neither a number nor"),
+            ("add", "hook_embed=none.safetensors:key", SpecFileError, "cannot read"),
+            ("scale", "hook_embed=1@position=1", InterventionError, "did you mean 'positions'"),
+            ("scale", "hook_embed=1@positions=a", InterventionError, "no integer"),
+            ("knockout", "blocks.0.attn.hook_scores=1-0", InterventionError, "no edge"),
+            ("knockout", "blocks.0.attn.hook_scores=*>*", InterventionError, "no edge"),
+        ],
+    )
+    def test_what_is_not_understood(self, kind, text, error, message):
+        with pytest.raises(error, match=message):
+            parse(kind, text, 2, 4)
+
+    def test_a_key_that_is_not_there(self, tmp_path):
+        save_file({"paris": np.ones(1)}, tmp_path / "x.safetensors")
+        with pytest.raises(MIError, match="did you mean 'paris'"):
+            parse("add", f"hook_embed={Path(tmp_path)}/x.safetensors:pariss", 2, 4)
