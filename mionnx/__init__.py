@@ -23,6 +23,7 @@ from mionnx.knockout import KnockoutSpec, create_knockout_mask
 from mionnx.kvcache import KVCache
 from mionnx.model import Compiled, Estimate, MIModel
 from mionnx.rewrite import Report
+from mionnx.session import Options
 from mionnx.spec import HookSpec
 from mionnx.tokens import Tokens
 
@@ -43,6 +44,7 @@ __all__ = [
     "MIError",
     "MIModel",
     "ModelError",
+    "Options",
     "Report",
     "RuntimeMissingError",
     "SpecFileError",

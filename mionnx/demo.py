@@ -111,9 +111,9 @@ def head_ablation(model: MIModel, console: Console) -> None:
     answer = int(baseline.argmax())
     scores = np.array([[_ablate(model, tokens.ids, baseline, layer, head) for head in range(model.num_heads)]
                        for layer in range(model.num_layers)])  # fmt: skip
-    table = Table("KL (nats) without", *(f"head {head}" for head in range(model.num_heads)))
+    table = Table("layer", *(f"{head}" for head in range(model.num_heads)), title="KL in nats, one head zeroed")
     for layer, row in enumerate(scores):
-        table.add_row(f"layer {layer}", *(f"{score:.3f}" for score in row))
+        table.add_row(str(layer), *(f"{score:.3f}" for score in row))
     console.print(f"{GIFT!r} ... {name(model, answer)}:")
     console.print(table)
     layer, head = map(int, np.unravel_index(scores.argmax(), scores.shape))

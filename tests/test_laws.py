@@ -6,7 +6,8 @@ from families import CONFIGS, VOCAB
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mionnx import HookError, HookPoint, HookSpec, Intervention, InterventionError, MIError, MIModel
+from mionnx import HookError, HookPoint, HookSpec, Intervention, InterventionError, MIError, MIModel, Options
+from mionnx.hooked_model import HookedModel
 
 FAMILIES = st.sampled_from(sorted(CONFIGS))
 law = settings(
@@ -195,6 +196,16 @@ def test_other_values_open_no_other_session(family, models):
     assert model.compile_graph(spec(1.0, [0], 0)).session is model.compile_graph(spec(2.0, [3, 2], 1)).session
     model.forward(ids, HookSpec().intervene(HookPoint.ResidPost(0), Intervention.Scale(2.0)))
     assert set(model.compiled) > graphs or len(model.compiled) == model.options.max_graphs
+
+
+def test_only_so_many_graphs_stay_open(hooked):
+    model = MIModel(HookedModel.open(hooked("llama")), Options(threads=1, max_graphs=2))
+    for layer in (0, 1, 0):
+        model.forward([[3, 4]], HookSpec().capture(HookPoint.ResidPost(layer)))
+    kept = model.compile_graph(HookSpec().capture(HookPoint.ResidPost(0))).session
+    model.forward([[3, 4]])
+    assert len(model.compiled) == 2
+    assert model.compile_graph(HookSpec().capture(HookPoint.ResidPost(0))).session is kept
 
 
 def test_the_report_names_every_added_node(models):
