@@ -122,7 +122,7 @@ def _row(row: Any) -> NDArray[np.int64]:
 def _integers(ids: NDArray[Any]) -> NDArray[np.int64]:
     if ids.dtype.kind not in "iu":
         raise InputError(f"tokens must be integers, got {ids.dtype}")
-    return np.ascontiguousarray(ids, np.int64)
+    return np.array(ids, np.int64)  # a copy: ids of padding are overwritten below
 
 
 def _pad_left(rows: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

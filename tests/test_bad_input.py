@@ -205,6 +205,14 @@ def test_masks_that_do_not_fit(models, mask, message):
         models("llama").forward(IDS, attention_mask=mask)
 
 
+def test_padding_may_hold_any_id_and_the_callers_array_stays_as_it_is(models):
+    ids = np.array([[-100, -100, 5, 6, 7]])
+    mask = np.array([[0, 0, 1, 1, 1]])
+    found = models("llama").forward(ids, attention_mask=mask).output()
+    assert ids.tolist() == [[-100, -100, 5, 6, 7]]
+    assert np.abs(found[:, 2:] - models("llama").forward([5, 6, 7]).output()).max() < 5e-5
+
+
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_more_tokens_than_learned_positions(models, family):
     models(family).forward(np.full((1, 64), 5))
