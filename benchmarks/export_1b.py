@@ -3,14 +3,21 @@
     python benchmarks/export_1b.py [--save]
 
 Makes the checkpoint (random fp32 weights from a config, 4 GB, in the temporary folder), exports it in a process of its
-own, and prints what that took. `--save` writes benchmarks/results/export_1b.md.
+own, and prints what that took, stage by stage. `--save` writes benchmarks/results/export_1b.md.
+
+Two kinds of memory: *resident* counts the pages of mapped files too, libraries and weights alike, which the kernel
+takes back when it needs them; *anonymous* is what only swap can take back.
 """
 
 import argparse
 import json
+import platform
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -18,6 +25,8 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
+
+from exporters.transformers import export
 
 HERE = Path(__file__).parent
 SHAPE = {
@@ -28,19 +37,9 @@ SHAPE = {
     "intermediate_size": 8192,
     "vocab_size": 32000,
 }
-EXPORT = """
-import json, resource, sys, time
-from pathlib import Path
-begin = time.monotonic()
-from exporters.transformers import export
-stages = []
-def note(stage, done, total):
-    if not stages or stages[-1][0] != stage:
-        stages.append((stage, time.monotonic() - begin))
-export(Path(sys.argv[1]), Path(sys.argv[2]), progress=note)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps({"seconds": time.monotonic() - begin, "peak_kib": peak, "stages": stages}))
-"""
+COLUMNS = ("what", "seconds", "resident, GiB", "anonymous, GiB")
+PAUSE = 0.01  # seconds between two looks at the memory
+Row = tuple[str, str, str, str]
 
 
 def make_checkpoint(folder: Path) -> int:
@@ -62,43 +61,106 @@ def make_checkpoint(folder: Path) -> int:
     return sum(shape.numel() for shape in shapes.values())
 
 
+def memory(kind: str) -> int:
+    """This process's memory in KiB: "VmRSS" resident now, "VmHWM" at most so far, "RssAnon" anonymous now.
+
+    Not `getrusage`: what that calls a child's peak includes the parent's memory at the moment of the fork.
+    """
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[kind].split()[0])
+
+
+class Watch:
+    """The stages of an export as they pass: when each began, and the most memory seen in it."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, dict[str, float]] = {}
+        self.note("starting")
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def note(self, stage: str, done: int = 0, total: int = 0) -> None:
+        """The exporter's progress callback."""
+        self.current = self.stages.setdefault(stage, {"began": time.monotonic(), "resident": 0, "anonymous": 0})
+
+    def _look(self) -> None:
+        while True:
+            entry = self.current
+            for key, kind in (("resident", "VmRSS"), ("anonymous", "RssAnon")):
+                entry[key] = max(entry[key], memory(kind))
+            time.sleep(PAUSE)
+
+
+def export_and_account(checkpoint: Path, target: Path) -> None:
+    """What the process of its own does: export, and print the stages as JSON."""
+    watch = Watch()
+    export(checkpoint, target, progress=watch.note)
+    watch.note("end")
+    print(json.dumps({"stages": watch.stages, "peak": memory("VmHWM")}))
+
+
 def new_bytes(folder: Path) -> int:
     """What a folder takes on the disk beyond files that are linked from elsewhere."""
     return sum(path.stat().st_size for path in folder.iterdir() if path.stat().st_nlink == 1)
 
 
-def measure(folder: Path) -> list[tuple[str, str]]:
+def measure(folder: Path) -> list[Row]:
     """Make, export, and account for it."""
     parameters = make_checkpoint(folder / "checkpoint")
-    command = [sys.executable, "-c", EXPORT, str(folder / "checkpoint"), str(folder / "hooked")]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-    ends = [begin for _, begin in found["stages"][1:]] + [found["seconds"]]
-    stages = [(stage, f"{end - begin:.1f} s") for (stage, begin), end in zip(found["stages"], ends, strict=True)]
+    command = [sys.executable, __file__, "--export", str(folder / "checkpoint"), str(folder / "hooked")]
+    begin = time.monotonic()
+    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+    whole = time.monotonic() - begin
+    checkpoint = sum(path.stat().st_size for path in (folder / "checkpoint").iterdir())
+    anonymous = max(stage["anonymous"] for stage in found["stages"].values())
     return [
-        ("parameters", f"{parameters:,}"),
-        *stages,
-        ("whole export", f"{found['seconds']:.1f} s"),
-        ("peak resident memory, torch included", f"{found['peak_kib'] / 1024**2:.2f} GiB"),
-        ("new bytes on disk", f"{new_bytes(folder / 'hooked'):,}"),
-        ("of these the graph", f"{(folder / 'hooked' / 'model.onnx').stat().st_size:,}"),
+        *_stages(found["stages"]),
+        ("whole process, imports included", f"{whole:.1f}", _gib(found["peak"]), _gib(anonymous)),
+        ("", "", "", ""),
+        ("parameters", f"{parameters:,}", "", ""),
+        ("bytes of the checkpoint", f"{checkpoint:,}", "", ""),
+        ("bytes the export added on disk", f"{new_bytes(folder / 'hooked'):,}", "", ""),
+        ("of these the graph", f"{(folder / 'hooked' / 'model.onnx').stat().st_size:,}", "", ""),
     ]
+
+
+def _stages(stages: dict[str, dict[str, float]]) -> list[Row]:
+    ends = [stage["began"] for stage in list(stages.values())[1:]]
+    return [
+        (name, f"{end - stage['began']:.1f}", _gib(stage["resident"]), _gib(stage["anonymous"]))
+        for (name, stage), end in zip(stages.items(), ends, strict=False)
+    ]
+
+
+def _gib(kib: float) -> str:
+    return f"{kib / 1024**2:.2f}"
+
+
+def machine() -> str:
+    """What it ran on."""
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "onnxscript"))
+    return f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, {packages}"
 
 
 def main() -> None:
     """Measure, print, and save if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true")
-    save = parser.parse_args().save
+    parser.add_argument("--export", nargs=2, type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.export:
+        export_and_account(*asked.export)
+        return
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder))
-    drawn = Table("what", "how much", title="Export of a Llama-shaped 1B checkpoint, fp32")
+    title = "Export of a Llama-shaped 1B checkpoint, fp32"
+    drawn = Table(*COLUMNS, title=title, caption=machine())
     for row in rows:
         drawn.add_row(*row)
     Console().print(drawn)
-    if save:
+    if asked.save:
         (HERE / "results").mkdir(exist_ok=True)
-        lines = ["# Export of a Llama-shaped 1B checkpoint, fp32", "", "what | how much", "--- | ---"]
-        lines += [" | ".join(row) for row in rows]
+        lines = [f"# {title}", "", machine(), "", " | ".join(COLUMNS), "--- | ---: | ---: | ---:"]
+        lines += [" | ".join(row) for row in rows if row[0]]
         (HERE / "results" / "export_1b.md").write_text("\n".join(lines) + "\n")
 
 

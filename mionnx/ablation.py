@@ -41,6 +41,8 @@ class AblationResult:
     def kl_divergence(self) -> float:
         """KL(baseline || ablated) in nats: the sum over the whole vocabulary of p (log p - log q), in float64."""
         log_p, log_q = log_softmax(self.baseline_logits), log_softmax(self.ablated_logits)
+        if (np.isneginf(log_q) & ~np.isneginf(log_p)).any():
+            return float("inf")  # impossible after, possible before, however unlikely
         likely = np.exp(log_p) > 0  # p log p is 0 where p is; the logarithms stay, since exp(log_q) may underflow to 0
         terms = np.exp(log_p[likely]) * (log_p[likely] - log_q[likely])
         return max(float(terms.sum()), 0.0)
@@ -51,7 +53,13 @@ class AblationResult:
         return float(drop[self._known(token)] - (0 if versus is None else drop[self._known(versus)]))
 
     def top_changed_tokens(self, k: int = 10) -> list[TokenChange]:
-        """The k tokens whose probability changed most, most first; equal changes by token id."""
+        """The k tokens whose probability changed most, most first; equal changes by token id.
+
+        Raises:
+            InputError: k is below 1.
+        """
+        if k < 1:
+            raise InputError(f"the top {k} tokens: at least 1")
         before, after = (np.exp(log_softmax(logits)) for logits in (self.baseline_logits, self.ablated_logits))
         order = np.argsort(-np.abs(after - before), kind="stable")[:k]
         return [TokenChange(int(token), float(before[token]), float(after[token])) for token in order]
@@ -63,11 +71,16 @@ class AblationResult:
 
 
 def _vector(logits: ArrayLike) -> NDArray[np.float64]:
-    array = np.asarray(logits, np.float64)
+    try:
+        array = np.asarray(logits, np.float64)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"logits are no array of numbers: {error}") from error
     if array.ndim != 1 or array.size == 0:
         raise InputError(f"logits of one position are [vocab], got shape {list(array.shape)}")
     if np.isnan(array).any():
         raise InputError(f"logits have NaN, first at token {int(np.argmax(np.isnan(array)))}")
+    if not np.isfinite(array.max()):
+        raise InputError(f"logits may be -inf, but not all of them, and not inf; the largest is {array.max()}")
     return array
 
 
@@ -80,12 +93,13 @@ def sample_token(logits: ArrayLike, temperature: float = 0.0, seed: int | None =
         seed: of the sampling; the same seed, logits and temperature give the same token.
 
     Raises:
-        InputError: a negative temperature, NaN, or logits that are no vector.
+        InputError: a negative temperature, NaN or infinity, or logits that are no vector.
     """
     vector = _vector(logits)
     if not temperature >= 0 or not np.isfinite(temperature):
         raise InputError(f"temperature must be 0 or above, got {temperature}")
     if temperature == 0:
         return int(np.argmax(vector))
-    probabilities = np.exp(log_softmax(vector / temperature))
+    with np.errstate(over="ignore"):  # at a tiny temperature all but the likeliest become -inf, which is right
+        probabilities = np.exp(log_softmax((vector - vector.max()) / temperature))
     return int(np.random.default_rng(seed).choice(len(vector), p=probabilities / probabilities.sum()))

@@ -83,6 +83,8 @@ class HookCache(Mapping[str, NDArray[Any]]):
     def _name(self, hook: Key) -> str:
         if not isinstance(hook, tuple):
             return str(hook)
+        if len(hook) != 2:
+            raise HookError(f"{hook!r} is no pair of a short name and a layer, such as ('pattern', 5)")
         short, layer = hook
         templates = short_names().get(short)
         if templates is None:

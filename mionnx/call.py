@@ -80,6 +80,8 @@ def make_call(tokens: Any, attention_mask: ArrayLike | None, cache: KVCache | No
         InputError: no tokens, ids outside the vocabulary, a mask that does not fit, or more positions than were
             learned.
     """
+    if cache is not None and not isinstance(cache, KVCache):
+        raise InputError(f"cache is a {type(cache).__name__}, not a KVCache: give `HookCache.kv_cache` of a call")
     ids, mask = _rows(tokens)
     if attention_mask is not None:
         mask = _mask(attention_mask, ids, cache)
@@ -101,7 +103,7 @@ def _rows(tokens: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         tokens = tokens.ids
     if isinstance(tokens, Sequence) and tokens and not isinstance(tokens[0], int | np.integer):
         return _pad_left([_row(row) for row in tokens])
-    ids = np.asarray(tokens)
+    ids = _array("tokens", tokens)
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2:
         raise InputError(f"tokens must be [seq] or [batch, seq], got shape {list(ids.shape)}")
@@ -111,12 +113,19 @@ def _rows(tokens: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def _row(row: Any) -> NDArray[np.int64]:
-    ids = np.asarray(row.ids if isinstance(row, Tokens) else row)
+    ids = _array("a row of tokens", row.ids if isinstance(row, Tokens) else row)
     if ids.ndim != 1:
         raise InputError(f"each row of tokens must be [seq], got shape {list(ids.shape)}")
     if ids.size == 0:
         raise InputError("a prompt is empty: there is no token to run on")
     return _integers(ids)
+
+
+def _array(what: str, given: Any) -> NDArray[Any]:
+    try:
+        return np.asarray(given)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{what} must be an array of integers: {error}") from error
 
 
 def _integers(ids: NDArray[Any]) -> NDArray[np.int64]:
@@ -134,15 +143,16 @@ def _pad_left(rows: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray
 
 
 def _mask(given: ArrayLike, ids: NDArray[np.int64], cache: KVCache | None) -> NDArray[np.int64]:
-    mask = np.atleast_2d(np.asarray(given)).astype(np.int64)
+    mask = np.atleast_2d(_array("attention_mask", given))
     total = ids.shape[1] + (cache.seq_len if cache else 0)
-    if mask.shape[0] != ids.shape[0] or mask.shape[1] not in (ids.shape[1], total):
+    if mask.shape not in ((len(ids), ids.shape[1]), (len(ids), total)):
         raise InputError(
             f"attention_mask is {list(mask.shape)}; for tokens {list(ids.shape)} it must be {list(ids.shape)}"
             + (f" or, with the past, {[ids.shape[0], total]}" if cache else "")
         )
     if not np.isin(mask, (0, 1)).all():
         raise InputError("attention_mask holds 1 for tokens and 0 for padding, and nothing else")
+    mask = mask.astype(np.int64)
     if (mask[:, -ids.shape[1] :].sum(axis=1) == 0).any():
         raise InputError("a row of the attention_mask is all padding")
     return np.ascontiguousarray(mask)

@@ -5,11 +5,14 @@ graph. Names and shapes follow the hook point reference (TransformerLens names, 
 means something else by a name, this table decides.
 """
 
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
+
+from mionnx.errors import HookError
 
 RESIDUAL = ("batch", "seq", "hidden")
 QUERY = ("batch", "n_heads", "seq", "head_dim")
@@ -47,7 +50,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
 # Hook points that no value of the graph carries: computed from one that does, on request, and so only captured.
 DERIVED = frozenset({"AttnResult"})
 
-_LAYERED = re.compile(r"blocks\.(0|[1-9][0-9]*)\.(.+)")
+_LAYERED = re.compile(r"blocks\.(0|[1-9][0-9]{0,8})\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -140,9 +143,13 @@ def _by_template() -> dict[str, str]:
 
 def _layered(variant: str, template: str) -> staticmethod:
     def make(layer: int) -> HookPoint:
-        if layer < 0:
-            raise ValueError(f"HookPoint.{variant}: layers are counted from 0, got {layer}")
-        return HookPoint(variant, int(layer), template.format(i=int(layer)))
+        try:
+            number = operator.index(layer)
+        except TypeError:
+            raise HookError(f"HookPoint.{variant}: a layer is an integer, got {layer!r}") from None
+        if number < 0:
+            raise HookError(f"HookPoint.{variant}: layers are counted from 0, got {number}")
+        return HookPoint(variant, number, template.format(i=number))
 
     make.__name__ = make.__qualname__ = variant
     make.__doc__ = f"`{template}`, axes {list(VARIANTS[variant][1])}, of one 0-based layer."

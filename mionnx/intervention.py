@@ -44,6 +44,8 @@ class Intervention:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InterventionError(f"no intervention kind {self.kind!r}; the kinds are {', '.join(KINDS)}")
+        if KINDS[self.kind] != (self.value is not None):
+            raise InterventionError(f"{self.kind} {'needs a' if KINDS[self.kind] else 'takes no'} value")
 
     @classmethod
     def Replace(
@@ -136,20 +138,21 @@ class Intervention:
         Raises:
             InterventionError: a zero direction, or directions that depend on each other.
         """
-        directions = np.atleast_2d(_numbers("project_out", direction)).astype(np.float64)
+        given = _checked("project_out", _numbers("project_out", direction))
+        directions = np.atleast_2d(given).astype(np.float64)
         if directions.ndim != 2 or np.linalg.matrix_rank(directions) < len(directions):
             raise InterventionError(
-                f"project_out: directions of shape {list(np.shape(direction))} must be [width] or [k, width], "
+                f"project_out: directions of shape {list(given.shape)} must be [width] or [k, width], "
                 "not zero, and independent of each other"
             )
         basis = np.linalg.qr(directions.T)[0].T  # [k, width], orthonormal
         return cls._of("project_out", basis, positions, heads, rows)
 
     @classmethod
-    def _of(cls, kind: str, value: ArrayLike | None, positions: Any, heads: Any, rows: Any) -> "Intervention":
+    def _of(cls, kind: str, value: Any, positions: Any, heads: Any, rows: Any) -> "Intervention":
         return cls(
             kind,
-            None if value is None else _checked(kind, _numbers(kind, value)),
+            _checked(kind, _numbers(kind, value)) if KINDS.get(kind) else None,
             _positions(positions),
             _indices("heads", heads),
             _indices("rows", rows),
@@ -162,7 +165,10 @@ class Intervention:
 
 
 def _numbers(kind: str, value: ArrayLike) -> NDArray[Any]:
-    array = np.array(value)  # a copy: what the caller does to their array later is not part of the spec
+    try:
+        array = np.array(value)  # a copy: what the caller does to their array later is not part of the spec
+    except (TypeError, ValueError) as error:  # rows of unequal length, or a tensor that numpy cannot read
+        raise InterventionError(f"{kind}: the value is no array of numbers: {error}") from error
     if array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16":
         raise InterventionError(f"{kind}: the value must be numbers, got dtype {array.dtype}")
     return array
@@ -186,6 +192,7 @@ def _checked(kind: str, array: NDArray[Any]) -> NDArray[Any]:
 def _indices(what: str, given: int | Iterable[int] | None) -> tuple[int, ...] | None:
     if given is None:
         return None
+    given = _plain(given)
     found = tuple(given) if isinstance(given, Iterable) else (given,)
     if not found or not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in found):
         raise InterventionError(f"{what} must be one or more integers, got {given!r}")
@@ -194,10 +201,15 @@ def _indices(what: str, given: int | Iterable[int] | None) -> tuple[int, ...] | 
     return tuple(int(i) for i in found)
 
 
+def _plain(given: Any) -> Any:
+    return given.tolist() if isinstance(given, np.ndarray) else given
+
+
 def _positions(given: Positions | None) -> tuple[Any, ...] | None:
-    if given is None or isinstance(given, int | np.integer):
+    given = _plain(given)
+    if not isinstance(given, Iterable):
         return _indices("positions", given)
     found: list[Any] = list(given)
-    if found and not any(isinstance(entry, int | np.integer) for entry in found):
+    if found and not any(entry is None or isinstance(entry, int | np.integer) for entry in found):
         return tuple(_indices("positions", row) for row in found)
     return _indices("positions", found)

@@ -1,5 +1,6 @@
 """Attention knockout: which edges, as a mask of 0 and -inf."""
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -50,17 +51,17 @@ class KnockoutSpec:
 
     def edge(self, query: int, key: int) -> "KnockoutSpec":
         """The query at one position cannot read the key at another."""
-        self.edges.append((query, key))
+        self.edges.append((_whole("position", query), _whole("position", key)))
         return self
 
     def from_position(self, query: int) -> "KnockoutSpec":
         """The query at a position reads no other position; it still reads itself, so that it has a key left."""
-        self.edges.append((query, None))
+        self.edges.append((_whole("position", query), None))
         return self
 
     def to_position(self, key: int) -> "KnockoutSpec":
         """No later position reads the key at a position; the position still reads itself."""
-        self.edges.append((None, key))
+        self.edges.append((None, _whole("position", key)))
         return self
 
     def target_layers(self, num_layers: int) -> list[int]:
@@ -79,10 +80,17 @@ class KnockoutSpec:
 
 
 def _naturals(what: str, values: Iterable[int]) -> list[int]:
-    found = [int(value) for value in values]
+    found = [_whole(what, value) for value in values]
     if not found or min(found) < 0:
         raise InterventionError(f"{what}s are counted from 0 and at least one is needed, got {found}")
     return found
+
+
+def _whole(what: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InterventionError(f"a {what} is an integer, got {value!r}") from None
 
 
 def create_knockout_mask(spec: KnockoutSpec, n_heads: int, seq_len: int, dtype: DTypeLike = np.float32) -> NDArray:
@@ -98,8 +106,11 @@ def create_knockout_mask(spec: KnockoutSpec, n_heads: int, seq_len: int, dtype: 
         [1, n_heads, seq_len, seq_len] (query, key): 0 to keep, -inf to knock out.
 
     Raises:
-        InterventionError: no edge, an edge or head that does not exist, or an edge to a later position.
+        InterventionError: no edge, an edge or head that does not exist, an edge to a later position, or a dtype that
+            has no infinity.
     """
+    if np.dtype(dtype).kind != "f" and np.dtype(dtype).name != "bfloat16":
+        raise InterventionError(f"a knockout mask holds -inf, which {np.dtype(dtype)} does not have")
     if not spec.edges:
         raise InterventionError("a KnockoutSpec without edge, from_position or to_position knocks nothing out")
     blocked = np.zeros((seq_len, seq_len), bool)
@@ -108,8 +119,8 @@ def create_knockout_mask(spec: KnockoutSpec, n_heads: int, seq_len: int, dtype: 
             blocked, None if query is None else _place(query, seq_len), None if key is None else _place(key, seq_len)
         )
     heads = range(n_heads) if spec.heads_ is None else spec.heads_
-    if max(heads) >= n_heads:
-        raise InterventionError(f"head {max(heads)} of {n_heads} heads (0 to {n_heads - 1})")
+    if max(heads, default=0) >= n_heads:
+        raise InterventionError(f"head {max(heads, default=0)} of {n_heads} heads (0 to {n_heads - 1})")
     mask = np.zeros((1, n_heads, seq_len, seq_len), dtype)
     mask[:, list(heads)] = np.where(blocked, -np.inf, 0)
     return mask

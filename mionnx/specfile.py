@@ -22,7 +22,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
-from mionnx.errors import InterventionError, SpecFileError
+from mionnx.errors import MIError, SpecFileError
 from mionnx.hookpoint import HookPoint
 from mionnx.intervention import KINDS, Intervention
 from mionnx.spec import Capture, HookSpec
@@ -34,10 +34,10 @@ def save(spec: HookSpec, path: str | Path) -> None:
     """Write a spec as one safetensors file.
 
     Raises:
-        SpecFileError: a capture by predicate, or a file that cannot be written.
+        SpecFileError: a capture by predicate, a dtype that safetensors does not have, or a file that cannot be written.
     """
     tensors = {
-        f"interventions.{n}.value": np.ascontiguousarray(intervention.value)
+        f"interventions.{n}.value": np.asarray(intervention.value, order="C")  # not ascontiguousarray: it adds an axis
         for n, (_, intervention) in enumerate(spec.interventions)
         if intervention.value is not None
     }
@@ -45,7 +45,10 @@ def save(spec: HookSpec, path: str | Path) -> None:
         "captures": [_capture(request) for request in spec.captures],
         "interventions": [_intervention(point, intervention) for point, intervention in spec.interventions],
     }
-    data = to_bytes(tensors, metadata={"mionnx_spec": VERSION, "declaration": json.dumps(declaration)})
+    try:
+        data = to_bytes(tensors, metadata={"mionnx_spec": VERSION, "declaration": json.dumps(declaration)})
+    except SafetensorError as error:
+        raise SpecFileError(f"the spec cannot be saved: {error}") from error
     write_whole(Path(path), data)
 
 
@@ -55,14 +58,14 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         SpecFileError: the folder is missing, read-only or full.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
             partial.write_bytes(data)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         raise SpecFileError(f"cannot write {path}: {error}") from error
 
 
@@ -71,13 +74,15 @@ def load(path: str | Path) -> HookSpec:
 
     Raises:
         SpecFileError: the file is missing, damaged, or of another version.
-        InterventionError: a value in it that no intervention may have (NaN, infinity).
+        InterventionError: a value in it that no intervention may have (NaN, infinity), or a limit that is none.
+        HookError: an intervention at a pattern.
     """
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, AttributeError, TypeError, ValueError) as error:
+        # the last three: a tensor of a dtype that numpy does not have
         raise SpecFileError(f"{path} is no saved spec: {error}") from error
     if metadata.get("mionnx_spec") != VERSION:
         raise SpecFileError(
@@ -85,9 +90,9 @@ def load(path: str | Path) -> HookSpec:
         )
     try:
         spec = _parse(json.loads(metadata["declaration"]), tensors)
-    except InterventionError as error:
-        raise InterventionError(f"{path}: {error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except MIError as error:
+        raise type(error)(f"{path}: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise SpecFileError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if tensors:
         raise SpecFileError(f"{path} holds tensors that no intervention uses: {', '.join(sorted(tensors))}")
@@ -112,11 +117,25 @@ def _intervention(point: HookPoint, intervention: Intervention) -> dict[str, Any
 
 def _parse(declaration: dict[str, Any], tensors: dict[str, np.ndarray]) -> HookSpec:
     """Build the spec; takes the tensors it uses out of `tensors`."""
+    lists = [isinstance(part, list) for part in declaration.values()]
+    if declaration.keys() != {"captures", "interventions"} or not all(lists):
+        raise ValueError("the declaration must be lists of captures and of interventions, and nothing else")
     spec = HookSpec()
     for entry in declaration["captures"]:
+        if not isinstance(entry["before"], bool):
+            raise ValueError(f"before must be true or false, got {entry['before']!r}")
         spec.capture(entry["hook"], before=entry["before"])
     for n, entry in enumerate(declaration["interventions"]):
         value = tensors.pop(f"interventions.{n}.value") if KINDS.get(entry["kind"], False) else None
+        if value is not None and entry["kind"] == "project_out" and not _orthonormal(value):
+            raise ValueError(f"interventions.{n}.value must be orthonormal directions, [k, width]")
         limits = (entry[limit] for limit in ("positions", "heads", "rows"))
         spec.intervene(entry["hook"], Intervention._of(entry["kind"], value, *limits))
     return spec
+
+
+def _orthonormal(directions: np.ndarray) -> bool:
+    if directions.ndim != 2:
+        return False
+    exact = directions.astype(np.float64)
+    return np.allclose(exact @ exact.T, np.eye(len(exact)), atol=1e-2)  # whoever wrote the file may have rounded

@@ -37,7 +37,8 @@ class Tokens:
             occurrence: which occurrence, 0-based, negative from the last; needed if there are several.
 
         Raises:
-            TokenizerError: the text does not contain the part, or does so more than once and none was chosen.
+            TokenizerError: the text does not contain the part, or does so more than once and none was chosen, or no
+                token covers it (white space).
         """
         starts = [i for i in range(len(self.text)) if self.text.startswith(part, i)] if part else []
         if not starts:
@@ -50,7 +51,10 @@ class Tokens:
             )
         start = starts[occurrence or 0]
         end = start + len(part)
-        return [i for i, (first, last) in enumerate(self.offsets) if first < end and last > start]
+        found = [i for i, (first, last) in enumerate(self.offsets) if first < end and last > start]
+        if not found:
+            raise TokenizerError(f"{part!r} in {self.text!r} is covered by no token")
+        return found
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -65,7 +65,7 @@ class TestHookPoint:
         assert (str(point), point.axes, point.layer) == (name, None, None)
 
     def test_layers_are_counted_from_zero(self):
-        with pytest.raises(ValueError, match="counted from 0"):
+        with pytest.raises(HookError, match="counted from 0"):
             HookPoint.AttnQ(-1)
 
 

@@ -144,13 +144,14 @@ def cache_names(num_layers: int) -> tuple[list[str], list[str]]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """The exporter tells what it cannot find (torchvision) and what it deprecates: not the caller's business."""
-    logging.disable(logging.WARNING)
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
     try:
         with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
 
 
 def trace(config: Any, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Traced:
