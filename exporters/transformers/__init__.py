@@ -35,6 +35,6 @@ def export(folder: Path, target: Path, dtype: str = "float32", progress: Progres
     Raises:
         ExportError: the family is unknown, or checkpoint and graph do not match tensor by tensor.
     """
-    from exporters.transformers.export import export_checkpoint
+    from exporters.transformers.assemble import export_checkpoint
 
     export_checkpoint(folder, target, dtype, progress)
