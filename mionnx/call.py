@@ -131,7 +131,7 @@ def _array(what: str, given: Any) -> NDArray[Any]:
 def _integers(ids: NDArray[Any]) -> NDArray[np.int64]:
     if ids.dtype.kind not in "iu":
         raise InputError(f"tokens must be integers, got {ids.dtype}")
-    return np.array(ids, np.int64)  # a copy: ids of padding are overwritten below
+    return np.array(ids, np.int64)  # a copy: impossible ids of padding are overwritten below
 
 
 def _pad_left(rows: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -164,10 +164,11 @@ def _check_batch(cache: KVCache, ids: NDArray[np.int64]) -> None:
 
 
 def _check_ids(ids: NDArray[np.int64], mask: NDArray[np.int64], vocab: int) -> None:
-    outside = np.argwhere(((ids < 0) | (ids >= vocab)) & (mask == 1))
-    if len(outside):
-        row, column = outside[0].tolist()
+    outside = (ids < 0) | (ids >= vocab)
+    wrong = np.argwhere(outside & (mask == 1))
+    if len(wrong):
+        row, column = wrong[0].tolist()
         raise InputError(
             f"token {ids[row, column]} at row {row}, position {column}; the vocabulary is 0 to {vocab - 1}"
         )
-    ids[mask == 0] = 0  # padding may hold any id, -100 included; the graph looks it up all the same
+    ids[outside] = 0  # padding may hold any id, -100 included; the graph looks it up all the same
