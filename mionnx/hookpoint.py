@@ -19,6 +19,8 @@ QUERY = ("batch", "n_heads", "seq", "head_dim")
 KEY = ("batch", "n_kv_heads", "seq", "head_dim")
 SCORES = ("batch", "n_heads", "seq_q", "seq_k")
 NEURONS = ("batch", "seq", "d_mlp")
+HEADS = ("batch", "seq", "n_heads", "head_dim")
+EFFECTIVE = ("batch", "n_heads", "seq_q", "seq_src")
 
 # variant -> (name, axes), in the order in which a forward pass reaches them
 VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -32,8 +34,19 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "AttnV": ("blocks.{i}.attn.hook_v", KEY),
     "AttnScores": ("blocks.{i}.attn.hook_scores", SCORES),
     "AttnPattern": ("blocks.{i}.attn.hook_pattern", SCORES),
-    "AttnZ": ("blocks.{i}.attn.hook_z", ("batch", "seq", "n_heads", "head_dim")),
+    "AttnZ": ("blocks.{i}.attn.hook_z", HEADS),
     "AttnResult": ("blocks.{i}.attn.hook_result", ("batch", "seq", "n_heads", "hidden")),
+    "RwkvR": ("blocks.{i}.rwkv.hook_r", HEADS),
+    "RwkvK": ("blocks.{i}.rwkv.hook_k", HEADS),
+    "RwkvV": ("blocks.{i}.rwkv.hook_v", HEADS),
+    "RwkvA": ("blocks.{i}.rwkv.hook_a", HEADS),
+    "RwkvB": ("blocks.{i}.rwkv.hook_b", HEADS),
+    "RwkvDecay": ("blocks.{i}.rwkv.hook_decay", HEADS),
+    "RwkvWkv": ("blocks.{i}.rwkv.hook_wkv", HEADS),
+    "RwkvState": ("blocks.{i}.rwkv.hook_state", ("batch", "n_heads", "key_dim", "value_dim")),
+    "RwkvStates": ("blocks.{i}.rwkv.hook_states", ("batch", "seq", "n_heads", "key_dim", "value_dim")),
+    "RwkvEffectiveAttn": ("blocks.{i}.rwkv.hook_effective_attn", EFFECTIVE),
+    "RwkvEffectiveAttnRaw": ("blocks.{i}.rwkv.hook_effective_attn_raw", EFFECTIVE),
     "AttnOut": ("blocks.{i}.hook_attn_out", RESIDUAL),
     "ResidMid": ("blocks.{i}.hook_resid_mid", RESIDUAL),
     "MlpPre": ("blocks.{i}.mlp.hook_pre", RESIDUAL),
@@ -47,8 +60,15 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "Logits": ("hook_logits", ("batch", "seq", "vocab")),
 }
 
-# Hook points that no value of the graph carries: computed from one that does, on request, and so only captured.
-DERIVED = frozenset({"AttnResult"})
+# Hook points that no value of the graph carries: variant -> the one after which it can be computed. Capture only.
+DERIVED = {
+    "AttnResult": "AttnZ",
+    "RwkvStates": "RwkvState",
+    "RwkvEffectiveAttn": "RwkvState",
+    "RwkvEffectiveAttnRaw": "RwkvState",
+}
+# Derived values so large that a pattern like "*" does not mean them; one that names them does.
+ON_REQUEST = frozenset({"RwkvStates", "RwkvEffectiveAttn", "RwkvEffectiveAttnRaw"})
 
 _LAYERED = re.compile(r"blocks\.(0|[1-9][0-9]{0,8})\.(.+)")
 
@@ -83,6 +103,17 @@ class HookPoint:
     AttnPattern: ClassVar[Callable[[int], "HookPoint"]]
     AttnZ: ClassVar[Callable[[int], "HookPoint"]]
     AttnResult: ClassVar[Callable[[int], "HookPoint"]]
+    RwkvR: ClassVar[Callable[[int], "HookPoint"]]
+    RwkvK: ClassVar[Callable[[int], "HookPoint"]]
+    RwkvV: ClassVar[Callable[[int], "HookPoint"]]
+    RwkvA: ClassVar[Callable[[int], "HookPoint"]]
+    RwkvB: ClassVar[Callable[[int], "HookPoint"]]
+    RwkvDecay: ClassVar[Callable[[int], "HookPoint"]]
+    RwkvWkv: ClassVar[Callable[[int], "HookPoint"]]
+    RwkvState: ClassVar[Callable[[int], "HookPoint"]]
+    RwkvStates: ClassVar[Callable[[int], "HookPoint"]]
+    RwkvEffectiveAttn: ClassVar[Callable[[int], "HookPoint"]]
+    RwkvEffectiveAttnRaw: ClassVar[Callable[[int], "HookPoint"]]
     AttnOut: ClassVar[Callable[[int], "HookPoint"]]
     ResidMid: ClassVar[Callable[[int], "HookPoint"]]
     MlpPre: ClassVar[Callable[[int], "HookPoint"]]

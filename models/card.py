@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from evaluate import Logits, evaluate, table, torch_logits
+from evaluate import Logits, evaluate, load_model, table, torch_logits
 from lexicon import CAPITALS
-from transformers import AutoModelForCausalLM, GPT2Config, PretrainedConfig
+from transformers import GPT2Config, PretrainedConfig
 from world import CAPITAL_FRAMES, EOS, PAD, UNK, World
 
 EXAMPLES = (
@@ -130,8 +130,15 @@ def curve_table(accuracy: dict[str, dict[str, float]]) -> str:
     )
 
 
-def layout(config: PretrainedConfig) -> str:
-    """Describe a Llama or GPT-2 configuration in words."""
+def layout(config: PretrainedConfig | dict[str, Any]) -> str:
+    """Describe a Llama, GPT-2 or RWKV-7 configuration in words."""
+    if isinstance(config, dict):
+        return (
+            f"RWKV-7 of {config['num_hidden_layers']} layers, width {config['hidden_size']}, "
+            f"{config['hidden_size'] // config['head_dim']} heads with a state of {config['head_dim']} x "
+            f"{config['head_dim']} each, feed-forward width {config['hidden_ratio'] * config['hidden_size']}, "
+            "in flash-linear-attention's layout"
+        )
     if isinstance(config, GPT2Config):
         return f"GPT-2 of {config.n_layer} layers, width {config.n_embd}, {config.n_head} heads, learned positions"
     return (
@@ -169,9 +176,10 @@ def write_card(folder: Path, world: World, logits: Logits, description: str, par
 
 
 def write_model_card(folder: Path) -> None:
-    """Write the card of a folder that holds a Hugging Face checkpoint."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    write_card(folder, World(), torch_logits(model), layout(model.config), model.num_parameters())
+    """Write the card of a checkpoint folder."""
+    model = load_model(folder).eval()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    write_card(folder, World(), torch_logits(model), layout(model.config), parameters)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rwkv7 import RWKV7, is_rwkv7
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from world import EOS, HELD_OUT_SEED, PAD, Probe, Words, World
 
@@ -105,8 +106,15 @@ def table(scores: Sequence[Score]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *rows])
 
 
-def torch_logits(model: PreTrainedModel) -> Logits:
-    """Wrap a Hugging Face causal model as a function on arrays."""
+def load_model(folder: Path) -> PreTrainedModel | RWKV7:
+    """Read a checkpoint folder, in float32."""
+    if is_rwkv7(folder):
+        return RWKV7.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def torch_logits(model: PreTrainedModel | RWKV7) -> Logits:
+    """Wrap a causal model as a function on arrays."""
 
     def logits(ids: Ids) -> NDArray[np.float32]:
         inputs = torch.from_numpy(ids)
@@ -122,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Print held-out accuracy per kind of sentence.")
     parser.add_argument("folder", type=Path, help="checkpoint folder, such as models/world-llama")
     torch.set_num_threads(2)
-    model = AutoModelForCausalLM.from_pretrained(parser.parse_args().folder)
+    model = load_model(parser.parse_args().folder)
     print(table(evaluate(torch_logits(model.eval()), World())))
 
 

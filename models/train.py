@@ -1,7 +1,7 @@
-"""Train a small model on the world: ``python models/train.py llama|gpt2 [--steps N] [--seed S] [--out DIR]``.
+"""Train a small model on the world: ``python models/train.py llama|gpt2|rwkv7 [--steps N] [--seed S] [--out DIR]``.
 
 Writes a Hugging Face checkpoint folder (weights, configuration, tokenizer, ``training.json``, model card), by default
-``models/world-llama`` or ``models/world-gpt2``.
+``models/world-ARCHITECTURE``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from card import write_model_card
-from evaluate import accuracy, by_kind, torch_logits
+from evaluate import accuracy, by_kind, load_model, torch_logits
+from rwkv7 import CONFIG, RWKV7
 from transformers import (
-    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -95,7 +95,13 @@ def build_gpt2(world: World) -> PreTrainedModel:
     )
 
 
-ARCHITECTURES: dict[str, Callable[[World], PreTrainedModel]] = {"llama": build_llama, "gpt2": build_gpt2}
+def build_rwkv7(world: World) -> RWKV7:
+    """Return an untrained RWKV-7: a state of two heads of 64 x 64 a layer in place of attention."""
+    return RWKV7({**CONFIG, "vocab_size": len(world.vocabulary), **special_ids(world)})
+
+
+Model = PreTrainedModel | RWKV7
+ARCHITECTURES: dict[str, Callable[[World], Model]] = {"llama": build_llama, "gpt2": build_gpt2, "rwkv7": build_rwkv7}
 
 
 def special_ids(world: World) -> dict[str, int]:
@@ -122,7 +128,7 @@ def next_word_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def quick_accuracy(model: PreTrainedModel, world: World) -> dict[str, float]:
+def quick_accuracy(model: Model, world: World) -> dict[str, float]:
     """Return the accuracy per kind on bare prompts, for at most a hundred prompts of each kind."""
 
     def bare(_: np.random.Generator) -> Words:
@@ -137,7 +143,7 @@ def quick_accuracy(model: PreTrainedModel, world: World) -> dict[str, float]:
     return {kind: round(score, 3) for kind, score in scores.items()}
 
 
-def train(model: PreTrainedModel, world: World, run: Training) -> None:
+def train(model: Model, world: World, run: Training) -> None:
     """Train ``model`` in place, printing and noting in ``run`` how it comes along."""
     begin = time.monotonic() - run.seconds
     cycle = run.steps - run.begun
@@ -158,7 +164,7 @@ def train(model: PreTrainedModel, world: World, run: Training) -> None:
             )
 
 
-def save(model: PreTrainedModel, world: World, run: Training, folder: Path) -> None:
+def save(model: Model, world: World, run: Training, folder: Path) -> None:
     """Write the checkpoint folder."""
     model.eval().save_pretrained(str(folder))
     save_tokenizer(world, folder, LONGEST)
@@ -166,12 +172,12 @@ def save(model: PreTrainedModel, world: World, run: Training, folder: Path) -> N
     write_model_card(folder)
 
 
-def resume(folder: Path, run: Training) -> tuple[PreTrainedModel, Training]:
+def resume(folder: Path, run: Training) -> tuple[Model, Training]:
     """Return the checkpoint of an earlier run, and a run whose account goes on where that one's ended."""
     earlier = json.loads((folder / "training.json").read_text())
     command = f"{earlier['command']} && {run.command} --resume"
     accuracy = {int(step): scores for step, scores in earlier["accuracy"].items()}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_model(folder)
     begun = earlier["steps"]
     steps, seconds = begun + run.steps, earlier["seconds"]
     return model, replace(run, command=command, steps=steps, begun=begun, seconds=seconds, accuracy=accuracy)

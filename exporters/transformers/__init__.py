@@ -8,18 +8,20 @@ they lie in the checkpoint (`checkpoint`, `weights`).  What differs between fami
 import json
 from pathlib import Path
 
+from exporters import rwkv
 from mionnx.progress import Progress, silent
 
 
 def recognises(folder: Path) -> bool:
-    """Whether a folder holds a transformers checkpoint: a `config.json` that names a `model_type`.
+    """Whether a folder holds a transformers checkpoint: a `config.json` that names a `model_type`, but no RWKV.
 
     Cheap: torch and transformers are not imported.
     """
     try:
-        return isinstance(json.loads((folder / "config.json").read_text()).get("model_type"), str)
+        named = isinstance(json.loads((folder / "config.json").read_text()).get("model_type"), str)
     except (OSError, ValueError, AttributeError):
         return False
+    return named and not rwkv.recognises(folder)
 
 
 def export(folder: Path, target: Path, dtype: str = "float32", progress: Progress = silent) -> None:

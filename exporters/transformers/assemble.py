@@ -1,6 +1,5 @@
 """A checkpoint folder to a hooked model folder, step by step."""
 
-import shutil
 import tempfile
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -10,34 +9,22 @@ import onnx_ir as ir
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from exporters.transformers.checkpoint import map_tensors, read_tensors
+from exporters.kept import keep_files
+from exporters.placing import sha256
+from exporters.stored import export_dtype, read_tensors
+from exporters.transformers.checkpoint import map_tensors
 from exporters.transformers.conform import check_stream, hook_axes
 from exporters.transformers.families import layout_of
 from exporters.transformers.naming import name_dimensions, name_hooks, strip
 from exporters.transformers.simplify import simplify
 from exporters.transformers.sizes import sizes_of, sliding_window
 from exporters.transformers.trace import Traced, buffers_of, trace
-from exporters.transformers.weights import feed, sha256
-from mionnx.errors import ExportError, nearest
+from exporters.transformers.weights import feed
 from mionnx.metadata import Attention, Metadata
 from mionnx.progress import Progress
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-STAGES = ("reading the checkpoint", "tracing", "simplifying", "naming", "placing weights", "writing")
-# Kept beside the model, where the checkpoint has them: the config, and what tokenizers are made of.
-KEPT = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
 SLOW_TOKENIZERS = ("vocab.json", "tokenizer.model", "vocab.txt")
+STAGES = ("reading the checkpoint", "tracing", "simplifying", "naming", "placing weights", "writing")
 
 
 def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress) -> None:
@@ -53,7 +40,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".mionnx-") as staging:
         tensors = read_tensors(folder, Path(staging))
-        kind = _dtype(dtype, [tensor.dtype for tensor in tensors])
+        kind = export_dtype(dtype, tensors)
         sizes = sizes_of(config, learned_positions=layout_of(config).positions is not None)
         stage()
         traced = trace(config, sizes.num_kv_heads, sizes.head_dim, kind)
@@ -82,16 +69,8 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
     traced.model.metadata_props.update(metadata.to_props())
     traced.model.producer_name, traced.model.producer_version = "mionnx", version("mionnx")
     ir.save(traced.model, target / "model.onnx")
-    _keep_files(folder, target)
-
-
-def _dtype(name: str, stored: list[torch.dtype]) -> torch.dtype:
-    if name == "auto":
-        floating = [dtype for dtype in stored if dtype.is_floating_point]
-        name = str(max(set(floating), key=floating.count)).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ExportError(f"dtype {name!r} is none of {', '.join(DTYPES)}, auto" + nearest(name, [*DTYPES, "auto"]))
-    return DTYPES[name]
+    keep_files(folder, target)
+    _write_fast_tokenizer(folder, target)
 
 
 def _simplified(model: ir.Model, buffers: Mapping[str, torch.Tensor]) -> list[ir.Value]:
@@ -119,17 +98,11 @@ def _attention(traced: Traced, layer: int) -> Attention:
     return Attention(f"{path}.weight", rows, sliding_window(model.config, layer))
 
 
-def _keep_files(folder: Path, target: Path) -> None:
-    for name in KEPT:
-        if (folder / name).is_file() and folder.resolve() != target.resolve():
-            shutil.copyfile(folder / name, target / name)
-    slow = any((folder / name).is_file() for name in SLOW_TOKENIZERS)
-    if slow and not (target / "tokenizer.json").exists():
-        _write_fast_tokenizer(folder, target)
-
-
 def _write_fast_tokenizer(folder: Path, target: Path) -> None:
     """A checkpoint that has its tokenizer in older files only gets a `tokenizer.json` made from them."""
+    slow = any((folder / name).is_file() for name in SLOW_TOKENIZERS)
+    if not slow or (target / "tokenizer.json").exists():
+        return
     backend = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
     if backend is not None:
         backend.save(str(target / "tokenizer.json"))

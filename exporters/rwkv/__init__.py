@@ -1,0 +1,39 @@
+"""RWKV-6 (Finch) and RWKV-7 (Goose) as hooked models, their recurrence an ONNX Scan.
+
+A checkpoint is recognised by the names of its tensors (`layouts`), read where it lies (`checkpoint`, `pth`), and its
+graph built from them (`network`, `layers`, `recurrence`) without any modelling code of the checkpoint's own.
+"""
+
+from pathlib import Path
+
+from mionnx.progress import Progress, silent
+
+
+def recognises(folder: Path) -> bool:
+    """Whether a folder holds an RWKV-6 or RWKV-7 checkpoint, as safetensors or `.pth`, by the names of its tensors.
+
+    Cheap: torch is not imported, and nothing is unpickled.
+    """
+    from exporters.rwkv.layouts import find_layout
+    from exporters.rwkv.names import tensor_names
+
+    return folder.is_dir() and find_layout(tensor_names(folder)) is not None
+
+
+def export(folder: Path, target: Path, dtype: str = "float32", progress: Progress = silent) -> None:
+    """Write a checkpoint folder as a hooked model into an empty or new folder.
+
+    Args:
+        folder: RWKV-6 in Hugging Face's layout, RWKV-7 in flash-linear-attention's, or one BlinkDL `.pth` of either;
+            with `config.json` and tokenizer files where there are any.
+        target: where `model.onnx`, the weights, the config and the tokenizer go.
+        dtype: "float32", "float16", "bfloat16", or "auto" for the checkpoint's own. Weights already of this dtype are
+            referenced in place, others converted one at a time. The recurrence runs in float32 all the same.
+        progress: called as (stage, done, total).
+
+    Raises:
+        ExportError: the layout is unknown, or checkpoint and graph do not match tensor by tensor.
+    """
+    from exporters.rwkv.assemble import export_checkpoint
+
+    export_checkpoint(folder, target, dtype, progress)

@@ -1,0 +1,103 @@
+"""An RWKV checkpoint folder to a hooked model folder, step by step."""
+
+from importlib.metadata import version
+from pathlib import Path
+
+import onnx_ir as ir
+
+from exporters.kept import keep_files
+from exporters.placing import place, sha256, some
+from exporters.rwkv.build import IR_DTYPE, Build
+from exporters.rwkv.checkpoint import Shape, layout_of, pth_file, read_config, shape_of
+from exporters.rwkv.layouts import UNREAD
+from exporters.rwkv.network import build_network
+from exporters.rwkv.pth import read_pth
+from exporters.stored import Stored, export_dtype, read_tensors
+from mionnx.errors import ExportError
+from mionnx.hookpoint import HookPoint
+from mionnx.metadata import Metadata, Sizes
+from mionnx.progress import Progress
+
+STAGES = ("reading the checkpoint", "building the graph", "placing weights", "writing")
+
+
+def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress) -> None:
+    """See `exporters.rwkv.export`."""
+
+    def stage(number: int) -> None:
+        progress(f"exporting {folder.name}: {STAGES[number]}", number + 1, len(STAGES))
+
+    stage(0)
+    target.mkdir(parents=True, exist_ok=True)
+    tensors = {tensor.name: tensor for tensor in _read(folder)}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    layout, config = layout_of(shapes, folder), read_config(folder)
+    shape = shape_of(shapes, layout, config)
+    kind = export_dtype(dtype, list(tensors.values()))
+    stage(1)
+    build = build_network(layout, tensors, shape, IR_DTYPE[kind])
+    unread = [name for name in tensors if name not in build.parameters and not UNREAD.search(name)]
+    if unread:
+        raise ExportError(f"{len(unread)} checkpoint tensors are read by no part of the graph: {some(unread)}")
+    stage(2)
+    parameters = list(build.parameters.values())
+    place(parameters, tensors, iter(()), target, progress)
+    graph = build.builder.graph
+    for value in parameters:
+        graph.register_initializer(value)
+    stage(3)
+    metadata = Metadata(
+        family=f"rwkv{shape.version}",
+        dtype=str(kind).removeprefix("torch."),
+        sizes=_sizes(shape),
+        hooks={name: _axes(name, build) for name in build.hooks},
+        attention=[],
+        exporter={name: version(name) for name in ("mionnx", "onnxscript")},
+        weights_sha256=sha256(sorted({tensor.file for tensor in tensors.values()}), progress),
+    )
+    _strip(graph)
+    model = ir.Model(graph, ir_version=10, producer_name="mionnx", producer_version=version("mionnx"))
+    model.metadata_props.update(metadata.to_props())
+    ir.save(model, target / "model.onnx")
+    keep_files(folder, target)
+
+
+def _read(folder: Path) -> list[Stored]:
+    if not any(folder.glob("*.safetensors")):
+        file = pth_file(folder)
+        if file is not None:
+            return read_pth(file)
+    return read_tensors(folder, folder)
+
+
+def _sizes(shape: Shape) -> Sizes:
+    return Sizes(
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_heads,
+        head_dim=shape.head_dim,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+    )
+
+
+def _axes(name: str, build: Build) -> list[str | int]:
+    """The axes of a hook point, dynamic ones by name."""
+    shape = build.shape
+    layer = HookPoint.parse(name).layer or 0
+    known = {
+        "hidden": shape.hidden_size,
+        "n_heads": shape.num_heads,
+        "head_dim": shape.head_dim,
+        "key_dim": shape.head_dim,
+        "value_dim": shape.head_dim,
+        "vocab": shape.vocab_size,
+        "d_mlp": build.weight(f"blocks.{layer}.ffn.key.weight").shape[0],
+    }
+    return [known.get(axis, axis) for axis in HookPoint.parse(name).axes or ()]
+
+
+def _strip(graph: ir.Graph) -> None:
+    """Remove what describes how the graph was built."""
+    for node in ir.traversal.RecursiveGraphIterator(graph):
+        node.metadata_props.clear()

@@ -1,0 +1,120 @@
+"""A graph under construction: its weights by their canonical names, its hook points, and its constants."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnxscript import GraphBuilder, OpBuilder
+
+from exporters.rwkv.checkpoint import Shape
+from exporters.rwkv.layouts import FUSED_MIXES, Layout
+from exporters.stored import Stored
+from mionnx.errors import ExportError
+
+OPSET = 23
+IR_DTYPE = {
+    torch.float32: ir.DataType.FLOAT,
+    torch.float16: ir.DataType.FLOAT16,
+    torch.bfloat16: ir.DataType.BFLOAT16,
+}
+# The recurrence runs in float32 whatever the weights are: its decays lie so close to 1 that less would round them to 1.
+STATE = ir.DataType.FLOAT
+
+
+@dataclass
+class Build:
+    """A graph under construction.
+
+    Attributes:
+        layout, tensors: of the checkpoint: what its tensors are called, and where each lies.
+        shape: the sizes.
+        dtype: of weights and activations.
+        builder: adds nodes.
+        parameters: name -> weight of the graph, without data so far.
+        hooks: the hook points so far, in execution order.
+        constants: name -> constant.
+    """
+
+    layout: Layout
+    tensors: Mapping[str, Stored]
+    shape: Shape
+    dtype: ir.DataType
+    builder: GraphBuilder
+    parameters: dict[str, ir.Value] = field(default_factory=dict)
+    hooks: list[str] = field(default_factory=list)
+    constants: dict[str, ir.Value] = field(default_factory=dict)
+
+    @property
+    def op(self) -> OpBuilder:
+        """Adds a node: `build.op.Add(x, y)`."""
+        return self.builder.op
+
+    def has(self, canonical: str) -> bool:
+        """Whether the checkpoint has a tensor."""
+        return self.layout.name(canonical) in self.tensors
+
+    def weight(self, canonical: str) -> ir.Value:
+        """A tensor of the checkpoint as it is stored.
+
+        Raises:
+            ExportError: the checkpoint lacks it.
+        """
+        name = self.layout.name(canonical)
+        if name not in self.tensors:
+            raise ExportError(f"the checkpoint ({self.layout.title}) lacks the tensor {name}")
+        if name not in self.parameters:
+            dims = self.tensors[name].shape
+            self.parameters[name] = ir.Value(name=name, type=ir.TensorType(self.dtype), shape=ir.Shape(dims))
+        return self.parameters[name]
+
+    def matrix(self, canonical: str) -> ir.Value:
+        """A weight as x @ W reads it: [in, out]."""
+        weight = self.weight(canonical)
+        return self.op.Transpose(weight, perm=[1, 0]) if self.layout.turned(canonical) else weight
+
+    def project(self, value: ir.Value, canonical: str) -> ir.Value:
+        """value @ W."""
+        return self.op.MatMul(value, self.matrix(canonical))
+
+    def mix(self, layer: int, which: str) -> ir.Value:
+        """One of RWKV-7's token-shift mixes, [..., hidden]; older files have the six of a layer as one tensor."""
+        canonical = f"blocks.{layer}.att.{which}"
+        if self.has(canonical):
+            return self.weight(canonical)
+        fused = self.weight(f"blocks.{layer}.att.x_x")
+        one = self.op.Gather(fused, FUSED_MIXES.index(which), axis=0)
+        return self.op.Reshape(one, [1, 1, self.shape.hidden_size])
+
+    def norm(self, value: ir.Value, canonical: str) -> ir.Value:
+        """Layer norm over the last axis; fla's may have no bias."""
+        inputs = [self.weight(f"{canonical}.weight")]
+        inputs += [self.weight(f"{canonical}.bias")] if self.has(f"{canonical}.bias") else []
+        return self.op.LayerNormalization(value, *inputs, axis=-1, epsilon=self.shape.norm_eps)
+
+    def to_heads(self, value: ir.Value) -> ir.Value:
+        """[batch, seq, n_heads * head_dim] as [batch, seq, n_heads, head_dim], in float32."""
+        return self.op.Reshape(self.exact(value), [0, 0, self.shape.num_heads, self.shape.head_dim])
+
+    def exact(self, value: ir.Value) -> ir.Value:
+        """In float32."""
+        return value if self.dtype == STATE else self.op.Cast(value, to=STATE)
+
+    def plain(self, value: ir.Value) -> ir.Value:
+        """Back in the model's dtype."""
+        return value if self.dtype == STATE else self.op.Cast(value, to=self.dtype)
+
+    def constant(self, name: str, value: np.ndarray) -> ir.Value:
+        """A constant that all layers share."""
+        if name not in self.constants:
+            self.constants[name] = self.builder.initializer(ir.tensor(value, name=name), name=name, qualify=False)
+        return self.constants[name]
+
+    def hook(self, name: str, value: ir.Value) -> ir.Value:
+        """Give a value a hook's name. Whoever is to see an intervention there reads what this returns."""
+        if value.producer() is None or value.name in self.hooks:
+            value = self.op.Identity(value)
+        value.name = name
+        self.hooks.append(name)
+        return value

@@ -1,0 +1,42 @@
+"""The names of a checkpoint's tensors, read without torch and without unpickling anything."""
+
+import json
+import pickletools
+import struct
+import zipfile
+from pathlib import Path
+
+MAX_HEADER = 100_000_000
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """The names of a checkpoint's tensors, without torch; empty if there is no checkpoint in the folder."""
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        names |= _safetensors_names(file)
+    if not names:
+        for file in folder.glob("*.pth"):
+            names |= _pickled_names(file)
+    return names
+
+
+def _safetensors_names(file: Path) -> set[str]:
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            return set(json.loads(stream.read(min(length, MAX_HEADER)))) - {"__metadata__"}
+    except (OSError, ValueError, struct.error, TypeError):
+        return set()
+
+
+def _pickled_names(file: Path) -> set[str]:
+    """The strings in a `.pth`, which hold the names of its tensors; the pickle is read, never executed."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entry = next(info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
+            if entry.file_size > MAX_HEADER:
+                return set()
+            operations = pickletools.genops(archive.read(entry))
+            return {argument for _, argument, _ in operations if isinstance(argument, str)}
+    except (OSError, zipfile.BadZipFile, StopIteration, ValueError):
+        return set()

@@ -1,0 +1,301 @@
+"""The WKV recurrence as an ONNX Scan, in two forms that give the same numbers.
+
+RWKV-6:  y_t = r_t S_{t-1} (and, outside, (sum r u k) v_t);  S_t = diag(d_t) S_{t-1} + k_t (x) v_t
+RWKV-7:  S_t = diag(d_t) S_{t-1} + b_t (x) (a_t S_{t-1}) + k_t (x) v_t;  y_t = r_t S_t
+
+(Peng et al. 2024, "Eagle and Finch"; Peng et al. 2025, "RWKV-7 Goose".) S is [key, value].
+
+The step form takes one token an iteration. The chunked form takes 16: what the tokens of a chunk give each other are
+matrix products over all chunks at once, and only the state goes through the Scan.
+
+Decays between two tokens are products of factors, never quotients of running products or exponentials of positive
+numbers, which overflow under strong decay. They are gathered by doubling blocks: at block size m, a pair of tokens in
+the left and the right half of a block of 2m is joined by (product after the left one to the middle) x (product from the
+middle to before the right one).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript import OpBuilder
+
+from exporters.rwkv.build import STATE, Build
+
+CHUNK = 16
+HALVES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What the recurrence reads, each [batch, seq, n_heads, head_dim], float32; a and b in RWKV-7 only."""
+
+    r: ir.Value
+    k: ir.Value
+    v: ir.Value
+    decay: ir.Value
+    a: ir.Value | None = None
+    b: ir.Value | None = None
+
+
+def recurrence(build: Build, reads: Reads, state: ir.Value, long: ir.Value, where: str) -> tuple[ir.Value, ir.Value]:
+    """Run the recurrence over a call's tokens.
+
+    Args:
+        build: the graph.
+        reads: per token.
+        state: [batch, n_heads, key, value].
+        long: bool, whether the call has at least a chunk of tokens.
+        where: what the names of the parts begin with.
+
+    Returns:
+        y [batch, seq, n_heads, value] and the state after the last token.
+    """
+    branches = {
+        name: build.builder.subgraph(
+            lambda op, form=form, name=name: form(op, build, reads, state, f"{where}.{name}"),
+            inputs=[],
+            outputs=[_float(f"{where}.{name}.y"), _float(f"{where}.{name}.state")],
+            name=f"{where}.{name}",
+        )
+        for name, form in (("chunks", _chunks), ("steps", _steps))
+    }
+    return build.op.If(long, then_branch=branches["chunks"], else_branch=branches["steps"], _outputs=2)
+
+
+def _float(name: str, rank: int | None = None) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(STATE), shape=None if rank is None else ir.Shape([None] * rank))
+
+
+def _steps(op: OpBuilder, build: Build, reads: Reads, state: ir.Value, where: str) -> Sequence[ir.Value]:
+    """One token an iteration."""
+    column, row = [-1], [-2]  # [..., head_dim] as a column vector and as a row vector
+    inputs = {
+        "r": op.Unsqueeze(reads.r, row),
+        "k": op.Unsqueeze(reads.k, column),
+        "v": op.Unsqueeze(reads.v, row),
+        "d": op.Unsqueeze(reads.decay, column),
+    }
+    if reads.a is not None:
+        inputs |= {"a": op.Unsqueeze(reads.a, row), "b": op.Unsqueeze(reads.b, column)}
+
+    def body(op: OpBuilder, before: ir.Value, *read: ir.Value) -> Sequence[ir.Value]:
+        at = dict(zip(inputs, read, strict=True))
+        after = op.Add(op.Mul(at["d"], before), op.Mul(at["k"], at["v"]))
+        if "a" in at:
+            after = op.Add(after, op.Mul(at["b"], op.MatMul(at["a"], before)))
+            return after, op.MatMul(at["r"], after)
+        return after, op.MatMul(at["r"], before)
+
+    graph = op.builder.subgraph(
+        body,
+        inputs=[_float(f"{where}.before", 4), *(_float(f"{where}.{name}", 4) for name in inputs)],
+        outputs=[_float(f"{where}.after", 4), _float(f"{where}.out", 4)],
+        name=f"{where}.body",
+    )
+    count = len(inputs)
+    last, y = op.Scan(
+        state,
+        *inputs.values(),
+        body=graph,
+        num_scan_inputs=count,
+        scan_input_axes=[1] * count,
+        scan_output_axes=[1],
+        _outputs=2,
+    )
+    return op.Squeeze(y, row), last
+
+
+def _chunks(op: OpBuilder, build: Build, reads: Reads, state: ir.Value, where: str) -> Sequence[ir.Value]:
+    """Sixteen tokens an iteration; the last chunk is filled up with tokens that leave the state as it is."""
+    heads, width = build.shape.num_heads, build.shape.head_dim
+    seq = op.Shape(reads.r, start=1, end=2)
+    surplus = op.Mod(op.Neg(seq), [CHUNK])
+    pads = op.Concat([0, 0, 0, 0, 0], surplus, [0, 0], axis=0)
+
+    def split(value: ir.Value, filling: float = 0.0) -> ir.Value:
+        """[batch, seq, n_heads, head_dim] as [chunks, batch, n_heads, 16, head_dim]."""
+        padded = op.Pad(value, pads, build.constant(f"fill.{filling:g}", np.float32(filling)))
+        return op.Transpose(op.Reshape(padded, [0, -1, CHUNK, heads, width]), perm=[1, 0, 3, 2, 4])
+
+    r, k, v = split(reads.r), split(reads.k), split(reads.v)
+    decay = split(reads.decay, 1.0)
+    if reads.a is None:
+        last, y = _chunks6(op, build, r, k, v, decay, state, where)
+    else:
+        last, y = _chunks7(op, build, r, k, v, decay, split(reads.a), split(reads.b), state, where)
+    joined = op.Reshape(op.Transpose(y, perm=[1, 0, 3, 2, 4]), [0, -1, heads, width])
+    return op.Slice(joined, [0], seq, [1]), last
+
+
+def _mask(build: Build, which: int, tiles: int = 1) -> ir.Value:
+    """[16, 16]: the pairs (later row, earlier column) in the right and left half of one block of twice this size."""
+    at = np.arange(CHUNK)
+    same = at[:, None] // (2 * which) == at[None, :] // (2 * which)
+    halves = (at[:, None] // which % 2 == 1) & (at[None, :] // which % 2 == 0)
+    mask = np.tile((same & halves).astype(np.float32), (tiles, tiles))
+    return build.constant(f"pairs.{which}x{tiles}", mask)
+
+
+def _turn(op: OpBuilder, value: ir.Value) -> ir.Value:
+    return op.Transpose(value, perm=[0, 1, 2, 4, 3])
+
+
+@dataclass
+class _Decays:
+    """Products of a chunk's decays, [chunks, batch, n_heads, 16, head_dim], at a growing block size.
+
+    Attributes:
+        before: per token, the product over its block's tokens before it; None while that is 1.
+        after: per token, the product over its block's tokens after it; None while that is 1.
+        whole: per block, the product over all its tokens, [chunks, batch, n_heads, 16 / size, head_dim].
+    """
+
+    op: OpBuilder
+    build: Build
+    whole: ir.Value
+    before: ir.Value | None = None
+    after: ir.Value | None = None
+
+    def times(self, value: ir.Value, factor: ir.Value | None, copies: int = 1) -> ir.Value:
+        """A value per token, [..., copies * 16, head_dim], times a product per token."""
+        if factor is None:
+            return value
+        return self.op.Mul(value, self.op.Concat(*[factor] * copies, axis=3) if copies > 1 else factor)
+
+    def double(self, size: int, width: int) -> None:
+        """From blocks of a size to blocks of twice the size."""
+        op, blocks = self.op, CHUNK // (2 * size)
+        pairs = op.Reshape(self.whole, [0, 0, 0, blocks, 2, 1, width])
+        left, right = op.Split(pairs, axis=4, num_outputs=2, _outputs=2)
+        is_right = self.build.constant("is_right", np.array([False, True]).reshape(2, 1, 1))
+        one = self.build.constant("fill.1", np.float32(1))
+        of_left = op.Where(is_right, left, one)
+        of_right = op.Where(is_right, one, right)
+        self.before = self._spread(self.before, of_left, blocks, size, width)
+        self.after = self._spread(self.after, of_right, blocks, size, width)
+        self.whole = op.Reshape(op.Mul(left, right), [0, 0, 0, blocks, width])
+
+    def _spread(self, product: ir.Value | None, factor: ir.Value, blocks: int, size: int, width: int) -> ir.Value:
+        op = self.op
+        if product is None:  # size 1: one token a half
+            return op.Reshape(factor, [0, 0, 0, CHUNK, width])
+        halves = op.Reshape(product, [0, 0, 0, blocks, 2, size, width])
+        return op.Reshape(op.Mul(halves, factor), [0, 0, 0, CHUNK, width])
+
+
+def _pairs(
+    op: OpBuilder, build: Build, later: ir.Value, earlier: ir.Value, decay: ir.Value, copies: int
+) -> tuple[ir.Value, _Decays]:
+    """later_t . (decays between s and t, both excluded) earlier_s for all s < t of a chunk, 0 elsewhere.
+
+    Args:
+        op, build: the graph.
+        later, earlier: [chunks, batch, n_heads, copies * 16, head_dim].
+        decay: [chunks, batch, n_heads, 16, head_dim].
+        copies: how many vectors per token are stacked.
+
+    Returns:
+        [chunks, batch, n_heads, copies * 16, copies * 16], and the decays over the whole chunk.
+    """
+    products, total = _Decays(op, build, decay), None
+    for size in HALVES:
+        left = products.times(earlier, products.after, copies)
+        right = products.times(later, products.before, copies)
+        masked = op.Mul(op.MatMul(right, _turn(op, left)), _mask(build, size, copies))
+        total = masked if total is None else op.Add(total, masked)
+        products.double(size, build.shape.head_dim)
+    return total, products
+
+
+def _chunks6(
+    op: OpBuilder,
+    build: Build,
+    r: ir.Value,
+    k: ir.Value,
+    v: ir.Value,
+    decay: ir.Value,
+    state: ir.Value,
+    where: str,
+) -> Sequence[ir.Value]:
+    weights, products = _pairs(op, build, r, k, decay, 1)
+    inside = op.MatMul(weights, v)
+    reading = op.Mul(r, products.before)
+    writing = _turn(op, op.Mul(k, products.after))
+
+    def body(op: OpBuilder, before: ir.Value, *read: ir.Value) -> Sequence[ir.Value]:
+        reading, writing, v, inside, kept = read
+        after = op.Add(op.Mul(kept, before), op.MatMul(writing, v))
+        return after, op.Add(op.MatMul(reading, before), inside)
+
+    return _scan(
+        op, body, state, {"r": reading, "k": writing, "v": v, "y": inside, "d": _turn(op, products.whole)}, where
+    )
+
+
+def _chunks7(
+    op: OpBuilder,
+    build: Build,
+    r: ir.Value,
+    k: ir.Value,
+    v: ir.Value,
+    decay: ir.Value,
+    a: ir.Value,
+    b: ir.Value,
+    state: ir.Value,
+    where: str,
+) -> Sequence[ir.Value]:
+    """With u_t = a_t S_{t-1}: u = A S + M_ab u + M_ak v within a chunk, so u = (1 - M_ab)^-1 (A S + M_ak v)."""
+    earlier = op.Concat(b, k, axis=3)
+    weights, products = _pairs(op, build, op.Concat(a, op.Mul(r, decay), axis=3), earlier, decay, 2)
+    own = op.MatMul(r, _turn(op, earlier))  # y_t reads the state after its own token
+    to_a, to_r = op.Split(weights, axis=3, num_outputs=2, _outputs=2)
+    to_r = op.Add(to_r, op.Mul(own, build.constant("own.1x2", np.tile(np.eye(CHUNK, dtype=np.float32), (1, 2)))))
+    ab, ak = op.Split(to_a, axis=4, num_outputs=2, _outputs=2)
+    rb, rk = op.Split(to_r, axis=4, num_outputs=2, _outputs=2)
+    solve = _inverse(op, build, ab)
+    from_state = op.MatMul(solve, op.Mul(a, products.before))  # of u, per unit of state
+    from_values = op.MatMul(solve, op.MatMul(ak, v))  # of u, from the chunk's own values
+    reading = op.Add(op.Mul(op.Mul(r, decay), products.before), op.MatMul(rb, from_state))
+    inside = op.Add(op.MatMul(rk, v), op.MatMul(rb, from_values))
+    scanned = {
+        "s": op.Concat(from_state, reading, axis=3),
+        "i": op.Concat(from_values, inside, axis=3),
+        "v": v,
+        "w": _turn(op, products.times(earlier, products.after, 2)),
+        "d": _turn(op, products.whole),
+    }
+
+    def body(op: OpBuilder, before: ir.Value, *read: ir.Value) -> Sequence[ir.Value]:
+        of_state, inside, v, writing, kept = read
+        u, y = op.Split(op.Add(op.MatMul(of_state, before), inside), axis=2, num_outputs=2, _outputs=2)
+        after = op.Add(op.Mul(kept, before), op.MatMul(writing, op.Concat(u, v, axis=2)))
+        return after, y
+
+    return _scan(op, body, state, scanned, where)
+
+
+def _inverse(op: OpBuilder, build: Build, lower: ir.Value) -> ir.Value:
+    """(1 - M)^-1 of strictly lower triangular M, by blocks: exact, where the power series of M would explode.
+
+    The inverse of [[P, 0], [-Q, R]] is [[P^-1, 0], [R^-1 Q P^-1, R^-1]]: from blocks to blocks of twice the size.
+    """
+    inverse: ir.Value | None = None
+    for size in HALVES:
+        joint = op.Mul(lower, _mask(build, size))
+        if inverse is None:
+            inverse = op.Add(joint, build.constant("own", np.eye(CHUNK, dtype=np.float32)))
+        else:
+            inverse = op.Add(inverse, op.MatMul(op.MatMul(inverse, joint), inverse))
+    return inverse
+
+
+def _scan(op: OpBuilder, body: object, state: ir.Value, scanned: dict[str, ir.Value], where: str) -> Sequence[ir.Value]:
+    graph = op.builder.subgraph(
+        body,
+        inputs=[_float(f"{where}.before", 4), *(_float(f"{where}.{name}", 4) for name in scanned)],
+        outputs=[_float(f"{where}.after", 4), _float(f"{where}.out", 4)],
+        name=f"{where}.body",
+    )
+    return op.Scan(state, *scanned.values(), body=graph, num_scan_inputs=len(scanned), _outputs=2)

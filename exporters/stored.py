@@ -1,0 +1,126 @@
+"""The tensors of a checkpoint: where each lies in its file."""
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mionnx.errors import ExportError, nearest
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+}
+# What a model can be exported as.
+EXPORTED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MAX_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of a checkpoint: raw little-endian bytes at an offset of a file."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+
+    def load(self) -> Tensor:
+        """The tensor itself, read from the file."""
+        data = np.fromfile(self.file, np.uint8, self.length, offset=self.offset)
+        return torch.from_numpy(data).view(self.dtype).reshape(self.shape)
+
+
+def read_tensors(folder: Path, staging: Path) -> list[Stored]:
+    """All tensors of a checkpoint folder; a `pytorch_model.bin` is first rewritten as safetensors into `staging`.
+
+    Raises:
+        ExportError: no weights, a missing shard, or a damaged file.
+    """
+    for stem, convert in (("model.safetensors", None), ("pytorch_model.bin", to_safetensors)):
+        files = _shards(folder, stem)
+        if files:
+            files = [convert(file, staging) for file in files] if convert else files
+            return [tensor for file in files for tensor in _read_header(file)]
+    raise ExportError(f"{folder} holds no weights: neither model.safetensors nor pytorch_model.bin, single or sharded")
+
+
+def _shards(folder: Path, stem: str) -> list[Path]:
+    index = folder / f"{stem}.index.json"
+    if not index.is_file():
+        return [folder / stem] if (folder / stem).is_file() else []
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError) as error:
+        raise ExportError(f"{index} is damaged: {error}") from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ExportError(
+            f"{folder} lacks {len(missing)} of the {len(names)} weight files of its index: {missing[0]} ..."
+        )
+    return [folder / name for name in names]
+
+
+def to_safetensors(file: Path, staging: Path) -> Path:
+    tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    target = staging / f"{file.stem}.safetensors"
+    # Tied tensors share storage in a .bin; a safetensors file holds each name once, on its own.
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, target)
+    return target
+
+
+def _read_header(file: Path) -> list[Stored]:
+    size = file.stat().st_size
+    try:
+        with safe_open(file, framework="np"):  # its own checks: offsets in order, no holes, the right file size
+            pass
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(min(length, MAX_HEADER, size)))
+    except (SafetensorError, ValueError, struct.error) as error:
+        raise ExportError(f"{file} is no intact safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    return [_stored(name, entry, file, 8 + length) for name, entry in header.items()]
+
+
+def _stored(name: str, entry: dict[str, Any], file: Path, base: int) -> Stored:
+    if entry["dtype"] not in DTYPES:
+        raise ExportError(f"{file.name}: tensor {name} is {entry['dtype']}; quantised checkpoints are not supported")
+    start, end = entry["data_offsets"]
+    return Stored(name, file, DTYPES[entry["dtype"]], tuple(entry["shape"]), base + start, end - start)
+
+
+def same_bytes(one: Stored, other: Stored) -> bool:
+    """Whether two stored tensors hold the same numbers."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    first, second = (np.memmap(t.file, np.uint8, "r", t.offset, t.length) for t in (one, other))
+    return bool(np.array_equal(first, second))
+
+
+def export_dtype(name: str, tensors: list[Stored]) -> torch.dtype:
+    """The dtype that a user named; "auto" is the one that most of a checkpoint's tensors have.
+
+    Raises:
+        ExportError: no such dtype, or a checkpoint in one that no model can be exported as.
+    """
+    if name == "auto":
+        floating = [tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point]
+        name = str(max(set(floating), key=floating.count)).removeprefix("torch.")
+    if name not in EXPORTED:
+        raise ExportError(f"dtype {name!r} is none of {', '.join(EXPORTED)}, auto" + nearest(name, [*EXPORTED, "auto"]))
+    return EXPORTED[name]
