@@ -70,6 +70,15 @@ class AblationResult:
         return token
 
 
+class StateAblationResult(AblationResult):
+    """Two next-token distributions of an RWKV model, without and with a state intervention.
+
+    Attributes:
+        baseline_logits, ablated_logits: [vocab].
+        spec: the `StateKnockoutSpec` or `StateSteeringSpec`, for the record.
+    """
+
+
 def _vector(logits: ArrayLike) -> NDArray[np.float64]:
     try:
         array = np.asarray(logits, np.float64)

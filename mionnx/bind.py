@@ -6,7 +6,6 @@ All that can be wrong with a spec is found here, before anything runs.
 from collections.abc import Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
@@ -16,11 +15,11 @@ from mionnx.hooked_model import HookedModel
 from mionnx.hookpoint import HookPoint
 from mionnx.intervention import Intervention
 from mionnx.place import Place, heads_axis
+from mionnx.rewrite.intervene import TOKEN_POSITIONS
 from mionnx.rewrite.plan import Edit, Plan, Want
 from mionnx.spec import HookSpec, resolve
 from mionnx.visible import refuse_blind_rows
 
-DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 NOWHERE = -2  # in an input of positions: selects no token; -1 is what padding has
 
 
@@ -46,7 +45,9 @@ def _edit(model: HookedModel, point: HookPoint, intervention: Intervention, inde
     """The structure of one intervention, checked against the model."""
     model.axes(point)  # refuses a hook point that the model does not have
     axes = point.axes or ()
-    _check_kind(point, axes, intervention.kind)
+    _check_kind(point, axes, intervention.kind, model.metadata.recurrent)
+    if intervention.positions is not None and not {"seq", "seq_q"} & {*axes}:
+        raise InterventionError(f"{intervention.kind} at {point}: axes {list(axes)} have no positions to choose from")
     if intervention.heads is not None and heads_axis(axes) is None:
         with_heads = [name for name in model.metadata.hooks if heads_axis(HookPoint.parse(name).axes or ())]
         near = [name for name in with_heads if name.startswith(f"blocks.{point.layer or 0}.")]
@@ -57,11 +58,14 @@ def _edit(model: HookedModel, point: HookPoint, intervention: Intervention, inde
     return Edit(point.name, intervention.kind, index, axes, intervention.positions is not None, masked)
 
 
-def _check_kind(point: HookPoint, axes: tuple[str, ...], kind: str) -> None:
+def _check_kind(point: HookPoint, axes: tuple[str, ...], kind: str, recurrent: bool) -> None:
     layer = point.layer or 0
     if point.derived:
+        instead = HookPoint.RwkvK(layer) if recurrent else HookPoint.AttnZ(layer)
+        raise InterventionError(f"{point} is derived and can only be captured; intervene at {instead} instead")
+    if kind == "knockout" and recurrent:
         raise InterventionError(
-            f"{point} is derived and can only be captured; intervene at {HookPoint.AttnZ(layer)} instead"
+            f"knockout at {point}: a recurrent model has no attention scores; use HookSpec.set_state_knockout"
         )
     if kind == "knockout" and point.variant != "AttnScores":
         raise InterventionError(
@@ -80,7 +84,7 @@ def shape_of(axes: list[str | int], dims: Mapping[str, int]) -> tuple[int, ...]:
 
 def dimensions(batch: int, seq: int, total: int) -> dict[str, int]:
     """The dynamic sizes of a call by the names of the axes that have them."""
-    return {"batch": batch, "seq": seq, "seq_q": seq, "seq_k": total}
+    return {"batch": batch, "seq": seq, "seq_q": seq, "seq_k": total, "seq_src": seq}
 
 
 def values_of(spec: HookSpec, plan: Plan, call: Call, model: HookedModel) -> dict[str, NDArray[Any]]:
@@ -95,9 +99,9 @@ def values_of(spec: HookSpec, plan: Plan, call: Call, model: HookedModel) -> dic
         Place(edit, intervention, shape_of(model.axes(point), dims), call)
         for edit, (point, intervention) in zip(plan.edits, spec.interventions, strict=True)
     ]
-    feeds: dict[str, NDArray[Any]] = {}
+    feeds: dict[str, NDArray[Any]] = {TOKEN_POSITIONS: call.token_positions}
     for place in places:
-        feeds |= _inputs(place, DTYPES[model.metadata.dtype])
+        feeds |= _inputs(place, model.dtype(HookPoint.parse(place.edit.hook)))
     _refuse_blind(places, call, model)
     return feeds
 

@@ -11,6 +11,7 @@ from mionnx.hookpoint import HookPoint, short_names
 
 if TYPE_CHECKING:
     from mionnx.kvcache import KVCache
+    from mionnx.rwkv_state import RWKVState
 
 Key = HookPoint | str | tuple[str, int]
 
@@ -24,14 +25,20 @@ class HookCache(Mapping[str, NDArray[Any]]):
 
     Attributes:
         kv_cache: the key/value cache after this pass, if `use_cache=True` asked for it.
+        state: the recurrent state after this pass, of an RWKV model; None of any other.
     """
 
     def __init__(
-        self, logits: NDArray[Any] | None, captured: Mapping[str, NDArray[Any]], kv_cache: "KVCache | None" = None
+        self,
+        logits: NDArray[Any] | None,
+        captured: Mapping[str, NDArray[Any]],
+        kv_cache: "KVCache | None" = None,
+        state: "RWKVState | None" = None,
     ) -> None:
         self._logits = logits
         self._captured = dict(captured)
         self.kv_cache = kv_cache
+        self.state = state
 
     def output(self) -> NDArray[Any]:
         """The logits, [batch, seq, vocab]."""

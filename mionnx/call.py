@@ -10,7 +10,10 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.errors import InputError
 from mionnx.kvcache import KVCache
 from mionnx.metadata import Sizes
+from mionnx.rwkv_state import RWKVState
 from mionnx.tokens import Tokens
+
+Past = KVCache | RWKVState
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,37 @@ class Call:
         """[batch, seq]: each token's position in its row's text, -1 for padding."""
         return np.where(self.real, self.position_ids, -1)
 
+    def absolute(self, position: int, row: int) -> int:
+        """A position of a row's text, counted from its start.
+
+        Args:
+            position: from 0, or negative from the end.
+            row: the batch row.
+
+        Raises:
+            LookupError: the row has no such position, or it lies in the past.
+        """
+        length = int(self.lengths[row])
+        if not -length <= position < length:
+            raise LookupError(
+                f"position {position} does not exist in row {row}, which has {length} tokens (0 to {length - 1})"
+            )
+        first = length - int(self.real[row].sum())
+        if position % length < first:
+            raise LookupError(
+                f"position {position % length} of row {row} lies in the cached past, where nothing is computed any "
+                f"more; this call computes {first} to {length - 1}"
+            )
+        return position % length
+
+    def column(self, position: int, row: int) -> int:
+        """Where in this call a position of a row's text stands.
+
+        Raises:
+            LookupError: see `absolute`.
+        """
+        return int(np.argmax(self.token_positions[row] == self.absolute(position, row)))
+
     def feeds(self) -> dict[str, NDArray[np.int64]]:
         """As inputs of the graph."""
         return {
@@ -66,7 +100,7 @@ class Call:
         }
 
 
-def make_call(tokens: Any, attention_mask: ArrayLike | None, cache: KVCache | None, sizes: Sizes) -> Call:
+def make_call(tokens: Any, attention_mask: ArrayLike | None, cache: Past | None, sizes: Sizes) -> Call:
     """Check and complete the token inputs of a forward pass.
 
     Args:
@@ -80,8 +114,6 @@ def make_call(tokens: Any, attention_mask: ArrayLike | None, cache: KVCache | No
         InputError: no tokens, ids outside the vocabulary, a mask that does not fit, or more positions than were
             learned.
     """
-    if cache is not None and not isinstance(cache, KVCache):
-        raise InputError(f"cache is a {type(cache).__name__}, not a KVCache: give `HookCache.kv_cache` of a call")
     ids, mask = _rows(tokens)
     if attention_mask is not None:
         mask = _mask(attention_mask, ids, cache)
@@ -142,7 +174,7 @@ def _pad_left(rows: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray
     return ids, mask
 
 
-def _mask(given: ArrayLike, ids: NDArray[np.int64], cache: KVCache | None) -> NDArray[np.int64]:
+def _mask(given: ArrayLike, ids: NDArray[np.int64], cache: Past | None) -> NDArray[np.int64]:
     mask = np.atleast_2d(_array("attention_mask", given))
     total = ids.shape[1] + (cache.seq_len if cache else 0)
     if mask.shape not in ((len(ids), ids.shape[1]), (len(ids), total)):
@@ -158,7 +190,7 @@ def _mask(given: ArrayLike, ids: NDArray[np.int64], cache: KVCache | None) -> ND
     return np.ascontiguousarray(mask)
 
 
-def _check_batch(cache: KVCache, ids: NDArray[np.int64]) -> None:
+def _check_batch(cache: Past, ids: NDArray[np.int64]) -> None:
     if cache.attention_mask.shape[0] != ids.shape[0]:
         raise InputError(f"the cache holds {cache.attention_mask.shape[0]} rows, the tokens are {ids.shape[0]}")
 

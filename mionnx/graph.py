@@ -91,6 +91,13 @@ def edit(proto: onnx.ModelProto) -> gs.Graph:
 def serialise(graph: gs.Graph, origin: onnx.ModelProto) -> bytes:
     """An edited graph as the bytes of an ONNX model, with the metadata of the model that it was made from."""
     proto = gs.export_onnx(graph)
+    _restore_defaults(proto, origin)
     proto.metadata_props.extend(origin.metadata_props)
     proto.producer_name, proto.producer_version = origin.producer_name, origin.producer_version
     return proto.SerializeToString()
+
+
+def _restore_defaults(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
+    """graphsurgeon takes an input that has a default for a constant: make it an input again."""
+    held = {tensor.name for tensor in proto.graph.initializer} - {value.name for value in proto.graph.input}
+    proto.graph.input.extend(value for value in origin.graph.input if value.name in held)

@@ -8,7 +8,11 @@ The format, on one page:
    the folder, so that it can be moved.
 4. Inputs: `input_ids`, `attention_mask` [batch, total], `position_ids` [batch, seq], and per layer
    `past_key_values.{i}.key` and `.value` [batch, n_kv_heads, past, head_dim], where past may be 0.
-5. Outputs: `logits` [batch, seq, vocab] and per layer `present.{i}.key` and `.value`.
+   A recurrent model: `input_ids`, per layer `past_state.{i}.att_shift`, `.ffn_shift` [batch, hidden] and `.wkv`
+   [batch, n_heads, key_dim, value_dim], and the gates with defaults that `mionnx.gates` describes.
+5. Outputs: `logits` [batch, seq, vocab] and per layer `present.{i}.key` and `.value`, or `present_state.{i}.*`.
+   A recurrent model also names what its recurrence reads after the gates, for values that are derived from it:
+   `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
    `attention`, `exporter`, `weights_sha256`. See `mionnx.metadata`.
 7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
@@ -18,14 +22,18 @@ The format, on one page:
 from dataclasses import dataclass
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import onnx
+from numpy.typing import DTypeLike
 
 from mionnx import graph
 from mionnx.errors import HookError, ModelError, nearest
-from mionnx.hookpoint import HookPoint
+from mionnx.hookpoint import DERIVED, HookPoint
 from mionnx.metadata import Metadata
 
 GRAPH = "model.onnx"
+DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -65,9 +73,14 @@ class HookedModel:
         for name in self.metadata.hooks:
             point = HookPoint.parse(name)
             points.append(point)
-            if point.variant == "AttnZ" and point.layer is not None:
-                points.append(HookPoint.AttnResult(point.layer))
+            points += [
+                getattr(HookPoint, variant)(point.layer) for variant, base in DERIVED.items() if base == point.variant
+            ]
         return points
+
+    def dtype(self, point: HookPoint) -> DTypeLike:
+        """The dtype of a hook point's value: the model's, but float32 wherever a recurrence reads or writes."""
+        return np.float32 if ".rwkv." in point.name else DTYPES[self.metadata.dtype]
 
     def axes(self, point: HookPoint) -> list[str | int]:
         """The axes of a hook point: names where they are dynamic, numbers where not.
@@ -75,10 +88,13 @@ class HookedModel:
         Raises:
             HookError: the model has no such hook point.
         """
-        if point.variant == "AttnResult" and point.layer is not None and point.layer < self.metadata.sizes.num_layers:
-            return ["batch", "seq", self.metadata.sizes.num_heads, self.metadata.sizes.hidden_size]
+        names = [str(point) for point in self.hook_points()]
+        if point.derived and point.name in names:
+            sizes = self.metadata.sizes
+            known = {"n_heads": sizes.num_heads, "hidden": sizes.hidden_size}
+            known |= {"key_dim": sizes.head_dim, "value_dim": sizes.head_dim}
+            return [known.get(axis, axis) for axis in point.axes or ()]
         if point.name not in self.metadata.hooks:
-            names = [str(point) for point in self.hook_points()]
             raise HookError(
                 f"this {self.metadata.family} model has no hook point {point.name!r}{nearest(point.name, names)}"
             )

@@ -149,6 +149,11 @@ class HookPoint:
         """Whether the value is computed on request from another one, and can therefore only be captured."""
         return self.variant in DERIVED
 
+    @property
+    def on_request(self) -> bool:
+        """Whether a pattern has to name it to mean it, since it is large and computed for the capture alone."""
+        return self.variant in ON_REQUEST
+
     @staticmethod
     def Custom(name: str) -> "HookPoint":
         """A hook point outside the table; refused when it is used on a model that has no value of this name."""

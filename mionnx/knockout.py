@@ -29,7 +29,7 @@ class KnockoutSpec:
 
     def layers(self, layers: Iterable[int]) -> "KnockoutSpec":
         """Add layers."""
-        self.layers_ = [*(self.layers_ or []), *_naturals("layer", layers)]
+        self.layers_ = [*(self.layers_ or []), *naturals("layer", layers)]
         return self
 
     def layer_range(self, start: int, end: int) -> "KnockoutSpec":
@@ -46,22 +46,22 @@ class KnockoutSpec:
 
     def heads(self, heads: Iterable[int]) -> "KnockoutSpec":
         """Add heads."""
-        self.heads_ = [*(self.heads_ or []), *_naturals("head", heads)]
+        self.heads_ = [*(self.heads_ or []), *naturals("head", heads)]
         return self
 
     def edge(self, query: int, key: int) -> "KnockoutSpec":
         """The query at one position cannot read the key at another."""
-        self.edges.append((_whole("position", query), _whole("position", key)))
+        self.edges.append((whole("position", query), whole("position", key)))
         return self
 
     def from_position(self, query: int) -> "KnockoutSpec":
         """The query at a position reads no other position; it still reads itself, so that it has a key left."""
-        self.edges.append((_whole("position", query), None))
+        self.edges.append((whole("position", query), None))
         return self
 
     def to_position(self, key: int) -> "KnockoutSpec":
         """No later position reads the key at a position; the position still reads itself."""
-        self.edges.append((None, _whole("position", key)))
+        self.edges.append((None, whole("position", key)))
         return self
 
     def target_layers(self, num_layers: int) -> list[int]:
@@ -79,14 +79,24 @@ class KnockoutSpec:
         return sorted(set(self.layers_))
 
 
-def _naturals(what: str, values: Iterable[int]) -> list[int]:
-    found = [_whole(what, value) for value in values]
+def naturals(what: str, values: Iterable[int]) -> list[int]:
+    """At least one integer of 0 or above.
+
+    Raises:
+        InterventionError: there are none, or others.
+    """
+    found = [whole(what, value) for value in values]
     if not found or min(found) < 0:
         raise InterventionError(f"{what}s are counted from 0 and at least one is needed, got {found}")
     return found
 
 
-def _whole(what: str, value: int) -> int:
+def whole(what: str, value: int) -> int:
+    """One integer.
+
+    Raises:
+        InterventionError: it is none.
+    """
     try:
         return operator.index(value)
     except TypeError:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from mionnx.errors import InputError
+from mionnx.metadata import Sizes
 
 Layer = tuple[NDArray[Any], NDArray[Any]]
 
@@ -43,6 +44,25 @@ class KVCache:
         if not 0 <= layer < self.num_layers:
             raise InputError(f"layer {layer} of a cache with {self.num_layers} layers")
         return self.layers[layer]
+
+    def feeds(self, sizes: Sizes, shape: tuple[int, ...], dtype: DTypeLike) -> dict[str, NDArray[Any]]:
+        """As inputs of the graph, each of this shape and dtype.
+
+        Raises:
+            InputError: another number of layers, another shape or dtype.
+        """
+        if self.num_layers != sizes.num_layers:
+            raise InputError(f"the cache has {self.num_layers} layers, the model {sizes.num_layers}")
+        feeds = {}
+        for i, layer in enumerate(self.layers):
+            for kind, value in zip(("key", "value"), layer, strict=True):
+                if value.shape != shape or value.dtype != dtype:
+                    raise InputError(
+                        f"the cache's {kind}s of layer {i} are {value.dtype} {list(value.shape)}, "
+                        f"expected {np.dtype(dtype)} {list(shape)}"
+                    )
+                feeds[f"past_key_values.{i}.{kind}"] = value
+        return feeds
 
     @staticmethod
     def empty(num_layers: int, batch: int, n_kv_heads: int, head_dim: int, dtype: Any) -> "KVCache":

@@ -46,7 +46,7 @@ class Metadata:
         family: the `model_type` of the checkpoint's config.
         dtype: numpy name of the weights' and activations' dtype.
         hooks: hook name -> axes, in execution order; an axis is a name where it is dynamic, a number where it is not.
-        attention: one entry a layer.
+        attention: one entry a layer; none in a recurrent model.
         exporter: versions of what made the file.
         weights_sha256: hash of the weight files' bytes, in the order of their names.
     """
@@ -58,6 +58,16 @@ class Metadata:
     attention: list[Attention]
     exporter: Mapping[str, str] = field(default_factory=dict)
     weights_sha256: str = ""
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether the model carries a recurrent state, and no keys and values."""
+        return not self.attention
+
+    @property
+    def has_removal(self) -> bool:
+        """Whether its recurrence takes something out of the state at every token (RWKV-7)."""
+        return self.family == "rwkv7"
 
     def to_props(self) -> dict[str, str]:
         """As `metadata_props`: one JSON text a field."""

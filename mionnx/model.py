@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from tokenizers import Tokenizer
 
-from mionnx import bind, session, store
+from mionnx import bind, memory, past, session, store
 from mionnx.cache import HookCache
-from mionnx.call import Call, make_call
+from mionnx.call import Call, Past, make_call
 from mionnx.errors import InputError
-from mionnx.hooked_model import GRAPH, HookedModel
+from mionnx.gates import gates_of
+from mionnx.hooked_model import DTYPES, GRAPH, HookedModel
 from mionnx.hookpoint import HookPoint
-from mionnx.kvcache import KVCache
 from mionnx.progress import bars
 from mionnx.rewrite import Plan, Report, rewrite
 from mionnx.rewrite.run import tail
+from mionnx.rwkv_state import RWKVState
 from mionnx.spec import HookSpec
 from mionnx.tokens import Tokens, load_tokenizer, tokenize
 
@@ -57,6 +59,12 @@ class Estimate:
     def total(self) -> int:
         """All captures together."""
         return sum(self.captures.values())
+
+    @property
+    def peak(self) -> int:
+        """What is held at once while they are computed: a value gathered token by token is held twice at the end."""
+        gathered = [size for name, size in self.captures.items() if HookPoint.parse(name).on_request]
+        return self.total + max(gathered, default=0)
 
 
 class MIModel:
@@ -187,7 +195,8 @@ class MIModel:
         hooks: HookSpec | None = None,
         *,
         attention_mask: ArrayLike | None = None,
-        cache: KVCache | None = None,
+        cache: Past | None = None,
+        initial_state: RWKVState | None = None,
         use_cache: bool = False,
     ) -> HookCache:
         """Run the model once.
@@ -197,8 +206,11 @@ class MIModel:
                 on the left.
             hooks: what to capture and where to intervene; nothing if it is left out.
             attention_mask: [batch, seq], 1 for tokens and 0 for padding on either side, where ids are padded already.
-            cache: keys and values of the tokens before these (`HookCache.kv_cache` of an earlier call).
-            use_cache: return the keys and values after this call, as `HookCache.kv_cache`.
+            cache: keys and values of the tokens before these (`HookCache.kv_cache` of an earlier call); of an RWKV
+                model, the same as `initial_state`.
+            initial_state: of an RWKV model, the state to begin with (`HookCache.state` of an earlier call).
+            use_cache: return the keys and values after this call, as `HookCache.kv_cache`. An RWKV model's state is
+                always there, as `HookCache.state`.
 
         Returns:
             the logits [batch, seq, vocab] and the captures.
@@ -208,17 +220,16 @@ class MIModel:
             HookError, InterventionError: the spec would not take effect as asked.
         """
         spec = hooks or HookSpec()
-        compiled = self.compile_graph(spec)
-        call = make_call(self._ids(tokens), attention_mask, cache, self.hooked.metadata.sizes)
-        feeds = {**call.feeds(), **self._past(cache, call), **bind.values_of(spec, compiled.plan, call, self.hooked)}
+        compiled, before = self.compile_graph(spec), past.choose(self.hooked, cache, initial_state)
+        call = make_call(self._ids(tokens), attention_mask, before, self.hooked.metadata.sizes)
+        feeds = {**call.feeds(), **past.feeds(self.hooked, before, call)}
+        feeds |= bind.values_of(spec, compiled.plan, call, self.hooked)
+        feeds |= gates_of(spec, call, self.hooked.metadata)
+        self._refuse_too_large(spec, call)
         captured = [want.output for want in compiled.plan.wants]
-        presents = (
-            [f"present.{i}.{kind}" for i in range(self.num_layers) for kind in ("key", "value")] if use_cache else []
-        )
-        found = session.run(compiled.session, ["logits", *captured, *presents], feeds)
-        return HookCache(
-            found["logits"], {name: found[name] for name in captured}, self._present(found, call) if use_cache else None
-        )
+        found = session.run(compiled.session, ["logits", *captured, *past.outputs(self.hooked, use_cache)], feeds)
+        after = past.collect(self.hooked, found, call, use_cache)
+        return HookCache(found["logits"], {name: found[name] for name in captured}, *after)
 
     def _ids(self, tokens: Prompt) -> Any:
         if isinstance(tokens, str):
@@ -227,27 +238,13 @@ class MIModel:
             return [self.tokenize(str(text)) for text in tokens]
         return tokens
 
-    def _past(self, cache: KVCache | None, call: Call) -> dict[str, NDArray[Any]]:
-        sizes = self.hooked.metadata.sizes
-        dtype = bind.DTYPES[self.hooked.metadata.dtype]
-        cache = cache or KVCache.empty(sizes.num_layers, call.batch, sizes.num_kv_heads, sizes.head_dim, dtype)
-        shape = (call.batch, sizes.num_kv_heads, call.total - call.seq, sizes.head_dim)
-        if cache.num_layers != sizes.num_layers:
-            raise InputError(f"the cache has {cache.num_layers} layers, the model {sizes.num_layers}")
-        feeds = {}
-        for i, layer in enumerate(cache.layers):
-            for kind, value in zip(("key", "value"), layer, strict=True):
-                if value.shape != shape or value.dtype != dtype:
-                    raise InputError(
-                        f"the cache's {kind}s of layer {i} are {value.dtype} {list(value.shape)}, "
-                        f"expected {np.dtype(dtype)} {list(shape)}"
-                    )
-                feeds[f"past_key_values.{i}.{kind}"] = value
-        return feeds
-
-    def _present(self, found: dict[str, NDArray[Any]], call: Call) -> KVCache:
-        layers = [(found[f"present.{i}.key"], found[f"present.{i}.value"]) for i in range(self.num_layers)]
-        return KVCache(layers, call.attention_mask)
+    def _refuse_too_large(self, spec: HookSpec, call: Call) -> None:
+        peak, free = self.estimate(spec, call.batch, call.seq, call.total - call.seq).peak, memory.available()
+        if peak > free:
+            raise InputError(
+                f"the captures of this spec need {memory.spell(peak)}, and {memory.spell(free)} of memory are free: "
+                "capture fewer layers, or run the text in pieces"
+            )
 
     def report(self, hooks: HookSpec) -> Report:
         """What a spec makes of the graph: which nodes are added where."""
@@ -262,10 +259,12 @@ class MIModel:
             past: tokens in the cache.
         """
         dims = bind.dimensions(batch, seq, past + seq)
-        width = np.dtype(bind.DTYPES[self.hooked.metadata.dtype]).itemsize
-        wants = bind.plan_of(hooks, self.hooked).wants
-        shapes = {want.output: bind.shape_of(self.hooked.axes(HookPoint.parse(want.hook)), dims) for want in wants}
-        return Estimate({name: width * int(np.prod(shape)) for name, shape in shapes.items()})
+        found = {}
+        for want in bind.plan_of(hooks, self.hooked).wants:
+            point = HookPoint.parse(want.hook)
+            shape = bind.shape_of(self.hooked.axes(point), dims)
+            found[want.output] = np.dtype(self.hooked.dtype(point)).itemsize * prod(shape)
+        return Estimate(found)
 
     @cached_property
     def _head(self) -> Any:
@@ -290,7 +289,7 @@ class MIModel:
             raise InputError(f"residual is {list(given.shape)}, its last axis must be hidden={self.hidden_size}")
         if np.isnan(given).any():
             raise InputError("residual has NaN")
-        rows = given.reshape(1, -1, self.hidden_size).astype(bind.DTYPES[self.hooked.metadata.dtype])
+        rows = given.reshape(1, -1, self.hidden_size).astype(DTYPES[self.hooked.metadata.dtype])
         last = str(HookPoint.ResidPost(self.num_layers - 1))
         ids = np.zeros(rows.shape[:2], np.int64)  # some families' last nodes read the shape of the tokens
         feeds = {"input_ids": ids, "attention_mask": ids + 1, "position_ids": ids, last: rows}

@@ -86,18 +86,10 @@ class Place:
         return {row: [self._absolute(position, row) for position in given[row]] for row in self.rows()}
 
     def _absolute(self, position: int, row: int) -> int:
-        length = int(self.call.lengths[row])
-        if not -length <= position < length:
-            raise self._refuse(
-                f"position {position} does not exist in row {row}, which has {length} tokens (0 to {length - 1})"
-            )
-        first = length - int(self.call.real[row].sum())
-        if position % length < first:
-            raise self._refuse(
-                f"position {position % length} of row {row} lies in the cached past, where nothing is computed any "
-                f"more; this call computes {first} to {length - 1}"
-            )
-        return position % length
+        try:
+            return self.call.absolute(position, row)
+        except LookupError as error:
+            raise self._refuse(str(error)) from None
 
     def columns(self, row: int) -> list[int]:
         """The indices along the sequence axis that are selected in a row."""

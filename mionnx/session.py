@@ -97,7 +97,7 @@ def run(
     Raises:
         ModelError: ONNX Runtime failed while running.
     """
-    read = {entry.name for entry in session.get_inputs()}
+    read = {entry.name for entry in (*session.get_inputs(), *session.get_overridable_initializers())}
     try:
         found = session.run(list(outputs), {name: np.asarray(value) for name, value in feeds.items() if name in read})
     except Exception as error:  # ONNX Runtime's errors share no base class

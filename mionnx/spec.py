@@ -1,12 +1,15 @@
 """`HookSpec`: the one object that says what to capture and where to intervene."""
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from mionnx.errors import HookError, nearest
 from mionnx.hookpoint import HookPoint
 from mionnx.intervention import Intervention
+from mionnx.state_spec import StateKnockoutSpec, StateSteeringSpec
 
 Hook = HookPoint | str
 Predicate = Callable[[str], bool]
@@ -23,7 +26,9 @@ class Capture:
         """Whether a hook point of this name is meant."""
         if isinstance(self.what, HookPoint):
             return self.what.name == name
-        return fnmatchcase(name, self.what) if isinstance(self.what, str) else bool(self.what(name))
+        if not isinstance(self.what, str):
+            return bool(self.what(name))
+        return fnmatchcase(name, self.what) and (_names_one(self.what) or not HookPoint.parse(name).on_request)
 
     def __str__(self) -> str:
         return getattr(self.what, "__name__", None) or str(self.what)
@@ -43,6 +48,8 @@ class HookSpec:
 
     captures: list[Capture] = field(default_factory=list)
     interventions: list[tuple[HookPoint, Intervention]] = field(default_factory=list)
+    state_knockouts: list[StateKnockoutSpec] = field(default_factory=list)
+    state_steerings: list[StateSteeringSpec] = field(default_factory=list)
 
     def capture(self, hook: Hook | Predicate, before: bool = False) -> "HookSpec":
         """Ask for the value at a hook point, or at all that a glob ("blocks.*.hook_resid_post") or predicate selects.
@@ -70,22 +77,42 @@ class HookSpec:
         self.interventions.append((HookPoint.parse(hook), intervention))
         return self
 
+    def set_state_knockout(self, *specs: StateKnockoutSpec) -> "HookSpec":
+        """Leave tokens' writes into an RWKV state out. Several may be set, in one call or in several: each applies.
+
+        Raises:
+            HookError: something else than a `StateKnockoutSpec`.
+        """
+        self.state_knockouts += [_of(StateKnockoutSpec, spec) for spec in specs]
+        return self
+
+    def set_state_steering(self, *specs: StateSteeringSpec) -> "HookSpec":
+        """Scale tokens' writes into an RWKV state. Several may be set; where they meet, their scales multiply.
+
+        Raises:
+            HookError: something else than a `StateSteeringSpec`.
+        """
+        self.state_steerings += [_of(StateSteeringSpec, spec) for spec in specs]
+        return self
+
     def extend(self, other: "HookSpec") -> "HookSpec":
-        """Add all captures and interventions of another spec, after this one's own."""
+        """Add everything of another spec, after this one's own."""
         self.captures += [request for request in other.captures if request not in self.captures]
         self.interventions += other.interventions
+        self.state_knockouts += other.state_knockouts
+        self.state_steerings += other.state_steerings
         return self
 
     def is_empty(self) -> bool:
         """Whether nothing is captured and nothing changed."""
-        return not self.captures and not self.interventions
+        return not any((self.captures, self.interventions, self.state_knockouts, self.state_steerings))
 
     def num_captures(self) -> int:
         """How many captures were requested; a glob or predicate counts once."""
         return len(self.captures)
 
     def num_interventions(self) -> int:
-        """How many interventions are registered."""
+        """How many interventions are registered; state knockouts and steerings are not among them."""
         return len(self.interventions)
 
     def is_captured(self, hook: Hook) -> bool:
@@ -110,8 +137,22 @@ class HookSpec:
         return load(path)
 
 
+Kind = TypeVar("Kind")
+
+
+def _of(kind: type[Kind], spec: object) -> Kind:
+    if not isinstance(spec, kind):
+        raise HookError(f"expected a {kind.__name__}, got {type(spec).__name__}")
+    return deepcopy(spec)  # what the caller chains onto it later is not part of this spec
+
+
 def _is_glob(hook: object) -> bool:
     return isinstance(hook, str) and any(character in hook for character in "*?[")
+
+
+def _names_one(glob: str) -> bool:
+    """Whether a pattern says something about the name itself, after the last dot: `*.hook_eff*` does, `*` does not."""
+    return bool(glob.rpartition(".")[2].removeprefix("hook_").strip("*?"))
 
 
 def resolve(request: Capture, names: Iterable[str]) -> list[str]:

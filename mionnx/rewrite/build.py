@@ -1,5 +1,6 @@
 """Adding nodes to a graph under names that say where they belong, noting each in the report."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,20 @@ class Builder:
         step: str,
         dtype: DTypeLike | None = None,
         out: gs.Tensor | None = None,
+        before: Sequence[gs.Tensor] = (),
         **attributes: Any,
     ) -> gs.Tensor:
-        """Add one node; its output, of the first input's dtype unless another is given."""
+        """Add one node; its last output, of the first input's dtype unless another is given.
+
+        Args:
+            op, inputs, attributes: of the node.
+            step: what its name says after the prefix.
+            dtype, out: of the output, or the output itself.
+            before: outputs that precede it.
+        """
         output = gs.Variable(f"{self.prefix}.{step}", dtype=dtype or inputs[0].dtype) if out is None else out
         name = f"{self.prefix}.{step}:{op}"
-        self.graph.nodes.append(gs.Node(op, name, attributes, inputs, [output]))
+        self.graph.nodes.append(gs.Node(op, name, attributes, inputs, [*before, output]))
         self.report.add(self.where, name)
         return output
 

@@ -2,7 +2,7 @@
 
 1. A value of the graph that is wanted becomes an output under its own name.
 2. A value wanted before its interventions is the output `{hook}.before`.
-3. A derived value (`hook_result`) is computed by a few nodes that only its capture brings in.
+3. A derived value (`hook_result`, an RWKV's `hook_states`) is computed by nodes that only its capture brings in.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from mionnx.hookpoint import HookPoint
 from mionnx.metadata import Metadata
 from mionnx.rewrite.build import Builder
 from mionnx.rewrite.plan import Report, Want
+from mionnx.rewrite.recurrence import derive
 
 
 def capture(graph: gs.Graph, wants: Sequence[Want], metadata: Metadata, report: Report) -> None:
@@ -28,8 +29,10 @@ def _value(
     graph: gs.Graph, want: Want, tensors: Mapping[str, gs.Tensor], metadata: Metadata, report: Report
 ) -> gs.Tensor:
     point = HookPoint.parse(want.hook)
-    if point.derived:
+    if point.variant == "AttnResult":
         return _result(graph, point, tensors, metadata, report)
+    if point.derived:
+        return derive(Builder(graph, point.name, point.name, report), point, tensors)
     if want.output in tensors:
         return tensors[want.output]
     value = tensors[want.hook]  # wanted before, but nothing intervenes here: before and after are the same

@@ -127,6 +127,8 @@ def _token_positions(graph: gs.Graph, report: Report) -> gs.Variable:
     """[batch, seq]: each token's position in its own row's text, -1 for padding."""
     tensors = graph.tensors()
     build = Builder(graph, TOKEN_POSITIONS, TOKEN_POSITIONS, report)
+    if "attention_mask" not in tensors:  # a recurrent model has no use for a mask or positions of its own
+        return build.input(TOKEN_POSITIONS, np.int64, 2)
     mask, ids, positions = (tensors[name] for name in ("attention_mask", "input_ids", "position_ids"))
     total = build.node("Shape", [mask], "total", np.int64, start=1, end=2)
     seq = build.node("Shape", [ids], "seq", np.int64, start=1, end=2)

@@ -1,0 +1,27 @@
+"""How much memory is left, so that a request that cannot fit is refused with the number before anything runs."""
+
+from pathlib import Path
+
+import psutil
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def available() -> int:
+    """Bytes that can still be used: of the machine, or of the container around this process where that has less."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return free if limit == "max" else max(0, min(free, int(limit) - int(used)))
+    except (OSError, ValueError):  # no cgroup, or an older kind
+        return free
+
+
+def spell(size: int) -> str:
+    """Bytes for people: "1.5 GiB"."""
+    number, unit = float(size), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if number < 1024 or unit == "TiB":
+            break
+        number /= 1024
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
