@@ -21,7 +21,7 @@ from mionnx import store
 from mionnx.ablation import AblationResult
 from mionnx.cache import HookCache
 from mionnx.errors import MIError, ModelError
-from mionnx.grammar import parse
+from mionnx.grammar import parse, parse_state
 from mionnx.hooked_model import HookedModel
 from mionnx.hookpoint import HookPoint
 from mionnx.model import MIModel
@@ -38,6 +38,7 @@ app = typer.Typer(
 Model = Annotated[str, typer.Argument(help="A hooked model's folder, a Hugging Face checkpoint's folder, or a Hub id.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Edits = Annotated[list[str] | None, typer.Option(metavar="HOOK[=VALUE][@LIMITS]")]
+States = Annotated[list[str] | None, typer.Option(metavar="LIMITS")]
 Provider = Annotated[str, typer.Option(help="cpu, cuda, or the name of any execution provider.")]
 
 
@@ -138,6 +139,8 @@ def run(
     replace: Edits = None,
     project_out: Edits = None,
     knockout: Edits = None,
+    state_knockout: States = None,
+    state_steering: Annotated[list[str] | None, typer.Option(metavar="SCALE@LIMITS")] = None,
     spec: Annotated[Path | None, typer.Option(help="A saved HookSpec to begin with.")] = None,
     top: Annotated[int, typer.Option(min=1, help="How many next tokens to show.")] = 5,
     save: Annotated[Path | None, typer.Option(help="Write captures and logits to a safetensors file.")] = None,
@@ -147,13 +150,16 @@ def run(
     """Run a prompt, and again with interventions: top next tokens side by side, and their KL divergence.
 
     Interventions are written HOOK[=VALUE][@LIMITS]; a value is a number, FILE.safetensors:KEY[*FACTOR], or for
-    --knockout edges QUERY>KEY; limits are positions=..;heads=..;rows=..
+    --knockout edges QUERY>KEY; limits are positions=..;heads=..;rows=.. State interventions of RWKV models have limits
+    only: positions=..;layers=..;terms=.. (or heads=.. for --state-steering).
 
     Examples:
 
     mionnx run models/world-llama "The capital of France is" --zero "blocks.1.attn.hook_z@heads=3"
 
     mionnx run models/world-llama "The capital of France is" --knockout "blocks.2.attn.hook_scores=-1>3"
+
+    mionnx run models/world-rwkv7 "The capital of France is" --state-knockout "positions=3;layers=1"
     """
     opened = MIModel.from_pretrained(model, provider=provider)
     tokens = opened.tokenize(prompt)
@@ -162,11 +168,16 @@ def run(
     for kind, texts in {**given, "knockout": knockout}.items():
         for text in texts or ():
             hooks.intervene(*parse(kind, text, opened.num_heads, len(tokens)))
+    for text in state_knockout or ():
+        hooks.set_state_knockout(parse_state("state-knockout", text))  # type: ignore[arg-type]
+    for text in state_steering or ():
+        hooks.set_state_steering(parse_state("state-steering", text))  # type: ignore[arg-type]
+    changes = hooks.num_interventions() + len(hooks.state_knockouts) + len(hooks.state_steerings)
     for hook in capture or ():
         hooks.capture(hook)
     cache = opened.forward(tokens, hooks)
     treated = cache.output()[0, -1]
-    baseline = opened.forward(tokens).output()[0, -1] if hooks.num_interventions() else None
+    baseline = opened.forward(tokens).output()[0, -1] if changes else None
     if save:
         write_whole(save, to_bytes({"logits": cache.output(), **{key: value.copy() for key, value in cache.items()}}))
     if as_json:
@@ -219,20 +230,26 @@ def _as_json(model: MIModel, cache: HookCache, baseline: Logits | None, treated:
 
 @app.command()
 def demo(
-    model: Annotated[str | None, typer.Argument(help="A model; models/world-llama if left out.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="A model; models/world-llama and models/world-rwkv7 if left out.")
+    ] = None,
     provider: Provider = "cpu",
 ) -> None:
-    """Run the worked examples: patterns, logit lens, knockout, patching, head ablation."""
-    examples.run_all(MIModel.from_pretrained(model or shipped_model(), provider=provider), Console())
+    """Run the worked examples: patterns, logit lens, knockout, patching, head ablation, RWKV state knockout.
+
+    A model runs those that it has the hook points for.
+    """
+    chosen = [model] if model else [shipped_model("world-llama"), shipped_model("world-rwkv7")]
+    examples.run_all([MIModel.from_pretrained(name, provider=provider) for name in chosen], Console())
 
 
-def shipped_model(folders: Sequence[Path] = (Path(), Path(__file__).parent.parent)) -> Path:
-    """The model that ships with the repository.
+def shipped_model(name: str, folders: Sequence[Path] = (Path(), Path(__file__).parent.parent)) -> Path:
+    """A model that ships with the repository.
 
     Raises:
         ModelError: neither the current folder nor mionnx' own has a `models` folder with it.
     """
     for folder in folders:
-        if (folder / "models" / "world-llama" / "config.json").is_file():
-            return folder / "models" / "world-llama"
-    raise ModelError("models/world-llama is not here: run in the repository, or name a model")
+        if (folder / "models" / name / "config.json").is_file():
+            return folder / "models" / name
+    raise ModelError(f"models/{name} is not here: run in the repository, or name a model")

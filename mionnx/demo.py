@@ -4,7 +4,7 @@ Each example is a function of a model that prints what it did and what came out;
 beforehand.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,29 +12,37 @@ from rich.console import Console
 from rich.table import Table
 from scipy.special import softmax
 
-from mionnx.ablation import AblationResult
+from mionnx.ablation import AblationResult, StateAblationResult
 from mionnx.hookpoint import HookPoint
 from mionnx.intervention import Intervention
 from mionnx.knockout import KnockoutSpec, create_knockout_mask
 from mionnx.model import MIModel
 from mionnx.spec import HookSpec
+from mionnx.state_spec import StateKnockoutSpec
 
 CAPITAL = "The capital of France is"
 OTHER = "The capital of Germany is"
 GIFT = "When Mary and John went to the store , John gave a drink to"
 
 
-def run_all(model: MIModel, console: Console) -> None:
-    """Run every example."""
-    examples: list[tuple[str, Callable[[MIModel, Console], None]]] = [
-        ("Attention patterns", attention_patterns),
-        ("Logit lens over the residual stream", logit_lens),
-        ("Attention knockout", attention_knockout),
-        ("Activation patching, France into Germany", activation_patching),
-        ("Head ablation", head_ablation),
+def run_all(models: Sequence[MIModel], console: Console) -> None:
+    """Run every example on the first of the models that has its hook points; those that none has are left out."""
+    examples: list[tuple[str, Callable[[MIModel, Console], None], Callable[[int], HookPoint]]] = [
+        ("Attention patterns", attention_patterns, HookPoint.AttnPattern),
+        ("Logit lens over the residual stream", logit_lens, HookPoint.ResidPost),
+        ("Attention knockout", attention_knockout, HookPoint.AttnScores),
+        ("Activation patching, France into Germany", activation_patching, HookPoint.ResidPost),
+        ("Head ablation", head_ablation, HookPoint.AttnZ),
+        ("RWKV state knockout", state_knockout, HookPoint.RwkvState),
     ]
-    console.print(repr(model), style="dim", highlight=False)
-    for number, (title, example) in enumerate(examples, 1):
+    number, announced = 0, None
+    for title, example, needed in examples:
+        model = next((model for model in models if needed(0) in model.hook_points()), None)
+        if model is None:
+            continue
+        if model is not announced:
+            console.print(repr(model), style="dim", highlight=False)
+        number, announced = number + 1, model
         console.rule(f"{number}. {title}", align="left")
         example(model, console)
 
@@ -122,6 +130,27 @@ def head_ablation(model: MIModel, console: Console) -> None:
         f"Layer {layer}, head {head} matters most: P({name(model, answer)}) falls from "
         f"{softmax(baseline)[answer]:.3f} to {softmax(ablated)[answer]:.3f} without it."
     )
+
+
+def state_knockout(model: MIModel, console: Console) -> None:
+    """Leave out what the country writes into the recurrent state, layer by layer and in all layers."""
+    tokens = model.tokenize(CAPITAL)
+    (country,) = tokens.positions_of("France")
+    baseline = model.forward(tokens).output()[0, -1]
+    answer = int(baseline.argmax())
+    table = Table("knocked out in", "likeliest next token", "KL from the baseline (nats)", f"P({name(model, answer)})")
+    for layer in [*range(model.num_layers), None]:
+        spec = StateKnockoutSpec().position(country)
+        if layer is not None:
+            spec.layer(layer)
+        ablated = model.forward(tokens, HookSpec().set_state_knockout(spec)).output()[0, -1]
+        result = StateAblationResult(baseline, ablated, spec)
+        where = "every layer" if layer is None else f"layer {layer}"
+        best, chance = name(model, int(ablated.argmax())), softmax(ablated)[answer]
+        table.add_row(where, best, f"{result.kl_divergence():.4f}", f"{chance:.3f}")
+    console.print(f"{'France'!r} in {CAPITAL!r} writes nothing into the state; alone, the model says")
+    console.print(f"{name(model, answer)} with {softmax(baseline)[answer]:.3f}:")
+    console.print(table)
 
 
 def _without(model: MIModel, ids: NDArray[np.int64], layer: int, head: int) -> NDArray[np.float32]:

@@ -7,12 +7,19 @@ VALUE   a number                              --scale blocks.1.hook_mlp_out=0.5
         QUERY>KEY, comma separated, * for all --knockout 'blocks.2.attn.hook_scores=-1>0,3>*'
 LIMITS  positions=..., heads=..., rows=...    --zero 'blocks.1.attn.hook_z@heads=3;positions=0,-1'
         separated by semicolons
+
+State interventions of RWKV name no hook point:
+
+--state-knockout 'positions=3;layers=1,2;terms=write,erase'     terms: write (if left out), erase, decay, token_shift
+--state-knockout 'positions=3;terms=invisible'                  all of them
+--state-steering '2.0@positions=0;heads=1;layers=0'
 """
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from mionnx.errors import InterventionError, SpecFileError, nearest
 from mionnx.intervention import Intervention
 from mionnx.knockout import KnockoutSpec, create_knockout_mask
+from mionnx.state_spec import StateKnockoutSpec, StateSteeringSpec
 
 LIMITS = ("positions", "heads", "rows")
 _FILE = re.compile(r"(?P<file>.+\.safetensors):(?P<key>.+?)(?:\*(?P<factor>[-+.\deE]+))?")
@@ -57,14 +65,53 @@ def parse(kind: str, text: str, n_heads: int, seq_len: int) -> tuple[str, Interv
     return hook, makers[kind](_value(value), **chosen)
 
 
+def parse_state(kind: str, text: str) -> StateKnockoutSpec | StateSteeringSpec:
+    """The state intervention that a command line argument means.
+
+    Args:
+        kind: "state-knockout" or "state-steering".
+        text: see the module's text.
+
+    Raises:
+        InterventionError: what was not understood.
+    """
+    if kind == "state-knockout":
+        parts = _parts(text, text, ("positions", "layers", "terms"))
+        knockout = _target(StateKnockoutSpec(), parts, text)
+        named = parts.get("terms", "write").split(",")
+        return knockout.invisible() if named == ["invisible"] else replace(knockout, terms=named)
+    scale, at, limits = text.partition("@")
+    if not at:
+        raise InterventionError(f"--state-steering takes SCALE@positions=..., got {text!r}")
+    parts = _parts(limits, text, ("positions", "layers", "heads"))
+    steering = _target(StateSteeringSpec(scale), parts, text)  # type: ignore[arg-type]
+    return steering.heads(_integers(parts["heads"], text)) if "heads" in parts else steering
+
+
+Target = TypeVar("Target", StateKnockoutSpec, StateSteeringSpec)
+
+
+def _target(spec: Target, parts: dict[str, str], whole: str) -> Target:
+    spec.positions(_integers(parts["positions"], whole) if "positions" in parts else [])
+    return spec.layers(_integers(parts["layers"], whole)) if "layers" in parts else spec
+
+
 def _limits(text: str, whole: str) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    return {name: _integers(numbers, whole) for name, numbers in _parts(text, whole, LIMITS).items()}
+
+
+def _parts(text: str, whole: str, allowed: tuple[str, ...]) -> dict[str, str]:
+    found: dict[str, str] = {}
     for part in filter(None, text.split(";")):
-        name, _, numbers = part.partition("=")
-        if name not in LIMITS:
-            raise InterventionError(f"{whole!r}: no limit {name!r}, only {', '.join(LIMITS)}{nearest(name, LIMITS)}")
-        found[name] = [_integer(number, whole) for number in numbers.split(",")]
+        name, _, value = part.partition("=")
+        if name not in allowed:
+            raise InterventionError(f"{whole!r}: no limit {name!r}, only {', '.join(allowed)}{nearest(name, allowed)}")
+        found[name] = value
     return found
+
+
+def _integers(text: str, whole: str) -> list[int]:
+    return [_integer(number, whole) for number in text.split(",")]
 
 
 def _integer(text: str, whole: str) -> int:

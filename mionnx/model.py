@@ -24,6 +24,7 @@ from mionnx.rewrite.run import tail
 from mionnx.rwkv_state import RWKVState
 from mionnx.spec import HookSpec
 from mionnx.tokens import Tokens, load_tokenizer, tokenize
+from mionnx.world_tokenizer import WorldTokenizer
 
 Prompt = str | Sequence[str] | Tokens | Sequence[Tokens] | ArrayLike
 
@@ -146,8 +147,8 @@ class MIModel:
         return self.hooked.hook_points()
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, of the `tokenizers` library.
+    def tokenizer(self) -> Tokenizer | WorldTokenizer:
+        """The model's tokenizer, of the `tokenizers` library; of an RWKV World model, mionnx' own with its methods.
 
         Raises:
             TokenizerError: the model has none.

@@ -2,7 +2,8 @@
 
 1. The file is an ordinary safetensors file; it is read without executing anything.
 2. Its `__metadata__` has two entries: `mionnx_spec` = "1", the version, and `declaration`, a JSON text.
-3. The declaration is {"captures": [...], "interventions": [...]}, both in the order of the spec.
+3. The declaration is {"captures": [...], "interventions": [...]}, both in the order of the spec, and where there are
+   any "state_knockouts": [...] and "state_steerings": [...].
 4. A capture is {"hook": name or glob, "before": true or false}.
 5. An intervention is {"hook": name, "kind": kind, "positions": ..., "heads": ..., "rows": ...}; limits that are not
    given are null. Positions are a list of integers, or a list of such lists, one a batch row.
@@ -10,13 +11,15 @@
    none. The directions of "project_out" are stored orthonormal, [k, width].
 7. Refused: another version; a declaration that is no such JSON; a missing or surplus tensor; an unknown kind; NaN
    anywhere, infinity anywhere but in a knockout mask; on saving, a capture by predicate, which no file can hold.
-8. Files are written beside their final place and moved there when they are whole.
+8. A state knockout is {"positions": [...], "layers": [...] or null, "terms": [...]}; a state steering has "scale" and
+   "heads" (a list or null) besides.
+9. Files are written beside their final place and moved there when they are whole.
 """
 
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -26,8 +29,12 @@ from mionnx.errors import MIError, SpecFileError
 from mionnx.hookpoint import HookPoint
 from mionnx.intervention import KINDS, Intervention
 from mionnx.spec import Capture, HookSpec
+from mionnx.state_spec import TERMS, StateKnockoutSpec, StateSteeringSpec, StateTargets
 
 VERSION = "1"
+REQUIRED = ("captures", "interventions")
+OPTIONAL = ("state_knockouts", "state_steerings")
+Targeted = TypeVar("Targeted", bound=StateTargets)
 
 
 def save(spec: HookSpec, path: str | Path) -> None:
@@ -44,7 +51,12 @@ def save(spec: HookSpec, path: str | Path) -> None:
     declaration = {
         "captures": [_capture(request) for request in spec.captures],
         "interventions": [_intervention(point, intervention) for point, intervention in spec.interventions],
+        "state_knockouts": [_state(knockout) for knockout in spec.state_knockouts],
+        "state_steerings": [
+            {**_state(steering), "scale": steering.scale, "heads": steering.heads_} for steering in spec.state_steerings
+        ],
     }
+    declaration = {key: value for key, value in declaration.items() if value or key in REQUIRED}
     try:
         data = to_bytes(tensors, metadata={"mionnx_spec": VERSION, "declaration": json.dumps(declaration)})
     except SafetensorError as error:
@@ -115,11 +127,27 @@ def _intervention(point: HookPoint, intervention: Intervention) -> dict[str, Any
     }
 
 
+def _state(spec: StateTargets) -> dict[str, Any]:
+    return {"positions": spec.positions_, "layers": spec.layers_, "terms": spec.terms}
+
+
+def _targeted(spec: Targeted, entry: dict[str, Any]) -> Targeted:
+    spec.terms = _known_terms(entry["terms"])
+    spec.positions(entry["positions"])
+    return spec if entry["layers"] is None else spec.layers(entry["layers"])
+
+
+def _known_terms(terms: list[str]) -> list[str]:
+    if not isinstance(terms, list) or not {*terms} <= {*TERMS}:
+        raise ValueError(f"terms must be among {', '.join(TERMS)}, got {terms!r}")
+    return terms
+
+
 def _parse(declaration: dict[str, Any], tensors: dict[str, np.ndarray]) -> HookSpec:
     """Build the spec; takes the tensors it uses out of `tensors`."""
     lists = [isinstance(part, list) for part in declaration.values()]
-    if declaration.keys() != {"captures", "interventions"} or not all(lists):
-        raise ValueError("the declaration must be lists of captures and of interventions, and nothing else")
+    if not {*REQUIRED} <= declaration.keys() <= {*REQUIRED, *OPTIONAL} or not all(lists):
+        raise ValueError(f"the declaration must be lists: {', '.join(REQUIRED)}; {', '.join(OPTIONAL)} may follow")
     spec = HookSpec()
     for entry in declaration["captures"]:
         if not isinstance(entry["before"], bool):
@@ -131,6 +159,11 @@ def _parse(declaration: dict[str, Any], tensors: dict[str, np.ndarray]) -> HookS
             raise ValueError(f"interventions.{n}.value must be orthonormal directions, [k, width]")
         limits = (entry[limit] for limit in ("positions", "heads", "rows"))
         spec.intervene(entry["hook"], Intervention._of(entry["kind"], value, *limits))
+    for entry in declaration.get("state_knockouts", []):
+        spec.set_state_knockout(_targeted(StateKnockoutSpec(), entry))
+    for entry in declaration.get("state_steerings", []):
+        steering = _targeted(StateSteeringSpec(entry["scale"]), entry)
+        spec.set_state_steering(steering if entry["heads"] is None else steering.heads(entry["heads"]))
     return spec
 
 

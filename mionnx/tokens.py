@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from mionnx.errors import TokenizerError
+from mionnx.world_tokenizer import WorldTokenizer, find_vocabulary
 
 
 @dataclass(frozen=True)
@@ -57,22 +58,27 @@ class Tokens:
         return found
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a model's folder.
+def load_tokenizer(folder: Path) -> Tokenizer | WorldTokenizer:
+    """The tokenizer of a model's folder: `tokenizer.json`, or the vocabulary of RWKV's World models.
 
     Raises:
         TokenizerError: there is none, or it is damaged.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise TokenizerError(f"{folder} has no tokenizer.json: give token ids instead of text")
+        vocabulary = find_vocabulary(folder)
+        if vocabulary is None:
+            raise TokenizerError(
+                f"{folder} has neither a tokenizer.json nor a rwkv_vocab*.txt: give token ids instead of text"
+            )
+        return WorldTokenizer.from_file(vocabulary)
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise TokenizerError(f"{path} is damaged: {error}") from error
 
 
-def tokenize(tokenizer: Tokenizer, text: str) -> Tokens:
+def tokenize(tokenizer: Tokenizer | WorldTokenizer, text: str) -> Tokens:
     """Tokenise one text, with the special tokens that the tokenizer adds.
 
     Raises:
