@@ -4,7 +4,7 @@ A Hugging Face language model becomes an ONNX graph whose activations carry thei
 capture and where to intervene; the graph is rewritten and runs in ONNX Runtime.
 """
 
-from mionnx.ablation import AblationResult, StateAblationResult, TokenChange, sample_token
+from mionnx.ablation import AblationResult, StateAblationResult, TokenChange
 from mionnx.cache import HookCache
 from mionnx.errors import (
     ExportError,
@@ -24,6 +24,7 @@ from mionnx.kvcache import KVCache
 from mionnx.model import Compiled, Estimate, MIModel
 from mionnx.rewrite import Report
 from mionnx.rwkv_state import RWKVState
+from mionnx.sampling import sample_token
 from mionnx.session import Options
 from mionnx.spec import HookSpec
 from mionnx.state_spec import StateKnockoutSpec, StateSteeringSpec

@@ -33,7 +33,7 @@ class AblationResult:
     """
 
     def __init__(self, baseline_logits: ArrayLike, ablated_logits: ArrayLike, spec: Any = None) -> None:
-        self.baseline_logits, self.ablated_logits = _vector(baseline_logits), _vector(ablated_logits)
+        self.baseline_logits, self.ablated_logits = logit_vector(baseline_logits), logit_vector(ablated_logits)
         self.spec = spec
         if self.baseline_logits.shape != self.ablated_logits.shape:
             raise InputError(f"logits of {self.baseline_logits.shape[0]} and {self.ablated_logits.shape[0]} tokens")
@@ -79,7 +79,12 @@ class StateAblationResult(AblationResult):
     """
 
 
-def _vector(logits: ArrayLike) -> NDArray[np.float64]:
+def logit_vector(logits: ArrayLike) -> NDArray[np.float64]:
+    """The logits of one position, [vocab], in float64.
+
+    Raises:
+        InputError: another shape, NaN, or no finite largest one.
+    """
     try:
         array = np.asarray(logits, np.float64)
     except (TypeError, ValueError) as error:
@@ -91,24 +96,3 @@ def _vector(logits: ArrayLike) -> NDArray[np.float64]:
     if not np.isfinite(array.max()):
         raise InputError(f"logits may be -inf, but not all of them, and not inf; the largest is {array.max()}")
     return array
-
-
-def sample_token(logits: ArrayLike, temperature: float = 0.0, seed: int | None = None) -> int:
-    """Choose a token.
-
-    Args:
-        logits: [vocab].
-        temperature: 0 takes the likeliest, ties going to the lowest id; above, samples softmax(logits / temperature).
-        seed: of the sampling; the same seed, logits and temperature give the same token.
-
-    Raises:
-        InputError: a negative temperature, NaN or infinity, or logits that are no vector.
-    """
-    vector = _vector(logits)
-    if not temperature >= 0 or not np.isfinite(temperature):
-        raise InputError(f"temperature must be 0 or above, got {temperature}")
-    if temperature == 0:
-        return int(np.argmax(vector))
-    with np.errstate(over="ignore"):  # at a tiny temperature all but the likeliest become -inf, which is right
-        probabilities = np.exp(log_softmax((vector - vector.max()) / temperature))
-    return int(np.random.default_rng(seed).choice(len(vector), p=probabilities / probabilities.sum()))

@@ -121,7 +121,7 @@ def _inputs(place: Place, dtype: DTypeLike) -> dict[str, NDArray[Any]]:
 
 def _table(positions: dict[int, list[int]], batch: int) -> NDArray[np.int64]:
     """Row -> positions as [batch, n]."""
-    table = np.full((batch, max(map(len, positions.values()))), NOWHERE, np.int64)
+    table = np.full((batch, max(1, *map(len, positions.values()))), NOWHERE, np.int64)
     for row, found in positions.items():
         table[row, : len(found)] = found
     return table
@@ -133,7 +133,7 @@ def _refuse_blind(places: list[Place], call: Call, model: HookedModel) -> None:
     for place in places:
         layer, mask = HookPoint.parse(place.edit.hook).layer, place.intervention.value
         if place.edit.kind == "knockout" and layer is not None and mask is not None:
-            here = np.isneginf(mask) & place.selected()
+            here = np.isneginf(place.knockout_mask(mask)) & place.selected()
             blocked[layer] = blocked[layer] | here if layer in blocked else here
     for layer, mask in blocked.items():
         window = model.metadata.attention[layer].sliding_window

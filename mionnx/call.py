@@ -1,7 +1,7 @@
 """One call of a model: which tokens, where the padding is, and at which positions they stand."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from mionnx.rwkv_state import RWKVState
 from mionnx.tokens import Tokens
 
 Past = KVCache | RWKVState
+Positions = str | Sequence[int | str]
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,17 @@ class Call:
         input_ids: [batch, seq].
         attention_mask: [batch, total], past included: 1 for tokens, 0 for padding.
         position_ids: [batch, seq]: the position of each token in its row's text, padding not counted.
+        prompt_lengths: [batch], past included: what follows is the phase "generated", and negative positions count
+            from there. None if the whole text is prompt.
+        horizon: [batch], in a step of a generation: the length that each row's text can reach. Positions before it
+            that are not in this call are another step's.
     """
 
     input_ids: NDArray[np.int64]
     attention_mask: NDArray[np.int64]
     position_ids: NDArray[np.int64]
+    prompt_lengths: NDArray[np.int64] | None = None
+    horizon: NDArray[np.int64] | None = None
 
     @property
     def batch(self) -> int:
@@ -64,32 +71,53 @@ class Call:
         """A position of a row's text, counted from its start.
 
         Args:
-            position: from 0, or negative from the end.
+            position: from 0, or negative from the end of the prompt.
             row: the batch row.
 
         Raises:
             LookupError: the row has no such position, or it lies in the past.
         """
-        length = int(self.lengths[row])
-        if not -length <= position < length:
+        length = int((self.lengths if self.horizon is None else self.horizon)[row])
+        end = length if self.prompt_lengths is None else int(self.prompt_lengths[row])
+        if not -end <= position < length:
             raise LookupError(
                 f"position {position} does not exist in row {row}, which has {length} tokens (0 to {length - 1})"
             )
-        first = length - int(self.real[row].sum())
-        if position % length < first:
+        found, first = position + end if position < 0 else position, int(self.lengths[row] - self.real[row].sum())
+        if found < first and self.horizon is None:
             raise LookupError(
-                f"position {position % length} of row {row} lies in the cached past, where nothing is computed any "
+                f"position {found} of row {row} lies in the cached past, where nothing is computed any "
                 f"more; this call computes {first} to {length - 1}"
             )
-        return position % length
+        return found
 
-    def column(self, position: int, row: int) -> int:
-        """Where in this call a position of a row's text stands.
+    def absolutes(self, given: Positions, row: int) -> list[int]:
+        """Positions of a row's text, counted from its start; of a phase, those in this call.
 
         Raises:
             LookupError: see `absolute`.
         """
-        return int(np.argmax(self.token_positions[row] == self.absolute(position, row)))
+        found: dict[int, None] = {}
+        for position in [given] if isinstance(given, str) else given:
+            if isinstance(position, str):
+                found |= dict.fromkeys(self._phase(position, row))
+            else:
+                found[self.absolute(position, row)] = None
+        return list(found)
+
+    def _phase(self, phase: str, row: int) -> list[int]:
+        here = self.token_positions[row]
+        end = here.max() + 1 if self.prompt_lengths is None else self.prompt_lengths[row]
+        return [int(at) for at in here if at >= 0 and (at < end) == (phase == "prompt")]
+
+    def columns(self, given: Positions, row: int) -> list[int | None]:
+        """Where in this call each position of a row's text stands; None where it is another step's.
+
+        Raises:
+            LookupError: see `absolute`.
+        """
+        here = {int(at): column for column, at in enumerate(self.token_positions[row])}
+        return [here.get(at) for at in self.absolutes(given, row)]
 
     def feeds(self) -> dict[str, NDArray[np.int64]]:
         """As inputs of the graph."""
@@ -100,7 +128,13 @@ class Call:
         }
 
 
-def make_call(tokens: Any, attention_mask: ArrayLike | None, cache: Past | None, sizes: Sizes) -> Call:
+def make_call(
+    tokens: Any,
+    attention_mask: ArrayLike | None,
+    cache: Past | None,
+    sizes: Sizes,
+    prompt_length: int | Sequence[int] | None = None,
+) -> Call:
     """Check and complete the token inputs of a forward pass.
 
     Args:
@@ -109,6 +143,7 @@ def make_call(tokens: Any, attention_mask: ArrayLike | None, cache: Past | None,
             padding.
         cache: what came before.
         sizes: of the model.
+        prompt_length: tokens of each row's prompt, past included; what follows was generated. None: all is prompt.
 
     Raises:
         InputError: no tokens, ids outside the vocabulary, a mask that does not fit, or more positions than were
@@ -126,7 +161,18 @@ def make_call(tokens: Any, attention_mask: ArrayLike | None, cache: Past | None,
         raise InputError(
             f"a text of {int(positions.max()) + 1} tokens, but the model has positions for {sizes.max_positions} only"
         )
-    return Call(ids, mask, np.ascontiguousarray(positions))
+    call = Call(ids, mask, np.ascontiguousarray(positions))
+    return call if prompt_length is None else replace(call, prompt_lengths=_prompt_lengths(prompt_length, call))
+
+
+def _prompt_lengths(given: int | Sequence[int], call: Call) -> NDArray[np.int64]:
+    lengths = np.asarray(given)
+    if lengths.dtype.kind not in "iu" or lengths.shape not in ((), (call.batch,)):
+        raise InputError(f"prompt_length must be an integer, or one for each of the {call.batch} rows, got {given!r}")
+    spread = np.broadcast_to(lengths, call.batch).astype(np.int64)
+    if (spread < 1).any() or (spread > call.lengths).any():
+        raise InputError(f"prompt_length {given!r}: the rows have {call.lengths.tolist()} tokens")
+    return spread
 
 
 def _rows(tokens: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -27,7 +27,7 @@ from mionnx.hookpoint import HookPoint
 from mionnx.model import MIModel
 from mionnx.progress import bars
 from mionnx.spec import HookSpec
-from mionnx.specfile import write_whole
+from mionnx.whole import write_whole
 
 app = typer.Typer(
     help="Interpretability on ONNX graphs: capture, ablate, patch and steer language models in ONNX Runtime.",
@@ -55,6 +55,7 @@ def main() -> None:
 def export(
     source: Annotated[str, typer.Argument(help="A Hugging Face checkpoint's folder, or a Hub id.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of the hooked model; made new.")] = None,
+    copy: Annotated[bool, typer.Option(help="Copy the weights instead of linking them.")] = False,
     in_place: Annotated[bool, typer.Option(help="Write model.onnx beside the checkpoint's own weights.")] = False,
     dtype: Annotated[
         str, typer.Option(help="float32, float16, bfloat16, or auto for the checkpoint's own.")
@@ -62,19 +63,20 @@ def export(
 ) -> None:
     """Export a checkpoint as a hooked model: an ONNX graph whose activations carry their hook names.
 
-    Weights that are already of the dtype are hard-linked, not copied.
+    Weights that are already of the dtype are hard-linked, not copied. onnx's own checker and loader refuse files with
+    several names: --copy makes a folder for them.
 
     Example: mionnx export meta-llama/Llama-3.2-1B -o llama-hooked
     """
-    if (output is None) == (not in_place):
-        raise typer.BadParameter("give either --output FOLDER or --in-place")
+    if (output is None) == (not in_place) or (in_place and copy):
+        raise typer.BadParameter("give either --output FOLDER, with or without --copy, or --in-place")
     begin = time.monotonic()
     folder = store.checkpoint_folder(source)
     with bars() as progress:
         if output is None:
             store.export_in_place(folder, dtype, progress)
         else:
-            store.export(folder, output, dtype, progress)
+            store.export(folder, output, dtype, progress, copy)
     hooked = HookedModel.open(output or folder)
     size = (hooked.folder / "model.onnx").stat().st_size
     sizes = hooked.metadata.sizes

@@ -138,7 +138,7 @@ def state_knockout(model: MIModel, console: Console) -> None:
     (country,) = tokens.positions_of("France")
     baseline = model.forward(tokens).output()[0, -1]
     answer = int(baseline.argmax())
-    table = Table("knocked out in", "likeliest next token", "KL from the baseline (nats)", f"P({name(model, answer)})")
+    table = Table("knocked out in", "likeliest next token", "KL (nats)", f"P({name(model, answer)})")
     for layer in [*range(model.num_layers), None]:
         spec = StateKnockoutSpec().position(country)
         if layer is not None:
@@ -148,8 +148,7 @@ def state_knockout(model: MIModel, console: Console) -> None:
         where = "every layer" if layer is None else f"layer {layer}"
         best, chance = name(model, int(ablated.argmax())), softmax(ablated)[answer]
         table.add_row(where, best, f"{result.kl_divergence():.4f}", f"{chance:.3f}")
-    console.print(f"{'France'!r} in {CAPITAL!r} writes nothing into the state; alone, the model says")
-    console.print(f"{name(model, answer)} with {softmax(baseline)[answer]:.3f}:")
+    console.print(f"{'France'!r} in {CAPITAL!r} writes nothing into the state:")
     console.print(table)
 
 

@@ -54,6 +54,8 @@ def gates_of(spec: HookSpec, call: Call, metadata: Metadata) -> dict[str, NDArra
         for term in knockout.terms:
             for index in _places(knockout, call, metadata, range(sizes.num_heads)):
                 factors[term][index] = 0
+    for state in states:
+        _refuse_idle(state, call)
     for factor in factors.values():
         factor[:, ~call.real] = 0
     return dict(_changed(factors, metadata))
@@ -61,12 +63,22 @@ def gates_of(spec: HookSpec, call: Call, metadata: Metadata) -> dict[str, NDArra
 
 def _validate(state: State, call: Call, metadata: Metadata) -> None:
     sizes = metadata.sizes
-    state.validate(sizes.num_layers, int(call.lengths.min()), sizes.num_heads)
+    reached = call.lengths if call.horizon is None else call.horizon
+    state.validate(sizes.num_layers, int(reached.min()), sizes.num_heads)
     if state.terms == ["erase"] and not metadata.has_removal:
         raise InterventionError(f"{state.title}: {metadata.family} has no removal term to erase")
     if "erase" in state.terms and not metadata.has_removal and not {*TERMS} <= {*state.terms}:
         raise InterventionError(
             f"{state.title}: {metadata.family} has no removal term (erase); it has {', '.join(_terms(metadata))}"
+        )
+
+
+def _refuse_idle(state: State, call: Call) -> None:
+    """In a single call, a phase without tokens would do nothing; in a generation it may be another step's."""
+    if call.horizon is None and not any(call.columns(state.positions_, row) for row in range(call.batch)):
+        phases = ", ".join(str(position) for position in state.positions_)
+        raise InterventionError(
+            f"{state.title}: no token of this call is in the phase {phases!r}; `prompt_length=` says where it begins"
         )
 
 
@@ -81,11 +93,12 @@ def _places(
     layers = np.array(state.target_layers(metadata.sizes.num_layers))[:, None]
     for row in range(call.batch):
         try:
-            columns = {call.column(position, row) for position in state.positions_}
+            columns = call.columns(state.positions_, row)
         except LookupError as error:
             raise InterventionError(f"{state.title}: {error}") from None
         for column in columns:
-            yield layers, row, column, np.array(heads)[None, :]
+            if column is not None:
+                yield layers, row, column, np.array(heads)[None, :]
 
 
 def _changed(factors: dict[str, NDArray[np.float32]], metadata: Metadata) -> Iterator[tuple[str, NDArray[Any]]]:

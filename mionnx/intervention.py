@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.errors import InterventionError
+from mionnx.errors import InterventionError, nearest
 
-Positions = int | Sequence[int] | Sequence[Sequence[int]]
+Positions = int | str | Sequence[int] | Sequence[Sequence[int]]
+# The phases of a text: what was given, and what `generate` made of it (or, in `forward`, what follows prompt_length).
+PHASES = ("prompt", "generated")
 
 # kind -> whether it carries a value
 KINDS = {"replace": True, "add": True, "knockout": True, "scale": True, "zero": False, "project_out": True}
@@ -21,8 +23,9 @@ class Intervention:
 
     Made by `Replace`, `Add`, `Knockout`, `Scale`, `Zero` and `ProjectOut`, each with three optional limits:
 
-    * `positions`: token positions, counted from 0 in each row's own text (padding not counted), negative ones from its
-      end; one, a list, or one list a batch row. At scores and patterns they select queries.
+    * `positions`: token positions, counted from 0 in each row's own text (padding not counted), negative ones from the
+      end of its prompt, which is all of it outside a generation; one, a list, or one list a batch row; or a phase,
+      "prompt" or "generated". At scores and patterns they select queries.
     * `heads`: heads, counted from 0 (key/value heads at `hook_k`, `hook_rot_k` and `hook_v`).
     * `rows`: batch rows, counted from 0.
 
@@ -37,7 +40,7 @@ class Intervention:
 
     kind: str
     value: NDArray[Any] | None = None
-    positions: tuple[Any, ...] | None = None
+    positions: tuple[Any, ...] | str | None = None
     heads: tuple[int, ...] | None = None
     rows: tuple[int, ...] | None = None
 
@@ -205,8 +208,12 @@ def _plain(given: Any) -> Any:
     return given.tolist() if isinstance(given, np.ndarray) else given
 
 
-def _positions(given: Positions | None) -> tuple[Any, ...] | None:
+def _positions(given: Positions | None) -> tuple[Any, ...] | str | None:
     given = _plain(given)
+    if isinstance(given, str):
+        if given not in PHASES:
+            raise InterventionError(f"no phase {given!r}, only {' and '.join(PHASES)}{nearest(given, PHASES)}")
+        return given
     if not isinstance(given, Iterable):
         return _indices("positions", given)
     found: list[Any] = list(given)

@@ -1,19 +1,30 @@
-"""The key/value cache of a transformer: what a forward pass continues from."""
+"""The key/value cache of a transformer: what a forward pass continues from, and what can be transplanted into it.
+
+A cache is changed by its own methods only; arrays are replaced, never written into, so a cache that was made from
+another one can be changed alone.
+
+A saved cache is one `.safetensors` file: `{layer}.key` and `{layer}.value` a layer, `attention_mask`, and in its
+metadata `mionnx_cache` = "kv".
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from mionnx.cachefile import read_cache, write_cache
 from mionnx.errors import InputError
 from mionnx.metadata import Sizes
+from mionnx.transplant import fitting
 
 Layer = tuple[NDArray[Any], NDArray[Any]]
+PARTS = ("key", "value")
 
 
-@dataclass(frozen=True)
+@dataclass
 class KVCache:
     """Keys and values of the tokens seen so far.
 
@@ -31,6 +42,11 @@ class KVCache:
         return len(self.layers)
 
     @property
+    def batch(self) -> int:
+        """Rows."""
+        return int(self.attention_mask.shape[0])
+
+    @property
     def seq_len(self) -> int:
         """How many positions it holds, padding included."""
         return int(self.attention_mask.shape[1])
@@ -42,8 +58,108 @@ class KVCache:
             InputError: no such layer.
         """
         if not 0 <= layer < self.num_layers:
-            raise InputError(f"layer {layer} of a cache with {self.num_layers} layers")
+            raise InputError(f"layer {layer} of a cache with {self.num_layers} layers (0 to {self.num_layers - 1})")
         return self.layers[layer]
+
+    def set_layer(self, layer: int, keys: ArrayLike, values: ArrayLike) -> None:
+        """Put other keys and values in place of a layer's.
+
+        Args:
+            layer: 0-based.
+            keys, values: [batch, n_kv_heads, seq, head_dim], as the layer's own.
+
+        Raises:
+            InputError: no such layer, another shape, or NaN.
+        """
+        own = self.get_layer(layer)
+        new = tuple(
+            fitting(old, value, f"the {part}s of layer {layer}")
+            for old, value, part in zip(own, (keys, values), PARTS, strict=True)
+        )
+        self.layers = [new if i == layer else pair for i, pair in enumerate(self.layers)]  # type: ignore[misc]
+
+    def clear_layer(self, layer: int) -> None:
+        """Put zeros in place of a layer's keys and values."""
+        keys, values = self.get_layer(layer)
+        self.set_layer(layer, np.zeros_like(keys), np.zeros_like(values))
+
+    def clone_layer_from(self, donor: "KVCache", layer: int) -> None:
+        """Take a layer's keys and values from another cache of the same shape.
+
+        Raises:
+            InputError: no such layer in one of the two, or another shape.
+        """
+        self.set_layer(layer, *donor.get_layer(layer))
+
+    def clone_layer_position_range(self, donor: "KVCache", layer: int, start: int, end: int) -> None:
+        """Take a layer's keys and values at positions from `start` up to, not including, `end` from another cache.
+
+        Positions are columns of the cache, padding included. The two may differ in length.
+
+        Raises:
+            InputError: a range that one of the two does not hold, no such layer, or another shape.
+        """
+        for cache, whose in ((self, "this cache"), (donor, "the donor")):
+            if not 0 <= start < end <= cache.seq_len:
+                raise InputError(f"positions {start} up to {end} of {whose}, which holds {cache.seq_len}")
+        new = []
+        for own, given in zip(self.get_layer(layer), donor.get_layer(layer), strict=True):
+            if own.shape[:2] != given.shape[:2] or own.shape[3] != given.shape[3]:
+                raise InputError(f"layer {layer}: the donor holds {list(given.shape)}, this cache {list(own.shape)}")
+            changed = own.copy()
+            changed[:, :, start:end] = given[:, :, start:end]
+            new.append(changed)
+        self.set_layer(layer, *new)
+
+    def trim_to(self, seq_len: int) -> None:
+        """Forget all positions from `seq_len` on.
+
+        Raises:
+            InputError: it holds fewer.
+        """
+        if not 0 <= seq_len <= self.seq_len:
+            raise InputError(f"trim to {seq_len} positions: the cache holds {self.seq_len}")
+        self.layers = [(keys[:, :, :seq_len], values[:, :, :seq_len]) for keys, values in self.layers]
+        self.attention_mask = self.attention_mask[:, :seq_len]
+
+    def repeat(self, rows: int) -> "KVCache":
+        """A cache of one row as one of several equal rows: a prefix that many continuations share.
+
+        Raises:
+            InputError: it has several rows already.
+        """
+        if self.batch != 1:
+            raise InputError(f"only a cache of one row can be repeated, this one has {self.batch}")
+        layers = [(np.repeat(keys, rows, axis=0), np.repeat(values, rows, axis=0)) for keys, values in self.layers]
+        return KVCache(layers, np.repeat(self.attention_mask, rows, axis=0))
+
+    def save(self, path: str | Path) -> None:
+        """Write the cache as one safetensors file.
+
+        Raises:
+            InputError: it cannot be written there.
+        """
+        parts = {
+            f"{i}.{part}": value
+            for i, layer in enumerate(self.layers)
+            for part, value in zip(PARTS, layer, strict=True)
+        }
+        write_cache(path, "kv", {**parts, "attention_mask": self.attention_mask})
+
+    @staticmethod
+    def load(path: str | Path) -> "KVCache":
+        """Read a cache that `save` wrote.
+
+        Raises:
+            InputError: the file is missing, damaged, or no key/value cache.
+        """
+        tensors = read_cache(path, "kv", PARTS)
+        layers = [(tensors[f"{i}.key"], tensors[f"{i}.value"]) for i in range((len(tensors) - 1) // 2)]
+        cache = KVCache(layers, tensors["attention_mask"])
+        shapes = {value.shape for layer in layers for value in layer}
+        if len(shapes) != 1 or len(next(iter(shapes))) != 4 or next(iter(shapes))[::2] != cache.attention_mask.shape:
+            raise InputError(f"{path} holds layers of the shapes {sorted(shapes)} for {cache.attention_mask.shape}")
+        return cache
 
     def feeds(self, sizes: Sizes, shape: tuple[int, ...], dtype: DTypeLike) -> dict[str, NDArray[Any]]:
         """As inputs of the graph, each of this shape and dtype.
@@ -55,7 +171,7 @@ class KVCache:
             raise InputError(f"the cache has {self.num_layers} layers, the model {sizes.num_layers}")
         feeds = {}
         for i, layer in enumerate(self.layers):
-            for kind, value in zip(("key", "value"), layer, strict=True):
+            for kind, value in zip(PARTS, layer, strict=True):
                 if value.shape != shape or value.dtype != dtype:
                     raise InputError(
                         f"the cache's {kind}s of layer {i} are {value.dtype} {list(value.shape)}, "
@@ -65,7 +181,7 @@ class KVCache:
         return feeds
 
     @staticmethod
-    def empty(num_layers: int, batch: int, n_kv_heads: int, head_dim: int, dtype: Any) -> "KVCache":
+    def empty(num_layers: int, batch: int, n_kv_heads: int, head_dim: int, dtype: DTypeLike) -> "KVCache":
         """The cache before the first token."""
         nothing = np.zeros((batch, n_kv_heads, 0, head_dim), dtype)
         return KVCache([(nothing, nothing)] * num_layers, np.zeros((batch, 0), np.int64))

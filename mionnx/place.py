@@ -1,5 +1,6 @@
 """Where one intervention falls in one call: which rows, heads and positions, and its value in that place."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,30 +75,40 @@ class Place:
         """Row -> absolute positions, for the rows it applies to; None if it applies at every position.
 
         Raises:
-            InterventionError: a position that a row does not have, or that lies in the cached past.
+            InterventionError: a position that a row does not have, or that lies in the cached past; a phase of which
+                no token is there.
         """
         given = self.intervention.positions
         if given is None:
             return None
-        if not isinstance(given[0], tuple):
-            return {row: [self._absolute(position, row) for position in given] for row in self.rows()}
-        if len(given) != self.call.batch:
-            raise self._refuse(f"positions for {len(given)} rows, but the batch has {self.call.batch}")
-        return {row: [self._absolute(position, row) for position in given[row]] for row in self.rows()}
-
-    def _absolute(self, position: int, row: int) -> int:
+        by_row = self._by_row(given)
         try:
-            return self.call.absolute(position, row)
+            found = {row: self.call.absolutes(by_row[row], row) for row in self.rows()}
         except LookupError as error:
             raise self._refuse(str(error)) from None
+        if isinstance(given, str) and self.call.horizon is None and not any(found.values()):
+            raise self._refuse(
+                f"no token of this call is in the phase {given!r}; `prompt_length=` says where it begins"
+            )
+        return found
 
-    def columns(self, row: int) -> list[int]:
-        """The indices along the sequence axis that are selected in a row."""
+    def _by_row(self, given: Any) -> Sequence[Any]:
+        if isinstance(given, str) or not isinstance(given[0], tuple):
+            return [given] * self.call.batch
+        if len(given) != self.call.batch:
+            raise self._refuse(f"positions for {len(given)} rows, but the batch has {self.call.batch}")
+        return given
+
+    def columns(self, row: int) -> list[int | None]:
+        """The indices along the sequence axis that are selected in a row; None for those of another step."""
         positions = self.positions()
         if positions is None:
             return list(range(self.call.seq))
-        found = self.call.token_positions[row]
-        return [int(np.argmax(found == position)) for position in positions[row]]
+        here = {int(at): column for column, at in enumerate(self.call.token_positions[row])}
+        return [here.get(at) for at in positions[row]]
+
+    def _here(self, row: int) -> list[int]:
+        return [column for column in self.columns(row) if column is not None]
 
     def mask(self) -> NDArray[np.bool_]:
         """Heads and rows as a mask of the value's rank: 1 wide along the axes that it does not limit."""
@@ -117,7 +128,7 @@ class Place:
         axis = sequence_axis(self.edit.axes)
         at = np.zeros((self.call.batch, self.call.seq), bool)
         for row in self.rows():
-            at[row, self.columns(row)] = True
+            at[row, self._here(row)] = True
         return self.mask() & at.reshape([d if i in (0, axis) else 1 for i, d in enumerate(self.shape)])
 
     def value(self, given: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
@@ -127,16 +138,36 @@ class Place:
             InterventionError: a shape that fits neither the activation nor the selected part, or a number beyond the
                 dtype's range.
         """
+        if self.intervention.positions is not None and not any(self._here(row) for row in self.rows()):
+            return np.zeros((1,) * len(self.shape), dtype)  # another step's: selected nowhere in this one
+        if self.edit.kind == "knockout":
+            given = self.knockout_mask(given)
         if self.edit.kind == "project_out":
             if given.shape[-1] != self.shape[-1]:
                 raise self._refuse(f"direction of width {given.shape[-1]}, the value is {self.spelled}")
             return self._cast(given, dtype)
-        whole = given.shape == self.shape if self.edit.kind == "replace" else broadcasts(given.shape, self.shape)
+        exact = self.edit.kind == "replace" and self.call.horizon is None
+        whole = given.shape == self.shape if exact else broadcasts(given.shape, self.shape)
         if not whole and not self.intervention.limited:
             verb = "must be" if self.edit.kind == "replace" else "must broadcast to"
             raise self._refuse(f"value of shape {list(given.shape)} {verb} {self.spelled}")
         full = self._cast(given if whole else self._scattered(given), dtype)
         return full.reshape((1,) * (len(self.shape) - full.ndim) + full.shape)
+
+    def knockout_mask(self, given: NDArray[Any]) -> NDArray[Any]:
+        """In a step of a generation, the part of a mask that falls on the step's queries and keys.
+
+        Rows and columns of a mask are columns of the batch, padding included; beyond the mask nothing is knocked out.
+        """
+        if self.call.horizon is None or given.ndim < 2:
+            return given
+        queries, keys = self.shape[-2:]
+        first = self.call.total - self.call.seq
+        mask = given[..., first : first + queries, :] if given.shape[-2] > 1 else given
+        mask = mask[..., :keys] if given.shape[-1] > 1 else mask
+        below = queries - mask.shape[-2] if given.shape[-2] > 1 else 0
+        right = keys - mask.shape[-1] if given.shape[-1] > 1 else 0
+        return np.pad(mask, [*[(0, 0)] * (given.ndim - 2), (0, below), (0, right)])
 
     def _scattered(self, given: NDArray[Any]) -> NDArray[Any]:
         """A value given for the selected part only, put where that part lies."""
@@ -150,16 +181,19 @@ class Place:
             )
         full, spread = np.zeros(self.shape, given.dtype), np.broadcast_to(given, part)
         for i, (row, one) in enumerate(index.items()):
-            full[row][np.ix_(*one)] = spread[i]
+            here = [[n for n, at in enumerate(along) if at is not None] for along in one]  # none of another step's
+            there = [[at for at in along if at is not None] for along in one]
+            full[row][np.ix_(*there)] = spread[i][np.ix_(*here)]
         return full
 
-    def _index(self, row: int) -> list[NDArray[np.int64]]:
-        """Which indices are selected in a row, along every axis after batch."""
-        index = [np.arange(dim) for dim in self.shape]
-        index[sequence_axis(self.edit.axes)] = np.array(self.columns(row))
+    def _index(self, row: int) -> list[list[int | None]]:
+        """Which indices are selected in a row, along every axis after batch; None for positions of another step."""
+        index: list[list[int | None]] = [list(range(dim)) for dim in self.shape]
+        if self.intervention.positions is not None:
+            index[sequence_axis(self.edit.axes)] = self.columns(row)
         axis, heads = heads_axis(self.edit.axes), self.heads()
         if axis is not None and heads is not None:
-            index[axis] = np.array(heads)
+            index[axis] = list(heads)
         return index[1:]
 
     def _cast(self, value: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:

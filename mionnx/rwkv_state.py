@@ -1,14 +1,21 @@
-"""The recurrent state of an RWKV model: what a forward pass continues from."""
+"""The recurrent state of an RWKV model: what a forward pass continues from, and what can be transplanted into it.
 
-from collections.abc import Sequence
+A saved state is one `.safetensors` file: `{layer}.att_shift`, `{layer}.wkv` and `{layer}.ffn_shift` a layer,
+`attention_mask`, and in its metadata `mionnx_cache` = "rwkv".
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from mionnx.cachefile import read_cache, write_cache
 from mionnx.errors import InputError
 from mionnx.metadata import Sizes
+from mionnx.transplant import fitting
 
 PARTS = ("att_shift", "wkv", "ffn_shift")
 
@@ -23,11 +30,14 @@ class Layer:
     """
 
     att_shift: NDArray[Any]
-    wkv: NDArray[np.float32]
+    wkv: NDArray[Any]
     ffn_shift: NDArray[Any]
 
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        return iter((self.att_shift, self.wkv, self.ffn_shift))
 
-@dataclass(frozen=True)
+
+@dataclass
 class RWKVState:
     """The state after the tokens seen so far.
 
@@ -45,9 +55,121 @@ class RWKVState:
         return len(self.layers)
 
     @property
+    def batch(self) -> int:
+        """Rows."""
+        return int(self.attention_mask.shape[0])
+
+    @property
     def seq_len(self) -> int:
         """How many positions it has seen, padding included."""
         return int(self.attention_mask.shape[1])
+
+    def get_layer(self, layer: int) -> Layer:
+        """One layer's state.
+
+        Raises:
+            InputError: no such layer.
+        """
+        if not 0 <= layer < self.num_layers:
+            raise InputError(f"layer {layer} of a state with {self.num_layers} layers (0 to {self.num_layers - 1})")
+        return self.layers[layer]
+
+    def set_layer(
+        self,
+        layer: int,
+        wkv: ArrayLike,
+        att_shift: ArrayLike | None = None,
+        ffn_shift: ArrayLike | None = None,
+    ) -> None:
+        """Put another state in place of a layer's.
+
+        Args:
+            layer: 0-based.
+            wkv: [batch, n_heads, key, value].
+            att_shift, ffn_shift: [batch, hidden]; left as they are if they are left out.
+
+        Raises:
+            InputError: no such layer, another shape, or NaN.
+        """
+        old = self.get_layer(layer)
+        given = (att_shift, wkv, ffn_shift)
+        new = [
+            before if value is None else fitting(before, value, f"{part} of layer {layer}")
+            for before, value, part in zip(old, given, PARTS, strict=True)
+        ]
+        self.layers = [Layer(*new) if i == layer else one for i, one in enumerate(self.layers)]
+
+    def clear_layer(self, layer: int) -> None:
+        """Let a layer forget everything: zeros, as before the first token."""
+        att_shift, wkv, ffn_shift = (np.zeros_like(part) for part in self.get_layer(layer))
+        self.set_layer(layer, wkv, att_shift, ffn_shift)
+
+    def clone_layer_from(self, donor: "RWKVState", layer: int) -> None:
+        """Take a layer's state from another one of the same shape.
+
+        Raises:
+            InputError: no such layer in one of the two, or another shape.
+        """
+        att_shift, wkv, ffn_shift = donor.get_layer(layer)
+        self.set_layer(layer, wkv, att_shift, ffn_shift)
+
+    def clone_layer_position_range(self, donor: "RWKVState", layer: int, start: int, end: int) -> None:
+        """Refused: a recurrent state does not keep positions apart.
+
+        Raises:
+            InputError: always; it names what can be done instead.
+        """
+        raise InputError(
+            "a recurrent state does not keep its positions apart: take whole layers with clone_layer_from, or leave "
+            "positions out while they are read, with HookSpec.set_state_knockout"
+        )
+
+    def trim_to(self, seq_len: int) -> None:
+        """Refused: a recurrent state cannot go back.
+
+        Raises:
+            InputError: always; it names what can be done instead.
+        """
+        raise InputError(
+            f"a recurrent state of {self.seq_len} positions cannot go back to {seq_len}: keep the state of an "
+            "earlier call, or capture hook_states"
+        )
+
+    def repeat(self, rows: int) -> "RWKVState":
+        """A state of one row as one of several equal rows: a prefix that many continuations share.
+
+        Raises:
+            InputError: it has several rows already.
+        """
+        if self.batch != 1:
+            raise InputError(f"only a state of one row can be repeated, this one has {self.batch}")
+        layers = [Layer(*(np.repeat(part, rows, axis=0) for part in layer)) for layer in self.layers]
+        return RWKVState(layers, np.repeat(self.attention_mask, rows, axis=0))
+
+    def save(self, path: str | Path) -> None:
+        """Write the state as one safetensors file.
+
+        Raises:
+            InputError: it cannot be written there.
+        """
+        parts = {
+            f"{i}.{part}": value
+            for i, layer in enumerate(self.layers)
+            for part, value in zip(PARTS, layer, strict=True)
+        }
+        write_cache(path, "rwkv", {**parts, "attention_mask": self.attention_mask})
+
+    @staticmethod
+    def load(path: str | Path) -> "RWKVState":
+        """Read a state that `save` wrote.
+
+        Raises:
+            InputError: the file is missing, damaged, or no RWKV state.
+        """
+        tensors = read_cache(path, "rwkv", PARTS)
+        count = (len(tensors) - 1) // len(PARTS)
+        layers = [Layer(*(tensors[f"{i}.{part}"] for part in PARTS)) for i in range(count)]
+        return RWKVState(layers, tensors["attention_mask"])
 
     @staticmethod
     def empty(sizes: Sizes, batch: int, dtype: DTypeLike) -> "RWKVState":
@@ -68,8 +190,8 @@ class RWKVState:
         wkv = (np.dtype(np.float32), (batch, sizes.num_heads, sizes.head_dim, sizes.head_dim))
         feeds = {}
         for i, layer in enumerate(self.layers):
-            for part, (kind, shape) in zip(PARTS, (shift, wkv, shift), strict=True):
-                value = np.asarray(getattr(layer, part))
+            for part, (kind, shape), given in zip(PARTS, (shift, wkv, shift), layer, strict=True):
+                value = np.asarray(given)
                 if value.shape != shape or value.dtype != kind:
                     raise InputError(
                         f"the state's {part} of layer {i} is {value.dtype} {list(value.shape)}, "

@@ -89,6 +89,40 @@ def open_session(model: Path | bytes, folder: Path, options: Options) -> "onnxru
         raise ModelError(f"ONNX Runtime cannot open the model in {folder}: {error}") from error
 
 
+Value = Any  # an array, or onnxruntime's OrtValue
+
+
+def run_in_place(
+    session: "onnxruntime.InferenceSession", outputs: Sequence[str], feeds: dict[str, Value], options: Options
+) -> "dict[str, onnxruntime.OrtValue]":
+    """Run a session whose results stay where its provider computes them, so that they can be fed again uncopied.
+
+    Args:
+        session: a session of these options.
+        outputs: names.
+        feeds: arrays, or results of an earlier call.
+        options: what the session was opened with.
+
+    Raises:
+        ModelError: ONNX Runtime failed while running.
+    """
+    device = "cuda" if options.provider_name() == PROVIDERS["cuda"] else "cpu"
+    read = {entry.name for entry in (*session.get_inputs(), *session.get_overridable_initializers())}
+    try:
+        binding = session.io_binding()
+        for name in read & feeds.keys():
+            value = feeds[name]
+            if not isinstance(value, onnxruntime.OrtValue):
+                value = onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value), device, 0)
+            binding.bind_ortvalue_input(name, value)
+        for name in outputs:
+            binding.bind_output(name, device)
+        session.run_with_iobinding(binding)
+        return dict(zip(outputs, binding.get_outputs(), strict=True))
+    except Exception as error:  # ONNX Runtime's errors share no base class
+        raise ModelError(f"ONNX Runtime failed while running the model: {error}") from error
+
+
 def run(
     session: "onnxruntime.InferenceSession", outputs: Sequence[str], feeds: dict[str, NDArray[Any]]
 ) -> dict[str, NDArray[Any]]:

@@ -17,7 +17,6 @@
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +29,7 @@ from mionnx.hookpoint import HookPoint
 from mionnx.intervention import KINDS, Intervention
 from mionnx.spec import Capture, HookSpec
 from mionnx.state_spec import TERMS, StateKnockoutSpec, StateSteeringSpec, StateTargets
+from mionnx.whole import write_whole
 
 VERSION = "1"
 REQUIRED = ("captures", "interventions")
@@ -62,23 +62,6 @@ def save(spec: HookSpec, path: str | Path) -> None:
     except SafetensorError as error:
         raise SpecFileError(f"the spec cannot be saved: {error}") from error
     write_whole(Path(path), data)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that nobody ever sees a part of it.
-
-    Raises:
-        SpecFileError: the folder is missing, read-only or full.
-    """
-    try:
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            partial.write_bytes(data)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
-        raise SpecFileError(f"cannot write {path}: {error}") from error
 
 
 def load(path: str | Path) -> HookSpec:

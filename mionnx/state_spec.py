@@ -18,6 +18,7 @@ from typing import Self
 import numpy as np
 
 from mionnx.errors import InterventionError, nearest
+from mionnx.intervention import PHASES
 from mionnx.knockout import naturals, whole
 
 TERMS = ("write", "erase", "decay", "token_shift")
@@ -27,20 +28,21 @@ TERMS = ("write", "erase", "decay", "token_shift")
 class StateTargets:
     """Positions and layers, chained: `.position(0).positions([3, 4]).layer_range(2, 5)`. All layers by default.
 
-    Positions count from 0 in each row's own text, negative ones from its end.
+    Positions count from 0 in each row's own text, negative ones from the end of its prompt; "prompt" and "generated"
+    are the phases of a text.
     """
 
     layers_: list[int] | None = None
-    positions_: list[int] = field(default_factory=list)
+    positions_: list[int | str] = field(default_factory=list)
     terms: list[str] = field(default_factory=lambda: ["write"])
 
-    def position(self, position: int) -> Self:
-        """Add one position."""
+    def position(self, position: int | str) -> Self:
+        """Add one position, or a phase: "prompt" or "generated"."""
         return self.positions([position])
 
-    def positions(self, positions: Iterable[int]) -> Self:
-        """Add positions."""
-        self.positions_ += [whole("position", position) for position in positions]
+    def positions(self, positions: Iterable[int | str]) -> Self:
+        """Add positions, or phases."""
+        self.positions_ += [p if isinstance(p, str) and p in PHASES else whole("position", p) for p in positions]  # type: ignore[arg-type]
         return self
 
     def layer(self, layer: int) -> Self:
@@ -101,7 +103,7 @@ class StateTargets:
         if not self.positions_:
             raise InterventionError(f"{self.title}: no position was given, so it would do nothing")
         for position in self.positions_:
-            if not -seq_len <= position < seq_len:
+            if not isinstance(position, str) and not -seq_len <= position < seq_len:
                 raise InterventionError(
                     f"{self.title}: position {position} does not exist in a text of {seq_len} tokens "
                     f"(0 to {seq_len - 1})"

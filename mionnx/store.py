@@ -79,8 +79,14 @@ def exporter_for(folder: Path) -> ModuleType:
     )
 
 
-def export(folder: Path, target: Path, dtype: str, progress: Progress) -> None:
+def export(folder: Path, target: Path, dtype: str, progress: Progress, copy: bool = False) -> None:
     """Export a checkpoint into a folder that does not exist yet; it appears when it is whole.
+
+    Args:
+        folder, target: of the checkpoint, and of the hooked model.
+        dtype: of the exported model.
+        progress: called as (stage, done, total).
+        copy: give the folder weight files of its own, where otherwise they are the checkpoint's under another name.
 
     Raises:
         ExportError: the target exists, torch is not installed, or the exporter refuses the checkpoint.
@@ -93,6 +99,8 @@ def export(folder: Path, target: Path, dtype: str, progress: Progress) -> None:
     try:
         partial.mkdir(parents=True)
         exporter.export(folder, partial, dtype, progress)
+        if copy:
+            _copy_links(partial, progress)
         partial.rename(target)
     except ImportError as error:
         raise ExportError(
@@ -102,6 +110,16 @@ def export(folder: Path, target: Path, dtype: str, progress: Progress) -> None:
         raise ExportError(f"cannot write {target}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _copy_links(folder: Path, progress: Progress) -> None:
+    """Make every file of a folder one that no other name leads to."""
+    shared = [path for path in folder.iterdir() if path.stat().st_nlink > 1]
+    for done, path in enumerate(shared):
+        progress(f"copying {path.name}", done, len(shared))
+        own = path.with_name(f"{path.name}.copy")
+        shutil.copyfile(path, own)
+        own.replace(path)
 
 
 def export_in_place(folder: Path, dtype: str, progress: Progress) -> None:

@@ -37,7 +37,8 @@ license_name: same-as-the-project
 
 # {name}
 
-A {description}; {parameters:,} parameters.
+{description};
+{parameters:,} parameters.
 It knows one small world completely.  It is a test fixture and a demonstration model for interpretability tools: small
 enough to run anywhere, trained enough that facts, name moving, induction and counting are really in it.  It has no
 other use.
@@ -134,15 +135,15 @@ def layout(config: PretrainedConfig | dict[str, Any]) -> str:
     """Describe a Llama, GPT-2 or RWKV-7 configuration in words."""
     if isinstance(config, dict):
         return (
-            f"RWKV-7 of {config['num_hidden_layers']} layers, width {config['hidden_size']}, "
+            f"An RWKV-7 of {config['num_hidden_layers']} layers, width {config['hidden_size']}, "
             f"{config['hidden_size'] // config['head_dim']} heads with a state of {config['head_dim']} x "
             f"{config['head_dim']} each, feed-forward width {config['hidden_ratio'] * config['hidden_size']}, "
             "in flash-linear-attention's layout"
         )
     if isinstance(config, GPT2Config):
-        return f"GPT-2 of {config.n_layer} layers, width {config.n_embd}, {config.n_head} heads, learned positions"
+        return f"A GPT-2 of {config.n_layer} layers, width {config.n_embd}, {config.n_head} heads, learned positions"
     return (
-        f"{config.model_type.capitalize()} of {config.num_hidden_layers} layers, width {config.hidden_size}, "
+        f"A {config.model_type.capitalize()} of {config.num_hidden_layers} layers, width {config.hidden_size}, "
         f"{config.num_attention_heads} heads over {config.num_key_value_heads} key/value heads, "
         f"feed-forward width {config.intermediate_size}"
     )

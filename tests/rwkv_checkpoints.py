@@ -1,12 +1,18 @@
 """Small random RWKV-6 and RWKV-7 checkpoints, in every layout in which they come."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from exporters.rwkv.layouts import LAYOUTS as FOUND
 
 VOCAB, HIDDEN, HEAD, LAYERS = 101, 128, 64, 2
 LAYOUTS = ["6-pth", "6-hf", "7-pth", "7-fla", "7-fla-fused"]
@@ -146,3 +152,29 @@ def write(layout: str, folder: Path, tensors: Tensors | None = None, **config: o
     known = {"model_type": f"rwkv{version}", "hidden_size": tensors["emb.weight"].shape[1]}
     (folder / "config.json").write_text(json.dumps({**known, **config}))
     return tensors
+
+
+def to_blinkdl(stored: Tensors) -> Tensors:
+    """A checkpoint in flash-linear-attention's layout under BlinkDL's names; what layer 0 lacks is zeros."""
+    layout = next(layout for layout in FOUND if layout.low_rank_turned)
+    wanted = blinkdl(7, hidden=stored["lm_head.weight"].shape[1], layers=sum(".ffn.x_k" in name for name in stored))
+    tensors = {}
+    for name, like in wanted.items():
+        value = stored.get(layout.name(name))
+        if value is None:
+            tensors[name] = torch.zeros_like(like)
+        else:
+            turned = layout.turned(name) and name.endswith(("1", "2"))
+            tensors[name] = (value.T if turned else value.reshape(1, 1, -1) if like.dim() == 3 else value).contiguous()
+    return tensors
+
+
+def run_package(version: int, tensors: Tensors, texts: dict[str, np.ndarray], folder: Path) -> dict[str, np.ndarray]:
+    """What the `rwkv` package gives: `{text}.logits` [seq, vocab] and `{text}.state.{n}`."""
+    write(f"{version}-pth", folder, tensors)
+    np.savez(folder / "tokens.npz", **texts)
+    files = [str(folder / name) for name in ("model.pth", "tokens.npz", "out.npz")]
+    environment = {**os.environ, "RWKV_V7_ON": str(int(version == 7)), "RWKV_CUDA_ON": "0"}
+    script = str(Path(__file__).with_name("rwkv_reference.py"))
+    subprocess.run([sys.executable, script, *files], check=True, env=environment, capture_output=True)
+    return dict(np.load(folder / "out.npz"))

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from conftest import REPOSITORY
 from safetensors.numpy import load_file, save_file
@@ -16,6 +17,7 @@ from mionnx import HookSpec, Intervention, InterventionError, MIError, SpecFileE
 from mionnx.grammar import parse
 
 LLAMA = REPOSITORY / "models" / "world-llama"
+RWKV = REPOSITORY / "models" / "world-rwkv7"
 PROMPT = "The capital of France is"
 
 
@@ -30,14 +32,34 @@ def succeeded(*arguments: object) -> str:
     return run.stdout
 
 
-def test_the_demo_shows_five_real_effects():
+def test_the_demo_shows_six_real_effects():
     output = succeeded("demo")
-    for number, title in enumerate(("Attention patterns", "Logit lens", "knockout", "patching", "Head ablation"), 1):
+    titles = ("Attention patterns", "Logit lens", "knockout", "patching", "Head ablation", "RWKV state knockout")
+    for number, title in enumerate(titles, 1):
         assert f"{number}. " in output
         assert title in output
     assert "'Paris'" in output
     assert "'Berlin'" in output
     assert "matters most" in output
+
+
+def test_a_recurrent_model_runs_the_examples_that_it_has_hooks_for():
+    output = succeeded("demo", RWKV)
+    assert "1. Logit lens" in output
+    assert "3. RWKV state knockout" in output
+    assert "Attention" not in output
+
+
+def test_state_interventions():
+    plain = json.loads(succeeded("run", RWKV, PROMPT, "--json"))
+    assert plain["top"][0][0] == "Paris"
+    treated = json.loads(succeeded("run", RWKV, PROMPT, "--state-knockout", "positions=3", "--json"))
+    assert treated["kl_divergence"] > 1
+    steered = succeeded("run", RWKV, PROMPT, "--state-steering", "0.5@positions=3;layers=3;heads=0", "--json")
+    assert 0 < json.loads(steered)["kl_divergence"] < treated["kl_divergence"]
+    captured = succeeded("run", RWKV, PROMPT, "--capture", "blocks.3.rwkv.hook_effective_attn", "--json")
+    assert json.loads(captured)["captures"] == {"blocks.3.rwkv.hook_effective_attn": [1, 2, 5, 5]}
+    assert "blocks.{i}.rwkv.hook_state" in succeeded("hooks", RWKV)
 
 
 def test_hooks_lists_every_hook_point():
@@ -89,6 +111,8 @@ def test_every_kind_of_intervention_runs(tmp_path):
         (["run", LLAMA, PROMPT, "--provider", "cuda"], "CPUExecutionProvider"),
         (["hooks", LLAMA, "--layer", "9"], "no layer 9"),
         (["run", LLAMA, " "], "empty"),
+        (["run", LLAMA, PROMPT, "--state-knockout", "positions=3"], "no recurrent state"),
+        (["run", RWKV, PROMPT, "--state-knockout", "positions=5"], "position 5"),
     ],
 )
 def test_errors_are_one_message(arguments, message):
@@ -100,7 +124,9 @@ def test_errors_are_one_message(arguments, message):
 
 def test_export_makes_what_hooks_reads(tmp_path):
     checkpoint = shutil.copytree(LLAMA, tmp_path / "checkpoint", ignore=shutil.ignore_patterns("*.onnx"))
-    assert "llama, 4 layers" in succeeded("export", checkpoint, "-o", tmp_path / "hooked")
+    assert "llama, 4 layers" in succeeded("export", checkpoint, "-o", tmp_path / "hooked", "--copy")
+    assert all(path.stat().st_nlink == 1 for path in (tmp_path / "hooked").iterdir())
+    onnx.checker.check_model(tmp_path / "hooked" / "model.onnx", full_check=True)  # refuses files with several names
     shipped, fresh = (json.loads(succeeded("hooks", folder, "--json")) for folder in (LLAMA, tmp_path / "hooked"))
     assert fresh == shipped
     again = mionnx("export", checkpoint, "-o", tmp_path / "hooked")

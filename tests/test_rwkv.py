@@ -1,8 +1,5 @@
 """RWKV-6 and RWKV-7 against the `rwkv` package, and every intervention against a float64 loop."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +8,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rwkv_checkpoints import LAYERS, LAYOUTS, VOCAB, blinkdl, write
+from rwkv_checkpoints import LAYERS, LAYOUTS, VOCAB, blinkdl, run_package, write
 from rwkv_loop import Gates, Loop
 
 from exporters.rwkv import export
@@ -52,12 +49,7 @@ def package(shared: Path) -> Callable[[int], dict[str, np.ndarray]]:
         folder = shared / f"package-{version}"
         with FileLock(f"{folder}.lock"):
             if not (folder / "out.npz").exists():
-                write(f"{version}-pth", folder)
-                np.savez(folder / "tokens.npz", **{str(length): text(length) for length in LENGTHS})
-                files = [str(folder / name) for name in ("model.pth", "tokens.npz", "out.npz")]
-                environment = {**os.environ, "RWKV_V7_ON": str(int(version == 7)), "RWKV_CUDA_ON": "0"}
-                script = str(Path(__file__).with_name("rwkv_reference.py"))
-                subprocess.run([sys.executable, script, *files], check=True, env=environment, capture_output=True)
+                run_package(version, blinkdl(version), {str(length): text(length) for length in LENGTHS}, folder)
         return dict(np.load(folder / "out.npz"))
 
     return find

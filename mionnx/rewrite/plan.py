@@ -59,15 +59,22 @@ class Want:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that distinguishes one rewritten graph of a model from another; equal plans share a session."""
+    """Everything that distinguishes one rewritten graph of a model from another; equal plans share a session.
+
+    Attributes:
+        edits: interventions, in registration order.
+        wants: captures, in execution order.
+        last_only: whether logits are computed for the last position of each row only.
+    """
 
     edits: tuple[Edit, ...] = ()
     wants: tuple[Want, ...] = ()
+    last_only: bool = False
 
     @property
     def empty(self) -> bool:
         """Whether the untouched graph serves."""
-        return not self.edits and not self.wants
+        return not (self.edits or self.wants or self.last_only)
 
 
 @dataclass

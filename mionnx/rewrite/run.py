@@ -8,6 +8,7 @@ from mionnx.rewrite.capture import capture
 from mionnx.rewrite.intervene import intervene
 from mionnx.rewrite.plan import Plan, Report
 from mionnx.rewrite.prune import prune
+from mionnx.rewrite.restrict import last_position
 from mionnx.rewrite.start import start_at
 
 
@@ -25,6 +26,8 @@ def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[by
     graph, report = graphs.edit(origin), Report()
     intervene(graph, plan.edits, report)
     capture(graph, plan.wants, metadata, report)
+    if plan.last_only:
+        last_position(graph, report)
     prune(graph, report)
     return graphs.serialise(graph, origin), report
 
