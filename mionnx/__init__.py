@@ -17,6 +17,7 @@ from mionnx.errors import (
     SpecFileError,
     TokenizerError,
 )
+from mionnx.generation import Generation
 from mionnx.hookpoint import HookPoint
 from mionnx.intervention import Intervention
 from mionnx.knockout import KnockoutSpec, create_knockout_mask
@@ -28,6 +29,7 @@ from mionnx.sampling import sample_token
 from mionnx.session import Options
 from mionnx.spec import HookSpec
 from mionnx.state_spec import StateKnockoutSpec, StateSteeringSpec
+from mionnx.streamer import TextStreamer
 from mionnx.tokens import Tokens
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "Compiled",
     "Estimate",
     "ExportError",
+    "Generation",
     "HookCache",
     "HookError",
     "HookPoint",
@@ -55,6 +58,7 @@ __all__ = [
     "StateAblationResult",
     "StateKnockoutSpec",
     "StateSteeringSpec",
+    "TextStreamer",
     "TokenChange",
     "TokenizerError",
     "Tokens",

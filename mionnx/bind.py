@@ -23,8 +23,8 @@ from mionnx.visible import refuse_blind_rows
 NOWHERE = -2  # in an input of positions: selects no token; -1 is what padding has
 
 
-def plan_of(spec: HookSpec, model: HookedModel) -> Plan:
-    """The structure of a spec on a model.
+def plan_of(spec: HookSpec, model: HookedModel, last_only: bool = False) -> Plan:
+    """The structure of a spec on a model, with logits of all positions or of the last only.
 
     Raises:
         HookError: a hook point that the model does not have.
@@ -38,7 +38,7 @@ def plan_of(spec: HookSpec, model: HookedModel) -> Plan:
     for point, intervention in spec.interventions:
         index = seen[point.name] = seen.get(point.name, -1) + 1
         edits.append(_edit(model, point, intervention, index))
-    return Plan(tuple(edits), tuple(ordered))
+    return Plan(tuple(edits), tuple(ordered), last_only)
 
 
 def _edit(model: HookedModel, point: HookPoint, intervention: Intervention, index: int) -> Edit:

@@ -119,6 +119,15 @@ class Call:
         here = {int(at): column for column, at in enumerate(self.token_positions[row])}
         return [here.get(at) for at in self.absolutes(given, row)]
 
+    def following(self, ids: NDArray[np.int64]) -> "Call":
+        """The call after this one, of one token a row.
+
+        Args:
+            ids: [batch].
+        """
+        mask = np.concatenate([self.attention_mask, np.ones((self.batch, 1), np.int64)], axis=1)
+        return replace(self, input_ids=ids[:, None].copy(), attention_mask=mask, position_ids=self.lengths[:, None])
+
     def feeds(self) -> dict[str, NDArray[np.int64]]:
         """As inputs of the graph."""
         return {
@@ -163,6 +172,11 @@ def make_call(
         )
     call = Call(ids, mask, np.ascontiguousarray(positions))
     return call if prompt_length is None else replace(call, prompt_lengths=_prompt_lengths(prompt_length, call))
+
+
+def count_rows(tokens: Any) -> int:
+    """How many rows a call on these tokens has; see `make_call`."""
+    return len(_rows(tokens)[0])
 
 
 def _prompt_lengths(given: int | Sequence[int], call: Call) -> NDArray[np.int64]:

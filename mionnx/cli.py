@@ -1,9 +1,9 @@
-"""The command line: `mionnx export`, `hooks`, `run`, `demo`."""
+"""The command line: `mionnx export`, `hooks`, `run`, `generate`, `demo`."""
 
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,13 +20,15 @@ from mionnx import demo as examples
 from mionnx import store
 from mionnx.ablation import AblationResult
 from mionnx.cache import HookCache
-from mionnx.errors import MIError, ModelError
+from mionnx.errors import InterventionError, MIError, ModelError
 from mionnx.grammar import parse, parse_state
 from mionnx.hooked_model import HookedModel
 from mionnx.hookpoint import HookPoint
 from mionnx.model import MIModel
 from mionnx.progress import bars
 from mionnx.spec import HookSpec
+from mionnx.streamer import TextStreamer
+from mionnx.tokens import Tokens
 from mionnx.whole import write_whole
 
 app = typer.Typer(
@@ -38,6 +40,8 @@ app = typer.Typer(
 Model = Annotated[str, typer.Argument(help="A hooked model's folder, a Hugging Face checkpoint's folder, or a Hub id.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Edits = Annotated[list[str] | None, typer.Option(metavar="HOOK[=VALUE][@LIMITS]")]
+Steerings = Annotated[list[str] | None, typer.Option(metavar="SCALE@LIMITS")]
+SpecFile = Annotated[Path | None, typer.Option(help="A saved HookSpec to begin with.")]
 States = Annotated[list[str] | None, typer.Option(metavar="LIMITS")]
 Provider = Annotated[str, typer.Option(help="cpu, cuda, or the name of any execution provider.")]
 
@@ -142,8 +146,8 @@ def run(
     project_out: Edits = None,
     knockout: Edits = None,
     state_knockout: States = None,
-    state_steering: Annotated[list[str] | None, typer.Option(metavar="SCALE@LIMITS")] = None,
-    spec: Annotated[Path | None, typer.Option(help="A saved HookSpec to begin with.")] = None,
+    state_steering: Steerings = None,
+    spec: SpecFile = None,
     top: Annotated[int, typer.Option(min=1, help="How many next tokens to show.")] = 5,
     save: Annotated[Path | None, typer.Option(help="Write captures and logits to a safetensors file.")] = None,
     as_json: Json = False,
@@ -165,15 +169,8 @@ def run(
     """
     opened = MIModel.from_pretrained(model, provider=provider)
     tokens = opened.tokenize(prompt)
-    hooks = HookSpec.load(str(spec)) if spec else HookSpec()
     given = {"add": add, "scale": scale, "zero": zero, "replace": replace, "project_out": project_out}
-    for kind, texts in {**given, "knockout": knockout}.items():
-        for text in texts or ():
-            hooks.intervene(*parse(kind, text, opened.num_heads, len(tokens)))
-    for text in state_knockout or ():
-        hooks.set_state_knockout(parse_state("state-knockout", text))  # type: ignore[arg-type]
-    for text in state_steering or ():
-        hooks.set_state_steering(parse_state("state-steering", text))  # type: ignore[arg-type]
+    hooks = _hooks(opened, len(tokens), {**given, "knockout": knockout}, state_knockout, state_steering, spec)
     changes = hooks.num_interventions() + len(hooks.state_knockouts) + len(hooks.state_steerings)
     for hook in capture or ():
         hooks.capture(hook)
@@ -228,6 +225,99 @@ def _as_json(model: MIModel, cache: HookCache, baseline: Logits | None, treated:
         found["baseline"] = _best(model, baseline, top)
         found["kl_divergence"] = AblationResult(baseline, treated).kl_divergence()
     return found
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens at most.")] = 32,
+    add: Edits = None,
+    scale: Edits = None,
+    zero: Edits = None,
+    replace: Edits = None,
+    project_out: Edits = None,
+    knockout: Edits = None,
+    state_knockout: States = None,
+    state_steering: Steerings = None,
+    spec: SpecFile = None,
+    compare: Annotated[bool, typer.Option(help="Generate without the interventions too, first.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="Sample at this temperature; greedy if left out.")] = None,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among the k likeliest; 0 for all.")] = 50,
+    top_p: Annotated[float, typer.Option(help="Sample among those that reach this probability together.")] = 1.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: less of what stands in the text.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End when this text appears.")] = None,
+    as_json: Json = False,
+    provider: Provider = "cpu",
+) -> None:
+    """Continue a prompt, with interventions in force at every step; tokens appear as they are made.
+
+    Interventions are written as for `mionnx run`; positions=prompt and positions=generated are the phases of the text.
+
+    Example:
+
+    mionnx generate models/world-llama "The capital of France is" --scale "blocks.2.hook_attn_out=0" --compare
+    """
+    opened = MIModel.from_pretrained(model, provider=provider)
+    tokens = opened.tokenize(prompt)
+    given = {"add": add, "scale": scale, "zero": zero, "replace": replace, "project_out": project_out}
+    hooks = _hooks(opened, len(tokens), {**given, "knockout": knockout}, state_knockout, state_steering, spec)
+    if compare and hooks.is_empty():
+        raise InterventionError("--compare shows what interventions change, and none was given")
+    sampling = {"temperature": temperature, "do_sample": True} if temperature is not None else {}
+    options = {"top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty, "seed": seed, **sampling}
+    runs = {"baseline": HookSpec(), "steered": hooks} if compare else {"text": hooks}
+    found = {}
+    for title, chosen in runs.items():
+        if not as_json:
+            typer.echo((f"{title}: " if compare else "") + prompt, nl=False)
+        made = opened.generate(
+            tokens,
+            chosen,
+            max_new_tokens=max_new_tokens,
+            stop_strings=stop,
+            streamer=None if as_json else TextStreamer(opened.tokenizer, _after_space(opened, tokens)),
+            **options,  # type: ignore[arg-type]
+        )
+        found[title] = {"text": made.texts[0], "new_text": made.new_texts[0], "new_ids": made.new_ids[0].tolist()}
+        if not as_json:
+            typer.echo()
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+
+
+def _after_space(model: MIModel, tokens: Tokens) -> Callable[[str], None]:
+    """Writes pieces of a continuation; the first after a space where the tokenizer puts one between the two."""
+    ids = tokens.ids.tolist()
+    apart = model.tokenizer.decode([*ids, ids[-1]])[len(model.tokenizer.decode(ids)) :].startswith(" ")
+    begun: list[str] = []
+
+    def write(text: str) -> None:
+        typer.echo(" " + text if apart and not begun and not text.startswith(" ") else text, nl=False)
+        begun.append(text)
+
+    return write
+
+
+def _hooks(
+    model: MIModel,
+    seq_len: int,
+    edits: dict[str, list[str] | None],
+    knockouts: list[str] | None,
+    steerings: list[str] | None,
+    file: Path | None,
+) -> HookSpec:
+    """The spec that the command line asks for."""
+    hooks = HookSpec.load(str(file)) if file else HookSpec()
+    for kind, texts in edits.items():
+        for text in texts or ():
+            hooks.intervene(*parse(kind, text, model.num_heads, seq_len))
+    for text in knockouts or ():
+        hooks.set_state_knockout(parse_state("state-knockout", text))  # type: ignore[arg-type]
+    for text in steerings or ():
+        hooks.set_state_steering(parse_state("state-steering", text))  # type: ignore[arg-type]
+    return hooks
 
 
 @app.command()

@@ -6,7 +6,7 @@ VALUE   a number                              --scale blocks.1.hook_mlp_out=0.5
         FILE.safetensors:KEY[*FACTOR]         --add blocks.2.hook_resid_post=dir.safetensors:key*1.5
         QUERY>KEY, comma separated, * for all --knockout 'blocks.2.attn.hook_scores=-1>0,3>*'
 LIMITS  positions=..., heads=..., rows=...    --zero 'blocks.1.attn.hook_z@heads=3;positions=0,-1'
-        separated by semicolons
+        separated by semicolons               --add blocks.2.hook_resid_post=dir.safetensors:key@positions=generated
 
 State interventions of RWKV name no hook point:
 
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from mionnx.errors import InterventionError, SpecFileError, nearest
-from mionnx.intervention import Intervention
+from mionnx.intervention import PHASES, Intervention
 from mionnx.knockout import KnockoutSpec, create_knockout_mask
 from mionnx.state_spec import StateKnockoutSpec, StateSteeringSpec
 
@@ -92,12 +92,16 @@ Target = TypeVar("Target", StateKnockoutSpec, StateSteeringSpec)
 
 
 def _target(spec: Target, parts: dict[str, str], whole: str) -> Target:
-    spec.positions(_integers(parts["positions"], whole) if "positions" in parts else [])
+    given = parts.get("positions", "")
+    spec.positions([given] if given in PHASES else _integers(given, whole) if given else [])
     return spec.layers(_integers(parts["layers"], whole)) if "layers" in parts else spec
 
 
-def _limits(text: str, whole: str) -> dict[str, list[int]]:
-    return {name: _integers(numbers, whole) for name, numbers in _parts(text, whole, LIMITS).items()}
+def _limits(text: str, whole: str) -> dict[str, Any]:
+    return {
+        name: numbers if name == "positions" and numbers in PHASES else _integers(numbers, whole)
+        for name, numbers in _parts(text, whole, LIMITS).items()
+    }
 
 
 def _parts(text: str, whole: str, allowed: tuple[str, ...]) -> dict[str, str]:

@@ -19,6 +19,7 @@ The format, on one page:
    the graph, a weight outside the folder or beyond the end of its file.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +78,18 @@ class HookedModel:
                 getattr(HookPoint, variant)(point.layer) for variant, base in DERIVED.items() if base == point.variant
             ]
         return points
+
+    def end_tokens(self) -> list[int]:
+        """The tokens that end a text, by `generation_config.json` or `config.json`; none if neither says."""
+        for name in ("generation_config.json", "config.json"):
+            try:
+                found = json.loads((self.folder / name).read_text()).get("eos_token_id")
+            except (OSError, ValueError, AttributeError):
+                continue
+            if found is not None:
+                tokens = found if isinstance(found, list) else [found]
+                return [token for token in tokens if isinstance(token, int) and token < self.metadata.sizes.vocab_size]
+        return []
 
     def dtype(self, point: HookPoint) -> DTypeLike:
         """The dtype of a hook point's value: the model's, but float32 wherever a recurrence reads or writes."""

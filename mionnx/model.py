@@ -14,14 +14,16 @@ from tokenizers import Tokenizer
 from mionnx import bind, memory, past, session, store
 from mionnx.cache import HookCache
 from mionnx.call import Call, Past, make_call
-from mionnx.errors import InputError
+from mionnx.errors import InputError, TokenizerError
 from mionnx.gates import gates_of
+from mionnx.generation import Generation, Stopping, Streamer, generate
 from mionnx.hooked_model import DTYPES, GRAPH, HookedModel
 from mionnx.hookpoint import HookPoint
 from mionnx.progress import bars
 from mionnx.rewrite import Plan, Report, rewrite
 from mionnx.rewrite.run import tail
 from mionnx.rwkv_state import RWKVState
+from mionnx.sampling import Sampling
 from mionnx.spec import HookSpec
 from mionnx.tokens import Tokens, load_tokenizer, tokenize
 from mionnx.world_tokenizer import WorldTokenizer
@@ -170,13 +172,25 @@ class MIModel:
             raise InputError(f"{text!r} is {len(ids)} tokens, not one")
         return ids[0]
 
-    def compile_graph(self, hooks: HookSpec | None = None) -> Compiled:
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model's folder has a tokenizer."""
+        try:
+            return self.tokenizer is not None
+        except TokenizerError:
+            return False
+
+    def compile_graph(self, hooks: HookSpec | None = None, *, last_only: bool = False) -> Compiled:
         """The open graph for a spec's structure; rewritten and opened if there is none yet.
+
+        Args:
+            hooks: the spec.
+            last_only: give logits of the last position only, [batch, 1, vocab].
 
         Raises:
             HookError, InterventionError: the spec does not fit the model.
         """
-        plan = bind.plan_of(hooks or HookSpec(), self.hooked)
+        plan = bind.plan_of(hooks or HookSpec(), self.hooked, last_only)
         compiled = self.compiled.pop(plan, None) or self._open(plan)
         self.compiled[plan] = compiled  # last in the order of the dictionary: the one used most recently
         while len(self.compiled) > self.options.max_graphs:
@@ -199,6 +213,7 @@ class MIModel:
         cache: Past | None = None,
         initial_state: RWKVState | None = None,
         use_cache: bool = False,
+        prompt_length: int | Sequence[int] | None = None,
     ) -> HookCache:
         """Run the model once.
 
@@ -210,6 +225,8 @@ class MIModel:
             cache: keys and values of the tokens before these (`HookCache.kv_cache` of an earlier call); of an RWKV
                 model, the same as `initial_state`.
             initial_state: of an RWKV model, the state to begin with (`HookCache.state` of an earlier call).
+            prompt_length: how many tokens of each row's text, the past included, are its prompt; those after it are
+                the phase "generated", and negative positions count from there. All of it if it is left out.
             use_cache: return the keys and values after this call, as `HookCache.kv_cache`. An RWKV model's state is
                 always there, as `HookCache.state`.
 
@@ -222,7 +239,7 @@ class MIModel:
         """
         spec = hooks or HookSpec()
         compiled, before = self.compile_graph(spec), past.choose(self.hooked, cache, initial_state)
-        call = make_call(self._ids(tokens), attention_mask, before, self.hooked.metadata.sizes)
+        call = make_call(self._ids(tokens), attention_mask, before, self.hooked.metadata.sizes, prompt_length)
         feeds = {**call.feeds(), **past.feeds(self.hooked, before, call)}
         feeds |= bind.values_of(spec, compiled.plan, call, self.hooked)
         feeds |= gates_of(spec, call, self.hooked.metadata)
@@ -238,6 +255,81 @@ class MIModel:
         if isinstance(tokens, Sequence) and tokens and all(isinstance(entry, str) for entry in tokens):
             return [self.tokenize(str(text)) for text in tokens]
         return tokens
+
+    def generate(
+        self,
+        tokens: Prompt,
+        hooks: HookSpec | None = None,
+        *,
+        max_new_tokens: int = 20,
+        min_new_tokens: int = 0,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int = 50,
+        top_p: float = 1.0,
+        repetition_penalty: float = 1.0,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        stop_strings: str | Sequence[str] | None = None,
+        seed: int | None = None,
+        attention_mask: ArrayLike | None = None,
+        cache: Past | None = None,
+        streamer: Streamer | None = None,
+        output_logits: bool = False,
+    ) -> Generation:
+        """Continue prompts, with a spec's interventions in force at every step; names are those of transformers.
+
+        Args:
+            tokens: prompts, as `forward` takes them; ids that are padded must be so on the left.
+            hooks: interventions apply to every token, or to absolute positions, to positions counted back from the
+                prompt's end, or to the phase "prompt" or "generated"; captures are made at every step.
+            max_new_tokens, min_new_tokens: how many tokens a row gets, the end-of-text token included.
+            do_sample: sample; otherwise the likeliest token is taken. `temperature`, `top_k` (0: all) and `top_p` apply
+                to sampling only.
+            repetition_penalty: above 1 makes tokens that stand in the text less likely.
+            eos_token_id: tokens that end a row; the checkpoint's own if left out, none if empty.
+            pad_token_id: what rows that have ended are fed; it never appears in the result.
+            stop_strings: end a row when its new text contains one of these.
+            seed: of the sampling; the same seed gives the same tokens, whatever else is in the batch.
+            attention_mask: [batch, seq], 1 for tokens and 0 for padding.
+            cache: of a prefix (`HookCache.kv_cache`, `HookCache.state`, `Generation.cache`); one of a single row serves
+                several prompts.
+            streamer: told of every token: `put(ids)`, `end()`; see `TextStreamer`.
+            output_logits: keep all logits, as `Generation.steps[i].output()`.
+
+        Raises:
+            InputError: prompts, cache or parameters that nothing can be generated from.
+            HookError, InterventionError: the spec would not take effect as asked.
+        """
+        stopping = Stopping(
+            _count("max_new_tokens", max_new_tokens, 1),
+            _count("min_new_tokens", min_new_tokens, 0),
+            self._end_tokens(eos_token_id),
+            (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings or ()),
+        )
+        pad = pad_token_id if pad_token_id is not None else next(iter(stopping.eos_token_ids), 0)
+        return generate(
+            self,
+            self._ids(tokens),
+            hooks or HookSpec(),
+            Sampling(do_sample, temperature, top_k, top_p, repetition_penalty),
+            stopping,
+            pad_token_id=self._known(pad),
+            seed=seed,
+            attention_mask=attention_mask,
+            cache=cache,
+            streamer=streamer,
+            logits=output_logits,
+        )
+
+    def _end_tokens(self, given: int | Sequence[int] | None) -> tuple[int, ...]:
+        found = self.hooked.end_tokens() if given is None else given
+        return tuple(self._known(token) for token in ([found] if isinstance(found, int) else found))
+
+    def _known(self, token: int) -> int:
+        if not 0 <= token < self.vocab_size:
+            raise InputError(f"token {token}; the vocabulary is 0 to {self.vocab_size - 1}")
+        return int(token)
 
     def _refuse_too_large(self, spec: HookSpec, call: Call) -> None:
         peak, free = self.estimate(spec, call.batch, call.seq, call.total - call.seq).peak, memory.available()
@@ -303,3 +395,9 @@ class MIModel:
             f"MIModel({self.hooked.metadata.family}, {sizes.num_layers} layers, {sizes.num_heads} heads, "
             f"hidden {sizes.hidden_size}, vocabulary {sizes.vocab_size}, {self.options.provider})"
         )
+
+
+def _count(name: str, value: int, least: int) -> int:
+    if not isinstance(value, int | np.integer) or value < least:
+        raise InputError(f"{name} must be an integer of {least} or above, got {value!r}")
+    return int(value)

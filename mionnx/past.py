@@ -48,6 +48,14 @@ def feeds(model: HookedModel, past: Past | None, call: Call) -> Arrays:
     return cache.feeds(sizes, (call.batch, sizes.num_kv_heads, call.total - call.seq, sizes.head_dim), dtype)
 
 
+def carried(model: HookedModel) -> dict[str, str]:
+    """The graph's outputs that the next call takes as inputs: output -> input."""
+    names = outputs(model, True)
+    if model.metadata.recurrent:
+        return {name: name.replace("present_state.", "past_state.") for name in names}
+    return {name: name.replace("present.", "past_key_values.") for name in names}
+
+
 def outputs(model: HookedModel, use_cache: bool) -> list[str]:
     """The names of the graph's outputs to ask for; an RWKV's state is small and always there."""
     layers = model.metadata.sizes.num_layers

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from exporters.rwkv.build import Build
-from exporters.rwkv.recurrence import Reads, recurrence
+from exporters.rwkv.recurrence import Length, Reads, recurrence
 
 # The exponent of RWKV-7's strongest decay: exp(-1/2).
 SLOWEST = 0.6065306597126334
@@ -22,7 +22,7 @@ class Shared:
         keep: whether each token's decay applies, bool [batch, seq, n_heads, 1].
         shift: [batch, seq + 1, 1]: which token each one is mixed with: 0 is the last of the call before, t + 1 is
             token t of this call. The last entry is what the next call's first token is mixed with.
-        long: bool, whether the call has at least a chunk of tokens.
+        length: of the call.
         tokens: int64 [1], the call's tokens.
     """
 
@@ -30,7 +30,7 @@ class Shared:
     erase: ir.Value | None
     keep: ir.Value
     shift: ir.Value
-    long: ir.Value
+    length: Length
     tokens: ir.Value
 
 
@@ -70,7 +70,7 @@ def time_mix6(
     first = build.exact(build.weight(f"{name}.time_faaaa"))
     bonus = op.ReduceSum(op.Mul(op.Mul(r, k), first), [-1], keepdims=1)
     bonus.name = f"blocks.{layer}.rwkv.bonus"
-    y, after = recurrence(build, reads, state, shared.long, f"blocks.{layer}.rwkv")
+    y, after = recurrence(build, reads, state, shared.length, f"blocks.{layer}.rwkv")
     y = build.hook(f"blocks.{layer}.rwkv.hook_wkv", op.Add(y, op.Mul(bonus, v)))
     out = op.Mul(_normed(build, name, y), gate)
     return build.project(out, f"{name}.output.weight"), following, after
@@ -139,7 +139,7 @@ def time_mix7(
     a, b = hook("a", op.Neg(removal)), hook("b", op.Mul(removal, build.to_heads(rate)))
     decay = hook("decay", op.Exp(op.Mul(build.to_heads(speed), slowest)))
     reads = _gated(build, layer, Reads(r, k, v, decay, a, b), shared)
-    y, after = recurrence(build, reads, state, shared.long, f"blocks.{layer}.rwkv")
+    y, after = recurrence(build, reads, state, shared.length, f"blocks.{layer}.rwkv")
     y = hook("wkv", y)
     own = op.ReduceSum(op.Mul(op.Mul(r, k), build.exact(build.weight(f"{name}.r_k"))), [-1], keepdims=1)
     own = build.plain(op.Reshape(op.Mul(own, v), [0, 0, -1]))

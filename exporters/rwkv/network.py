@@ -10,7 +10,7 @@ from exporters.rwkv.build import OPSET, STATE, Build
 from exporters.rwkv.checkpoint import Shape
 from exporters.rwkv.layers import Shared, channel_mix, time_mix6, time_mix7
 from exporters.rwkv.layouts import Layout
-from exporters.rwkv.recurrence import CHUNK
+from exporters.rwkv.recurrence import CHUNK, Length
 from exporters.stored import Stored
 
 
@@ -75,7 +75,7 @@ def _shared(build: Build, ids: ir.Value) -> Iterator[Shared]:
     op, layers = build.op, build.shape.num_layers
     tokens = op.Shape(ids, start=1, end=2)
     batch = op.Shape(ids, start=0, end=1)
-    long = op.Squeeze(op.GreaterOrEqual(tokens, [CHUNK]))
+    length = Length(op.Squeeze(op.GreaterOrEqual(tokens, [CHUNK])), op.Squeeze(op.Equal(tokens, [1])))
 
     def gate(name: str, default: np.ndarray, axes: list[str]) -> ir.Value:
         dims = [f"{name}.{axis}" for axis in axes]
@@ -99,7 +99,7 @@ def _shared(build: Build, ids: ir.Value) -> Iterator[Shared]:
     everywhere = op.Expand(reached, op.Concat([layers], batch, op.Add(tokens, [1]), axis=0))
     shift = per_layer(everywhere, [1, 2, 0])
     for i in range(layers):
-        yield Shared(write[i], erase[i], keep[i], shift[i], long, tokens)
+        yield Shared(write[i], erase[i], keep[i], shift[i], length, tokens)
 
 
 def _block(

@@ -1,12 +1,12 @@
-"""The WKV recurrence as an ONNX Scan, in two forms that give the same numbers.
+"""The WKV recurrence as an ONNX Scan, in forms that give the same numbers.
 
 RWKV-6:  y_t = r_t S_{t-1} (and, outside, (sum r u k) v_t);  S_t = diag(d_t) S_{t-1} + k_t (x) v_t
 RWKV-7:  S_t = diag(d_t) S_{t-1} + b_t (x) (a_t S_{t-1}) + k_t (x) v_t;  y_t = r_t S_t
 
 (Peng et al. 2024, "Eagle and Finch"; Peng et al. 2025, "RWKV-7 Goose".) S is [key, value].
 
-The step form takes one token an iteration. The chunked form takes 16: what the tokens of a chunk give each other are
-matrix products over all chunks at once, and only the state goes through the Scan.
+The step form takes one token an iteration; for a single token it needs no Scan. The chunked form takes 16: what the
+tokens of a chunk give each other are matrix products over all chunks at once, and only the state goes through the Scan.
 
 Decays between two tokens are products of factors, never quotients of running products or exponentials of positive
 numbers, which overflow under strong decay. They are gathered by doubling blocks: at block size m, a pair of tokens in
@@ -14,7 +14,7 @@ the left and the right half of a block of 2m is joined by (product after the lef
 middle to before the right one).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ from onnxscript import OpBuilder
 from exporters.rwkv.build import STATE, Build
 
 CHUNK = 16
+Form = Callable[[OpBuilder, Build, "Reads", ir.Value, str], Sequence[ir.Value]]
 HALVES = (1, 2, 4, 8)
 
 
@@ -39,33 +40,62 @@ class Reads:
     b: ir.Value | None = None
 
 
-def recurrence(build: Build, reads: Reads, state: ir.Value, long: ir.Value, where: str) -> tuple[ir.Value, ir.Value]:
+@dataclass(frozen=True)
+class Length:
+    """How long a call is: whether it has at least a chunk of tokens, and whether it has one token only. Both bool."""
+
+    long: ir.Value
+    single: ir.Value
+
+
+def recurrence(build: Build, reads: Reads, state: ir.Value, length: Length, where: str) -> tuple[ir.Value, ir.Value]:
     """Run the recurrence over a call's tokens.
 
     Args:
         build: the graph.
         reads: per token.
         state: [batch, n_heads, key, value].
-        long: bool, whether the call has at least a chunk of tokens.
+        length: of the call; it chooses the form.
         where: what the names of the parts begin with.
 
     Returns:
         y [batch, seq, n_heads, value] and the state after the last token.
     """
-    branches = {
-        name: build.builder.subgraph(
-            lambda op, form=form, name=name: form(op, build, reads, state, f"{where}.{name}"),
+
+    def branch(op: OpBuilder, name: str, form: Form) -> ir.Graph:
+        return op.builder.subgraph(
+            lambda op: form(op, build, reads, state, f"{where}.{name}"),
             inputs=[],
             outputs=[_float(f"{where}.{name}.y"), _float(f"{where}.{name}.state")],
             name=f"{where}.{name}",
         )
-        for name, form in (("chunks", _chunks), ("steps", _steps))
-    }
-    return build.op.If(long, then_branch=branches["chunks"], else_branch=branches["steps"], _outputs=2)
+
+    def short(op: OpBuilder, *_: object) -> Sequence[ir.Value]:
+        once, steps = branch(op, "once", _once), branch(op, "steps", _steps)
+        return op.If(length.single, then_branch=once, else_branch=steps, _outputs=2)
+
+    chunks, rest = branch(build.op, "chunks", _chunks), branch(build.op, "short", short)
+    return build.op.If(length.long, then_branch=chunks, else_branch=rest, _outputs=2)
 
 
 def _float(name: str, rank: int | None = None) -> ir.Value:
     return ir.Value(name=name, type=ir.TensorType(STATE), shape=None if rank is None else ir.Shape([None] * rank))
+
+
+def _once(op: OpBuilder, build: Build, reads: Reads, state: ir.Value, where: str) -> Sequence[ir.Value]:
+    """One token."""
+
+    def column(value: ir.Value) -> ir.Value:
+        return op.Transpose(value, perm=[0, 2, 3, 1])  # [batch, 1, n_heads, head_dim] as [batch, n_heads, head_dim, 1]
+
+    def row(value: ir.Value) -> ir.Value:
+        return op.Transpose(value, perm=[0, 2, 1, 3])
+
+    after = op.Add(op.Mul(column(reads.decay), state), op.Mul(column(reads.k), row(reads.v)))
+    if reads.a is not None:
+        after = op.Add(after, op.Mul(column(reads.b), op.MatMul(row(reads.a), state)))
+    y = op.MatMul(row(reads.r), state if reads.a is None else after)
+    return row(y), after
 
 
 def _steps(op: OpBuilder, build: Build, reads: Reads, state: ir.Value, where: str) -> Sequence[ir.Value]:
