@@ -106,6 +106,7 @@ def generate(
         before = before.repeat(rows)  # a prefix of one row serves all prompts
     call = make_call(tokens, attention_mask, before, model.hooked.metadata.sizes)
     _refuse_right_padding(call)
+    _refuse_too_long(call, stopping, model.hooked.metadata.sizes.max_positions)
     call = replace(call, prompt_lengths=call.lengths, horizon=call.lengths + stopping.max_new_tokens - 1)
     _refuse_unreached(spec, stopping)
     run, texts = _Run(model, spec, call, before, logits), _Texts(call, sampling, stopping, model, pad_token_id, seed)
@@ -124,6 +125,15 @@ def _refuse_right_padding(call: Call) -> None:
     if not call.real[:, -1].all():
         row = int(np.argmin(call.real[:, -1]))
         raise InputError(f"row {row} is padded on the right: generation continues at the end, so pad on the left")
+
+
+def _refuse_too_long(call: Call, stopping: Stopping, limit: int | None) -> None:
+    longest = int(call.lengths.max()) + stopping.max_new_tokens - 1  # the last token is never read
+    if limit is not None and longest > limit:
+        raise InputError(
+            f"max_new_tokens={stopping.max_new_tokens} after {int(call.lengths.max())} tokens, but the model has "
+            f"positions for {limit} only"
+        )
 
 
 def _refuse_unreached(spec: HookSpec, stopping: Stopping) -> None:

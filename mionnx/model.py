@@ -305,7 +305,7 @@ class MIModel:
             _count("max_new_tokens", max_new_tokens, 1),
             _count("min_new_tokens", min_new_tokens, 0),
             self._end_tokens(eos_token_id),
-            (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings or ()),
+            self._stop_strings(stop_strings),
         )
         pad = pad_token_id if pad_token_id is not None else next(iter(stopping.eos_token_ids), 0)
         return generate(
@@ -325,6 +325,14 @@ class MIModel:
     def _end_tokens(self, given: int | Sequence[int] | None) -> tuple[int, ...]:
         found = self.hooked.end_tokens() if given is None else given
         return tuple(self._known(token) for token in ([found] if isinstance(found, int) else found))
+
+    def _stop_strings(self, given: str | Sequence[str] | None) -> tuple[str, ...]:
+        strings = (given,) if isinstance(given, str) else tuple(given or ())
+        if not all(isinstance(string, str) and string for string in strings):
+            raise InputError(f"stop_strings must be texts of at least one character, got {given!r}")
+        if strings and not self.has_tokenizer:
+            raise TokenizerError(f"{self.hooked.folder} has no tokenizer to find stop_strings with: use eos_token_id")
+        return strings
 
     def _known(self, token: int) -> int:
         if not 0 <= token < self.vocab_size:

@@ -8,8 +8,10 @@ import pytest
 import torch
 from families import CONFIGS, make_checkpoint
 from filelock import FileLock
+from rwkv_checkpoints import write
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from exporters import rwkv as rwkv_exporter
 from exporters.transformers import export
 from mionnx import MIModel
 
@@ -79,6 +81,25 @@ def references(checkpoint: Callable[[str], Path]) -> Callable[[str], PreTrainedM
                 checkpoint(family), attn_implementation="eager", dtype=torch.float32
             ).eval()
         return loaded[family]
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def rwkv(shared: Path) -> Callable[[str], MIModel]:
+    """Layout of an RWKV checkpoint -> its model, exported once."""
+    opened: dict[str, MIModel] = {}
+
+    def find(layout: str) -> MIModel:
+        folder = shared / "rwkv" / layout
+        folder.parent.mkdir(exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                write(layout, folder / "checkpoint")
+                rwkv_exporter.export(folder / "checkpoint", folder / "hooked")
+        if layout not in opened:
+            opened[layout] = MIModel.from_pretrained(folder / "hooked", threads=1)
+        return opened[layout]
 
     return find
 

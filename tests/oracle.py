@@ -17,11 +17,12 @@ Edits = Sequence[tuple[HookPoint, Intervention]]
 
 @dataclass
 class Inputs:
-    """A batch: ids and mask [batch, seq], and how many of the tokens are run first to make a past."""
+    """A batch: ids and mask [batch, seq], how many of the tokens are run first as a past, and prompt lengths."""
 
     ids: np.ndarray
     mask: np.ndarray
     past: int = 0
+    prompts: np.ndarray | None = None
 
     @property
     def positions(self) -> np.ndarray:
@@ -52,13 +53,13 @@ def run(model: PreTrainedModel, inputs: Inputs, edits: Edits = ()) -> Outcome:
         _, past = run_eagerly(model, _ignore, ids[:, first], mask[:, first], positions[:, first], past)
     rest = slice(inputs.past, None)
     here = torch.where(mask[:, rest].bool(), positions[:, rest], -1)
-    lengths = mask.sum(1)
+    ends = mask.sum(1) if inputs.prompts is None else torch.from_numpy(inputs.prompts)
 
     def listen(name: str, value: Tensor, stream: bool) -> Tensor:
         changed = value
         for point, intervention in edits:
             if point.name == name:
-                changed = apply(changed, point, intervention, here, lengths)
+                changed = apply(changed, point, intervention, here, ends)
         if stream and changed is not value:
             value.copy_(changed)
             changed = value
@@ -83,7 +84,7 @@ def _empty_past(model: PreTrainedModel, batch: int) -> Past:
     return [(empty, empty) for _ in range(config.num_hidden_layers)]
 
 
-def apply(value: Tensor, point: HookPoint, edit: Intervention, here: Tensor, lengths: Tensor) -> Tensor:
+def apply(value: Tensor, point: HookPoint, edit: Intervention, here: Tensor, ends: Tensor) -> Tensor:
     """An intervention in plain torch: the changed value where it is selected, the old one elsewhere."""
     given = None if edit.value is None else torch.from_numpy(np.asarray(edit.value, np.float32))
     if edit.kind in ("add", "knockout"):
@@ -96,10 +97,10 @@ def apply(value: Tensor, point: HookPoint, edit: Intervention, here: Tensor, len
         changed = given.expand_as(value)
     else:
         changed = value - torch.einsum("...w,kw,kv->...v", value, given, given)
-    return torch.where(_selected(value, point, edit, here, lengths), changed, value)
+    return torch.where(_selected(value, point, edit, here, ends), changed, value)
 
 
-def _selected(value: Tensor, point: HookPoint, edit: Intervention, here: Tensor, lengths: Tensor) -> Tensor:
+def _selected(value: Tensor, point: HookPoint, edit: Intervention, here: Tensor, ends: Tensor) -> Tensor:
     chosen = torch.ones_like(value, dtype=torch.bool)
     for axis, name in enumerate(point.axes):
         if name == "batch" and edit.rows is not None:
@@ -108,10 +109,18 @@ def _selected(value: Tensor, point: HookPoint, edit: Intervention, here: Tensor,
             chosen &= _line(value, axis, [i in edit.heads for i in range(value.shape[axis])])
         if name in ("seq", "seq_q") and edit.positions is not None:
             for row in range(len(value)):
-                wanted = {p if p >= 0 else p + int(lengths[row]) for p in edit.positions}
-                at = [int(position) in wanted for position in here[row]]
+                at = [_wanted(edit.positions, int(position), int(ends[row])) for position in here[row]]
                 chosen[row] &= _line(value[row], axis - 1, at)
     return chosen
+
+
+def _wanted(positions, position: int, end: int) -> bool:
+    if isinstance(positions, str):
+        return position >= 0 and (position < end) == (positions == "prompt")
+    return any(
+        _wanted(one, position, end) if isinstance(one, str) else position == (one if one >= 0 else one + end)
+        for one in positions
+    )
 
 
 def _line(value: Tensor, axis: int, chosen: list[bool]) -> Tensor:

@@ -169,12 +169,14 @@ def to_blinkdl(stored: Tensors) -> Tensors:
     return tensors
 
 
-def run_package(version: int, tensors: Tensors, texts: dict[str, np.ndarray], folder: Path) -> dict[str, np.ndarray]:
-    """What the `rwkv` package gives: `{text}.logits` [seq, vocab] and `{text}.state.{n}`."""
+def run_package(
+    version: int, tensors: Tensors, texts: dict[str, np.ndarray], folder: Path, new: int = 0
+) -> dict[str, np.ndarray]:
+    """What the `rwkv` package gives: `{text}.logits` [seq, vocab], `{text}.state.{n}`, `{text}.greedy` [new]."""
     write(f"{version}-pth", folder, tensors)
     np.savez(folder / "tokens.npz", **texts)
     files = [str(folder / name) for name in ("model.pth", "tokens.npz", "out.npz")]
     environment = {**os.environ, "RWKV_V7_ON": str(int(version == 7)), "RWKV_CUDA_ON": "0"}
     script = str(Path(__file__).with_name("rwkv_reference.py"))
-    subprocess.run([sys.executable, script, *files], check=True, env=environment, capture_output=True)
+    subprocess.run([sys.executable, script, *files, str(new)], check=True, env=environment, capture_output=True)
     return dict(np.load(folder / "out.npz"))

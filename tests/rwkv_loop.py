@@ -44,13 +44,20 @@ class Loop:
     def layers(self) -> int:
         return 1 + max(int(name.split(".")[1]) for name in self.tensors if name.startswith("blocks"))
 
-    def run(self, ids: list[int], gates: Gates | None = None, edit: Edit = lambda name, t, value: value) -> Array:
-        """Logits [seq, vocab]."""
+    def run(
+        self,
+        ids: list[int],
+        gates: Gates | None = None,
+        edit: Edit = lambda name, t, value: value,
+        states: list[list[Array]] | None = None,
+    ) -> Array:
+        """Logits [seq, vocab], from other states than zeros if they are given."""
         width = self.tensors["emb.weight"].shape[1]
         heads = width // HEAD
         gates = gates or Gates.ones(self.layers, len(ids), heads)
         self.values, logits = {}, []
-        self.states = [[np.zeros(width), np.zeros((heads, HEAD, HEAD)), np.zeros(width)] for _ in range(self.layers)]
+        empty = [[np.zeros(width), np.zeros((heads, HEAD, HEAD)), np.zeros(width)] for _ in range(self.layers)]
+        self.states = states or empty
         for t, token in enumerate(ids):
 
             def see(name: str, value: Array, t: int = t) -> Array:

@@ -170,3 +170,45 @@ class TestGrammar:
         save_file({"paris": np.ones(1)}, tmp_path / "x.safetensors")
         with pytest.raises(MIError, match="did you mean 'paris'"):
             parse("add", f"hook_embed={Path(tmp_path)}/x.safetensors:pariss", 2, 4)
+
+
+def test_generate_streams_and_compares():
+    plain = succeeded("generate", LLAMA, PROMPT, "--max-new-tokens", 4)
+    assert plain.startswith(f"{PROMPT} Paris")
+    compared = succeeded(
+        "generate", LLAMA, PROMPT, "--max-new-tokens", 4, "--zero", "blocks.1.hook_attn_out@positions=-1", "--compare"
+    )
+    first, second = compared.strip().splitlines()
+    assert first == f"baseline: {plain.strip()}"
+    assert second.startswith(f"steered: {PROMPT} ")
+    assert second.removeprefix("steered") != first.removeprefix("baseline")
+
+
+def test_generate_with_a_direction_from_a_file(tmp_path):
+    """The phases, a spec's own file, JSON, sampling, stopping."""
+    save_file({"up": np.linspace(-9, 9, 128).astype(np.float32)}, tmp_path / "dir.safetensors")
+    edit = f"blocks.2.hook_resid_post={tmp_path}/dir.safetensors:up*50@positions=generated"
+    found = json.loads(succeeded("generate", LLAMA, PROMPT, "--add", edit, "--compare", "--json"))
+    assert set(found) == {"baseline", "steered"}
+    assert found["baseline"]["new_ids"][0] == found["steered"]["new_ids"][0]
+    assert found["baseline"]["new_ids"][1:] != found["steered"]["new_ids"][1:]
+    sampled = [
+        succeeded("generate", RWKV, PROMPT, "--temperature", 2, "--seed", seed, "--max-new-tokens", 8)
+        for seed in (1, 1, 2)
+    ]
+    assert sampled[0] == sampled[1] != sampled[2]
+    stopped = json.loads(succeeded("generate", RWKV, "one two three", "--stop", "five", "--json"))
+    assert stopped["text"]["new_text"].split() == ["four", "five"]
+
+
+def test_generate_refuses_what_it_cannot_do():
+    for arguments, named in (
+        (["--compare"], "none was given"),
+        (["--zero", "blocks.9.hook_mlp_out"], "blocks.9.hook_mlp_out"),
+        (["--zero", "blocks.1.hook_mlp_out@positions=generating"], "generating"),
+        (["--temperature", "0"], "temperature"),
+    ):
+        run = mionnx("generate", LLAMA, PROMPT, *arguments)
+        assert run.returncode == 1
+        assert named in run.stderr
+        assert "Traceback" not in run.stderr

@@ -23,25 +23,6 @@ law = settings(max_examples=25, deadline=None, derandomize=True, suppress_health
 
 
 @pytest.fixture(scope="session")
-def rwkv(shared: Path) -> Callable[[str], MIModel]:
-    """Layout -> its model, exported once."""
-    opened: dict[str, MIModel] = {}
-
-    def find(layout: str) -> MIModel:
-        folder = shared / "rwkv" / layout
-        folder.parent.mkdir(exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if not folder.exists():
-                write(layout, folder / "checkpoint")
-                export(folder / "checkpoint", folder / "hooked")
-        if layout not in opened:
-            opened[layout] = MIModel.from_pretrained(folder / "hooked", threads=1)
-        return opened[layout]
-
-    return find
-
-
-@pytest.fixture(scope="session")
 def package(shared: Path) -> Callable[[int], dict[str, np.ndarray]]:
     """Version -> logits and states that the `rwkv` package gives for one text of each length."""
 
