@@ -1,4 +1,4 @@
-"""The command line: `mionnx export`, `hooks`, `run`, `generate`, `demo`."""
+"""The command line: `mionnx export`, `hooks`, `run`, `generate`, `compile`, `demo`."""
 
 import json
 import sys
@@ -20,6 +20,7 @@ from mionnx import demo as examples
 from mionnx import store
 from mionnx.ablation import AblationResult
 from mionnx.cache import HookCache
+from mionnx.deploy import Packaging, compile_spec
 from mionnx.errors import InterventionError, MIError, ModelError
 from mionnx.grammar import parse, parse_state
 from mionnx.hooked_model import HookedModel
@@ -170,7 +171,7 @@ def run(
     opened = MIModel.from_pretrained(model, provider=provider)
     tokens = opened.tokenize(prompt)
     given = {"add": add, "scale": scale, "zero": zero, "replace": replace, "project_out": project_out}
-    hooks = _hooks(opened, len(tokens), {**given, "knockout": knockout}, state_knockout, state_steering, spec)
+    hooks = _hooks(opened.num_heads, len(tokens), {**given, "knockout": knockout}, state_knockout, state_steering, spec)
     changes = hooks.num_interventions() + len(hooks.state_knockouts) + len(hooks.state_steerings)
     for hook in capture or ():
         hooks.capture(hook)
@@ -262,7 +263,7 @@ def generate(
     opened = MIModel.from_pretrained(model, provider=provider)
     tokens = opened.tokenize(prompt)
     given = {"add": add, "scale": scale, "zero": zero, "replace": replace, "project_out": project_out}
-    hooks = _hooks(opened, len(tokens), {**given, "knockout": knockout}, state_knockout, state_steering, spec)
+    hooks = _hooks(opened.num_heads, len(tokens), {**given, "knockout": knockout}, state_knockout, state_steering, spec)
     if compare and hooks.is_empty():
         raise InterventionError("--compare shows what interventions change, and none was given")
     sampling = {"temperature": temperature, "do_sample": True} if temperature is not None else {}
@@ -301,7 +302,7 @@ def _after_space(model: MIModel, tokens: Tokens) -> Callable[[str], None]:
 
 
 def _hooks(
-    model: MIModel,
+    num_heads: int,
     seq_len: int,
     edits: dict[str, list[str] | None],
     knockouts: list[str] | None,
@@ -312,12 +313,70 @@ def _hooks(
     hooks = HookSpec.load(str(file)) if file else HookSpec()
     for kind, texts in edits.items():
         for text in texts or ():
-            hooks.intervene(*parse(kind, text, model.num_heads, seq_len))
+            hooks.intervene(*parse(kind, text, num_heads, seq_len))
     for text in knockouts or ():
         hooks.set_state_knockout(parse_state("state-knockout", text))  # type: ignore[arg-type]
     for text in steerings or ():
         hooks.set_state_steering(parse_state("state-steering", text))  # type: ignore[arg-type]
     return hooks
+
+
+@app.command("compile")
+def compile_(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder; made new.")],
+    spec: SpecFile = None,
+    add: Edits = None,
+    scale: Edits = None,
+    zero: Edits = None,
+    replace: Edits = None,
+    project_out: Edits = None,
+    state_knockout: States = None,
+    state_steering: Steerings = None,
+    capture: Annotated[list[str] | None, typer.Option(metavar="HOOK", help="Keep as an output; globs allowed.")] = None,
+    knob: Annotated[
+        list[str] | None, typer.Option(metavar="NAME[=HOOK]", help="Leave a strength as an input with a default.")
+    ] = None,
+    last_logits: Annotated[bool, typer.Option(help="Logits of the last position only.")] = False,
+    weights: Annotated[str | None, typer.Option(help="embedded, alongside (as files), or referenced (links).")] = None,
+    target: Annotated[str, typer.Option(help="generic, ort-cpu, ort-cuda or web.")] = "generic",
+    optimum: Annotated[bool, typer.Option(help="Lay it out for optimum's ORTModelForCausalLM.")] = False,
+    triton: Annotated[bool, typer.Option(help="Lay it out as a Triton Inference Server repository.")] = False,
+) -> None:
+    """Bake interventions into a plain ONNX model that runs anywhere, mionnx not installed.
+
+    Interventions are written as for `mionnx run`, or come from a saved HookSpec. A knob without HOOK turns all it can.
+
+    Example:
+
+    mionnx compile models/world-llama -o no-attention --scale "blocks.2.hook_attn_out=0" --knob strength
+    """
+    if optimum and triton:
+        raise typer.BadParameter("give either --optimum or --triton")
+    with bars() as progress:
+        hooked = HookedModel.open(store.find_model(model, "float32", progress))
+    given = {"add": add, "scale": scale, "zero": zero, "replace": replace, "project_out": project_out}
+    hooks = _hooks(hooked.metadata.sizes.num_heads, 1, given, state_knockout, state_steering, spec)
+    for hook in capture or ():
+        hooks.capture(hook)
+    knobs: dict[str, Any] = {}
+    for text in knob or ():
+        name, _, where = text.partition("=")
+        knobs[name] = [*(knobs.get(name) or []), where] if where else None
+    packaging = Packaging(weights, target, "optimum" if optimum else "triton" if triton else "plain")
+    with bars() as progress:
+        made = compile_spec(
+            hooked, hooks, output, knobs=knobs, last_logits=last_logits, packaging=packaging, progress=progress
+        )
+    size = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
+    typer.echo(
+        f"{made}: {_changes(hooks)} baked in, {size / 2**20:.1f} MiB, {packaging.target}, weights {packaging.placed}"
+    )
+
+
+def _changes(hooks: HookSpec) -> str:
+    count = hooks.num_interventions() + len(hooks.state_knockouts) + len(hooks.state_steerings)
+    return f"{count} intervention{'s' * (count != 1)}"
 
 
 @app.command()

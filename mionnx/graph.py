@@ -4,6 +4,7 @@ A graph is edited as an onnx-graphsurgeon graph, always without its weights: ini
 weight files, so that editing a model of any size costs milliseconds.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import onnx
@@ -90,11 +91,26 @@ def edit(proto: onnx.ModelProto) -> gs.Graph:
 
 def serialise(graph: gs.Graph, origin: onnx.ModelProto) -> bytes:
     """An edited graph as the bytes of an ONNX model, with the metadata of the model that it was made from."""
+    proto = to_proto(graph, origin, {})
+    proto.metadata_props.extend(origin.metadata_props)
+    return proto.SerializeToString()
+
+
+def to_proto(graph: gs.Graph, origin: onnx.ModelProto, defaults: Mapping[str, Sequence[int | str]]) -> onnx.ModelProto:
+    """An edited graph as an ONNX model without metadata.
+
+    Args:
+        graph, origin: the graph, and the model that it was made from.
+        defaults: constants that are inputs too, which may be left out, with their shapes.
+    """
     proto = gs.export_onnx(graph)
     _restore_defaults(proto, origin)
-    proto.metadata_props.extend(origin.metadata_props)
+    for tensor in proto.graph.initializer:
+        if tensor.name in defaults:
+            value = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(defaults[tensor.name]))
+            proto.graph.input.append(value)
     proto.producer_name, proto.producer_version = origin.producer_name, origin.producer_version
-    return proto.SerializeToString()
+    return proto
 
 
 def _restore_defaults(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:

@@ -34,6 +34,21 @@ from mionnx.hookpoint import DERIVED, HookPoint
 from mionnx.metadata import Metadata
 
 GRAPH = "model.onnx"
+# What is kept beside a graph, where the checkpoint has it: the config, and what tokenizers are made of.
+KEPT = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "vocab.txt",
+    "rwkv_vocab*.txt",
+)
 DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 

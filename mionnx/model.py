@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from mionnx import bind, memory, past, session, store
 from mionnx.cache import HookCache
 from mionnx.call import Call, Past, make_call
+from mionnx.deploy import Knobs, Packaging, compile_spec
 from mionnx.errors import InputError, TokenizerError
 from mionnx.gates import gates_of
 from mionnx.generation import Generation, Stopping, Streamer, generate
@@ -345,6 +346,53 @@ class MIModel:
             raise InputError(
                 f"the captures of this spec need {memory.spell(peak)}, and {memory.spell(free)} of memory are free: "
                 "capture fewer layers, or run the text in pieces"
+            )
+
+    def compile(
+        self,
+        hooks: HookSpec,
+        folder: str | Path,
+        *,
+        knobs: Knobs | None = None,
+        captures: bool = True,
+        last_logits: bool = False,
+        weights: str | None = None,
+        target: str = "generic",
+        layout: str = "plain",
+    ) -> Path:
+        """Write a folder with one plain ONNX model in which a spec's interventions are baked in; see `mionnx.deploy`.
+
+        A call of the compiled graph that token 0 stands in is the prompt's: negative positions count from its end, and
+        "generated" means the tokens of later calls.
+
+        Args:
+            hooks: the spec. Values must be the same for all tokens they apply to.
+            folder: made new.
+            knobs: name of an input -> the hook points whose interventions it turns (None: all that can be): it
+                multiplies what is added or projected out, by default 1, or is the factor of a scale.
+            captures: keep the spec's captures as outputs.
+            last_logits: logits of the last position only.
+            weights, target, layout: see `mionnx.deploy.Packaging`.
+
+        Returns:
+            the folder.
+
+        Raises:
+            HookError, InterventionError: a spec that does not fit the model, or that only a single call can have.
+            ModelError: the folder exists or cannot be written.
+            RuntimeMissingError: the target's provider is not installed.
+        """
+        packaging = Packaging(weights, target, layout)
+        with bars() as progress:
+            return compile_spec(
+                self.hooked,
+                hooks,
+                folder,
+                knobs=knobs,
+                captures=captures,
+                last_logits=last_logits,
+                packaging=packaging,
+                progress=progress,
             )
 
     def report(self, hooks: HookSpec) -> Report:

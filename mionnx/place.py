@@ -138,14 +138,14 @@ class Place:
             InterventionError: a shape that fits neither the activation nor the selected part, or a number beyond the
                 dtype's range.
         """
-        if self.intervention.positions is not None and not any(self._here(row) for row in self.rows()):
-            return np.zeros((1,) * len(self.shape), dtype)  # another step's: selected nowhere in this one
-        if self.edit.kind == "knockout":
-            given = self.knockout_mask(given)
         if self.edit.kind == "project_out":
             if given.shape[-1] != self.shape[-1]:
                 raise self._refuse(f"direction of width {given.shape[-1]}, the value is {self.spelled}")
             return self._cast(given, dtype)
+        if self.intervention.positions is not None and not any(self._here(row) for row in self.rows()):
+            return np.zeros((1,) * len(self.shape), dtype)  # another step's: selected nowhere in this one
+        if self.edit.kind == "knockout":
+            given = self.knockout_mask(given)
         exact = self.edit.kind == "replace" and self.call.horizon is None
         whole = given.shape == self.shape if exact else broadcasts(given.shape, self.shape)
         if not whole and not self.intervention.limited:

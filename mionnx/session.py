@@ -72,10 +72,20 @@ def open_session(model: Path | bytes, folder: Path, options: Options) -> "onnxru
         ModelError: ONNX Runtime refuses the model.
         RuntimeMissingError: the provider is not there.
     """
+    return _open(model, folder, _settings(folder, options), options)
+
+
+def _settings(folder: Path, options: Options) -> "onnxruntime.SessionOptions":
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = options.threads
     settings.log_severity_level = 3
     settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    return settings
+
+
+def _open(
+    model: Path | bytes, folder: Path, settings: "onnxruntime.SessionOptions", options: Options
+) -> "onnxruntime.InferenceSession":
     try:
         return onnxruntime.InferenceSession(
             model if isinstance(model, bytes) else str(model),
@@ -87,6 +97,30 @@ def open_session(model: Path | bytes, folder: Path, options: Options) -> "onnxru
         raise
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise ModelError(f"ONNX Runtime cannot open the model in {folder}: {error}") from error
+
+
+def optimise(model: bytes, folder: Path, path: Path, data: str, options: Options) -> None:
+    """Write a model as ONNX Runtime optimises it for a provider; it then holds operators of this runtime's own.
+
+    Args:
+        model: the bytes of a model whose external data lie in `folder`.
+        folder: of the hooked model.
+        path: of the optimised model.
+        data: name of a file beside it for the weights; embedded if it is empty.
+        options: provider, fusions.
+
+    Raises:
+        ModelError: ONNX Runtime refuses the model.
+        RuntimeMissingError: the provider is not there.
+    """
+    settings = _settings(folder, options)
+    settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    settings.optimized_model_filepath = str(path)
+    if data:
+        settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", data)
+        settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
+    settings.add_session_config_entry("session.disable_prepacking", "1")
+    _open(model, folder, settings, options)
 
 
 Value = Any  # an array, or onnxruntime's OrtValue

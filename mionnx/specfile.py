@@ -43,6 +43,15 @@ def save(spec: HookSpec, path: str | Path) -> None:
     Raises:
         SpecFileError: a capture by predicate, a dtype that safetensors does not have, or a file that cannot be written.
     """
+    write_whole(Path(path), serialise(spec))
+
+
+def serialise(spec: HookSpec) -> bytes:
+    """The bytes of the file that `save` writes.
+
+    Raises:
+        SpecFileError: a capture by predicate, or a dtype that safetensors does not have.
+    """
     tensors = {
         f"interventions.{n}.value": np.asarray(intervention.value, order="C")  # not ascontiguousarray: it adds an axis
         for n, (_, intervention) in enumerate(spec.interventions)
@@ -58,10 +67,9 @@ def save(spec: HookSpec, path: str | Path) -> None:
     }
     declaration = {key: value for key, value in declaration.items() if value or key in REQUIRED}
     try:
-        data = to_bytes(tensors, metadata={"mionnx_spec": VERSION, "declaration": json.dumps(declaration)})
+        return to_bytes(tensors, metadata={"mionnx_spec": VERSION, "declaration": json.dumps(declaration)})
     except SafetensorError as error:
         raise SpecFileError(f"the spec cannot be saved: {error}") from error
-    write_whole(Path(path), data)
 
 
 def load(path: str | Path) -> HookSpec:

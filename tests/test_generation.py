@@ -86,6 +86,7 @@ EDITS = {
     "replace generated": Intervention.Replace(np.linspace(-2, 2, 64), positions="generated"),
     "replace part": Intervention.Replace(np.linspace(-2, 2, 128).reshape(2, 64), positions=[2, 7]),
     "project out": Intervention.ProjectOut(np.cos(np.arange(64))),
+    "project out generated": Intervention.ProjectOut(np.sin(np.arange(64)), positions="generated"),
     "rows": Intervention.Scale(0.5, rows=0, positions="generated"),
 }
 

@@ -20,7 +20,7 @@ TOKEN_POSITIONS = "mionnx.token_positions"
 def intervene(graph: gs.Graph, edits: Sequence[Edit], report: Report) -> None:
     """Insert all edits of a plan."""
     tensors = graph.tensors()
-    positions = _token_positions(graph, report) if any(edit.at_positions for edit in edits) else None
+    positions = token_positions(graph, report) if any(edit.at_positions for edit in edits) else None
     for hook in dict.fromkeys(edit.hook for edit in edits):
         value = tensors[hook]
         current = _detach(value)
@@ -123,7 +123,7 @@ def sequence_axis(axes: Sequence[str]) -> int:
     return axes.index("seq_q") if "seq_q" in axes else axes.index("seq")
 
 
-def _token_positions(graph: gs.Graph, report: Report) -> gs.Variable:
+def token_positions(graph: gs.Graph, report: Report) -> gs.Variable:
     """[batch, seq]: each token's position in its own row's text, -1 for padding."""
     tensors = graph.tensors()
     build = Builder(graph, TOKEN_POSITIONS, TOKEN_POSITIONS, report)

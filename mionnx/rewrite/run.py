@@ -1,6 +1,7 @@
 """A plan carried out: one rewrite after the other, on a fresh copy of the graph."""
 
 import onnx
+import onnx_graphsurgeon as gs
 
 from mionnx import graph as graphs
 from mionnx.metadata import Metadata
@@ -23,13 +24,19 @@ def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[by
     Returns:
         the rewritten model as bytes, and what was done.
     """
+    graph, report = rewritten(origin, plan, metadata)
+    return graphs.serialise(graph, origin), report
+
+
+def rewritten(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[gs.Graph, Report]:
+    """The same as a graph that can be edited further."""
     graph, report = graphs.edit(origin), Report()
     intervene(graph, plan.edits, report)
     capture(graph, plan.wants, metadata, report)
     if plan.last_only:
         last_position(graph, report)
     prune(graph, report)
-    return graphs.serialise(graph, origin), report
+    return graph, report
 
 
 def tail(origin: onnx.ModelProto, hook: str, output: str) -> bytes:

@@ -1,0 +1,149 @@
+"""Compiled graphs in the hands of others: optimum, onnxruntime-web under Node, OpenVINO. None of them has mionnx."""
+
+import json
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import REPOSITORY
+from filelock import FileLock
+
+from mionnx import HookPoint, HookSpec, Intervention, MIModel
+
+pytestmark = pytest.mark.slow
+PROMPT = "The capital of France is"
+NAMES = ["world-llama", "world-gpt2"]
+TOLERANCE = 5e-5
+
+
+def steering(model: MIModel) -> HookSpec:
+    """From France to Germany, at the country's position: the answer becomes another one."""
+    point, ends = HookPoint.ResidPost(0), {}
+    for name in ("France", "Germany"):
+        tokens = model.tokenize(f"The capital of {name} is")
+        ends[name] = model.forward(tokens, HookSpec().capture(point))[point][0, tokens.positions_of(name)[0]]
+    at = model.tokenize(PROMPT).positions_of("France")
+    return HookSpec().intervene(point, Intervention.Add(ends["Germany"] - ends["France"], positions=at))
+
+
+@pytest.fixture(params=NAMES)
+def steered(request: pytest.FixtureRequest) -> tuple[MIModel, HookSpec]:
+    model = MIModel.from_pretrained(REPOSITORY / "models" / request.param)
+    return model, steering(model)
+
+
+def feeds_of(model: MIModel) -> dict[str, np.ndarray]:
+    ids = model.tokenize(PROMPT).ids[None]
+    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(ids.shape[1])[None]}
+    for i in range(model.num_layers):
+        for part in ("key", "value"):
+            empty = np.zeros((1, model.num_kv_heads, 0, model.head_dim), np.float32)
+            feeds[f"past_key_values.{i}.{part}"] = empty
+    return feeds
+
+
+@pytest.fixture(scope="session")
+def optimum(shared: Path) -> Callable[..., str]:
+    """Runs a script in a virtual environment that has optimum-onnx and the older transformers it needs."""
+    folder = shared / "optimum"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            venv.create(folder, with_pip=True)
+            packages = next((folder / "lib").glob("python3*/site-packages"))
+            here = next(path for path in sys.path if path.endswith("site-packages"))
+            (packages / "zz_here.pth").write_text(here + "\n")  # torch and onnxruntime, which are large
+            pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "optimum-onnx==0.1.0"]
+            ran = subprocess.run(pip, capture_output=True, text=True)
+            if ran.returncode:
+                pytest.skip(f"optimum-onnx cannot be installed here: {ran.stderr[-300:]}")
+            (folder / "done").touch()
+
+    def run(script: str, *arguments: object) -> str:
+        command = [str(folder / "bin" / "python"), "-c", script, *map(str, arguments)]
+        ran = subprocess.run(command, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    return run
+
+
+GENERATE = """
+import sys
+from optimum.onnxruntime import ORTModelForCausalLM
+from transformers import AutoTokenizer
+model = ORTModelForCausalLM.from_pretrained(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], padding_side="left")
+tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+inputs = tokenizer(sys.argv[2:], return_tensors="pt", padding=True, return_token_type_ids=False)
+ids = model.generate(**inputs, max_new_tokens=6, do_sample=False, use_cache=True)
+print("\\n".join(tokenizer.batch_decode(ids[:, inputs.input_ids.shape[1]:], skip_special_tokens=True)))
+assert "mionnx" not in sys.modules
+"""
+
+
+def test_optimum_generates_with_a_compiled_graph(steered, optimum, tmp_path):
+    """As it is, from the cache, a padded batch too: the steered texts, and they are other texts."""
+    model, spec = steered
+    folder = model.compile(spec, tmp_path / "steered", layout="optimum", captures=False)
+    prompts = [PROMPT, "one two three"]
+    texts = optimum(GENERATE, folder, *prompts).splitlines()
+    expected = model.generate(prompts, spec, max_new_tokens=6)
+    assert [text.split() for text in texts] == [text.split() for text in expected.new_texts]
+    assert texts[0].split()[0] == "Berlin"
+    assert model.generate(PROMPT, max_new_tokens=1).new_texts[0].split() == ["Paris"]
+
+
+@pytest.fixture(scope="session")
+def web(shared: Path) -> Path:
+    """A folder in which Node finds onnxruntime-web."""
+    if not (shutil.which("node") and shutil.which("npm")):
+        pytest.skip("Node and npm are not installed here")
+    folder = shared / "web"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "node_modules").exists():
+            folder.mkdir(exist_ok=True)
+            ran = subprocess.run(
+                ["npm", "install", "--silent", "onnxruntime-web@1.30.0"], cwd=folder, capture_output=True, text=True
+            )
+            if ran.returncode:
+                pytest.skip(f"onnxruntime-web cannot be installed here: {ran.stderr[-300:]}")
+    return folder
+
+
+def test_onnxruntime_web_gives_the_same_logits(steered, web, tmp_path):
+    model, spec = steered
+    spec.capture("blocks.1.attn.hook_pattern")
+    folder = model.compile(spec, tmp_path / "steered", target="web")
+    text = {
+        name: {"type": str(array.dtype), "dims": array.shape, "data": array.ravel().tolist()}
+        for name, array in feeds_of(model).items()
+    }
+    (tmp_path / "feeds.json").write_text(json.dumps(text))
+    files = [folder / "model.onnx", tmp_path / "feeds.json", tmp_path / "out.json"]
+    script = Path(__file__).with_name("web_runner.mjs")
+    ran = subprocess.run(["node", str(script), *map(str, files)], cwd=web, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    found = {
+        name: np.array(value["data"], np.float32).reshape(value["dims"])
+        for name, value in json.loads((tmp_path / "out.json").read_text()).items()
+    }
+    expected = model.forward(PROMPT, spec)
+    scale = np.abs(expected.output()).max()
+    assert np.abs(found["logits"] - expected.output()).max() / scale < TOLERANCE
+    assert np.abs(found["blocks.1.attn.hook_pattern"] - expected["pattern", 1]).max() < TOLERANCE
+
+
+def test_openvino_gives_the_same_logits(steered, tmp_path):
+    openvino = pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install openvino")
+    model, spec = steered
+    folder = model.compile(spec, tmp_path / "steered")
+    core = openvino.Core()
+    compiled = core.compile_model(str(folder / "model.onnx"), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    found = compiled(feeds_of(model))["logits"]
+    expected = model.forward(PROMPT, spec).output()
+    assert np.abs(found - expected).max() / np.abs(expected).max() < TOLERANCE
