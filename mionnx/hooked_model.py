@@ -21,6 +21,7 @@ The format, on one page:
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import ml_dtypes
@@ -85,6 +86,10 @@ class HookedModel:
 
     def hook_points(self) -> list[HookPoint]:
         """All hook points that can be captured, in execution order; derived ones follow what they derive from."""
+        return [*self._points.values()]
+
+    @cached_property
+    def _points(self) -> dict[str, HookPoint]:
         points: list[HookPoint] = []
         for name in self.metadata.hooks:
             point = HookPoint.parse(name)
@@ -92,7 +97,7 @@ class HookedModel:
             points += [
                 getattr(HookPoint, variant)(point.layer) for variant, base in DERIVED.items() if base == point.variant
             ]
-        return points
+        return {point.name: point for point in points}
 
     def end_tokens(self) -> list[int]:
         """The tokens that end a text, by `generation_config.json` or `config.json`; none if neither says."""
@@ -116,14 +121,13 @@ class HookedModel:
         Raises:
             HookError: the model has no such hook point.
         """
-        names = [str(point) for point in self.hook_points()]
-        if point.derived and point.name in names:
+        if point.derived and point.name in self._points:
             sizes = self.metadata.sizes
             known = {"n_heads": sizes.num_heads, "hidden": sizes.hidden_size}
             known |= {"key_dim": sizes.head_dim, "value_dim": sizes.head_dim}
             return [known.get(axis, axis) for axis in point.axes or ()]
         if point.name not in self.metadata.hooks:
             raise HookError(
-                f"this {self.metadata.family} model has no hook point {point.name!r}{nearest(point.name, names)}"
+                f"this {self.metadata.family} model has no hook point {point.name!r}{nearest(point.name, self._points)}"
             )
         return list(self.metadata.hooks[point.name])
