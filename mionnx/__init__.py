@@ -22,6 +22,7 @@ from mionnx.hookpoint import HookPoint
 from mionnx.intervention import Intervention
 from mionnx.knockout import KnockoutSpec, create_knockout_mask
 from mionnx.kvcache import KVCache
+from mionnx.logits import Logits
 from mionnx.model import Compiled, Estimate, MIModel
 from mionnx.rewrite import Report
 from mionnx.rwkv_state import RWKVState
@@ -47,6 +48,7 @@ __all__ = [
     "InterventionError",
     "KVCache",
     "KnockoutSpec",
+    "Logits",
     "MIError",
     "MIModel",
     "ModelError",

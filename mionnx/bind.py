@@ -3,42 +3,97 @@
 All that can be wrong with a spec is found here, before anything runs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mionnx.call import Call
-from mionnx.errors import InterventionError
+from mionnx.errors import HookError, InterventionError
 from mionnx.hooked_model import HookedModel
 from mionnx.hookpoint import HookPoint
 from mionnx.intervention import Intervention
 from mionnx.place import Place, heads_axis
 from mionnx.rewrite.intervene import TOKEN_POSITIONS
-from mionnx.rewrite.plan import Edit, Plan, Want
-from mionnx.spec import HookSpec, resolve
+from mionnx.rewrite.plan import Edit, Outputs, Plan, Want
+from mionnx.spec import Capture, HookSpec, resolve
 from mionnx.visible import refuse_blind_rows
 
 NOWHERE = -2  # in an input of positions: selects no token; -1 is what padding has
 
 
-def plan_of(spec: HookSpec, model: HookedModel, last_only: bool = False) -> Plan:
-    """The structure of a spec on a model, with logits of all positions or of the last only.
+def plan_of(spec: HookSpec, model: HookedModel, outputs: Outputs | None = None) -> Plan:
+    """The structure of a spec on a model, with those of the model's own outputs that are asked for.
 
     Raises:
         HookError: a hook point that the model does not have.
         InterventionError: a kind or limit that makes no sense there.
     """
     names = [str(point) for point in model.hook_points()]
-    wants = {Want(name, request.before) for request in spec.captures for name in resolve(request, names)}
-    ordered = sorted(wants, key=lambda want: (names.index(want.hook), not want.before))
+    ordered = sorted(captures_of(spec, model), key=lambda want: (names.index(want.hook), not want.before))
     seen: dict[str, int] = {}
     edits = []
     for point, intervention in spec.interventions:
         index = seen[point.name] = seen.get(point.name, -1) + 1
         edits.append(_edit(model, point, intervention, index))
-    return Plan(tuple(edits), tuple(ordered), last_only)
+    return Plan(tuple(edits), tuple(ordered), outputs or Outputs())
+
+
+def captures_of(spec: HookSpec, model: HookedModel) -> dict[Want, Capture]:
+    """What a spec's captures are on a model.
+
+    Raises:
+        HookError: a hook point that the model does not have, or one of which different parts are asked for.
+        InterventionError: positions or heads where there are none.
+    """
+    names, found = [str(point) for point in model.hook_points()], dict[str, tuple[Want, Capture]]()
+    for request in spec.captures:
+        for name in resolve(request, names):
+            axes = HookPoint.parse(name).axes or ()
+            if request.positions is not None and not {"seq", "seq_q"} & {*axes}:
+                raise InterventionError(f"capture at {name}: axes {list(axes)} have no positions to choose from")
+            if request.heads is not None and heads_axis(axes) is None:
+                raise InterventionError(f"capture at {name}: axes {list(axes)} have no heads")
+            want = Want(name, request.before, request.positions is not None, request.heads is not None)
+            other = found.setdefault(want.output, (want, request))[1]
+            if (other.positions, other.heads) != (request.positions, request.heads):
+                raise HookError(f"{want.output} is captured twice, in different parts: capture all of them at once")
+    return dict(found.values())
+
+
+def parts_of(spec: HookSpec, call: Call, model: HookedModel) -> dict[str, NDArray[Any]]:
+    """The inputs that say which parts of captured values are meant.
+
+    Raises:
+        InterventionError: a position or head that does not exist.
+    """
+    feeds: dict[str, NDArray[Any]] = {}
+    for want, request in captures_of(spec, model).items():
+        if request.positions is not None:
+            feeds[want.columns_input] = columns(f"capture at {want.hook}", request.positions, call)
+        if request.heads is not None:
+            axes = HookPoint.parse(want.hook).axes or ()
+            count = model.axes(HookPoint.parse(want.hook))[heads_axis(axes) or 0]
+            if max(request.heads) >= int(count):
+                raise InterventionError(f"capture at {want.hook}: head {max(request.heads)} of {count}")
+            feeds[want.heads_input] = np.array(request.heads)
+    return feeds
+
+
+def columns(what: str, positions: Sequence[int], call: Call) -> NDArray[np.int64]:
+    """[batch, n]: where in this call the positions of each row's text stand.
+
+    Raises:
+        InterventionError: one that a row does not have, or that lies in the past.
+    """
+    if call.horizon is not None:
+        raise InterventionError(f"{what}: a generation computes one position after another; choose them in `forward`")
+    try:
+        found = [[call.columns([position], row)[0] for position in positions] for row in range(call.batch)]
+    except LookupError as error:
+        raise InterventionError(f"{what}: {error}") from None
+    return np.array(found, np.int64)
 
 
 def _edit(model: HookedModel, point: HookPoint, intervention: Intervention, index: int) -> Edit:

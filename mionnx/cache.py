@@ -26,6 +26,7 @@ class HookCache(Mapping[str, NDArray[Any]]):
     Attributes:
         kv_cache: the key/value cache after this pass, if `use_cache=True` asked for it.
         state: the recurrent state after this pass, of an RWKV model; None of any other.
+        top_ids: the tokens of the largest logits, [batch, seq, k], if `Logits(top_k=k)` asked for them.
     """
 
     def __init__(
@@ -34,16 +35,22 @@ class HookCache(Mapping[str, NDArray[Any]]):
         captured: Mapping[str, NDArray[Any]],
         kv_cache: "KVCache | None" = None,
         state: "RWKVState | None" = None,
+        top_ids: NDArray[np.int64] | None = None,
     ) -> None:
         self._logits = logits
         self._captured = dict(captured)
         self.kv_cache = kv_cache
         self.state = state
+        self.top_ids = top_ids
 
     def output(self) -> NDArray[Any]:
-        """The logits, [batch, seq, vocab]."""
+        """The logits, [batch, seq, vocab], or the part that `logits=` asked for.
+
+        Raises:
+            HookError: there are none: `logits=False`, or `into_output` took them.
+        """
         if self._logits is None:
-            raise HookError("the logits of this cache were taken by `into_output`")
+            raise HookError("this cache has no logits: `logits=False` was asked for, or `into_output` took them")
         return self._logits
 
     def into_output(self) -> NDArray[Any]:

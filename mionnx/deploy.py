@@ -32,7 +32,7 @@ from mionnx.hooked_model import GRAPH, KEPT, HookedModel
 from mionnx.hookpoint import HookPoint
 from mionnx.progress import Progress, silent
 from mionnx.rewrite.bake import KNOBS, bake
-from mionnx.rewrite.plan import Plan
+from mionnx.rewrite.plan import Outputs, Plan
 from mionnx.rewrite.prune import prune
 from mionnx.rewrite.run import rewritten
 from mionnx.spec import HookSpec
@@ -95,7 +95,7 @@ def compile_spec(
     packaging, target = packaging or Packaging(), Path(folder)
     if target.exists():
         raise ModelError(f"{target} exists already")
-    plan = bind.plan_of(spec if captures else _without_captures(spec), model, last_logits)
+    plan = bind.plan_of(spec if captures else _without_captures(spec), model, Outputs(last=last_logits))
     proto = _compiled(model, plan, spec, _indices(spec, knobs or {}))
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -17,6 +17,7 @@ from mionnx.call import Call, Past, count_rows, make_call
 from mionnx.errors import HookError, InputError, InterventionError
 from mionnx.gates import gates_of
 from mionnx.hookpoint import HookPoint
+from mionnx.rewrite.plan import Outputs
 from mionnx.sampling import Sampling
 from mionnx.spec import HookSpec
 
@@ -154,8 +155,8 @@ class _Run:
         own_logits = [str(point) for point, _ in spec.interventions]
         own_logits += [want.hook for want in bind.plan_of(spec, model.hooked).wants]
         whole = logits or str(HookPoint.Logits) in own_logits
-        self.compiled = model.compile_graph(spec, last_only=not whole)
-        self.captured = [want.output for want in self.compiled.plan.wants]
+        self.compiled = model.compile_graph(spec, Outputs(last=not whole))
+        self.captured = {want.output: want.fetched for want in self.compiled.plan.wants}
         self.memory: dict[str, Any] = past.feeds(model.hooked, before, call)
         self.carried = past.carried(model.hooked)
         self.caches: list[HookCache] = []
@@ -180,13 +181,14 @@ class _Run:
         feeds = {**self.call.feeds(), **self.memory}
         feeds |= bind.values_of(self.spec, self.compiled.plan, self.call, hooked)
         feeds |= gates_of(self.spec, self.call, hooked.metadata)
-        outputs = ["logits", *self.captured, *self.carried]
+        feeds |= bind.parts_of(self.spec, self.call, hooked)
+        outputs = ["logits", *self.captured.values(), *self.carried]
         found = session.run_in_place(self.compiled.session, outputs, feeds, self.model.options)
         self.memory = {name: found[output] for output, name in self.carried.items()}
         logits = found["logits"].numpy()
         if self.captured or self.keeps_logits:
             kept = logits if self.keeps_logits else None
-            self.caches.append(HookCache(kept, {name: found[name].numpy() for name in self.captured}))
+            self.caches.append(HookCache(kept, {name: found[output].numpy() for name, output in self.captured.items()}))
         return logits[:, -1]
 
     def cache(self) -> Past:

@@ -20,8 +20,12 @@ from mionnx.gates import gates_of
 from mionnx.generation import Generation, Stopping, Streamer, generate
 from mionnx.hooked_model import DTYPES, GRAPH, HookedModel
 from mionnx.hookpoint import HookPoint
+from mionnx.logits import Logits
+from mionnx.place import heads_axis
 from mionnx.progress import bars
 from mionnx.rewrite import Plan, Report, rewrite
+from mionnx.rewrite.intervene import sequence_axis
+from mionnx.rewrite.plan import TOP_IDS, Outputs
 from mionnx.rewrite.run import tail
 from mionnx.rwkv_state import RWKVState
 from mionnx.sampling import Sampling
@@ -181,17 +185,17 @@ class MIModel:
         except TokenizerError:
             return False
 
-    def compile_graph(self, hooks: HookSpec | None = None, *, last_only: bool = False) -> Compiled:
+    def compile_graph(self, hooks: HookSpec | None = None, outputs: Outputs | None = None) -> Compiled:
         """The open graph for a spec's structure; rewritten and opened if there is none yet.
 
         Args:
             hooks: the spec.
-            last_only: give logits of the last position only, [batch, 1, vocab].
+            outputs: which of the model's own outputs; all if it is left out.
 
         Raises:
             HookError, InterventionError: the spec does not fit the model.
         """
-        plan = bind.plan_of(hooks or HookSpec(), self.hooked, last_only)
+        plan = bind.plan_of(hooks or HookSpec(), self.hooked, outputs)
         compiled = self.compiled.pop(plan, None) or self._open(plan)
         self.compiled[plan] = compiled  # last in the order of the dictionary: the one used most recently
         while len(self.compiled) > self.options.max_graphs:
@@ -215,6 +219,7 @@ class MIModel:
         initial_state: RWKVState | None = None,
         use_cache: bool = False,
         prompt_length: int | Sequence[int] | None = None,
+        logits: bool | Logits = True,
     ) -> HookCache:
         """Run the model once.
 
@@ -229,7 +234,9 @@ class MIModel:
             prompt_length: how many tokens of each row's text, the past included, are its prompt; those after it are
                 the phase "generated", and negative positions count from there. All of it if it is left out.
             use_cache: return the keys and values after this call, as `HookCache.kv_cache`. An RWKV model's state is
-                always there, as `HookCache.state`.
+                always there, as `HookCache.state`, except without logits.
+            logits: all of them, a part (`Logits(positions=-1)`, `Logits(tokens=[..])`, `Logits(top_k=10)`), or none:
+                the graph then ends at the last capture, and what comes after it is not computed.
 
         Returns:
             the logits [batch, seq, vocab] and the captures.
@@ -239,16 +246,26 @@ class MIModel:
             HookError, InterventionError: the spec would not take effect as asked.
         """
         spec = hooks or HookSpec()
-        compiled, before = self.compile_graph(spec), past.choose(self.hooked, cache, initial_state)
+        before, part = (
+            past.choose(self.hooked, cache, initial_state),
+            logits if isinstance(logits, Logits) else Logits(),
+        )
+        carried = use_cache or bool(logits)
+        if not (logits or use_cache or spec.captures):
+            raise InputError("logits=False and no captures: nothing would be computed")
+        compiled = self.compile_graph(spec, part.outputs(carried) if logits else Outputs(logits=False, carried=carried))
         call = make_call(self._ids(tokens), attention_mask, before, self.hooked.metadata.sizes, prompt_length)
         feeds = {**call.feeds(), **past.feeds(self.hooked, before, call)}
         feeds |= bind.values_of(spec, compiled.plan, call, self.hooked)
         feeds |= gates_of(spec, call, self.hooked.metadata)
+        feeds |= {**bind.parts_of(spec, call, self.hooked), **part.feeds(call, self.hooked.metadata.sizes)}
         self._refuse_too_large(spec, call)
-        captured = [want.output for want in compiled.plan.wants]
-        found = session.run(compiled.session, ["logits", *captured, *past.outputs(self.hooked, use_cache)], feeds)
-        after = past.collect(self.hooked, found, call, use_cache)
-        return HookCache(found["logits"], {name: found[name] for name in captured}, *after)
+        wants, carries = compiled.plan.wants, past.outputs(self.hooked, use_cache) if carried else []
+        names = [*(["logits"] if logits else []), *([TOP_IDS] if part.top_k is not None else [])]
+        found = session.run(compiled.session, [*names, *(want.fetched for want in wants), *carries], feeds)
+        kept = {want.output: found[want.fetched] for want in wants}
+        after = past.collect(self.hooked, found, call, use_cache) if carries else (None, None)
+        return HookCache(found.get("logits"), kept, *after, found.get(TOP_IDS))
 
     def _ids(self, tokens: Prompt) -> Any:
         if isinstance(tokens, str):
@@ -409,9 +426,12 @@ class MIModel:
         """
         dims = bind.dimensions(batch, seq, past + seq)
         found = {}
-        for want in bind.plan_of(hooks, self.hooked).wants:
+        for want, request in bind.captures_of(hooks, self.hooked).items():
             point = HookPoint.parse(want.hook)
-            shape = bind.shape_of(self.hooked.axes(point), dims)
+            shape = list(bind.shape_of(self.hooked.axes(point), dims))
+            for given, axis in ((request.positions, sequence_axis), (request.heads, heads_axis)):
+                if given is not None:
+                    shape[axis(point.axes or ()) or 0] = len(given)
             found[want.output] = np.dtype(self.hooked.dtype(point)).itemsize * prod(shape)
         return Estimate(found)
 

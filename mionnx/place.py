@@ -9,11 +9,11 @@ from numpy.typing import DTypeLike, NDArray
 
 from mionnx.call import Call
 from mionnx.errors import InterventionError
+from mionnx.hookpoint import HEAD_AXES
 from mionnx.intervention import Intervention
 from mionnx.rewrite.intervene import sequence_axis
 from mionnx.rewrite.plan import Edit
 
-HEAD_AXES = ("n_heads", "n_kv_heads")
 Shape = tuple[int, ...]
 
 

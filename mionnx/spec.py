@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from mionnx.errors import HookError, nearest
+import numpy as np
+
+from mionnx.errors import HookError, InterventionError, nearest
 from mionnx.hookpoint import HookPoint
 from mionnx.intervention import Intervention
+from mionnx.knockout import naturals, whole
 from mionnx.state_spec import StateKnockoutSpec, StateSteeringSpec
 
 Hook = HookPoint | str
@@ -17,10 +20,12 @@ Predicate = Callable[[str], bool]
 
 @dataclass(frozen=True)
 class Capture:
-    """One request to capture: a hook point, a glob over names, or a predicate on them."""
+    """One request to capture: a hook point, a glob over names, or a predicate on them; whole, or in part."""
 
     what: HookPoint | str | Predicate
     before: bool = False
+    positions: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
 
     def selects(self, name: str) -> bool:
         """Whether a hook point of this name is meant."""
@@ -51,15 +56,28 @@ class HookSpec:
     state_knockouts: list[StateKnockoutSpec] = field(default_factory=list)
     state_steerings: list[StateSteeringSpec] = field(default_factory=list)
 
-    def capture(self, hook: Hook | Predicate, before: bool = False) -> "HookSpec":
+    def capture(
+        self,
+        hook: Hook | Predicate,
+        before: bool = False,
+        *,
+        positions: int | Iterable[int] | None = None,
+        heads: int | Iterable[int] | None = None,
+    ) -> "HookSpec":
         """Ask for the value at a hook point, or at all that a glob ("blocks.*.hook_resid_post") or predicate selects.
 
         Args:
             hook: a hook point, a string (a glob if it has `*`, `?` or `[`), or a function of the name.
             before: the value that came in, rather than what the interventions there made of it.
+            positions: only these token positions, in this order, counted in each row's own text, negative ones from its
+                end; at scores and patterns of the queries. The rest is never copied out of the graph.
+            heads: only these heads.
+
+        Raises:
+            InterventionError: positions or heads that are no integers.
         """
         what = hook if callable(hook) or _is_glob(hook) else HookPoint.parse(hook)
-        request = Capture(what, before)
+        request = Capture(what, before, _limit("positions", positions), _limit("heads", heads))
         if request not in self.captures:
             self.captures.append(request)
         return self
@@ -144,6 +162,16 @@ def _of(kind: type[Kind], spec: object) -> Kind:
     if not isinstance(spec, kind):
         raise HookError(f"expected a {kind.__name__}, got {type(spec).__name__}")
     return deepcopy(spec)  # what the caller chains onto it later is not part of this spec
+
+
+def _limit(what: str, given: int | Iterable[int] | None) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    found = [given] if isinstance(given, int | np.integer) else list(given)
+    kept = tuple(whole(what, entry) for entry in found) if what == "positions" else tuple(naturals(what, found))
+    if not kept:
+        raise InterventionError(f"a capture of no {what} would be empty")
+    return kept
 
 
 def _is_glob(hook: object) -> bool:

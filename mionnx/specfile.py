@@ -4,7 +4,7 @@
 2. Its `__metadata__` has two entries: `mionnx_spec` = "1", the version, and `declaration`, a JSON text.
 3. The declaration is {"captures": [...], "interventions": [...]}, both in the order of the spec, and where there are
    any "state_knockouts": [...] and "state_steerings": [...].
-4. A capture is {"hook": name or glob, "before": true or false}.
+4. A capture is {"hook": name or glob, "before": true or false}; "positions" and "heads", lists, limit it.
 5. An intervention is {"hook": name, "kind": kind, "positions": ..., "heads": ..., "rows": ...}; limits that are not
    given are null. Positions are a list of integers, or a list of such lists, one a batch row.
 6. The value of intervention n (0-based) is the tensor `interventions.n.value`, in the dtype it was given in; "zero" has
@@ -105,7 +105,9 @@ def load(path: str | Path) -> HookSpec:
 def _capture(request: Capture) -> dict[str, Any]:
     if callable(request.what):
         raise SpecFileError("a capture by predicate cannot be saved: name the hook points, or use a glob")
-    return {"hook": str(request.what), "before": request.before}
+    limits = {"positions": request.positions, "heads": request.heads}
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    return {"hook": str(request.what), "before": request.before, **given}
 
 
 def _intervention(point: HookPoint, intervention: Intervention) -> dict[str, Any]:
@@ -143,7 +145,7 @@ def _parse(declaration: dict[str, Any], tensors: dict[str, np.ndarray]) -> HookS
     for entry in declaration["captures"]:
         if not isinstance(entry["before"], bool):
             raise ValueError(f"before must be true or false, got {entry['before']!r}")
-        spec.capture(entry["hook"], before=entry["before"])
+        spec.capture(entry["hook"], before=entry["before"], positions=entry.get("positions"), heads=entry.get("heads"))
     for n, entry in enumerate(declaration["interventions"]):
         value = tensors.pop(f"interventions.{n}.value") if KINDS.get(entry["kind"], False) else None
         if value is not None and entry["kind"] == "project_out" and not _orthonormal(value):

@@ -24,6 +24,7 @@ from mionnx import (
     TextStreamer,
     TokenizerError,
 )
+from mionnx.rewrite.plan import Outputs
 from mionnx.world_tokenizer import WorldTokenizer
 
 TOLERANCE = 5e-5
@@ -258,7 +259,7 @@ def test_captures_come_from_the_same_pass(models):
 def test_only_the_last_logits_are_computed(family, models):
     """Unless they are asked for, or hooked: then all."""
     model, (ids, mask) = models(family), prompts(3)
-    restricted = model.compile_graph(last_only=True).session
+    restricted = model.compile_graph(outputs=Outputs(last=True)).session
     whole = model.forward(ids, attention_mask=mask).output()
     feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": np.maximum(mask.cumsum(1) - 1, 0)}
     for i in range(model.num_layers):

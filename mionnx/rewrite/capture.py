@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from mionnx.hookpoint import HookPoint
+from mionnx.hookpoint import HEAD_AXES, HookPoint
 from mionnx.metadata import Metadata
 from mionnx.rewrite.build import Builder
+from mionnx.rewrite.intervene import sequence_axis
 from mionnx.rewrite.plan import Report, Want
 from mionnx.rewrite.recurrence import derive
 
@@ -21,8 +22,35 @@ def capture(graph: gs.Graph, wants: Sequence[Want], metadata: Metadata, report: 
     """Make an output of every wanted value."""
     tensors = graph.tensors()
     for want in wants:
-        graph.outputs.append(_value(graph, want, tensors, metadata, report))
-        report.outputs.append(want.output)
+        value = _value(graph, want, tensors, metadata, report)
+        graph.outputs.append(_part(graph, want, value, report))
+        report.outputs.append(want.fetched)
+
+
+def _part(graph: gs.Graph, want: Want, value: gs.Tensor, report: Report) -> gs.Tensor:
+    """The positions and heads that are asked for."""
+    if not (want.at_positions or want.by_heads):
+        return value
+    axes = HookPoint.parse(want.hook).axes or ()
+    build = Builder(graph, want.hook, f"{want.output}.capture", report)
+    part = value
+    if want.by_heads:
+        heads = build.input(want.heads_input, np.int64, 1)
+        axis = next(i for i, name in enumerate(axes) if name in HEAD_AXES)
+        part = build.node("Gather", [part, heads], "of_heads", axis=axis)
+    if want.at_positions:
+        axis = sequence_axis(axes)
+        columns = build.input(want.columns_input, np.int64, 2)
+        others = [i for i in range(len(axes)) if i not in (0, axis)]
+        wide = build.node("Unsqueeze", [columns, build.ints("others", *others)], "wide", np.int64)
+        shape = build.node("Shape", [part], "shape", np.int64)
+        ones = build.constant("kept", [int(i not in (0, axis)) for i in range(len(axes))], np.bool_)
+        target = build.node("Where", [ones, shape, build.ints("one", *[1] * len(axes))], "target", np.int64)
+        index = build.node("Expand", [wide, target], "index", np.int64)
+        part = build.node("GatherElements", [part, index], "at_positions", axis=axis)
+    part.name = want.fetched
+    part.shape = [f"{want.output}.capture:{axis}" for axis in range(len(axes))]
+    return part
 
 
 def _value(

@@ -46,15 +46,64 @@ class Edit:
 
 @dataclass(frozen=True)
 class Want:
-    """One capture: a hook point, after or before its interventions."""
+    """One capture: a hook point, after or before its interventions, whole or in part.
+
+    Attributes:
+        hook: name of the value.
+        before: whether what came in is meant.
+        at_positions: whether an input says of which token positions.
+        by_heads: whether an input says of which heads.
+    """
 
     hook: str
     before: bool = False
+    at_positions: bool = False
+    by_heads: bool = False
 
     @property
     def output(self) -> str:
-        """The name of the graph output, and of the captured array."""
+        """The name of the captured array."""
         return f"{self.hook}.before" if self.before else self.hook
+
+    @property
+    def fetched(self) -> str:
+        """The name of the graph's output; a part of a value cannot have the name of the whole."""
+        return f"{self.output}.part" if self.at_positions or self.by_heads else self.output
+
+    @property
+    def columns_input(self) -> str:
+        """The input of its positions: int64 [batch, n], indices along the sequence axis."""
+        return f"{self.output}.capture.columns"
+
+    @property
+    def heads_input(self) -> str:
+        """The input of its heads: int64 [n]."""
+        return f"{self.output}.capture.heads"
+
+
+LOGIT_COLUMNS, LOGIT_TOKENS, TOP_K = "mionnx.logits.columns", "mionnx.logits.tokens", "mionnx.logits.top_k"
+TOP_IDS = "mionnx.logits.top_ids"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Which of the model's own outputs are computed, and what of the logits.
+
+    Attributes:
+        logits: whether there are any.
+        last: of the last position only.
+        at_positions: of the positions in the input `LOGIT_COLUMNS`, int64 [batch, n].
+        of_tokens: of the tokens in the input `LOGIT_TOKENS`, int64 [n].
+        ranked: the largest only, as many as the input `TOP_K` says, int64 [1]; `TOP_IDS` has their tokens.
+        carried: whether keys, values and states are given, for a call that goes on.
+    """
+
+    logits: bool = True
+    last: bool = False
+    at_positions: bool = False
+    of_tokens: bool = False
+    ranked: bool = False
+    carried: bool = True
 
 
 @dataclass(frozen=True)
@@ -64,17 +113,17 @@ class Plan:
     Attributes:
         edits: interventions, in registration order.
         wants: captures, in execution order.
-        last_only: whether logits are computed for the last position of each row only.
+        outputs: which of the model's own outputs.
     """
 
     edits: tuple[Edit, ...] = ()
     wants: tuple[Want, ...] = ()
-    last_only: bool = False
+    outputs: Outputs = Outputs()
 
     @property
     def empty(self) -> bool:
         """Whether the untouched graph serves."""
-        return not (self.edits or self.wants or self.last_only)
+        return not (self.edits or self.wants) and self.outputs == Outputs()
 
 
 @dataclass

@@ -1,33 +1,98 @@
-"""Rewrite: logits of the last position only.
+"""Rewrite: only what is asked for leaves the graph, and only what that needs is left in it.
 
-The head's matrix product is found by going back from the logits over what works on each number alone (a scale, a soft
-cap, a cast); its input is cut down to the last position, and logits become [batch, 1, vocab]. A graph whose logits come
-about in another way is left as it is: its logits are right, and only more of them.
+1. Outputs that are not asked for (logits, keys and values, states) are dropped, and with them what only they need.
+2. Logits of the last or of chosen positions: the input of the head's matrix product is cut down, so that it is
+   computed for these alone. The head is found by going back from the logits over what works on each number alone (a
+   scale, a soft cap, a cast); where there is none, or where the logits themselves are hooked, the logits are cut down.
+3. Logits of chosen tokens, and the largest ones, are taken from the logits.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
 from mionnx.rewrite.build import Builder
-from mionnx.rewrite.plan import Report
+from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, TOP_IDS, TOP_K, Plan, Report
 
 ELEMENTWISE = frozenset({"Identity", "Cast", "Mul", "Div", "Add", "Tanh", "CastLike"})
-LOGITS = ("logits", "hook_logits")
+LOGITS, HOOKED = "logits", "hook_logits"
 
 
-def last_position(graph: gs.Graph, report: Report) -> None:
-    """Compute the logits of the last position of each row only."""
-    head = _head(graph.tensors()["logits"])
-    if head is None:
+def restrict(graph: gs.Graph, plan: Plan, report: Report) -> None:
+    """Cut the model's own outputs down to those of a plan."""
+    wanted = plan.outputs
+    if not wanted.carried:
+        graph.outputs = [output for output in graph.outputs if not output.name.startswith("present")]
+    if not wanted.logits:
+        graph.outputs = [output for output in graph.outputs if output.name != LOGITS]
         return
-    value = head.inputs[0]
-    build = Builder(graph, value.name, f"{value.name}.last", report)
+    build = Builder(graph, LOGITS, "mionnx.logits", report)
+    if wanted.last:
+        _positions(graph, plan, lambda value: _last(build, value))
+    if wanted.at_positions:
+        columns = build.input(LOGIT_COLUMNS, np.int64, 2)
+        at = build.node("Unsqueeze", [columns, build.ints("each", 2)], "at", np.int64)
+        _positions(graph, plan, lambda value: build.node("GatherND", [value, at], "chosen", batch_dims=1))
+    if wanted.of_tokens:
+        tokens = build.input(LOGIT_TOKENS, np.int64, 1)
+        _after(graph, lambda value: build.node("Gather", [value, tokens], "of_tokens", axis=2))
+    if wanted.ranked:
+        _rank(graph, build)
+
+
+def _last(build: Builder, value: gs.Tensor) -> gs.Tensor:
     end = build.ints("end", np.iinfo(np.int64).max)
-    last = build.node("Slice", [value, build.ints("start", -1), end, build.ints("axis", 1)], "position")
-    head.inputs[0] = last
+    return build.node("Slice", [value, build.ints("start", -1), end, build.ints("axis", 1)], "last")
+
+
+def _positions(graph: gs.Graph, plan: Plan, cut: Callable[[gs.Tensor], gs.Tensor]) -> None:
+    """Cut down along the sequence, before the head if that changes nothing else."""
+    hooked = HOOKED in {*(edit.hook for edit in plan.edits), *(want.hook for want in plan.wants)}
+    head = None if hooked else _head(graph.tensors()[LOGITS])
+    if head is None:
+        _after(graph, cut)
+        return
+    head.inputs[0] = cut(head.inputs[0])
+    _forget_shape(graph)
+
+
+def _after(graph: gs.Graph, cut: Callable[[gs.Tensor], gs.Tensor]) -> gs.Variable:
+    """Let the output be what is made of the logits."""
+    whole = graph.tensors()[LOGITS]
+    place = next(i for i, output in enumerate(graph.outputs) if output is whole)
+    made = cut(whole)
+    whole.name, made.name = f"{made.name}.whole", LOGITS
+    graph.outputs[place] = made
+    made.shape = None
+    _forget_shape(graph)
+    return made
+
+
+def _rank(graph: gs.Graph, build: Builder) -> None:
+    k = build.input(TOP_K, np.int64, 1)
+    ids = gs.Variable(TOP_IDS, dtype=np.dtype(np.int64), shape=["batch", "mionnx.seq", "mionnx.k"])
+
+    def largest(value: gs.Tensor) -> gs.Tensor:
+        values = gs.Variable("mionnx.logits.top", dtype=value.dtype)
+        graph.nodes.append(gs.Node("TopK", "mionnx.logits.top:TopK", {"axis": 2}, [value, k], [values, ids]))
+        build.report.add(LOGITS, "mionnx.logits.top:TopK")
+        return values
+
+    _after(graph, largest)
+    graph.outputs.append(ids)
+    build.report.outputs.append(TOP_IDS)
+
+
+def _forget_shape(graph: gs.Graph) -> None:
+    """The shape that was written down for the logits is no longer theirs."""
     for output in graph.outputs:
-        if output.name in LOGITS and output.shape:
-            output.shape = [output.shape[0], 1, output.shape[2]]
+        if output.name in (LOGITS, HOOKED):
+            output.shape = ["batch", "mionnx.seq", "mionnx.vocab"]
+    for name in (LOGITS, HOOKED):
+        value = graph.tensors().get(name)
+        if value is not None and not isinstance(value, gs.Constant):
+            value.shape = ["batch", "mionnx.seq", "mionnx.vocab"]
 
 
 def _head(value: gs.Tensor) -> gs.Node | None:

@@ -4,12 +4,13 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from mionnx import graph as graphs
+from mionnx.errors import InterventionError
 from mionnx.metadata import Metadata
 from mionnx.rewrite.capture import capture
 from mionnx.rewrite.intervene import intervene
 from mionnx.rewrite.plan import Plan, Report
 from mionnx.rewrite.prune import prune
-from mionnx.rewrite.restrict import last_position
+from mionnx.rewrite.restrict import restrict
 from mionnx.rewrite.start import start_at
 
 
@@ -23,6 +24,9 @@ def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[by
 
     Returns:
         the rewritten model as bytes, and what was done.
+
+    Raises:
+        InterventionError: an intervention that no output depends on.
     """
     graph, report = rewritten(origin, plan, metadata)
     return graphs.serialise(graph, origin), report
@@ -33,10 +37,21 @@ def rewritten(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[
     graph, report = graphs.edit(origin), Report()
     intervene(graph, plan.edits, report)
     capture(graph, plan.wants, metadata, report)
-    if plan.last_only:
-        last_position(graph, report)
+    restrict(graph, plan, report)
     prune(graph, report)
+    _refuse_idle(graph, plan)
     return graph, report
+
+
+def _refuse_idle(graph: gs.Graph, plan: Plan) -> None:
+    """An intervention that nothing asked for depends on was dropped with the rest: it would have no effect."""
+    left = {node.name for node in graph.nodes}
+    for edit in plan.edits:
+        if not any(name.startswith(f"{edit.prefix}.") for name in left):
+            raise InterventionError(
+                f"{edit.kind} at {edit.hook} changes nothing that is asked for: no capture lies behind it, and there "
+                "are no logits; ask for logits, or capture a later hook point"
+            )
 
 
 def tail(origin: onnx.ModelProto, hook: str, output: str) -> bytes:
