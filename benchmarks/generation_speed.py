@@ -97,7 +97,7 @@ class Programs:
 
     def transformers(self, case: str) -> Ids:
         """With forward hooks on the blocks."""
-        with _hooks(self.theirs, case, self.layer, torch.from_numpy(self.direction)), torch.no_grad():
+        with torch_hooks(self.theirs, case, self.layer, torch.from_numpy(self.direction)), torch.no_grad():
             ids = self.theirs.generate(
                 torch.from_numpy(self.ids),
                 attention_mask=torch.ones(1, self.ids.shape[1], dtype=torch.int64),
@@ -130,7 +130,8 @@ class Programs:
 
 
 @contextmanager
-def _hooks(model: PreTrainedModel, case: str, layer: int, direction: torch.Tensor) -> Any:
+def torch_hooks(model: PreTrainedModel, case: str, layer: int, direction: torch.Tensor) -> Any:
+    """Forward hooks on the blocks, for as long as they are needed."""
     blocks = model.get_submodule("transformer.h" if hasattr(model, "transformer") else "model.layers")
     kept: list[torch.Tensor] = []
 

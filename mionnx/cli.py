@@ -1,4 +1,4 @@
-"""The command line: `mionnx export`, `hooks`, `run`, `generate`, `compile`, `demo`."""
+"""The command line: `mionnx export`, `hooks`, `run`, `generate`, `compile`, `demo`, `cache`."""
 
 import json
 import sys
@@ -20,6 +20,7 @@ from mionnx import demo as examples
 from mionnx import store
 from mionnx.ablation import AblationResult
 from mionnx.cache import HookCache
+from mionnx.cache_cli import app as cache_app
 from mionnx.deploy import Packaging, compile_spec
 from mionnx.errors import InterventionError, MIError, ModelError
 from mionnx.grammar import parse, parse_state
@@ -38,6 +39,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
 )
+app.add_typer(cache_app, name="cache")
 Model = Annotated[str, typer.Argument(help="A hooked model's folder, a Hugging Face checkpoint's folder, or a Hub id.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Edits = Annotated[list[str] | None, typer.Option(metavar="HOOK[=VALUE][@LIMITS]")]

@@ -178,16 +178,6 @@ def _nameable(spec: HookSpec, plan: Plan) -> HookSpec:
     return named
 
 
-def _files(proto: onnx.ModelProto) -> dict[str, int]:
-    """The weight files that a graph reads, and how many bytes of each."""
-    found: dict[str, int] = {}
-    for tensor in proto.graph.initializer:
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            entry = {item.key: item.value for item in tensor.external_data}
-            found[entry["location"]] = found.get(entry["location"], 0) + int(entry["length"])
-    return found
-
-
 def _write_model(
     model: HookedModel, proto: onnx.ModelProto, at: Path, packaging: Packaging, progress: Progress
 ) -> None:
@@ -207,7 +197,7 @@ def _write_model(
         _check_size(proto, packaging)
         _embed(proto, model.folder)
     else:
-        for done, name in enumerate(files := _files(proto)):
+        for done, name in enumerate(files := graph.locations(proto)):
             progress(f"writing {name}", done, len(files))
             (at / name).parent.mkdir(parents=True, exist_ok=True)
             _place((model.folder / name).resolve(), at / name, packaging.placed)
@@ -227,7 +217,7 @@ def _embed(proto: onnx.ModelProto, folder: Path) -> None:
 
 
 def _check_size(proto: onnx.ModelProto, packaging: Packaging) -> None:
-    size = sum(_files(proto).values())
+    size = sum(graph.locations(proto).values())
     if packaging.placed == "embedded" and size > LIMIT:
         raise InputError(
             f"the weights are {size / 2**30:.1f} GiB, and a file with its weights embedded holds 2: use "

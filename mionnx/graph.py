@@ -36,38 +36,14 @@ def properties(proto: onnx.ModelProto) -> dict[str, str]:
     return {entry.key: entry.value for entry in proto.metadata_props}
 
 
-def check_external_data(proto: onnx.ModelProto, folder: Path) -> None:
-    """Check that every external tensor lies inside a file inside `folder`.
-
-    Raises:
-        ModelError: a path that leaves the folder, a missing file, or one shorter than the graph says.
-    """
-    root, sizes = folder.resolve(), dict[str, int]()
+def locations(proto: onnx.ModelProto) -> dict[str, int]:
+    """The weight files that a graph reads, and how many bytes of each."""
+    found: dict[str, int] = {}
     for tensor in proto.graph.initializer:
-        if tensor.data_location != onnx.TensorProto.EXTERNAL:
-            continue
-        entry = {item.key: item.value for item in tensor.external_data}
-        location = entry.get("location", "")
-        if location not in sizes:
-            sizes[location] = _size(root, location, tensor.name)
-        try:
-            offset, length = int(entry.get("offset", 0)), int(entry["length"])
-        except (ValueError, KeyError) as error:
-            raise ModelError(f"weight {tensor.name!r} has no valid offset and length in {location}") from error
-        if offset < 0 or length < 0 or offset + length > sizes[location]:
-            raise ModelError(
-                f"weight {tensor.name!r} lies at bytes {offset} to {offset + length} of {location}, "
-                f"which has {sizes[location]}: the weight file is short or not the one that was exported"
-            )
-
-
-def _size(root: Path, location: str, name: str) -> int:
-    path = (root / location).resolve()
-    if not location or Path(location).is_absolute() or not path.is_relative_to(root):
-        raise ModelError(f"weight {name!r} points at {location!r}, outside the model's folder: refused")
-    if not path.is_file():
-        raise ModelError(f"weight file {location} is missing from {root}")
-    return path.stat().st_size
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            entry = {item.key: item.value for item in tensor.external_data}
+            found[entry["location"]] = found.get(entry["location"], 0) + int(entry["length"])
+    return found
 
 
 def value_ranks(proto: onnx.ModelProto) -> dict[str, int | None]:

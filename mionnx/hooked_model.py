@@ -29,7 +29,7 @@ import numpy as np
 import onnx
 from numpy.typing import DTypeLike
 
-from mionnx import graph
+from mionnx import graph, safety
 from mionnx.errors import HookError, ModelError, nearest
 from mionnx.hookpoint import DERIVED, HookPoint
 from mionnx.metadata import Metadata
@@ -70,7 +70,7 @@ class HookedModel:
         """
         proto = graph.read(folder / GRAPH)
         metadata = Metadata.from_props(graph.properties(proto))
-        graph.check_external_data(proto, folder)
+        safety.check(proto, folder)
         ranks = graph.value_ranks(proto)
         for name, axes in metadata.hooks.items():
             if name not in ranks:

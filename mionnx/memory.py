@@ -17,6 +17,16 @@ def available() -> int:
         return free
 
 
+def total() -> int:
+    """Bytes that this machine has, or the container around this process."""
+    machine = int(psutil.virtual_memory().total)
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        return machine if limit == "max" else min(machine, int(limit))
+    except (OSError, ValueError):
+        return machine
+
+
 def spell(size: int) -> str:
     """Bytes for people: "1.5 GiB"."""
     number, unit = float(size), "B"

@@ -1,6 +1,6 @@
 """`MIModel`: a hooked model that runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -18,12 +18,12 @@ from mionnx.deploy import Knobs, Packaging, compile_spec
 from mionnx.errors import InputError, TokenizerError
 from mionnx.gates import gates_of
 from mionnx.generation import Generation, Stopping, Streamer, generate
-from mionnx.hooked_model import DTYPES, GRAPH, HookedModel
+from mionnx.hooked_model import DTYPES, HookedModel
 from mionnx.hookpoint import HookPoint
 from mionnx.logits import Logits
 from mionnx.place import heads_axis
 from mionnx.progress import bars
-from mionnx.rewrite import Plan, Report, rewrite
+from mionnx.rewrite import Plan, Report
 from mionnx.rewrite.intervene import sequence_axis
 from mionnx.rewrite.plan import TOP_IDS, Outputs
 from mionnx.rewrite.run import tail
@@ -31,26 +31,10 @@ from mionnx.rwkv_state import RWKVState
 from mionnx.sampling import Sampling
 from mionnx.spec import HookSpec
 from mionnx.tokens import Tokens, load_tokenizer, tokenize
+from mionnx.variants import Compiled, Variants
 from mionnx.world_tokenizer import WorldTokenizer
 
 Prompt = str | Sequence[str] | Tokens | Sequence[Tokens] | ArrayLike
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """One graph of a model, open: the untouched one, or a rewritten one.
-
-    Attributes:
-        plan: what was asked of it.
-        session: ONNX Runtime's session.
-        report: which nodes were added where.
-        model: the rewritten model's bytes, weights not included; None for the untouched graph, which is on disk.
-    """
-
-    plan: Plan
-    session: Any
-    report: Report
-    model: bytes | None
 
 
 @dataclass(frozen=True)
@@ -86,18 +70,27 @@ class MIModel:
     Attributes:
         hooked: the hooked model: its folder, graph and metadata.
         options: how sessions are opened.
-        compiled: plan -> open graph, in order of last use; specs that differ in values only share one.
+        variants: the open graphs; specs that differ in values only share one.
     """
 
     def __init__(self, hooked: HookedModel, options: session.Options | None = None) -> None:
         self.hooked = hooked
         self.options = options or session.Options()
         self.options.provider_name()
-        self.compiled: dict[Plan, Compiled] = {}
+        self.variants = Variants(hooked, self.options)
 
     @classmethod
     def from_pretrained(
-        cls, source: str | Path, *, dtype: str = "float32", provider: str = "cpu", threads: int = 0, fast: bool = False
+        cls,
+        source: str | Path,
+        *,
+        dtype: str = "float32",
+        provider: str = "cpu",
+        threads: int = 0,
+        fast: bool = False,
+        prepack: bool = True,
+        base: str = "auto",
+        provider_options: Mapping[str, str | int] | None = None,
     ) -> "MIModel":
         """Open a model.
 
@@ -109,6 +102,7 @@ class MIModel:
             provider: "cpu", "cuda", or any execution provider's name.
             threads: threads inside one operator; 0 lets ONNX Runtime choose.
             fast: allow fusions that change the last bits of the logits when something inside them is captured.
+            prepack, base, provider_options: see `mionnx.Options`.
 
         Raises:
             ModelError: no model there, or a damaged one.
@@ -117,7 +111,10 @@ class MIModel:
         """
         with bars() as progress:
             folder = store.find_model(source, dtype, progress)
-        return cls(HookedModel.open(folder), session.Options(provider, threads, fast))
+        options = session.Options(
+            provider, threads, fast, prepack=prepack, base=base, provider_options=provider_options or {}
+        )
+        return cls(HookedModel.open(folder), options)
 
     @property
     def num_layers(self) -> int:
@@ -195,19 +192,28 @@ class MIModel:
         Raises:
             HookError, InterventionError: the spec does not fit the model.
         """
-        plan = bind.plan_of(hooks or HookSpec(), self.hooked, outputs)
-        compiled = self.compiled.pop(plan, None) or self._open(plan)
-        self.compiled[plan] = compiled  # last in the order of the dictionary: the one used most recently
-        while len(self.compiled) > self.options.max_graphs:
-            del self.compiled[next(iter(self.compiled))]
-        return compiled
+        return self.variants.get(bind.plan_of(hooks or HookSpec(), self.hooked, outputs))
 
-    def _open(self, plan: Plan) -> Compiled:
-        folder = self.hooked.folder
-        if plan.empty:
-            return Compiled(plan, session.open_session(folder / GRAPH, folder, self.options), Report(), None)
-        model, report = rewrite(self.hooked.proto, plan, self.hooked.metadata)
-        return Compiled(plan, session.open_session(model, folder, self.options), report, model)
+    @property
+    def compiled(self) -> Mapping[Plan, Compiled]:
+        """The graphs that are open, the one used longest ago first."""
+        return self.variants.open
+
+    def warm(self, hooks: HookSpec, logits: "bool | Logits" = True) -> None:
+        """Open the graph of a spec now, so that the first `forward` with such a structure does not wait for it."""
+        part = logits if isinstance(logits, Logits) else Logits()
+        self.compile_graph(hooks, part.outputs(bool(logits)) if logits else Outputs(logits=False, carried=False))
+
+    def prepare(self) -> bool:
+        """Make the base from which all graphs of this model open quickly and share one copy of the weights.
+
+        It is made once, lies in the store (about twice the size of the weights), and serves every later process on this
+        machine; see `mionnx.base`.
+
+        Returns:
+            whether there is one: not if the store cannot hold it, or the provider is not the CPU.
+        """
+        return self.variants.prepare()
 
     def forward(
         self,

@@ -1,7 +1,7 @@
 """ONNX Runtime sessions: the only place that opens one."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,29 @@ class Options:
         threads: threads inside one operator; 0 lets ONNX Runtime choose.
         fast: allow fusions that change the last bits of the logits when something inside them is captured.
         max_graphs: how many rewritten graphs stay open; beyond, the one used longest ago is closed.
+        max_bytes: how much memory open graphs may take together, by what their weights take; half of the machine's if
+            it is 0.
+        prepack: let sessions pack their weights. Without, a graph opens several times faster and runs slower on fewer
+            than some 500 tokens: for many structures that run once each. The last bits differ between the two, so one
+            model object uses one of them for all.
+        base: open graphs from a prepared base (see `mionnx.base`): "auto" uses one that is there, and makes one for the
+            second rewritten graph of a model with more than 64 MiB of weights; "always", "never".
+        provider_options: of the provider, as ONNX Runtime names them: `{"device_id": 1, "gpu_mem_limit": 2**34}`.
     """
 
     provider: str = "cpu"
     threads: int = 0
     fast: bool = False
     max_graphs: int = 64
+    max_bytes: int = 0
+    prepack: bool = True
+    base: str = "auto"
+    provider_options: Mapping[str, str | int] = field(default_factory=dict)
+
+    @property
+    def device_id(self) -> int:
+        """Which of several devices."""
+        return int(self.provider_options.get("device_id", 0))
 
     def provider_name(self) -> str:
         """The provider's full name.
@@ -60,19 +77,33 @@ class Options:
         return name
 
 
-def open_session(model: Path | bytes, folder: Path, options: Options) -> "onnxruntime.InferenceSession":
+def version() -> str:
+    """ONNX Runtime's version."""
+    return str(onnxruntime.__version__)
+
+
+def open_session(
+    model: Path | bytes, folder: Path, options: Options, optimised: bool = False
+) -> "onnxruntime.InferenceSession":
     """Open a session.
 
     Args:
         model: a file, or the bytes of a model whose external data lie in `folder`.
-        folder: the hooked model's folder.
-        options: provider, threads, fusions.
+        folder: the hooked model's folder, or the base's.
+        options: provider, threads, fusions, packing.
+        optimised: whether the graph is one that ONNX Runtime has optimised already.
 
     Raises:
         ModelError: ONNX Runtime refuses the model.
         RuntimeMissingError: the provider is not there.
     """
-    return _open(model, folder, _settings(folder, options), options)
+    settings = _settings(folder, options)
+    if optimised:
+        settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        settings.add_session_config_entry("session.prepack.enable_parallel", "1")
+    if not options.prepack:
+        settings.add_session_config_entry("session.disable_prepacking", "1")
+    return _open(model, folder, settings, options)
 
 
 def _settings(folder: Path, options: Options) -> "onnxruntime.SessionOptions":
@@ -90,7 +121,7 @@ def _open(
         return onnxruntime.InferenceSession(
             model if isinstance(model, bytes) else str(model),
             settings,
-            providers=[options.provider_name()],
+            providers=[(options.provider_name(), {key: str(value) for key, value in options.provider_options.items()})],
             disabled_optimizers=[] if options.fast else list(UNSTABLE_FUSIONS),
         )
     except RuntimeMissingError:
@@ -123,6 +154,27 @@ def optimise(model: bytes, folder: Path, path: Path, data: str, options: Options
     _open(model, folder, settings, options)
 
 
+def prepare(model: bytes, folder: Path, path: Path, data: str, options: Options) -> None:
+    """Write a model as this machine runs it, its weights packed: see `mionnx.base`.
+
+    Args:
+        model: the bytes of a model whose external data lie in `folder`.
+        folder: of the hooked model.
+        path: of the prepared graph.
+        data: name of a file beside it for the weights.
+        options: provider, fusions.
+
+    Raises:
+        ModelError: ONNX Runtime refuses the model.
+    """
+    settings = _settings(folder, options)
+    settings.optimized_model_filepath = str(path)
+    settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", data)
+    settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
+    settings.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
+    _open(model, folder, settings, options)
+
+
 Value = Any  # an array, or onnxruntime's OrtValue
 
 
@@ -140,6 +192,7 @@ def run_in_place(
     Raises:
         ModelError: ONNX Runtime failed while running.
     """
+    number = options.device_id
     device = "cuda" if options.provider_name() == PROVIDERS["cuda"] else "cpu"
     read = {entry.name for entry in (*session.get_inputs(), *session.get_overridable_initializers())}
     try:
@@ -147,10 +200,10 @@ def run_in_place(
         for name in read & feeds.keys():
             value = feeds[name]
             if not isinstance(value, onnxruntime.OrtValue):
-                value = onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value), device, 0)
+                value = onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value), device, number)
             binding.bind_ortvalue_input(name, value)
         for name in outputs:
-            binding.bind_output(name, device)
+            binding.bind_output(name, device, number)
         session.run_with_iobinding(binding)
         return dict(zip(outputs, binding.get_outputs(), strict=True))
     except Exception as error:  # ONNX Runtime's errors share no base class

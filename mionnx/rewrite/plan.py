@@ -1,6 +1,7 @@
 """What shapes a rewritten graph: the hooks, the kinds, which limits there are. Never a value."""
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,15 @@ class Report:
     def add(self, where: str, node: str) -> None:
         """Note a node added at a hook point."""
         self.added.setdefault(where, []).append(node)
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Report":
+        """What `to_json` wrote."""
+        return Report(**json.loads(text))
 
     def __str__(self) -> str:
         lines = [f"at {where}: {', '.join(nodes)}" for where, nodes in self.added.items()]

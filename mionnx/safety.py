@@ -1,0 +1,195 @@
+"""What somebody's model file may not do: read outside its folder, claim bytes it does not have, or grow without bound.
+
+Checked when a hooked model is opened, before a session is made; in subgraphs and functions too.
+
+1. External data lie in files inside the folder, followed through links; offset and length inside the file, and the
+   length what dtype and shape say. Two weights have the same bytes or none in common.
+2. A tensor in the graph has as much data as its dtype and shape say.
+3. The graph is valid ONNX by onnx's own checker: known operators, in an order that can run, each value made once.
+4. No node makes a value of more than 2^31 elements out of constants (ConstantOfShape, Expand, Tile, Range, Pad): ONNX
+   Runtime would compute it while it opens the graph.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from mionnx.errors import ModelError
+
+LARGEST = 2**31
+MAKERS = {"ConstantOfShape": 0, "Expand": 1, "Tile": 1, "Range": 1, "Pad": 1}  # op -> the input that says how large
+PACKED: dict[int, int] = {onnx.TensorProto.INT4: 2, onnx.TensorProto.UINT4: 2, onnx.TensorProto.FLOAT4E2M1: 2}
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a weight lies."""
+
+    location: str
+    start: int
+    end: int
+    name: str
+
+
+def check(proto: onnx.ModelProto, folder: Path) -> None:
+    """Check everything above.
+
+    Raises:
+        ModelError: the first thing that is wrong.
+    """
+    root, sizes, spans = folder.resolve(), dict[str, int](), list[Span]()
+    for graph in graphs(proto):
+        constants: dict[str, onnx.TensorProto] = {}
+        for tensor in tensors(graph):
+            if tensor.data_location == onnx.TensorProto.EXTERNAL:
+                spans.append(_span(tensor, root, sizes))
+            else:
+                _check_held(tensor)
+                constants[tensor.name] = tensor
+        _check_makers(graph.node, constants)
+    _check_apart(spans)
+    _check_valid(proto)
+
+
+def _check_valid(proto: onnx.ModelProto) -> None:
+    """Have onnx's own checker look at the graph. External weights are shown to it as inputs: it reads their files."""
+    shown = onnx.ModelProto()
+    shown.CopyFrom(proto)
+    held = [tensor for tensor in shown.graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL]
+    inputs = {value.name for value in shown.graph.input}
+    for tensor in shown.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL and tensor.name not in inputs:
+            shown.graph.input.append(
+                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+            )
+    del shown.graph.initializer[:]
+    shown.graph.initializer.extend(held)
+    try:
+        onnx.checker.check_model(shown)
+    except (onnx.checker.ValidationError, ValueError) as error:
+        raise ModelError(f"the graph is no valid ONNX: {error}") from error
+
+
+def graphs(proto: onnx.ModelProto) -> Iterator[onnx.GraphProto | onnx.FunctionProto]:
+    """The graph, its functions, and all graphs inside their nodes."""
+    waiting: list[onnx.GraphProto | onnx.FunctionProto] = [proto.graph, *proto.functions]
+    while waiting:
+        graph = waiting.pop()
+        yield graph
+        for node in graph.node:
+            for attribute in node.attribute:
+                waiting += [attribute.g] if attribute.HasField("g") else []
+                waiting += attribute.graphs
+
+
+def tensors(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor that a graph holds: initializers, sparse ones, and attributes of nodes (named as what they make)."""
+    if isinstance(graph, onnx.GraphProto):
+        yield from graph.initializer
+        for sparse in graph.sparse_initializer:
+            raise ModelError(f"weight {sparse.values.name!r} is sparse: no exporter writes such weights")
+    for node in graph.node:
+        for attribute in node.attribute:
+            held = [attribute.t] if attribute.HasField("t") else []
+            for tensor in [*held, *attribute.tensors]:
+                if node.op_type == "Constant" and node.output and not tensor.name:
+                    named = onnx.TensorProto()
+                    named.CopyFrom(tensor)
+                    named.name = node.output[0]
+                    yield named
+                else:
+                    yield tensor
+
+
+def _elements(tensor: onnx.TensorProto) -> int:
+    if any(dim < 0 for dim in tensor.dims):
+        raise ModelError(f"weight {tensor.name!r} has the shape {list(tensor.dims)}")
+    return prod(tensor.dims)
+
+
+def _length(tensor: onnx.TensorProto) -> int | None:
+    """Bytes by dtype and shape; None for texts."""
+    if tensor.data_type == onnx.TensorProto.STRING:
+        return None
+    if tensor.data_type in PACKED:
+        return -(-_elements(tensor) // PACKED[tensor.data_type])
+    try:
+        return _elements(tensor) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    except (KeyError, ValueError, TypeError) as error:
+        raise ModelError(f"weight {tensor.name!r} has the unknown dtype {tensor.data_type}") from error
+
+
+def _span(tensor: onnx.TensorProto, root: Path, sizes: dict[str, int]) -> Span:
+    entry = {item.key: item.value for item in tensor.external_data}
+    location, name = entry.get("location", ""), tensor.name
+    if location not in sizes:
+        sizes[location] = _size(root, location, name)
+    try:
+        offset, length = int(entry.get("offset", 0)), int(entry["length"])
+    except (ValueError, KeyError) as error:
+        raise ModelError(f"weight {name!r} has no valid offset and length in {location}") from error
+    if offset < 0 or length < 0 or offset + length > sizes[location]:
+        raise ModelError(
+            f"weight {name!r} lies at bytes {offset} to {offset + length} of {location}, which has {sizes[location]}: "
+            "the weight file is short or not the one that was exported"
+        )
+    expected = _length(tensor)
+    if length != expected:
+        shape = list(tensor.dims)
+        raise ModelError(
+            f"weight {name!r} of shape {shape} takes {expected} bytes; the graph says {length} of {location}"
+        )
+    return Span(location, offset, offset + length, name)
+
+
+def _size(root: Path, location: str, name: str) -> int:
+    path = (root / location).resolve() if "\0" not in location else root
+    if not location or Path(location).is_absolute() or not path.is_relative_to(root) or path == root:
+        raise ModelError(f"weight {name!r} points at {location!r}, outside the model's folder: refused")
+    if not path.is_file():
+        raise ModelError(f"weight file {location} is missing from {root}")
+    return path.stat().st_size
+
+
+def _check_apart(spans: list[Span]) -> None:
+    held = [span for span in spans if span.start < span.end]
+    for one, other in pairwise(sorted(held, key=lambda span: (span.location, span.start, span.end))):
+        same = (one.start, one.end) == (other.start, other.end)  # tied weights
+        if one.location == other.location and other.start < one.end and not same:
+            raise ModelError(f"weights {one.name!r} and {other.name!r} overlap in {one.location}")
+
+
+def _check_held(tensor: onnx.TensorProto) -> None:
+    """A tensor inside the graph file: the data are there."""
+    expected = _length(tensor)
+    if expected is None or not (tensor.raw_data or expected):
+        return
+    if tensor.raw_data:
+        if len(tensor.raw_data) != expected:
+            held = len(tensor.raw_data)
+            raise ModelError(
+                f"weight {tensor.name!r} of shape {list(tensor.dims)} takes {expected} bytes, and has {held}"
+            )
+        return
+    fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
+    count, wanted = max(len(getattr(tensor, field)) for field in fields), _elements(tensor)
+    complex_ = tensor.data_type in (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)
+    if count * PACKED.get(tensor.data_type, 1) < wanted * (1 + complex_):
+        raise ModelError(f"weight {tensor.name!r} of shape {list(tensor.dims)} has {count} of its numbers")
+
+
+def _check_makers(nodes: Iterable[onnx.NodeProto], constants: dict[str, onnx.TensorProto]) -> None:
+    for node in nodes:
+        at = MAKERS.get(node.op_type)
+        if at is None or len(node.input) <= at or node.input[at] not in constants:
+            continue
+        given = onnx.numpy_helper.to_array(constants[node.input[at]]).astype(np.float64, copy=False)
+        size = float(np.abs(given).max(initial=0)) if node.op_type in ("Range", "Pad") else float(np.prod(given))
+        if not size <= LARGEST:
+            where = f"{node.op_type} node {(node.name or node.output[0])!r}"
+            raise ModelError(f"{where} would make {size:.0f} elements: refused")

@@ -1,0 +1,122 @@
+"""From a plan to an open session: the pristine graph or a prepared base, rewritten, from the store or made now."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from mionnx import base as bases
+from mionnx import graph, memory, session, store
+from mionnx.entries import Entries
+from mionnx.errors import InputError, nearest
+from mionnx.hooked_model import GRAPH, HookedModel
+from mionnx.rewrite import Plan, Report, rewrite
+
+VARIANT = 2**25  # bytes that a session from a base takes besides the weights it shares, about
+WHEN = ("auto", "always", "never")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One graph of a model, open: the untouched one, or a rewritten one.
+
+    Attributes:
+        plan: what was asked of it.
+        session: ONNX Runtime's session.
+        report: which nodes were added where.
+        model: the rewritten model's bytes, weights not included; None for the untouched graph, which is on disk.
+        cost: bytes of memory that it takes, about.
+    """
+
+    plan: Plan
+    session: Any
+    report: Report
+    model: bytes | None
+    cost: int
+
+
+class Variants:
+    """The open graphs of one model, in order of last use; the oldest are closed when they are too many or too large."""
+
+    def __init__(self, model: HookedModel, options: session.Options) -> None:
+        if options.base not in WHEN:
+            raise InputError(f"base {options.base!r}; one of {', '.join(WHEN)}{nearest(options.base, WHEN)}")
+        self.model, self.options = model, options
+        self.open: dict[Plan, Compiled] = {}
+        self._base: bases.Base | None = None
+        self._looked = False
+        self._opened = 0
+
+    @cached_property
+    def weights(self) -> int:
+        """Bytes of the weights."""
+        return sum(graph.locations(self.model.proto).values())
+
+    @cached_property
+    def _entries(self) -> Entries:
+        return Entries(store.cache_folder())
+
+    def get(self, plan: Plan) -> Compiled:
+        """The open graph of a plan, opened if it is not."""
+        compiled = self.open.pop(plan, None) or self._make(plan)
+        self.open[plan] = compiled  # last in the order of the dictionary: the one used most recently
+        limit = self.options.max_bytes or memory.total() // 2
+        while len(self.open) > 1 and (
+            len(self.open) > self.options.max_graphs or sum(one.cost for one in self.open.values()) > limit
+        ):
+            del self.open[next(iter(self.open))]
+        return compiled
+
+    def prepare(self) -> bool:
+        """Make the base now, if there is none; whether there is one then."""
+        self._base = self._base or bases.make(self.model, self.options, self._entries)
+        return self._base is not None
+
+    def _find_base(self) -> bases.Base | None:
+        if self.options.base == "never" or self._base is not None:
+            return self._base
+        if self.options.base == "always" and not self._looked:
+            self.prepare()
+        elif self.weights >= bases.WORTHWHILE:
+            if not self._looked:
+                self._base = bases.find(self.model, self.options, self._entries)
+            elif self._opened == 1:  # a second structure: more may follow
+                self.prepare()
+        self._looked = True
+        return self._base
+
+    def _make(self, plan: Plan) -> Compiled:
+        base = self._find_base()
+        if base is not None and base.serves(plan, self.model):
+            model, report = self._rewritten(base, plan)
+            opened = session.open_session(model, base.folder, self.options, optimised=True)
+            return Compiled(plan, opened, report, None if plan.empty else model, VARIANT)
+        folder = self.model.folder
+        if plan.empty:
+            return Compiled(
+                plan, session.open_session(folder / GRAPH, folder, self.options), Report(), None, self.weights
+            )
+        self._opened += 1
+        model, report = rewrite(self.model.proto, plan, self.model.metadata)
+        return Compiled(plan, session.open_session(model, folder, self.options), report, model, self.weights)
+
+    def _rewritten(self, base: bases.Base, plan: Plan) -> tuple[bytes, Report]:
+        """A base's graph rewritten, from the store if it is there."""
+        if plan.empty:
+            return base.proto.SerializeToString(), Report()
+        made: list[tuple[bytes, Report]] = []
+
+        def build(folder: Path) -> dict[str, Any]:
+            made.append(rewrite(base.proto, plan, self.model.metadata))
+            (folder / GRAPH).write_bytes(made[0][0])
+            (folder / "report.json").write_text(made[0][1].to_json())
+            return {"model": self.model.folder.name, "edits": len(plan.edits), "captures": len(plan.wants)}
+
+        key = hashlib.sha256(f"{base.folder.name} {version('mionnx')} {plan!r}".encode()).hexdigest()[:32]
+        entry = self._entries.get("graphs", key, build)
+        if made or entry is None:
+            return made[0] if made else rewrite(base.proto, plan, self.model.metadata)
+        report = Report.from_json((entry.path / "report.json").read_text())
+        return (entry.path / GRAPH).read_bytes(), report
