@@ -23,15 +23,23 @@ from mionnx.visible import refuse_blind_rows
 NOWHERE = -2  # in an input of positions: selects no token; -1 is what padding has
 
 
-def plan_of(spec: HookSpec, model: HookedModel, outputs: Outputs | None = None) -> Plan:
+Captures = dict[Want, Capture]
+
+
+def plan_of(
+    spec: HookSpec, model: HookedModel, outputs: Outputs | None = None, captures: Captures | None = None
+) -> Plan:
     """The structure of a spec on a model, with those of the model's own outputs that are asked for.
+
+    `captures` is what `captures_of` gave, if that is known already.
 
     Raises:
         HookError: a hook point that the model does not have.
         InterventionError: a kind or limit that makes no sense there.
     """
-    names = [str(point) for point in model.hook_points()]
-    ordered = sorted(captures_of(spec, model), key=lambda want: (names.index(want.hook), not want.before))
+    order = model.order
+    chosen = captures_of(spec, model) if captures is None else captures
+    ordered = sorted(chosen, key=lambda want: (order[want.hook], not want.before))
     seen: dict[str, int] = {}
     edits = []
     for point, intervention in spec.interventions:
@@ -40,36 +48,49 @@ def plan_of(spec: HookSpec, model: HookedModel, outputs: Outputs | None = None) 
     return Plan(tuple(edits), tuple(ordered), outputs or Outputs())
 
 
-def captures_of(spec: HookSpec, model: HookedModel) -> dict[Want, Capture]:
+def captures_of(spec: HookSpec, model: HookedModel) -> Captures:
     """What a spec's captures are on a model.
 
     Raises:
         HookError: a hook point that the model does not have, or one of which different parts are asked for.
         InterventionError: positions or heads where there are none.
     """
-    names, found = [str(point) for point in model.hook_points()], dict[str, tuple[Want, Capture]]()
+    found: dict[str, tuple[Want, Capture]] = {}
     for request in spec.captures:
-        for name in resolve(request, names):
-            axes = HookPoint.parse(name).axes or ()
-            if request.positions is not None and not {"seq", "seq_q"} & {*axes}:
-                raise InterventionError(f"capture at {name}: axes {list(axes)} have no positions to choose from")
-            if request.heads is not None and heads_axis(axes) is None:
-                raise InterventionError(f"capture at {name}: axes {list(axes)} have no heads")
-            want = Want(name, request.before, request.positions is not None, request.heads is not None)
+        if callable(request.what):  # a predicate may say something else tomorrow
+            wants = _wants(request, model)
+        else:
+            if request not in model.captures:
+                model.captures[request] = _wants(request, model)
+            wants = model.captures[request]
+        for want in wants:
             other = found.setdefault(want.output, (want, request))[1]
             if (other.positions, other.heads) != (request.positions, request.heads):
                 raise HookError(f"{want.output} is captured twice, in different parts: capture all of them at once")
     return dict(found.values())
 
 
-def parts_of(spec: HookSpec, call: Call, model: HookedModel) -> dict[str, NDArray[Any]]:
+def _wants(request: Capture, model: HookedModel) -> list[Want]:
+    """The values that one request means."""
+    wants = []
+    for name in resolve(request, [str(point) for point in model.hook_points()]):
+        axes = HookPoint.parse(name).axes or ()
+        if request.positions is not None and not {"seq", "seq_q"} & {*axes}:
+            raise InterventionError(f"capture at {name}: axes {list(axes)} have no positions to choose from")
+        if request.heads is not None and heads_axis(axes) is None:
+            raise InterventionError(f"capture at {name}: axes {list(axes)} have no heads")
+        wants.append(Want(name, request.before, request.positions is not None, request.heads is not None))
+    return wants
+
+
+def parts_of(captures: Captures, call: Call, model: HookedModel) -> dict[str, NDArray[Any]]:
     """The inputs that say which parts of captured values are meant.
 
     Raises:
         InterventionError: a position or head that does not exist.
     """
     feeds: dict[str, NDArray[Any]] = {}
-    for want, request in captures_of(spec, model).items():
+    for want, request in captures.items():
         if request.positions is not None:
             feeds[want.columns_input] = columns(f"capture at {want.hook}", request.positions, call)
         if request.heads is not None:

@@ -24,6 +24,8 @@ from mionnx.spec import HookSpec
 if TYPE_CHECKING:
     from mionnx.model import MIModel
 
+Arrays = dict[str, NDArray[Any]]
+
 
 class Streamer(Protocol):
     """What is told of every token as it is chosen; transformers' streamers have the same methods."""
@@ -159,6 +161,9 @@ class _Run:
         self.captured = {want.output: want.fetched for want in self.compiled.plan.wants}
         self.memory: dict[str, Any] = past.feeds(model.hooked, before, call)
         self.carried = past.carried(model.hooked)
+        self.parts = bind.parts_of(bind.captures_of(spec, model.hooked), call, model.hooked)
+        self.steady: Arrays | None = None
+        self.decoding = False
         self.caches: list[HookCache] = []
         self._check_every_step()
 
@@ -173,15 +178,14 @@ class _Run:
         """The logits [batch, vocab] of the last position of every pass."""
         yield self._pass()
         while not texts.finished:
-            self.call = self.call.following(texts.last)
+            self.call, self.decoding = self.call.following(texts.last), True
             yield self._pass()
 
     def _pass(self) -> NDArray[Any]:
         hooked = self.model.hooked
         feeds = {**self.call.feeds(), **self.memory}
-        feeds |= bind.values_of(self.spec, self.compiled.plan, self.call, hooked)
+        feeds |= {**self._values(), **self.parts}
         feeds |= gates_of(self.spec, self.call, hooked.metadata)
-        feeds |= bind.parts_of(self.spec, self.call, hooked)
         outputs = ["logits", *self.captured.values(), *self.carried]
         found = session.run_in_place(self.compiled.session, outputs, feeds, self.model.options)
         self.memory = {name: found[output] for output, name in self.carried.items()}
@@ -190,6 +194,16 @@ class _Run:
             kept = logits if self.keeps_logits else None
             self.caches.append(HookCache(kept, {name: found[output].numpy() for name, output in self.captured.items()}))
         return logits[:, -1]
+
+    def _values(self) -> Arrays:
+        """The values of interventions; where no position limits them, those of one new token are those of all."""
+        if self.steady is not None:
+            return self.steady
+        values = bind.values_of(self.spec, self.compiled.plan, self.call, self.model.hooked)
+        limited = any(edit.at_positions or edit.kind == "knockout" for edit in self.compiled.plan.edits)
+        if self.decoding and not limited:
+            self.steady = values
+        return values
 
     def cache(self) -> Past:
         """What the passes so far leave."""

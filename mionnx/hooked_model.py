@@ -23,6 +23,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -33,6 +34,10 @@ from mionnx import graph, safety
 from mionnx.errors import HookError, ModelError, nearest
 from mionnx.hookpoint import DERIVED, HookPoint
 from mionnx.metadata import Metadata
+
+if TYPE_CHECKING:
+    from mionnx.rewrite.plan import Want
+    from mionnx.spec import Capture
 
 GRAPH = "model.onnx"
 # What is kept beside a graph, where the checkpoint has it: the config, and what tokenizers are made of.
@@ -87,6 +92,16 @@ class HookedModel:
     def hook_points(self) -> list[HookPoint]:
         """All hook points that can be captured, in execution order; derived ones follow what they derive from."""
         return [*self._points.values()]
+
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """Name of a hook point -> its place in execution order."""
+        return {name: place for place, name in enumerate(self._points)}
+
+    @cached_property
+    def captures(self) -> "dict[Capture, list[Want]]":
+        """What requests to capture have meant on this model so far."""
+        return {}
 
     @cached_property
     def _points(self) -> dict[str, HookPoint]:

@@ -9,7 +9,7 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import ClassVar
 
 from mionnx.errors import HookError
@@ -164,14 +164,17 @@ class HookPoint:
     @staticmethod
     def parse(name: "str | HookPoint") -> "HookPoint":
         """The hook point of a string. An unknown string is `Custom`; a `HookPoint` is returned as it is."""
-        if isinstance(name, HookPoint):
-            return name
-        match = _LAYERED.fullmatch(name)
-        template = f"blocks.{{i}}.{match[2]}" if match else name
-        variant = _by_template().get(template)
-        if variant is None:
-            return HookPoint.Custom(name)
-        return HookPoint(variant, int(match[1]) if match else None, name)
+        return name if isinstance(name, HookPoint) else _parsed(name)
+
+
+@lru_cache(maxsize=2**14)
+def _parsed(name: str) -> HookPoint:
+    match = _LAYERED.fullmatch(name)
+    template = f"blocks.{{i}}.{match[2]}" if match else name
+    variant = _by_template().get(template)
+    if variant is None:
+        return HookPoint.Custom(name)
+    return HookPoint(variant, int(match[1]) if match else None, name)
 
 
 @cache

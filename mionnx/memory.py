@@ -1,5 +1,6 @@
 """How much memory is left, so that a request that cannot fit is refused with the number before anything runs."""
 
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ def available() -> int:
         return free
 
 
+@cache
 def total() -> int:
     """Bytes that this machine has, or the container around this process."""
     machine = int(psutil.virtual_memory().total)

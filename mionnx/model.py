@@ -34,6 +34,7 @@ from mionnx.tokens import Tokens, load_tokenizer, tokenize
 from mionnx.variants import Compiled, Variants
 from mionnx.world_tokenizer import WorldTokenizer
 
+SMALL = 2**26  # bytes of captures for which nobody needs to ask how much memory is left
 Prompt = str | Sequence[str] | Tokens | Sequence[Tokens] | ArrayLike
 
 
@@ -259,13 +260,15 @@ class MIModel:
         carried = use_cache or bool(logits)
         if not (logits or use_cache or spec.captures):
             raise InputError("logits=False and no captures: nothing would be computed")
-        compiled = self.compile_graph(spec, part.outputs(carried) if logits else Outputs(logits=False, carried=carried))
+        outputs = part.outputs(carried) if logits else Outputs(logits=False, carried=carried)
+        chosen = bind.captures_of(spec, self.hooked)
+        compiled = self.variants.get(bind.plan_of(spec, self.hooked, outputs, chosen))
         call = make_call(self._ids(tokens), attention_mask, before, self.hooked.metadata.sizes, prompt_length)
         feeds = {**call.feeds(), **past.feeds(self.hooked, before, call)}
         feeds |= bind.values_of(spec, compiled.plan, call, self.hooked)
         feeds |= gates_of(spec, call, self.hooked.metadata)
-        feeds |= {**bind.parts_of(spec, call, self.hooked), **part.feeds(call, self.hooked.metadata.sizes)}
-        self._refuse_too_large(spec, call)
+        feeds |= {**bind.parts_of(chosen, call, self.hooked), **part.feeds(call, self.hooked.metadata.sizes)}
+        self._refuse_too_large(chosen, call)
         wants, carries = compiled.plan.wants, past.outputs(self.hooked, use_cache) if carried else []
         names = [*(["logits"] if logits else []), *([TOP_IDS] if part.top_k is not None else [])]
         found = session.run(compiled.session, [*names, *(want.fetched for want in wants), *carries], feeds)
@@ -363,9 +366,9 @@ class MIModel:
             raise InputError(f"token {token}; the vocabulary is 0 to {self.vocab_size - 1}")
         return int(token)
 
-    def _refuse_too_large(self, spec: HookSpec, call: Call) -> None:
-        peak, free = self.estimate(spec, call.batch, call.seq, call.total - call.seq).peak, memory.available()
-        if peak > free:
+    def _refuse_too_large(self, captures: bind.Captures, call: Call) -> None:
+        peak = self._estimate(captures, bind.dimensions(call.batch, call.seq, call.total)).peak if captures else 0
+        if peak > SMALL and peak > (free := memory.available()):
             raise InputError(
                 f"the captures of this spec need {memory.spell(peak)}, and {memory.spell(free)} of memory are free: "
                 "capture fewer layers, or run the text in pieces"
@@ -430,9 +433,11 @@ class MIModel:
             batch, seq: of the call.
             past: tokens in the cache.
         """
-        dims = bind.dimensions(batch, seq, past + seq)
+        return self._estimate(bind.captures_of(hooks, self.hooked), bind.dimensions(batch, seq, past + seq))
+
+    def _estimate(self, captures: bind.Captures, dims: Mapping[str, int]) -> Estimate:
         found = {}
-        for want, request in bind.captures_of(hooks, self.hooked).items():
+        for want, request in captures.items():
             point = HookPoint.parse(want.hook)
             shape = list(bind.shape_of(self.hooked.axes(point), dims))
             for given, axis in ((request.positions, sequence_axis), (request.heads, heads_axis)):
