@@ -170,7 +170,7 @@ def run(
 
     mionnx run models/world-rwkv7 "The capital of France is" --state-knockout "positions=3;layers=1"
     """
-    opened = MIModel.from_pretrained(model, provider=provider)
+    opened = MIModel.from_pretrained(model, provider=provider, prepack=False)  # each graph runs once
     tokens = opened.tokenize(prompt)
     given = {"add": add, "scale": scale, "zero": zero, "replace": replace, "project_out": project_out}
     hooks = _hooks(opened.num_heads, len(tokens), {**given, "knockout": knockout}, state_knockout, state_steering, spec)

@@ -89,7 +89,7 @@ class MIModel:
         provider: str = "cpu",
         threads: int = 0,
         fast: bool = False,
-        prepack: bool = True,
+        prepack: bool | None = None,
         base: str = "auto",
         provider_options: Mapping[str, str | int] | None = None,
     ) -> "MIModel":
@@ -262,8 +262,9 @@ class MIModel:
             raise InputError("logits=False and no captures: nothing would be computed")
         outputs = part.outputs(carried) if logits else Outputs(logits=False, carried=carried)
         chosen = bind.captures_of(spec, self.hooked)
-        compiled = self.variants.get(bind.plan_of(spec, self.hooked, outputs, chosen))
+        plan = bind.plan_of(spec, self.hooked, outputs, chosen)
         call = make_call(self._ids(tokens), attention_mask, before, self.hooked.metadata.sizes, prompt_length)
+        compiled = self.variants.get(plan, call.batch * call.seq)
         feeds = {**call.feeds(), **past.feeds(self.hooked, before, call)}
         feeds |= bind.values_of(spec, compiled.plan, call, self.hooked)
         feeds |= gates_of(spec, call, self.hooked.metadata)

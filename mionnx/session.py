@@ -41,8 +41,9 @@ class Options:
         max_bytes: how much memory open graphs may take together, by what their weights take; half of the machine's if
             it is 0.
         prepack: let sessions pack their weights. Without, a graph opens several times faster and runs slower on fewer
-            than some 500 tokens: for many structures that run once each. The last bits differ between the two, so one
-            model object uses one of them for all.
+            than some 500 tokens: for structures that run once each, and for large batches. None lets the first call
+            decide: packed, unless it has 512 tokens or more. The last bits differ between the two, so one model object
+            uses one of them for all.
         base: open graphs from a prepared base (see `mionnx.base`): "auto" uses one that is there, and makes one for the
             second rewritten graph of a model with more than 64 MiB of weights; "always", "never".
         provider_options: of the provider, as ONNX Runtime names them: `{"device_id": 1, "gpu_mem_limit": 2**34}`.
@@ -53,7 +54,7 @@ class Options:
     fast: bool = False
     max_graphs: int = 64
     max_bytes: int = 0
-    prepack: bool = True
+    prepack: bool | None = None
     base: str = "auto"
     provider_options: Mapping[str, str | int] = field(default_factory=dict)
 
@@ -101,7 +102,7 @@ def open_session(
     if optimised:
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         settings.add_session_config_entry("session.prepack.enable_parallel", "1")
-    if not options.prepack:
+    if options.prepack is False:
         settings.add_session_config_entry("session.disable_prepacking", "1")
     return _open(model, folder, settings, options)
 

@@ -245,6 +245,21 @@ def test_without_packing_a_graph_is_the_same_to_rounding(models, own_store):
     assert np.array_equal(model.forward(ids, nothing).output(), model.forward(ids).output())
 
 
+def test_the_first_call_decides_about_packing(models):
+    """Large batches do without, everything else packs, and a model stays with what it began with."""
+    hooked = models("llama").hooked
+    for tokens, packed in (((1, 9), True), ((16, 32), False)):
+        model = MIModel(hooked, Options(threads=1))
+        ids = np.full(tokens, 7)
+        model.forward(ids)
+        assert model.variants.options.prepack is packed
+        model.forward(np.full((1, 3), 7), HookSpec().capture("hook_embed"))
+        assert model.variants.options.prepack is packed
+    chosen = MIModel(hooked, Options(threads=1, prepack=False))
+    chosen.generate([[3, 4]], max_new_tokens=2)
+    assert chosen.variants.options.prepack is False
+
+
 def test_other_weights_have_another_base(models, hooked, tmp_path):
     import shutil
 
