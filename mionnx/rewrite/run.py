@@ -44,7 +44,9 @@ def rewritten(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[
 
 
 def _refuse_idle(graph: gs.Graph, plan: Plan) -> None:
-    """An intervention that nothing asked for depends on was dropped with the rest: it would have no effect."""
+    """Without logits, an intervention that no capture depends on was dropped with the rest: it would do nothing."""
+    if plan.outputs.logits:
+        return  # what another intervention replaces altogether may be dropped: the two stand in the order asked for
     left = {node.name for node in graph.nodes}
     for edit in plan.edits:
         if not any(name.startswith(f"{edit.prefix}.") for name in left):
