@@ -17,13 +17,14 @@ from mionnx.errors import (
     SpecFileError,
     TokenizerError,
 )
+from mionnx.estimate import Estimate
 from mionnx.generation import Generation
 from mionnx.hookpoint import HookPoint
 from mionnx.intervention import Intervention
 from mionnx.knockout import KnockoutSpec, create_knockout_mask
 from mionnx.kvcache import KVCache
 from mionnx.logits import Logits
-from mionnx.model import Compiled, Estimate, MIModel
+from mionnx.model import MIModel
 from mionnx.rewrite import Report
 from mionnx.rwkv_state import RWKVState
 from mionnx.sampling import sample_token
@@ -32,6 +33,7 @@ from mionnx.spec import HookSpec
 from mionnx.state_spec import StateKnockoutSpec, StateSteeringSpec
 from mionnx.streamer import TextStreamer
 from mionnx.tokens import Tokens
+from mionnx.variants import Compiled
 
 __all__ = [
     "AblationResult",

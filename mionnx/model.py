@@ -1,9 +1,7 @@
 """`MIModel`: a hooked model that runs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +14,14 @@ from mionnx.cache import HookCache
 from mionnx.call import Call, Past, make_call
 from mionnx.deploy import Knobs, Packaging, compile_spec
 from mionnx.errors import InputError, TokenizerError
+from mionnx.estimate import Estimate, estimate_of
 from mionnx.gates import gates_of
 from mionnx.generation import Generation, Stopping, Streamer, generate
 from mionnx.hooked_model import DTYPES, HookedModel
 from mionnx.hookpoint import HookPoint
 from mionnx.logits import Logits
-from mionnx.place import heads_axis
 from mionnx.progress import bars
 from mionnx.rewrite import Plan, Report
-from mionnx.rewrite.intervene import sequence_axis
 from mionnx.rewrite.plan import TOP_IDS, Outputs
 from mionnx.rewrite.run import tail
 from mionnx.rwkv_state import RWKVState
@@ -36,28 +33,6 @@ from mionnx.world_tokenizer import WorldTokenizer
 
 SMALL = 2**26  # bytes of captures for which nobody needs to ask how much memory is left
 Prompt = str | Sequence[str] | Tokens | Sequence[Tokens] | ArrayLike
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What a spec's captures will cost, in bytes.
-
-    Attributes:
-        captures: name of the capture -> bytes.
-    """
-
-    captures: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        """All captures together."""
-        return sum(self.captures.values())
-
-    @property
-    def peak(self) -> int:
-        """What is held at once while they are computed: a value gathered token by token is held twice at the end."""
-        gathered = [size for name, size in self.captures.items() if HookPoint.parse(name).on_request]
-        return self.total + max(gathered, default=0)
 
 
 class MIModel:
@@ -368,7 +343,11 @@ class MIModel:
         return int(token)
 
     def _refuse_too_large(self, captures: bind.Captures, call: Call) -> None:
-        peak = self._estimate(captures, bind.dimensions(call.batch, call.seq, call.total)).peak if captures else 0
+        peak = (
+            estimate_of(self.hooked, captures, bind.dimensions(call.batch, call.seq, call.total)).peak
+            if captures
+            else 0
+        )
         if peak > SMALL and peak > (free := memory.available()):
             raise InputError(
                 f"the captures of this spec need {memory.spell(peak)}, and {memory.spell(free)} of memory are free: "
@@ -434,18 +413,7 @@ class MIModel:
             batch, seq: of the call.
             past: tokens in the cache.
         """
-        return self._estimate(bind.captures_of(hooks, self.hooked), bind.dimensions(batch, seq, past + seq))
-
-    def _estimate(self, captures: bind.Captures, dims: Mapping[str, int]) -> Estimate:
-        found = {}
-        for want, request in captures.items():
-            point = HookPoint.parse(want.hook)
-            shape = list(bind.shape_of(self.hooked.axes(point), dims))
-            for given, axis in ((request.positions, sequence_axis), (request.heads, heads_axis)):
-                if given is not None:
-                    shape[axis(point.axes or ()) or 0] = len(given)
-            found[want.output] = np.dtype(self.hooked.dtype(point)).itemsize * prod(shape)
-        return Estimate(found)
+        return estimate_of(self.hooked, bind.captures_of(hooks, self.hooked), bind.dimensions(batch, seq, past + seq))
 
     @cached_property
     def _head(self) -> Any:
