@@ -31,7 +31,7 @@ from mionnx.tokens import Tokens, load_tokenizer, tokenize
 from mionnx.variants import Compiled, Variants
 from mionnx.world_tokenizer import WorldTokenizer
 
-SMALL = 2**26  # bytes of captures for which nobody needs to ask how much memory is left
+SMALL = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
 Prompt = str | Sequence[str] | Tokens | Sequence[Tokens] | ArrayLike
 
 
