@@ -310,12 +310,17 @@ class MIModel:
             self._end_tokens(eos_token_id),
             self._stop_strings(stop_strings),
         )
+        sampling = Sampling(do_sample, temperature, top_k, top_p, repetition_penalty)
+        if not do_sample and ((temperature, top_k, top_p) != (1.0, 50, 1.0) or seed is not None):
+            raise InputError("temperature, top_k, top_p and seed apply to sampling only: give do_sample=True too")
+        if stopping.min_new_tokens > stopping.max_new_tokens:
+            raise InputError(f"min_new_tokens={min_new_tokens} is above max_new_tokens={max_new_tokens}")
         pad = pad_token_id if pad_token_id is not None else next(iter(stopping.eos_token_ids), 0)
         return generate(
             self,
             self._ids(tokens),
             hooks or HookSpec(),
-            Sampling(do_sample, temperature, top_k, top_p, repetition_penalty),
+            sampling,
             stopping,
             pad_token_id=self._known(pad),
             seed=seed,
