@@ -53,6 +53,8 @@ class Logits:
         size = sizes.vocab_size
         if self.positions is not None:
             chosen = [whole("position", position) for position in self.positions_]
+            if not chosen:
+                raise InputError("logits of no positions would be empty")
             feeds[LOGIT_COLUMNS] = bind.columns("logits", chosen, call)
             if self.positions_ == [-1] and (feeds[LOGIT_COLUMNS] != call.seq - 1).any():
                 raise InputError("logits of position -1 are the last column's, and a row is padded on the right")

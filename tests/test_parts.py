@@ -137,6 +137,7 @@ WRONG = {
         "zero at blocks.1.hook_mlp_out",
     ),
     "position": (HookSpec(), {"logits": Logits(positions=5)}, InterventionError, "position 5"),
+    "no positions": (HookSpec(), {"logits": Logits(positions=[])}, InputError, "no positions"),
     "token": (HookSpec(), {"logits": Logits(tokens=VOCAB)}, InputError, f"0 to {VOCAB - 1}"),
     "k": (HookSpec(), {"logits": Logits(top_k=VOCAB + 1)}, InputError, "top_k"),
     "k of tokens": (HookSpec(), {"logits": Logits(tokens=[1, 2], top_k=3)}, InputError, "of 2 logits"),
