@@ -138,7 +138,7 @@ def optimise(model: bytes, folder: Path, path: Path, data: str, options: Options
         model: the bytes of a model whose external data lie in `folder`.
         folder: of the hooked model.
         path: of the optimised model.
-        data: name of a file beside it for the weights; embedded if it is empty.
+        data: name of a file beside it for the weights.
         options: provider, fusions.
 
     Raises:
@@ -147,12 +147,16 @@ def optimise(model: bytes, folder: Path, path: Path, data: str, options: Options
     """
     settings = _settings(folder, options)
     settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    settings.optimized_model_filepath = str(path)
-    if data:
-        settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", data)
-        settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
+    _write_to(settings, path, data)
     settings.add_session_config_entry("session.disable_prepacking", "1")
     _open(model, folder, settings, options)
+
+
+def _write_to(settings: "onnxruntime.SessionOptions", path: Path, data: str) -> None:
+    """Have the optimised model written while it is opened."""
+    settings.optimized_model_filepath = str(path)
+    settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", data)
+    settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
 
 
 def prepare(model: bytes, folder: Path, path: Path, data: str, options: Options) -> None:
@@ -169,9 +173,7 @@ def prepare(model: bytes, folder: Path, path: Path, data: str, options: Options)
         ModelError: ONNX Runtime refuses the model.
     """
     settings = _settings(folder, options)
-    settings.optimized_model_filepath = str(path)
-    settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", data)
-    settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
+    _write_to(settings, path, data)
     settings.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
     _open(model, folder, settings, options)
 
