@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from mionnx.call import Call
 from mionnx.errors import InterventionError
+from mionnx.hookpoint import HookPoint
 from mionnx.metadata import Metadata
+from mionnx.rewrite.plan import Want
 from mionnx.spec import HookSpec
 from mionnx.state_spec import TERMS, StateKnockoutSpec, StateSteeringSpec
 
@@ -59,6 +61,23 @@ def gates_of(spec: HookSpec, call: Call, metadata: Metadata) -> dict[str, NDArra
     for factor in factors.values():
         factor[:, ~call.real] = 0
     return dict(_changed(factors, metadata))
+
+
+def refuse_idle(spec: HookSpec, wants: Sequence[Want], num_layers: int) -> None:
+    """Without logits and states, refuse what happens in layers behind the last capture: nothing would show it.
+
+    Raises:
+        InterventionError: a state intervention that no capture can see.
+    """
+    points = [HookPoint.parse(want.hook) for want in wants]
+    last = max(
+        (-1 if point.variant == "Embed" else num_layers if point.layer is None else point.layer) for point in points
+    )
+    for state in (*spec.state_steerings, *spec.state_knockouts):
+        if min(state.target_layers(num_layers)) > last:
+            raise InterventionError(
+                f"{state.title}: no capture lies behind its layers, and there are no logits: ask for either"
+            )
 
 
 def _validate(state: State, call: Call, metadata: Metadata) -> None:

@@ -15,7 +15,7 @@ from mionnx.call import Call, Past, make_call
 from mionnx.deploy import Knobs, Packaging, compile_spec
 from mionnx.errors import InputError, TokenizerError
 from mionnx.estimate import Estimate, estimate_of
-from mionnx.gates import gates_of
+from mionnx.gates import gates_of, refuse_idle
 from mionnx.generation import Generation, Stopping, Streamer, generate
 from mionnx.hooked_model import DTYPES, HookedModel
 from mionnx.hookpoint import HookPoint
@@ -240,6 +240,8 @@ class MIModel:
         plan = bind.plan_of(spec, self.hooked, outputs, chosen)
         call = make_call(self._ids(tokens), attention_mask, before, self.hooked.metadata.sizes, prompt_length)
         compiled = self.variants.get(plan, call.batch * call.seq)
+        if not carried:
+            refuse_idle(spec, compiled.plan.wants, self.num_layers)
         feeds = {**call.feeds(), **past.feeds(self.hooked, before, call)}
         feeds |= bind.values_of(spec, compiled.plan, call, self.hooked)
         feeds |= gates_of(spec, call, self.hooked.metadata)

@@ -7,7 +7,17 @@ from families import CONFIGS, VOCAB
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mionnx import HookError, HookPoint, HookSpec, InputError, Intervention, InterventionError, Logits, MIModel
+from mionnx import (
+    HookError,
+    HookPoint,
+    HookSpec,
+    InputError,
+    Intervention,
+    InterventionError,
+    Logits,
+    MIModel,
+    StateKnockoutSpec,
+)
 
 law = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -109,6 +119,10 @@ def test_recurrent_models(rwkv, layout):
     found = model.forward(ids, spec, logits=False)
     assert np.array_equal(found[HookPoint.RwkvK(0)], whole[HookPoint.RwkvK(0)][:, [2, -1]][:, :, [1]])
     assert found.state is None
+    idle = HookSpec().capture(HookPoint.RwkvK(0)).set_state_knockout(StateKnockoutSpec().position(1).layer(1))
+    with pytest.raises(InterventionError, match="no capture lies behind"):
+        model.forward(ids, idle, logits=False)
+    assert model.forward(ids, idle)[HookPoint.RwkvK(0)].shape[:2] == ids.shape
 
 
 def test_the_cache_comes_without_logits_when_it_is_asked_for(models):
