@@ -27,6 +27,7 @@ from mionnx.grammar import parse, parse_state
 from mionnx.hooked_model import HookedModel
 from mionnx.hookpoint import HookPoint
 from mionnx.model import MIModel
+from mionnx.options import Json, Model, Provider, SpecFile
 from mionnx.progress import bars
 from mionnx.spec import HookSpec
 from mionnx.streamer import TextStreamer
@@ -40,13 +41,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(cache_app, name="cache")
-Model = Annotated[str, typer.Argument(help="A hooked model's folder, a Hugging Face checkpoint's folder, or a Hub id.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Edits = Annotated[list[str] | None, typer.Option(metavar="HOOK[=VALUE][@LIMITS]")]
 Steerings = Annotated[list[str] | None, typer.Option(metavar="SCALE@LIMITS")]
-SpecFile = Annotated[Path | None, typer.Option(help="A saved HookSpec to begin with.")]
 States = Annotated[list[str] | None, typer.Option(metavar="LIMITS")]
-Provider = Annotated[str, typer.Option(help="cpu, cuda, or the name of any execution provider.")]
 
 
 def main() -> None:

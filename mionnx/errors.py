@@ -25,7 +25,7 @@ class ModelError(MIError):
 
 
 class SpecFileError(MIError):
-    """A saved `HookSpec` that cannot be read or written."""
+    """A saved `HookSpec`, or another file, that cannot be read or written."""
 
 
 class TokenizerError(MIError):

@@ -22,7 +22,7 @@ from mionnx.sampling import Sampling
 from mionnx.spec import HookSpec
 
 if TYPE_CHECKING:
-    from mionnx.model import MIModel
+    from mionnx.runner import Runner
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -90,7 +90,7 @@ class Generation:
 
 
 def generate(
-    model: "MIModel",
+    model: "Runner",
     tokens: Any,
     spec: HookSpec,
     sampling: Sampling,
@@ -152,7 +152,7 @@ def _refuse_unreached(spec: HookSpec, stopping: Stopping) -> None:
 class _Run:
     """The passes through the graph: each feeds the results of the one before."""
 
-    def __init__(self, model: "MIModel", spec: HookSpec, call: Call, before: Past | None, logits: bool) -> None:
+    def __init__(self, model: "Runner", spec: HookSpec, call: Call, before: Past | None, logits: bool) -> None:
         self.model, self.spec, self.call, self.keeps_logits = model, spec, call, logits
         own_logits = [str(point) for point, _ in spec.interventions]
         own_logits += [want.hook for want in bind.plan_of(spec, model.hooked).wants]
@@ -216,7 +216,7 @@ class _Texts:
     """The texts as they grow."""
 
     def __init__(
-        self, call: Call, sampling: Sampling, stopping: Stopping, model: "MIModel", pad: int, seed: int | None
+        self, call: Call, sampling: Sampling, stopping: Stopping, model: "Runner", pad: int, seed: int | None
     ) -> None:
         self.sampling, self.stopping, self.model, self.pad = sampling, stopping, model, pad
         self.prompts = [row[real] for row, real in zip(call.input_ids, call.real, strict=True)]

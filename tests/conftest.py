@@ -1,13 +1,15 @@
 """Checkpoints and hooked models that all tests share: each is made once, by whichever worker needs it first."""
 
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from families import CONFIGS, make_checkpoint
 from filelock import FileLock
+from playwright.sync_api import Page, sync_playwright
 from rwkv_checkpoints import write
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -108,3 +110,26 @@ def rwkv(shared: Path) -> Callable[[str], MIModel]:
 def family(request: pytest.FixtureRequest) -> str:
     """Each family in turn."""
     return request.param
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Callable[[Path], Page]]:
+    """HTML file -> the page, open in headless Chromium from `file://`; its `troubles` are errors and requests."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no Chromium on this machine: apt-get install chromium")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=flags)
+
+        def open_page(path: Path) -> Page:
+            page = browser.new_page(viewport={"width": 1200, "height": 800})
+            page.troubles = []
+            page.on("pageerror", lambda error: page.troubles.append(str(error)))
+            page.on("console", lambda said: page.troubles.append(said.text) if said.type == "error" else None)
+            page.on("request", lambda asked: page.troubles.append(asked.url) if asked.url != path.as_uri() else None)
+            page.goto(path.as_uri())
+            return page
+
+        yield open_page
+        browser.close()

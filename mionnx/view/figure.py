@@ -1,0 +1,27 @@
+"""matplotlib figures, made without its global state: no window, no backend, safe in any thread."""
+
+from io import BytesIO
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+DOTS = 120  # per inch
+
+
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure of this size in inches, and the axes that fill it."""
+    figure = Figure(figsize=(width, height), dpi=DOTS, layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def to_png(figure: Figure) -> bytes:
+    """A figure as a PNG image."""
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def spelled(token: str) -> str:
+    """A token as a label: white space made visible, and no `$`, which matplotlib would take for a formula."""
+    shown = token.replace("\n", "⏎").replace("\t", "⇥").replace("$", r"\$")
+    return shown if shown.strip() else "␣" * len(shown)

@@ -1,0 +1,61 @@
+"""`Shown`: what every result that can be looked at has in common."""
+
+import json
+from abc import ABC, abstractmethod
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from mionnx.errors import SpecFileError
+from mionnx.view.figure import to_png
+from mionnx.view.page import plain
+from mionnx.whole import write_whole
+
+
+class Shown(ABC):
+    """A result as a figure, as a page, as JSON; in a notebook it shows its page."""
+
+    frame_height = 480  # of the page in a notebook, in pixels
+
+    @abstractmethod
+    def figure(self) -> Figure:
+        """The result as a matplotlib figure."""
+
+    @abstractmethod
+    def page(self) -> str:
+        """The result as one HTML page that works offline."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """The result as lists, dictionaries, numbers and texts; arrays are allowed."""
+
+    def to_json(self) -> str:
+        """The result as JSON; what is not finite is null."""
+        return json.dumps(plain(self.to_dict(), digits=None), indent=1, allow_nan=False)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the result as what the file's ending says: .html, .png or .json.
+
+        Raises:
+            SpecFileError: another ending, or a file that cannot be written.
+        """
+        made = {".html": self._html, ".png": self._png, ".json": self._json}.get(Path(path).suffix.lower())
+        if made is None:
+            raise SpecFileError(f"{path}: a result is saved as .html, .png or .json")
+        write_whole(Path(path), made())
+        return Path(path)
+
+    def _html(self) -> bytes:
+        return self.page().encode()
+
+    def _png(self) -> bytes:
+        return to_png(self.figure())
+
+    def _json(self) -> bytes:
+        return self.to_json().encode()
+
+    def _repr_html_(self) -> str:
+        page = escape(self.page(), quote=True)
+        return f'<iframe srcdoc="{page}" style="width:100%;height:{self.frame_height}px;border:0"></iframe>'

@@ -1,0 +1,64 @@
+const data = JSON.parse(document.getElementById("data").textContent);
+
+// An element; text becomes text, never markup.
+function element(tag, text, kind) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  if (kind) made.className = kind;
+  return made;
+}
+
+// White space made visible, so that every token can be seen.
+function visible(token) {
+  const shown = token.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
+  return shown.trim() ? shown : "␣".repeat(Math.max(1, shown.length));
+}
+
+// A number as people read it; null is what was not finite.
+function spelled(value) {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  return value === 0 ? "0" : size >= 1e5 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+}
+
+function mix(one, other, share) {
+  return "rgb(" + one.map((from, i) => Math.round(from + (other[i] - from) * share)).join(",") + ")";
+}
+
+const WHITE = [250, 250, 250], RED = [178, 24, 43], BLUE = [33, 102, 172], GREY = [128, 128, 128];
+
+// Blue below zero, white at zero, red above; full at +-limit.
+function diverging(value, limit) {
+  if (value === null || value === undefined) return mix(GREY, GREY, 0);
+  const share = limit > 0 ? Math.min(1, Math.abs(value) / limit) : 0;
+  return mix(WHITE, value < 0 ? BLUE : RED, share);
+}
+
+// White to blue, from low to high.
+function sequential(value, low, high) {
+  if (value === null || value === undefined) return mix(GREY, GREY, 0);
+  return mix(WHITE, BLUE, high > low ? Math.min(1, Math.max(0, (value - low) / (high - low))) : 0);
+}
+
+// Black or white, whichever can be read on a colour of the two scales.
+function readable(colour) {
+  const [red, green, blue] = colour.match(/\d+/g).map(Number);
+  return red * 0.299 + green * 0.587 + blue * 0.114 > 150 ? "#111" : "#fff";
+}
+
+const tip = element("div");
+tip.id = "tip";
+document.body.append(tip);
+
+// Shows what `text` gives for the event while the pointer is over an element.
+function explain(target, text) {
+  target.addEventListener("mousemove", (event) => {
+    const found = text(event);
+    tip.style.display = found ? "block" : "none";
+    if (!found) return;
+    tip.textContent = found;
+    tip.style.left = Math.max(0, Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)) + "px";
+    tip.style.top = Math.max(0, Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8)) + "px";
+  });
+  target.addEventListener("mouseleave", () => { tip.style.display = "none"; });
+}
