@@ -31,6 +31,11 @@ def read(path: Path) -> onnx.ModelProto:
     return proto
 
 
+def parse(model: bytes) -> onnx.ModelProto:
+    """The model of `serialise`."""
+    return onnx.ModelProto.FromString(model)
+
+
 def properties(proto: onnx.ModelProto) -> dict[str, str]:
     """The model's `metadata_props`."""
     return {entry.key: entry.value for entry in proto.metadata_props}

@@ -108,7 +108,8 @@ class Variants:
             )
         self._opened += 1
         model, report = rewrite(self.model.proto, plan, self.model.metadata)
-        return Compiled(plan, session.open_session(model, folder, self.options), report, model, self.weights)
+        cost = sum(graph.locations(graph.parse(model)).values()) if plan.starts else self.weights
+        return Compiled(plan, session.open_session(model, folder, self.options), report, model, cost)
 
     def _rewritten(self, base: bases.Base, plan: Plan) -> tuple[bytes, Report]:
         """A base's graph rewritten, from the store if it is there."""

@@ -23,16 +23,19 @@ def intervene(graph: gs.Graph, edits: Sequence[Edit], report: Report) -> None:
     positions = token_positions(graph, report) if any(edit.at_positions for edit in edits) else None
     for hook in dict.fromkeys(edit.hook for edit in edits):
         value = tensors[hook]
-        current = _detach(value)
+        current = _detach(graph, value)
         here = [edit for edit in edits if edit.hook == hook]
         for edit in here:
             out = value if edit is here[-1] else None
             current = _insert(Builder(graph, hook, edit.prefix, report), edit, current, positions, out)
 
 
-def _detach(value: gs.Variable) -> gs.Variable:
-    """Let the value's producer make `{name}.before` instead; the value itself is then free for a new producer."""
+def _detach(graph: gs.Graph, value: gs.Variable) -> gs.Variable:
+    """Let what makes the value make `{name}.before` instead; the value itself is then free for a new producer."""
     before = gs.Variable(f"{value.name}.before", dtype=value.dtype, shape=value.shape)
+    if not value.inputs:  # the graph starts with it
+        graph.inputs = [before if entry is value else entry for entry in graph.inputs]
+        return before
     producer = value.inputs[0]
     producer.outputs[next(i for i, output in enumerate(producer.outputs) if output is value)] = before
     return before

@@ -115,16 +115,18 @@ class Plan:
         edits: interventions, in registration order.
         wants: captures, in execution order.
         outputs: which of the model's own outputs.
+        starts: values that are inputs of the graph, which begins with them; none if it begins with the tokens.
     """
 
     edits: tuple[Edit, ...] = ()
     wants: tuple[Want, ...] = ()
     outputs: Outputs = Outputs()
+    starts: tuple[str, ...] = ()
 
     @property
     def empty(self) -> bool:
         """Whether the untouched graph serves."""
-        return not (self.edits or self.wants) and self.outputs == Outputs()
+        return self == Plan()
 
 
 @dataclass

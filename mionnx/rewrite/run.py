@@ -10,8 +10,8 @@ from mionnx.rewrite.capture import capture
 from mionnx.rewrite.intervene import intervene
 from mionnx.rewrite.plan import Plan, Report
 from mionnx.rewrite.prune import prune
-from mionnx.rewrite.restrict import restrict
-from mionnx.rewrite.start import start_at
+from mionnx.rewrite.restrict import LOGITS, restrict
+from mionnx.rewrite.start import between
 
 
 def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[bytes, Report]:
@@ -34,13 +34,20 @@ def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[by
 
 def rewritten(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[gs.Graph, Report]:
     """The same as a graph that can be edited further."""
-    graph, report = graphs.edit(origin), Report()
+    graph, report = graphs.edit(between(origin, plan.starts, _ends(plan)) if plan.starts else origin), Report()
     intervene(graph, plan.edits, report)
+    if plan.starts:
+        graph.outputs = [output for output in graph.outputs if output.name == LOGITS]
     capture(graph, plan.wants, metadata, report)
     restrict(graph, plan, report)
     prune(graph, report)
     _refuse_idle(graph, plan)
     return graph, report
+
+
+def _ends(plan: Plan) -> list[str]:
+    """What a graph that does not begin with the tokens has to compute."""
+    return [*(want.hook for want in plan.wants), *([LOGITS] if plan.outputs.logits else [])]
 
 
 def _refuse_idle(graph: gs.Graph, plan: Plan) -> None:
@@ -58,6 +65,4 @@ def _refuse_idle(graph: gs.Graph, plan: Plan) -> None:
 
 def tail(origin: onnx.ModelProto, hook: str, output: str) -> bytes:
     """The part of a model between a hook point and an output, as a model of its own."""
-    graph = graphs.edit(origin)
-    start_at(graph, hook, output)
-    return graphs.serialise(graph, origin)
+    return between(origin, [hook], [output]).SerializeToString()

@@ -1,0 +1,228 @@
+"""A sweep over prompts or pairs of prompts: ready to be estimated, run, interrupted and resumed."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.errors import InputError
+from mionnx.progress import Progress, silent
+from mionnx.sweep.cells import Grid
+from mionnx.sweep.chain import Chain, Text
+from mionnx.sweep.engine import Patched, Shortcuts
+from mionnx.sweep.kept import Kept, key_of
+from mionnx.sweep.metric import Metric, Wanted
+from mionnx.sweep.record import Record, record
+from mionnx.sweep.result import SweepResult
+
+if TYPE_CHECKING:
+    from mionnx.runner import Runner
+
+Ids = NDArray[np.int64]
+Donors = Callable[[Record], dict[str, NDArray[Any]]]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, or pair of prompts, of a sweep.
+
+    Attributes:
+        base: [seq]: the run that is patched.
+        other: [seq]: the run that is patched in; None for an ablation.
+    """
+
+    base: Ids
+    other: Ids | None = None
+
+    @property
+    def first(self) -> int:
+        """The first position at which the two differ; 0 for an ablation."""
+        return 0 if self.other is None else int(np.flatnonzero(self.base != self.other)[0])
+
+
+@dataclass(frozen=True)
+class SweepEstimate:
+    """What a sweep will take, about.
+
+    Attributes:
+        cells: how many numbers it gives, over all prompts.
+        computed: those of them that can differ from the run without a patch, by the first prompt.
+        calls: batches.
+        seconds: by the speed of a small trial.
+        memory: bytes of the largest batch.
+    """
+
+    cells: int
+    computed: int
+    calls: int
+    seconds: float
+    memory: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a sweep is, besides its prompts.
+
+    Attributes:
+        grid: the cells.
+        wanted: the metric.
+        direction: "denoising", "noising" or "ablation".
+        donors: what is put in place of the base's values; None for those of the other run.
+        kind: for people and for the key of a file to resume from: "patch", "zero", "mean 3f2a..".
+        at: the position that is read, as given.
+        labels: of the axes.
+        title: of pictures.
+        shortcuts: how cells are computed.
+    """
+
+    grid: Grid
+    wanted: Wanted
+    direction: str
+    donors: Donors | None
+    kind: str
+    at: int
+    labels: dict[str, list[str]]
+    title: str
+    shortcuts: Shortcuts = field(default_factory=Shortcuts)
+
+
+class Sweep:
+    """A sweep that is ready to run.
+
+    Attributes:
+        model, chain: the model, and its pieces.
+        prompts: what it runs on; texts end at the position that is read.
+        setting: what it measures.
+    """
+
+    def __init__(self, model: "Runner", chain: Chain, prompts: Sequence[Prompt], setting: Setting) -> None:
+        self.model, self.chain, self.prompts, self.setting = model, chain, list(prompts), setting
+        for number, prompt in enumerate(self.prompts):
+            if prompt.other is not None and np.array_equal(prompt.base, prompt.other):
+                raise InputError(f"pair {number}: the clean and the corrupted prompt are the same up to what is read")
+
+    @property
+    def key(self) -> str:
+        """The hash of everything that the values depend on."""
+        setting, metadata = self.setting, self.model.hooked.metadata
+        measure = setting.wanted.measure
+        code = getattr(measure, "__code__", None)
+        return key_of(
+            {
+                "mionnx": version("mionnx"),
+                "model": [metadata.family, metadata.dtype, metadata.weights_sha256],
+                "prompts": [[prompt.base.tolist(), _listed(prompt.other)] for prompt in self.prompts],
+                "cells": [setting.grid.template, setting.grid.over, setting.grid.layers, setting.grid.sizes],
+                "metric": [setting.wanted.name, code and code.co_code.hex(), repr(code and code.co_consts)],
+                "tokens": [repr(setting.wanted.answer), repr(setting.wanted.versus)],
+                "how": [setting.direction, setting.kind],
+            }
+        )
+
+    def estimate(self) -> SweepEstimate:
+        """What the sweep will take, by its first prompt and a trial of one layer."""
+        patched, _, _ = self._first
+        cells = np.flatnonzero(patched.alive())
+        calls = list(patched.chunks(cells))
+        widest = max(((len(chunk), self._width(start)) for chunk, start in calls), default=(1, 1), key=np.prod)
+        count = len(self.prompts)
+        seconds = self._trial(patched, *widest) * patched.work(cells) * count
+        memory = widest[0] * patched.row_bytes * widest[1] // patched.seq
+        return SweepEstimate(self.setting.grid.cells * count, len(cells) * count, len(calls) * count, seconds, memory)
+
+    def _width(self, start: int) -> int:
+        return len(self.prompts[0].base) - start
+
+    def _trial(self, patched: Patched, rows: int, width: int) -> float:
+        """Seconds that a token takes in a layer."""
+        layer = self.setting.grid.layers[-1]
+        text = Text(np.repeat(patched.base.ids, rows, axis=0)[:, :width])
+        stream = {
+            name: np.repeat(value, rows, axis=0)[:, :width] for name, value in patched.base.streams[layer].items()
+        }
+        times = []
+        for _ in range(2):  # the first opens the piece
+            begin = time.perf_counter()
+            self.chain.layer(layer, text, stream)
+            times.append(time.perf_counter() - begin)
+        return times[-1] / (rows * width)
+
+    def run(self, progress: Progress = silent, resume: str | Path | None = None) -> SweepResult:
+        """Compute all cells.
+
+        Args:
+            progress: told of the cells that are done.
+            resume: a file to keep what is done in, and to go on from if it is there already.
+
+        Raises:
+            InputError: a file of another sweep; a metric that gives no numbers; too little memory for one cell.
+        """
+        begin, grid, total = time.perf_counter(), self.setting.grid, self.setting.grid.cells * len(self.prompts)
+        kept = Kept((len(self.prompts), grid.cells), self.key, None if resume is None else Path(resume))
+        bases = np.empty((2, len(self.prompts)))
+        idle = 0
+        try:
+            for pair in range(len(self.prompts)):
+                patched, metric, found = self._first if pair == 0 else self._prepare(pair)
+                bases[:, pair] = found
+                alive = patched.alive()
+                idle += int((~alive).sum())
+                kept.put(pair, np.flatnonzero(~alive), np.full(int((~alive).sum()), found[0]))
+
+                def done(cells: NDArray[np.int64], values: NDArray[np.float64], pair: int = pair) -> None:
+                    kept.put(pair, cells, values)
+                    progress("cells", total - int(np.isnan(kept.values).sum()), total)
+
+                patched.run(kept.missing(pair), metric, done)
+        finally:
+            kept.write()
+        cost = {"cells": float(total), "without effect": float(idle), "seconds": time.perf_counter() - begin}
+        return self._result(kept.values.reshape(len(self.prompts), *grid.sizes), bases, cost)
+
+    def _result(self, by_pair: NDArray[np.float64], bases: NDArray[np.float64], cost: dict[str, float]) -> SweepResult:
+        setting = self.setting
+        base, other = bases.mean(axis=1).tolist()
+        clean, corrupted = (other, base) if setting.direction == "denoising" else (base, other)
+        return SweepResult(
+            by_pair.mean(axis=0),
+            by_pair,
+            setting.grid.over,
+            setting.labels,
+            clean,
+            None if setting.direction == "ablation" else corrupted,
+            setting.direction,
+            setting.wanted.name,
+            setting.grid.template,
+            setting.title,
+            cost,
+        )
+
+    @cached_property
+    def _first(self) -> tuple[Patched, Metric, tuple[float, float]]:
+        return self._prepare(0)
+
+    def _prepare(self, pair: int) -> tuple[Patched, Metric, tuple[float, float]]:
+        """The runs without patches: what patched runs begin with, the metric, and its values at base and other."""
+        prompt, setting, grid = self.prompts[pair], self.setting, self.setting.grid
+        ids = np.stack([prompt.base] if prompt.other is None else [prompt.base, prompt.other])
+        begins = {*grid.layers} if setting.shortcuts.truncate else {0}
+        made = record(self.chain, ids, begins | {grid.layers[-1]}, [grid.hook(layer) for layer in grid.layers])
+        base, other = made.row(0), made.row(len(ids) - 1)
+        donors = other.values if setting.donors is None else setting.donors(base)
+        clean, corrupted = (other, base) if setting.direction == "denoising" else (base, other)
+        second = None if prompt.other is None else corrupted.logits[0]
+        metric = setting.wanted.bind(self.model, pair, len(self.prompts), clean.logits[0], second)
+        read = made.logits if metric.needs is None else made.logits[:, list(metric.needs)]
+        values = metric(read)
+        patched = Patched(self.chain, grid, base, donors, prompt.first, setting.shortcuts)
+        return patched, metric, (float(values[0]), float(values[-1]))
+
+
+def _listed(ids: Ids | None) -> list[int] | None:
+    return None if ids is None else ids.tolist()

@@ -1,0 +1,223 @@
+"""The verbs of sweeps: `patch_sweep`, `ablation_sweep`."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.call import make_call
+from mionnx.errors import InputError, nearest
+from mionnx.hookpoint import HookPoint
+from mionnx.progress import Progress, bars
+from mionnx.runner import Prompt as Given
+from mionnx.runner import Runner
+from mionnx.sweep.cells import Grid, make_grid
+from mionnx.sweep.chain import Chain
+from mionnx.sweep.donors import Ids, mean_donors, resampled, zero_donors
+from mionnx.sweep.engine import Shortcuts
+from mionnx.sweep.metric import Measure, Tokens, Wanted
+from mionnx.sweep.result import SweepResult
+from mionnx.sweep.sweep import Prompt, Setting, Sweep
+
+DIRECTIONS = ("denoising", "noising")
+KINDS = ("zero", "mean", "resample")
+
+
+class Sweeps(Runner):
+    """Causal tracing: what each place of the model does to the answer, exactly, many places at once."""
+
+    def patch_sweep(
+        self,
+        clean: Given,
+        corrupted: Given,
+        hook: str | HookPoint = "hook_resid_pre",
+        over: str | Iterable[str] = ("layer", "position"),
+        metric: Measure = "logit_diff",
+        *,
+        answer: Tokens = None,
+        versus: Tokens = None,
+        direction: str = "denoising",
+        layers: Iterable[int] | None = None,
+        at: int = -1,
+        resume: str | Path | None = None,
+        progress: Progress | None = None,
+        shortcuts: Shortcuts | None = None,
+    ) -> SweepResult:
+        """Activation patching at every place: the values of one run put into another, one place a cell.
+
+        Equal to one forward pass a cell.
+
+        Args:
+            clean, corrupted: prompts, one or as many of each; the two of a pair have the same number of tokens.
+            hook: a hook point of any layer, with `*` or `{i}` for the layer, or its short name ("z", "hook_resid_mid").
+            over: the axes of the result: "layer", "position", "head", "source" (keys, of patterns and scores). What is
+                not among them is patched as a whole: over layer and head, a head at all positions.
+            metric: "logit_diff" (of answer and versus), "probability", "log_probability", "rank" (0 is the likeliest)
+                of the answer, "kl" from the clean run in nats, or a function: logits [rows, vocab] -> [rows], which may
+                take the index of the pair as a second argument.
+            answer, versus: tokens, as ids or texts, one for all pairs or one a pair. If left out, the likeliest next
+                token of the clean prompt, and of the corrupted one.
+            direction: "denoising" puts clean values into the corrupted run, "noising" corrupted ones into the clean
+                run.
+            layers: all if left out.
+            at: the position whose logits are read; cells behind it have no effect.
+            resume: a file that keeps what is done, and from which a sweep that was interrupted goes on. A metric that
+                is a function is recognised by its name and code.
+            progress: told of what is done; bars on the terminal if left out.
+            shortcuts: see `mionnx.sweep.engine`; all of them if left out.
+
+        Raises:
+            HookError: no such hook point.
+            InputError: prompts, axes, tokens or a metric that do not fit.
+        """
+        sweep = self.prepare_patch_sweep(
+            clean, corrupted, hook, over, metric, answer=answer, versus=versus, direction=direction, layers=layers,
+            at=at, shortcuts=shortcuts,
+        )  # fmt: skip
+        return _run(sweep, progress, resume)
+
+    def prepare_patch_sweep(
+        self,
+        clean: Given,
+        corrupted: Given,
+        hook: str | HookPoint = "hook_resid_pre",
+        over: str | Iterable[str] = ("layer", "position"),
+        metric: Measure = "logit_diff",
+        *,
+        answer: Tokens = None,
+        versus: Tokens = None,
+        direction: str = "denoising",
+        layers: Iterable[int] | None = None,
+        at: int = -1,
+        shortcuts: Shortcuts | None = None,
+    ) -> Sweep:
+        """The same as `patch_sweep`, ready to run: `.estimate()` says what it will take, `.run()` runs it."""
+        if direction not in DIRECTIONS:
+            raise InputError(f"direction {direction!r}; {' or '.join(DIRECTIONS)}{nearest(str(direction), DIRECTIONS)}")
+        wanted = Wanted(metric, answer, versus)
+        good, bad = self._rows(clean), self._rows(corrupted)
+        if len(good) != len(bad):
+            raise InputError(f"{len(good)} clean prompts and {len(bad)} corrupted ones: they come in pairs")
+        for pair, (one, other) in enumerate(zip(good, bad, strict=True)):
+            if len(one) != len(other):
+                raise InputError(
+                    f"pair {pair}: the clean prompt has {len(one)} tokens, the corrupted one {len(other)}; positions "
+                    "can be patched only where they correspond"
+                )
+        grid = self._grid(hook, over, layers, good)
+        bases, others = (bad, good) if direction == "denoising" else (good, bad)
+        cut = [_until(at, row) for row in good]
+        prompts = [Prompt(one[:end], other[:end]) for one, other, end in zip(bases, others, cut, strict=True)]
+        title = f"{grid.template.format(i='*')}, {direction}: {self._spelled(others[0])} into {self._spelled(bases[0])}"
+        setting = Setting(
+            grid, wanted, direction, None, "patch", at, self._labels(grid, bases), title, shortcuts or Shortcuts()
+        )
+        return Sweep(self, self._chain, prompts, setting)
+
+    def ablation_sweep(
+        self,
+        prompts: Given,
+        hook: str | HookPoint = "hook_z",
+        over: str | Iterable[str] = ("layer", "head"),
+        metric: Measure = "kl",
+        *,
+        kind: str = "zero",
+        reference: Given | None = None,
+        seed: int = 0,
+        answer: Tokens = None,
+        versus: Tokens = None,
+        layers: Iterable[int] | None = None,
+        at: int = -1,
+        resume: str | Path | None = None,
+        progress: Progress | None = None,
+        shortcuts: Shortcuts | None = None,
+    ) -> SweepResult:
+        """Ablation at every place: the value there replaced by zeros, by its mean, or by that of another prompt.
+
+        Args:
+            prompts: one or several.
+            hook, over, metric, answer, versus, layers, at, resume, progress, shortcuts: see `patch_sweep`; "kl" is from
+                the run without ablation.
+            kind: "zero"; "mean", over all tokens of the reference prompts, for each head and feature; or "resample",
+                the value in a reference prompt of the same length, drawn for each prompt, not the prompt itself.
+            reference: prompts for "mean" and "resample"; the prompts themselves if left out.
+            seed: of the draw.
+
+        Raises:
+            HookError: no such hook point.
+            InputError: prompts, axes, tokens or a metric that do not fit.
+        """
+        if kind not in KINDS:
+            raise InputError(f"ablation {kind!r}; one of {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
+        if kind == "zero" and reference is not None:
+            raise InputError("a zero ablation has no use for reference prompts")
+        rows = self._rows(prompts)
+        others = rows if reference is None else self._rows(reference)
+        grid, wanted = self._grid(hook, over, layers, rows), Wanted(metric, answer, versus)
+        ends = [_until(at, row) for row in rows]
+        title = f"{grid.template.format(i='*')}, {kind} ablation: {self._spelled(rows[0])}"
+        setting = Setting(
+            grid, wanted, "ablation", zero_donors, kind, at, self._labels(grid, rows), title, shortcuts or Shortcuts()
+        )
+        found = [Prompt(row[:end]) for row, end in zip(rows, ends, strict=True)]
+        if kind == "mean":
+            donors, mark = mean_donors(self._chain, grid, others)
+            setting = replace(setting, donors=donors, kind=f"mean {mark}")
+        if kind == "resample":
+            drawn = resampled(rows, others, seed)
+            found = [Prompt(row[:end], other[:end]) for row, other, end in zip(rows, drawn, ends, strict=True)]
+            setting = replace(setting, donors=None, kind=f"resample {seed}")
+        return _run(Sweep(self, self._chain, found, setting), progress, resume)
+
+    @property
+    def _chain(self) -> Chain:
+        """The pieces of the model; opened once."""
+        chain = self.__dict__.get("_pieces")
+        if chain is None:
+            chain = self.__dict__["_pieces"] = Chain(self.hooked, replace(self.options, prepack=False))
+        return chain
+
+    def _rows(self, prompts: Given) -> list[Ids]:
+        """Prompts as ids, [seq] each, without padding."""
+        call = make_call(self._ids(prompts), None, None, self.hooked.metadata.sizes)
+        return [ids[real] for ids, real in zip(call.input_ids, call.real, strict=True)]
+
+    def _grid(
+        self, hook: str | HookPoint, over: str | Iterable[str], layers: Iterable[int] | None, rows: Sequence[Ids]
+    ) -> Grid:
+        lengths = {len(row) for row in rows}
+        return make_grid(self.hooked, hook, over, layers, lengths.pop() if len(lengths) == 1 else None)
+
+    def _labels(self, grid: Grid, rows: Sequence[Ids]) -> dict[str, list[str]]:
+        """What the entries of the axes are called; positions by their tokens if all prompts have the same there."""
+        columns = list(zip(*rows, strict=False))
+        tokens = [self._piece(int(ids[0])) if len({*map(int, ids)}) == 1 else f"[{i}]" for i, ids in enumerate(columns)]
+        if len(rows) == 1:
+            tokens = [self._piece(int(token)) for token in rows[0]]
+        heads = dict(zip(grid.over, grid.sizes, strict=True)).get("head", 0)
+        found = {"layer": [str(layer) for layer in grid.layers], "head": [str(head) for head in range(heads)]}
+        return {name: (found | {"position": tokens, "source": tokens})[name] for name in grid.over}
+
+    def _piece(self, token: int) -> str:
+        return self.tokenizer.decode([token], skip_special_tokens=False) if self.has_tokenizer else str(token)
+
+    def _spelled(self, ids: NDArray[Any]) -> str:
+        words = self.tokenizer.decode(ids.tolist()) if self.has_tokenizer else " ".join(map(str, ids.tolist()))
+        return repr(words if len(words) <= 60 else words[:57] + "...")
+
+
+def _until(at: int, row: Ids) -> int:
+    """How many tokens there are up to the position that is read, itself included."""
+    if not isinstance(at, int | np.integer) or not -len(row) <= at < len(row):
+        raise InputError(f"at={at!r}: the prompt has {len(row)} tokens (0 to {len(row) - 1})")
+    return int(at) % len(row) + 1
+
+
+def _run(sweep: Sweep, progress: Progress | None, resume: str | Path | None) -> SweepResult:
+    if progress is not None:
+        return sweep.run(progress, resume)
+    with bars() as drawn:
+        return sweep.run(drawn, resume)

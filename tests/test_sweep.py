@@ -1,0 +1,313 @@
+"""Sweeps: every cell equals one forward pass with that one patch, in torch and here; whatever is left out of it."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import Inputs, run
+from scipy.special import log_softmax
+
+from mionnx import HookPoint, HookSpec, Intervention
+from mionnx.errors import HookError, InputError
+from mionnx.sweep import Shortcuts
+
+SEQ, DIFFERENT = 7, (2, 4)
+RESIDUAL = ("hook_resid_pre", "hook_resid_mid", "hook_resid_post", "hook_attn_out", "hook_mlp_out", "mlp.hook_act")
+HEADS = ("hook_q", "hook_k", "hook_v", "hook_z", "hook_pattern", "hook_scores")
+
+
+def prompts(seed: int = 0, seq: int = SEQ, vocab: int = 101) -> tuple[np.ndarray, np.ndarray]:
+    """A pair that differs at the positions `DIFFERENT`."""
+    clean = np.random.default_rng(seed).integers(3, vocab, seq)
+    corrupted = clean.copy()
+    corrupted[[*DIFFERENT]] = (clean[[*DIFFERENT]] + 7) % vocab
+    return clean, corrupted
+
+
+def difference(logits: np.ndarray, answer: int, versus: int) -> float:
+    return float(logits[answer] - logits[versus])
+
+
+def in_torch(reference, base, donor, point, **limits):
+    """The last logits of a run with one value put in, in eager torch."""
+    value = run(reference, Inputs(donor[None], np.ones((1, len(donor)), int))).values[str(point)]
+    edit = Intervention.Replace(value, **limits)
+    return run(reference, Inputs(base[None], np.ones((1, len(base)), int)), [(point, edit)]).logits[0, -1]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize("direction", ["denoising", "noising"])
+def test_cells_of_the_stream_equal_torch(models, references, name, direction):
+    model, (clean, corrupted) = models(name), prompts()
+    base, donor = (corrupted, clean) if direction == "denoising" else (clean, corrupted)
+    hook = "hook_resid_pre" if direction == "denoising" else "hook_attn_out"
+    found = model.patch_sweep(clean, corrupted, hook, answer=5, versus=9, direction=direction)
+    point = HookPoint.ResidPre if direction == "denoising" else HookPoint.AttnOut
+    assert found.values.shape == (2, SEQ)
+    for layer, position in itertools.product(range(2), range(SEQ)):
+        expected = in_torch(references(name), base, donor, point(layer), positions=position)
+        assert found.values[layer, position] == pytest.approx(difference(expected, 5, 9), abs=5e-5)
+    assert (found.effect[:, : DIFFERENT[0]] == 0).all()
+    assert np.abs(found.effect).max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("hook", HEADS)
+def test_cells_of_heads_equal_torch(models, references, name, hook):
+    model, (clean, corrupted) = models(name), prompts(1)
+    found = model.patch_sweep(clean, corrupted, hook, ("head", "layer", "position"), "probability", answer=5)
+    assert found.values.shape[1:] == (2, SEQ)
+    for head, layer, position in itertools.product(range(found.values.shape[0]), range(2), (3, 4, SEQ - 1)):
+        point = HookPoint.parse(f"blocks.{layer}.attn.{hook}")
+        logits = in_torch(references(name), corrupted, clean, point, heads=head, positions=position)
+        assert found.values[head, layer, position] == pytest.approx(np.exp(log_softmax(logits))[5], abs=5e-5)
+
+
+@pytest.mark.parametrize("hook", [*RESIDUAL, *HEADS])
+def test_every_shortcut_leaves_the_numbers_alone(models, hook):
+    model, (clean, corrupted) = models("llama"), prompts(2)
+    over = ("layer", "head", "position") if hook in HEADS else ("layer", "position")
+    names = ("batch", "truncate", "last", "window")
+    found = {
+        name: model.patch_sweep(clean, corrupted, hook, over, answer=5, versus=9, shortcuts=Shortcuts(**{name: False}))
+        for name in names
+    }
+    plain = Shortcuts(**dict.fromkeys(names, False))
+    reference = model.patch_sweep(clean, corrupted, hook, over, answer=5, versus=9, shortcuts=plain)
+    every = model.patch_sweep(clean, corrupted, hook, over, answer=5, versus=9)
+    for other in (every, *found.values()):
+        np.testing.assert_allclose(other.values, reference.values, atol=5e-6)
+        assert ((other.effect == 0) == (reference.effect == 0)).all()
+    assert np.abs(reference.effect).max() > 1e-3
+
+
+AXES = {"hook_resid_mid": ["layer", "position"], "hook_z": ["layer", "position", "head"]}
+AXES["hook_pattern"] = [*AXES["hook_z"], "source"]
+SHAPES = st.sampled_from(list(AXES)).flatmap(
+    lambda hook: st.tuples(st.just(hook), st.permutations(AXES[hook]).map(tuple), st.integers(1, len(AXES[hook])))
+)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(shape=SHAPES, seed=st.integers(0, 99), at=st.integers(-SEQ, SEQ - 1), name=st.sampled_from(["gpt2", "gemma2"]))
+def test_any_axes_equal_one_forward_a_cell(models, shape, seed, at, name):
+    hook, order, count = shape
+    over = tuple(dict.fromkeys(["layer", *order[:count]]))[::-1]
+    model, (clean, corrupted) = models(name), prompts(seed)
+    end = at % SEQ
+    if end < DIFFERENT[0]:
+        with pytest.raises(InputError, match="the same up to what is read"):
+            model.patch_sweep(clean, corrupted, hook, over, answer=5, versus=9, at=at)
+        return
+    found = model.patch_sweep(clean, corrupted, hook, over, answer=5, versus=9, at=at)
+    for cell in np.random.default_rng(seed).permutation(list(np.ndindex(found.values.shape)))[:4].tolist():
+        where = dict(zip(over, cell, strict=True))
+        point = f"blocks.{where['layer']}.{'' if 'resid' in hook else 'attn.'}{hook}"
+        values = model.forward(clean, HookSpec().capture(point))[point]
+        if "source" in where:  # no limit of an intervention says which keys
+            old = model.forward(corrupted, HookSpec().capture(point))[point].copy()
+            old[..., where["source"]] = values[..., where["source"]]
+            values = old
+        limits = {"heads": where.get("head"), "positions": where.get("position")}
+        spec = HookSpec().intervene(point, Intervention.Replace(values, **limits))
+        logits = model.forward(corrupted, spec).output()[0, end]
+        assert found.values[tuple(cell)] == pytest.approx(difference(logits, 5, 9), abs=5e-6)
+        if where.get("position", 0) > end or where.get("source", 0) > end:
+            assert found.effect[tuple(cell)] == 0
+
+
+def test_pairs_are_averaged_and_may_differ_in_length(models):
+    model, pairs = models("llama"), [prompts(3), prompts(4, seq=9), prompts(5)]
+    clean, corrupted = [list(side) for side in zip(*pairs, strict=True)]
+    found = model.patch_sweep(clean, corrupted, "z", ("layer", "head"), answer=[5, 6, 7], versus=9)
+    assert found.by_pair.shape == (3, 2, 4)
+    for number, (one, other) in enumerate(pairs):
+        alone = model.patch_sweep(one, other, "z", ("layer", "head"), answer=5 + number, versus=9)
+        np.testing.assert_allclose(found.by_pair[number], alone.values, atol=5e-6)
+    np.testing.assert_allclose(found.values, found.by_pair.mean(axis=0))
+    with pytest.raises(InputError, match="different lengths have no positions"):
+        model.patch_sweep(clean, corrupted, answer=5, versus=9)
+
+
+def test_metrics_mean_what_their_names_say(models):
+    model, (clean, corrupted) = models("llama"), prompts(6)
+    point = HookPoint.ResidMid(1)
+    patch = model.forward(clean, HookSpec().capture(point))[point]
+    spec = HookSpec().intervene(point, Intervention.Replace(patch, positions=4))
+    logits = model.forward(corrupted, spec).output()[0, -1].astype(np.float64)
+    good = log_softmax(model.forward(clean).output()[0, -1].astype(np.float64))
+    expected = {
+        "log_probability": log_softmax(logits)[5],
+        "probability": np.exp(log_softmax(logits)[5]),
+        "rank": (logits > logits[5]).sum(),
+        "kl": (np.exp(good) * (good - log_softmax(logits))).sum(),
+        "logit_diff": logits[5] - logits[9],
+    }
+    given = {"kl": {}, "logit_diff": {"answer": 5, "versus": 9}}
+    for name, value in expected.items():
+        kwargs = given.get(name, {"answer": 5})
+        found = model.patch_sweep(clean, corrupted, "resid_mid", metric=name, **kwargs)
+        assert found.values[1, 4] == pytest.approx(value, abs=1e-5), name
+    own = model.patch_sweep(clean, corrupted, "resid_mid", metric=lambda logits, pair: logits[:, 5] - pair)
+    assert own.values[1, 4] == pytest.approx(logits[5], abs=1e-5)
+    assert own.metric == "<lambda>"
+
+
+def test_answers_are_those_of_the_two_prompts_if_none_is_given(models):
+    model, (clean, corrupted) = models("gpt2"), prompts(8)
+    corrupted[-1] = (clean[-1] + 11) % 101
+    answer, versus = (int(model.forward(ids).output()[0, -1].argmax()) for ids in (clean, corrupted))
+    assert answer != versus
+    found = model.patch_sweep(clean, corrupted)
+    assert (found.values == model.patch_sweep(clean, corrupted, answer=answer, versus=versus).values).all()
+    assert found.clean > 0 > found.corrupted
+    assert found.normalized[0].max() <= 1 + 1e-6 or found.values.max() > found.clean
+
+
+def test_the_whole_stream_patched_is_the_other_run(models):
+    model, (clean, corrupted) = models("gemma2"), prompts(9)
+    for direction in ("denoising", "noising"):
+        kwargs = {"answer": 5, "versus": 9, "direction": direction}
+        found = model.patch_sweep(clean, corrupted, "resid_pre", ("layer",), **kwargs)
+        np.testing.assert_allclose(found.normalized, 1, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["6-hf", "7-fla"])
+def test_recurrent_models_too(rwkv, layout):
+    model = rwkv(layout)
+    clean, corrupted = prompts(0, vocab=model.vocab_size)
+    for hook in ("resid_pre", "attn_out", "rwkv.hook_k"):
+        over = ("layer", "position") if "rwkv" not in hook else ("layer", "head", "position")
+        found = model.patch_sweep(clean, corrupted, hook if "rwkv" not in hook else f"blocks.*.{hook}", over, "kl")
+        for cell in [(0, *[0] * (len(over) - 2), 2), (1, *[0] * (len(over) - 2), SEQ - 1)]:
+            point = found.hook.format(i=cell[0])
+            values = model.forward(clean, HookSpec().capture(point))[point]
+            limits = {"heads": cell[1]} if len(cell) == 3 else {}
+            edit = Intervention.Replace(values, positions=cell[-1], **limits)
+            logits = model.forward(corrupted, HookSpec().intervene(point, edit)).output()[0, -1]
+            good = log_softmax(model.forward(clean).output()[0, -1].astype(np.float64))
+            expected = (np.exp(good) * (good - log_softmax(logits.astype(np.float64)))).sum()
+            assert found.values[cell] == pytest.approx(expected, abs=5e-6)
+
+
+@pytest.mark.parametrize("kind", ["zero", "mean", "resample"])
+@pytest.mark.parametrize("hook", ["hook_z", "hook_mlp_out", "hook_v"])
+def test_ablations_equal_one_forward_a_cell(models, kind, hook):
+    model, (prompt, other) = models("llama"), prompts(10)
+    over = ("layer",) if hook == "hook_mlp_out" else ("layer", "head")
+    found = model.ablation_sweep(
+        prompt, hook, over, "logit_diff", kind=kind, answer=5, versus=9, reference=None if kind == "zero" else [other]
+    )
+    for cell in np.ndindex(found.values.shape):
+        point = f"blocks.{cell[0]}.{'' if 'mlp' in hook else 'attn.'}{hook}"
+        value = model.forward(other, HookSpec().capture(point))[point]
+        axis = 2 if hook == "hook_v" else 1
+        donor = {"zero": np.zeros_like(value), "mean": value.mean(axis=axis, keepdims=True), "resample": value}[kind]
+        edit = Intervention.Replace(np.broadcast_to(donor, value.shape), heads=cell[1] if len(cell) > 1 else None)
+        logits = model.forward(prompt, HookSpec().intervene(point, edit)).output()[0, -1]
+        assert found.values[cell] == pytest.approx(difference(logits, 5, 9), abs=2e-5)
+    assert found.corrupted is None
+    with pytest.raises(InputError, match="no second run"):
+        _ = found.normalized
+
+
+def test_too_little_memory_halves_the_batch_and_changes_nothing(models, monkeypatch):
+    model, (clean, corrupted) = models("llama"), prompts(11)
+    expected = model.patch_sweep(clean, corrupted, "z", ("layer", "head", "position"), answer=5, versus=9)
+    from mionnx.sweep import engine
+
+    sizes, real = [], engine.Patched._logits
+
+    def failing(self, cells, metric):
+        sizes.append(len(cells))
+        if len(cells) > 3:
+            raise engine.ModelError("ONNX Runtime failed: Failed to allocate memory for requested buffer")
+        return real(self, cells, metric)
+
+    monkeypatch.setattr(engine.Patched, "_logits", failing)
+    found = model.patch_sweep(clean, corrupted, "z", ("layer", "head", "position"), answer=5, versus=9)
+    np.testing.assert_allclose(found.values, expected.values, atol=5e-6)
+    assert max(sizes) > 3 >= sizes[-1]
+
+
+def test_an_interrupted_sweep_goes_on_where_it_stopped(models, tmp_path):
+    model, (clean, corrupted) = models("llama"), prompts(12)
+    kwargs = {"answer": 5, "versus": 9, "shortcuts": Shortcuts(batch=False), "resume": tmp_path / "sweep.safetensors"}
+    seen = []
+
+    def stop(stage, done, total):
+        seen.append(done)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.patch_sweep(clean, corrupted, progress=stop, **kwargs)
+    again = []
+    found = model.patch_sweep(clean, corrupted, progress=lambda stage, done, total: again.append(done), **kwargs)
+    assert again[0] == seen[-1] + 1
+    assert again[-1] == 2 * SEQ
+    assert (found.values == model.patch_sweep(clean, corrupted, **{**kwargs, "resume": None}).values).all()
+    with pytest.raises(InputError, match="another sweep"):
+        model.patch_sweep(clean, corrupted, "resid_mid", **kwargs)
+    (tmp_path / "sweep.safetensors").write_bytes(b"damaged")
+    with pytest.raises(InputError, match="no file of a sweep"):
+        model.patch_sweep(clean, corrupted, **kwargs)
+
+
+def test_the_estimate_counts_what_is_computed(models):
+    model, (clean, corrupted) = models("llama"), prompts(13)
+    sweep = model.prepare_patch_sweep(clean, corrupted, "z", ("layer", "head", "position"), answer=5, versus=9)
+    estimate = sweep.estimate()
+    found = sweep.run()
+    assert estimate.cells == found.values.size == 2 * 4 * SEQ
+    assert estimate.computed == found.cost["cells"] - found.cost["without effect"] < estimate.cells
+    assert estimate.seconds > 0
+    assert estimate.memory > 0
+    assert estimate.calls >= 1
+
+
+CLEAN, CORRUPTED = prompts(14)
+WRONG = {
+    "hook": (HookError, "did you mean", {"hook": "hook_resid_pra"}),
+    "axis of the hook": (InputError, "no axis 'head'", {"over": ("layer", "head")}),
+    "axis": (InputError, "did you mean 'position'", {"over": ("layer", "positon")}),
+    "no layer": (InputError, "the layer among them", {"over": ("position",)}),
+    "twice": (InputError, "each axis once", {"over": ("layer", "layer")}),
+    "layers": (InputError, "layers 0 to 1", {"layers": [2]}),
+    "metric": (InputError, "did you mean 'logit_diff'", {"metric": "logit_dif"}),
+    "direction": (InputError, "did you mean 'noising'", {"direction": "noise"}),
+    "same answers": (InputError, "and itself", {"answer": 5, "versus": 5}),
+    "answer": (InputError, "vocabulary is 0 to 100", {"answer": 101, "versus": 5}),
+    "answers": (InputError, "2 tokens for 1 prompts", {"answer": [1, 2], "versus": 5}),
+    "useless answer": (InputError, "reads no answer", {"metric": "kl", "answer": 5}),
+    "useless versus": (InputError, "reads no `versus`", {"metric": "rank", "versus": 5}),
+    "at": (InputError, "the prompt has 7 tokens", {"at": 7}),
+    "function": (InputError, "one number a row", {"metric": lambda logits: logits}),
+    "lengths": (InputError, "the corrupted one 6", {"corrupted": CORRUPTED[:-1]}),
+    "counts": (InputError, "come in pairs", {"corrupted": [CORRUPTED, CORRUPTED]}),
+    "same": (InputError, "are the same", {"corrupted": CLEAN}),
+}
+
+
+@pytest.mark.parametrize("case", list(WRONG))
+def test_what_cannot_be_swept_is_said(models, case):
+    kind, message, change = WRONG[case]
+    with pytest.raises(kind, match=message):
+        models("llama").patch_sweep(**{"clean": CLEAN, "corrupted": CORRUPTED, **change})
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("did you mean 'mean'", {"kind": "means"}),
+        ("no use for reference", {"reference": CLEAN}),
+        ("needs `versus=`", {"metric": "logit_diff"}),
+        ("no mean", {"kind": "mean", "hook": "hook_pattern"}),
+        ("no other reference prompt has 7", {"kind": "resample"}),
+    ],
+)
+def test_what_cannot_be_ablated_is_said(models, message, change):
+    with pytest.raises(InputError, match=message):
+        models("llama").ablation_sweep(CLEAN, **change)
