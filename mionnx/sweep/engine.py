@@ -182,14 +182,14 @@ class Patched:
         """[cells, vocab or what the metric needs]: the logits of patched runs."""
         start = int(self._start(cells)[0])
         order = np.argsort(self.grid.layer_of(cells), kind="stable")
-        climb = _Climb(self, cells[order], start)
+        climb = Climb(self, cells[order], start)
         logits = climb.finish(metric)
         back = np.empty_like(logits)
         back[order] = logits
         return back
 
 
-class _Climb:
+class Climb:
     """Some cells on their way through the layers, in the order in which they join."""
 
     def __init__(self, patched: Patched, cells: Cells, start: int) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from math import ceil
+from textwrap import fill
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 from mionnx.view.figure import DOTS, spelled
 
 MOST = 64  # small maps in one figure; of more, those with the largest numbers
-CELL, LEAST, WIDEST = 0.28, 2.2, 14.0  # inches
+CELL, LEAST, NARROWEST, WIDEST = 0.28, 2.2, 5.0, 14.0  # inches
+LETTERS = 14  # of a title, an inch
 
 
 def draw(
@@ -34,7 +36,8 @@ def draw(
     columns = _columns(len(maps), width)
     rows = ceil(len(maps) / columns)
     size = (max(LEAST, CELL * width) + 0.6, max(1.0, CELL * height) + (0.8 if len(maps) > 1 else 1.2))
-    figure = Figure(figsize=(columns * size[0] + 1, rows * size[1] + 0.6), dpi=DOTS, layout="constrained")
+    across = max(NARROWEST, columns * size[0] + 1)
+    figure = Figure(figsize=(across, rows * size[1] + 0.9), dpi=DOTS, layout="constrained")
     limit = float(np.nanmax(np.abs(numbers), initial=0.0)) or 1.0
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     images = [_map(panel, values, names, labels, limit) for panel, (_, values) in zip(panels, maps, strict=False)]
@@ -42,8 +45,9 @@ def draw(
         panel.set_title(name, fontsize=9)
     for panel in panels[len(maps) :]:
         panel.set_axis_off()
-    figure.colorbar(images[0], ax=panels.tolist(), label=what, shrink=0.8)
-    figure.suptitle(spelled(title), fontsize=11)
+    figure.colorbar(images[0], ax=panels.tolist(), shrink=0.8).set_label(fill(what, 24), fontsize=8)
+    lines = [fill(line, int(LETTERS * across)) for line in title.splitlines()]
+    figure.suptitle("\n".join(lines).replace("$", r"\$"), fontsize=9)
     return figure
 
 

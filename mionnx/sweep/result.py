@@ -27,7 +27,8 @@ class SweepResult(Shown):
         clean, corrupted: the metric without any patch, mean over pairs; `corrupted` is None where there is no second
             run (ablation).
         direction: "denoising" (clean values put into the corrupted run), "noising" (the other way), or "ablation".
-        metric, hook, title: what was measured, where, and a line about it.
+        metric, hook: what was measured, and where.
+        title, about: a short and a longer line on it.
         cost: what was computed: cells, those of them that cannot have an effect, seconds.
     """
 
@@ -41,6 +42,7 @@ class SweepResult(Shown):
     metric: str
     hook: str
     title: str
+    about: str
     cost: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -85,26 +87,38 @@ class SweepResult(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
-        names = ("title", "hook", "metric", "direction", "over", "labels", "clean", "corrupted", "values", "cost")
+        names = (
+            "title",
+            "about",
+            "hook",
+            "metric",
+            "direction",
+            "over",
+            "labels",
+            "clean",
+            "corrupted",
+            "values",
+            "cost",
+        )
         found = {name: getattr(self, name) for name in names}
         return {**found, "effect": self.effect, "by_pair": self.by_pair}
 
     def figure(self) -> Figure:
         """Heat maps; of more than two axes, a small one for each entry of the others."""
         what, numbers = self.shown
-        return draw(numbers, self.over, self.labels, self.title, what)
+        return draw(numbers, self.over, self.labels, f"{self.title}\n{self.about}", what)
 
     def page(self) -> str:
         """A heat map with the values under the pointer; of more than two axes, the others are chosen."""
         what, numbers = self.shown
         data = {**self.to_dict(), "shown": numbers, "what": what}
         del data["by_pair"], data["effect"]
-        return render("heat.html", self.title, data=data, facts=self.facts())
+        return render("heat.html", self.title, data=data, about=self.about, facts=self.facts())
 
     def facts(self) -> str:
         """A line on the runs without patches."""
         other = "" if self.corrupted is None else f", corrupted {self.corrupted:.4g}"
-        return f"{self.metric}: clean {self.clean:.4g}{other} ({self.direction}, {self.hook})"
+        return f"{self.metric}: clean {self.clean:.4g}{other}"
 
     def table(self, top: int = 10) -> Table:
         """For a terminal: the map if it has two axes and fits, else the largest cells."""

@@ -12,12 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InputError
+from mionnx.hookpoint import HookPoint
 from mionnx.progress import Progress, silent
 from mionnx.sweep.cells import Grid
 from mionnx.sweep.chain import Chain, Text
 from mionnx.sweep.engine import Patched, Shortcuts
 from mionnx.sweep.kept import Kept, key_of
 from mionnx.sweep.metric import Metric, Wanted
+from mionnx.sweep.path import PathPatched, written
+from mionnx.sweep.receivers import Receivers
 from mionnx.sweep.record import Record, record
 from mionnx.sweep.result import SweepResult
 
@@ -77,8 +80,9 @@ class Setting:
         kind: for people and for the key of a file to resume from: "patch", "zero", "mean 3f2a..".
         at: the position that is read, as given.
         labels: of the axes.
-        title: of pictures.
+        title, about: of pictures.
         shortcuts: how cells are computed.
+        receivers: of path patching; None where everything reads the change.
     """
 
     grid: Grid
@@ -89,7 +93,19 @@ class Setting:
     at: int
     labels: dict[str, list[str]]
     title: str
+    about: str
     shortcuts: Shortcuts = field(default_factory=Shortcuts)
+    receivers: Receivers | None = None
+
+    @property
+    def hooks(self) -> list[str]:
+        """The hook points whose values are needed of the runs without patches."""
+        points = [HookPoint.parse(self.grid.hook(layer)) for layer in self.grid.layers]
+        found = [point.name for point in points]
+        if self.receivers is not None:
+            ways = [(written(point.variant, self.receivers.parallel)[0], point.layer) for point in points]
+            found += [str(getattr(HookPoint, way)(layer)) for way, layer in ways if way is not None]
+        return list(dict.fromkeys(found))
 
 
 class Sweep:
@@ -121,7 +137,7 @@ class Sweep:
                 "cells": [setting.grid.template, setting.grid.over, setting.grid.layers, setting.grid.sizes],
                 "metric": [setting.wanted.name, code and code.co_code.hex(), repr(code and code.co_consts)],
                 "tokens": [repr(setting.wanted.answer), repr(setting.wanted.versus)],
-                "how": [setting.direction, setting.kind],
+                "how": [setting.direction, setting.kind, repr(setting.receivers)],
             }
         )
 
@@ -200,6 +216,7 @@ class Sweep:
             setting.wanted.name,
             setting.grid.template,
             setting.title,
+            setting.about,
             cost,
         )
 
@@ -212,7 +229,7 @@ class Sweep:
         prompt, setting, grid = self.prompts[pair], self.setting, self.setting.grid
         ids = np.stack([prompt.base] if prompt.other is None else [prompt.base, prompt.other])
         begins = {*grid.layers} if setting.shortcuts.truncate else {0}
-        made = record(self.chain, ids, begins | {grid.layers[-1]}, [grid.hook(layer) for layer in grid.layers])
+        made = record(self.chain, ids, begins | {grid.layers[-1]}, setting.hooks)
         base, other = made.row(0), made.row(len(ids) - 1)
         donors = other.values if setting.donors is None else setting.donors(base)
         clean, corrupted = (other, base) if setting.direction == "denoising" else (base, other)
@@ -220,7 +237,8 @@ class Sweep:
         metric = setting.wanted.bind(self.model, pair, len(self.prompts), clean.logits[0], second)
         read = made.logits if metric.needs is None else made.logits[:, list(metric.needs)]
         values = metric(read)
-        patched = Patched(self.chain, grid, base, donors, prompt.first, setting.shortcuts)
+        runs = (self.chain, grid, base, donors, prompt.first, setting.shortcuts)
+        patched = Patched(*runs) if setting.receivers is None else PathPatched(setting.receivers, *runs)
         return patched, metric, (float(values[0]), float(values[-1]))
 
 

@@ -1,4 +1,4 @@
-"""The verbs of sweeps: `patch_sweep`, `ablation_sweep`."""
+"""The verbs of sweeps: `patch_sweep`, `ablation_sweep`, `path_patch`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -19,6 +19,7 @@ from mionnx.sweep.chain import Chain
 from mionnx.sweep.donors import Ids, mean_donors, resampled, zero_donors
 from mionnx.sweep.engine import Shortcuts
 from mionnx.sweep.metric import Measure, Tokens, Wanted
+from mionnx.sweep.receivers import Receiver, Receivers, make_receivers
 from mionnx.sweep.result import SweepResult
 from mionnx.sweep.sweep import Prompt, Setting, Sweep
 
@@ -95,25 +96,81 @@ class Sweeps(Runner):
         shortcuts: Shortcuts | None = None,
     ) -> Sweep:
         """The same as `patch_sweep`, ready to run: `.estimate()` says what it will take, `.run()` runs it."""
+        return self._pairs(
+            Wanted(metric, answer, versus), clean, corrupted, (hook, over, layers), direction, at, shortcuts, None
+        )
+
+    def path_patch(
+        self,
+        clean: Given,
+        corrupted: Given,
+        receivers: str | HookPoint | Iterable[Receiver],
+        sender: str | HookPoint = "hook_z",
+        over: str | Iterable[str] = ("layer", "head"),
+        metric: Measure = "logit_diff",
+        *,
+        answer: Tokens = None,
+        versus: Tokens = None,
+        direction: str = "denoising",
+        layers: Iterable[int] | None = None,
+        at: int = -1,
+        resume: str | Path | None = None,
+        progress: Progress | None = None,
+    ) -> SweepResult:
+        """Path patching: what each sender's patch does by way of chosen receivers only.
+
+        A receiver reads the stream with the sender's change, everything else reads it without; what receivers make of
+        it goes on as usual. With `receivers="all"`, the result is that of `patch_sweep`.
+
+        Args:
+            clean, corrupted, over, metric, answer, versus, direction, layers, at, resume, progress: see `patch_sweep`.
+            receivers: the inputs `hook_q`, `hook_k`, `hook_v` or `mlp.hook_pre` of a layer, or `hook_final_norm`, globs
+                allowed; with heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; or "all".
+            sender: the hook point that is patched, cell by cell.
+
+        Raises:
+            HookError: no such hook point, or one that receives nothing; a recurrent model.
+            InputError: prompts, axes, tokens, heads or a metric that do not fit.
+        """
+        chosen = make_receivers(self.hooked, receivers)
+        sweep = self._pairs(
+            Wanted(metric, answer, versus), clean, corrupted, (sender, over, layers), direction, at, None, chosen
+        )
+        return _run(sweep, progress, resume)
+
+    def _pairs(
+        self,
+        wanted: Wanted,
+        clean: Given,
+        corrupted: Given,
+        cells: tuple[str | HookPoint, str | Iterable[str], Iterable[int] | None],
+        direction: str,
+        at: int,
+        shortcuts: Shortcuts | None,
+        receivers: Receivers | None,
+    ) -> Sweep:
+        """A sweep over pairs of prompts."""
         if direction not in DIRECTIONS:
             raise InputError(f"direction {direction!r}; {' or '.join(DIRECTIONS)}{nearest(str(direction), DIRECTIONS)}")
-        wanted = Wanted(metric, answer, versus)
         good, bad = self._rows(clean), self._rows(corrupted)
-        if len(good) != len(bad):
-            raise InputError(f"{len(good)} clean prompts and {len(bad)} corrupted ones: they come in pairs")
-        for pair, (one, other) in enumerate(zip(good, bad, strict=True)):
-            if len(one) != len(other):
-                raise InputError(
-                    f"pair {pair}: the clean prompt has {len(one)} tokens, the corrupted one {len(other)}; positions "
-                    "can be patched only where they correspond"
-                )
-        grid = self._grid(hook, over, layers, good)
+        _refuse_unlike(good, bad)
+        grid = self._grid(*cells, good)
         bases, others = (bad, good) if direction == "denoising" else (good, bad)
-        cut = [_until(at, row) for row in good]
-        prompts = [Prompt(one[:end], other[:end]) for one, other, end in zip(bases, others, cut, strict=True)]
-        title = f"{grid.template.format(i='*')}, {direction}: {self._spelled(others[0])} into {self._spelled(bases[0])}"
+        ends = [_until(at, row) for row in good]
+        prompts = [Prompt(one[:end], other[:end]) for one, other, end in zip(bases, others, ends, strict=True)]
+        what = "Patching" if receivers is None else "Path patching"
         setting = Setting(
-            grid, wanted, direction, None, "patch", at, self._labels(grid, bases), title, shortcuts or Shortcuts()
+            grid,
+            wanted,
+            direction,
+            None,
+            "patch",
+            at,
+            self._labels(grid, bases),
+            f"{what} {grid.template.format(i='*')} ({direction})",
+            f"{self._spelled(others[0])} into {self._spelled(bases[0])}{_and_more(bases)}",
+            shortcuts or Shortcuts(),
+            receivers,
         )
         return Sweep(self, self._chain, prompts, setting)
 
@@ -158,9 +215,10 @@ class Sweeps(Runner):
         others = rows if reference is None else self._rows(reference)
         grid, wanted = self._grid(hook, over, layers, rows), Wanted(metric, answer, versus)
         ends = [_until(at, row) for row in rows]
-        title = f"{grid.template.format(i='*')}, {kind} ablation: {self._spelled(rows[0])}"
+        title = f"{kind.capitalize()} ablation of {grid.template.format(i='*')}"
+        about, labels = f"{self._spelled(rows[0])}{_and_more(rows)}", self._labels(grid, rows)
         setting = Setting(
-            grid, wanted, "ablation", zero_donors, kind, at, self._labels(grid, rows), title, shortcuts or Shortcuts()
+            grid, wanted, "ablation", zero_donors, kind, at, labels, title, about, shortcuts or Shortcuts()
         )
         found = [Prompt(row[:end]) for row, end in zip(rows, ends, strict=True)]
         if kind == "mean":
@@ -207,6 +265,22 @@ class Sweeps(Runner):
     def _spelled(self, ids: NDArray[Any]) -> str:
         words = self.tokenizer.decode(ids.tolist()) if self.has_tokenizer else " ".join(map(str, ids.tolist()))
         return repr(words if len(words) <= 60 else words[:57] + "...")
+
+
+def _refuse_unlike(clean: Sequence[Ids], corrupted: Sequence[Ids]) -> None:
+    """Pairs whose positions do not correspond cannot be patched."""
+    if len(clean) != len(corrupted):
+        raise InputError(f"{len(clean)} clean prompts and {len(corrupted)} corrupted ones: they come in pairs")
+    for pair, (one, other) in enumerate(zip(clean, corrupted, strict=True)):
+        if len(one) != len(other):
+            raise InputError(
+                f"pair {pair}: the clean prompt has {len(one)} tokens, the corrupted one {len(other)}; positions can "
+                "be patched only where they correspond"
+            )
+
+
+def _and_more(rows: Sequence[Ids]) -> str:
+    return f" and {len(rows) - 1} more" if len(rows) > 1 else ""
 
 
 def _until(at: int, row: Ids) -> int:
