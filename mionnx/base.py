@@ -67,7 +67,7 @@ class Base:
 
 
 def _needed(plan: Plan, model: HookedModel) -> list[str]:
-    names = [edit.hook for edit in plan.edits]
+    names = [*(edit.hook for edit in plan.edits), *plan.starts]
     for want in plan.wants:
         point = HookPoint.parse(want.hook)
         if not point.derived:

@@ -45,7 +45,8 @@ class Options:
             decide: packed, unless it has 512 tokens or more. The last bits differ between the two, so one model object
             uses one of them for all.
         base: open graphs from a prepared base (see `mionnx.base`): "auto" uses one that is there, and makes one for the
-            second rewritten graph of a model with more than 64 MiB of weights; "always", "never".
+            second rewritten graph of a model with more than 64 MiB of weights; "always"; "ready" makes none, and uses
+            one that is there; "never".
         provider_options: of the provider, as ONNX Runtime names them: `{"device_id": 1, "gpu_mem_limit": 2**34}`.
     """
 

@@ -16,7 +16,7 @@ from mionnx.rewrite import Plan, Report, rewrite
 
 UNPACKED = 512  # tokens from which on packing the weights gains little (measured: 1.06 at 8 x 64)
 VARIANT = 2**25  # bytes that a session from a base takes besides the weights it shares, about
-WHEN = ("auto", "always", "never")
+WHEN = ("auto", "always", "ready", "never")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Variants:
         elif self.weights >= bases.WORTHWHILE:
             if not self._looked:
                 self._base = bases.find(self.model, self.options, self._entries)
-            elif self._opened == 1:  # a second structure: more may follow
+            elif self._opened == 1 and self.options.base == "auto":  # a second structure: more may follow
                 self.prepare()
         self._looked = True
         return self._base

@@ -1,9 +1,14 @@
 """Checkpoints and hooked models that all tests share: each is made once, by whichever worker needs it first."""
 
+import json
 import os
 import shutil
+import subprocess
+import sys
+import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +109,44 @@ def rwkv(shared: Path) -> Callable[[str], MIModel]:
         return opened[layout]
 
     return find
+
+
+@pytest.fixture(scope="session")
+def environment(shared: Path) -> Callable[[str], Path]:
+    """A package -> the Python of a virtual environment that has it, and all that is installed here besides."""
+
+    def find(package: str) -> Path:
+        folder = shared / "environments" / package
+        folder.parent.mkdir(exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "done").exists():
+                venv.create(folder, with_pip=True)
+                packages = next((folder / "lib").glob("python3*/site-packages"))
+                here = next(path for path in sys.path if path.endswith("site-packages"))
+                (packages / "zz_here.pth").write_text(here + "\n")  # torch and onnxruntime, which are large
+                pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", package]
+                ran = subprocess.run(pip, capture_output=True, text=True)
+                if ran.returncode:
+                    pytest.skip(f"{package} cannot be installed here: {ran.stderr[-300:]}")
+                (folder / "done").touch()
+        return folder / "bin" / "python"
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def beside_lens(environment: Callable[[str], Path]) -> Callable[..., dict[str, Any]]:
+    """Runs one of the programs that compare with TransformerLens, and gives the JSON that it prints."""
+    python = environment("transformer-lens==4.3.0")
+
+    def run(program: str, *arguments: object) -> dict[str, Any]:
+        command = [python, REPOSITORY / "tests" / program, *map(str, arguments)]
+        known = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+        ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": known})
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        return json.loads(ran.stdout.splitlines()[-1])
+
+    return run
 
 
 @pytest.fixture(params=list(CONFIGS))

@@ -3,8 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
-import venv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,24 +46,12 @@ def feeds_of(model: MIModel) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="session")
-def optimum(shared: Path) -> Callable[..., str]:
+def optimum(environment: Callable[[str], Path]) -> Callable[..., str]:
     """Runs a script in a virtual environment that has optimum-onnx and the older transformers it needs."""
-    folder = shared / "optimum"
-    with FileLock(f"{folder}.lock"):
-        if not (folder / "done").exists():
-            venv.create(folder, with_pip=True)
-            packages = next((folder / "lib").glob("python3*/site-packages"))
-            here = next(path for path in sys.path if path.endswith("site-packages"))
-            (packages / "zz_here.pth").write_text(here + "\n")  # torch and onnxruntime, which are large
-            pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "optimum-onnx==0.1.0"]
-            ran = subprocess.run(pip, capture_output=True, text=True)
-            if ran.returncode:
-                pytest.skip(f"optimum-onnx cannot be installed here: {ran.stderr[-300:]}")
-            (folder / "done").touch()
+    python = environment("optimum-onnx==0.1.0")
 
     def run(script: str, *arguments: object) -> str:
-        command = [str(folder / "bin" / "python"), "-c", script, *map(str, arguments)]
-        ran = subprocess.run(command, capture_output=True, text=True)
+        ran = subprocess.run([python, "-c", script, *map(str, arguments)], capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
         return ran.stdout
 

@@ -62,7 +62,9 @@ class Chain:
     def __init__(self, model: HookedModel, options: Options) -> None:
         sizes = model.metadata.sizes
         self.model = model
-        self.variants = Variants(model, replace(options, max_graphs=8 * (sizes.num_layers + 3)))
+        base = "ready" if options.base == "auto" else options.base
+        graphs = 8 * (sizes.num_layers + 3)
+        self.variants = Variants(model, replace(options, prepack=False, base=base, max_graphs=graphs))
         self.layers = sizes.num_layers
         self.end = str(HookPoint.ResidPost(self.layers - 1))
         self._crossings: dict[int, tuple[str, ...]] = {}

@@ -235,7 +235,7 @@ class Sweeps(Runner):
         """The pieces of the model; opened once."""
         chain = self.__dict__.get("_pieces")
         if chain is None:
-            chain = self.__dict__["_pieces"] = Chain(self.hooked, replace(self.options, prepack=False))
+            chain = self.__dict__["_pieces"] = Chain(self.hooked, self.options)
         return chain
 
     def _rows(self, prompts: Given) -> list[Ids]:

@@ -1,0 +1,176 @@
+"""Patching sweeps beside TransformerLens: GPT-2's shape, every cell compared.
+
+    pip install -e ".[cpu,export,bench]"
+    python benchmarks/sweep_speed.py [--lengths 16 32 64] [--repeats 3] [--sample 150] [--threads 0] [--save]
+
+One random GPT-2 of 124M parameters, fp32, eager attention; both programs in one process, by turns, with the same
+threads. The two prompts differ in one token, a quarter into them. mionnx' time is that of a new model object each time:
+opening the model, cutting it into pieces and opening those is counted, and nothing is prepared beforehand.
+TransformerLens runs one forward pass a cell, all alike; of more than `--sample` cells it runs that many, drawn at random
+over all layers, heads and positions, and its time is that of the sample times the share. All cells that it ran are
+compared.
+
+The second table takes mionnx' shortcuts away and gives them back one after the other.
+
+`--save` writes benchmarks/results/sweep_speed.md.
+"""
+
+import argparse
+import os
+import platform
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pandas
+import torch
+from generation_speed import make
+from rewritten_speed import Peers
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformer_lens import patching
+
+from exporters.transformers import export
+from mionnx import MIModel
+from mionnx.sweep import Shortcuts, SweepResult
+
+HERE = Path(__file__).parent
+ANSWER, VERSUS = 1000, 2000
+CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], Any, str]] = {
+    "layer x head": ("hook_z", ("layer", "head"), ("layer", "head"), patching.layer_head_vector_patch_setter, "z"),
+    "layer x position": ("hook_resid_pre", ("layer", "position"), ("layer", "pos"), patching.layer_pos_patch_setter,
+                         "resid_pre"),
+    "layer x head x position": ("hook_z", ("layer", "position", "head"), ("layer", "pos", "head"),
+                                patching.layer_pos_head_vector_patch_setter, "z"),
+}  # fmt: skip
+STEPS = (
+    ("engine", {"batch": False, "truncate": False, "last": False, "window": False}),
+    ("batching", {"truncate": False, "last": False, "window": False}),
+    ("truncation", {"last": False, "window": False}),
+    ("last position", {"window": False}),
+    ("causal window", {}),
+)
+
+
+def prompts(length: int, vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """Two prompts that differ in one token, a quarter into them."""
+    clean = np.random.default_rng(length).integers(3, vocab, length)
+    corrupted = clean.copy()
+    corrupted[length // 4] = (clean[length // 4] + 1) % vocab
+    return clean, corrupted
+
+
+def ours(folder: Path, threads: int, case: str, pair: tuple[np.ndarray, np.ndarray], **without: bool) -> SweepResult:
+    """The sweep, from opening the model on."""
+    hook, over, _, _, _ = CASES[case]
+    model = MIModel.from_pretrained(folder / "hooked", threads=threads, base="never")
+    return model.patch_sweep(*pair, hook, over, answer=ANSWER, versus=VERSUS, shortcuts=Shortcuts(**without))
+
+
+def theirs(bridge: Any, case: str, pair: tuple[np.ndarray, np.ndarray], cells: np.ndarray) -> np.ndarray:
+    """The same cells in TransformerLens: one forward pass each."""
+    _, _, names, setter, activation = CASES[case]
+    clean, corrupted = (torch.from_numpy(ids[None]) for ids in pair)
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(clean)
+        return patching.generic_activation_patch(
+            bridge,
+            corrupted,
+            cache,
+            lambda logits: logits[0, -1, ANSWER] - logits[0, -1, VERSUS],
+            setter,
+            activation,
+            index_df=pandas.DataFrame(cells, columns=list(names)),
+        ).numpy()
+
+
+def timed(work: Any) -> tuple[float, Any]:
+    """Seconds, and the result."""
+    begin = time.perf_counter()
+    result = work()
+    return time.perf_counter() - begin, result
+
+
+def compare(folder: Path, bridge: Any, lengths: list[int], repeats: int, sample: int, threads: int) -> list[list[str]]:
+    """The rows of the first table."""
+    rows = []
+    for length in lengths:
+        for case in track(CASES, f"{length} tokens"):
+            pair = prompts(length, bridge.cfg.d_vocab)
+            ours_seconds, theirs_seconds, ratios, apart = [], [], [], 0.0
+            for turn in range(repeats):
+                one, found = timed(lambda case=case, pair=pair: ours(folder, threads, case, pair))
+                cells = np.array(list(np.ndindex(found.values.shape)))
+                draw = np.random.default_rng(turn).permutation(len(cells))[:sample]
+                chosen = cells[np.sort(draw)]
+                other, values = timed(lambda case=case, pair=pair, chosen=chosen: theirs(bridge, case, pair, chosen))
+                other *= len(cells) / len(chosen)
+                apart = max(apart, float(np.abs(found.values[tuple(chosen.T)] - values).max()))
+                ours_seconds.append(one)
+                theirs_seconds.append(other)
+                ratios.append(other / one)
+            figures = [f"{median(theirs_seconds):.1f} s", f"{median(ours_seconds):.2f} s", f"{median(ratios):.1f}"]
+            rows.append([f"{length}", case, f"{found.values.size}", *figures, f"{apart:.1e}"])
+    return rows
+
+
+def split(folder: Path, bridge: Any, length: int, sample: int, threads: int) -> list[list[str]]:
+    """The rows of the second table: what each shortcut brings, added one after the other."""
+    rows = []
+    for case in CASES:
+        pair = prompts(length, bridge.cfg.d_vocab)
+        cells = np.array(list(np.ndindex(ours(folder, threads, case, pair).values.shape)))
+        chosen = cells[np.sort(np.random.default_rng(0).permutation(len(cells))[:sample])]
+        other = timed(lambda case=case, pair=pair, chosen=chosen: theirs(bridge, case, pair, chosen))[0]
+        found = [case]
+        for _, without in STEPS:
+            seconds, _ = timed(
+                lambda case=case, pair=pair, without=without: ours(folder, threads, case, pair, **without)
+            )
+            found.append(f"{other * len(cells) / len(chosen) / seconds:.1f}")
+        rows.append(found)
+    return rows
+
+
+def main() -> None:
+    """Measure everything and print the tables."""
+    parser = argparse.ArgumentParser(description="Patching sweeps beside TransformerLens.")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sample", type=int, default=150)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--no-split", action="store_true")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    threads = options.threads or os.cpu_count() or 1
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make("gpt2 124M", folder)
+        export(folder, folder / "hooked")
+        bridge = Peers(folder).bridge
+        first = compare(folder, bridge, options.lengths, options.repeats, options.sample, threads)
+        second = [] if options.no_split else split(folder, bridge, options.lengths[0], options.sample, threads)
+    title = f"GPT-2 124M, fp32, {threads} threads, {platform.machine()}; medians of {options.repeats}"
+    heads = (
+        ("tokens", "cells over", "cells", "TransformerLens", "mionnx", "ratio", "largest difference"),
+        (f"ratio at {options.lengths[0]} tokens, with", *(step for step, _ in STEPS)),
+    )
+    text = f"# Patching sweeps\n\n{title}. {__doc__.split(chr(10) * 2)[2]}\n"
+    for head, rows in zip(heads, (first, second), strict=True):
+        table = Table(*head, title=title)
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+        lines = [" | ".join(head), " | ".join("---" for _ in head), *(" | ".join(row) for row in rows)]
+        text += "\n" + "\n".join(lines) + "\n"
+    if options.save:
+        (HERE / "results" / "sweep_speed.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
