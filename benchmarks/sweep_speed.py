@@ -4,11 +4,11 @@
     python benchmarks/sweep_speed.py [--lengths 16 32 64] [--repeats 3] [--sample 150] [--threads 0] [--save]
 
 One random GPT-2 of 124M parameters, fp32, eager attention; both programs in one process, by turns, with the same
-threads. The two prompts differ in one token, a quarter into them. mionnx' time is that of a new model object each time:
-opening the model, cutting it into pieces and opening those is counted, and nothing is prepared beforehand.
-TransformerLens runs one forward pass a cell, all alike; of more than `--sample` cells it runs that many, drawn at random
-over all layers, heads and positions, and its time is that of the sample times the share. All cells that it ran are
-compared.
+threads. The two prompts differ in one token, a quarter into them. mionnx' time is that of a new model object each
+time: opening the model, cutting it into pieces and opening those is counted, and nothing is prepared beforehand.
+TransformerLens runs one forward pass a cell, all alike; of more than `--sample` cells it runs that many, drawn at
+random over all layers, heads and positions, and its time is that of the sample times the share. All cells that it ran
+are compared.
 
 The second table takes mionnx' shortcuts away and gives them back one after the other.
 
@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+os.environ.setdefault("TQDM_DISABLE", "1")
 
 import numpy as np
 import pandas

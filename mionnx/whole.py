@@ -21,3 +21,15 @@ def write_whole(path: Path, data: bytes) -> None:
             partial.unlink(missing_ok=True)
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         raise SpecFileError(f"cannot write {path}: {error}") from error
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, if there is none.
+
+    Raises:
+        SpecFileError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecFileError(f"cannot make the folder {path}: {error}") from error

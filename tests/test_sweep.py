@@ -248,7 +248,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(models, tmp_path):
     found = model.patch_sweep(clean, corrupted, progress=lambda stage, done, total: again.append(done), **kwargs)
     assert again[0] == seen[-1] + 1
     assert again[-1] == 2 * SEQ
-    assert (found.values == model.patch_sweep(clean, corrupted, **{**kwargs, "resume": None}).values).all()
+    assert (found.values == model.patch_sweep(clean, corrupted, **{**kwargs, "resume": False}).values).all()
     with pytest.raises(InputError, match="another sweep"):
         model.patch_sweep(clean, corrupted, "resid_mid", **kwargs)
     (tmp_path / "sweep.safetensors").write_bytes(b"damaged")
@@ -256,11 +256,29 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(models, tmp_path):
         model.patch_sweep(clean, corrupted, **kwargs)
 
 
+def test_the_store_keeps_an_interrupted_sweep_and_forgets_a_finished_one(models, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIONNX_CACHE", str(tmp_path))
+    model, (clean, corrupted) = models("llama"), prompts(12)
+
+    def stop(stage, done, total):
+        raise KeyboardInterrupt
+
+    kwargs = {"answer": 5, "versus": 9, "shortcuts": Shortcuts(batch=False), "resume": True}
+    with pytest.raises(KeyboardInterrupt):
+        model.patch_sweep(clean, corrupted, progress=stop, **kwargs)
+    assert len(list((tmp_path / "sweeps").iterdir())) == 1
+    assert np.isfinite(model.patch_sweep(clean, corrupted, **kwargs).values).all()
+    assert list((tmp_path / "sweeps").iterdir()) == []
+
+
 def test_the_estimate_counts_what_is_computed(models):
     model, (clean, corrupted) = models("llama"), prompts(13)
-    sweep = model.prepare_patch_sweep(clean, corrupted, "z", ("layer", "head", "position"), answer=5, versus=9)
-    estimate = sweep.estimate()
-    found = sweep.run()
+    estimates = []
+    found = model.patch_sweep(
+        clean, corrupted, "z", ("layer", "head", "position"), answer=5, versus=9,
+        before=lambda sweep: estimates.append(sweep.estimate()),
+    )  # fmt: skip
+    (estimate,) = estimates
     assert estimate.cells == found.values.size == 2 * 4 * SEQ
     assert estimate.computed == found.cost["cells"] - found.cost["without effect"] < estimate.cells
     assert estimate.seconds > 0

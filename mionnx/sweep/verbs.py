@@ -1,6 +1,7 @@
 """The verbs of sweeps: `patch_sweep`, `ablation_sweep`, `path_patch`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from mionnx.hookpoint import HookPoint
 from mionnx.progress import Progress, bars
 from mionnx.runner import Prompt as Given
 from mionnx.runner import Runner
+from mionnx.store import cache_folder
 from mionnx.sweep.cells import Grid, make_grid
 from mionnx.sweep.chain import Chain
 from mionnx.sweep.donors import Ids, mean_donors, resampled, zero_donors
@@ -22,9 +24,11 @@ from mionnx.sweep.metric import Measure, Tokens, Wanted
 from mionnx.sweep.receivers import Receiver, Receivers, make_receivers
 from mionnx.sweep.result import SweepResult
 from mionnx.sweep.sweep import Prompt, Setting, Sweep
+from mionnx.whole import make_folder
 
 DIRECTIONS = ("denoising", "noising")
 KINDS = ("zero", "mean", "resample")
+Before = Callable[[Sweep], None]
 
 
 class Sweeps(Runner):
@@ -43,7 +47,8 @@ class Sweeps(Runner):
         direction: str = "denoising",
         layers: Iterable[int] | None = None,
         at: int = -1,
-        resume: str | Path | None = None,
+        resume: str | Path | bool = False,
+        before: Before | None = None,
         progress: Progress | None = None,
         shortcuts: Shortcuts | None = None,
     ) -> SweepResult:
@@ -65,8 +70,10 @@ class Sweeps(Runner):
                 run.
             layers: all if left out.
             at: the position whose logits are read; cells behind it have no effect.
-            resume: a file that keeps what is done, and from which a sweep that was interrupted goes on. A metric that
-                is a function is recognised by its name and code.
+            resume: a file that keeps what is done, and from which a sweep that was interrupted goes on; True for one in
+                the store, which goes when the sweep is done. A metric that is a function is recognised by its name and
+                code.
+            before: is given the sweep before it starts: its `estimate()` says what it will take.
             progress: told of what is done; bars on the terminal if left out.
             shortcuts: see `mionnx.sweep.engine`; all of them if left out.
 
@@ -74,31 +81,9 @@ class Sweeps(Runner):
             HookError: no such hook point.
             InputError: prompts, axes, tokens or a metric that do not fit.
         """
-        sweep = self.prepare_patch_sweep(
-            clean, corrupted, hook, over, metric, answer=answer, versus=versus, direction=direction, layers=layers,
-            at=at, shortcuts=shortcuts,
-        )  # fmt: skip
-        return _run(sweep, progress, resume)
-
-    def prepare_patch_sweep(
-        self,
-        clean: Given,
-        corrupted: Given,
-        hook: str | HookPoint = "hook_resid_pre",
-        over: str | Iterable[str] = ("layer", "position"),
-        metric: Measure = "logit_diff",
-        *,
-        answer: Tokens = None,
-        versus: Tokens = None,
-        direction: str = "denoising",
-        layers: Iterable[int] | None = None,
-        at: int = -1,
-        shortcuts: Shortcuts | None = None,
-    ) -> Sweep:
-        """The same as `patch_sweep`, ready to run: `.estimate()` says what it will take, `.run()` runs it."""
-        return self._pairs(
-            Wanted(metric, answer, versus), clean, corrupted, (hook, over, layers), direction, at, shortcuts, None
-        )
+        cells = (hook, over, layers)
+        sweep = self._pairs(Wanted(metric, answer, versus), clean, corrupted, cells, direction, at, shortcuts, None)
+        return _run(sweep, progress, resume, before)
 
     def path_patch(
         self,
@@ -114,7 +99,8 @@ class Sweeps(Runner):
         direction: str = "denoising",
         layers: Iterable[int] | None = None,
         at: int = -1,
-        resume: str | Path | None = None,
+        resume: str | Path | bool = False,
+        before: Before | None = None,
         progress: Progress | None = None,
     ) -> SweepResult:
         """Path patching: what each sender's patch does by way of chosen receivers only.
@@ -123,7 +109,8 @@ class Sweeps(Runner):
         it goes on as usual. With `receivers="all"`, the result is that of `patch_sweep`.
 
         Args:
-            clean, corrupted, over, metric, answer, versus, direction, layers, at, resume, progress: see `patch_sweep`.
+            clean, corrupted, over, metric, answer, versus, direction, layers, at, resume, before, progress: see
+                `patch_sweep`.
             receivers: the inputs `hook_q`, `hook_k`, `hook_v` or `mlp.hook_pre` of a layer, or `hook_final_norm`, globs
                 allowed; with heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; or "all".
             sender: the hook point that is patched, cell by cell.
@@ -136,7 +123,7 @@ class Sweeps(Runner):
         sweep = self._pairs(
             Wanted(metric, answer, versus), clean, corrupted, (sender, over, layers), direction, at, None, chosen
         )
-        return _run(sweep, progress, resume)
+        return _run(sweep, progress, resume, before)
 
     def _pairs(
         self,
@@ -188,7 +175,8 @@ class Sweeps(Runner):
         versus: Tokens = None,
         layers: Iterable[int] | None = None,
         at: int = -1,
-        resume: str | Path | None = None,
+        resume: str | Path | bool = False,
+        before: Before | None = None,
         progress: Progress | None = None,
         shortcuts: Shortcuts | None = None,
     ) -> SweepResult:
@@ -196,8 +184,8 @@ class Sweeps(Runner):
 
         Args:
             prompts: one or several.
-            hook, over, metric, answer, versus, layers, at, resume, progress, shortcuts: see `patch_sweep`; "kl" is from
-                the run without ablation.
+            hook, over, metric, answer, versus, layers, at, resume, before, progress, shortcuts: see `patch_sweep`; "kl"
+                is from the run without ablation.
             kind: "zero"; "mean", over all tokens of the reference prompts, for each head and feature; or "resample",
                 the value in a reference prompt of the same length, drawn for each prompt, not the prompt itself.
             reference: prompts for "mean" and "resample"; the prompts themselves if left out.
@@ -228,7 +216,7 @@ class Sweeps(Runner):
             drawn = resampled(rows, others, seed)
             found = [Prompt(row[:end], other[:end]) for row, other, end in zip(rows, drawn, ends, strict=True)]
             setting = replace(setting, donors=None, kind=f"resample {seed}")
-        return _run(Sweep(self, self._chain, found, setting), progress, resume)
+        return _run(Sweep(self, self._chain, found, setting), progress, resume, before)
 
     @property
     def _chain(self) -> Chain:
@@ -290,8 +278,22 @@ def _until(at: int, row: Ids) -> int:
     return int(at) % len(row) + 1
 
 
-def _run(sweep: Sweep, progress: Progress | None, resume: str | Path | None) -> SweepResult:
-    if progress is not None:
-        return sweep.run(progress, resume)
-    with bars() as drawn:
-        return sweep.run(drawn, resume)
+def _run(sweep: Sweep, progress: Progress | None, resume: str | Path | bool, before: Before | None) -> SweepResult:
+    if before is not None:
+        before(sweep)
+    path = _file(sweep, resume)
+    with bars() if progress is None else nullcontext(progress) as told:
+        result = sweep.run(told, path)
+    if resume is True and path is not None:
+        path.unlink(missing_ok=True)
+    return result
+
+
+def _file(sweep: Sweep, resume: str | Path | bool) -> Path | None:
+    """Where what is done is kept."""
+    if not isinstance(resume, bool):
+        return Path(resume)
+    if not resume:
+        return None
+    make_folder(cache_folder() / "sweeps")
+    return cache_folder() / "sweeps" / f"{sweep.key[:32]}.safetensors"
