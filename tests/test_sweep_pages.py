@@ -31,7 +31,7 @@ def test_the_country_matters_early_and_the_last_token_late(name):
     (country,) = model.tokenize(FRANCE).positions_of("France")
     last = len(model.tokenize(FRANCE)) - 1
     share = found.normalized
-    assert share[0, country] > 0.9 > 0.1 > abs(share[0, last])
+    assert share[0, country] > 0.9 > 0.2 > abs(share[0, last])
     assert share[-1, last] == pytest.approx(1, abs=0.05)
     assert (found.effect[:, :country] == 0).all()
     crossed = int((share[:, last] > share[:, country]).argmax())
