@@ -35,7 +35,13 @@ class Logits:
         """As the structure of a graph."""
         last = self.positions_ == [-1]
         at_positions = self.positions is not None and not last
-        return Outputs(True, last, at_positions, self.tokens is not None, self.top_k is not None, carried)
+        return Outputs(
+            last=last,
+            at_positions=at_positions,
+            of_tokens=self.tokens is not None,
+            ranked=self.top_k is not None,
+            carried=carried,
+        )
 
     @property
     def positions_(self) -> list[int]:

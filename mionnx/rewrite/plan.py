@@ -95,6 +95,7 @@ class Outputs:
         last: of the last position only.
         at_positions: of the positions in the input `LOGIT_COLUMNS`, int64 [batch, n].
         of_tokens: of the tokens in the input `LOGIT_TOKENS`, int64 [n].
+        only_these: and the head is computed for these tokens alone, which may change the last bits.
         ranked: the largest only, as many as the input `TOP_K` says, int64 [1]; `TOP_IDS` has their tokens.
         carried: whether keys, values and states are given, for a call that goes on.
     """
@@ -103,6 +104,7 @@ class Outputs:
     last: bool = False
     at_positions: bool = False
     of_tokens: bool = False
+    only_these: bool = False
     ranked: bool = False
     carried: bool = True
 

@@ -36,7 +36,8 @@ def restrict(graph: gs.Graph, plan: Plan, report: Report) -> None:
         _positions(graph, plan, lambda value: build.node("GatherND", [value, at], "chosen", batch_dims=1))
     if wanted.of_tokens:
         tokens = build.input(LOGIT_TOKENS, np.int64, 1)
-        _after(graph, lambda value: build.node("Gather", [value, tokens], "of_tokens", axis=2))
+        if not (wanted.only_these and _cut_head(graph, build, tokens)):
+            _after(graph, lambda value: build.node("Gather", [value, tokens], "of_tokens", axis=2))
     if wanted.ranked:
         _rank(graph, build)
 
@@ -55,6 +56,25 @@ def _positions(graph: gs.Graph, plan: Plan, cut: Callable[[gs.Tensor], gs.Tensor
         return
     head.inputs[0] = cut(head.inputs[0])
     _forget_shape(graph)
+
+
+def _cut_head(graph: gs.Graph, build: Builder, tokens: gs.Tensor) -> bool:
+    """Multiply by the weights of some tokens alone; False where the head has another form."""
+    head, passed = _head_and_tail(graph.tensors()[LOGITS])
+    vectors = [entry for node in passed for entry in node.inputs if isinstance(entry, gs.Constant) and entry.shape]
+    if head is None or head.op != "MatMul" or any(np.prod(entry.shape) > 1 for entry in vectors):
+        return False
+    weight = head.inputs[1]
+    turned = weight.inputs[0] if weight.inputs else None
+    if turned is not None and turned.op == "Transpose" and isinstance(turned.inputs[0], gs.Constant):
+        rows = build.node("Gather", [turned.inputs[0], tokens], "their_rows", axis=0)
+        head.inputs[1] = build.node("Transpose", [rows], "their_weights", perm=[1, 0])
+    elif isinstance(weight, gs.Constant):
+        head.inputs[1] = build.node("Gather", [weight, tokens], "their_weights", axis=1)
+    else:
+        return False
+    _forget_shape(graph)
+    return True
 
 
 def _after(graph: gs.Graph, cut: Callable[[gs.Tensor], gs.Tensor]) -> gs.Variable:
@@ -97,12 +117,19 @@ def _forget_shape(graph: gs.Graph) -> None:
 
 def _head(value: gs.Tensor) -> gs.Node | None:
     """The matrix product that a value comes from, number by number."""
+    return _head_and_tail(value)[0]
+
+
+def _head_and_tail(value: gs.Tensor) -> tuple[gs.Node | None, list[gs.Node]]:
+    """The matrix product that a value comes from, and the nodes after it, which work on each number alone."""
+    passed: list[gs.Node] = []
     while value.inputs:
         node = value.inputs[0]
         if node.op in ("MatMul", "Gemm"):
-            return node
+            return node, passed
         computed = [entry for entry in node.inputs if entry.inputs]
         if node.op not in ELEMENTWISE or len(computed) != 1:
-            return None
+            break
+        passed.append(node)
         value = computed[0]
-    return None
+    return None, passed

@@ -155,7 +155,8 @@ class Chain:
             last: of the last position only.
             tokens: of these tokens only.
         """
-        outputs = Outputs(logits=True, last=last, of_tokens=tokens is not None, carried=False)
+        some = tokens is not None
+        outputs = Outputs(logits=True, last=last, of_tokens=some, only_these=some, carried=False)
         feeds = {**stream, **({} if tokens is None else {LOGIT_TOKENS: tokens})}
         return self.run(text, feeds, edits or {}, outputs=outputs, starts=tuple(stream))["logits"]
 
