@@ -30,7 +30,7 @@ from mionnx.hookpoint import HookPoint
 from mionnx.rewrite import Plan
 
 GRAPH, DATA = "base.onnx", "base.data"
-FORMAT = 1
+FORMAT = 2
 ROOM = 2.3  # of a base, in sizes of the weights
 WORTHWHILE = 64 * 2**20  # bytes of weights: below, packing them again is quicker than looking for a base
 

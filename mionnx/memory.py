@@ -1,5 +1,7 @@
-"""How much memory is left, so that a request that cannot fit is refused with the number before anything runs."""
+"""How much memory is left, so that a request that cannot fit is refused before anything runs; and giving it back."""
 
+import ctypes
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -27,6 +29,16 @@ def total() -> int:
         return machine if limit == "max" else min(machine, int(limit))
     except (OSError, ValueError):
         return machine
+
+
+def release() -> bool:
+    """Give back to the system what this process has freed and its C library keeps for later.
+
+    Returns:
+        whether there was something to give back; False where the C library is not glibc, which alone has such a call.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    return trim is not None and bool(trim(0))
 
 
 def spell(size: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx import memory
 from mionnx.errors import ModelError, RuntimeMissingError, nearest
 
 try:
@@ -27,6 +28,9 @@ UNSTABLE_FUSIONS = (
     "GeluFusionL2",
     "MatMulScaleFusion",
 )
+# Folding would store weights as [in, out], which unpacked products read more slowly than [out, in]: 1.2 to 1.6 times at
+# 16 and 64 tokens. Unfolded, the transposition becomes a part of the product, with the same bits.
+FOLDING = "ConstantFolding"
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,10 @@ def open_session(
         settings.add_session_config_entry("session.prepack.enable_parallel", "1")
     if options.prepack is False:
         settings.add_session_config_entry("session.disable_prepacking", "1")
-    return _open(model, folder, settings, options)
+    opened = _open(model, folder, settings, options)
+    if options.prepack is not False:
+        memory.release()  # the buffers in which weights were packed, tens of megabytes for each session
+    return opened
 
 
 def _settings(folder: Path, options: Options) -> "onnxruntime.SessionOptions":
@@ -117,14 +124,18 @@ def _settings(folder: Path, options: Options) -> "onnxruntime.SessionOptions":
 
 
 def _open(
-    model: Path | bytes, folder: Path, settings: "onnxruntime.SessionOptions", options: Options
+    model: Path | bytes,
+    folder: Path,
+    settings: "onnxruntime.SessionOptions",
+    options: Options,
+    without: Sequence[str] = (),
 ) -> "onnxruntime.InferenceSession":
     try:
         return onnxruntime.InferenceSession(
             model if isinstance(model, bytes) else str(model),
             settings,
             providers=[(options.provider_name(), {key: str(value) for key, value in options.provider_options.items()})],
-            disabled_optimizers=[] if options.fast else list(UNSTABLE_FUSIONS),
+            disabled_optimizers=[*without, *(() if options.fast else UNSTABLE_FUSIONS)],
         )
     except RuntimeMissingError:
         raise
@@ -176,7 +187,7 @@ def prepare(model: bytes, folder: Path, path: Path, data: str, options: Options)
     settings = _settings(folder, options)
     _write_to(settings, path, data)
     settings.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
-    _open(model, folder, settings, options)
+    _open(model, folder, settings, options, [FOLDING])
 
 
 Value = Any  # an array, or onnxruntime's OrtValue

@@ -1,5 +1,6 @@
 """The store: built once, whole or not at all, checked, bounded; and bases, which change no bit."""
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from families import VOCAB
 
@@ -245,6 +247,34 @@ def test_without_packing_a_graph_is_the_same_to_rounding(models, own_store):
     assert np.array_equal(model.forward(ids, nothing).output(), model.forward(ids).output())
 
 
+def test_a_base_keeps_weights_as_the_checkpoint_has_them(models, own_store):
+    """[out, in], which unpacked products read faster; the transposition is a part of the product, same bits."""
+    plain = models("llama")
+    model = MIModel(plain.hooked, Options(threads=1, base="always"))
+    ids, spec = np.arange(10, 19)[None], HookSpec().capture("blocks.*.attn.hook_result").capture("blocks.*.mlp.*")
+    assert equal(model.forward(ids, spec), plain.forward(ids, spec))
+    graph = onnx.load(next(own_store.glob("bases/*/base.onnx")), load_external_data=False).graph
+    shapes = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
+    assert shapes["model.layers.0.mlp.up_proj.weight"] == [96, 64]
+    turned = {name for node in graph.node if node.op_type == "Transpose" for name in node.input}
+    assert not turned & shapes.keys()
+
+
+def test_what_is_free_goes_back_to_the_system():
+    """A process that frees much below something it keeps still holds the pages, until they are given back."""
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("not glibc")
+    program = (
+        "import psutil; from mionnx import memory\n"
+        "kept = [bytes(60_000) for _ in range(2000)]\n"
+        "last = bytes(60_000)\n"
+        "del kept\n"
+        "before = psutil.Process().memory_info().rss; assert memory.release()\n"
+        "assert before - psutil.Process().memory_info().rss > 50_000_000"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_the_first_call_decides_about_packing(models):
     """Large batches do without, everything else packs, and a model stays with what it began with."""
     hooked = models("llama").hooked
@@ -304,6 +334,7 @@ def test_a_store_that_cannot_be_written_is_said_once(models, tmp_path, monkeypat
 FULL = """
 import signal, sys, warnings
 import numpy as np
+import onnx
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 from mionnx import HookSpec, MIModel, Options
 from mionnx.hooked_model import HookedModel

@@ -1,4 +1,4 @@
-"""The graph made small: constants folded, RMS norms and rotations as the operators that opset 23 has for them.
+"""The graph made small: constants folded; RMS norms, rotations and GELU as the operators that opset 23 has for them.
 
 Parameters take part as graph inputs, which no pass can fold or merge: folding `Transpose(weight)` would copy the weight
 into the graph, and merging equal ones would lose their names.
@@ -7,6 +7,8 @@ into the graph, and merging equal ones would lose their names.
 import onnx_ir as ir
 from onnxscript import optimizer
 from onnxscript.rewriter import onnx_fusions
+
+from exporters.transformers import gelu
 
 
 def simplify(model: ir.Model, parameters: set[str]) -> list[ir.Value]:
@@ -28,6 +30,7 @@ def simplify(model: ir.Model, parameters: set[str]) -> list[ir.Value]:
         graph.inputs.append(value)
     optimizer.optimize_ir(model)
     onnx_fusions.fuse(model)
+    gelu.fuse(model)
     optimizer.optimize_ir(model)
     for value in held:
         graph.inputs.remove(value)
