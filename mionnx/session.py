@@ -109,7 +109,8 @@ def open_session(
         settings.add_session_config_entry("session.prepack.enable_parallel", "1")
     if options.prepack is False:
         settings.add_session_config_entry("session.disable_prepacking", "1")
-    opened = _open(model, folder, settings, options)
+    unpacked = options.prepack is False and not optimised
+    opened = _open(model, folder, settings, options, [FOLDING] if unpacked else [])
     if options.prepack is not False:
         memory.release()  # the buffers in which weights were packed, tens of megabytes for each session
     return opened
