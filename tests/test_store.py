@@ -78,10 +78,13 @@ def test_twenty_processes_build_each_entry_once(entries, tmp_path):
 def test_a_killed_process_leaves_nothing_broken(entries):
     """Fifty builds, each killed at some moment: afterwards there is a whole entry or none, and the next build works."""
     rng, whole = random.Random(0), 0
+    begin = time.monotonic()
+    in_child(lambda: Entries(entries.root).get("graphs", "unhurt", writer("kill", pause=0.002)) and None).join()
+    taken = time.monotonic() - begin  # on a busy machine a build takes longer
     for number in range(50):
         key = f"entry-{number}"
         child = in_child(lambda key=key: Entries(entries.root).get("graphs", key, writer("kill", pause=0.002)) and None)
-        time.sleep(rng.uniform(0, 0.05))
+        time.sleep(rng.uniform(0, 1.5 * taken))
         os.kill(child.pid, signal.SIGKILL)
         child.join()
         entry = Entry(entries.root / "graphs" / key)
