@@ -1,0 +1,6 @@
+"""Reading a model: the logit lens, direct logit attribution, attention patterns."""
+
+from mionnx.reading.lens import LensResult
+from mionnx.reading.reading import Reading
+
+__all__ = ["LensResult", "Reading"]

@@ -1,0 +1,7 @@
+"""`Reading`: the verbs that look at what a model computes, without changing it."""
+
+from mionnx.reading.lens_verbs import LensVerbs
+
+
+class Reading(LensVerbs):
+    """The logit lens, direct logit attribution and attention patterns of a hooked model."""
