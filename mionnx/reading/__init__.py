@@ -1,6 +1,7 @@
 """Reading a model: the logit lens, direct logit attribution, attention patterns."""
 
+from mionnx.reading.attribution import Attribution
 from mionnx.reading.lens import LensResult
 from mionnx.reading.reading import Reading
 
-__all__ = ["LensResult", "Reading"]
+__all__ = ["Attribution", "LensResult", "Reading"]

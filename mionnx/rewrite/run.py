@@ -1,5 +1,7 @@
 """A plan carried out: one rewrite after the other, on a fresh copy of the graph."""
 
+from collections.abc import Sequence
+
 import onnx
 import onnx_graphsurgeon as gs
 
@@ -11,7 +13,7 @@ from mionnx.rewrite.intervene import intervene
 from mionnx.rewrite.plan import Plan, Report
 from mionnx.rewrite.prune import prune
 from mionnx.rewrite.restrict import restrict
-from mionnx.rewrite.start import start_at
+from mionnx.rewrite.start import between, start_at
 
 
 def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[bytes, Report]:
@@ -60,4 +62,11 @@ def tail(origin: onnx.ModelProto, hook: str, output: str) -> bytes:
     """The part of a model between a hook point and an output, as a model of its own."""
     graph = graphs.edit(origin)
     start_at(graph, hook, output)
+    return graphs.serialise(graph, origin)
+
+
+def parts(origin: onnx.ModelProto, pairs: Sequence[tuple[str, str]]) -> bytes:
+    """Several parts of a model side by side, each from one value to another, as a model of its own."""
+    graph = graphs.edit(origin)
+    between(graph, pairs)
     return graphs.serialise(graph, origin)
