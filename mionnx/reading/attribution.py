@@ -93,7 +93,8 @@ class Attribution(Shown):
 
     def page(self) -> str:
         """Bars, sorted or in order, and the heads as a map."""
-        return render("attribution.html", "Direct logit attribution", data={**self.to_dict(), "what": self.what})
+        said = {"what": self.what, "gap": abs(self.total - self.logit)}
+        return render("attribution.html", "Direct logit attribution", data={**self.to_dict(), **said})
 
     def figure(self) -> Figure:
         """The largest contributions as bars, and the heads as a map."""
@@ -127,7 +128,7 @@ def _map(figure: Figure, axes: Any, heads: NDArray[np.float64]) -> None:
     for layer, head in np.ndindex(layers, count) if count <= WIDE else ():
         value = heads[layer, head]
         colour = "white" if abs(value) > 0.6 * limit else "black"
-        axes.text(head, layer, f"{value:.2g}", ha="center", va="center", fontsize=7, color=colour)
+        axes.text(head, layer, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
     axes.set_xticks(range(count), [str(head) for head in range(count)], fontsize=8)
     axes.set_yticks(range(layers), [str(layer) for layer in range(layers)], fontsize=8)
     axes.set_xlabel("head")

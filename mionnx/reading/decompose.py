@@ -100,9 +100,7 @@ def heads(hooked: HookedModel, layer: int) -> list[str]:
         HookError: an RWKV: its time mix works on all heads together before it adds to the stream.
     """
     if hooked.metadata.recurrent:
-        raise HookError(
-            f"{hooked.metadata.family}: the heads of a recurrent model have no shares of their own in the stream"
-        )
+        raise HookError(f"{hooked.metadata.family}: a recurrent model's heads have no shares in the stream")
     return [str(HookPoint.AttnResult(i)) for i in range(layer)]
 
 

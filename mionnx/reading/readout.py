@@ -60,7 +60,7 @@ class Lens:
             InputError: another k than 1 to the vocabulary's size, or tokens outside of it.
         """
         self._check(chosen, k)
-        shape = streams.shape[:2]
+        shape = (len(streams), len(reference))
         found = [np.empty((*shape, k), np.float32), np.empty((*shape, k), np.int64)]
         found += [np.empty((*shape, chosen.shape[1]), dtype) for dtype in (np.float32, np.int64)]
         found += [np.empty(shape, np.float32) for _ in range(2)]
