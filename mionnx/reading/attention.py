@@ -48,6 +48,16 @@ class AttentionPatterns(Shown):
             raise InputError(f"layer {layer}, head {head}: there are the layers {self.layers} and heads {self.heads}")
         return self.patterns[self.layers.index(layer), self.heads.index(head)]
 
+    def at(self, position: int) -> int:
+        """A position counted from the start.
+
+        Raises:
+            InputError: there is none such.
+        """
+        if not -len(self.tokens) <= position < len(self.tokens):
+            raise InputError(f"position {position} of {len(self.tokens)} tokens (0 to {len(self.tokens) - 1})")
+        return position % len(self.tokens)
+
     @property
     def title(self) -> str:
         """What is shown."""

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from mionnx.errors import InputError
 from mionnx.reading.readout import Readout
 from mionnx.view import Shown, new_figure, render
 from mionnx.view.figure import spelled
@@ -92,6 +93,18 @@ class LensResult(Shown):
         right = self.top_ids[:, :, 0] == self.answers
         held = np.logical_and.accumulate(right[::-1])[::-1]
         return [self.points[int(column.argmax())] if column.any() else None for column in held.T]
+
+    def at(self, position: int) -> int:
+        """Where a position of the prompt is among those that were read; negative from the last of these.
+
+        Raises:
+            InputError: it was not read.
+        """
+        if -len(self.positions) <= position < 0:
+            return len(self.positions) + position
+        if position not in self.positions:
+            raise InputError(f"position {position}; the positions {self.positions} were read")
+        return self.positions.index(position)
 
     def best(self, point: int, position: int) -> list[tuple[int, float]]:
         """The likeliest tokens of one point and position, as (token id, probability)."""

@@ -58,11 +58,14 @@ def token_of(model: Runner, token: int | str) -> int:
     """A token given by its id or by its text.
 
     Raises:
-        InputError: the text is no single token, or the id is outside the vocabulary.
+        InputError: the text is no single token of the vocabulary, or the id is outside the vocabulary.
         TokenizerError: a text, and the model has no tokenizer.
     """
     if isinstance(token, str):
-        return model.token_id(token)
+        found = model.token_id(token)
+        if spell(model, found).strip() != token.strip():
+            raise InputError(f"{token!r} is not in the vocabulary: the tokenizer makes {spell(model, found)!r} of it")
+        return found
     if not isinstance(token, int | np.integer) or isinstance(token, bool):
         raise InputError(f"a token is its id or its text, got {token!r}")
     return model._known(int(token))

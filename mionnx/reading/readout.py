@@ -61,7 +61,7 @@ class Lens:
         """
         self._check(chosen, k)
         shape = (len(streams), len(reference))
-        found = [np.empty((*shape, k), np.float32), np.empty((*shape, k), np.int64)]
+        found: list[NDArray[Any]] = [np.empty((*shape, k), np.float32), np.empty((*shape, k), np.int64)]
         found += [np.empty((*shape, chosen.shape[1]), dtype) for dtype in (np.float32, np.int64)]
         found += [np.empty(shape, np.float32) for _ in range(2)]
         for rows, columns in self._pieces(*shape, chosen.shape[1]):
