@@ -4,8 +4,8 @@
     python benchmarks/transformer_lens_parity.py
 
 Random GPT-2 and Llama shapes, fp32, eager; `decompose_resid`, `accumulated_resid`, `stack_head_results`,
-`apply_ln_to_stack`, `logit_attrs` and the logit lens, on a raw bridge and, for what TransformerLens gives with the norms'
-weights folded in, in its compatibility mode. Differences are of values of order 1.
+`apply_ln_to_stack`, `logit_attrs` and the logit lens, on a raw bridge and, for what TransformerLens gives with the
+norms' weights folded in, in its compatibility mode. Differences are of values of order 1.
 """
 
 import tempfile
@@ -77,8 +77,9 @@ def stacks(ours: MIModel, cache: ActivationCache) -> Iterator[Difference]:
         theirs = cache.decompose_resid(mode=mode, return_labels=True)
         yield f"decompose_resid({mode})", gap(ours.decompose_resid(IDS, mode=mode), theirs)
     theirs = cache.decompose_resid(1, mlp_input=True, pos_slice=-1, return_labels=True)
-    yield "decompose_resid(layer 1, mlp_input, pos -1)", gap(
-        ours.decompose_resid(IDS, 1, mlp_input=True, pos_slice=-1), theirs
+    yield (
+        "decompose_resid(layer 1, mlp_input, pos -1)",
+        gap(ours.decompose_resid(IDS, 1, mlp_input=True, pos_slice=-1), theirs),
     )
     for options in ({}, {"incl_mid": True}, {"layer": 2, "mlp_input": True}, {"apply_ln": True}):
         theirs = cache.accumulated_resid(**options, return_labels=True)

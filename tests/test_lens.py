@@ -139,15 +139,16 @@ def test_tokens_are_vectors_and_vectors_tokens(world, models, references):
 MEASURE = """
 import json, resource, sys
 import numpy as np
+import psutil
 from mionnx import MIModel
 
 model, seq = MIModel.from_pretrained(sys.argv[1], threads=1), int(sys.argv[2])
 ids = np.arange(3, 3 + seq)
 model.logit_lens(ids[:2], k=5)  # the sessions are open now, and the weights are read
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = psutil.Process().memory_info().rss
 result = model.logit_lens(ids, k=5)
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps([(after - before) * 1024, list(result.readout.top.shape), float(np.exp(result.readout.top).sum())]))
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # the peak of the whole process
+print(json.dumps([after - before, list(result.readout.top.shape), float(np.exp(result.readout.top).sum())]))
 """
 
 
@@ -162,7 +163,7 @@ def test_logits_of_all_layers_are_never_held(tmp_path):
     whole = 2 * 192 * 131072 * 4
     assert shape == [2, 192, 5]
     assert 0 < total < 2 * 192
-    assert taken < whole / 2, f"{taken / 2**20:.0f} MiB of {whole / 2**20:.0f}"
+    assert taken < whole / 3, f"{taken / 2**20:.0f} MiB of {whole / 2**20:.0f}"
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,10 @@ def test_figure_and_json(world, tmp_path):
     saved = json.loads(found.to_json())
     assert saved["answers"][4] == [world.token_id("Paris"), "Paris"]
     assert saved["top"][3][4][0][:2] == [world.token_id("Paris"), "Paris"]
-    assert np.abs(np.array(saved["tracked"][0]["probability"]) - found.probability_of(world.token_id("Berlin"))).max() < 1e-6
+    assert (
+        np.abs(np.array(saved["tracked"][0]["probability"]) - found.probability_of(world.token_id("Berlin"))).max()
+        < 1e-6
+    )
 
 
 def test_the_command(tmp_path):

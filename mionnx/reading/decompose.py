@@ -60,7 +60,7 @@ def additions(hooked: HookedModel, layer: int, mode: str, mlp_input: bool, incl_
     """What is added to the stream up to the input of a layer.
 
     Raises:
-        InputError: an unknown mode.
+        InputError: an unknown mode, or nothing is added.
     """
     if mode not in MODES:
         raise InputError(f"mode {mode!r}; one of {', '.join(MODES)}{nearest(str(mode), MODES)}")
@@ -72,6 +72,8 @@ def additions(hooked: HookedModel, layer: int, mode: str, mlp_input: bool, incl_
         found += [(f"{i}_mlp_out", mlp)] if mode != "attn" else []
     if mlp_input and mode != "mlp" and str(HookPoint.ResidMid(layer)) in hooked.metadata.hooks:
         found.append((f"{layer}_attn_out", str(HookPoint.AttnOut(layer))))
+    if not found:
+        raise InputError("a stack of no components would be empty: ask for a later layer, or for the embeddings")
     return found
 
 
@@ -98,9 +100,12 @@ def heads(hooked: HookedModel, layer: int) -> list[str]:
 
     Raises:
         HookError: an RWKV: its time mix works on all heads together before it adds to the stream.
+        InputError: there are no layers before it.
     """
     if hooked.metadata.recurrent:
         raise HookError(f"{hooked.metadata.family}: a recurrent model's heads have no shares in the stream")
+    if not layer:
+        raise InputError("layer 0 reads no head's output: there is nothing to stack")
     return [str(HookPoint.AttnResult(i)) for i in range(layer)]
 
 
@@ -127,19 +132,11 @@ def _take(values: NDArray[Any], chosen: Any, axis: int) -> NDArray[Any]:
 
 def stacked(cache: HookCache, named: Named, pos_slice: PosSlice) -> Labelled:
     """Captures as a stack with their labels: [component, batch, pos, hidden]."""
-    if not named:
-        raise InputError("a stack of no components would be empty: ask for a later layer, or for the embeddings")
     return np.stack([sliced(cache.require(name), pos_slice) for _, name in named]), [label for label, _ in named]
 
 
 def head_stack(cache: HookCache, names: list[str], pos_slice: PosSlice) -> Labelled:
-    """The heads' shares as a stack, [layer x head, batch, pos, hidden], with the labels L0H0, L0H1, ...
-
-    Raises:
-        InputError: no layer.
-    """
-    if not names:
-        raise InputError("layer 0 reads no head's output: there is nothing to stack")
+    """The heads' shares as a stack, [layer x head, batch, pos, hidden], with the labels L0H0, L0H1, ..."""
     shares = [np.moveaxis(cache.require(name), -2, 0) for name in names]
     labels = [f"L{layer}H{head}" for layer, share in enumerate(shares) for head in range(len(share))]
     return sliced(np.concatenate(shares), pos_slice), labels

@@ -40,7 +40,7 @@ class StackVerbs(Runner):
         end = decompose.layer_of(self.hooked, layer)
         named = decompose.additions(self.hooked, end, "all", False, True)
         named += decompose.accumulations(self.hooked, end, False, False)
-        shares = [] if self.hooked.metadata.recurrent or not heads else decompose.heads(self.hooked, end)
+        shares = decompose.heads(self.hooked, end) if heads and end and not self.hooked.metadata.recurrent else []
         spec = HookSpec()
         for name in dict.fromkeys([*(name for _, name in named), *shares]):
             spec.capture(name)
