@@ -79,13 +79,10 @@ class AttentionPatterns(Shown):
         Raises:
             InputError: more weights than a page can hold: choose layers or heads.
         """
-        causal = not np.triu(self.patterns, 1).any()
+        self._refuse_too_large(self.patterns.size // 2)
+        causal = not any(np.triu(layer, 1).any() for layer in self.patterns)
         kept = self.patterns[..., *np.tril_indices(len(self.tokens))] if causal else self.patterns
-        if kept.size > MOST:
-            raise InputError(
-                f"a page of {len(self.layers)} layers, {len(self.heads)} heads and {len(self.tokens)} tokens would "
-                f"hold {spell(kept.size)} of weights, and {spell(MOST)} are the most: choose layers= or heads="
-            )
+        self._refuse_too_large(kept.size)
         levels = np.rint(np.sqrt(np.clip(kept, 0, 1)) * LEVELS).astype(np.uint8)
         data = {
             "tokens": self.tokens,
@@ -95,6 +92,13 @@ class AttentionPatterns(Shown):
             "weights": base64.b64encode(levels.tobytes()).decode(),
         }
         return render("attention.html", self.title, data=data)
+
+    def _refuse_too_large(self, size: int) -> None:
+        if size > MOST:
+            raise InputError(
+                f"a page of {len(self.layers)} layers, {len(self.heads)} heads and {len(self.tokens)} tokens would "
+                f"hold {spell(size)} of weights, and {spell(MOST)} are the most: choose layers= or heads="
+            )
 
     def figure(self) -> Figure:
         """All heads side by side, a row a layer; one head alone with its tokens."""
