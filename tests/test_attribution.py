@@ -319,6 +319,14 @@ def test_the_page_shows_bars_and_a_map_and_executes_no_token(world, chromium, tm
     assert page.troubles == []
 
 
+def test_a_page_without_heads_shows_the_layers(chromium, tmp_path):
+    model = MIModel.from_pretrained(REPOSITORY / "models" / "world-rwkv7", threads=1)
+    page = chromium(model.attribute(PROMPT).save(tmp_path / "attribution.html"))
+    assert page.locator("#bars .name").count() == 11
+    assert page.locator("#map").count() == 0
+    assert page.troubles == []
+
+
 def test_a_large_attribution_is_readable(chromium, tmp_path):
     layers, heads = 24, 16
     labels = ["embed", *(f"L{i}H{j}" for i in range(layers) for j in range(heads)), "final_norm_bias"]

@@ -101,6 +101,8 @@ def test_residuals_are_read_like_prompts(world):
         assert np.abs([chance for _, chance in found] - np.sort(chances[layer])[::-1][:4]).max() < 5e-5
         assert dict(world.logit_lens(residuals[layer], k=4)) == pytest.approx(dict(found), abs=5e-5)
     paris = world.token_id("Paris")
+    ranks = (chances > chances[:, [paris]]).sum(axis=-1)
+    assert np.array_equal(world.logit_lens(PROMPT).rank_of("Paris")[:, -1], ranks)
     tracked = world.track_token(PROMPT, "Paris")
     assert np.abs(tracked - chances[:, paris]).max() < 5e-5
     assert world.track_token_at(residuals[2], paris) == pytest.approx(chances[2, paris], abs=5e-5)
@@ -137,18 +139,21 @@ def test_tokens_are_vectors_and_vectors_tokens(world, models, references):
 
 
 MEASURE = """
-import json, resource, sys
+import json, re, sys
+from pathlib import Path
 import numpy as np
-import psutil
 from mionnx import MIModel
+
+def memory(kind):  # of this process; getrusage's peak would begin with that of the process that started it
+    return 1024 * int(re.search(kind + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 
 model, seq = MIModel.from_pretrained(sys.argv[1], threads=1), int(sys.argv[2])
 ids = np.arange(3, 3 + seq)
 model.logit_lens(ids[:2], k=5)  # the sessions are open now, and the weights are read
-before = psutil.Process().memory_info().rss
+before = memory("VmRSS")
 result = model.logit_lens(ids, k=5)
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # the peak of the whole process
-print(json.dumps([after - before, list(result.readout.top.shape), float(np.exp(result.readout.top).sum())]))
+top = result.readout.top
+print(json.dumps([memory("VmHWM") - before, list(top.shape), float(np.exp(top).sum())]))
 """
 
 
@@ -191,6 +196,8 @@ def test_logits_of_all_layers_are_never_held(tmp_path):
         (lambda model: model.unembedding_for(-1), InputError, "0 to 470"),
         (lambda model: model.embedding_for(True), InputError, "id or its text"),
         (lambda model: model.logit_lens(PROMPT).at(7), InputError, "were read"),
+        (lambda model: model.logit_lens(PROMPT).probability_of(471), InputError, "0 to 470"),
+        (lambda model: model.logit_lens(PROMPT).rank_of("Pari"), InputError, "not in the vocabulary"),
     ],
 )
 def test_what_cannot_be_read_is_an_error(world, ask, error, message):

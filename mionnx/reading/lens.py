@@ -30,6 +30,7 @@ class LensResult(Shown):
         answers: [positions] the likeliest token after the last layer.
         tracked: further tokens whose way through the layers the page shows.
         spell: a token's text.
+        known: the id of a token that is given by id or text.
         read: reads further tokens: [positions, tokens] ids -> `Readout`.
     """
 
@@ -40,6 +41,7 @@ class LensResult(Shown):
     answers: NDArray[np.int64]
     tracked: list[int]
     spell: Callable[[int], str]
+    known: Callable[[int | str], int]
     read: Callable[[NDArray[np.int64]], Readout]
 
     @property
@@ -62,20 +64,24 @@ class LensResult(Shown):
         """[points, positions]: KL(last layer || this point) in nats; rounding can make it a little less than 0."""
         return self.readout.divergence
 
-    def probability_of(self, token: int) -> NDArray[np.float32]:
-        """[points, positions]: a token's probability."""
+    def probability_of(self, token: int | str) -> NDArray[np.float32]:
+        """[points, positions]: the probability of a token, given by id or text.
+
+        Raises:
+            InputError: there is no such token.
+        """
         return np.exp(self._of(token).log_probs[..., 0])
 
-    def log_probability_of(self, token: int) -> NDArray[np.float32]:
+    def log_probability_of(self, token: int | str) -> NDArray[np.float32]:
         """[points, positions]: a token's log-probability in nats."""
         return self._of(token).log_probs[..., 0]
 
-    def rank_of(self, token: int) -> NDArray[np.int64]:
+    def rank_of(self, token: int | str) -> NDArray[np.int64]:
         """[points, positions]: how many tokens are likelier than this one; 0 where it is the likeliest."""
         return self._of(token).ranks[..., 0]
 
-    def _of(self, token: int) -> Readout:
-        return self.read(np.full((len(self.positions), 1), token, np.int64))
+    def _of(self, token: int | str) -> Readout:
+        return self.read(np.full((len(self.positions), 1), self.known(token), np.int64))
 
     @property
     def answer_probability(self) -> NDArray[np.float32]:

@@ -106,6 +106,7 @@ class LensVerbs(Runner):
             answers,
             tracked,
             lambda token: spell(self, token),
+            lambda token: token_of(self, token),
             read,
         )
 
