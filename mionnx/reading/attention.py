@@ -19,7 +19,7 @@ MOST = 2**26  # bytes of weights that a page may hold
 WORDS = 40  # tokens up to which a figure of one head names them
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AttentionPatterns(Shown):
     """The attention patterns of one text; of an RWKV its effective attention, positive and normalised.
 
@@ -57,6 +57,9 @@ class AttentionPatterns(Shown):
         if not -len(self.tokens) <= position < len(self.tokens):
             raise InputError(f"position {position} of {len(self.tokens)} tokens (0 to {len(self.tokens) - 1})")
         return position % len(self.tokens)
+
+    def __repr__(self) -> str:
+        return f"AttentionPatterns({len(self.layers)} layers, {len(self.heads)} heads, {len(self.tokens)} tokens)"
 
     @property
     def title(self) -> str:

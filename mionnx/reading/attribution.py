@@ -14,7 +14,7 @@ BARS = 24  # components that a figure shows
 WIDE = 16  # heads from which on a figure's cells are too small for numbers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Attribution(Shown):
     """Direct logit attribution at one position: the logit, or a difference of two, as a sum over components.
 
@@ -53,6 +53,9 @@ class Attribution(Shown):
             KeyError: there is none of this label.
         """
         return dict(zip(self.labels, self.values.tolist(), strict=True))[label]
+
+    def __repr__(self) -> str:
+        return f"Attribution({self.what}: {self.logit:.4f}, {len(self.labels)} components)"
 
     @property
     def heads(self) -> NDArray[np.float64] | None:

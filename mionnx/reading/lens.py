@@ -16,7 +16,7 @@ from mionnx.view.figure import spelled
 READABLE = 200  # positions from which on a figure's cells are too many for words
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LensResult(Shown):
     """The logit lens over one text: the final norm, the head and the soft cap read every layer's residual stream.
 
@@ -79,6 +79,10 @@ class LensResult(Shown):
     def rank_of(self, token: int | str) -> NDArray[np.int64]:
         """[points, positions]: how many tokens are likelier than this one; 0 where it is the likeliest."""
         return self._of(token).ranks[..., 0]
+
+    def __repr__(self) -> str:
+        points, positions, k = self.top_ids.shape
+        return f"LensResult({points} points, {positions} positions, the {k} likeliest tokens)"
 
     def _of(self, token: int | str) -> Readout:
         return self.read(np.full((len(self.positions), 1), self.known(token), np.int64))

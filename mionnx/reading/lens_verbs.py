@@ -77,7 +77,7 @@ class LensVerbs(Runner):
             HookError: points that the model does not have.
         """
         if is_stream(source):
-            if (hooks, layers, positions, points, tokens) != (None, None, None, "resid_post", ()):
+            if not (hooks is layers is positions is None and points == "resid_post" and len(tokens) == 0):
                 raise InputError("hooks, layers, positions, points and tokens apply to a prompt, not to a residual")
             return self._read_vectors(source, k)
         text = one_text(self, source)
