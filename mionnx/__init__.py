@@ -25,6 +25,7 @@ from mionnx.knockout import KnockoutSpec, create_knockout_mask
 from mionnx.kvcache import KVCache
 from mionnx.logits import Logits
 from mionnx.model import MIModel
+from mionnx.reading import AttentionPatterns, Attribution, LensResult
 from mionnx.rewrite import Report
 from mionnx.rwkv_state import RWKVState
 from mionnx.sampling import sample_token
@@ -37,6 +38,8 @@ from mionnx.variants import Compiled
 
 __all__ = [
     "AblationResult",
+    "AttentionPatterns",
+    "Attribution",
     "Compiled",
     "Estimate",
     "ExportError",
@@ -50,6 +53,7 @@ __all__ = [
     "InterventionError",
     "KVCache",
     "KnockoutSpec",
+    "LensResult",
     "Logits",
     "MIError",
     "MIModel",

@@ -6,10 +6,13 @@ weight files, so that editing a model of any size costs milliseconds.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
 
 from mionnx.errors import ModelError
 
@@ -49,6 +52,25 @@ def locations(proto: onnx.ModelProto) -> dict[str, int]:
             entry = {item.key: item.value for item in tensor.external_data}
             found[entry["location"]] = found.get(entry["location"], 0) + int(entry["length"])
     return found
+
+
+def weight(proto: onnx.ModelProto, name: str, folder: Path) -> NDArray[Any]:
+    """One weight, mapped from its file: what is not used is not read.
+
+    Raises:
+        ModelError: the graph has no weight of this name, or its file cannot be read.
+    """
+    tensor = next((tensor for tensor in proto.graph.initializer if tensor.name == name), None)
+    if tensor is None:
+        raise ModelError(f"the graph has no weight {name!r}")
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return onnx.numpy_helper.to_array(tensor)
+    entry = {item.key: item.value for item in tensor.external_data}
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    try:
+        return np.memmap(folder / entry["location"], dtype, "r", int(entry.get("offset", 0)), tuple(tensor.dims))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {name!r} from {folder / entry['location']}: {error}") from error
 
 
 def value_ranks(proto: onnx.ModelProto) -> dict[str, int | None]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from tokenizers import Tokenizer
 
 from mionnx import bind, memory, past, session, store
@@ -16,13 +16,12 @@ from mionnx.errors import InputError, TokenizerError
 from mionnx.estimate import Estimate, estimate_of
 from mionnx.gates import gates_of, refuse_idle
 from mionnx.generation import Generation, Stopping, Streamer, generate
-from mionnx.hooked_model import DTYPES, HookedModel
+from mionnx.hooked_model import HookedModel
 from mionnx.hookpoint import HookPoint
 from mionnx.logits import Logits
 from mionnx.progress import bars
 from mionnx.rewrite import Plan, Report
 from mionnx.rewrite.plan import TOP_IDS, Outputs
-from mionnx.rewrite.run import tail
 from mionnx.rwkv_state import RWKVState
 from mionnx.sampling import Sampling
 from mionnx.spec import HookSpec
@@ -368,36 +367,6 @@ class Runner:
             past: tokens in the cache.
         """
         return estimate_of(self.hooked, bind.captures_of(hooks, self.hooked), bind.dimensions(batch, seq, past + seq))
-
-    @cached_property
-    def _head(self) -> Any:
-        last = str(HookPoint.ResidPost(self.num_layers - 1))
-        model = tail(self.hooked.proto, last, str(HookPoint.Logits))
-        return session.open_session(model, self.hooked.folder, self.options)
-
-    def project_to_vocab(self, residual: ArrayLike) -> NDArray[Any]:
-        """The logits that a residual stream would have, were it the last (logit lens): final norm, head, soft cap.
-
-        Args:
-            residual: [..., hidden].
-
-        Returns:
-            [..., vocab]; of the last layer's `hook_resid_post`, the model's own logits.
-
-        Raises:
-            InputError: another width, or NaN.
-        """
-        given = np.asarray(residual)
-        if given.shape[-1:] != (self.hidden_size,):
-            raise InputError(f"residual is {list(given.shape)}, its last axis must be hidden={self.hidden_size}")
-        if np.isnan(given).any():
-            raise InputError("residual has NaN")
-        rows = given.reshape(1, -1, self.hidden_size).astype(DTYPES[self.hooked.metadata.dtype])
-        last = str(HookPoint.ResidPost(self.num_layers - 1))
-        ids = np.zeros(rows.shape[:2], np.int64)  # some families' last nodes read the shape of the tokens
-        feeds = {"input_ids": ids, "attention_mask": ids + 1, "position_ids": ids, last: rows}
-        logits = session.run(self._head, [str(HookPoint.Logits)], feeds)[str(HookPoint.Logits)]
-        return logits.reshape(*given.shape[:-1], self.vocab_size)
 
     def __repr__(self) -> str:
         sizes = self.hooked.metadata.sizes

@@ -12,6 +12,7 @@ import torch
 from families import VOCAB, WINDOW
 from onnx.reference import ReferenceEvaluator
 from oracle import Inputs, Outcome, run
+from scipy.special import softmax
 from transformers import AutoModelForCausalLM
 
 from mionnx import HookPoint, HookSpec, Intervention, MIModel
@@ -251,3 +252,20 @@ def test_the_reference_evaluator_agrees(family, hooked, models: Callable[[str], 
             feeds[f"past_key_values.{i}.{part}"] = empty
     found = ReferenceEvaluator(str(folder / "model.onnx")).run(["logits"], feeds)[0]
     assert np.abs(found - model.forward(ids).output()).max() < TOLERANCE
+
+
+def test_the_lens_ends_in_the_logits_and_contributions_add_up(models, references, family):
+    """What lies behind the last layer, and what is added to the stream, is found in every family."""
+    model, ids = models(family), batch("plain").ids[0]
+    logits = model.forward(ids).output()[0].astype(np.float64)
+    lens = model.logit_lens(ids, k=3)
+    chances = softmax(logits, axis=-1)
+    assert np.abs(np.take_along_axis(chances, lens.top_ids[-1], -1) - lens.top_probs[-1]).max() < TOLERANCE
+    assert np.array_equal(lens.answers, logits.argmax(-1))
+    found = model.attribute(ids, 5, 11)
+    if found.capped:
+        cap = references(family).config.final_logit_softcapping
+        either = np.array([model.attribute(ids, token).total for token in (5, 11)])
+        assert np.abs(cap * np.tanh(either / cap) - logits[-1, [5, 11]]).max() < 1e-4
+    else:
+        assert found.total == pytest.approx(logits[-1, 5] - logits[-1, 11], abs=1e-4)

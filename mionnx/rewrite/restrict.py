@@ -50,7 +50,7 @@ def _last(build: Builder, value: gs.Tensor) -> gs.Tensor:
 def _positions(graph: gs.Graph, plan: Plan, cut: Callable[[gs.Tensor], gs.Tensor]) -> None:
     """Cut down along the sequence, before the head if that changes nothing else."""
     hooked = HOOKED in {*(edit.hook for edit in plan.edits), *(want.hook for want in plan.wants)}
-    head = None if hooked else _head(graph.tensors()[LOGITS])
+    head = None if hooked else find_head(graph.tensors()[LOGITS])
     if head is None:
         _after(graph, cut)
         return
@@ -115,7 +115,7 @@ def _forget_shape(graph: gs.Graph) -> None:
             value.shape = ["batch", "mionnx.seq", "mionnx.vocab"]
 
 
-def _head(value: gs.Tensor) -> gs.Node | None:
+def find_head(value: gs.Tensor) -> gs.Node | None:
     """The matrix product that a value comes from, number by number."""
     return _head_and_tail(value)[0]
 

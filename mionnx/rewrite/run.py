@@ -1,5 +1,7 @@
 """A plan carried out: one rewrite after the other, on a fresh copy of the graph."""
 
+from collections.abc import Sequence
+
 import onnx
 import onnx_graphsurgeon as gs
 
@@ -66,3 +68,8 @@ def _refuse_idle(graph: gs.Graph, plan: Plan) -> None:
 def tail(origin: onnx.ModelProto, hook: str, output: str) -> bytes:
     """The part of a model between a hook point and an output, as a model of its own."""
     return between(origin, [hook], [output]).SerializeToString()
+
+
+def parts(origin: onnx.ModelProto, pairs: Sequence[tuple[str, str]]) -> bytes:
+    """Several parts of a model side by side, each from one value to another, as a model of its own."""
+    return between(origin, dict.fromkeys(first for first, _ in pairs), [last for _, last in pairs]).SerializeToString()
