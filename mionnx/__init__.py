@@ -31,6 +31,7 @@ from mionnx.sampling import sample_token
 from mionnx.session import Options
 from mionnx.spec import HookSpec
 from mionnx.state_spec import StateKnockoutSpec, StateSteeringSpec
+from mionnx.steering import Direction, Directions, DoseResponse, SteeringCalibration
 from mionnx.streamer import TextStreamer
 from mionnx.tokens import Tokens
 from mionnx.variants import Compiled
@@ -38,6 +39,9 @@ from mionnx.variants import Compiled
 __all__ = [
     "AblationResult",
     "Compiled",
+    "Direction",
+    "Directions",
+    "DoseResponse",
     "Estimate",
     "ExportError",
     "Generation",
@@ -62,6 +66,7 @@ __all__ = [
     "StateAblationResult",
     "StateKnockoutSpec",
     "StateSteeringSpec",
+    "SteeringCalibration",
     "TextStreamer",
     "TokenChange",
     "TokenizerError",

@@ -1,4 +1,4 @@
-"""The command line: `mionnx export`, `hooks`, `run`, `generate`, `compile`, `demo`, `cache`."""
+"""The command line: `mionnx export`, `hooks`, `run`, `generate`, `compile`, `demo`, `cache`, `steer`."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from safetensors.numpy import save as to_bytes
 from scipy.special import softmax
 
 from mionnx import demo as examples
-from mionnx import store
+from mionnx import steer_cli, store
 from mionnx.ablation import AblationResult
 from mionnx.cache import HookCache
 from mionnx.cache_cli import app as cache_app
@@ -41,6 +41,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(cache_app, name="cache")
+app.command("steer")(steer_cli.steer)
 Edits = Annotated[list[str] | None, typer.Option(metavar="HOOK[=VALUE][@LIMITS]")]
 Steerings = Annotated[list[str] | None, typer.Option(metavar="SCALE@LIMITS")]
 States = Annotated[list[str] | None, typer.Option(metavar="LIMITS")]
