@@ -18,6 +18,8 @@ from mionnx.errors import (
     TokenizerError,
 )
 from mionnx.estimate import Estimate
+from mionnx.features import SAE, FeatureActivations
+from mionnx.fragment import Fragment
 from mionnx.generation import Generation
 from mionnx.hookpoint import HookPoint
 from mionnx.intervention import Intervention
@@ -37,6 +39,7 @@ from mionnx.tokens import Tokens
 from mionnx.variants import Compiled
 
 __all__ = [
+    "SAE",
     "AblationResult",
     "Compiled",
     "Direction",
@@ -44,6 +47,8 @@ __all__ = [
     "DoseResponse",
     "Estimate",
     "ExportError",
+    "FeatureActivations",
+    "Fragment",
     "Generation",
     "HookCache",
     "HookError",

@@ -3,13 +3,14 @@
 from pathlib import Path
 
 from mionnx.deploy import Knobs, Packaging, compile_spec
+from mionnx.features import Features
 from mionnx.progress import bars
 from mionnx.runner import Runner
 from mionnx.spec import HookSpec
 from mionnx.steering import Steering
 
 
-class MIModel(Steering, Runner):
+class MIModel(Features, Steering, Runner):
     """A language model whose activations can be read and changed.
 
     Each base class holds the verbs of one kind; `Runner` has `forward` and `generate`.
