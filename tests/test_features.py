@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
+from saelens_fixture import CASES as CASES_OF_SAELENS
 from safetensors.numpy import save_file
 
 from mionnx import SAE, HookError, HookSpec, InputError, Intervention, InterventionError, MIModel, ModelError
@@ -402,3 +403,18 @@ def test_the_page_and_the_picture(model, tmp_path, chromium):
     assert page.locator("img").count() == 0
     assert found.save(tmp_path / "a.png").stat().st_size > 5000
     assert json.loads(found.to_json())["ids"] == found.ids.tolist()
+
+
+@pytest.mark.parametrize("name", CASES_OF_SAELENS)
+def test_it_computes_what_saelens_computes(model, tmp_path, name):
+    """The numbers are SAELens' own, of the same folder: see `saelens_fixture.py`."""
+    architecture, config = CASES_OF_SAELENS[name]
+    given = np.load(Path(__file__).parent / "saelens.npz")
+    metadata = {"hook_name": "blocks.2.hook_resid_mid", "hook_name_out": HOOK} if "transcoder" in name else {}
+    written = six(architecture, metadata=metadata, **config)
+    sae = SAE.load(folder_of(tmp_path / "sae", random_weights(architecture), **written))
+    spec = HookSpec().intervene(sae.config.hook, Intervention.Replace(given["x"]))
+    spec.extend(sae.spec("dropped")).capture(sae.acts).capture(sae.hook)
+    cache = model.forward(PROMPT, spec)
+    assert near(cache[sae.acts], given[f"{name}: acts"])
+    assert near(cache[sae.hook], given[f"{name}: out"])
