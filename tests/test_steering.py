@@ -1,6 +1,7 @@
 """Directions from contrasting prompts, and what they do: equal to transformers with hooks of its own."""
 
 import json
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -20,6 +21,7 @@ from mionnx import (
     Intervention,
     InterventionError,
     MIModel,
+    RuntimeMissingError,
     SpecFileError,
 )
 from mionnx.cli import app
@@ -326,3 +328,11 @@ def test_the_demo_says_what_happened(model, tmp_path):
     assert "Berlin" in said
     assert "Paris" in said
     assert {path.suffix for path in tmp_path.iterdir()} >= {".html", ".png"}
+
+
+def test_without_the_gguf_package_it_is_named(directions, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(RuntimeMissingError, match=r"mionnx\[gguf\]"):
+        directions.only([1]).to_gguf(tmp_path / "a.gguf")
+    with pytest.raises(RuntimeMissingError, match=r"mionnx\[gguf\]"):
+        Directions.from_gguf(tmp_path / "a.gguf")

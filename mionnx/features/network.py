@@ -7,7 +7,11 @@
 3. TopK keeps the largest k, then puts ReLU on them, as SAELens does.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from mionnx.features.config import Config, Weights
 from mionnx.fragment import Fragment, written
@@ -16,7 +20,7 @@ EPSILON = 1e-5  # of SAELens' layer_norm, added to the deviation
 Lines = list[str]
 
 
-def splice_text(config: Config, weights: Weights, error: bool) -> Fragment:
+def autoencoder(config: Config, weights: Weights, error: bool) -> Fragment:
     """The fragment that takes a value's place.
 
     Args:
@@ -41,14 +45,14 @@ def splice_text(config: Config, weights: Weights, error: bool) -> Fragment:
     return _written(config, held, lines, "hook_sae_output")
 
 
-def encoder_text(config: Config, weights: Weights, k: Weights) -> Fragment:
+def ranking(config: Config, weights: Weights, asked: Mapping[str, NDArray[np.int64]]) -> Fragment:
     """A fragment that changes nothing, and ranks features on the way.
 
     Its hook points: hook_top_values and hook_top_ids [batch, seq, k], hook_followed [batch, seq, n].
 
     Args:
         config, weights: of the SAE.
-        k: "k", int64 [1]: how many are ranked, and "followed", int64 [n]: whose activations are given.
+        asked: "k", int64 [1]: how many are ranked, and "followed", int64 [n]: whose activations are given.
     """
     used = {name: array for name, array in weights.items() if name not in ("W_skip",)}
     held = {name: array for name, array in _held(config, used).items() if config.by_decoder_norm or name != "W_dec"}
@@ -61,7 +65,7 @@ def encoder_text(config: Config, weights: Weights, k: Weights) -> Fragment:
         "y = Identity(x)",
     ]
     kept = {name: array for name, array in held.items() if name != "W_dec"}
-    return _written(config, {**kept, **k}, lines, "y", alone=True)
+    return _written(config, {**kept, **asked}, lines, "y", alone=True)
 
 
 def _held(config: Config, weights: Weights) -> Weights:
@@ -70,7 +74,9 @@ def _held(config: Config, weights: Weights) -> Weights:
     return {**weights, "decoder_norms": np.linalg.norm(weights["W_dec"], axis=1)}
 
 
-def _written(config: Config, held: Weights, lines: Lines, output: str, alone: bool = False) -> Fragment:
+def _written(
+    config: Config, held: Mapping[str, NDArray[Any]], lines: Lines, output: str, alone: bool = False
+) -> Fragment:
     inputs = [
         f"float[{', '.join(map(str, array.shape))}] {name}" if array.dtype.kind == "f" else f"int64[n_{name}] {name}"
         for name, array in held.items()

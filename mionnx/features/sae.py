@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mionnx.errors import HookError, InputError, InterventionError, nearest
 from mionnx.features import files
 from mionnx.features.config import Config, Weights, check
-from mionnx.features.network import splice_text
+from mionnx.features.network import autoencoder
 from mionnx.fragment import Fragment, written
 from mionnx.intervention import Intervention, Positions
 from mionnx.spec import HookSpec
@@ -101,7 +101,7 @@ class SAE:
         return self._fragment(error)
 
     def _made(self, error: str) -> Fragment:
-        return splice_text(self.config, self.weights, error == "kept")
+        return autoencoder(self.config, self.weights, error == "kept")
 
     def splice(self, error: str = "kept", positions: Positions | None = None) -> Intervention:
         """The SAE as an intervention at `hook`.
@@ -141,7 +141,7 @@ class SAE:
         """
         fixed, factors, limits = dict(fix or {}), dict(scale or {}), dict(clamp or {})
         for feature in [*fixed, *factors, *limits]:
-            self._known(feature)
+            self.known(feature)
         both = [*(fixed.keys() & factors.keys()), *(fixed.keys() & limits.keys())]
         if both:
             raise InterventionError(f"feature {both[0]} is fixed, and cannot be scaled or clamped besides")
@@ -173,7 +173,12 @@ class SAE:
             row[feature] = value
         return row
 
-    def _known(self, feature: Any) -> int:
+    def known(self, feature: Any) -> int:
+        """A feature's number.
+
+        Raises:
+            InterventionError: the SAE has no such feature.
+        """
         whole = isinstance(feature, int | np.integer) and not isinstance(feature, bool)
         if not whole or not 0 <= feature < self.d_sae:
             raise InterventionError(f"feature {feature!r} of {self.d_sae} (0 to {self.d_sae - 1})")
@@ -181,7 +186,7 @@ class SAE:
 
     def direction(self, feature: int) -> Direction:
         """What a feature writes at activation 1: its row of the decoder, as a direction to steer with."""
-        return Direction(self.hook, self.weights["W_dec"][self._known(feature)])
+        return Direction(self.hook, self.weights["W_dec"][self.known(feature)])
 
     def __repr__(self) -> str:
         kind = f"{self.config.activation}{' transcoder' if self.config.transcoder else ''}"

@@ -6,7 +6,7 @@ import numpy as np
 
 from mionnx.errors import HookError, InputError, InterventionError
 from mionnx.features.activations import FeatureActivations
-from mionnx.features.network import encoder_text
+from mionnx.features.network import ranking
 from mionnx.features.sae import SAE
 from mionnx.intervention import Intervention
 from mionnx.runner import Runner
@@ -47,7 +47,7 @@ class Features(Runner):
         if not 1 <= k <= sae.d_sae:
             raise InputError(f"k={k} of {sae.d_sae} features")
         tokens = self.tokenize(prompt) if isinstance(prompt, str) else prompt
-        chosen = None if follow is None else [sae._known(feature) for feature in follow]
+        chosen = None if follow is None else [sae.known(feature) for feature in follow]
         ids, values, followed = self._ranked(tokens, sae, k, chosen or [0], hooks)
         if chosen is None:
             chosen = _largest(ids, values)
@@ -66,7 +66,7 @@ class Features(Runner):
         spec = HookSpec().extend(hooks or HookSpec())
         if spec.captures:
             raise InterventionError("features() has captures of its own: give it interventions only")
-        spec.intervene(where, Intervention.Splice(encoder_text(sae.config, sae.weights, asked)))
+        spec.intervene(where, Intervention.Splice(ranking(sae.config, sae.weights, asked)))
         names = [f"{where}.hook_{name}" for name in ("top_ids", "top_values", "followed")]
         for name in names:
             spec.capture(name)
