@@ -250,6 +250,9 @@ def test_what_cannot_steer_is_refused(model, directions):
     for strengths, message in (([], "one or more"), ([np.nan], "finite"), (["a"], "numbers")):
         with pytest.raises(InputError, match=message):
             model.dose_response(PROMPT, directions[2], strengths)
+    for bisect in (0, -1, 1e-9, np.nan):
+        with pytest.raises(InputError, match="bisect"):
+            model.dose_response(PROMPT, directions[2], [0, 1], bisect=bisect)
     with pytest.raises(InputError, match="2 targets for 1"):
         model.dose_response(PROMPT, directions[2], [1], target=["Paris", "Berlin"])
     with pytest.raises(InterventionError, match="position 9"):

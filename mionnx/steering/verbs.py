@@ -24,6 +24,7 @@ from mionnx.tokens import Tokens
 
 ROWS = 32  # of one call
 CUTS = 15  # strengths tried at once between two others
+FINEST = 1e-6  # of the largest strength: below, neighbouring ones are the same in float32
 Texts = str | Sequence[str]
 Row = tuple[int, float]  # which prompt, and at which strength
 Target = str | int | Sequence[str | int] | None
@@ -146,8 +147,9 @@ class Steering(Runner):
             HookError, InterventionError: a direction that does not fit the model.
         """
         texts, doses = _texts("prompts", prompts), _doses(strengths)
-        if bisect is not None and not bisect > 0:
-            raise InputError(f"bisect={bisect!r}: how closely to look, above 0")
+        finest: float = FINEST * float(np.abs(doses).max()) or FINEST
+        if bisect is not None and not bisect >= finest:
+            raise InputError(f"bisect={bisect!r}: strengths are float32, and tell {finest:.1g} apart at best")
         trial = _Trial(self, [self.tokenize(text) for text in texts], direction, positions, progress)
         order = outward(doses)
         strongest = float(doses[order[-1]] if len(order) else doses[-1])
