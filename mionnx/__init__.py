@@ -18,6 +18,8 @@ from mionnx.errors import (
     TokenizerError,
 )
 from mionnx.estimate import Estimate
+from mionnx.features import SAE, FeatureActivations
+from mionnx.fragment import Fragment
 from mionnx.generation import Generation
 from mionnx.hookpoint import HookPoint
 from mionnx.intervention import Intervention
@@ -32,17 +34,24 @@ from mionnx.sampling import sample_token
 from mionnx.session import Options
 from mionnx.spec import HookSpec
 from mionnx.state_spec import StateKnockoutSpec, StateSteeringSpec
+from mionnx.steering import Direction, Directions, DoseResponse, SteeringCalibration
 from mionnx.streamer import TextStreamer
 from mionnx.tokens import Tokens
 from mionnx.variants import Compiled
 
 __all__ = [
+    "SAE",
     "AblationResult",
     "AttentionPatterns",
     "Attribution",
     "Compiled",
+    "Direction",
+    "Directions",
+    "DoseResponse",
     "Estimate",
     "ExportError",
+    "FeatureActivations",
+    "Fragment",
     "Generation",
     "HookCache",
     "HookError",
@@ -66,6 +75,7 @@ __all__ = [
     "StateAblationResult",
     "StateKnockoutSpec",
     "StateSteeringSpec",
+    "SteeringCalibration",
     "TextStreamer",
     "TokenChange",
     "TokenizerError",

@@ -63,11 +63,12 @@ class Base:
 
     def serves(self, plan: Plan, model: HookedModel) -> bool:
         """Whether everything that a plan needs is in it under its own name."""
-        return {*_needed(plan, model)} <= self._values
+        return {*_needed(plan, model)} - plan.inner <= self._values
 
 
 def _needed(plan: Plan, model: HookedModel) -> list[str]:
-    names = [*(edit.hook for edit in plan.edits), *plan.starts]
+    names = [hook for edit in plan.edits for hook in (edit.hook, edit.reads) if hook is not None]
+    names += plan.starts
     for want in plan.wants:
         point = HookPoint.parse(want.hook)
         if not point.derived:

@@ -4,6 +4,7 @@ All that can be wrong with a spec is found here, before anything runs.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from mionnx.errors import HookError, InterventionError
 from mionnx.hooked_model import HookedModel
 from mionnx.hookpoint import HookPoint
 from mionnx.intervention import Intervention
-from mionnx.place import Place, heads_axis
+from mionnx.place import Place, heads_axis, refuse_unread
+from mionnx.points import Points, points_of
 from mionnx.rewrite.intervene import TOKEN_POSITIONS
 from mionnx.rewrite.plan import Edit, Outputs, Plan, Want
 from mionnx.spec import Capture, HookSpec, resolve
@@ -37,14 +39,15 @@ def plan_of(
         HookError: a hook point that the model does not have.
         InterventionError: a kind or limit that makes no sense there.
     """
-    order = model.order
+    points = points_of(spec, model)
     chosen = captures_of(spec, model) if captures is None else captures
-    ordered = sorted(chosen, key=lambda want: (order[want.hook], not want.before))
+    ordered = sorted(chosen, key=lambda want: (points.place(want.hook), not want.before))
     seen: dict[str, int] = {}
     edits = []
-    for point, intervention in spec.interventions:
+    for n, (point, intervention) in enumerate(spec.interventions):
         index = seen[point.name] = seen.get(point.name, -1) + 1
-        edits.append(_edit(model, point, intervention, index))
+        edit = _edit(points, point, intervention, index)
+        edits.append(replace(edit, fit=points.fits.get(n), reads=intervention.reads))
     return Plan(tuple(edits), tuple(ordered), outputs or Outputs())
 
 
@@ -56,12 +59,13 @@ def captures_of(spec: HookSpec, model: HookedModel) -> Captures:
         InterventionError: positions or heads where there are none.
     """
     found: dict[str, tuple[Want, Capture]] = {}
+    points = points_of(spec, model)
     for request in spec.captures:
-        if callable(request.what):  # a predicate may say something else tomorrow
-            wants = _wants(request, model)
+        if callable(request.what) or points.inner:  # a predicate may say something else tomorrow, and so may a splice
+            wants = _wants(request, points)
         else:
             if request not in model.captures:
-                model.captures[request] = _wants(request, model)
+                model.captures[request] = _wants(request, points)
             wants = model.captures[request]
         for want in wants:
             other = found.setdefault(want.output, (want, request))[1]
@@ -70,16 +74,17 @@ def captures_of(spec: HookSpec, model: HookedModel) -> Captures:
     return dict(found.values())
 
 
-def _wants(request: Capture, model: HookedModel) -> list[Want]:
+def _wants(request: Capture, points: Points) -> list[Want]:
     """The values that one request means."""
     wants = []
-    for name in resolve(request, [str(point) for point in model.hook_points()]):
-        axes = HookPoint.parse(name).axes or ()
+    for name in resolve(request, points.names):
+        axes = points.axes(HookPoint.parse(name))
         if request.positions is not None and not {"seq", "seq_q"} & {*axes}:
             raise InterventionError(f"capture at {name}: axes {list(axes)} have no positions to choose from")
         if request.heads is not None and heads_axis(axes) is None:
             raise InterventionError(f"capture at {name}: axes {list(axes)} have no heads")
-        wants.append(Want(name, request.before, request.positions is not None, request.heads is not None))
+        limits = request.positions is not None, request.heads is not None
+        wants.append(Want(name, request.before, *limits, points.inner.get(name)))
     return wants
 
 
@@ -94,8 +99,8 @@ def parts_of(captures: Captures, call: Call, model: HookedModel) -> dict[str, ND
         if request.positions is not None:
             feeds[want.columns_input] = columns(f"capture at {want.hook}", request.positions, call)
         if request.heads is not None:
-            axes = HookPoint.parse(want.hook).axes or ()
-            count = model.axes(HookPoint.parse(want.hook))[heads_axis(axes) or 0]
+            dims = model.axes(HookPoint.parse(want.hook)) if want.inner is None else want.inner.dims
+            count = dims[heads_axis(want.axes) or 0]
             if max(request.heads) >= int(count):
                 raise InterventionError(f"capture at {want.hook}: head {max(request.heads)} of {count}")
             feeds[want.heads_input] = np.array(request.heads)
@@ -117,11 +122,11 @@ def columns(what: str, positions: Sequence[int], call: Call) -> NDArray[np.int64
     return np.array(found, np.int64)
 
 
-def _edit(model: HookedModel, point: HookPoint, intervention: Intervention, index: int) -> Edit:
+def _edit(points: Points, point: HookPoint, intervention: Intervention, index: int) -> Edit:
     """The structure of one intervention, checked against the model."""
-    model.axes(point)  # refuses a hook point that the model does not have
-    axes = point.axes or ()
+    axes, model = points.axes(point), points.model  # refuses a hook point that is not there
     _check_kind(point, axes, intervention.kind, model.metadata.recurrent)
+    _check_inner(point, points, intervention.kind)
     if intervention.positions is not None and not {"seq", "seq_q"} & {*axes}:
         raise InterventionError(f"{intervention.kind} at {point}: axes {list(axes)} have no positions to choose from")
     if intervention.heads is not None and heads_axis(axes) is None:
@@ -153,7 +158,24 @@ def _check_kind(point: HookPoint, axes: tuple[str, ...], kind: str, recurrent: b
         )
 
 
-def shape_of(axes: list[str | int], dims: Mapping[str, int]) -> tuple[int, ...]:
+def _check_inner(point: HookPoint, points: Points, kind: str) -> None:
+    """Refuse what could not take effect inside a splice."""
+    inner = points.inner.get(point.name)
+    if inner is None:
+        return
+    if not inner.live:
+        raise InterventionError(f"{kind} at {point}: what its splice gives does not depend on it; it can be captured")
+    if inner.axes[:1] != ("batch",) or not {*filter(_named, inner.dims)} <= {*dimensions(1, 1, 1)}:
+        raise InterventionError(f"{kind} at {point}: its axes {list(inner.axes)} must begin with batch and be known")
+    if np.dtype(inner.dtype).kind in "iubSU":
+        raise InterventionError(f"{kind} at {point}: its numbers are {inner.dtype}; it can be captured")
+
+
+def _named(dim: str | int) -> bool:
+    return isinstance(dim, str)
+
+
+def shape_of(axes: Sequence[str | int], dims: Mapping[str, int]) -> tuple[int, ...]:
     """A hook point's shape, from its axes and the sizes of the dynamic ones."""
     return tuple(axis if isinstance(axis, int) else dims[axis] for axis in axes)
 
@@ -171,14 +193,17 @@ def values_of(spec: HookSpec, plan: Plan, call: Call, model: HookedModel) -> dic
             that would be left with no key.
     """
     dims = dimensions(call.batch, call.seq, call.total)
+    points = points_of(spec, model)
     places = [
-        Place(edit, intervention, shape_of(model.axes(point), dims), call)
+        Place(edit, intervention, shape_of(points.dims(point), dims), call)
         for edit, (point, intervention) in zip(plan.edits, spec.interventions, strict=True)
     ]
     feeds: dict[str, NDArray[Any]] = {TOKEN_POSITIONS: call.token_positions}
     for place in places:
-        feeds |= _inputs(place, model.dtype(HookPoint.parse(place.edit.hook)))
+        feeds |= _inputs(place, points.dtype(HookPoint.parse(place.edit.hook)))
+    feeds |= weights_of(spec, plan)
     _refuse_blind(places, call, model)
+    refuse_unread(places)
     return feeds
 
 
@@ -193,6 +218,16 @@ def _inputs(place: Place, dtype: DTypeLike) -> dict[str, NDArray[Any]]:
     if edit.masked:
         feeds[edit.mask_input] = place.mask()
     return feeds
+
+
+def weights_of(spec: HookSpec, plan: Plan) -> dict[str, NDArray[Any]]:
+    """The inputs that carry the weights of a spec's splices; they are the same in every call."""
+    return {
+        edit.weight_input(name): array
+        for edit, (_, intervention) in zip(plan.edits, spec.interventions, strict=True)
+        if intervention.fragment is not None
+        for name, array in intervention.fragment.weights.items()
+    }
 
 
 def _table(positions: dict[int, list[int]], batch: int) -> NDArray[np.int64]:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import HookError, nearest
-from mionnx.hookpoint import HookPoint, short_names
+from mionnx.hookpoint import HookPoint, layer_of, short_names
 
 if TYPE_CHECKING:
     from mionnx.kvcache import KVCache
@@ -101,6 +101,10 @@ class HookCache(Mapping[str, NDArray[Any]]):
             raise HookError(f"{hook!r} is no pair of a short name and a layer, such as ('pattern', 5)")
         short, layer = hook
         templates = short_names().get(short)
+        inner = [name for name in self._captured if name.endswith(f".hook_{short}")]
+        inner = [name for name in inner if layer_of(name) == layer]
+        if templates is None and len(inner) == 1:  # of a splice
+            return inner[0]
         if templates is None:
             raise HookError(f"no hook point ends in {short!r}{nearest(short, short_names())}")
         names = [template.format(i=layer) for template in templates]

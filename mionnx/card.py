@@ -85,6 +85,8 @@ def _rows(values: Typed) -> str:
 
 
 def _value(edit: Intervention) -> str:
+    if edit.fragment is not None:
+        return f"an ONNX fragment of {len(edit.fragment.structure.graph.node)} nodes"
     if edit.value is None:
         return ""
     return f"{edit.value.item():g}" if edit.value.size == 1 else f"{edit.value.dtype} {list(edit.value.shape)}"

@@ -1,4 +1,4 @@
-"""The command line: `mionnx export`, `hooks`, `run`, `generate`, `compile`, `lens`, `demo`, `cache` and so on."""
+"""The command line: `mionnx run`, `generate`, `sweep`, `lens`, `steer`, `compile`, `demo`, `cache` and so on."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from safetensors.numpy import save as to_bytes
 from scipy.special import softmax
 
 from mionnx import demo as examples
-from mionnx import reading_cli, store, sweep_cli
+from mionnx import reading_cli, steer_cli, store, sweep_cli
 from mionnx.ablation import AblationResult
 from mionnx.cache import HookCache
 from mionnx.cache_cli import app as cache_app
@@ -45,6 +45,7 @@ app.command("sweep")(sweep_cli.sweep)
 app.command("lens")(reading_cli.lens)
 app.command("attention")(reading_cli.attention)
 app.command("attribute")(reading_cli.attribute)
+app.command("steer")(steer_cli.steer)
 Edits = Annotated[list[str] | None, typer.Option(metavar="HOOK[=VALUE][@LIMITS]")]
 Steerings = Annotated[list[str] | None, typer.Option(metavar="SCALE@LIMITS")]
 States = Annotated[list[str] | None, typer.Option(metavar="LIMITS")]

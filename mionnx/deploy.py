@@ -30,6 +30,7 @@ from mionnx.card import card, triton_config
 from mionnx.errors import InputError, InterventionError, ModelError, nearest
 from mionnx.hooked_model import GRAPH, KEPT, HookedModel
 from mionnx.hookpoint import HookPoint
+from mionnx.points import points_of
 from mionnx.progress import Progress, silent
 from mionnx.rewrite.bake import KNOBS, bake
 from mionnx.rewrite.plan import Outputs, Plan
@@ -150,7 +151,9 @@ def _compiled(model: HookedModel, plan: Plan, spec: HookSpec, knobs: dict[str, l
     taken = {*edited.tensors()} & {*knobs}
     if taken:
         raise InterventionError(f"the graph has a value called {taken.pop()!r} already: give the knob another name")
-    shapes = {edit.hook: model.axes(HookPoint.parse(edit.hook)) for edit in plan.edits}
+    points = points_of(spec, model)
+    shapes = {edit.hook: points.dims(HookPoint.parse(edit.hook)) for edit in plan.edits}
+    _refuse_large_fragments(spec)
     bake(edited, plan, spec, shapes, model.metadata, knobs, report)
     prune(edited, report)
     proto = graph.to_proto(edited, model.proto, dict.fromkeys(knobs, ()))
@@ -168,6 +171,15 @@ def _compiled(model: HookedModel, plan: Plan, spec: HookSpec, knobs: dict[str, l
     }
     proto.metadata_props.add(key=COMPILED, value=json.dumps(facts))
     return proto
+
+
+def _refuse_large_fragments(spec: HookSpec) -> None:
+    """What is baked in lies in model.onnx itself, whatever becomes of the model's own weights."""
+    size = sum(edit.fragment.size for _, edit in spec.interventions if edit.fragment is not None)
+    if size > LIMIT:
+        raise InputError(
+            f"the splices' weights are {size / 2**30:.1f} GiB, and model.onnx, which they go into, holds 2"
+        )
 
 
 def _nameable(spec: HookSpec, plan: Plan) -> HookSpec:

@@ -39,10 +39,15 @@ def estimate_of(model: HookedModel, captures: bind.Captures, dims: Mapping[str, 
     """What captures will cost in a call of these sizes (see `bind.dimensions`)."""
     found = {}
     for want, request in captures.items():
-        point = HookPoint.parse(want.hook)
-        shape = list(bind.shape_of(model.axes(point), dims))
+        point, inner = HookPoint.parse(want.hook), want.inner
+        axes = (
+            model.axes(point)
+            if inner is None
+            else [axis if isinstance(axis, int) or axis in dims else 1 for axis in inner.dims]
+        )
+        shape = list(bind.shape_of(axes, dims))
         for given, axis in ((request.positions, sequence_axis), (request.heads, heads_axis)):
             if given is not None:
-                shape[axis(point.axes or ()) or 0] = len(given)
-        found[want.output] = np.dtype(model.dtype(point)).itemsize * prod(shape)
+                shape[axis(want.axes) or 0] = len(given)
+        found[want.output] = np.dtype(model.dtype(point) if inner is None else inner.dtype).itemsize * prod(shape)
     return Estimate(found)

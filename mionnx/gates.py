@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mionnx.call import Call
 from mionnx.errors import InterventionError
-from mionnx.hookpoint import HookPoint
+from mionnx.hookpoint import layer_of
 from mionnx.metadata import Metadata
 from mionnx.rewrite.plan import Want
 from mionnx.spec import HookSpec
@@ -69,9 +69,10 @@ def refuse_idle(spec: HookSpec, wants: Sequence[Want], num_layers: int) -> None:
     Raises:
         InterventionError: a state intervention that no capture can see.
     """
-    points = [HookPoint.parse(want.hook) for want in wants]
+    layers = {want.hook: layer_of(want.hook) for want in wants}
     last = max(
-        (-1 if point.variant == "Embed" else num_layers if point.layer is None else point.layer) for point in points
+        -1 if hook.startswith("hook_embed") else num_layers if layer is None else layer
+        for hook, layer in layers.items()
     )
     for state in (*spec.state_steerings, *spec.state_knockouts):
         if min(state.target_layers(num_layers)) > last:

@@ -65,6 +65,7 @@ class Generation:
         steps: per step what was captured: first the prompts', then one token a step, [batch, 1, ...]. Empty if the
             spec captures nothing and no logits were asked for.
         cache: what came of everything but the last token of each row: `generate` or `forward` can go on from it.
+        axes: name of a capture -> the names of its axes.
     """
 
     ids: list[NDArray[np.int64]]
@@ -73,6 +74,7 @@ class Generation:
     new_texts: list[str] = field(default_factory=list)
     steps: list[HookCache] = field(default_factory=list)
     cache: Past | None = None
+    axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def captured(self, hook: HookPoint | str) -> NDArray[Any]:
         """A capture of all steps, joined along its sequence axis.
@@ -81,12 +83,13 @@ class Generation:
             HookError: it was not captured, or its shape changes from step to step (scores, patterns): see `steps`.
         """
         point = HookPoint.parse(hook)
+        axes = self.axes.get(point.name, point.axes or ())
         if not self.steps:
             raise HookError(f"{point} was not captured: no capture was asked for")
         parts = [step.require(point) for step in self.steps]
-        if "seq" not in (point.axes or ()):
-            raise HookError(f"{point} has the axes {list(point.axes or ())}, which steps do not share: see `steps`")
-        return np.concatenate(parts, axis=(point.axes or ()).index("seq"))
+        if "seq" not in axes:
+            raise HookError(f"{point} has the axes {list(axes)}, which steps do not share: see `steps`")
+        return np.concatenate(parts, axis=axes.index("seq"))
 
 
 def generate(
@@ -159,6 +162,8 @@ class _Run:
         whole = logits or str(HookPoint.Logits) in own_logits
         self.compiled = model.compile_graph(spec, Outputs(last=not whole))
         self.captured = {want.output: want.fetched for want in self.compiled.plan.wants}
+        self.axes = {want.hook: want.axes for want in self.compiled.plan.wants}
+        self.weights = session.resident(bind.weights_of(spec, self.compiled.plan), model.options)
         self.memory: dict[str, Any] = past.feeds(model.hooked, before, call)
         self.carried = past.carried(model.hooked)
         self.parts = bind.parts_of(bind.captures_of(spec, model.hooked), call, model.hooked)
@@ -184,7 +189,7 @@ class _Run:
     def _pass(self) -> NDArray[Any]:
         hooked = self.model.hooked
         feeds = {**self.call.feeds(), **self.memory}
-        feeds |= {**self._values(), **self.parts}
+        feeds |= {**self._values(), **self.weights, **self.parts}
         feeds |= gates_of(self.spec, self.call, hooked.metadata)
         outputs = ["logits", *self.captured.values(), *self.carried]
         found = session.run_in_place(self.compiled.session, outputs, feeds, self.model.options)
@@ -263,7 +268,7 @@ class _Texts:
         """Everything together."""
         new = [np.array(one, np.int64) for one in self.new]
         ids = [np.concatenate(pair) for pair in zip(self.prompts, new, strict=True)]
-        made = Generation(ids, new, steps=run.caches, cache=run.cache())
+        made = Generation(ids, new, steps=run.caches, cache=run.cache(), axes=run.axes)
         if self.model.has_tokenizer:
             made.texts = [self.model.tokenizer.decode(row.tolist()) for row in ids]
             made.new_texts = [self.model.tokenizer.decode(row.tolist()) for row in new]

@@ -87,6 +87,11 @@ def interface(proto: onnx.ModelProto) -> tuple[list[str], list[str]]:
     return [value.name for value in proto.graph.input], [value.name for value in proto.graph.output]
 
 
+def opset(proto: onnx.ModelProto) -> int:
+    """The version of the standard operators that a model is written in."""
+    return max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0)
+
+
 def edit(proto: onnx.ModelProto) -> gs.Graph:
     """A graph to edit; `proto` is left alone."""
     return gs.import_onnx(proto)

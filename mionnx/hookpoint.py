@@ -153,18 +153,24 @@ class HookPoint:
 
     @property
     def on_request(self) -> bool:
-        """Whether a pattern has to name it to mean it, since it is large and computed for the capture alone."""
-        return self.variant in ON_REQUEST
+        """Whether a pattern has to name it to mean it: large and computed for the capture alone, or in a splice."""
+        return self.variant in ON_REQUEST or self.variant == "Custom"
 
     @staticmethod
     def Custom(name: str) -> "HookPoint":
-        """A hook point outside the table; refused when it is used on a model that has no value of this name."""
+        """A hook point outside the table: one that a splice brings; refused where there is no value of this name."""
         return HookPoint("Custom", None, name)
 
     @staticmethod
     def parse(name: "str | HookPoint") -> "HookPoint":
         """The hook point of a string. An unknown string is `Custom`; a `HookPoint` is returned as it is."""
         return name if isinstance(name, HookPoint) else _parsed(name)
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a hook point's name says, also of one that a splice brings; None outside the blocks."""
+    match = _LAYERED.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 @lru_cache(maxsize=2**14)

@@ -2,26 +2,38 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.errors import InterventionError, nearest
+from mionnx.errors import HookError, InterventionError, nearest
+from mionnx.fragment import Fragment
+from mionnx.hookpoint import HookPoint
 
 Positions = int | str | Sequence[int] | Sequence[Sequence[int]]
 # The phases of a text: what was given, and what `generate` made of it (or, in `forward`, what follows prompt_length).
 PHASES = ("prompt", "generated")
 
 # kind -> whether it carries a value
-KINDS = {"replace": True, "add": True, "knockout": True, "scale": True, "zero": False, "project_out": True}
+KINDS = {
+    "replace": True,
+    "add": True,
+    "knockout": True,
+    "scale": True,
+    "zero": False,
+    "project_out": True,
+    "splice": False,
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Intervention:
     """One modification of the value at a hook point.
 
-    Made by `Replace`, `Add`, `Knockout`, `Scale`, `Zero` and `ProjectOut`, each with three optional limits:
+    Made by `Replace`, `Add`, `Knockout`, `Scale`, `Zero`, `ProjectOut` and `Splice`, each with three optional limits:
 
     * `positions`: token positions, counted from 0 in each row's own text (padding not counted), negative ones from the
       end of its prompt, which is all of it outside a generation; one, a list, or one list a batch row; or a phase,
@@ -33,9 +45,10 @@ class Intervention:
     `InterventionError` when the spec is used.
 
     Attributes:
-        kind: one of "replace", "add", "knockout", "scale", "zero", "project_out".
-        value: the tensor, vector, mask, factor or directions; None for "zero".
+        kind: one of "replace", "add", "knockout", "scale", "zero", "project_out", "splice".
+        value: the tensor, vector, mask, factor or directions; None for "zero" and "splice".
         positions, heads, rows: the limits, None where there is none.
+        fragment, reads: of a splice, what is put there, and the hook point that it reads besides.
     """
 
     kind: str
@@ -43,12 +56,16 @@ class Intervention:
     positions: tuple[Any, ...] | str | None = None
     heads: tuple[int, ...] | None = None
     rows: tuple[int, ...] | None = None
+    fragment: Fragment | None = None
+    reads: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InterventionError(f"no intervention kind {self.kind!r}; the kinds are {', '.join(KINDS)}")
         if KINDS[self.kind] != (self.value is not None):
             raise InterventionError(f"{self.kind} {'needs a' if KINDS[self.kind] else 'takes no'} value")
+        if (self.kind == "splice") != (self.fragment is not None):
+            raise InterventionError("a splice, and nothing else, has a fragment: Intervention.Splice makes one")
 
     @classmethod
     def Replace(
@@ -150,6 +167,36 @@ class Intervention:
             )
         basis = np.linalg.qr(directions.T)[0].T  # [k, width], orthonormal
         return cls._of("project_out", basis, positions, heads, rows)
+
+    @classmethod
+    def Splice(
+        cls,
+        fragment: "Fragment | onnx.ModelProto | bytes | str | Path",
+        *,
+        reads: HookPoint | str | None = None,
+        positions: Positions | None = None,
+        heads: int | Iterable[int] | None = None,
+        rows: int | Iterable[int] | None = None,
+    ) -> "Intervention":
+        """Put a small ONNX model there: the value goes in, and what comes out takes its place; see `mionnx.fragment`.
+
+        Values of it whose names begin with `hook_` become hook points, `{hook}.{name}`, which can be captured and
+        intervened on in the same spec. Its weights are fed at every call, so that fragments that differ in them share
+        one graph.
+
+        Args:
+            fragment: a file, the bytes of one, or a model, with one input and one output of the value's shape.
+            reads: an earlier hook point; its value is the fragment's second input.
+            positions, heads, rows: where its output is put; it is computed everywhere.
+
+        Raises:
+            InterventionError: a model that is no fragment.
+            ModelError: a file that is missing, corrupt or unsafe.
+        """
+        if reads is not None and not isinstance(reads, HookPoint | str):
+            raise HookError(f"splice: reads={reads!r} is no hook point")
+        limits = (_positions(positions), _indices("heads", heads), _indices("rows", rows))
+        return cls("splice", None, *limits, Fragment.of(fragment), None if reads is None else str(reads))
 
     @classmethod
     def _of(cls, kind: str, value: Any, positions: Any, heads: Any, rows: Any) -> "Intervention":

@@ -3,14 +3,16 @@
 from pathlib import Path
 
 from mionnx.deploy import Knobs, Packaging, compile_spec
+from mionnx.features import Features
 from mionnx.progress import bars
 from mionnx.reading import Reading
 from mionnx.runner import Runner
 from mionnx.spec import HookSpec
+from mionnx.steering import Steering
 from mionnx.sweep import Sweeps
 
 
-class MIModel(Sweeps, Reading, Runner):
+class MIModel(Sweeps, Reading, Steering, Features, Runner):
     """A language model whose activations can be read and changed.
 
     Each base class holds the verbs of one kind; `Runner` has `forward` and `generate`.

@@ -125,11 +125,15 @@ class Place:
         """Everything that is selected, as a mask that broadcasts to the value."""
         if self.intervention.positions is None:
             return self.mask()
-        axis = sequence_axis(self.edit.axes)
+        axis, at = sequence_axis(self.edit.axes), self.tokens()
+        return self.mask() & at.reshape([d if i in (0, axis) else 1 for i, d in enumerate(self.shape)])
+
+    def tokens(self) -> NDArray[np.bool_]:
+        """[batch, seq]: the tokens of this call that are selected."""
         at = np.zeros((self.call.batch, self.call.seq), bool)
         for row in self.rows():
             at[row, self._here(row)] = True
-        return self.mask() & at.reshape([d if i in (0, axis) else 1 for i, d in enumerate(self.shape)])
+        return at
 
     def value(self, given: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
         """The intervention's value as the graph takes it: of the activation's dtype and rank.
@@ -202,6 +206,31 @@ class Place:
         if not np.array_equal(np.isinf(cast), np.isinf(value)):
             raise self._refuse(f"a value is beyond the range of the model's {np.dtype(dtype)}")
         return np.ascontiguousarray(cast).reshape(value.shape)
+
+
+def refuse_unread(places: Sequence[Place]) -> None:
+    """Refuse what is done inside a splice at tokens where the splice's output is not put.
+
+    Raises:
+        InterventionError: an intervention that no token would show.
+    """
+    for outer in places:
+        if outer.edit.fit is None or not outer.intervention.limited:
+            continue
+        for one in places:
+            if one.edit.hook.startswith(f"{outer.edit.hook}.") and not _meet(one, outer):
+                raise one._refuse(f"the splice at {outer.edit.hook} is limited to other rows or positions")
+
+
+def _meet(one: Place, other: Place) -> bool:
+    """Whether two interventions have a token in common; in a generation, in any of its steps."""
+    rows, limits = {*one.rows()} & {*other.rows()}, (one.intervention.positions, other.intervention.positions)
+    if None in limits or not rows:
+        return bool(rows)
+    if one.call.horizon is not None and any(isinstance(limit, str) for limit in limits):
+        return limits[0] == limits[1] or not all(isinstance(limit, str) for limit in limits)
+    first, second = one.positions() or {}, other.positions() or {}
+    return any({*first[row]} & {*second[row]} for row in rows)
 
 
 def broadcasts(shape: Shape, target: Shape) -> bool:

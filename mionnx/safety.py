@@ -58,6 +58,14 @@ def check(proto: onnx.ModelProto, folder: Path) -> None:
 
 def _check_valid(proto: onnx.ModelProto) -> None:
     """Have onnx's own checker look at the graph. External weights are shown to it as inputs: it reads their files."""
+    try:
+        onnx.checker.check_model(_without_files(proto))
+    except (onnx.checker.ValidationError, ValueError) as error:  # names that are no text are a ValueError too
+        raise ModelError(f"the graph is no valid ONNX: {error}") from error
+
+
+def _without_files(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy whose external weights are inputs."""
     shown = onnx.ModelProto()
     shown.CopyFrom(proto)
     held = [tensor for tensor in shown.graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL]
@@ -69,10 +77,7 @@ def _check_valid(proto: onnx.ModelProto) -> None:
             )
     del shown.graph.initializer[:]
     shown.graph.initializer.extend(held)
-    try:
-        onnx.checker.check_model(shown)
-    except (onnx.checker.ValidationError, ValueError) as error:
-        raise ModelError(f"the graph is no valid ONNX: {error}") from error
+    return shown
 
 
 def graphs(proto: onnx.ModelProto) -> Iterator[onnx.GraphProto | onnx.FunctionProto]:

@@ -6,9 +6,11 @@
    any "state_knockouts": [...] and "state_steerings": [...].
 4. A capture is {"hook": name or glob, "before": true or false}; "positions" and "heads", lists, limit it.
 5. An intervention is {"hook": name, "kind": kind, "positions": ..., "heads": ..., "rows": ...}; limits that are not
-   given are null. Positions are a list of integers, or a list of such lists, one a batch row.
+   given are null. Positions are a list of integers, or a list of such lists, one a batch row. A splice that reads
+   another hook point has "reads", its name, besides.
 6. The value of intervention n (0-based) is the tensor `interventions.n.value`, in the dtype it was given in; "zero" has
-   none. The directions of "project_out" are stored orthonormal, [k, width].
+   none. The directions of "project_out" are stored orthonormal, [k, width]; the fragment of "splice" as the bytes of
+   an ONNX model, uint8 [n].
 7. Refused: another version; a declaration that is no such JSON; a missing or surplus tensor; an unknown kind; NaN
    anywhere, infinity anywhere but in a knockout mask; on saving, a capture by predicate, which no file can hold.
 8. A state knockout is {"positions": [...], "layers": [...] or null, "terms": [...]}; a state steering has "scale" and
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
@@ -53,9 +56,9 @@ def serialise(spec: HookSpec) -> bytes:
         SpecFileError: a capture by predicate, or a dtype that safetensors does not have.
     """
     tensors = {
-        f"interventions.{n}.value": np.asarray(intervention.value, order="C")  # not ascontiguousarray: it adds an axis
+        f"interventions.{n}.value": value
         for n, (_, intervention) in enumerate(spec.interventions)
-        if intervention.value is not None
+        if (value := _value(intervention)) is not None
     }
     declaration = {
         "captures": [_capture(request) for request in spec.captures],
@@ -110,6 +113,13 @@ def _capture(request: Capture) -> dict[str, Any]:
     return {"hook": str(request.what), "before": request.before, **given}
 
 
+def _value(intervention: Intervention) -> NDArray[Any] | None:
+    if intervention.fragment is not None:
+        return np.frombuffer(intervention.fragment.to_bytes(), np.uint8)
+    # not ascontiguousarray: it adds an axis
+    return None if intervention.value is None else np.asarray(intervention.value, order="C")
+
+
 def _intervention(point: HookPoint, intervention: Intervention) -> dict[str, Any]:
     return {
         "hook": point.name,
@@ -117,6 +127,7 @@ def _intervention(point: HookPoint, intervention: Intervention) -> dict[str, Any
         "positions": intervention.positions,
         "heads": intervention.heads,
         "rows": intervention.rows,
+        **({} if intervention.reads is None else {"reads": intervention.reads}),
     }
 
 
@@ -147,17 +158,26 @@ def _parse(declaration: dict[str, Any], tensors: dict[str, np.ndarray]) -> HookS
             raise ValueError(f"before must be true or false, got {entry['before']!r}")
         spec.capture(entry["hook"], before=entry["before"], positions=entry.get("positions"), heads=entry.get("heads"))
     for n, entry in enumerate(declaration["interventions"]):
-        value = tensors.pop(f"interventions.{n}.value") if KINDS.get(entry["kind"], False) else None
+        carries = KINDS.get(entry["kind"], False) or entry["kind"] == "splice"
+        value = tensors.pop(f"interventions.{n}.value") if carries else None
         if value is not None and entry["kind"] == "project_out" and not _orthonormal(value):
             raise ValueError(f"interventions.{n}.value must be orthonormal directions, [k, width]")
-        limits = (entry[limit] for limit in ("positions", "heads", "rows"))
-        spec.intervene(entry["hook"], Intervention._of(entry["kind"], value, *limits))
+        limits = {limit: entry[limit] for limit in ("positions", "heads", "rows")}
+        spec.intervene(entry["hook"], _made(entry, value, limits))
     for entry in declaration.get("state_knockouts", []):
         spec.set_state_knockout(_targeted(StateKnockoutSpec(), entry))
     for entry in declaration.get("state_steerings", []):
         steering = _targeted(StateSteeringSpec(entry["scale"]), entry)
         spec.set_state_steering(steering if entry["heads"] is None else steering.heads(entry["heads"]))
     return spec
+
+
+def _made(entry: dict[str, Any], value: NDArray[Any] | None, limits: dict[str, Any]) -> Intervention:
+    if entry["kind"] != "splice":
+        return Intervention._of(entry["kind"], value, *limits.values())
+    if value is None or value.dtype != np.uint8 or value.ndim != 1:
+        raise ValueError("a fragment is the bytes of an ONNX model, uint8 [n]")
+    return Intervention.Splice(value.tobytes(), reads=entry.get("reads"), **limits)
 
 
 def _orthonormal(directions: np.ndarray) -> bool:

@@ -1,6 +1,7 @@
 """Rewrite: the inputs of interventions become part of the graph, so that the file stands alone.
 
-1. A value becomes a constant. One that differs from token to token cannot: a graph serves texts of any length.
+1. A value becomes a constant, and so do the weights of a fragment. A value that differs from token to token cannot: a
+   graph serves texts of any length.
 2. Positions are worked out in the graph. A call in which the token at position 0 stands is the prompt's: negative
    positions count from its end, "prompt" means its tokens, and "generated" those of every later call.
 3. A knockout mask holds for the columns it was made for; beyond them nothing is knocked out.
@@ -176,6 +177,9 @@ def _edit(
     if given is not None:
         chosen = calls.chosen(f"{edit.prefix}.chosen", [given] if isinstance(given, str) else given)
         _replace(graph, tensors[edit.positions_input], chosen)
+    if intervention.fragment is not None:
+        for name, array in intervention.fragment.weights.items():
+            _become(graph, tensors[edit.weight_input(name)], array)
     if intervention.value is None:
         return
     value, dtype = tensors[edit.value_input], tensors[edit.value_input].dtype

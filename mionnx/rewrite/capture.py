@@ -31,7 +31,7 @@ def _part(graph: gs.Graph, want: Want, value: gs.Tensor, report: Report) -> gs.T
     """The positions and heads that are asked for."""
     if not (want.at_positions or want.by_heads):
         return value
-    axes = HookPoint.parse(want.hook).axes or ()
+    axes = want.axes
     build = Builder(graph, want.hook, f"{want.output}.capture", report)
     part = value
     if want.by_heads:

@@ -4,6 +4,7 @@
 2. The interventions follow, each reading what the one before it made, in registration order.
 3. The last one makes the value of the hook's own name, so that every later use and every capture sees the result.
 4. Values, positions and masks are inputs: the graph depends on what is done where, not on how much of it.
+5. A splice brings hook points of its own: it is inserted before what is done at those.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import onnx_graphsurgeon as gs
 
 from mionnx.rewrite.build import Builder
 from mionnx.rewrite.plan import Edit, Report
+from mionnx.rewrite.splice import splice
 
 TOKEN_POSITIONS = "mionnx.token_positions"
 
@@ -21,8 +23,8 @@ def intervene(graph: gs.Graph, edits: Sequence[Edit], report: Report) -> None:
     """Insert all edits of a plan."""
     tensors = graph.tensors()
     positions = token_positions(graph, report) if any(edit.at_positions for edit in edits) else None
-    for hook in dict.fromkeys(edit.hook for edit in edits):
-        value = tensors[hook]
+    for hook in sorted(dict.fromkeys(edit.hook for edit in edits), key=len):  # an inner name is the longer one
+        value = tensors[hook] if hook in tensors else graph.tensors()[hook]
         current = _detach(graph, value)
         here = [edit for edit in edits if edit.hook == hook]
         for edit in here:
@@ -93,6 +95,7 @@ _KINDS: dict[str, Callable[[Builder, Edit, gs.Variable, gs.Variable | None], gs.
     "scale": _scale,
     "zero": _zero,
     "project_out": _project_out,
+    "splice": splice,
 }
 
 

@@ -3,6 +3,9 @@
 import json
 from dataclasses import asdict, dataclass, field
 
+from mionnx.fit import Fit, Inner, inner_names
+from mionnx.hookpoint import HookPoint
+
 
 @dataclass(frozen=True)
 class Edit:
@@ -15,6 +18,8 @@ class Edit:
         axes: the names of the value's axes.
         at_positions: whether an input says at which token positions it applies.
         masked: whether an input says at which heads and rows it applies.
+        fit: of a splice, its fragment's structure.
+        reads: of a splice, the hook point that it reads besides.
     """
 
     hook: str
@@ -23,6 +28,8 @@ class Edit:
     axes: tuple[str, ...]
     at_positions: bool = False
     masked: bool = False
+    fit: Fit | None = None
+    reads: str | None = None
 
     @property
     def prefix(self) -> str:
@@ -44,6 +51,10 @@ class Edit:
         """The input of its heads and rows: bool, of the value's rank, broadcast to it."""
         return f"{self.prefix}.where"
 
+    def weight_input(self, name: str) -> str:
+        """The input of one of its fragment's weights."""
+        return f"{self.prefix}.{name}"
+
 
 @dataclass(frozen=True)
 class Want:
@@ -54,12 +65,19 @@ class Want:
         before: whether what came in is meant.
         at_positions: whether an input says of which token positions.
         by_heads: whether an input says of which heads.
+        inner: of a hook point that a splice brings, what is known of it.
     """
 
     hook: str
     before: bool = False
     at_positions: bool = False
     by_heads: bool = False
+    inner: Inner | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the value's axes."""
+        return HookPoint.parse(self.hook).axes or () if self.inner is None else self.inner.axes
 
     @property
     def output(self) -> str:
@@ -129,6 +147,11 @@ class Plan:
     def empty(self) -> bool:
         """Whether the untouched graph serves."""
         return self == Plan()
+
+    @property
+    def inner(self) -> set[str]:
+        """The hook points that splices bring, which the model's own graph does not have."""
+        return {name for edit in self.edits for name in inner_names(edit.hook, edit.fit)}
 
 
 @dataclass

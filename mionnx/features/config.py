@@ -1,0 +1,142 @@
+"""What a sparse autoencoder or transcoder is, whatever file it came from."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.errors import ModelError
+
+Weights = dict[str, NDArray[np.float32]]
+BIASES = {
+    "standard": ("b_enc",),
+    "jumprelu": ("b_enc", "threshold"),
+    "topk": ("b_enc",),
+    "gated": ("b_gate", "b_mag", "r_mag"),
+}
+ARCHITECTURES = {
+    "standard": ("standard", False),
+    "gated": ("gated", False),
+    "jumprelu": ("jumprelu", False),
+    "batchtopk": ("jumprelu", False),
+    "matryoshka_batchtopk": ("jumprelu", False),
+    "topk": ("topk", False),
+    "transcoder": ("standard", True),
+    "skip_transcoder": ("standard", True),
+    "jumprelu_transcoder": ("jumprelu", True),
+    "jumprelu_skip_transcoder": ("jumprelu", True),
+}
+NORMALISATIONS = ("none", "expected_average_only_in", "layer_norm", "constant_norm_rescale")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of the computation.
+
+    Attributes:
+        activation: "standard" (ReLU), "jumprelu", "topk" or "gated".
+        transcoder: whether it gives another value than it reads.
+        skip: whether a linear map of its input is added to what it gives.
+        normalisation: of what goes in: "none", "layer_norm" or "constant_norm_rescale".
+            SAELens' "expected_average_only_in" is "none" here and there: its factor is folded into the weights.
+        subtracts_bias: whether b_dec is taken from what goes in.
+        k: of "topk", how many features are kept.
+        by_decoder_norm: of "topk", whether features are ranked by how long what they add is.
+        by_head: whether the value is [batch, seq, n_heads, head_dim], read as one vector a token (`hook_z`).
+        hook: the hook point that it was trained on, as its file says; empty if it does not.
+        hook_out: of a transcoder, the hook point whose value it gives.
+    """
+
+    activation: str
+    transcoder: bool = False
+    skip: bool = False
+    normalisation: str = "none"
+    subtracts_bias: bool = False
+    k: int = 0
+    by_decoder_norm: bool = False
+    by_head: bool = False
+    hook: str = ""
+    hook_out: str = ""
+
+
+def from_saelens(given: dict[str, Any], names: set[str]) -> Config:
+    """A configuration from SAELens' `cfg.json`, of any version; what it means is what SAELens makes of it.
+
+    Args:
+        given: the JSON.
+        names: of the weights beside it.
+
+    Raises:
+        ModelError: an architecture, activation or normalisation that is not known here.
+    """
+    facts = {**given.get("metadata", {}), **given}
+    version = str(facts.get("sae_lens_version") or "0")
+    old = not version.partition(".")[0].isdigit() or int(version.partition(".")[0]) < 6
+    name = str(facts.get("architecture") or "standard")
+    function = facts.get("activation_fn", facts.get("activation_fn_str", "relu"))
+    k = facts.get("k", (facts.get("activation_fn_kwargs") or {}).get("k"))
+    if function == "topk" and k is not None:
+        name = "topk"
+    if name not in ARCHITECTURES:
+        raise ModelError(f"an SAE of the architecture {name!r}; known here: {', '.join(ARCHITECTURES)}")
+    if function not in ("relu", "topk"):
+        raise ModelError(f"an SAE with the activation {function!r}; known here: relu, topk")
+    activation, transcoder = ARCHITECTURES[name]
+    hook = str(facts.get("hook_name") or facts.get("hook_point") or "")
+    shape = facts.get("reshape_activations") or ("hook_z" if old and "hook_z" in hook else "none")
+    kept = k if activation == "topk" else 0
+    if not isinstance(kept, int) or (activation == "topk" and kept < 1):
+        raise ModelError(f"a top-k SAE must say how many features it keeps, got k={k!r}")
+    return Config(
+        activation,
+        transcoder,
+        "W_skip" in names,
+        _normalisation(facts.get("normalize_activations")),
+        bool(facts.get("apply_b_dec_to_input", not transcoder)),
+        kept,
+        bool(facts.get("rescale_acts_by_decoder_norm", False)),
+        shape == "hook_z",
+        hook,
+        str(facts.get("hook_name_out") or ""),
+    )
+
+
+def _normalisation(given: Any) -> str:
+    if isinstance(given, bool) or given is None:  # of the first versions
+        given = "expected_average_only_in" if given else "none"
+    if given not in NORMALISATIONS:
+        raise ModelError(f"an SAE with normalize_activations={given!r}; known here: {', '.join(NORMALISATIONS)}")
+    return "none" if given == "expected_average_only_in" else given
+
+
+def check(config: Config, weights: Weights, where: str) -> None:
+    """Check that the weights are those of the configuration, of shapes that fit.
+
+    Raises:
+        ModelError: a weight is missing, surplus, of another shape, or has NaN.
+    """
+    wanted = {"W_enc", "W_dec", "b_dec", *BIASES[config.activation], *(("W_skip",) if config.skip else ())}
+    if wanted != {*weights}:
+        missing, surplus = sorted(wanted - {*weights}), sorted({*weights} - wanted)
+        raise ModelError(
+            f"{where}: a {config.activation} SAE has {sorted(wanted)}; missing {missing}, surplus {surplus}"
+        )
+    if weights["W_enc"].ndim != 2 or weights["W_dec"].ndim != 2:
+        raise ModelError(f"{where}: W_enc and W_dec must be matrices")
+    (d_in, d_sae), d_out = weights["W_enc"].shape, weights["W_dec"].shape[1]
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(BIASES[config.activation], (d_sae,))
+    shapes |= {"W_enc": (d_in, d_sae), "W_dec": (d_sae, d_out), "b_dec": (d_out,), "W_skip": (d_out, d_in)}
+    for name, array in weights.items():
+        if array.shape != shapes[name]:
+            raise ModelError(f"{where}: {name} is {list(array.shape)}, and should be {list(shapes[name])}")
+        if np.isnan(array).any():
+            raise ModelError(f"{where}: {name} has NaN")
+    if not config.transcoder and d_in != d_out:
+        raise ModelError(
+            f"{where}: an SAE reads {d_in} numbers a token and gives {d_out}: a transcoder needs hook_out="
+        )
+    if config.transcoder and (config.subtracts_bias or config.by_head):
+        raise ModelError(f"{where}: a transcoder neither subtracts b_dec from its input nor reads by heads")
+    if config.k > d_sae:
+        raise ModelError(f"{where}: the largest {config.k} of {d_sae} features")

@@ -1,0 +1,66 @@
+"""Rewrite: a fragment is copied into a graph.
+
+1. Its values get the names `{hook}.{name}` where these begin with `hook_`, and else, as its nodes do, the prefix of the
+   splice: two copies of a fragment never collide.
+2. The values that go in, and the one that comes out, are cast where the fragment computes in another dtype.
+3. Its weights become inputs of the graph.
+"""
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from mionnx.fit import HOOK, Fit
+from mionnx.graph import edit as editable
+from mionnx.rewrite.build import Builder
+from mionnx.rewrite.plan import Edit
+
+
+def splice(build: Builder, edit: Edit, old: gs.Variable, out: gs.Variable | None) -> gs.Variable:
+    """Insert a fragment; its output, of the value's dtype."""
+    fit = edit.fit
+    if fit is None:
+        raise ValueError(f"{edit.prefix} has no fragment")
+    inner = editable(fit.proto)
+    weights = [tensor for tensor in inner.inputs if tensor.name in fit.weights]
+    activations = [tensor for tensor in inner.inputs if tensor.name not in fit.weights]
+    made = inner.outputs[0]
+    _rename(inner, edit, fit)
+    build.graph.inputs += weights
+    build.report.inputs += [tensor.name for tensor in weights]
+    given = [old] if edit.reads is None else [old, build.graph.tensors()[edit.reads]]
+    for number, (value, into) in enumerate(zip(given, activations, strict=True)):
+        _pass(build, value, f"in.{number}", into)
+    for node in inner.nodes:
+        build.graph.nodes.append(node)
+        build.report.add(edit.hook, node.name)
+    return _pass(build, made, "changed", out, old.dtype)
+
+
+def _pass(
+    build: Builder, value: gs.Tensor, step: str, out: gs.Variable | None, dtype: np.dtype | None = None
+) -> gs.Variable:
+    """A value under another name, cast if its dtype is another."""
+    wanted = np.dtype(dtype if out is None or out.dtype is None else out.dtype)
+    if value.dtype is None or np.dtype(value.dtype) == wanted:
+        return build.node("Identity", [value], step, wanted, out=out)
+    number = int(onnx.helper.np_dtype_to_tensor_dtype(wanted))
+    return build.node("Cast", [value], step, wanted, out=out, to=number)
+
+
+def _rename(inner: gs.Graph, edit: Edit, fit: Fit) -> None:
+    """Give every value and node of a fragment a name that no other has, those inside `If`, `Loop` and `Scan` too."""
+    known = {one.name: one for one in fit.inner}
+    done = set[int]()
+    for number, graph in enumerate([inner, *inner.subgraphs(recursive=True)]):
+        for tensor in [*graph.inputs, *graph.tensors().values(), *graph.outputs]:
+            if id(tensor) in done or not tensor.name:
+                continue
+            done.add(id(tensor))
+            here = known.get(tensor.name) if number == 0 else None
+            if here is not None and not isinstance(tensor, gs.Constant):
+                tensor.dtype, tensor.shape = np.dtype(here.dtype), None
+            own = tensor.name.startswith(HOOK) and here is not None
+            tensor.name = f"{edit.hook if own else edit.prefix}.{tensor.name}"
+        for at, node in enumerate(graph.nodes):
+            node.name = f"{edit.prefix}.{number}.{node.name or at}:{node.op}"

@@ -1,0 +1,149 @@
+"""`DoseResponse`: what a direction does to the answer, strength by strength."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from mionnx.view import Shown, render
+from mionnx.view.figure import DOTS, spelled
+
+SHOWN = 8  # prompts that a picture tells apart
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What prompts were continued with at some strengths; arrays are [prompts, strengths].
+
+    Attributes:
+        kl: KL(without || with), in nats.
+        probabilities: of the target.
+        top: the likeliest token.
+        top_probabilities: of that one.
+    """
+
+    kl: NDArray[np.float64]
+    probabilities: NDArray[np.float64]
+    top: NDArray[np.int64]
+    top_probabilities: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class DoseResponse(Shown):
+    """The answers to prompts, by the strength of one direction.
+
+    Attributes:
+        hook: where it was added.
+        prompts: [prompts], texts.
+        strengths: [strengths], ascending.
+        answers: what came of each.
+        targets: [prompts], the tokens whose probability is followed.
+        baseline: [prompts], the likeliest tokens without steering.
+        flips: [prompts], the smallest strength asked for from which the likeliest token is the target; NaN if it is
+            at none. Of negative strengths only, the largest. Where the answer was looked for more closely, it lies
+            within `tolerance` above the true one.
+        tolerance: how closely, 0 if at the strengths asked for only.
+        share: the share of the stream's mean length that strength 1 adds, measured at these prompts' steered tokens.
+        names: token -> its text.
+    """
+
+    hook: str
+    prompts: tuple[str, ...]
+    strengths: NDArray[np.float64]
+    answers: Answers
+    targets: NDArray[np.int64]
+    baseline: NDArray[np.int64]
+    flips: NDArray[np.float64]
+    tolerance: float
+    share: float
+    names: dict[int, str]
+
+    @property
+    def kl(self) -> NDArray[np.float64]:
+        """[prompts, strengths]: KL(without || with), in nats."""
+        return self.answers.kl
+
+    @property
+    def probabilities(self) -> NDArray[np.float64]:
+        """[prompts, strengths]: of the target."""
+        return self.answers.probabilities
+
+    def top(self, prompt: int = 0) -> list[str]:
+        """The likeliest token at each strength, of one prompt."""
+        return [self.names[int(token)] for token in self.answers.top[prompt]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As lists, one entry a prompt."""
+        rows = [
+            {
+                "prompt": prompt,
+                "baseline": self.names[int(self.baseline[i])],
+                "target": self.names[int(self.targets[i])],
+                "flip": self.flips[i],
+                "kl": self.kl[i],
+                "probability": self.probabilities[i],
+                "top": self.top(i),
+                "top_probability": self.answers.top_probabilities[i],
+            }
+            for i, prompt in enumerate(self.prompts)
+        ]
+        return {
+            "hook": self.hook,
+            "strengths": self.strengths,
+            "share": self.share,
+            "tolerance": self.tolerance,
+            "prompts": rows,
+        }
+
+    def figure(self) -> Figure:
+        """The target's probability and the divergence over the strengths, one line a prompt."""
+        figure = Figure(figsize=(9, 3.8), dpi=DOTS, layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for i, prompt in enumerate(self.prompts[:SHOWN]):
+            label = _short(f"{prompt} → {self.names[int(self.targets[i])].strip()}")
+            (line,) = left.plot(self.strengths, self.probabilities[i], marker="o", markersize=3, label=spelled(label))
+            right.plot(self.strengths, self.kl[i], marker="o", markersize=3, color=line.get_color())
+            if np.isfinite(self.flips[i]):
+                left.axvline(self.flips[i], color=line.get_color(), linewidth=0.8, linestyle=":")
+        left.set_ylim(-0.03, 1.03)
+        left.set_ylabel("probability of the target")
+        right.set_ylabel("KL from the baseline (nats)")
+        for axes in (left, right):
+            axes.set_xlabel(f"strength at {self.hook}")
+            axes.spines[["top", "right"]].set_visible(False)
+        more = len(self.prompts) - SHOWN
+        title = f"and {more} more prompts, not shown" if more > 0 else None
+        figure.legend(loc="outside lower center", fontsize=8, ncols=min(2, len(self.prompts)), title=title)
+        return figure
+
+    def page(self) -> str:
+        """Both curves for every prompt, and a table of the answers."""
+        return render("dose.html", f"Steering at {self.hook}", self.to_dict())
+
+
+def _short(text: str, width: int = 64) -> str:
+    return text if len(text) <= width else f"…{text[1 - width :]}"
+
+
+def outward(strengths: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The places of the strengths on one side of zero, going away from it: the positive ones if there are any."""
+    sign = 1 if (strengths > 0).any() else -1
+    here = np.flatnonzero(strengths * sign > 0)
+    return here[np.argsort(strengths[here] * sign)]
+
+
+def brackets(strengths: NDArray[np.float64], hit: NDArray[np.bool_]) -> Iterator[tuple[int, float, float]]:
+    """The prompts that reach their target, with the strength before (0 if it is the first) and at which they do.
+
+    Args:
+        strengths: [strengths].
+        hit: [prompts, strengths], whether the likeliest token is the target.
+    """
+    order = outward(strengths)
+    for prompt, found in enumerate(hit[:, order]):
+        if found.any():
+            first = int(found.argmax())
+            yield prompt, float(strengths[order[first - 1]]) if first else 0.0, float(strengths[order[first]])
