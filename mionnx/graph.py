@@ -6,10 +6,13 @@ weight files, so that editing a model of any size costs milliseconds.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
 
 from mionnx.errors import ModelError
 
@@ -44,6 +47,25 @@ def locations(proto: onnx.ModelProto) -> dict[str, int]:
             entry = {item.key: item.value for item in tensor.external_data}
             found[entry["location"]] = found.get(entry["location"], 0) + int(entry["length"])
     return found
+
+
+def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
+    """An initializer as a read-only array; one that is external data is mapped from its file.
+
+    Raises:
+        ModelError: no initializer of this name, or a file that is missing or too short.
+    """
+    tensor = next((tensor for tensor in proto.graph.initializer if tensor.name == name), None)
+    if tensor is None:
+        raise ModelError(f"the graph in {folder} has no initializer {name!r}")
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return onnx.numpy_helper.to_array(tensor)
+    entry = {item.key: item.value for item in tensor.external_data}
+    dtype, offset = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), int(entry.get("offset", 0))
+    try:
+        return np.memmap(folder / entry["location"], dtype, "r", offset, tuple(tensor.dims)).view(np.ndarray)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {name} in {folder / entry['location']}: {error}") from error
 
 
 def value_ranks(proto: onnx.ModelProto) -> dict[str, int | None]:
