@@ -3,12 +3,13 @@
 from pathlib import Path
 
 from mionnx.deploy import Knobs, Packaging, compile_spec
+from mionnx.functions import Functions
 from mionnx.progress import bars
 from mionnx.runner import Runner
 from mionnx.spec import HookSpec
 
 
-class MIModel(Runner):
+class MIModel(Functions, Runner):
     """A language model whose activations can be read and changed.
 
     Each base class holds the verbs of one kind; `Runner` has `forward` and `generate`.
