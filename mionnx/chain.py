@@ -37,6 +37,7 @@ class Link:
     Attributes:
         session: ONNX Runtime's session.
         inputs: what is fed to it.
+        defaults: inputs that may be left out (an RWKV's gates).
         hooks: the hooked values that it makes, in execution order.
         outputs: all that it makes: these, and what later links or the caller need.
         done: what no later link reads.
@@ -44,6 +45,7 @@ class Link:
 
     session: Any
     inputs: tuple[str, ...]
+    defaults: tuple[str, ...]
     hooks: tuple[str, ...]
     outputs: tuple[str, ...]
     done: tuple[str, ...]
@@ -81,7 +83,8 @@ class Chain:
         values: dict[str, Any] = dict(feeds)
         kept: dict[str, Any] = {}
         for link in self.links:
-            found = self._run(link, {name: values[name] for name in link.inputs})
+            given = (*link.inputs, *(name for name in link.defaults if name in feeds))
+            found = self._run(link, {name: values[name] for name in given})
             for hook in link.hooks:
                 found[hook] = between(hook, _array(found[hook]))
             kept |= {name: found[name] for name in found.keys() & wanted}
@@ -143,7 +146,8 @@ def open_chain(
 def _link(segment: Segment, opened: Any, later: set[str]) -> Link:
     outputs = (*segment.hooks, *segment.others)
     done = tuple(name for name in (*segment.inputs, *outputs) if name not in later)
-    return Link(opened, segment.inputs, segment.hooks, outputs, done)
+    defaults = tuple(entry.name for entry in opened.get_overridable_initializers())
+    return Link(opened, segment.inputs, defaults, segment.hooks, outputs, done)
 
 
 def _threads(asked: int, count: int) -> int:

@@ -6,7 +6,7 @@
 3. Nothing is computed twice: a value made before a cut and read after it crosses the cut, as an output and an input.
    Each node stands in the first segment that reads what it makes, so that little crosses.
 4. Except what depends on weights alone (a transposed matrix): every segment that reads it has it, since ONNX Runtime
-   folds it when it opens the graph.
+   folds it when it opens the graph. Inputs that have a default (an RWKV's gates) count as weights.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
