@@ -18,7 +18,9 @@ from mionnx.errors import (
     TokenizerError,
 )
 from mionnx.estimate import Estimate
+from mionnx.functions import Hook, ModelSizes
 from mionnx.generation import Generation
+from mionnx.heads import HeadScores
 from mionnx.hookpoint import HookPoint
 from mionnx.intervention import Intervention
 from mionnx.knockout import KnockoutSpec, create_knockout_mask
@@ -41,6 +43,8 @@ __all__ = [
     "Estimate",
     "ExportError",
     "Generation",
+    "HeadScores",
+    "Hook",
     "HookCache",
     "HookError",
     "HookPoint",
@@ -54,6 +58,7 @@ __all__ = [
     "MIError",
     "MIModel",
     "ModelError",
+    "ModelSizes",
     "Options",
     "RWKVState",
     "Report",

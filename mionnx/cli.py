@@ -17,7 +17,7 @@ from safetensors.numpy import save as to_bytes
 from scipy.special import softmax
 
 from mionnx import demo as examples
-from mionnx import store
+from mionnx import heads_cli, store
 from mionnx.ablation import AblationResult
 from mionnx.cache import HookCache
 from mionnx.cache_cli import app as cache_app
@@ -41,6 +41,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(cache_app, name="cache")
+app.command("heads")(heads_cli.heads)
 Edits = Annotated[list[str] | None, typer.Option(metavar="HOOK[=VALUE][@LIMITS]")]
 Steerings = Annotated[list[str] | None, typer.Option(metavar="SCALE@LIMITS")]
 States = Annotated[list[str] | None, typer.Option(metavar="LIMITS")]

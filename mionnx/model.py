@@ -4,12 +4,13 @@ from pathlib import Path
 
 from mionnx.deploy import Knobs, Packaging, compile_spec
 from mionnx.functions import Functions
+from mionnx.heads import Heads
 from mionnx.progress import bars
 from mionnx.runner import Runner
 from mionnx.spec import HookSpec
 
 
-class MIModel(Functions, Runner):
+class MIModel(Functions, Heads, Runner):
     """A language model whose activations can be read and changed.
 
     Each base class holds the verbs of one kind; `Runner` has `forward` and `generate`.
