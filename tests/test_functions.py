@@ -10,6 +10,7 @@ from families import VOCAB
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from oracle import Inputs, run
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mionnx import (
     HookError,
@@ -420,3 +421,25 @@ def test_other_wrong_arguments(llama):
         llama.run_with_hooks([9999], [("hook_embed", same)])
     with pytest.raises(HookError, match="no hook point 'hook_embedding'"):
         llama.run_with_cache(PROMPT, ["hook_embed", "hook_embedding"])
+
+
+def test_the_same_functions_in_transformer_lens(llama):
+    """One function, in place and without a `return`, on tensors there and on arrays here; and the loss."""
+    bridges = pytest.importorskip("transformer_lens.model_bridge", reason="transformer_lens is not installed")
+    folder = REPOSITORY / "models" / "world-llama"
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    bridge = bridges.TransformerBridge.boot_transformers(
+        str(folder), hf_model=reference, tokenizer=AutoTokenizer.from_pretrained(folder)
+    )
+    ids = llama.to_tokens(PROMPT)
+
+    def halve(activation, hook):
+        activation[:, 2:] *= 0.5
+
+    with torch.no_grad():
+        hooks = [(f"blocks.{layer}.hook_out", halve) for layer in (0, 2)]
+        logits, loss = bridge.run_with_hooks(torch.from_numpy(ids), fwd_hooks=hooks, return_type="both")
+    here = [(f"blocks.{layer}.hook_resid_post", halve) for layer in (0, 2)]
+    found, own_loss = llama.run_with_hooks(ids, here, "both")
+    assert np.abs(found - logits.numpy()).max() / np.abs(found).max() < 5e-5
+    assert abs(own_loss - float(loss)) < 5e-5

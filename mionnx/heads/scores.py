@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from rich.markup import escape
 from rich.table import Table
 
 from mionnx.errors import InputError, nearest
@@ -80,14 +81,12 @@ class HeadScores(Shown):
     def table(self, k: int = 5) -> Table:
         """The highest scores of each kind."""
         count = min(k, self.values[0].size)
-        table = Table(*(TITLES[kind] for kind in self.kinds), title=self._measured())
+        titles = (TITLES[kind] for kind in self.kinds)
+        caption = f"mean attention; chance is {self.chance:.3f}"
+        table = Table(*titles, title=f"{escape(self.model)}: layer.head", caption=caption)
         for heads in zip(*(self.top(kind, count) for kind in self.kinds), strict=True):
             table.add_row(*(f"{layer}.{head}  {score:.3f}" for layer, head, score in heads))
         return table
-
-    def _measured(self) -> str:
-        rows = f"{self.batch} random sequence{'s' * (self.batch != 1)} of {self.period} tokens, each given twice"
-        return f"{self.model}: heads (layer.head) and mean attention on {rows}; chance is {self.chance:.3f}"
 
     def figure(self) -> Figure:
         """One heat map a kind: a row a layer, a column a head."""
