@@ -1,5 +1,6 @@
 """Python functions as hooks: what they see, what becomes of what they do, and what is refused."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -335,6 +336,25 @@ def test_a_chain_opens_from_a_base_and_gives_its_bits(tmp_path, monkeypatch):
     assert np.array_equal(logits, plain.output())
     assert all(np.array_equal(value, plain[name]) for name, value in seen.items())
     assert np.array_equal(logits, shipped("world-gpt2", base="never").forward(PROMPTS).output())
+
+
+class Elsewhere(Options):
+    """Options of a provider whose values stay where it computes them."""
+
+    def provider_name(self) -> str:
+        return "ElsewhereExecutionProvider"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_values_that_stay_with_a_provider_give_the_same_bits(name):
+    model = shipped(name)
+    hooks = [("*", same), ("blocks.1.hook_resid_post", zero), ("blocks.2.hook_mlp_out", lambda value, hook: value + 1)]
+    expected, cache = model.run_with_cache(PROMPTS, "*resid_post", fwd_hooks=hooks)
+    ((key, chain),) = model.variants.open.items()
+    model.variants.open[key] = replace(chain, options=Elsewhere())
+    logits, found = model.run_with_cache(PROMPTS, "*resid_post", fwd_hooks=hooks)
+    assert np.array_equal(logits, expected)
+    assert all(np.array_equal(found[name], value) for name, value in cache.items())
 
 
 def test_run_with_cache_keeps_what_the_filter_names(llama):

@@ -30,7 +30,8 @@ def apply(
     """
     for function in functions:
         returned = function(value, hook=hook)
-        value = value if returned is None else _of_its_kind(model, hook, function, returned, value)
+        if returned is not None and returned is not value:
+            value = _of_its_kind(model, hook, function, returned, value)
         _refuse_numbers(model, call, hook, function, value)
     return value
 
