@@ -20,7 +20,9 @@ from mionnx.errors import (
 from mionnx.estimate import Estimate
 from mionnx.features import SAE, FeatureActivations
 from mionnx.fragment import Fragment
+from mionnx.functions import Hook, ModelSizes
 from mionnx.generation import Generation
+from mionnx.heads import HeadScores
 from mionnx.hookpoint import HookPoint
 from mionnx.intervention import Intervention
 from mionnx.knockout import KnockoutSpec, create_knockout_mask
@@ -53,6 +55,8 @@ __all__ = [
     "FeatureActivations",
     "Fragment",
     "Generation",
+    "HeadScores",
+    "Hook",
     "HookCache",
     "HookError",
     "HookPoint",
@@ -67,6 +71,7 @@ __all__ = [
     "MIError",
     "MIModel",
     "ModelError",
+    "ModelSizes",
     "Options",
     "RWKVState",
     "Report",

@@ -17,7 +17,7 @@ from safetensors.numpy import save as to_bytes
 from scipy.special import softmax
 
 from mionnx import demo as examples
-from mionnx import reading_cli, steer_cli, store, sweep_cli
+from mionnx import heads_cli, reading_cli, steer_cli, store, sweep_cli
 from mionnx.ablation import AblationResult
 from mionnx.cache import HookCache
 from mionnx.cache_cli import app as cache_app
@@ -46,6 +46,7 @@ app.command("lens")(reading_cli.lens)
 app.command("attention")(reading_cli.attention)
 app.command("attribute")(reading_cli.attribute)
 app.command("steer")(steer_cli.steer)
+app.command("heads")(heads_cli.heads)
 Edits = Annotated[list[str] | None, typer.Option(metavar="HOOK[=VALUE][@LIMITS]")]
 Steerings = Annotated[list[str] | None, typer.Option(metavar="SCALE@LIMITS")]
 States = Annotated[list[str] | None, typer.Option(metavar="LIMITS")]

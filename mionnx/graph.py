@@ -54,23 +54,23 @@ def locations(proto: onnx.ModelProto) -> dict[str, int]:
     return found
 
 
-def weight(proto: onnx.ModelProto, name: str, folder: Path) -> NDArray[Any]:
-    """One weight, mapped from its file: what is not used is not read.
+def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
+    """An initializer as a read-only array; one that is external data is mapped from its file.
 
     Raises:
-        ModelError: the graph has no weight of this name, or its file cannot be read.
+        ModelError: no initializer of this name, or a file that is missing or too short.
     """
     tensor = next((tensor for tensor in proto.graph.initializer if tensor.name == name), None)
     if tensor is None:
-        raise ModelError(f"the graph has no weight {name!r}")
+        raise ModelError(f"the graph in {folder} has no initializer {name!r}")
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         return onnx.numpy_helper.to_array(tensor)
     entry = {item.key: item.value for item in tensor.external_data}
-    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    dtype, offset = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), int(entry.get("offset", 0))
     try:
-        return np.memmap(folder / entry["location"], dtype, "r", int(entry.get("offset", 0)), tuple(tensor.dims))
+        return np.memmap(folder / entry["location"], dtype, "r", offset, tuple(tensor.dims)).view(np.ndarray)
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read {name!r} from {folder / entry['location']}: {error}") from error
+        raise ModelError(f"cannot read {name} in {folder / entry['location']}: {error}") from error
 
 
 def value_ranks(proto: onnx.ModelProto) -> dict[str, int | None]:

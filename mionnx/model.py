@@ -4,6 +4,8 @@ from pathlib import Path
 
 from mionnx.deploy import Knobs, Packaging, compile_spec
 from mionnx.features import Features
+from mionnx.functions import Functions
+from mionnx.heads import Heads
 from mionnx.progress import bars
 from mionnx.reading import Reading
 from mionnx.runner import Runner
@@ -12,7 +14,7 @@ from mionnx.steering import Steering
 from mionnx.sweep import Sweeps
 
 
-class MIModel(Sweeps, Reading, Steering, Features, Runner):
+class MIModel(Functions, Heads, Sweeps, Reading, Steering, Features, Runner):
     """A language model whose activations can be read and changed.
 
     Each base class holds the verbs of one kind; `Runner` has `forward` and `generate`.

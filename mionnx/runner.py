@@ -14,7 +14,8 @@ from mionnx.cache import HookCache
 from mionnx.call import Call, Past, make_call
 from mionnx.errors import InputError, TokenizerError
 from mionnx.estimate import Estimate, estimate_of
-from mionnx.gates import gates_of, refuse_idle
+from mionnx.feeds import feeds_of
+from mionnx.gates import refuse_idle
 from mionnx.generation import Generation, Stopping, Streamer, generate
 from mionnx.hooked_model import HookedModel
 from mionnx.hookpoint import HookPoint
@@ -165,8 +166,9 @@ class Runner:
 
     @property
     def compiled(self) -> Mapping[Plan, Compiled]:
-        """The graphs that are open, the one used longest ago first."""
-        return self.variants.open
+        """The graphs that are open, the one used longest ago first; chains of cut graphs are not among them."""
+        found = self.variants.open.items()
+        return {plan: one for plan, one in found if isinstance(plan, Plan) and isinstance(one, Compiled)}
 
     def warm(self, hooks: HookSpec, logits: "bool | Logits" = True) -> None:
         """Open the graph of a spec now, so that the first `forward` with such a structure does not wait for it."""
@@ -235,9 +237,7 @@ class Runner:
         compiled = self.variants.get(plan, call.batch * call.seq)
         if not carried:
             refuse_idle(spec, compiled.plan.wants, self.num_layers)
-        feeds = {**call.feeds(), **past.feeds(self.hooked, before, call)}
-        feeds |= bind.values_of(spec, compiled.plan, call, self.hooked)
-        feeds |= gates_of(spec, call, self.hooked.metadata)
+        feeds = feeds_of(self.hooked, spec, compiled.plan, call, before)
         feeds |= {**bind.parts_of(chosen, call, self.hooked), **part.feeds(call, self.hooked.metadata.sizes)}
         self._refuse_too_large(chosen, call)
         wants, carries = compiled.plan.wants, past.outputs(self.hooked, use_cache) if carried else []

@@ -89,7 +89,7 @@ def version() -> str:
 
 
 def open_session(
-    model: Path | bytes, folder: Path, options: Options, optimised: bool = False
+    model: Path | bytes, folder: Path, options: Options, optimised: bool = False, spinning: bool = True
 ) -> "onnxruntime.InferenceSession":
     """Open a session.
 
@@ -98,12 +98,15 @@ def open_session(
         folder: the hooked model's folder, or the base's.
         options: provider, threads, fusions, packing.
         optimised: whether the graph is one that ONNX Runtime has optimised already.
+        spinning: whether its threads may keep the processor for a while after a run, to be quicker in the next.
 
     Raises:
         ModelError: ONNX Runtime refuses the model.
         RuntimeMissingError: the provider is not there.
     """
     settings = _settings(folder, options)
+    if not spinning:
+        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if optimised:
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         settings.add_session_config_entry("session.prepack.enable_parallel", "1")

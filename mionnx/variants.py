@@ -1,18 +1,21 @@
 """From a plan to an open session: the pristine graph or a prepared base, rewritten, from the store or made now."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mionnx import base as bases
 from mionnx import graph, memory, session, store
+from mionnx.chain import Chain, open_chain
 from mionnx.entries import Entries
 from mionnx.errors import InputError, nearest
 from mionnx.hooked_model import GRAPH, HookedModel
 from mionnx.rewrite import Plan, Report, rewrite
+from mionnx.rewrite.run import rewritten
 
 UNPACKED = 512  # tokens from which on packing the weights gains little (measured: 1.06 at 8 x 64)
 VARIANT = 2**25  # bytes that a session from a base takes besides the weights it shares, about
@@ -38,6 +41,10 @@ class Compiled:
     cost: int
 
 
+Key = Plan | tuple[Plan, tuple[str, ...]]  # of a graph, or of a chain: where the graph is cut
+Open = TypeVar("Open", Compiled, Chain)
+
+
 class Variants:
     """The open graphs of one model, in order of last use; the oldest are closed when they are too many or too large."""
 
@@ -45,7 +52,7 @@ class Variants:
         if options.base not in WHEN:
             raise InputError(f"base {options.base!r}; one of {', '.join(WHEN)}{nearest(options.base, WHEN)}")
         self.model, self.options = model, options
-        self.open: dict[Plan, Compiled] = {}
+        self.open: dict[Key, Compiled | Chain] = {}
         self._base: bases.Base | None = None
         self._looked = False
         self._opened = 0
@@ -66,16 +73,29 @@ class Variants:
             plan: the structure.
             tokens: of the call that it is for, all rows together; 0 if that is not known, or if more calls will follow.
         """
+        return self._recent(plan, lambda: self._make(plan), tokens)
+
+    def chain(self, plan: Plan, hooks: tuple[str, ...], tokens: int = 0) -> Chain:
+        """The open graphs of a plan that is cut at hook points, opened if they are not.
+
+        Args:
+            plan: the structure; it wants all of the hooks.
+            hooks: names, in execution order.
+            tokens: as for `get`.
+        """
+        return self._recent((plan, hooks), lambda: self._make_chain(plan, hooks), tokens)
+
+    def _recent(self, key: Key, make: Callable[[], Open], tokens: int) -> Open:
         if self.options.prepack is None:
             self.options = replace(self.options, prepack=tokens < UNPACKED)
-        compiled = self.open.pop(plan, None) or self._make(plan)
-        self.open[plan] = compiled  # last in the order of the dictionary: the one used most recently
+        found: Any = self.open.pop(key, None) or make()
+        self.open[key] = found  # last in the order of the dictionary: the one used most recently
         limit = self.options.max_bytes or memory.total() // 2
         while len(self.open) > 1 and (
             len(self.open) > self.options.max_graphs or sum(one.cost for one in self.open.values()) > limit
         ):
             del self.open[next(iter(self.open))]
-        return compiled
+        return found
 
     def prepare(self) -> bool:
         """Make the base now, if there is none; whether there is one then."""
@@ -99,7 +119,7 @@ class Variants:
         base = self._find_base()
         if base is not None and base.serves(plan, self.model):
             model, report = self._rewritten(base, plan)
-            opened = session.open_session(model, base.folder, self.options, optimised=True)
+            opened = session.open_session(model, base.folder, self.options, optimised=True, spinning=not plan.starts)
             return Compiled(plan, opened, report, None if plan.empty else model, VARIANT)
         folder = self.model.folder
         if plan.empty:
@@ -109,7 +129,19 @@ class Variants:
         self._opened += 1
         model, report = rewrite(self.model.proto, plan, self.model.metadata)
         cost = sum(graph.locations(graph.parse(model)).values()) if plan.starts else self.weights
-        return Compiled(plan, session.open_session(model, folder, self.options), report, model, cost)
+        opened = session.open_session(model, folder, self.options, spinning=not plan.starts)
+        return Compiled(plan, opened, report, model, cost)
+
+    def _make_chain(self, plan: Plan, hooks: tuple[str, ...]) -> Chain:
+        base, metadata = self._find_base(), self.model.metadata
+        if base is not None and base.serves(plan, self.model):
+            made = rewritten(base.proto, plan, metadata)
+            place, optimised, cost = (base.proto, base.folder), True, VARIANT
+        else:
+            self._opened += 1
+            made = rewritten(self.model.proto, plan, metadata)
+            place, optimised, cost = (self.model.proto, self.model.folder), False, self.weights
+        return open_chain(made, plan, hooks, *place, self.options, optimised=optimised, cost=cost)
 
     def _rewritten(self, base: bases.Base, plan: Plan) -> tuple[bytes, Report]:
         """A base's graph rewritten, from the store if it is there."""

@@ -7,12 +7,11 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx import session
+from mionnx import session, weights
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.hooked_model import DTYPES
 from mionnx.hookpoint import HookPoint
 from mionnx.reading.lens import LensResult
-from mionnx.reading.matrices import embedding, unembedding
 from mionnx.reading.nearness import cosines, largest, products
 from mionnx.reading.prompt import Text, is_stream, one_text, spell, streams_of, token_of
 from mionnx.reading.readout import Lens, Readout
@@ -209,11 +208,11 @@ class LensVerbs(Runner):
 
     @cached_property
     def _embedding(self) -> NDArray[Any]:
-        return embedding(self.hooked)
+        return weights.embedding(self.hooked)
 
     @cached_property
     def _unembedding(self) -> NDArray[Any]:
-        return unembedding(self.hooked)[0]
+        return weights.unembedding(self.hooked)
 
     def embedding_for(self, token: int | str, scaled: bool = True) -> NDArray[Any]:
         """A token's embedding, [hidden].
@@ -245,7 +244,7 @@ class LensVerbs(Runner):
         Raises:
             InputError: another width, NaN, a zero vector, or another k than 1 to the vocabulary's size.
         """
-        vector = self.embedding_for(query, scaled=False) if isinstance(query, str) else self._one(query, "query")
+        vector = self.embedding_for(query, scaled=False) if isinstance(query, str) else self._one_vector(query, "query")
         return largest(cosines(self._embedding, vector), k)
 
     def project_through_unembed(self, vec: ArrayLike, k: int = 10) -> Scored:
@@ -261,9 +260,9 @@ class LensVerbs(Runner):
         Raises:
             InputError: another width, NaN, or another k than 1 to the vocabulary's size.
         """
-        return largest(products(self._unembedding.T, self._one(vec, "vec")), k)
+        return largest(products(self._unembedding.T, self._one_vector(vec, "vec")), k)
 
-    def _one(self, vector: ArrayLike, what: str) -> NDArray[Any]:
+    def _one_vector(self, vector: ArrayLike, what: str) -> NDArray[Any]:
         found = streams_of(vector, self.hidden_size, what)
         if found.ndim != 1:
             raise InputError(f"{what} is {list(found.shape)}; it must be [hidden={self.hidden_size}]")

@@ -1,4 +1,4 @@
-"""The matrices between tokens and the residual stream, found from the graph's structure and mapped from its weights."""
+"""The head of a model: which matrix product of its graph gives the logits, and what follows it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -33,34 +33,6 @@ class Head:
     capped: bool
 
 
-def embedding(hooked: HookedModel) -> Matrix:
-    """The token embedding, [vocab, hidden], without the scale that some families give it.
-
-    Raises:
-        ModelError: what lies before `hook_embed` is no table that tokens are looked up in.
-    """
-    value = graphs.edit(hooked.proto).tensors()[str(HookPoint.Embed)]
-    while value.inputs:
-        node = value.inputs[0]
-        if node.op == "Gather":
-            return _matrix(hooked, node.inputs[0])
-        computed = [entry for entry in node.inputs if entry.inputs]
-        if len(computed) != 1:
-            break
-        value = computed[0]
-    raise ModelError(f"{hooked.metadata.family}: {HookPoint.Embed} is not looked up in a table")
-
-
-def unembedding(hooked: HookedModel) -> tuple[Matrix, Matrix | None]:
-    """The unembedding: [hidden, vocab], and its bias [vocab] or None.
-
-    Raises:
-        ModelError: see `find`.
-    """
-    head = find(hooked)
-    return head.weight, head.bias
-
-
 def find(hooked: HookedModel) -> Head:
     """The matrix product that the logits come from.
 
@@ -91,7 +63,7 @@ def _capped(value: gs.Tensor) -> bool:
 def _matrix(hooked: HookedModel, value: gs.Tensor) -> Matrix:
     """A weight as the graph uses it: turned, or of another dtype."""
     if isinstance(value, gs.Constant):
-        return graphs.weight(hooked.proto, value.name, hooked.folder)
+        return graphs.weight(hooked.proto, hooked.folder, value.name)
     node = value.inputs[0] if value.inputs else None
     if node is not None and node.op == "Transpose":
         found = _matrix(hooked, node.inputs[0])

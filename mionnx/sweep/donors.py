@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mionnx.errors import InputError
 from mionnx.rewrite.intervene import sequence_axis
 from mionnx.sweep.cells import Grid
-from mionnx.sweep.chain import Chain
+from mionnx.sweep.pieces import Pieces
 from mionnx.sweep.record import Record, record
 
 Ids = NDArray[np.int64]
@@ -22,7 +22,7 @@ def zero_donors(base: Record) -> Arrays:
     return {hook: np.zeros([1] * value.ndim, value.dtype) for hook, value in base.values.items()}
 
 
-def mean_donors(chain: Chain, grid: Grid, prompts: Sequence[Ids]) -> tuple[Callable[[Record], Arrays], str]:
+def mean_donors(pieces: Pieces, grid: Grid, prompts: Sequence[Ids]) -> tuple[Callable[[Record], Arrays], str]:
     """The mean of each head and feature over all tokens of some prompts.
 
     Returns:
@@ -37,7 +37,7 @@ def mean_donors(chain: Chain, grid: Grid, prompts: Sequence[Ids]) -> tuple[Calla
     axis = sequence_axis(grid.axes)
     sums: Arrays = {}
     for prompt in prompts:
-        values = record(chain, prompt[None], (), hooks).values
+        values = record(pieces, prompt[None], (), hooks).values
         for hook, value in values.items():
             sums[hook] = sums.get(hook, 0) + value.sum(axis=(0, axis), keepdims=True, dtype=np.float64)
     count = sum(map(len, prompts))

@@ -22,8 +22,8 @@ from mionnx.hookpoint import HookPoint
 from mionnx.rewrite.intervene import sequence_axis
 from mionnx.rewrite.plan import Edit
 from mionnx.sweep.cells import Grid
-from mionnx.sweep.chain import Arrays, Chain, Text
 from mionnx.sweep.metric import Metric
+from mionnx.sweep.pieces import Arrays, Pieces, Text
 from mionnx.sweep.record import Record
 
 TOKENS = 4096  # that one call computes at most: more gains nothing, and takes memory
@@ -53,7 +53,7 @@ class Patched:
     """The patched runs of one prompt.
 
     Attributes:
-        chain, grid, shortcuts: the model, the cells, and how they are computed.
+        pieces, grid, shortcuts: the model, the cells, and how they are computed.
         base: the run that is patched, [1, ...].
         donors: hook point -> what is put there, broadcast to its value.
         first: the first position at which donor and base differ.
@@ -62,14 +62,14 @@ class Patched:
 
     def __init__(
         self,
-        chain: Chain,
+        pieces: Pieces,
         grid: Grid,
         base: Record,
         donors: Mapping[str, NDArray[Any]],
         first: int = 0,
         shortcuts: Shortcuts | None = None,
     ) -> None:
-        self.chain, self.grid, self.shortcuts = chain, grid, shortcuts or Shortcuts()
+        self.pieces, self.grid, self.shortcuts = pieces, grid, shortcuts or Shortcuts()
         self.base, self.donors, self.first = base, donors, first
         self.seq = base.ids.shape[1]
         self.rows = min(TOKENS, self._fitting()) if self.shortcuts.batch else 1
@@ -82,7 +82,7 @@ class Patched:
     @property
     def row_bytes(self) -> int:
         """What a row takes while a layer is computed, about: stream, neurons, scores, keys and values."""
-        sizes, hooks = self.chain.model.metadata.sizes, self.chain.model.metadata.hooks
+        sizes, hooks = self.pieces.model.metadata.sizes, self.pieces.model.metadata.hooks
         neurons = hooks.get(str(HookPoint.MlpAct(0)), [4 * sizes.hidden_size])[-1]
         width = 8 * sizes.hidden_size + 4 * int(neurons) + 3 * sizes.num_heads * self.seq
         return 4 * self.seq * (width + 4 * sizes.num_kv_heads * sizes.head_dim)
@@ -115,7 +115,7 @@ class Patched:
 
     def _read_at_the_end(self, hook: str) -> bool:
         """Whether a value of the last layer is read at the last position alone: all but what other tokens look at."""
-        last = hook == self.grid.hook(self.chain.layers - 1) and bool(self.chain.parted)
+        last = hook == self.grid.hook(self.pieces.layers - 1) and bool(self.pieces.parted)
         return last and HookPoint.parse(hook).variant not in ("ResidPre", "AttnK", "AttnRotK", "AttnV")
 
     def run(self, cells: Cells, metric: Metric, done: Callable[[Cells, NDArray[np.float64]], None]) -> None:
@@ -173,7 +173,7 @@ class Patched:
     def work(self, cells: Cells) -> int:
         """How many tokens go through how many layers, for these cells."""
         begins = self.grid.layer_of(cells) if self.shortcuts.truncate else np.zeros(len(cells), np.int64)
-        layers = dict(zip(cells.tolist(), (self.chain.layers - begins).tolist(), strict=True))
+        layers = dict(zip(cells.tolist(), (self.pieces.layers - begins).tolist(), strict=True))
         return sum(
             sum(layers[cell] for cell in chunk.tolist()) * (self.seq - start) for chunk, start in self.chunks(cells)
         )
@@ -194,7 +194,7 @@ class Climb:
 
     def __init__(self, patched: Patched, cells: Cells, start: int) -> None:
         self.patched, self.cells, self.start = patched, cells, start
-        self.chain, self.grid, self.seq = patched.chain, patched.grid, patched.seq
+        self.pieces, self.grid, self.seq = patched.pieces, patched.grid, patched.seq
         self.layers = self.grid.layer_of(cells)
         self.begins = self.layers if patched.shortcuts.truncate else np.zeros(len(cells), np.int64)
         self.stream: Arrays = {}
@@ -234,19 +234,19 @@ class Climb:
 
     def finish(self, metric: Metric) -> NDArray[Any]:
         """Go through all layers that are left; the logits at the last position."""
-        chain, last = self.chain, self.chain.layers - 1
-        parted = chain.parted if self.patched.shortcuts.last else ()
-        for layer in range(int(self.begins[0]), chain.layers if not parted else last):
+        pieces, last = self.pieces, self.pieces.layers - 1
+        parted = pieces.parted if self.patched.shortcuts.last else ()
+        for layer in range(int(self.begins[0]), pieces.layers if not parted else last):
             self.join(layer)
-            self.stream, _ = chain.layer(layer, self.text(), self.stream, self.edits(layer))
+            self.stream, _ = pieces.layer(layer, self.text(), self.stream, self.edits(layer))
         tokens = None if metric.needs is None else np.array(metric.needs)
         if not parted:
-            logits = chain.logits(self.text(), self.stream, last=self.patched.shortcuts.last, tokens=tokens)
+            logits = pieces.logits(self.text(), self.stream, last=self.patched.shortcuts.last, tokens=tokens)
             return logits[:, -1]
         self.join(last)
-        order, hook = self.chain.model.order, self.grid.hook(last)
+        order, hook = self.pieces.model.order, self.grid.hook(last)
         late = last in self.grid.layers and order[hook] > order[parted[0]]
-        found = chain.run(self.text(), self.stream, {} if late else self.edits(last), parted)
+        found = pieces.run(self.text(), self.stream, {} if late else self.edits(last), parted)
         ends = {name: np.ascontiguousarray(value[:, -1:]) for name, value in found.items()}
         narrow = self.edits(last, narrow=True) if late else {}
-        return chain.logits(chain.last_of(self.text()), ends, narrow, tokens=tokens)[:, -1]
+        return pieces.logits(pieces.last_of(self.text()), ends, narrow, tokens=tokens)[:, -1]

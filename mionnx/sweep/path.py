@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from mionnx.hookpoint import HookPoint
 from mionnx.place import heads_axis
 from mionnx.rewrite.plan import Edit
-from mionnx.sweep.chain import Arrays
 from mionnx.sweep.engine import Cells, Climb, Patched
 from mionnx.sweep.metric import Metric
+from mionnx.sweep.pieces import Arrays
 from mionnx.sweep.receivers import Receivers
 
 # What a sender writes into the stream, and how many stages after the beginning of its layer that is read.
@@ -75,19 +75,19 @@ class _Walk(Climb):
 
     def finish(self, metric: Metric) -> NDArray[Any]:
         """Go through all layers that are left; the logits at the last position."""
-        for layer in range(int(self.begins[0]), self.chain.layers):
+        for layer in range(int(self.begins[0]), self.pieces.layers):
             self.join(layer)
             sent = self._sent(layer)
             self._layer(layer, sent)
-        end = self.stream[self.chain.end] + self.change if self.receivers.final else self.stream[self.chain.end]
+        end = self.stream[self.pieces.end] + self.change if self.receivers.final else self.stream[self.pieces.end]
         tokens = None if metric.needs is None else np.array(metric.needs)
-        return self.chain.logits(self.text(), {self.chain.end: end}, tokens=tokens)[:, -1]
+        return self.pieces.logits(self.text(), {self.pieces.end: end}, tokens=tokens)[:, -1]
 
     def join(self, layer: int) -> None:
         """Let rows join; they have changed nothing yet."""
         before = self.joined
         super().join(layer)
-        stream = self.stream[self.chain.starts(layer)[0]]
+        stream = self.stream[self.pieces.starts(layer)[0]]
         fresh = np.zeros_like(stream[before:])
         self.change = np.concatenate([self.change, fresh]) if before else fresh
 
@@ -103,7 +103,7 @@ class _Walk(Climb):
             return np.where(inputs[edit.mask_input], inputs[edit.value_input] - old, 0)
         begins = {name: value[:, self.start :] for name, value in self.base.streams[layer].items()}
         begins = {name: np.repeat(value, self.joined, axis=0) for name, value in begins.items()}
-        new = self.chain.run(self.text(), begins, edits, [through])[through]
+        new = self.pieces.run(self.text(), begins, edits, [through])[through]
         sends = (self.layers[: self.joined] == layer)[:, None, None]
         return np.where(sends, new - old, 0)
 
@@ -118,9 +118,9 @@ class _Walk(Climb):
             self._send(sent, number)
             end = post if begin == stages[-1][0] else mid
             edits = self._received(begin, stream, receivers)
-            stream = self.chain.run(self.text(), {begin: stream}, edits, [end])[end]
+            stream = self.pieces.run(self.text(), {begin: stream}, edits, [end])[end]
         self._send(sent, 2)
-        after = self.chain.starts(layer + 1)[0]
+        after = self.pieces.starts(layer + 1)[0]
         self.stream = {after: stream}
 
     def _send(self, sent: NDArray[Any] | None, stage: int) -> None:
@@ -131,7 +131,7 @@ class _Walk(Climb):
         """The inputs of receivers, computed from the stream with the change."""
         if not receivers or not self.change.any():
             return {}
-        found = self.chain.run(self.text(), {begin: stream + self.change}, {}, receivers)
+        found = self.pieces.run(self.text(), {begin: stream + self.change}, {}, receivers)
         edits: dict[Edit, Arrays] = {}
         for name in receivers:
             axes = HookPoint.parse(name).axes or ()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.sweep.chain import Arrays, Chain, Text
+from mionnx.sweep.pieces import Arrays, Pieces, Text
 
 
 @dataclass
@@ -39,24 +39,24 @@ class Record:
         return Record(self.ids[own], streams, of(self.values), of(self.known), self.logits[own])
 
 
-def record(chain: Chain, ids: NDArray[np.int64], layers: Collection[int], hooks: Collection[str]) -> Record:
+def record(pieces: Pieces, ids: NDArray[np.int64], layers: Collection[int], hooks: Collection[str]) -> Record:
     """Run prompts of one length, and keep what patched runs need.
 
     Args:
-        chain: the model.
+        pieces: the model.
         ids: [rows, seq].
         layers: those that patched runs begin with.
         hooks: hook points whose values are kept.
     """
     made, text = Record(ids), Text(ids)
-    stream = chain.embed(text)
-    for layer in range(chain.layers):
+    stream = pieces.embed(text)
+    for layer in range(pieces.layers):
         if layer in layers:
             made.streams[layer] = stream
-        keys = chain.keys_of(layer)
+        keys = pieces.keys_of(layer)
         here = [hook for hook in hooks if hook.startswith(f"blocks.{layer}.")]
-        stream, found = chain.layer(layer, text, stream, wants=tuple(dict.fromkeys([*keys, *here])))
+        stream, found = pieces.layer(layer, text, stream, wants=tuple(dict.fromkeys([*keys, *here])))
         made.values |= {hook: found[hook] for hook in here}
         made.known |= {name: found[hook] for hook, name in keys.items()}
-    made.logits = chain.logits(text, stream)[:, -1]
+    made.logits = pieces.logits(text, stream)[:, -1]
     return made

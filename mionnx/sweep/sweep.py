@@ -15,11 +15,11 @@ from mionnx.errors import InputError
 from mionnx.hookpoint import HookPoint
 from mionnx.progress import Progress, silent
 from mionnx.sweep.cells import Grid
-from mionnx.sweep.chain import Chain, Text
 from mionnx.sweep.engine import Patched, Shortcuts
 from mionnx.sweep.kept import Kept, key_of
 from mionnx.sweep.metric import Metric, Wanted
 from mionnx.sweep.path import PathPatched, written
+from mionnx.sweep.pieces import Pieces, Text
 from mionnx.sweep.receivers import Receivers
 from mionnx.sweep.record import Record, record
 from mionnx.sweep.result import SweepResult
@@ -112,13 +112,13 @@ class Sweep:
     """A sweep that is ready to run.
 
     Attributes:
-        model, chain: the model, and its pieces.
+        model, pieces: the model, and its pieces.
         prompts: what it runs on; texts end at the position that is read.
         setting: what it measures.
     """
 
-    def __init__(self, model: "Runner", chain: Chain, prompts: Sequence[Prompt], setting: Setting) -> None:
-        self.model, self.chain, self.prompts, self.setting = model, chain, list(prompts), setting
+    def __init__(self, model: "Runner", pieces: Pieces, prompts: Sequence[Prompt], setting: Setting) -> None:
+        self.model, self.pieces, self.prompts, self.setting = model, pieces, list(prompts), setting
         for number, prompt in enumerate(self.prompts):
             if prompt.other is not None and np.array_equal(prompt.base, prompt.other):
                 raise InputError(f"pair {number}: the clean and the corrupted prompt are the same up to what is read")
@@ -165,7 +165,7 @@ class Sweep:
         times = []
         for _ in range(2):  # the first opens the piece
             begin = time.perf_counter()
-            self.chain.layer(layer, text, stream)
+            self.pieces.layer(layer, text, stream)
             times.append(time.perf_counter() - begin)
         return times[-1] / (rows * width)
 
@@ -229,7 +229,7 @@ class Sweep:
         prompt, setting, grid = self.prompts[pair], self.setting, self.setting.grid
         ids = np.stack([prompt.base] if prompt.other is None else [prompt.base, prompt.other])
         begins = {*grid.layers} if setting.shortcuts.truncate else {0}
-        made = record(self.chain, ids, begins | {grid.layers[-1]}, setting.hooks)
+        made = record(self.pieces, ids, begins | {grid.layers[-1]}, setting.hooks)
         base, other = made.row(0), made.row(len(ids) - 1)
         donors = other.values if setting.donors is None else setting.donors(base)
         clean, corrupted = (other, base) if setting.direction == "denoising" else (base, other)
@@ -237,7 +237,7 @@ class Sweep:
         metric = setting.wanted.bind(self.model, pair, len(self.prompts), clean.logits[0], second)
         read = made.logits if metric.needs is None else made.logits[:, list(metric.needs)]
         values = metric(read)
-        runs = (self.chain, grid, base, donors, prompt.first, setting.shortcuts)
+        runs = (self.pieces, grid, base, donors, prompt.first, setting.shortcuts)
         patched = Patched(*runs) if setting.receivers is None else PathPatched(setting.receivers, *runs)
         return patched, metric, (float(values[0]), float(values[-1]))
 

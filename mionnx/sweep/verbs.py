@@ -17,10 +17,10 @@ from mionnx.runner import Prompt as Given
 from mionnx.runner import Runner
 from mionnx.store import cache_folder
 from mionnx.sweep.cells import Grid, make_grid
-from mionnx.sweep.chain import Chain
 from mionnx.sweep.donors import Ids, mean_donors, resampled, zero_donors
 from mionnx.sweep.engine import Shortcuts
 from mionnx.sweep.metric import Measure, Tokens, Wanted
+from mionnx.sweep.pieces import Pieces
 from mionnx.sweep.receivers import Receiver, Receivers, make_receivers
 from mionnx.sweep.result import SweepResult
 from mionnx.sweep.sweep import Prompt, Setting, Sweep
@@ -159,7 +159,7 @@ class Sweeps(Runner):
             shortcuts or Shortcuts(),
             receivers,
         )
-        return Sweep(self, self._chain, prompts, setting)
+        return Sweep(self, self._sweep_pieces, prompts, setting)
 
     def ablation_sweep(
         self,
@@ -210,21 +210,21 @@ class Sweeps(Runner):
         )
         found = [Prompt(row[:end]) for row, end in zip(rows, ends, strict=True)]
         if kind == "mean":
-            donors, mark = mean_donors(self._chain, grid, others)
+            donors, mark = mean_donors(self._sweep_pieces, grid, others)
             setting = replace(setting, donors=donors, kind=f"mean {mark}")
         if kind == "resample":
             drawn = resampled(rows, others, seed)
             found = [Prompt(row[:end], other[:end]) for row, other, end in zip(rows, drawn, ends, strict=True)]
             setting = replace(setting, donors=None, kind=f"resample {seed}")
-        return _run(Sweep(self, self._chain, found, setting), progress, resume, before)
+        return _run(Sweep(self, self._sweep_pieces, found, setting), progress, resume, before)
 
     @property
-    def _chain(self) -> Chain:
+    def _sweep_pieces(self) -> Pieces:
         """The pieces of the model; opened once."""
-        chain = self.__dict__.get("_pieces")
-        if chain is None:
-            chain = self.__dict__["_pieces"] = Chain(self.hooked, self.options)
-        return chain
+        pieces = self.__dict__.get("_pieces")
+        if pieces is None:
+            pieces = self.__dict__["_pieces"] = Pieces(self.hooked, self.options)
+        return pieces
 
     def _rows(self, prompts: Given) -> list[Ids]:
         """Prompts as ids, [seq] each, without padding."""

@@ -1,4 +1,4 @@
-"""A model as a chain of pieces, each a graph of its own: the embedding, one piece a layer, and the head.
+"""A model in pieces, each a graph of its own: the embedding, one piece a layer, and the head.
 
 Rows that are patched at layer 7 start at layer 7: they join the others there, and all go on together. The pieces are
 opened once, whatever the sweep asks for, and their weights are together those of one model.
@@ -51,7 +51,7 @@ class Text:
         return len(self.ids)
 
 
-class Chain:
+class Pieces:
     """The pieces of one model.
 
     Attributes:

@@ -1,0 +1,102 @@
+"""One call with functions in between."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import ArrayLike, NDArray
+
+from mionnx import bind, past
+from mionnx.cache import HookCache
+from mionnx.call import Call, Past, make_call
+from mionnx.feeds import feeds_of
+from mionnx.functions.hook import Hook, HookFunction, Where, register
+from mionnx.functions.returned import apply
+from mionnx.gates import refuse_idle
+from mionnx.hookpoint import HookPoint
+from mionnx.rewrite.plan import Outputs, Want
+from mionnx.rwkv_state import RWKVState
+from mionnx.spec import Capture, HookSpec
+
+if TYPE_CHECKING:
+    from mionnx.runner import Runner
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a call is made on.
+
+    Attributes:
+        tokens: ids, `Tokens`, or a list of these.
+        attention_mask, cache, initial_state, prompt_length: see `forward`.
+    """
+
+    tokens: Any
+    attention_mask: ArrayLike | None = None
+    cache: Past | None = None
+    initial_state: RWKVState | None = None
+    prompt_length: Any = None
+
+    def call(self, model: "Runner") -> Call:
+        """The tokens as inputs of the graph."""
+        before = past.choose(model.hooked, self.cache, self.initial_state)
+        sizes = model.hooked.metadata.sizes
+        return make_call(self.tokens, self.attention_mask, before, sizes, self.prompt_length)
+
+
+def run(
+    model: "Runner", text: Text, spec: HookSpec, fwd_hooks: Iterable[tuple[Where, HookFunction]], logits: bool
+) -> HookCache:
+    """Run a model with functions at hook points.
+
+    Args:
+        model: the model.
+        text: the tokens and what came before them.
+        spec: captures and interventions besides; the functions see what the interventions made.
+        fwd_hooks: pairs of a hook and a function.
+        logits: whether the model runs to its end; otherwise to the last hook point that is asked for.
+
+    Returns:
+        logits and captures; a capture sees what the functions made.
+
+    Raises:
+        HookError, InterventionError, InputError: see `Functions.run_with_hooks`.
+    """
+    functions = register(model.hooked, fwd_hooks)
+    if not functions:
+        return _plain(model, text, spec, logits)
+    hooked, call = model.hooked, text.call(model)
+    before = past.choose(hooked, text.cache, text.initial_state)
+    carried = logits and hooked.metadata.recurrent
+    chosen = bind.captures_of(spec, hooked)
+    cuts = {Want(name): Capture(HookPoint.parse(name)) for name in functions}
+    plan = bind.plan_of(spec, hooked, Outputs(logits=logits, carried=carried), {**cuts, **chosen})
+    if not logits:
+        refuse_idle(spec, plan.wants, model.num_layers)
+    feeds = {**feeds_of(hooked, spec, plan, call, before), **bind.parts_of(chosen, call, hooked)}
+    chain = model.variants.chain(plan, tuple(functions), call.batch * call.seq)
+    hooks = {name: Hook(HookPoint.parse(name)) for name in functions}
+
+    def between(name: str, value: NDArray[Any]) -> NDArray[Any]:
+        return apply(hooked, call, hooks[name], functions[name], value)
+
+    kept = [want for want in plan.wants if want in chosen]
+    carries = past.outputs(hooked, False) if carried else []
+    wanted = {*(["logits"] if logits else []), *(want.fetched for want in kept), *carries}
+    found = chain.run(wanted, feeds, between)
+    state = past.collect(hooked, found, call, False) if carried else (None, None)
+    return HookCache(found.get("logits"), {want.output: found[want.fetched] for want in kept}, *state)
+
+
+def _plain(model: "Runner", text: Text, spec: HookSpec, logits: bool) -> HookCache:
+    if not (logits or spec.captures):
+        return HookCache(None, {})
+    return model.forward(
+        text.tokens,
+        spec,
+        attention_mask=text.attention_mask,
+        cache=text.cache,
+        initial_state=text.initial_state,
+        prompt_length=text.prompt_length,
+        logits=logits,
+    )

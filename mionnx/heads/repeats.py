@@ -1,0 +1,101 @@
+"""Random sequences, each given twice, and how much each head attends where a kind of head would.
+
+In the second half, token i has occurred at i - period. The kinds, as induction heads were described (Olsson et al.
+2022, "In-context Learning and Induction Heads") and as TransformerLens' head detector has them:
+
+* previous_token: attends to i - 1;
+* duplicate_token: attends to i - period, where the same token stood;
+* induction: attends to i - period + 1, to what followed it there.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.errors import InputError, nearest
+
+KINDS = ("previous_token", "duplicate_token", "induction")
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """Random sequences, each twice, behind a prefix.
+
+    Attributes:
+        ids: [batch, prefix + 2 period].
+        period: tokens of one sequence; within one, all are different.
+        prefix: tokens before the first.
+    """
+
+    ids: NDArray[np.int64]
+    period: int
+    prefix: int
+
+    @property
+    def queries(self) -> range:
+        """The positions of the second half."""
+        return range(self.prefix + self.period, self.prefix + 2 * self.period)
+
+    @property
+    def chance(self) -> float:
+        """What a head that attends to all positions alike would score."""
+        return float(np.mean([1 / (position + 1) for position in self.queries]))
+
+    def chunks(self, rows: int) -> Iterator[NDArray[np.int64]]:
+        """The sequences, so many rows at a time."""
+        for first in range(0, len(self.ids), rows):
+            yield self.ids[first : first + rows]
+
+
+def repeats(candidates: NDArray[np.int64], prefix: Sequence[int], batch: int, period: int, seed: int) -> Repeats:
+    """Draw sequences.
+
+    Args:
+        candidates: the tokens to draw from.
+        prefix: ids to put before each row.
+        batch: rows.
+        period: tokens of one sequence.
+        seed: of the drawing.
+
+    Raises:
+        InputError: fewer candidates than tokens in a sequence, or a batch or period too small.
+    """
+    if batch < 1 or period < 2:
+        raise InputError(f"batch={batch}, period={period}: at least 1 row of sequences of 2 tokens")
+    if period > len(candidates):
+        raise InputError(f"period={period}, and there are {len(candidates)} tokens to draw from, each once a sequence")
+    random = np.random.default_rng(seed)
+    once = np.stack([random.permutation(candidates)[:period] for _ in range(batch)])
+    start = np.tile(np.array(prefix, np.int64), (batch, 1))
+    return Repeats(np.concatenate([start, once, once], axis=1), period, len(prefix))
+
+
+def check_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
+    """The kinds, if there are any and all of them exist.
+
+    Raises:
+        InputError: naming the nearest.
+    """
+    given = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    for kind in given:
+        if kind not in KINDS:
+            raise InputError(f"no kind of head {kind!r}; the kinds are {', '.join(KINDS)}{nearest(kind, KINDS)}")
+    if not given or len({*given}) != len(given):
+        raise InputError(f"kinds of heads must be different ones of {', '.join(KINDS)}, got {list(given)}")
+    return given
+
+
+def attention_to(kind: str, pattern: NDArray[np.floating], made: Repeats) -> NDArray[np.float64]:
+    """How much each head attends where a kind of head would, summed over rows: [n_heads].
+
+    Args:
+        kind: of head.
+        pattern: [batch, n_heads, period, seq]: what the queries of the second half attend to.
+        made: the sequences.
+    """
+    back = {"previous_token": 1, "duplicate_token": made.period, "induction": made.period - 1}[kind]
+    at = np.arange(made.period)
+    seen = pattern[:, :, at, np.array(made.queries) - back]  # [batch, n_heads, period]
+    return seen.mean(axis=-1, dtype=np.float64).sum(axis=0)
