@@ -389,14 +389,15 @@ def demo(
     model: Annotated[
         str | None, typer.Argument(help="A model; models/world-llama and models/world-rwkv7 if left out.")
     ] = None,
+    pages: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write pages and pictures there.")] = None,
     provider: Provider = "cpu",
 ) -> None:
-    """Run the worked examples: patterns, logit lens, knockout, patching, head ablation, RWKV state knockout.
+    """Run the worked examples: patterns, lens, knockout, patching, ablation, heads, attribution, steering, RWKV states.
 
     A model runs those that it has the hook points for.
     """
     chosen = [model] if model else [shipped_model("world-llama"), shipped_model("world-rwkv7")]
-    examples.run_all([MIModel.from_pretrained(name, provider=provider) for name in chosen], Console())
+    examples.run_all([MIModel.from_pretrained(name, provider=provider) for name in chosen], Console(), pages)
 
 
 def shipped_model(name: str, folders: Sequence[Path] = (Path(), Path(__file__).parent.parent)) -> Path:

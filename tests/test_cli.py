@@ -32,21 +32,26 @@ def succeeded(*arguments: object) -> str:
     return run.stdout
 
 
-def test_the_demo_shows_six_real_effects():
-    output = succeeded("demo")
-    titles = ("Attention patterns", "Logit lens", "knockout", "patching", "Head ablation", "RWKV state knockout")
+def test_the_demo_shows_real_effects(tmp_path):
+    output = succeeded("demo", "--pages", tmp_path / "pages")
+    titles = ("Attention patterns", "Logit lens", "knockout", "patching", "Head ablation", "Induction heads")
+    titles = (*titles, "Direct logit attribution", "Steering", "RWKV state knockout")
     for number, title in enumerate(titles, 1):
         assert f"{number}. " in output
         assert title in output
     assert "'Paris'" in output
     assert "'Berlin'" in output
-    assert "matters most" in output
+    assert "P('Mary') falls from" in output
+    assert "the answer flips" in output.lower()
+    made = {path.name for path in (tmp_path / "pages").iterdir()}
+    assert {"attention.html", "lens.html", "patching.html", "patching.png", "heads.html", "dose.html"} <= made
 
 
 def test_a_recurrent_model_runs_the_examples_that_it_has_hooks_for():
     output = succeeded("demo", RWKV)
     assert "1. Logit lens" in output
-    assert "3. RWKV state knockout" in output
+    assert "2. Activation patching" in output
+    assert "4. RWKV state knockout" in output
     assert "Attention" not in output
 
 

@@ -1,5 +1,8 @@
 """The same numbers as TransformerLens, on the same weights; it runs in a virtual environment of its own."""
 
+import os
+import subprocess
+
 import pytest
 from conftest import REPOSITORY
 
@@ -13,3 +16,23 @@ def test_every_patching_sweep(beside_lens, checkpoint, hooked, family):
     assert len(found) == 15
     for name, figures in found.items():
         assert figures["apart"] < TOLERANCE < figures["effect"] / 100, name
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "test_attribution.py::test_what_transformer_lens_gives",
+        "test_functions.py::test_the_same_functions_in_transformer_lens",
+    ],
+)
+def test_what_skips_without_it(environment, test):
+    """Tests that need TransformerLens in their own process are skipped elsewhere; here they run."""
+    python = environment("transformer-lens==4.3.0")
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST")
+    }  # not one of our workers
+    known = {**kept, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
+    command = [python, "-m", "pytest", "-p", "no:cacheprovider", f"{REPOSITORY}/tests/{test}"]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=known)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert "skipped" not in ran.stdout
