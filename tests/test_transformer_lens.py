@@ -28,9 +28,8 @@ def test_every_patching_sweep(beside_lens, checkpoint, hooked, family):
 def test_what_skips_without_it(environment, test):
     """Tests that need TransformerLens in their own process are skipped elsewhere; here they run."""
     python = environment("transformer-lens==4.3.0")
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith("PYTEST")
-    }  # not one of our workers
+    # Variables of this run's workers would send it to their folders.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     known = {**kept, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
     command = [python, "-m", "pytest", "-p", "no:cacheprovider", f"{REPOSITORY}/tests/{test}"]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=known)
