@@ -87,6 +87,7 @@ def references(checkpoint: Callable[[str], Path]) -> Callable[[str], PreTrainedM
             loaded[family] = AutoModelForCausalLM.from_pretrained(
                 checkpoint(family), attn_implementation="eager", dtype=torch.float32
             ).eval()
+        loaded[family].config._attn_implementation = "eager"  # the oracle leaves its own
         return loaded[family]
 
     return find

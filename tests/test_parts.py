@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from mionnx import (
     HookError,
+from mionnx.bind import plan_of
+from mionnx.rewrite.plan import Outputs
     HookPoint,
     HookSpec,
     InputError,
@@ -96,7 +98,7 @@ def test_without_logits_only_the_layers_that_are_needed_run(family, models):
         spec = HookSpec().capture(name)
         found = model.forward(ids, spec, attention_mask=mask, logits=False)
         assert np.array_equal(found[name], model.forward(ids, spec, attention_mask=mask)[name])
-        (plan,) = [plan for plan in model.compiled if not plan.outputs.logits and plan.wants[0].hook == name]
+        plan = plan_of(spec, model.hooked, Outputs(logits=False, carried=False))
         graph = onnx.load_from_string(model.compiled[plan].model).graph
         left = {output for node in graph.node for output in node.output}
         assert not any(value.startswith(("blocks.1.", "hook_final_norm", "logits", "present.1")) for value in left)
