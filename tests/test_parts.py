@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from mionnx import (
     HookError,
-from mionnx.bind import plan_of
-from mionnx.rewrite.plan import Outputs
     HookPoint,
     HookSpec,
     InputError,
@@ -20,6 +18,8 @@ from mionnx.rewrite.plan import Outputs
     MIModel,
     StateKnockoutSpec,
 )
+from mionnx.bind import plan_of
+from mionnx.rewrite.plan import Outputs
 
 law = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
