@@ -40,12 +40,14 @@ from mionnx.steering import Direction, Directions, DoseResponse, SteeringCalibra
 from mionnx.streamer import TextStreamer
 from mionnx.tokens import Tokens
 from mionnx.variants import Compiled
+from mionnx.verify import Bisection, Verification
 
 __all__ = [
     "SAE",
     "AblationResult",
     "AttentionPatterns",
     "Attribution",
+    "Bisection",
     "Compiled",
     "Direction",
     "Directions",
@@ -85,6 +87,7 @@ __all__ = [
     "TokenChange",
     "TokenizerError",
     "Tokens",
+    "Verification",
     "create_knockout_mask",
     "sample_token",
 ]

@@ -17,7 +17,7 @@ from safetensors.numpy import save as to_bytes
 from scipy.special import softmax
 
 from mionnx import demo as examples
-from mionnx import heads_cli, reading_cli, steer_cli, store, sweep_cli
+from mionnx import heads_cli, reading_cli, steer_cli, store, sweep_cli, verify_cli
 from mionnx.ablation import AblationResult
 from mionnx.cache import HookCache
 from mionnx.cache_cli import app as cache_app
@@ -47,6 +47,8 @@ app.command("attention")(reading_cli.attention)
 app.command("attribute")(reading_cli.attribute)
 app.command("steer")(steer_cli.steer)
 app.command("heads")(heads_cli.heads)
+app.command("verify")(verify_cli.verify)
+app.command("bisect")(verify_cli.bisect)
 Edits = Annotated[list[str] | None, typer.Option(metavar="HOOK[=VALUE][@LIMITS]")]
 Steerings = Annotated[list[str] | None, typer.Option(metavar="SCALE@LIMITS")]
 States = Annotated[list[str] | None, typer.Option(metavar="LIMITS")]

@@ -201,13 +201,13 @@ def _write_model(
         del written.metadata_props[:]
         written.metadata_props.extend(proto.metadata_props)
         if packaging.placed == "embedded":
-            _embed(written, at)
+            embed(written, at)
             (at / DATA).unlink(missing_ok=True)
         (at / GRAPH).write_bytes(written.SerializeToString())
         return
     if packaging.placed == "embedded":
         _check_size(proto, packaging)
-        _embed(proto, model.folder)
+        embed(proto, model.folder)
     else:
         for done, name in enumerate(files := graph.locations(proto)):
             progress(f"writing {name}", done, len(files))
@@ -216,7 +216,7 @@ def _write_model(
     (at / GRAPH).write_bytes(proto.SerializeToString())
 
 
-def _embed(proto: onnx.ModelProto, folder: Path) -> None:
+def embed(proto: onnx.ModelProto, folder: Path) -> None:
     """Put weights into the graph itself. onnx's own function refuses files that have several hard links."""
     for tensor in proto.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:

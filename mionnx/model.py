@@ -12,9 +12,10 @@ from mionnx.runner import Runner
 from mionnx.spec import HookSpec
 from mionnx.steering import Steering
 from mionnx.sweep import Sweeps
+from mionnx.verify import Verifies
 
 
-class MIModel(Functions, Heads, Sweeps, Reading, Steering, Features, Runner):
+class MIModel(Functions, Heads, Sweeps, Reading, Steering, Features, Verifies, Runner):
     """A language model whose activations can be read and changed.
 
     Each base class holds the verbs of one kind; `Runner` has `forward` and `generate`.

@@ -6,10 +6,15 @@ they lie in the checkpoint (`checkpoint`, `weights`).  What differs between fami
 """
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from exporters import rwkv
 from mionnx.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from exporters.transformers.eager import Opened
 
 
 def recognises(folder: Path) -> bool:
@@ -40,3 +45,29 @@ def export(folder: Path, target: Path, dtype: str = "float32", progress: Progres
     from exporters.transformers.assemble import export_checkpoint
 
     export_checkpoint(folder, target, dtype, progress)
+
+
+def missing_eagerly(folder: Path) -> str | None:
+    """What `open_eagerly` lacks to run a checkpoint; None if it lacks nothing. Torch is not imported."""
+    absent = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if absent:
+        return f"{' and '.join(absent)} not installed"
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+        return f"{folder} has no weights that transformers reads"
+    return None
+
+
+def open_eagerly(folder: Path, dtype: str, threads: int = 0) -> "Opened":
+    """Load a checkpoint as transformers runs it, in eager torch; see `exporters.transformers.eager`.
+
+    Args:
+        folder: the checkpoint's.
+        dtype: "float32", "float16" or "bfloat16".
+        threads: of torch; 0 leaves them.
+
+    Raises:
+        ModelError: weights are missing.
+    """
+    from exporters.transformers.eager import open_checkpoint
+
+    return open_checkpoint(folder, dtype, threads)

@@ -1,0 +1,8 @@
+"""Reproducibility: where runtimes, machines, dtypes or two models disagree, hook point by hook point."""
+
+from mionnx.verify.bisect import Bisection
+from mionnx.verify.repeats import Repeat
+from mionnx.verify.result import Beside, Fault, Row, Verification
+from mionnx.verify.verbs import Verifies
+
+__all__ = ["Beside", "Bisection", "Fault", "Repeat", "Row", "Verification", "Verifies"]

@@ -1,0 +1,225 @@
+"""`bisect`: the smallest part of a graph whose inputs agree and whose output does not, as a model for a bug report."""
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from mionnx.call import Call
+from mionnx.deploy import embed
+from mionnx.errors import InputError, ModelError, RuntimeMissingError
+from mionnx.hooked_model import HookedModel
+from mionnx.progress import Progress
+from mionnx.rewrite.start import between
+from mionnx.spec import HookSpec
+from mionnx.verify.compare import Settings, Side, record
+from mionnx.verify.environment import environment
+from mionnx.verify.local import local_difference
+from mionnx.verify.named import runtime_of
+from mionnx.verify.narrow import Narrowed, narrow
+from mionnx.verify.runtime import GraphRuntime
+from mionnx.verify.subject import Subject
+from mionnx.verify.tape import Tape
+from mionnx.verify.verify import TOLERANCES, names_of
+
+COARSE = ("blocks.*.hook_resid_*", "hook_final_norm")
+PROGRAM = '''"""Runs model.onnx on inputs.npz in ONNX Runtime and in onnx's ReferenceEvaluator; prints how far each is
+from what was seen: expected.npz is {first}, found.npz is {second}."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx.reference import ReferenceEvaluator
+
+here = Path(__file__).parent
+inputs = dict(np.load(here / "inputs.npz"))
+model = onnx.load(here / "model.onnx")
+feeds = {{value.name: inputs[value.name] for value in model.graph.input if value.name in inputs}}
+session = onnxruntime.InferenceSession(here / "model.onnx")
+made = {{
+    "onnxruntime " + onnxruntime.__version__: session.run(None, feeds)[0],
+    "onnx.reference " + onnx.__version__: ReferenceEvaluator(model).run(None, feeds)[0],
+}}
+for name in ("expected", "found"):
+    (seen,) = np.load(here / f"{{name}}.npz").values()
+    for runtime, value in made.items():
+        apart = np.abs(value.astype(np.float64) - seen.astype(np.float64)).max() if seen.size else 0.0
+        print(f"{{runtime}} and {{name}}.npz: largest difference {{apart:.3g}}")
+'''
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """Where two sides part.
+
+    Attributes:
+        first, second: their titles.
+        hook: the hook point at the end of the first step that differs by itself; None if none does.
+        after: the values that the part starts from, besides the tokens.
+        nodes: of the part, `name (operator)`; empty if there is none.
+        value: its output.
+        max_abs, relative: the difference there, and as a share of the largest value there.
+        largest: without a part, the largest difference that a step adds by itself, and where.
+        tolerance: above which a step differs.
+        folder: where the part was written.
+    """
+
+    first: str
+    second: str
+    hook: str | None
+    after: list[str]
+    nodes: list[str]
+    value: str | None
+    max_abs: float
+    relative: float
+    largest: tuple[float, str]
+    tolerance: float
+    folder: Path | None = None
+
+    def __str__(self) -> str:
+        if self.hook is None:
+            return (
+                f"{self.first} and {self.second}: no step differs by itself by more than {self.tolerance:g}; the "
+                f"largest is {self.largest[0]:.2e}, at {self.largest[1]}"
+            )
+        written = f"; written to {self.folder}" if self.folder else ""
+        return (
+            f"{self.first} and {self.second} part at {self.value}, before {self.hook}: {', '.join(self.nodes)} on the "
+            f"same inputs ({', '.join(self.after) or 'the tokens'}) differ by {self.max_abs:.3g}, {self.relative:.2e} "
+            f"of the largest value{written}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {**vars(self), "folder": str(self.folder) if self.folder else None}
+
+
+def bisect(
+    model: HookedModel,
+    call: Call,
+    titles: list[str],
+    folder: Path | None,
+    spec: HookSpec | None,
+    other: HookedModel | None,
+    tolerance: float | None,
+    progress: Progress,
+) -> Bisection:
+    """See `MIModel.bisect`."""
+    if folder is not None and folder.exists():
+        raise ModelError(f"{folder} exists already")
+    first, second = _sides(model, call, titles, spec or HookSpec(), other)
+    least = _tolerance(tolerance, model, other)
+    with tempfile.TemporaryDirectory() as scratch:
+        record(first, tape := Tape(Path(scratch) / "first"), Settings(least, False, 0, None, progress))
+        found, largest = _coarse(first, second, tape, least, progress)
+        if found is None:
+            return Bisection(first.title, second.title, None, [], [], None, 0.0, 0.0, largest, least)
+        part = _fine(first, second, tape, found, least)
+    made = Bisection(first.title, second.title, found, part.starts, part.nodes, part.value, part.difference.max_abs,
+                     part.difference.relative, largest, least, folder)  # fmt: skip
+    if folder is not None:
+        _write(folder, made, part, first, second)
+    return made
+
+
+def _tolerance(given: float | None, model: HookedModel, other: HookedModel | None) -> float:
+    if given is None:
+        return max(TOLERANCES[one.metadata.dtype] for one in (model, other) if one)
+    if not (np.isfinite(given) and given >= 0):
+        raise InputError(f"tolerance must be a number of 0 or above, got {given!r}")
+    return given
+
+
+def _sides(
+    model: HookedModel, call: Call, titles: list[str], spec: HookSpec, other: HookedModel | None
+) -> tuple[Side, Side]:
+    wanted = (1, 2) if other else (2,)
+    if len(titles) not in wanted:
+        raise InputError(f"bisect compares two runtimes, or two models in one: got {len(titles)} runtimes")
+    names = names_of(model, COARSE, spec)
+    if other is not None:
+        names = [name for name in names if name in other.order]
+    subject = Subject(model, spec, names, [call], "this model" if other else "")
+    beside = Subject(other, spec, names, [call], "other model") if other else subject
+    sides = [Side(one, _runtime(title, one)) for title, one in zip((titles * 2)[:2], (subject, beside), strict=True)]
+    return sides[0], sides[1]
+
+
+def _runtime(title: str, subject: Subject) -> GraphRuntime:
+    runtime = runtime_of(title)
+    if not isinstance(runtime, GraphRuntime):
+        raise InputError(f"{title} runs models as a whole: bisect needs runtimes that run parts of a graph")
+    why = runtime.missing(subject)
+    if why:
+        raise RuntimeMissingError(f"{title}: {why}")
+    return runtime
+
+
+def _coarse(
+    first: Side, second: Side, tape: Tape, tolerance: float, progress: Progress
+) -> tuple[str | None, tuple[float, str]]:
+    """The first step that differs by itself, and the largest difference of one up to there."""
+    runtime, names = second.graph_runtime, second.subject.names
+    assert runtime is not None
+    largest = (0.0, names[0])
+    for place, name in enumerate(names):
+        progress("steps", place, len(names))
+        found = local_difference(runtime, second.subject, tape, names[:place], name).relative
+        largest = max(largest, (found, name))
+        if found > tolerance:
+            return name, largest
+    return None, largest
+
+
+def _fine(first: Side, second: Side, tape: Tape, name: str, tolerance: float) -> Narrowed:
+    """The nodes of a step that differ; all of them, if no value inside does by itself."""
+    one, other, subject = first.graph_runtime, second.graph_runtime, second.subject
+    assert one is not None
+    assert other is not None
+    inputs = {start: np.asarray(tape.get(0, start)) for start in subject.names[: subject.names.index(name)]}
+    return narrow((one, first.subject), (other, subject), inputs, name, 0, tolerance)
+
+
+def _write(folder: Path, made: Bisection, part: Narrowed, first: Side, second: Side) -> None:
+    """The part as a model, its inputs, both outputs, a program and a text."""
+    sides = {"model.onnx": second}
+    if first.subject is not second.subject:
+        sides["first.onnx"] = first
+    try:
+        folder.mkdir(parents=True)
+        for name, side in sides.items():
+            (folder / name).write_bytes(_standing(side.subject, part).SerializeToString())
+        for name, arrays in (("inputs", part.feeds), ("expected", part.expected), ("found", part.found)):
+            np.savez(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]
+        (folder / "reproduce.py").write_text(PROGRAM.format(first=first.title, second=second.title))
+        (folder / "README.md").write_text(_text(made, part, first, second, list(sides)))
+    except OSError as error:
+        raise ModelError(f"cannot write {folder}: {error}") from error
+
+
+def _standing(subject: Subject, part: Narrowed) -> onnx.ModelProto:
+    """The part with its weights inside. The first model may lack a value that the second one starts from."""
+    made = {name for node in subject.wiring.nodes for name in node.output}
+    proto = between(subject.proto, [name for name in part.starts if name in made], [part.value])
+    embed(proto, subject.model.folder)
+    return proto
+
+
+def _text(made: Bisection, part: Narrowed, first: Side, second: Side, files: list[str]) -> str:
+    assert first.runtime is not None
+    assert second.runtime is not None
+    inputs = "\n".join(f"- `{name}` {value.dtype} {list(value.shape)}" for name, value in part.feeds.items())
+    models = "" if len(files) == 1 else "`first.onnx` is the same part of the first model.\n"
+    where = {side.title: environment(side.runtime) for side in (first, second) if side.runtime}
+    return (
+        f"# {first.title} and {second.title} disagree\n\n{made}\n\n"
+        f"`model.onnx` on `inputs.npz` gives `{made.value}`: `expected.npz` in {first.title}, `found.npz` in "
+        f"{second.title}. {models}`python reproduce.py` needs numpy, onnx and onnxruntime only.\n\n"
+        f"Inputs:\n\n{inputs}\n\nMade on:\n\n```json\n{json.dumps(where, indent=1)}\n```\n"
+    )

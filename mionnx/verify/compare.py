@@ -1,0 +1,253 @@
+"""Runtimes compared hook point by hook point, streaming: one runtime at a time, a group of values at a time.
+
+1. The first runtime's values go to a tape on disk as they are made, and so do those of a runtime that hands them out
+   in its own order.
+2. Every other runtime's values are compared with the tape as they are made, and let go.
+3. What a step adds by itself is measured by running the step in the second runtime on the first one's values. A
+   runtime that runs models as a whole (torch) has its values fed to the other one instead.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.errors import InputError, ModelError
+from mionnx.hookpoint import HookPoint
+from mionnx.progress import Progress
+from mionnx.rewrite.intervene import sequence_axis
+from mionnx.verify.difference import Difference, LogitDifference
+from mionnx.verify.environment import environment
+from mionnx.verify.local import local_difference, nodes_of
+from mionnx.verify.narrow import narrow
+from mionnx.verify.result import Beside, Fault, Row
+from mionnx.verify.runtime import GraphRuntime, Runtime
+from mionnx.verify.subject import LOGITS, Subject
+from mionnx.verify.tape import Tape
+
+Ids = NDArray[np.int64]
+
+
+@dataclass
+class Side:
+    """One of those that are compared.
+
+    Attributes:
+        subject: what ran.
+        runtime: what runs it; None for a recorded run.
+        tape: its values, where they were kept.
+        greedy: what it chose after each prompt, [batch, n] each; none if it was not asked.
+        title: what it is called in the result.
+    """
+
+    subject: Subject
+    runtime: Runtime | None
+    tape: Tape | None = None
+    greedy: list[Ids] = field(default_factory=list)
+    recorded: str = ""
+
+    @property
+    def title(self) -> str:
+        """The runtime's, and the model's where there are several."""
+        name = self.runtime.title if self.runtime else self.recorded
+        return f"{name}, {self.subject.title}" if self.subject.title else name
+
+    @property
+    def graph_runtime(self) -> GraphRuntime | None:
+        """The runtime, if it can run parts of a graph."""
+        return self.runtime if isinstance(self.runtime, GraphRuntime) else None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a comparison is made.
+
+    Attributes:
+        tolerance: largest relative difference that is agreement.
+        local: whether to measure what each step adds by itself.
+        greedy: how many tokens to choose after each prompt.
+        positions: of each prompt, those that are compared; None for all.
+        progress: called as (stage, done, total).
+    """
+
+    tolerance: float
+    local: bool
+    greedy: int
+    positions: Sequence[int] | None
+    progress: Progress
+
+
+def part_of(name: str, value: NDArray[Any], positions: Sequence[int] | None) -> NDArray[Any]:
+    """The positions of a hook point's value that are compared; of one without positions, all of it.
+
+    Raises:
+        InputError: a position that the prompt does not have.
+    """
+    axes = HookPoint.parse(name).axes or ()
+    if positions is None or not {"seq", "seq_q"} & {*axes}:
+        return value
+    axis = sequence_axis(axes)
+    try:
+        return np.take(value, positions, axis)
+    except IndexError:
+        raise InputError(f"{name}: positions {list(positions)} of a prompt of {value.shape[axis]} tokens") from None
+
+
+def record(side: Side, tape: Tape, settings: Settings) -> None:
+    """Put a side's values on a tape as they are made, and have it continue the prompts."""
+    runtime, subject = side.runtime, side.subject
+    assert runtime is not None
+    side.tape = tape
+    groups = list(runtime.groups(subject, subject.names))
+    for done, group in enumerate(groups):
+        settings.progress(side.title, done, len(groups))
+        with runtime.passes(subject, group) as run:
+            for prompt, call in enumerate(subject.calls):
+
+                def keep(name: str, value: NDArray[Any], prompt: int = prompt) -> None:
+                    tape.add(prompt, name, part_of(name, value, settings.positions))
+
+                run(call, keep)
+    settings.progress(side.title, len(groups), len(groups))
+    side.greedy = choose(side, settings.greedy)
+
+
+def choose(side: Side, count: int) -> list[Ids]:
+    """The tokens that a side takes greedily after each prompt, the whole text run anew for each of them."""
+    found: list[Ids] = []
+    if not count:
+        return found
+    runtime, subject = side.runtime, side.subject
+    assert runtime is not None
+    with runtime.passes(subject, [LOGITS]) as run:
+        for call in subject.calls:
+            ids = np.zeros((call.batch, 0), np.int64)
+            limit = subject.model.metadata.sizes.max_positions
+            for _ in range(count if limit is None else min(count, limit - call.seq + 1)):
+                best: list[Ids] = []
+                longer = subject.longer(call, ids) if ids.size else call
+                run(longer, lambda _, value, best=best: best.append(value[:, -1].argmax(-1)))  # type: ignore[misc]
+                ids = np.concatenate([ids, best[0][:, None]], axis=1)
+            found.append(ids)
+    return found
+
+
+def compare(first: Side, second: Side, scratch: Path, settings: Settings) -> Beside:
+    """Everything about one side beside the first.
+
+    Raises:
+        ModelError: a runtime cannot run the model, or both give values of different shapes.
+    """
+    begin = time.monotonic()
+    names = second.subject.names
+    found, logits = {name: Difference() for name in names}, LogitDifference()
+    whole = second.graph_runtime is None
+    if whole and first.graph_runtime is not None and settings.local:
+        second.tape = Tape(scratch / "second")
+    _compare_values(first, second, found, logits, settings)
+    if settings.greedy:
+        second.greedy = choose(second, settings.greedy)
+    local = _local(first, second, settings)
+    fault = _fault(first, second, local, settings)
+    runtime = second.runtime
+    assert runtime is not None
+    return Beside(
+        second.title,
+        [Row.of(name, found[name], local.get(name)) for name in names],
+        logits.to_dict(second.subject.model.metadata.sizes.vocab_size),
+        _same_choices(first.greedy, second.greedy),
+        fault,
+        environment(runtime),
+        time.monotonic() - begin,
+    )
+
+
+def _compare_values(
+    first: Side, second: Side, found: dict[str, Difference], logits: LogitDifference, settings: Settings
+) -> None:
+    runtime, subject, tape = second.runtime, second.subject, first.tape
+    assert runtime is not None
+    assert tape is not None
+    groups = list(runtime.groups(subject, subject.names))
+
+    def look(prompt: int, name: str, value: NDArray[Any]) -> None:
+        part = part_of(name, value, settings.positions)
+        expected = tape.get(prompt, name)
+        if expected.shape != part.shape:
+            raise ModelError(f"{name}: {first.title} has {list(expected.shape)}, {second.title} has {list(part.shape)}")
+        found[name].add(expected, part)
+        if name == LOGITS:
+            logits.add(expected, part)
+        if second.tape is not None:
+            second.tape.add(prompt, name, part)
+
+    for done, group in enumerate(groups):
+        settings.progress(second.title, done, len(groups))
+        with runtime.passes(subject, group) as run:
+            for prompt, call in enumerate(subject.calls):
+                run(call, lambda name, value, prompt=prompt: look(prompt, name, value))  # type: ignore[misc]
+    settings.progress(second.title, len(groups), len(groups))
+
+
+def _same_choices(one: Sequence[Ids], other: Sequence[Ids]) -> float | None:
+    """The share of tokens that are the same, up to the first that differs in each row."""
+    if not one or not other:
+        return None
+    same = total = 0
+    for ids, beside in zip(one, other, strict=True):
+        width = min(ids.shape[1], beside.shape[1])
+        equal = ids[:, :width] == beside[:, :width]
+        same += int(np.cumprod(equal, axis=1).sum())
+        total += equal.size
+    return same / max(1, total)
+
+
+def _stepping(first: Side, second: Side) -> tuple[Side, Tape] | None:
+    """Which side runs the steps, and whose values it is fed; None if neither can."""
+    if second.graph_runtime is not None and first.tape is not None:
+        return second, first.tape
+    return (first, second.tape) if first.graph_runtime is not None and second.tape is not None else None
+
+
+def _local(first: Side, second: Side, settings: Settings) -> dict[str, Difference]:
+    """What each step adds by itself, by the hook point at its end."""
+    stepping = _stepping(first, second)
+    if not settings.local or settings.positions is not None or stepping is None:
+        return {}
+    side, tape = stepping
+    runtime, names = side.graph_runtime, second.subject.names
+    assert runtime is not None
+    found = {}
+    for place, name in enumerate(names):
+        settings.progress(f"{second.title}, step by step", place, len(names))
+        found[name] = local_difference(runtime, side.subject, tape, names[:place], name)
+    settings.progress(f"{second.title}, step by step", len(names), len(names))
+    return found
+
+
+def _fault(first: Side, second: Side, local: dict[str, Difference], settings: Settings) -> Fault | None:
+    """The first step that adds more than the tolerance, narrowed down to its nodes where both sides run graphs."""
+    for name, difference in local.items():
+        if difference.relative > settings.tolerance:
+            return _narrowed(first, second, name, difference, settings.tolerance)
+    return None
+
+
+def _narrowed(first: Side, second: Side, name: str, difference: Difference, tolerance: float) -> Fault:
+    subject = second.subject
+    known = subject.names[: subject.names.index(name)]
+    starts = subject.starts_of(known, [name])
+    one, other, tape = first.graph_runtime, second.graph_runtime, first.tape
+    fault = Fault(name, starts, difference.relative, nodes_of(subject, known, name))
+    if one is None or other is None or tape is None:
+        return fault
+    for prompt in range(len(subject.calls)):
+        inputs = {start: tape.get(prompt, start) for start in known}
+        found = narrow((one, first.subject), (other, subject), inputs, name, prompt, tolerance)
+        if found.difference.relative > tolerance:
+            return Fault(name, starts, difference.relative, found.nodes, found.value)
+    return fault

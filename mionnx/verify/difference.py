@@ -1,0 +1,169 @@
+"""How far two arrays are apart, added up piece by piece so that no third array of their size is made."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import log_softmax
+
+PIECE = 2**18  # elements looked at together
+TOP = 5
+
+
+@dataclass
+class Difference:
+    """Everything that is known of the difference of two values, over all prompts so far.
+
+    Where both are below half of float32's least number they are masked scores, which say nothing, and are left out.
+
+    Attributes:
+        count: elements compared.
+        max_abs, sum_abs: of the absolute differences; infinite where one of the two is not finite and the other is.
+        scale: the largest absolute value of the first array.
+        max_ulp, sum_ulp: of the distances in units in the last place, of the coarser of the two dtypes.
+        identical: whether all bits are the same (0 and -0 are).
+    """
+
+    count: int = 0
+    max_abs: float = 0.0
+    sum_abs: float = 0.0
+    scale: float = 0.0
+    max_ulp: float = 0.0
+    sum_ulp: float = 0.0
+    identical: bool = True
+    dot: float = 0.0
+    squares: tuple[float, float] = (0.0, 0.0)
+
+    def add(self, one: NDArray[Any], other: NDArray[Any]) -> None:
+        """Compare two arrays of the same shape.
+
+        Raises:
+            ValueError: their shapes differ.
+        """
+        if one.shape != other.shape:
+            raise ValueError(f"shapes {list(one.shape)} and {list(other.shape)}")
+        flat, beside = one.reshape(-1), other.reshape(-1)
+        for start in range(0, flat.size, PIECE):
+            self._add(flat[start : start + PIECE], beside[start : start + PIECE])
+
+    def _add(self, one: NDArray[Any], other: NDArray[Any]) -> None:
+        if np.array_equal(one, other):
+            self._count(one.astype(np.float64), np.zeros(one.shape), one.astype(np.float64))
+            return
+        self.identical = False
+        first, second = one.astype(np.float64), other.astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            apart = np.abs(first - second)
+        same = (first == second) | (np.isnan(first) & np.isnan(second))
+        apart[same] = 0
+        apart[np.isnan(apart)] = np.inf
+        told = self._count(first, apart, second)
+        ulps = ulp_distance(one, other)[told]
+        self.max_ulp = max(self.max_ulp, float(ulps.max(initial=0)))
+        self.sum_ulp += float(ulps.sum())
+
+    def _count(
+        self, one: NDArray[np.float64], apart: NDArray[np.float64], other: NDArray[np.float64]
+    ) -> NDArray[np.bool_]:
+        masked = np.finfo(np.float32).min / 2
+        told = ~((one < masked) & (other < masked))
+        if not told.all():
+            one, other, apart = one[told], other[told], apart[told]
+        self.count += one.size
+        self.max_abs = max(self.max_abs, float(apart.max(initial=0)))
+        self.sum_abs += float(apart.sum())
+        fine = np.isfinite(one) & np.isfinite(other)
+        one, other = one[fine], other[fine]
+        self.scale = max(self.scale, float(np.abs(one).max(initial=0)))
+        self.dot += float(one @ other)
+        self.squares = (self.squares[0] + float(one @ one), self.squares[1] + float(other @ other))
+        return told
+
+    @property
+    def mean_abs(self) -> float:
+        """The mean absolute difference."""
+        return self.sum_abs / max(1, self.count)
+
+    @property
+    def mean_ulp(self) -> float:
+        """The mean distance in units in the last place."""
+        return self.sum_ulp / max(1, self.count)
+
+    @property
+    def relative(self) -> float:
+        """The largest absolute difference, as a share of the largest absolute value of the first array."""
+        return self.max_abs if self.max_abs in (0.0, np.inf) else self.max_abs / (self.scale or 1.0)
+
+    @property
+    def cosine(self) -> float:
+        """The cosine of the angle between the two; 1 where both are zero."""
+        size = float(np.sqrt(self.squares[0]) * np.sqrt(self.squares[1]))
+        return min(1.0, self.dot / size) if size else float(self.squares[0] == self.squares[1])
+
+
+def ulp_distance(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.float64]:
+    """How many numbers of the coarser of two floating dtypes lie between them, element by element.
+
+    The bits of a float, read as an integer with the sign taken out, are in the order of the numbers.
+    """
+    if one.dtype.kind != "f" or other.dtype.kind != "f":
+        return np.abs(one.astype(np.float64) - other.astype(np.float64))
+    dtype = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+    whole = np.dtype(f"i{dtype.itemsize}")
+    least = -(2.0 ** (8 * dtype.itemsize - 1))
+    lines = []
+    for array in (one, other):
+        with np.errstate(over="ignore"):
+            bits = np.ascontiguousarray(array.astype(dtype)).view(whole).astype(np.float64)
+        lines.append(np.where(bits < 0, least - bits, bits))
+    return np.abs(lines[0] - lines[1])
+
+
+@dataclass
+class LogitDifference:
+    """What the difference of two models' logits means for the next token, over all positions of all prompts.
+
+    Attributes:
+        positions: compared.
+        sum_kl, max_kl: KL(first || second), in nats.
+        same_first: positions whose likeliest token is the same.
+        shared: of the `TOP` likeliest tokens, those that both have, over all positions.
+    """
+
+    positions: int = 0
+    sum_kl: float = 0.0
+    max_kl: float = 0.0
+    same_first: int = 0
+    shared: int = 0
+
+    def add(self, one: NDArray[Any], other: NDArray[Any]) -> None:
+        """Compare logits [batch, seq, vocab]."""
+        vocab = one.shape[-1]
+        rows = max(1, PIECE // vocab)
+        flat, beside = one.reshape(-1, vocab), other.reshape(-1, vocab)
+        for start in range(0, len(flat), rows):
+            self._add(flat[start : start + rows].astype(np.float64), beside[start : start + rows].astype(np.float64))
+
+    def _add(self, one: NDArray[np.float64], other: NDArray[np.float64]) -> None:
+        first, second = log_softmax(one, axis=-1), log_softmax(other, axis=-1)
+        kl = np.maximum((np.exp(first) * (first - second)).sum(-1), 0)
+        kl[np.isnan(kl)] = np.inf
+        self.positions += len(one)
+        self.sum_kl += float(kl.sum())
+        self.max_kl = max(self.max_kl, float(kl.max(initial=0)))
+        self.same_first += int((one.argmax(-1) == other.argmax(-1)).sum())
+        top = min(TOP, one.shape[-1])
+        best = [np.argsort(-rows, axis=-1, kind="stable")[:, :top] for rows in (one, other)]
+        self.shared += int((best[0][:, :, None] == best[1][:, None]).sum())
+
+    def to_dict(self, vocab: int) -> dict[str, float]:
+        """Means and shares."""
+        count = max(1, self.positions)
+        return {
+            "positions": self.positions,
+            "kl_mean": self.sum_kl / count,
+            "kl_max": self.max_kl,
+            "top_1": self.same_first / count,
+            f"top_{min(TOP, vocab)}": self.shared / (count * min(TOP, vocab)),
+        }

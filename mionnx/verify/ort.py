@@ -1,0 +1,49 @@
+"""ONNX Runtime as a runtime to compare: any provider, optimisation level and thread count."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import onnx
+
+from mionnx import session
+from mionnx.errors import RuntimeMissingError
+from mionnx.session import Options
+from mionnx.verify.runtime import GraphRuntime, Piece
+from mionnx.verify.subject import Subject
+
+INSTALL = {"cuda": "pip install onnxruntime-gpu, on a machine with an NVIDIA GPU"}
+
+
+class OnnxRuntime(GraphRuntime):
+    """ONNX Runtime with the options that mionnx opens sessions with."""
+
+    def __init__(self, title: str, options: Options) -> None:
+        super().__init__(title)
+        self.options = options
+
+    def missing(self, subject: Subject) -> str | None:
+        """Why the provider cannot be had."""
+        try:
+            self.options.provider_name()
+        except RuntimeMissingError as error:
+            install = INSTALL.get(self.options.provider, "a build of ONNX Runtime that has this provider")
+            return f"{error}; what would install it: {install}"
+        return None
+
+    def facts(self) -> dict[str, str]:
+        """Version, provider, level and threads."""
+        options = self.options
+        return {
+            "onnxruntime": session.version(),
+            "provider": options.provider_name(),
+            "level": options.level,
+            "threads": str(options.threads or "all"),
+        }
+
+    @contextmanager
+    def opened(self, proto: onnx.ModelProto, folder: Path) -> Iterator[Piece]:
+        """A session; see `GraphRuntime.opened`."""
+        ready = session.open_session(proto.SerializeToString(), folder, self.options)
+        names = [value.name for value in proto.graph.output]
+        yield lambda feeds: session.run(ready, names, feeds)

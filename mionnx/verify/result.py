@@ -1,0 +1,205 @@
+"""`Verification`: how far runtimes are apart at each hook point, and how that looks."""
+
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.markup import escape
+from rich.table import Column, Table
+
+from mionnx.verify.difference import Difference
+from mionnx.verify.repeats import Repeat
+from mionnx.view import Shown, new_figure, render
+
+LEAST = 1e-9  # where curves on a logarithmic axis begin: what is identical lies there
+SHOWN = 8  # nodes of a step that are named
+
+
+@dataclass(frozen=True)
+class Row:
+    """One hook point in one runtime beside the first.
+
+    Attributes:
+        name: of the hook point.
+        max_abs, mean_abs: absolute difference.
+        scale: the largest absolute value in the first runtime.
+        relative: max_abs as a share of scale.
+        cosine: of the angle between the two.
+        max_ulp, mean_ulp: distance in units in the last place.
+        identical: whether all bits are.
+        local: what this step alone adds, as a share of scale; None where it was not measured.
+    """
+
+    name: str
+    max_abs: float
+    mean_abs: float
+    scale: float
+    relative: float
+    cosine: float
+    max_ulp: float
+    mean_ulp: float
+    identical: bool
+    local: float | None = None
+
+    @classmethod
+    def of(cls, name: str, found: Difference, local: Difference | None) -> "Row":
+        """From what was added up."""
+        return cls(name, found.max_abs, found.mean_abs, found.scale, found.relative, found.cosine, found.max_ulp,
+                   found.mean_ulp, found.identical, None if local is None else local.relative)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The first step that adds more than the tolerance by itself.
+
+    Attributes:
+        hook: the hook point at its end.
+        after: the hook points that it starts from; none if it starts from the tokens.
+        local: what it adds, as a share of the largest value there.
+        nodes: of the step, `name (operator)`; narrowed down where both runtimes run graphs.
+        value: the first value of the graph that differs, where that was found out.
+    """
+
+    hook: str
+    after: list[str]
+    local: float
+    nodes: list[str]
+    value: str | None = None
+
+    def __str__(self) -> str:
+        named = ", ".join(self.nodes[:SHOWN]) + (f" and {len(self.nodes) - SHOWN} more" * (len(self.nodes) > SHOWN))
+        where = f" between {', '.join(self.after) or 'the tokens'} and {self.hook}"
+        at = f", first in {self.value}" if self.value else ""
+        return f"{self.hook}: this step alone adds {self.local:.2e} of its scale{where}{at}; {named}"
+
+
+@dataclass
+class Beside:
+    """One runtime beside the first.
+
+    Attributes:
+        title: of the runtime.
+        rows: one a hook point, in execution order.
+        logits: KL in nats, shares of positions with the same likeliest token and of the same top tokens.
+        greedy: share of greedily chosen tokens that are the same, up to the first that differs; None if none were.
+        fault: the first step that adds too much.
+        environment: versions, options, processor.
+        seconds: that it ran.
+    """
+
+    title: str
+    rows: list[Row]
+    logits: dict[str, float]
+    greedy: float | None
+    fault: Fault | None
+    environment: dict[str, Any]
+    seconds: float
+
+    @property
+    def worst(self) -> Row:
+        """The hook point with the largest relative difference."""
+        return max(self.rows, key=lambda row: row.relative)
+
+    @property
+    def steepest(self) -> Row | None:
+        """The hook point whose step adds most by itself."""
+        told = [row for row in self.rows if row.local is not None]
+        return max(told, key=lambda row: row.local or 0.0) if told else None
+
+
+@dataclass
+class Verification(Shown):
+    """How far runtimes are apart, hook point by hook point.
+
+    Attributes:
+        title: of the comparison.
+        reference: the runtime that all others are compared with.
+        besides: the others.
+        skipped: runtime -> why it did not run, and what would install it.
+        tolerance: largest relative difference that is agreement.
+        notes: what a reader has to know: another graph, slices only.
+        prompts: what was run.
+        hashes: of the reference's graph, weights and spec.
+        environment: of the reference.
+        repeats: which runs are bit-identical, if that was asked for.
+    """
+
+    title: str
+    reference: str
+    besides: list[Beside]
+    skipped: dict[str, str]
+    tolerance: float
+    notes: list[str]
+    prompts: list[str]
+    hashes: dict[str, str]
+    environment: dict[str, Any]
+    repeats: list[Repeat] = field(default_factory=list)
+    frame_height = 720
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every runtime that ran is within the tolerance at every hook point."""
+        return all(beside.worst.relative <= self.tolerance for beside in self.besides)
+
+    def beside(self, title: str) -> Beside:
+        """One runtime's part.
+
+        Raises:
+            KeyError: it was not compared.
+        """
+        return {beside.title: beside for beside in self.besides}[title]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it."""
+        found = {name: value for name, value in vars(self).items() if name not in ("besides", "repeats")}
+        besides = [{**asdict(beside), "worst": beside.worst.name} for beside in self.besides]
+        return {**found, "agrees": self.agrees, "besides": besides, "repeats": [asdict(one) for one in self.repeats]}
+
+    def summary(self) -> str:
+        """One line."""
+        verdict = "agree" if self.agrees else "DISAGREE"
+        return f"{self.reference} and {', '.join(one.title for one in self.besides)} {verdict} at {self.tolerance:g}"
+
+    def figure(self) -> Figure:
+        """Error by depth, one curve a runtime; dotted: what each step adds by itself."""
+        names = [row.name for row in self.besides[0].rows]
+        figure, axes = new_figure(max(6.0, min(16.0, 2.5 + 0.22 * len(names))), 4.6)
+        for number, beside in enumerate(self.besides):
+            colour = f"C{number}"
+            axes.plot([_above(row.relative) for row in beside.rows], marker=".", color=colour, label=beside.title)
+            if any(row.local is not None for row in beside.rows):
+                steps = [float("nan") if row.local is None else _above(row.local) for row in beside.rows]
+                axes.plot(steps, ":", color=colour, linewidth=1)
+        axes.axhline(self.tolerance, color="0.5", linewidth=1, linestyle="--", label="tolerance")
+        axes.set_yscale("log")
+        axes.set_ylabel("largest difference / largest value")
+        step = max(1, len(names) // 48)
+        axes.set_xticks(range(0, len(names), step), names[::step], rotation=90, fontsize=7)
+        axes.set_title(f"{self.title}, beside {self.reference}".replace("$", r"\$"), fontsize=9)
+        axes.legend(fontsize=7)
+        return figure
+
+    def page(self) -> str:
+        """Error-by-depth curves with the numbers under the pointer, and tables."""
+        return render("verify.html", self.title, data=self.to_dict(), summary=self.summary(), least=LEAST)
+
+    def table(self) -> Table:
+        """For a terminal: one row a runtime."""
+        heads = ("", "largest relative", "at", "largest absolute", "cosine", "KL, nats", "top 1", "greedy")
+        title = escape(f"{self.title}, beside {self.reference}")
+        table = Table(Column("runtime", no_wrap=True), *heads, title=title)
+        for beside in self.besides:
+            row, logits = beside.worst, beside.logits
+            verdict = "[green]agrees" if row.relative <= self.tolerance else "[red]differs"
+            greedy = "" if beside.greedy is None else f"{beside.greedy:.0%}"
+            numbers = (f"{row.relative:.1e}", row.name, f"{row.max_abs:.1e}", f"{row.cosine:.8f}")
+            next_token = (f"{logits['kl_max']:.1e}", f"{logits['top_1']:.1%}")
+            table.add_row(escape(beside.title), verdict, *numbers, *next_token, greedy)
+        for title, why in self.skipped.items():
+            table.add_row(escape(title), "[yellow]skipped", escape(why))
+        return table
+
+
+def _above(value: float) -> float:
+    return max(LEAST, value) if isfinite(value) else 1e3

@@ -1,0 +1,84 @@
+"""What a runtime has to be able to do, so that it can be compared with another."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import onnx
+from numpy.typing import NDArray
+
+from mionnx.call import Call
+from mionnx.verify.subject import Arrays, Subject
+
+Sink = Callable[[str, NDArray[Any]], None]
+Pass = Callable[[Call, Sink], None]
+Piece = Callable[[Arrays], Arrays]
+
+
+class Runtime(ABC):
+    """Something that runs a model.
+
+    Attributes:
+        title: as it was asked for: "ort-cpu:none", say.
+    """
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+
+    @abstractmethod
+    def missing(self, subject: Subject) -> str | None:
+        """Why it cannot run here, and what would install it; None if it can."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, str]:
+        """Versions and options."""
+
+    @abstractmethod
+    def passes(self, subject: Subject, names: Sequence[str]) -> AbstractContextManager[Pass]:
+        """Opens the subject; the function hands each named value of a call to the sink, in any order."""
+
+    def groups(self, subject: Subject, names: Sequence[str]) -> Iterator[list[str]]:
+        """The names in groups that are run for together."""
+        yield list(names)
+
+
+class GraphRuntime(Runtime):
+    """A runtime that reads ONNX, and so can run any part of a graph."""
+
+    @abstractmethod
+    def opened(self, proto: onnx.ModelProto, folder: Path) -> AbstractContextManager[Piece]:
+        """Opens a model whose weights lie in a folder; the function runs it, and gives all its outputs."""
+
+    @contextmanager
+    def passes(self, subject: Subject, names: Sequence[str]) -> Iterator[Pass]:
+        """See `Runtime.passes`."""
+        with self.opened_part(subject, (), names) as piece:
+
+            def run(call: Call, sink: Sink) -> None:
+                found = piece(subject.feeds(call))
+                for name in names:
+                    sink(name, found.pop(name))
+
+            yield run
+
+    def groups(self, subject: Subject, names: Sequence[str]) -> Iterator[list[str]]:
+        """Small ones: a runtime keeps every output until the run is over."""
+        return subject.groups(names)
+
+    @contextmanager
+    def opened_part(self, subject: Subject, starts: Sequence[str], ends: Sequence[str]) -> Iterator[Piece]:
+        """Opens the part of a subject's graph between some values and others."""
+        with self.opened_proto(subject.part(starts, ends), subject.model.folder) as piece:
+            yield piece
+
+    @contextmanager
+    def opened_proto(self, proto: onnx.ModelProto, folder: Path) -> Iterator[Piece]:
+        """Opens a model; what is fed is cast to what its inputs take, and what it does not read is left out."""
+        types = {value.name: value.type.tensor_type.elem_type for value in proto.graph.input}
+        dtypes = {name: onnx.helper.tensor_dtype_to_np_dtype(kind) for name, kind in types.items()}
+        with self.opened(proto, folder) as piece:
+            yield lambda feeds: piece(
+                {name: feeds[name].astype(dtype, copy=False) for name, dtype in dtypes.items() if name in feeds}
+            )

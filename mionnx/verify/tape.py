@@ -1,0 +1,127 @@
+"""A tape of values: written to disk one after the other, read back one at a time, kept as one safetensors file.
+
+The format of a kept tape:
+
+1. An ordinary safetensors file. The tensor `{prompt}.{hook point}` is that value, bfloat16 as float32.
+2. Its `__metadata__` has `mionnx_run` = "1", `sha256` of the bytes of all tensors, and `facts`, a JSON text: the
+   prompts' ids, the hook points, the positions kept, hashes of graph, weights and spec, the greedy continuations, and
+   the environment.
+3. Refused: another version, a damaged file, bytes that do not give the hash.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from mionnx.errors import SpecFileError
+
+KEY, VERSION = "mionnx_run", "1"
+CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
+DTYPES = {code: name for name, code in CODES.items()}
+
+
+class Tape:
+    """Values by prompt and hook point, in a file.
+
+    Attributes:
+        path: of the file.
+        facts: what is known of the run; empty until it is kept.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.facts: dict[str, Any] = {}
+        self._places: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        self._end = 0
+        self._hash = sha256()
+
+    def add(self, prompt: int, name: str, value: NDArray[Any]) -> None:
+        """Write a value at the end."""
+        data = np.ascontiguousarray(value)
+        self._places[f"{prompt}.{name}"] = (str(data.dtype), value.shape, self._end)
+        with self.path.open("ab") as file:
+            file.write(data.data if data.size else b"")
+        if data.size:
+            self._hash.update(data.data)
+        self._end += data.nbytes
+
+    def __contains__(self, key: tuple[int, str]) -> bool:
+        return f"{key[0]}.{key[1]}" in self._places
+
+    def get(self, prompt: int, name: str) -> NDArray[Any]:
+        """A value; what is not looked at is not read."""
+        dtype, shape, start = self._places[f"{prompt}.{name}"]
+        if prod(shape) == 0:
+            return np.empty(shape, dtype)
+        return np.memmap(self.path, dtype, "r", start, shape)
+
+    def keep(self, path: Path, facts: Mapping[str, Any]) -> None:
+        """Write everything as one safetensors file.
+
+        Raises:
+            SpecFileError: it cannot be written.
+        """
+        header: dict[str, Any] = {
+            "__metadata__": {KEY: VERSION, "sha256": self._hash.hexdigest(), "facts": json.dumps(facts)}
+        }
+        for key, (dtype, shape, start) in self._places.items():
+            end = start + prod(shape) * np.dtype(dtype).itemsize
+            header[key] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        try:
+            with partial.open("wb") as file, self.path.open("rb") as values:
+                file.write(len(text).to_bytes(8, "little") + text)
+                shutil.copyfileobj(values, file)
+            partial.replace(path)
+        except OSError as error:
+            raise SpecFileError(f"cannot write {path}: {error}") from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def open(cls, path: Path) -> "Tape":
+        """Open what `keep` wrote, every byte of it checked.
+
+        Raises:
+            SpecFileError: missing, damaged, or no recorded run.
+        """
+        try:
+            with safe_open(path, framework="np") as file:
+                found = file.metadata() or {}
+            with path.open("rb") as raw:
+                first = 8 + int.from_bytes(raw.read(8), "little")
+                header = json.loads(raw.read(first - 8))
+                header.pop("__metadata__", None)
+                held = sha256()
+                while block := raw.read(2**20):
+                    held.update(block)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise SpecFileError(f"{path} is no recorded run: {error}") from error
+        if found.get(KEY) != VERSION:
+            raise SpecFileError(f"{path} is no recorded run of version {VERSION}: its metadata has {sorted(found)}")
+        if held.hexdigest() != found.get("sha256"):
+            raise SpecFileError(f"{path} is damaged: its values do not have the hash that was recorded")
+        tape = cls(path)
+        try:
+            tape.facts = json.loads(found["facts"])
+            tape._places = {
+                key: (DTYPES[entry["dtype"]], tuple(entry["shape"]), first + entry["data_offsets"][0])
+                for key, entry in header.items()
+            }
+            missing = [key for key in ("prompts", "names", "title", "environment") if key not in tape.facts]
+        except (ValueError, KeyError, TypeError) as error:
+            raise SpecFileError(f"{path} is damaged: {error}") from error
+        if missing:
+            raise SpecFileError(f"{path} is damaged: it does not say its {missing[0]}")
+        return tape

@@ -1,0 +1,138 @@
+"""The verbs of a model about reproducibility: `verify` and `bisect`."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mionnx.call import Call, make_call
+from mionnx.errors import InputError
+from mionnx.progress import Progress, silent
+from mionnx.runner import Prompt, Runner
+from mionnx.spec import HookSpec
+from mionnx.verify.bisect import Bisection, bisect
+from mionnx.verify.result import Verification
+from mionnx.verify.verify import HOOKS, Request, verify
+
+
+class Verifies(Runner):
+    """Where runtimes, machines, dtypes or two models disagree, and by how much."""
+
+    def verify(
+        self,
+        prompts: Sequence[Prompt] | str = (),
+        runtimes: Sequence[str] = ("ort-cpu", "reference"),
+        *,
+        hooks: str | Sequence[str] = HOOKS,
+        spec: HookSpec | None = None,
+        other: Runner | None = None,
+        record: str | Path | None = None,
+        against: str | Path | None = None,
+        tolerance: float | None = None,
+        local: bool = True,
+        greedy: int = 8,
+        positions: Sequence[int] | None = None,
+        repeat: bool = False,
+        checkpoint: str | Path | None = None,
+        progress: Progress = silent,
+    ) -> Verification:
+        """Run this model in several runtimes and compare them hook point by hook point.
+
+        Memory stays below twice what one runtime takes, however many hook points are compared: values lie on disk.
+
+        Args:
+            prompts: texts, or ids [seq] or [batch, seq] each; each runs by itself, without padding.
+            runtimes: "torch" (transformers, eager), "ort-cpu", "ort-cuda", "openvino", "onnxruntime-web", "reference"
+                (onnx's own evaluator) or an ONNX Runtime provider's full name; "ort-cpu:none", ":basic", ":extended",
+                ":all" set the optimisation level, ":threads=1" the threads. All are compared with the first.
+            hooks: globs of hook points; `hook_logits` is always compared.
+            spec: interventions, in force in every runtime; its captures are compared too.
+            other: a second model, run in each of the runtimes as well: another dtype of the same checkpoint, say.
+            record: write the first runtime's values to this safetensors file, for another machine.
+            against: compare with such a file instead of the first runtime; prompts may be left out.
+            tolerance: largest difference, as a share of the hook point's largest value, that is agreement; by default
+                5e-5 in float32, 5e-3 in float16, 4e-2 in bfloat16.
+            local: measure what each step between hook points adds by itself, and find the first that adds too much.
+            greedy: tokens to choose greedily after each prompt, and compare.
+            positions: compare (and record) these positions of each prompt only.
+            repeat: say which runtimes are bit-identical when repeated, on one thread, and with a row in a batch.
+            checkpoint: where "torch" finds the weights, if the hooked model's folder has not all of them.
+            progress: called as (stage, done, total).
+
+        Raises:
+            InputError: an unknown runtime, no prompts, a tolerance that is none.
+            HookError: a hook point that the model does not have.
+            RuntimeMissingError: fewer runtimes can run here than a comparison needs.
+            ModelError: a runtime cannot run the model.
+            SpecFileError: a recorded run that cannot be written, or is damaged.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        request = Request(
+            runtimes, hooks, spec, other.hooked if other else None, _path(against), _path(record), tolerance, local,
+            greedy, positions, repeat, _path(checkpoint),
+        )  # fmt: skip
+        calls = [self._call(prompt) for prompt in texts]
+        return verify(self.hooked, calls, [_shown(prompt) for prompt in texts], request, progress)
+
+    def bisect(
+        self,
+        prompt: Prompt,
+        runtimes: Sequence[str] = ("ort-cpu", "reference"),
+        *,
+        folder: str | Path | None = None,
+        spec: HookSpec | None = None,
+        other: Runner | None = None,
+        tolerance: float | None = None,
+        progress: Progress = silent,
+    ) -> Bisection:
+        """Find the smallest part of the graph whose inputs agree in two runtimes and whose output does not.
+
+        Args:
+            prompt: a text, or ids.
+            runtimes: two that run graphs (not "torch"), or one if `other` is given.
+            folder: made new, if there is such a part: it as `model.onnx`, its inputs, both outputs, and a program that
+                shows the difference; for a bug report.
+            spec: interventions, in force in both.
+            other: a second model instead of a second runtime.
+            tolerance: see `verify`; 0 finds the first node that does not give the same bits.
+            progress: called as (stage, done, total).
+
+        Raises:
+            InputError: a runtime that cannot run a part of a graph, or not two sides.
+            RuntimeMissingError: a runtime that is not installed.
+            ModelError: the folder exists, or a runtime cannot run the model.
+        """
+        hooked = other.hooked if other else None
+        return bisect(self.hooked, self._call(prompt), list(runtimes), _path(folder), spec, hooked, tolerance, progress)
+
+    def _call(self, prompt: Prompt) -> Call:
+        call = make_call(self._ids(prompt), None, None, self.hooked.metadata.sizes)
+        if not call.real.all():
+            raise InputError("texts of unequal length in one prompt: give each as a prompt of its own")
+        return call
+
+
+def read_prompts(path: Path) -> list[Any]:
+    """Prompts from a file: a text a line, or of a .json file, a list of texts or of lists of ids.
+
+    Raises:
+        InputError: missing, empty, or no such list.
+    """
+    try:
+        text = path.read_text()
+        found = json.loads(text) if path.suffix == ".json" else [line for line in text.splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read prompts from {path}: {error}") from error
+    if not isinstance(found, list) or not found:
+        raise InputError(f"{path} has no prompts: a text a line, or a JSON list of texts or of lists of ids")
+    return found
+
+
+def _path(given: str | Path | None) -> Path | None:
+    return None if given is None else Path(given)
+
+
+def _shown(prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return getattr(prompt, "text", None) or f"ids {getattr(prompt, 'shape', None) or len(prompt)}"  # type: ignore[arg-type]

@@ -1,0 +1,245 @@
+"""`verify`: the arguments of a comparison, checked, and its parts in order."""
+
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mionnx import bind
+from mionnx.call import Call, make_call
+from mionnx.errors import HookError, InputError, RuntimeMissingError
+from mionnx.hooked_model import HookedModel
+from mionnx.progress import Progress, silent
+from mionnx.spec import HookSpec
+from mionnx.verify.compare import Settings, Side, compare, record
+from mionnx.verify.environment import environment, hashes
+from mionnx.verify.named import runtime_of
+from mionnx.verify.repeats import repeats
+from mionnx.verify.result import Beside, Verification
+from mionnx.verify.runtime import Runtime
+from mionnx.verify.subject import LOGITS, Subject
+from mionnx.verify.tape import Tape
+
+HOOKS = "blocks.*.hook_resid_*"
+# Largest difference as a share of a value's largest entry that is agreement. Of half precision, five times its unit.
+TOLERANCES = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 4e-2}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be compared.
+
+    Attributes:
+        runtimes: titles; all are compared with the first, or with a recorded run.
+        hooks: globs of hook points; `hook_logits` is always compared.
+        spec: what intervenes.
+        other: a second model, run in each of the runtimes too.
+        against: a recorded run, which is then what all are compared with.
+        record: where to write the first runtime's values.
+        tolerance: None for that of the dtype.
+        local, greedy, positions: see `Settings`.
+        repeat: whether to look for bits that differ when a run is repeated.
+        checkpoint: where torch finds the weights.
+    """
+
+    runtimes: Sequence[str]
+    hooks: str | Sequence[str] = HOOKS
+    spec: HookSpec | None = None
+    other: HookedModel | None = None
+    against: Path | None = None
+    record: Path | None = None
+    tolerance: float | None = None
+    local: bool = True
+    greedy: int = 8
+    positions: Sequence[int] | None = None
+    repeat: bool = False
+    checkpoint: Path | None = None
+
+
+def names_of(model: HookedModel, hooks: str | Sequence[str], spec: HookSpec) -> list[str]:
+    """The hook points that are compared, in execution order, `hook_logits` last.
+
+    Raises:
+        HookError: a glob that matches nothing, or a capture of the spec that is not the whole of a value.
+    """
+    wanted = HookSpec().extend(spec)
+    for glob in [hooks] if isinstance(hooks, str) else hooks:
+        wanted.capture(glob)
+    wanted.capture(LOGITS)
+    found = bind.captures_of(wanted, model)
+    odd = [want.fetched for want in found if want.fetched != want.hook]
+    if odd:
+        raise HookError(f"{odd[0]}: runtimes are compared at whole values, after their interventions")
+    return sorted({want.hook for want in found}, key=lambda name: model.order[name])
+
+
+def verify(
+    model: HookedModel, calls: Sequence[Call], prompts: Sequence[str], request: Request, progress: Progress = silent
+) -> Verification:
+    """See `MIModel.verify`."""
+    _check(request, calls)
+    spec = request.spec or HookSpec()
+    names = names_of(model, request.hooks, spec)
+    notes: list[str] = []
+    tape = Tape.open(request.against) if request.against else None
+    settings = Settings(_tolerance(request, model), request.local, request.greedy, request.positions, progress)
+    if tape is not None:
+        calls, names, prompts, settings = _as_recorded(tape, calls, names, prompts, model, settings)
+    if settings.positions is not None:
+        notes.append(f"positions {list(settings.positions)} only: what steps add by themselves is not measured")
+    subject = Subject(model, spec, names, calls, "this model" if request.other else "")
+    runtimes, skipped = _runtimes(request, subject)
+    hashed = hashes(subject) if request.record or tape else {"graph": subject.graph_hash()}
+    with tempfile.TemporaryDirectory() as scratch:
+        first, rest, where = _first(subject, runtimes, tape, hashed, notes, Path(scratch), settings)
+        rest += _others(request, names, runtimes, subject)
+        besides = [_compared(first, side, Path(scratch), settings) for side in rest]
+        if request.record:
+            _keep(first, request.record, prompts, hashed, where, settings)
+    found = (
+        [one for runtime in runtimes for one in repeats(runtime, subject, request.checkpoint)] if request.repeat else []
+    )
+    return Verification(_title(model, subject), first.title, besides, skipped, settings.tolerance, notes,
+                        list(prompts), hashed, where, found)  # fmt: skip
+
+
+def _check(request: Request, calls: Sequence[Call]) -> None:
+    if isinstance(request.runtimes, str) or not request.runtimes:
+        raise InputError(f"runtimes must be a list of names, got {request.runtimes!r}")
+    double = [title for title in request.runtimes if list(request.runtimes).count(title) > 1]
+    if double:
+        raise InputError(f"runtime {double[0]!r} is there twice; to run one twice, ask for `repeat`")
+    if not calls and request.against is None:
+        raise InputError("there is no prompt to run on")
+    tolerance = request.tolerance
+    if tolerance is not None and not (np.isfinite(tolerance) and tolerance >= 0):
+        raise InputError(f"tolerance must be a number of 0 or above, got {tolerance!r}")
+    if not isinstance(request.greedy, int) or request.greedy < 0:
+        raise InputError(f"greedy must be an integer of 0 or above, got {request.greedy!r}")
+    if request.record and request.against:
+        raise InputError("give either record or against: a run that is compared with a recorded one is not kept")
+
+
+def _tolerance(request: Request, model: HookedModel) -> float:
+    models = [model, *([request.other] if request.other else [])]
+    return max(TOLERANCES[one.metadata.dtype] for one in models) if request.tolerance is None else request.tolerance
+
+
+def _title(model: HookedModel, subject: Subject) -> str:
+    count = len(subject.calls)
+    changes = subject.spec.num_interventions()
+    steered = f", {changes} intervention{'s' * (changes != 1)}" if changes else ""
+    return (
+        f"{model.folder.name}: {len(subject.names)} hook points, {count} prompt{'s' * (count != 1)}, "
+        f"{model.metadata.dtype}{steered}"
+    )
+
+
+def _runtimes(request: Request, subject: Subject) -> tuple[list[Runtime], dict[str, str]]:
+    """Those that can run here, and why the others cannot.
+
+    Raises:
+        InputError: an unknown name.
+        RuntimeMissingError: fewer are left than a comparison needs.
+    """
+    asked = [runtime_of(title, request.checkpoint) for title in request.runtimes]
+    why = {runtime.title: runtime.missing(subject) for runtime in asked}
+    ready = [runtime for runtime in asked if why[runtime.title] is None]
+    skipped = {title: reason for title, reason in why.items() if reason is not None}
+    alone = request.against or request.record or request.other or request.repeat
+    if len(ready) < (1 if alone else 2):
+        told = "; ".join(f"{title}: {reason}" for title, reason in skipped.items())
+        raise RuntimeMissingError(
+            f"{len(ready)} of the runtimes {', '.join(request.runtimes)} can run here, and a comparison needs "
+            f"{1 if alone else 2}. {told}"
+        )
+    return ready, skipped
+
+
+def _first(
+    subject: Subject,
+    runtimes: Sequence[Runtime],
+    tape: Tape | None,
+    hashed: dict[str, str],
+    notes: list[str],
+    scratch: Path,
+    settings: Settings,
+) -> tuple[Side, list[Side], dict[str, Any]]:
+    """What all are compared with, the sides that remain, and where the first one ran."""
+    sides = [Side(subject, runtime) for runtime in runtimes]
+    if tape is None:
+        record(sides[0], Tape(scratch / "first"), settings)
+        return sides[0], sides[1:], environment(runtimes[0])
+    kept = tape.facts
+    notes += [
+        f"the recorded run has another {what}: {kept['hashes'].get(what, 'unknown')[:12]}, here {here[:12]}"
+        for what, here in hashed.items()
+        if kept["hashes"].get(what) != here
+    ]
+    greedy = [np.array(ids, np.int64).reshape(call.batch, -1) for ids, call in zip(kept["greedy"], subject.calls)]  # noqa: B905
+    first = Side(subject, None, tape, greedy, f"recorded {kept['title']}")
+    return first, sides, kept["environment"]
+
+
+def _compared(first: Side, side: Side, scratch: Path, settings: Settings) -> Beside:
+    found = compare(first, side, scratch, settings)
+    (scratch / "second").unlink(missing_ok=True)
+    return found
+
+
+def _others(request: Request, names: Sequence[str], runtimes: Iterable[Runtime], subject: Subject) -> list[Side]:
+    """The second model in every runtime."""
+    if request.other is None:
+        return []
+    missing = [name for name in names if name not in request.other.order]
+    if missing:
+        raise HookError(f"{request.other.folder.name} has no hook point {missing[0]!r}: choose hooks that both have")
+    other = Subject(request.other, subject.spec, names, subject.calls, "other model")
+    return [Side(other, runtime) for runtime in runtimes]
+
+
+def _as_recorded(
+    tape: Tape, calls: Sequence[Call], names: list[str], prompts: Sequence[str], model: HookedModel, settings: Settings
+) -> tuple[list[Call], list[str], Sequence[str], Settings]:
+    """Prompts, hook points and positions of a recorded run, which those asked for may not contradict."""
+    kept = tape.facts
+    ids = [np.array(row, np.int64) for row in kept["prompts"]]
+    if calls and [call.input_ids.tolist() for call in calls] != kept["prompts"]:
+        raise InputError(f"these prompts are not those of {tape.path}: leave them out to use the recorded ones")
+    missing = [name for name in kept["names"] if name not in model.order]
+    if missing:
+        raise HookError(
+            f"{tape.path} has {missing[0]!r}, and this {model.metadata.family} model has no such hook point"
+        )
+    chosen = [name for name in kept["names"] if name in names] if LOGITS in names else kept["names"]
+    absent = [name for name in names if name not in kept["names"]]
+    if absent:
+        raise HookError(f"{absent[0]} was not recorded in {tape.path}; it has {', '.join(kept['names'])}")
+    made = [make_call(row, None, None, model.metadata.sizes) for row in ids]
+    greedy = min(settings.greedy, kept["count"])
+    positions = kept["positions"]
+    if settings.positions is not None and list(settings.positions) != positions:
+        raise InputError(f"{tape.path} has positions {positions or 'all'}: leave them out to use the recorded ones")
+    changed = Settings(settings.tolerance, settings.local, greedy, positions, settings.progress)
+    return made, chosen, list(kept["texts"]), changed
+
+
+def _keep(
+    side: Side, path: Path, prompts: Sequence[str], hashed: dict[str, str], where: dict[str, Any], settings: Settings
+) -> None:
+    assert side.tape is not None
+    facts = {
+        "title": side.title,
+        "texts": list(prompts),
+        "prompts": [call.input_ids.tolist() for call in side.subject.calls],
+        "names": side.subject.names,
+        "positions": None if settings.positions is None else list(settings.positions),
+        "count": settings.greedy,
+        "greedy": [ids.tolist() for ids in side.greedy],
+        "hashes": hashed,
+        "environment": where,
+    }
+    side.tape.keep(path, facts)
