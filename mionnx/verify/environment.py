@@ -1,5 +1,6 @@
 """Where a comparison was made: versions, processor, options, and hashes of what ran."""
 
+import json
 import platform
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -60,5 +61,15 @@ def hashes(subject: Subject) -> dict[str, str]:
         with (subject.model.folder / name).open("rb") as file:
             while block := file.read(2**20):
                 held.update(block)
-    spec = specfile.serialise(subject.spec)
-    return {"graph": subject.graph_hash(), "weights": held.hexdigest(), "spec": sha256(spec).hexdigest()}
+    return {
+        "graph": subject.graph_hash(),
+        "weights": held.hexdigest(),
+        "spec": _spec_hash(specfile.serialise(subject.spec)),
+    }
+
+
+def _spec_hash(data: bytes) -> str:
+    """The hash of a saved spec, its header in a fixed order: safetensors writes metadata in any."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:end]), sort_keys=True)
+    return sha256(header.encode() + data[end:]).hexdigest()

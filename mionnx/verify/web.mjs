@@ -4,9 +4,8 @@
 //     {"run": FILE, "feeds": [{name, type, dims, start, end}], "out": FILE, "names": [..]}  -> {"found": the same}
 //
 // Both files hold the bytes of the values one after the other. What fails answers {"error": text}.
-import { readFileSync, writeFileSync } from "node:fs";
+import { readFileSync, readSync, writeFileSync, writeSync } from "node:fs";
 import { createRequire } from "node:module";
-import { createInterface } from "node:readline";
 
 const ort = createRequire(`${process.argv[2]}/`)("onnxruntime-web");
 ort.env.wasm.numThreads = 1;
@@ -41,13 +40,27 @@ async function run({ run, feeds, out, names }) {
   return { found };
 }
 
-for await (const line of createInterface({ input: process.stdin })) {
+// Read without Node's streams: with them no line was answered while the pipe stayed open.
+let rest = "";
+function line() {
+  const piece = Buffer.alloc(65536);
+  while (!rest.includes("\n")) {
+    const size = readSync(0, piece);
+    if (size === 0) return null;
+    rest += piece.toString("utf8", 0, size);
+  }
+  const end = rest.indexOf("\n"), found = rest.slice(0, end);
+  rest = rest.slice(end + 1);
+  return found;
+}
+
+for (let asked = line(); asked !== null; asked = line()) {
   let answer;
   try {
-    const asked = JSON.parse(line);
-    answer = asked.open ? await open(asked.open) : await run(asked);
+    const question = JSON.parse(asked);
+    answer = question.open ? await open(question.open) : await run(question);
   } catch (error) {
     answer = { error: String(error) };
   }
-  process.stdout.write("\n@" + JSON.stringify(answer) + "\n");
+  writeSync(1, "\n@" + JSON.stringify(answer) + "\n");
 }
