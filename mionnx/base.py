@@ -12,7 +12,6 @@ From a base it reads them packed, from one file that all sessions of the machine
 
 import hashlib
 import json
-import platform
 import shutil
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from mionnx import graph, memory, session
+from mionnx import graph, memory, processor, session
 from mionnx.entries import Entries
 from mionnx.errors import ModelError
 from mionnx.hooked_model import HookedModel
@@ -92,24 +91,14 @@ def key_of(model: HookedModel, options: session.Options) -> str:
         "onnxruntime": session.version(),
         "provider": options.provider_name(),
         "fast": options.fast,
-        "processor": _processor(),
+        "processor": [processor.name(), *processor.features()],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _processor() -> str:
-    """What the layout of packed weights depends on: the instructions that the processor has."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        flags = sorted({flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split()})
-        return hashlib.sha256(" ".join(flags).encode()).hexdigest()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-
-
 def possible(options: session.Options) -> bool:
-    """Whether bases are of use: weights are packed on a CPU only."""
-    return options.provider_name() == session.PROVIDERS["cpu"]
+    """Whether bases are of use: weights are packed on a CPU only, and a base is fully optimised."""
+    return options.provider_name() == session.PROVIDERS["cpu"] and options.level == "all"
 
 
 def find(model: HookedModel, options: session.Options, entries: Entries) -> Base | None:

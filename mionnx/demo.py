@@ -129,3 +129,13 @@ def state_knockout(model: MIModel, console: Console, _: Path | None) -> None:
         table.add_row(where, best, f"{result.kl_divergence():.4f}", f"{chance:.3f}")
     console.print(f"{'France'!r} in {CAPITAL!r} writes nothing into the state:")
     console.print(table)
+
+
+@example("Runtimes beside one another", HookPoint.ResidPost)
+def runtimes(model: MIModel, console: Console, folder: Path | None) -> None:
+    """ONNX Runtime with and without its optimisations, and onnx's own evaluator, hook point by hook point."""
+    found = model.verify([CAPITAL], ["ort-cpu", "ort-cpu:none", "reference"], hooks="blocks.*.hook_resid_post")
+    console.print(f"{CAPITAL!r} in each runtime, every layer's residual stream and the logits:")
+    console.print(found.table())
+    console.print(found.summary(), highlight=False)
+    keep(found, folder, "verify", console)

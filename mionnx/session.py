@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx import memory
-from mionnx.errors import ModelError, RuntimeMissingError, nearest
+from mionnx.errors import InputError, ModelError, RuntimeMissingError, nearest
 
 try:
     import onnxruntime
@@ -70,6 +70,15 @@ class Options:
     base: str = "auto"
     provider_options: Mapping[str, str | int] = field(default_factory=dict)
     level: str = "all"
+
+    def __post_init__(self) -> None:
+        """Refuse a level that is none.
+
+        Raises:
+            InputError: it is not one of `LEVELS`.
+        """
+        if self.level not in LEVELS:
+            raise InputError(f"no optimisation level {self.level!r}; there are {', '.join(LEVELS)}")
 
     @property
     def device_id(self) -> int:

@@ -15,7 +15,8 @@
    anywhere, infinity anywhere but in a knockout mask; on saving, a capture by predicate, which no file can hold.
 8. A state knockout is {"positions": [...], "layers": [...] or null, "terms": [...]}; a state steering has "scale" and
    "heads" (a list or null) besides.
-9. Files are written beside their final place and moved there when they are whole.
+9. Equal specs give equal files, byte for byte: the header's entries are sorted.
+10. Files are written beside their final place and moved there when they are whole.
 """
 
 import json
@@ -70,9 +71,17 @@ def serialise(spec: HookSpec) -> bytes:
     }
     declaration = {key: value for key, value in declaration.items() if value or key in REQUIRED}
     try:
-        return to_bytes(tensors, metadata={"mionnx_spec": VERSION, "declaration": json.dumps(declaration)})
+        return _ordered(to_bytes(tensors, metadata={"mionnx_spec": VERSION, "declaration": json.dumps(declaration)}))
     except SafetensorError as error:
         raise SpecFileError(f"the spec cannot be saved: {error}") from error
+
+
+def _ordered(data: bytes) -> bytes:
+    """The same file, the entries of its header sorted: safetensors writes them in any order."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:end]), sort_keys=True).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + data[end:]
 
 
 def load(path: str | Path) -> HookSpec:

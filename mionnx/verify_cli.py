@@ -17,7 +17,6 @@ from mionnx.progress import bars
 from mionnx.spec import HookSpec
 from mionnx.verify import Verification
 from mionnx.verify.verbs import read_prompts
-from mionnx.verify.verify import HOOKS
 
 DISAGREES = 2  # the exit code where runtimes differ by more than the tolerance; 1 is an error
 Runtimes = Annotated[str, typer.Option(help="Names with commas between: torch, ort-cpu, ort-cpu:none, openvino, ..")]
@@ -32,7 +31,7 @@ def verify(
     runtimes: Runtimes = "ort-cpu,reference",
     prompts: Prompts = None,
     prompt: Texts = None,
-    hooks: Annotated[str, typer.Option(help="Globs of hook points, with commas between.")] = HOOKS,
+    hooks: Annotated[str | None, typer.Option(help="Globs, with commas between; resid_* if left out.")] = None,
     spec: SpecFile = None,
     other: Other = None,
     record: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the first runtime's values.")] = None,
@@ -65,7 +64,7 @@ def verify(
         result = opened.verify(
             given,
             runtimes.split(","),
-            hooks=hooks.split(","),
+            hooks=hooks.split(",") if hooks else None,
             spec=HookSpec.load(str(spec)) if spec else None,
             other=MIModel.from_pretrained(other) if other else None,
             record=record,
@@ -86,6 +85,9 @@ def verify(
 
 def _tell(result: Verification) -> None:
     console = Console()
+    for titles, verdict in ((result.failed, "[red]failed[/]"), (result.skipped, "[yellow]skipped[/]")):
+        for title, why in titles.items():
+            console.print(f"{escape(title)} {verdict}: {escape(why)}", highlight=False)
     for note in result.notes:
         console.print(f"[yellow]note:[/] {escape(note)}", highlight=False)
     for beside in result.besides:

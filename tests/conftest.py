@@ -150,6 +150,23 @@ def beside_lens(environment: Callable[[str], Path]) -> Callable[..., dict[str, A
     return run
 
 
+@pytest.fixture(scope="session")
+def web(shared: Path) -> Path:
+    """A folder in which Node finds onnxruntime-web."""
+    if not (shutil.which("node") and shutil.which("npm")):
+        pytest.skip("Node and npm are not installed here")
+    folder = shared / "web"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "node_modules").exists():
+            folder.mkdir(exist_ok=True)
+            ran = subprocess.run(
+                ["npm", "install", "--silent", "onnxruntime-web@1.30.0"], cwd=folder, capture_output=True, text=True
+            )
+            if ran.returncode:
+                pytest.skip(f"onnxruntime-web cannot be installed here: {ran.stderr[-300:]}")
+    return folder
+
+
 @pytest.fixture(params=list(CONFIGS))
 def family(request: pytest.FixtureRequest) -> str:
     """Each family in turn."""

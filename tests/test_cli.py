@@ -35,7 +35,7 @@ def succeeded(*arguments: object) -> str:
 def test_the_demo_shows_real_effects(tmp_path):
     output = succeeded("demo", "--pages", tmp_path / "pages")
     titles = ("Attention patterns", "Logit lens", "knockout", "patching", "Head ablation", "Induction heads")
-    titles = (*titles, "Direct logit attribution", "Steering", "RWKV state knockout")
+    titles = (*titles, "Direct logit attribution", "Steering", "RWKV state knockout", "Runtimes beside one another")
     for number, title in enumerate(titles, 1):
         assert f"{number}. " in output
         assert title in output
@@ -44,7 +44,8 @@ def test_the_demo_shows_real_effects(tmp_path):
     assert "P('Mary') falls from" in output
     assert "the answer flips" in output.lower()
     made = {path.name for path in (tmp_path / "pages").iterdir()}
-    assert {"attention.html", "lens.html", "patching.html", "patching.png", "heads.html", "dose.html"} <= made
+    pages = ("attention", "lens", "patching", "heads", "dose", "verify")
+    assert {"patching.png", *(f"{page}.html" for page in pages)} <= made
 
 
 def test_a_recurrent_model_runs_the_examples_that_it_has_hooks_for():
@@ -217,3 +218,40 @@ def test_generate_refuses_what_it_cannot_do():
         assert run.returncode == 1
         assert named in run.stderr
         assert "Traceback" not in run.stderr
+
+
+def test_verify_says_where_runtimes_differ_and_exits_by_it(tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(f"{PROMPT}\n\nThe capital of Germany is\n")
+    page, run = tmp_path / "verify.html", tmp_path / "run.safetensors"
+    command = ["verify", LLAMA, "--prompts", prompts, "--hooks", "blocks.*.hook_resid_post", "--greedy", 1]
+    output = succeeded(*command, "--runtimes", "ort-cpu,ort-cpu:none,CoreMLExecutionProvider", "--html", page)
+    assert "CoreMLExecutionProvider" in output
+    assert "skipped" in output
+    assert "ort-cpu and ort-cpu:none agree at 5e-05" in output
+    assert page.read_text().startswith("<!doctype html>")
+    succeeded(*command, "--runtimes", "ort-cpu", "--record", run, "--repeat")
+    again = json.loads(succeeded("verify", LLAMA, "--runtimes", "ort-cpu:threads=1", "--against", run, "--json"))
+    assert again["agrees"]
+    assert [row["name"] for row in again["besides"][0]["rows"]][-1] == "hook_logits"
+    strict = mionnx(*command, "--runtimes", "ort-cpu,reference", "--tolerance", 0)
+    assert strict.returncode == 2
+    assert "DISAGREE" in strict.stdout
+    for wrong, said in (
+        (["--prompts", tmp_path / "none"], "cannot read prompts"),
+        (["--positions", "a"], "--positions"),
+    ):
+        refused = mionnx("verify", LLAMA, "--prompt", PROMPT, *wrong)
+        assert refused.returncode == 1
+        assert said in refused.stderr
+
+
+def test_bisect_writes_a_report_and_exits_by_it(tmp_path):
+    assert "no step differs" in succeeded("bisect", LLAMA, "--runtimes", "ort-cpu,ort-cpu:none", "--prompt", PROMPT)
+    report = tmp_path / "report"
+    exact = ["--prompt", PROMPT, "--tolerance", 0, "-o", report, "--json"]
+    found = mionnx("bisect", LLAMA, "--runtimes", "ort-cpu,reference", *exact)
+    assert found.returncode == 2, found.stderr
+    assert json.loads(found.stdout)["nodes"]
+    assert (report / "model.onnx").is_file()
+    assert (report / "reproduce.py").is_file()

@@ -1,7 +1,6 @@
 """Compiled graphs in the hands of others: optimum, onnxruntime-web under Node, OpenVINO. None of them has mionnx."""
 
 import json
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import REPOSITORY
-from filelock import FileLock
 
 from mionnx import HookPoint, HookSpec, Intervention, MIModel
 
@@ -82,23 +80,6 @@ def test_optimum_generates_with_a_compiled_graph(steered, optimum, tmp_path):
     assert [text.split() for text in texts] == [text.split() for text in expected.new_texts]
     assert texts[0].split()[0] == "Berlin"
     assert model.generate(PROMPT, max_new_tokens=1).new_texts[0].split() == ["Paris"]
-
-
-@pytest.fixture(scope="session")
-def web(shared: Path) -> Path:
-    """A folder in which Node finds onnxruntime-web."""
-    if not (shutil.which("node") and shutil.which("npm")):
-        pytest.skip("Node and npm are not installed here")
-    folder = shared / "web"
-    with FileLock(f"{folder}.lock"):
-        if not (folder / "node_modules").exists():
-            folder.mkdir(exist_ok=True)
-            ran = subprocess.run(
-                ["npm", "install", "--silent", "onnxruntime-web@1.30.0"], cwd=folder, capture_output=True, text=True
-            )
-            if ran.returncode:
-                pytest.skip(f"onnxruntime-web cannot be installed here: {ran.stderr[-300:]}")
-    return folder
 
 
 def test_onnxruntime_web_gives_the_same_logits(steered, web, tmp_path):

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from exporters.transformers.trace import run_eagerly
 from mionnx.call import Call
@@ -37,9 +38,10 @@ def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
     Raises:
         ModelError: weights are missing.
     """
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=getattr(torch, dtype), output_loading_info=True
-    )
+    with _without_bars():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=getattr(torch, dtype), output_loading_info=True
+        )
     if info["missing_keys"]:
         name = sorted(info["missing_keys"])[0]
         raise ModelError(f"{folder} is no whole checkpoint: transformers finds no {name!r} in it")
@@ -50,6 +52,18 @@ def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
             _run(model, call, edits, sink)
 
     return run
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """The comparison shows how far it is; transformers' own bars would lie across."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 @contextmanager

@@ -1,8 +1,7 @@
 """Reproducibility: where runtimes, machines, dtypes or two models disagree, hook point by hook point."""
 
 from mionnx.verify.bisect import Bisection
-from mionnx.verify.repeats import Repeat
-from mionnx.verify.result import Beside, Fault, Row, Verification
+from mionnx.verify.result import Beside, Fault, Repeat, Row, Verification
 from mionnx.verify.verbs import Verifies
 
 __all__ = ["Beside", "Bisection", "Fault", "Repeat", "Row", "Verification", "Verifies"]

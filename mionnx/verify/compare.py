@@ -8,8 +8,8 @@
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from mionnx.errors import InputError, ModelError
 from mionnx.hookpoint import HookPoint
 from mionnx.progress import Progress
 from mionnx.rewrite.intervene import sequence_axis
-from mionnx.verify.difference import Difference, LogitDifference
+from mionnx.verify.difference import Difference, LogitDifference, coarser
 from mionnx.verify.environment import environment
 from mionnx.verify.local import local_difference, nodes_of
 from mionnx.verify.narrow import narrow
@@ -97,22 +97,39 @@ def part_of(name: str, value: NDArray[Any], positions: Sequence[int] | None) -> 
         raise InputError(f"{name}: positions {list(positions)} of a prompt of {value.shape[axis]} tokens") from None
 
 
-def record(side: Side, tape: Tape, settings: Settings) -> None:
-    """Put a side's values on a tape as they are made, and have it continue the prompts."""
+def stream(side: Side, look: Callable[[int, str, NDArray[Any]], None], progress: Progress) -> None:
+    """Hand on every value of every prompt as (prompt, hook point, value), group by group.
+
+    Raises:
+        ModelError: the runtime cannot run the model, or has no value at a hook point.
+    """
     runtime, subject = side.runtime, side.subject
     assert runtime is not None
-    side.tape = tape
     groups = list(runtime.groups(subject, subject.names))
     for done, group in enumerate(groups):
-        settings.progress(side.title, done, len(groups))
+        progress(side.title, done, len(groups))
         with runtime.passes(subject, group) as run:
             for prompt, call in enumerate(subject.calls):
+                left = {*group}
 
-                def keep(name: str, value: NDArray[Any], prompt: int = prompt) -> None:
-                    tape.add(prompt, name, part_of(name, value, settings.positions))
+                def hand_on(name: str, value: NDArray[Any], prompt: int = prompt, left: set[str] = left) -> None:
+                    left.discard(name)
+                    look(prompt, name, value)
 
-                run(call, keep)
-    settings.progress(side.title, len(groups), len(groups))
+                run(call, hand_on)
+                if left:
+                    raise ModelError(f"{side.title} has no value at {min(left, key=subject.names.index)}")
+    progress(side.title, len(groups), len(groups))
+
+
+def record(side: Side, tape: Tape, settings: Settings) -> None:
+    """Put a side's values on a tape as they are made, and have it continue the prompts."""
+    side.tape = tape
+
+    def keep(prompt: int, name: str, value: NDArray[Any]) -> None:
+        tape.add(prompt, name, part_of(name, value, settings.positions))
+
+    stream(side, keep, settings.progress)
     side.greedy = choose(side, settings.greedy)
 
 
@@ -144,7 +161,8 @@ def compare(first: Side, second: Side, scratch: Path, settings: Settings) -> Bes
     """
     begin = time.monotonic()
     names = second.subject.names
-    found, logits = {name: Difference() for name in names}, LogitDifference()
+    unit = coarser(*(side.subject.model.metadata.dtype for side in (first, second)))
+    found, logits = {name: Difference(unit=unit) for name in names}, LogitDifference()
     whole = second.graph_runtime is None
     if whole and first.graph_runtime is not None and settings.local:
         second.tape = Tape(scratch / "second")
@@ -152,7 +170,7 @@ def compare(first: Side, second: Side, scratch: Path, settings: Settings) -> Bes
     if settings.greedy:
         second.greedy = choose(second, settings.greedy)
     local = _local(first, second, settings)
-    fault = _fault(first, second, local, settings)
+    fault = _fault(first, second, local, scratch, settings)
     runtime = second.runtime
     assert runtime is not None
     return Beside(
@@ -169,10 +187,8 @@ def compare(first: Side, second: Side, scratch: Path, settings: Settings) -> Bes
 def _compare_values(
     first: Side, second: Side, found: dict[str, Difference], logits: LogitDifference, settings: Settings
 ) -> None:
-    runtime, subject, tape = second.runtime, second.subject, first.tape
-    assert runtime is not None
+    tape = first.tape
     assert tape is not None
-    groups = list(runtime.groups(subject, subject.names))
 
     def look(prompt: int, name: str, value: NDArray[Any]) -> None:
         part = part_of(name, value, settings.positions)
@@ -185,12 +201,7 @@ def _compare_values(
         if second.tape is not None:
             second.tape.add(prompt, name, part)
 
-    for done, group in enumerate(groups):
-        settings.progress(second.title, done, len(groups))
-        with runtime.passes(subject, group) as run:
-            for prompt, call in enumerate(subject.calls):
-                run(call, lambda name, value, prompt=prompt: look(prompt, name, value))  # type: ignore[misc]
-    settings.progress(second.title, len(groups), len(groups))
+    stream(second, look, settings.progress)
 
 
 def _same_choices(one: Sequence[Ids], other: Sequence[Ids]) -> float | None:
@@ -229,25 +240,55 @@ def _local(first: Side, second: Side, settings: Settings) -> dict[str, Differenc
     return found
 
 
-def _fault(first: Side, second: Side, local: dict[str, Difference], settings: Settings) -> Fault | None:
-    """The first step that adds more than the tolerance, narrowed down to its nodes where both sides run graphs."""
+def _fault(first: Side, second: Side, local: dict[str, Difference], scratch: Path, settings: Settings) -> Fault | None:
+    """The first step that adds more than the tolerance, narrowed down as far as both sides allow."""
     for name, difference in local.items():
         if difference.relative > settings.tolerance:
-            return _narrowed(first, second, name, difference, settings.tolerance)
+            subject = second.subject
+            known = subject.names[: subject.names.index(name)]
+            fault = Fault(name, subject.starts_of(known, [name]), difference.relative, nodes_of(subject, known, name))
+            if first.runtime is None:
+                return fault
+            if first.graph_runtime is not None and second.graph_runtime is not None:
+                return _narrowed(first, second, fault, settings.tolerance)
+            return _refined(first, second, fault, scratch, settings)
     return None
 
 
-def _narrowed(first: Side, second: Side, name: str, difference: Difference, tolerance: float) -> Fault:
-    subject = second.subject
+def _refined(first: Side, second: Side, fault: Fault, scratch: Path, settings: Settings) -> Fault:
+    """The first hook point inside a step that adds too much; all that a runtime of whole models can be asked for."""
+    side, whole = (first, second) if first.graph_runtime is not None else (second, first)
+    model, names = side.subject.model, side.subject.names
+    known = names[: names.index(fault.hook)]
+    begin = max((model.order[name] for name in known), default=-1)
+    inner = [
+        point.name
+        for point in model.hook_points()
+        if not point.derived and begin < model.order[point.name] <= model.order[fault.hook]
+    ]
+    subject = Subject(model, side.subject.spec, [*known, *inner], side.subject.calls)
+    tape = Tape(scratch / "inner")
+    record(Side(subject, whole.runtime), tape, replace(settings, greedy=0))
+    for place, name in enumerate(inner, len(known)):
+        assert side.graph_runtime is not None
+        found = local_difference(side.graph_runtime, subject, tape, subject.names[:place], name)
+        if found.relative > settings.tolerance:
+            before = subject.names[:place]
+            return Fault(name, subject.starts_of(before, [name]), found.relative, nodes_of(subject, before, name))
+    return fault
+
+
+def _narrowed(first: Side, second: Side, fault: Fault, tolerance: float) -> Fault:
+    """The nodes of a step that differ by themselves."""
+    subject, name = second.subject, fault.hook
     known = subject.names[: subject.names.index(name)]
-    starts = subject.starts_of(known, [name])
     one, other, tape = first.graph_runtime, second.graph_runtime, first.tape
-    fault = Fault(name, starts, difference.relative, nodes_of(subject, known, name))
-    if one is None or other is None or tape is None:
-        return fault
+    assert one is not None
+    assert other is not None
+    assert tape is not None
     for prompt in range(len(subject.calls)):
         inputs = {start: tape.get(prompt, start) for start in known}
         found = narrow((one, first.subject), (other, subject), inputs, name, prompt, tolerance)
         if found.difference.relative > tolerance:
-            return Fault(name, starts, difference.relative, found.nodes, found.value)
+            return Fault(name, fault.after, fault.local, found.nodes, found.value)
     return fault

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import log_softmax
@@ -15,13 +16,15 @@ TOP = 5
 class Difference:
     """Everything that is known of the difference of two values, over all prompts so far.
 
+    Units in the last place are those of `unit`, the coarser of the two models' dtypes.
+
     Where both are below half of float32's least number they are masked scores, which say nothing, and are left out.
 
     Attributes:
         count: elements compared.
         max_abs, sum_abs: of the absolute differences; infinite where one of the two is not finite and the other is.
         scale: the largest absolute value of the first array.
-        max_ulp, sum_ulp: of the distances in units in the last place, of the coarser of the two dtypes.
+        max_ulp, sum_ulp: of the distances in units in the last place.
         identical: whether all bits are the same (0 and -0 are).
     """
 
@@ -34,6 +37,7 @@ class Difference:
     identical: bool = True
     dot: float = 0.0
     squares: tuple[float, float] = (0.0, 0.0)
+    unit: str = "float32"
 
     def add(self, one: NDArray[Any], other: NDArray[Any]) -> None:
         """Compare two arrays of the same shape.
@@ -59,7 +63,7 @@ class Difference:
         apart[same] = 0
         apart[np.isnan(apart)] = np.inf
         told = self._count(first, apart, second)
-        ulps = ulp_distance(one, other)[told]
+        ulps = ulp_distance(one, other, self.unit)[told]
         self.max_ulp = max(self.max_ulp, float(ulps.max(initial=0)))
         self.sum_ulp += float(ulps.sum())
 
@@ -102,14 +106,19 @@ class Difference:
         return min(1.0, self.dot / size) if size else float(self.squares[0] == self.squares[1])
 
 
-def ulp_distance(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.float64]:
-    """How many numbers of the coarser of two floating dtypes lie between them, element by element.
+def coarser(*dtypes: str) -> str:
+    """The one of some floating dtypes that has the fewest digits."""
+    return max(dtypes, key=lambda dtype: float(ml_dtypes.finfo(dtype).eps))
+
+
+def ulp_distance(one: NDArray[Any], other: NDArray[Any], unit: str = "float32") -> NDArray[np.float64]:
+    """How many numbers of a floating dtype lie between two values, element by element.
 
     The bits of a float, read as an integer with the sign taken out, are in the order of the numbers.
     """
     if one.dtype.kind != "f" or other.dtype.kind != "f":
         return np.abs(one.astype(np.float64) - other.astype(np.float64))
-    dtype = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+    dtype = np.dtype(ml_dtypes.bfloat16 if unit == "bfloat16" else unit)
     whole = np.dtype(f"i{dtype.itemsize}")
     least = -(2.0 ** (8 * dtype.itemsize - 1))
     lines = []

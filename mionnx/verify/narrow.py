@@ -1,7 +1,9 @@
 """From a step between hook points to the nodes of it that make the difference.
 
 Every value of the step that both graphs have by the same name is looked at, in order: the nodes between it and the
-values before it run in the second runtime on what the first one has there.
+values before it run in the second runtime on what the first one has there. If no value differs that way, the fault is
+one of nodes together: a fusion, or casts that a runtime drops where they stand alone. Then the part is the shortest one
+that differs: up to the first value that does, from the last values that still let it.
 """
 
 from collections.abc import Sequence
@@ -72,7 +74,30 @@ def narrow(
         if found.difference.relative > tolerance:
             return found
         known[value] = wanted[value]
-    return _run(second, inputs, end, wanted[end], prompt)
+    return _together(second, inputs, values, wanted, prompt, tolerance)
+
+
+def _together(
+    side: tuple[GraphRuntime, Subject],
+    inputs: Arrays,
+    values: Sequence[str],
+    wanted: Arrays,
+    prompt: int,
+    tolerance: float,
+) -> Narrowed:
+    """The shortest run of nodes that differs as a whole."""
+    runs = (_run(side, inputs, value, wanted[value], prompt) for value in values)
+    found = whole = next((run for run in runs if run.difference.relative > tolerance), None)
+    if whole is None:
+        return _run(side, inputs, values[-1], wanted[values[-1]], prompt)
+    for count in range(1, values.index(whole.value)):
+        known = inputs | {value: wanted[value] for value in values[:count]}
+        shorter = _run(side, known, whole.value, wanted[whole.value], prompt)
+        if shorter.difference.relative <= tolerance:
+            break
+        found = shorter
+    assert found is not None
+    return found
 
 
 def _run(

@@ -9,11 +9,11 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from mionnx.verify.difference import Difference
-from mionnx.verify.repeats import Repeat
 from mionnx.view import Shown, new_figure, render
 
 LEAST = 1e-9  # where curves on a logarithmic axis begin: what is identical lies there
 SHOWN = 8  # nodes of a step that are named
+TWICE, ONE_THREAD, BATCH = "the same run twice", "1 thread and all", "row alone and in a batch"
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Row:
         scale: the largest absolute value in the first runtime.
         relative: max_abs as a share of scale.
         cosine: of the angle between the two.
-        max_ulp, mean_ulp: distance in units in the last place.
+        max_ulp, mean_ulp: distance in units in the last place, of the coarser of the two models' dtypes.
         identical: whether all bits are.
         local: what this step alone adds, as a share of scale; None where it was not measured.
     """
@@ -108,6 +108,27 @@ class Beside:
         return max(told, key=lambda row: row.local or 0.0) if told else None
 
 
+@dataclass(frozen=True)
+class Repeat:
+    """What repeating a run in another way changed.
+
+    Attributes:
+        runtime: its title.
+        what: `TWICE`, `ONE_THREAD` or `BATCH`.
+        identical: whether all bits are, at every hook point.
+        max_abs: the largest absolute difference.
+        first: the first hook point that differs; None if none does.
+        relative: the largest difference as a share of its hook point's largest value.
+    """
+
+    runtime: str
+    what: str
+    identical: bool
+    max_abs: float
+    relative: float
+    first: str | None
+
+
 @dataclass
 class Verification(Shown):
     """How far runtimes are apart, hook point by hook point.
@@ -117,6 +138,7 @@ class Verification(Shown):
         reference: the runtime that all others are compared with.
         besides: the others.
         skipped: runtime -> why it did not run, and what would install it.
+        failed: runtime -> how it failed while it ran.
         tolerance: largest relative difference that is agreement.
         notes: what a reader has to know: another graph, slices only.
         prompts: what was run.
@@ -129,6 +151,7 @@ class Verification(Shown):
     reference: str
     besides: list[Beside]
     skipped: dict[str, str]
+    failed: dict[str, str]
     tolerance: float
     notes: list[str]
     prompts: list[str]
@@ -139,8 +162,8 @@ class Verification(Shown):
 
     @property
     def agrees(self) -> bool:
-        """Whether every runtime that ran is within the tolerance at every hook point."""
-        return all(beside.worst.relative <= self.tolerance for beside in self.besides)
+        """Whether every runtime that ran came to its end, and is within the tolerance at every hook point."""
+        return not self.failed and all(beside.worst.relative <= self.tolerance for beside in self.besides)
 
     def beside(self, title: str) -> Beside:
         """One runtime's part.
@@ -158,12 +181,18 @@ class Verification(Shown):
 
     def summary(self) -> str:
         """One line."""
-        verdict = "agree" if self.agrees else "DISAGREE"
-        return f"{self.reference} and {', '.join(one.title for one in self.besides)} {verdict} at {self.tolerance:g}"
+        others = [one.title for one in self.besides if one.worst.relative > self.tolerance]
+        told = [f"{title} FAILED" for title in self.failed]
+        if others:
+            told.insert(0, f"{self.reference} and {', '.join(others)} DISAGREE at {self.tolerance:g}")
+        elif self.besides:
+            agreeing = ", ".join(one.title for one in self.besides)
+            told.insert(0, f"{self.reference} and {agreeing} agree at {self.tolerance:g}")
+        return "; ".join(told) or f"{self.reference} ran; there was nothing to compare it with"
 
     def figure(self) -> Figure:
         """Error by depth, one curve a runtime; dotted: what each step adds by itself."""
-        names = [row.name for row in self.besides[0].rows]
+        names = [row.name for row in self.besides[0].rows] if self.besides else []
         figure, axes = new_figure(max(6.0, min(16.0, 2.5 + 0.22 * len(names))), 4.6)
         for number, beside in enumerate(self.besides):
             colour = f"C{number}"
@@ -185,19 +214,20 @@ class Verification(Shown):
         return render("verify.html", self.title, data=self.to_dict(), summary=self.summary(), least=LEAST)
 
     def table(self) -> Table:
-        """For a terminal: one row a runtime."""
-        heads = ("", "largest relative", "at", "largest absolute", "cosine", "KL, nats", "top 1", "greedy")
+        """For a terminal: one row a runtime, the largest differences and where they are."""
+        heads = ("", "relative", Column("at", overflow="fold"), "absolute", "cosine", "KL, nats", "top 1", "greedy")
         title = escape(f"{self.title}, beside {self.reference}")
         table = Table(Column("runtime", no_wrap=True), *heads, title=title)
         for beside in self.besides:
             row, logits = beside.worst, beside.logits
             verdict = "[green]agrees" if row.relative <= self.tolerance else "[red]differs"
             greedy = "" if beside.greedy is None else f"{beside.greedy:.0%}"
-            numbers = (f"{row.relative:.1e}", row.name, f"{row.max_abs:.1e}", f"{row.cosine:.8f}")
-            next_token = (f"{logits['kl_max']:.1e}", f"{logits['top_1']:.1%}")
+            numbers = (f"{row.relative:.1e}", row.name, f"{row.max_abs:.1e}", f"{row.cosine:.6f}")
+            next_token = (f"{logits['kl_max']:.1e}", f"{logits['top_1']:.0%}")
             table.add_row(escape(beside.title), verdict, *numbers, *next_token, greedy)
-        for title, why in self.skipped.items():
-            table.add_row(escape(title), "[yellow]skipped", escape(why))
+        for titles, verdict in ((self.failed, "[red]failed"), (self.skipped, "[yellow]skipped")):
+            for title in titles:
+                table.add_row(escape(title), verdict)
         return table
 
 

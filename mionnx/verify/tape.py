@@ -27,6 +27,7 @@ from mionnx.errors import SpecFileError
 KEY, VERSION = "mionnx_run", "1"
 CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
 DTYPES = {code: name for name, code in CODES.items()}
+FACTS = ("title", "texts", "prompts", "names", "positions", "count", "greedy", "hashes", "environment")
 
 
 class Tape:
@@ -45,12 +46,21 @@ class Tape:
         self._hash = sha256()
 
     def add(self, prompt: int, name: str, value: NDArray[Any]) -> None:
-        """Write a value at the end."""
+        """Write a value at the end.
+
+        Raises:
+            SpecFileError: the disk is full.
+        """
         data = np.ascontiguousarray(value)
         self._places[f"{prompt}.{name}"] = (str(data.dtype), value.shape, self._end)
-        with self.path.open("ab") as file:
-            file.write(data.data if data.size else b"")
         if data.size:
+            try:
+                with self.path.open("ab") as file:
+                    file.write(data.data)
+            except OSError as error:
+                raise SpecFileError(
+                    f"cannot keep {name} in {self.path.parent}: {error}; TMPDIR names a folder with more room"
+                ) from error
             self._hash.update(data.data)
         self._end += data.nbytes
 
@@ -119,7 +129,7 @@ class Tape:
                 key: (DTYPES[entry["dtype"]], tuple(entry["shape"]), first + entry["data_offsets"][0])
                 for key, entry in header.items()
             }
-            missing = [key for key in ("prompts", "names", "title", "environment") if key not in tape.facts]
+            missing = [key for key in FACTS if key not in tape.facts]
         except (ValueError, KeyError, TypeError) as error:
             raise SpecFileError(f"{path} is damaged: {error}") from error
         if missing:

@@ -12,7 +12,7 @@ from mionnx.runner import Prompt, Runner
 from mionnx.spec import HookSpec
 from mionnx.verify.bisect import Bisection, bisect
 from mionnx.verify.result import Verification
-from mionnx.verify.verify import HOOKS, Request, verify
+from mionnx.verify.verify import Request, verify
 
 
 class Verifies(Runner):
@@ -23,7 +23,7 @@ class Verifies(Runner):
         prompts: Sequence[Prompt] | str = (),
         runtimes: Sequence[str] = ("ort-cpu", "reference"),
         *,
-        hooks: str | Sequence[str] = HOOKS,
+        hooks: str | Sequence[str] | None = None,
         spec: HookSpec | None = None,
         other: Runner | None = None,
         record: str | Path | None = None,
@@ -45,7 +45,8 @@ class Verifies(Runner):
             runtimes: "torch" (transformers, eager), "ort-cpu", "ort-cuda", "openvino", "onnxruntime-web", "reference"
                 (onnx's own evaluator) or an ONNX Runtime provider's full name; "ort-cpu:none", ":basic", ":extended",
                 ":all" set the optimisation level, ":threads=1" the threads. All are compared with the first.
-            hooks: globs of hook points; `hook_logits` is always compared.
+            hooks: globs of hook points; `hook_logits` is always compared. If left out, the residual streams, or what
+                was recorded.
             spec: interventions, in force in every runtime; its captures are compared too.
             other: a second model, run in each of the runtimes as well: another dtype of the same checkpoint, say.
             record: write the first runtime's values to this safetensors file, for another machine.

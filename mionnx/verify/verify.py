@@ -1,7 +1,7 @@
 """`verify`: the arguments of a comparison, checked, and its parts in order."""
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 
 from mionnx import bind
 from mionnx.call import Call, make_call
-from mionnx.errors import HookError, InputError, RuntimeMissingError
+from mionnx.errors import HookError, InputError, ModelError, RuntimeMissingError, SpecFileError
 from mionnx.hooked_model import HookedModel
 from mionnx.progress import Progress, silent
 from mionnx.spec import HookSpec
@@ -18,7 +18,7 @@ from mionnx.verify.compare import Settings, Side, compare, record
 from mionnx.verify.environment import environment, hashes
 from mionnx.verify.named import runtime_of
 from mionnx.verify.repeats import repeats
-from mionnx.verify.result import Beside, Verification
+from mionnx.verify.result import Beside, Repeat, Verification
 from mionnx.verify.runtime import Runtime
 from mionnx.verify.subject import LOGITS, Subject
 from mionnx.verify.tape import Tape
@@ -34,7 +34,7 @@ class Request:
 
     Attributes:
         runtimes: titles; all are compared with the first, or with a recorded run.
-        hooks: globs of hook points; `hook_logits` is always compared.
+        hooks: globs of hook points; `hook_logits` is always compared. None for `HOOKS`, or all that were recorded.
         spec: what intervenes.
         other: a second model, run in each of the runtimes too.
         against: a recorded run, which is then what all are compared with.
@@ -46,7 +46,7 @@ class Request:
     """
 
     runtimes: Sequence[str]
-    hooks: str | Sequence[str] = HOOKS
+    hooks: str | Sequence[str] | None = None
     spec: HookSpec | None = None
     other: HookedModel | None = None
     against: Path | None = None
@@ -82,11 +82,12 @@ def verify(
     """See `MIModel.verify`."""
     _check(request, calls)
     spec = request.spec or HookSpec()
-    names = names_of(model, request.hooks, spec)
+    names = names_of(model, HOOKS if request.hooks is None else request.hooks, spec)
     notes: list[str] = []
     tape = Tape.open(request.against) if request.against else None
     settings = Settings(_tolerance(request, model), request.local, request.greedy, request.positions, progress)
     if tape is not None:
+        names = names if request.hooks else tape.facts["names"]
         calls, names, prompts, settings = _as_recorded(tape, calls, names, prompts, model, settings)
     if settings.positions is not None:
         notes.append(f"positions {list(settings.positions)} only: what steps add by themselves is not measured")
@@ -96,13 +97,15 @@ def verify(
     with tempfile.TemporaryDirectory() as scratch:
         first, rest, where = _first(subject, runtimes, tape, hashed, notes, Path(scratch), settings)
         rest += _others(request, names, runtimes, subject)
-        besides = [_compared(first, side, Path(scratch), settings) for side in rest]
+        besides, failed = _all_compared(first, rest, Path(scratch), settings)
         if request.record:
             _keep(first, request.record, prompts, hashed, where, settings)
     found = (
-        [one for runtime in runtimes for one in repeats(runtime, subject, request.checkpoint)] if request.repeat else []
+        [one for runtime in runtimes for one in _repeats(runtime, subject, request, failed, progress)]
+        if request.repeat
+        else []
     )
-    return Verification(_title(model, subject), first.title, besides, skipped, settings.tolerance, notes,
+    return Verification(_title(model, subject), first.title, besides, skipped, failed, settings.tolerance, notes,
                         list(prompts), hashed, where, found)  # fmt: skip
 
 
@@ -119,6 +122,8 @@ def _check(request: Request, calls: Sequence[Call]) -> None:
         raise InputError(f"tolerance must be a number of 0 or above, got {tolerance!r}")
     if not isinstance(request.greedy, int) or request.greedy < 0:
         raise InputError(f"greedy must be an integer of 0 or above, got {request.greedy!r}")
+    if request.record and not request.record.parent.is_dir():
+        raise SpecFileError(f"cannot write {request.record}: there is no folder {request.record.parent}")
     if request.record and request.against:
         raise InputError("give either record or against: a run that is compared with a recorded one is not kept")
 
@@ -179,15 +184,34 @@ def _first(
         for what, here in hashed.items()
         if kept["hashes"].get(what) != here
     ]
-    greedy = [np.array(ids, np.int64).reshape(call.batch, -1) for ids, call in zip(kept["greedy"], subject.calls)]  # noqa: B905
+    pairs = zip(kept["greedy"], subject.calls, strict=True) if kept["greedy"] else ()
+    greedy = [np.array(ids, np.int64).reshape(call.batch, -1) for ids, call in pairs]
     first = Side(subject, None, tape, greedy, f"recorded {kept['title']}")
     return first, sides, kept["environment"]
 
 
-def _compared(first: Side, side: Side, scratch: Path, settings: Settings) -> Beside:
-    found = compare(first, side, scratch, settings)
-    (scratch / "second").unlink(missing_ok=True)
-    return found
+def _all_compared(
+    first: Side, sides: Sequence[Side], scratch: Path, settings: Settings
+) -> tuple[list[Beside], dict[str, str]]:
+    """What can be compared, and why the others broke off: one that fails takes nothing from the rest."""
+    found, failed = [], {}
+    for side in sides:
+        try:
+            found.append(compare(first, side, scratch, settings))
+        except ModelError as error:
+            failed[side.title] = str(error)
+        for name in ("second", "inner"):
+            (scratch / name).unlink(missing_ok=True)
+    return found, failed
+
+
+def _repeats(
+    runtime: Runtime, subject: Subject, request: Request, failed: dict[str, str], progress: Progress
+) -> Iterator[Repeat]:
+    try:
+        yield from repeats(runtime, subject, request.checkpoint, progress)
+    except ModelError as error:
+        failed[f"{runtime.title}, repeated"] = str(error)
 
 
 def _others(request: Request, names: Sequence[str], runtimes: Iterable[Runtime], subject: Subject) -> list[Side]:
@@ -214,7 +238,7 @@ def _as_recorded(
         raise HookError(
             f"{tape.path} has {missing[0]!r}, and this {model.metadata.family} model has no such hook point"
         )
-    chosen = [name for name in kept["names"] if name in names] if LOGITS in names else kept["names"]
+    chosen = [name for name in kept["names"] if name in names]
     absent = [name for name in names if name not in kept["names"]]
     if absent:
         raise HookError(f"{absent[0]} was not recorded in {tape.path}; it has {', '.join(kept['names'])}")
