@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-from generation_speed import make
 from rich.progress import track
 from tables import present
 
@@ -113,10 +112,12 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure(options)))
         return
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     from exporters.transformers import export
 
     with tempfile.TemporaryDirectory() as name:
-        make("gpt2 124M", Path(name))
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2")).save_pretrained(name)
         export(Path(name), Path(name) / "hooked")
         rows = rows_of(Path(name) / "hooked", options.tokens)
     said = f"GPT-2 124M, fp32, {os.cpu_count()} cores, {platform.machine()}. {__doc__.split(chr(10) * 2)[2]}"

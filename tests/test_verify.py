@@ -1,11 +1,14 @@
 """Runtimes beside one another: where they agree, and that a planted fault is found where it was planted."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import REPOSITORY
+from families import make_checkpoint
 from faults import half_layer, longer_window, other_gelu, other_rope, perturbed_weight, plant
 
 from exporters.transformers import export
@@ -210,3 +213,44 @@ def test_the_page_shows_a_curve_a_runtime(llama, faulty, chromium, tmp_path):
     assert found.besides[-1].fault.nodes[0] in page.locator("#notes").inner_text()
     found.save(tmp_path / "verify.png")
     assert json.loads(Path(found.save(tmp_path / "verify.json")).read_text())["agrees"] is False
+
+
+MEMORY = """
+import resource, sys
+import numpy as np
+from mionnx import HookSpec, MIModel
+from mionnx.call import make_call
+from mionnx.verify.named import runtime_of
+from mionnx.verify.subject import Subject
+
+model = MIModel.from_pretrained(sys.argv[1])
+ids = np.random.default_rng(0).integers(3, 100, (1, 640))
+if sys.argv[2] == "alone":
+    call = make_call(ids, None, None, model.hooked.metadata.sizes)
+    subject = Subject(model.hooked, HookSpec(), ["hook_logits"], [call])
+    with runtime_of("ort-cpu:none").passes(subject, ["hook_logits"]) as run:
+        run(call, lambda name, value: None)
+    compared = 0
+else:
+    found = model.verify([ids], ["ort-cpu", "ort-cpu:none"], hooks="*", greedy=0)
+    assert found.agrees
+    compared = len(found.besides[0].rows)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, compared)
+"""
+
+
+def test_the_comparison_streams(tmp_path):
+    """All values together take more than twice what one runtime takes, the comparison does not."""
+    make_checkpoint("llama", tmp_path / "checkpoint", num_attention_heads=16, num_key_value_heads=16,
+                    num_hidden_layers=4, max_position_embeddings=1024)  # fmt: skip
+    export(tmp_path / "checkpoint", tmp_path / "hooked")
+    alone, whole = (
+        subprocess.run(
+            [sys.executable, "-c", MEMORY, tmp_path / "hooked", what], check=True, capture_output=True, text=True
+        ).stdout.split()
+        for what in ("alone", "verify")
+    )
+    maps = 2 * 4 * 16 * 640 * 640 * 4 / 2**20  # MiB of all scores and patterns of one runtime
+    assert int(whole[1]) > 60
+    assert float(whole[0]) < 2 * float(alone[0])
+    assert float(whole[0]) - float(alone[0]) < maps / 2

@@ -45,8 +45,8 @@ class Verifies(Runner):
             runtimes: "torch" (transformers, eager), "ort-cpu", "ort-cuda", "openvino", "onnxruntime-web", "reference"
                 (onnx's own evaluator) or an ONNX Runtime provider's full name; "ort-cpu:none", ":basic", ":extended",
                 ":all" set the optimisation level, ":threads=1" the threads. All are compared with the first.
-            hooks: globs of hook points; `hook_logits` is always compared. If left out, the residual streams, or what
-                was recorded.
+            hooks: globs of hook points (those that derive from others by their full names only); `hook_logits` is
+                always compared. If left out, the residual streams, or what was recorded.
             spec: interventions, in force in every runtime; its captures are compared too.
             other: a second model, run in each of the runtimes as well: another dtype of the same checkpoint, say.
             record: write the first runtime's values to this safetensors file, for another machine.

@@ -12,6 +12,7 @@ from mionnx import bind
 from mionnx.call import Call, make_call
 from mionnx.errors import HookError, InputError, ModelError, RuntimeMissingError, SpecFileError
 from mionnx.hooked_model import HookedModel
+from mionnx.hookpoint import HookPoint
 from mionnx.progress import Progress, silent
 from mionnx.spec import HookSpec
 from mionnx.verify.compare import Settings, Side, compare, record
@@ -62,18 +63,22 @@ class Request:
 def names_of(model: HookedModel, hooks: str | Sequence[str], spec: HookSpec) -> list[str]:
     """The hook points that are compared, in execution order, `hook_logits` last.
 
+    A pattern leaves out what is derived from other hook points, which are compared; a name does not.
+
     Raises:
         HookError: a glob that matches nothing, or a capture of the spec that is not the whole of a value.
     """
-    wanted = HookSpec().extend(spec)
-    for glob in [hooks] if isinstance(hooks, str) else hooks:
+    wanted, globs = HookSpec().extend(spec), [hooks] if isinstance(hooks, str) else list(hooks)
+    for glob in globs:
         wanted.capture(glob)
     wanted.capture(LOGITS)
     found = bind.captures_of(wanted, model)
     odd = [want.fetched for want in found if want.fetched != want.hook]
     if odd:
         raise HookError(f"{odd[0]}: runtimes are compared at whole values, after their interventions")
-    return sorted({want.hook for want in found}, key=lambda name: model.order[name])
+    named = {*globs, *(str(request.what) for request in spec.captures)}
+    chosen = {want.hook for want in found if want.hook in named or not HookPoint.parse(want.hook).derived}
+    return sorted(chosen, key=lambda name: model.order[name])
 
 
 def verify(
