@@ -9,8 +9,6 @@ from pathlib import Path
 from types import ModuleType
 
 from filelock import FileLock
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from platformdirs import user_cache_path
 
 from mionnx.errors import ExportError, ModelError
@@ -54,6 +52,9 @@ def checkpoint_folder(source: str | Path) -> Path:
 def _download(name: str) -> Path:
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists():
         raise ModelError(f"{name} is no folder with a model")
+    from huggingface_hub import snapshot_download  # not needed for a folder, and slow to import
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     try:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -15,6 +15,7 @@ from conftest import REPOSITORY
 from mionnx import HookSpec, Intervention
 
 HEAVY = {"torch", "transformers", "optimum", "exporters", "onnxscript"}
+SLOW = {"matplotlib", "huggingface_hub", "scipy.stats", "openvino"}  # to import; where they are needed, they are
 
 RUN = """
 import json, sys, importlib.util
@@ -51,7 +52,7 @@ def test_a_clean_environment_runs_a_hooked_model(hooked, models, tmp_path):
 def test_importing_brings_in_nothing_heavy():
     code = "import json, sys, mionnx, mionnx.cli; print(json.dumps(sorted(sys.modules)))"
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert not HEAVY & set(json.loads(output))
+    assert not (HEAVY | SLOW) & set(json.loads(output))
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "mionnx").rglob("*.py")), ids=lambda path: path.name)

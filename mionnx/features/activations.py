@@ -1,15 +1,17 @@
 """`FeatureActivations`: which features are active at which token."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from mionnx.errors import InterventionError
 from mionnx.view import Shown, new_figure, render
 from mionnx.view.figure import spelled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROWS = 20  # features in the picture
 COLUMNS = 60  # tokens in the picture
@@ -62,7 +64,7 @@ class FeatureActivations(Shown):
             "activations": self.activations.T,
         }
 
-    def figure(self) -> Figure:
+    def figure(self) -> "Figure":
         """The strongest followed features over the tokens."""
         order = np.argsort(-self.activations.max(axis=0, initial=0), kind="stable")[:ROWS]
         shown = self.activations[:COLUMNS, order].T

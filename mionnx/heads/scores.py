@@ -1,17 +1,18 @@
 """`HeadScores`: which heads attend like which kind of head."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from rich.markup import escape
 from rich.table import Table
 
 from mionnx.errors import InputError, nearest
-from mionnx.view import Shown, render
-from mionnx.view.figure import DOTS
+from mionnx.view import Shown, empty_figure, render
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TITLES = {"previous_token": "Previous token", "duplicate_token": "Duplicate token", "induction": "Induction"}
 TARGETS = {
@@ -88,12 +89,12 @@ class HeadScores(Shown):
             table.add_row(*(f"{layer}.{head}  {score:.3f}" for layer, head, score in heads))
         return table
 
-    def figure(self) -> Figure:
+    def figure(self) -> "Figure":
         """One heat map a kind: a row a layer, a column a head."""
         _, layers, heads = self.values.shape
         cell = min(0.36, 5 / max(layers, heads))  # inches
         wide, high = max(2.6, heads * cell + 0.9), max(1.8, layers * cell + 1.2)
-        figure = Figure(figsize=(wide * len(self.kinds) + 0.8, high), dpi=DOTS, layout="constrained")
+        figure = empty_figure(wide * len(self.kinds) + 0.8, high)
         drawn = figure.subplots(1, len(self.kinds), squeeze=False, sharey=True)[0]
         for axes, kind in zip(drawn, self.kinds, strict=True):
             image = axes.imshow(self[kind], cmap="Blues", vmin=0, vmax=1, aspect="equal")

@@ -2,17 +2,18 @@
 
 import base64
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.colors import Normalize, PowerNorm
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from mionnx.errors import InputError
 from mionnx.memory import spell
 from mionnx.view import Shown, new_figure, render
 from mionnx.view.figure import spelled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LEVELS = 255  # of a weight on a page: it is (level / 255)^2, which keeps small weights apart
 MOST = 2**26  # bytes of weights that a page may hold
@@ -103,7 +104,7 @@ class AttentionPatterns(Shown):
                 f"hold {spell(size)} of weights, and {spell(MOST)} are the most: choose layers= or heads="
             )
 
-    def figure(self) -> Figure:
+    def figure(self) -> "Figure":
         """All heads side by side, a row a layer; one head alone with its tokens."""
         if self.patterns.shape[:2] == (1, 1):
             return self._single()
@@ -111,6 +112,8 @@ class AttentionPatterns(Shown):
         tiles = np.full((layers, size + 1, heads, size + 1), np.nan, np.float32)
         tiles[:, :size, :, :size] = self.patterns.transpose(0, 2, 1, 3)
         figure, axes = new_figure(1.2 + 0.8 * heads, 0.9 + 0.8 * layers)
+        from matplotlib.colors import Normalize, PowerNorm
+
         scale = PowerNorm(0.5, 0, 1) if size > WORDS else Normalize(0, 1)
         image = axes.imshow(tiles.reshape(layers * (size + 1), -1), cmap="Blues", norm=scale, aspect="auto")
         middles = (size + 1) * np.arange(max(layers, heads)) + size / 2
@@ -122,7 +125,7 @@ class AttentionPatterns(Shown):
         figure.colorbar(image, fraction=0.03, label="weight" + (" (square-root scale)" if size > WORDS else ""))
         return figure
 
-    def _single(self) -> Figure:
+    def _single(self) -> "Figure":
         count = len(self.tokens)
         side = 1.6 + min(12.0, 0.35 * max(count, 6))
         figure, axes = new_figure(side + 0.8, side)

@@ -1,14 +1,16 @@
 """`Attribution`: which parts of a model push a logit up or down."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from mionnx.view import Shown, render
-from mionnx.view.figure import DOTS, spelled
+from mionnx.view import Shown, empty_figure, render
+from mionnx.view.figure import spelled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BARS = 24  # components that a figure shows
 WIDE = 16  # heads from which on a figure's cells are too small for numbers
@@ -99,12 +101,12 @@ class Attribution(Shown):
         said = {"what": self.what, "gap": abs(self.total - self.logit)}
         return render("attribution.html", "Direct logit attribution", data={**self.to_dict(), **said})
 
-    def figure(self) -> Figure:
+    def figure(self) -> "Figure":
         """The largest contributions as bars, and the heads as a map."""
         shown, heads = self.top(BARS), self.heads
         tall = max(2.2, 0.7 + 0.2 * len(shown), 0.9 + 0.3 * self.num_layers)
         wide = 5.2 if heads is None else 5.6 + max(2.6, 0.45 * self.num_heads)
-        figure = Figure(figsize=(wide, tall), dpi=DOTS, layout="constrained")
+        figure = empty_figure(wide, tall)
         widths = [5.0] if heads is None else [5.0, wide - 5.0]
         places = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
         _bars(places[0], shown, len(self.labels))
@@ -124,7 +126,7 @@ def _bars(axes: Any, shown: list[tuple[str, float]], count: int) -> None:
     axes.set_title(f"the largest {len(shown)} of {count}" if len(shown) < count else "all components", fontsize=9)
 
 
-def _map(figure: Figure, axes: Any, heads: NDArray[np.float64]) -> None:
+def _map(figure: "Figure", axes: Any, heads: NDArray[np.float64]) -> None:
     limit = float(np.abs(heads).max()) or 1.0
     image = axes.imshow(heads, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
     layers, count = heads.shape

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from mionnx.errors import InputError
 from mionnx.reading.readout import Readout
 from mionnx.view import Shown, new_figure, render
 from mionnx.view.figure import spelled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 READABLE = 200  # positions from which on a figure's cells are too many for words
 
@@ -177,7 +179,7 @@ class LensResult(Shown):
         }
         return render("lens.html", "Logit lens", data=data)
 
-    def figure(self) -> Figure:
+    def figure(self) -> "Figure":
         """The likeliest tokens, coloured by their probability."""
         rows, columns = self.top_ids.shape[:2]
         readable = columns <= READABLE

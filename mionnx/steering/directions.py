@@ -4,10 +4,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import ArrayLike, NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
@@ -17,9 +16,11 @@ from mionnx.hookpoint import HookPoint, short_names
 from mionnx.intervention import Intervention, Positions
 from mionnx.spec import HookSpec
 from mionnx.steering.contrast import Separation, cosines
-from mionnx.view import Shown, render
-from mionnx.view.figure import DOTS
+from mionnx.view import Shown, empty_figure, render
 from mionnx.whole import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMAT = "1"
 STREAM = "resid_post"
@@ -242,9 +243,9 @@ class Directions(Shown):
             "separation": None if self.separation is None else vars(self.separation),
         }
 
-    def figure(self) -> Figure:
+    def figure(self) -> "Figure":
         """Length and separation of each layer's direction, and the cosines between them."""
-        figure = Figure(figsize=(9, 3.6), dpi=DOTS, layout="constrained")
+        figure = empty_figure(9, 3.6)
         left, right = figure.subplots(1, 2)
         left.plot(self.layers, self.norms, color="black", marker="o", markersize=3, label="length")
         left.set_xlabel("layer")

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from mionnx.view import Shown, render
-from mionnx.view.figure import DOTS, spelled
+from mionnx.view import Shown, empty_figure, render
+from mionnx.view.figure import spelled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SHOWN = 8  # prompts that a picture tells apart
 
@@ -98,9 +100,9 @@ class DoseResponse(Shown):
             "prompts": rows,
         }
 
-    def figure(self) -> Figure:
+    def figure(self) -> "Figure":
         """The target's probability and the divergence over the strengths, one line a prompt."""
-        figure = Figure(figsize=(9, 3.8), dpi=DOTS, layout="constrained")
+        figure = empty_figure(9, 3.8)
         left, right = figure.subplots(1, 2)
         for i, prompt in enumerate(self.prompts[:SHOWN]):
             label = _short(f"{prompt} → {self.names[int(self.targets[i])].strip()}")

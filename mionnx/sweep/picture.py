@@ -3,14 +3,17 @@
 from collections.abc import Mapping, Sequence
 from math import ceil
 from textwrap import fill
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
 from numpy.typing import NDArray
 
-from mionnx.view.figure import DOTS, spelled
+from mionnx.view.figure import empty_figure, spelled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 MOST = 64  # small maps in one figure; of more, those with the largest numbers
 CELL, LEAST, NARROWEST, WIDEST = 0.28, 2.2, 5.0, 14.0  # inches
@@ -19,7 +22,7 @@ LETTERS = 14  # of a title, an inch
 
 def draw(
     numbers: NDArray[np.float64], over: Sequence[str], labels: Mapping[str, list[str]], title: str, what: str
-) -> Figure:
+) -> "Figure":
     """Heat maps of the first and last axis; one for each combination of the axes between.
 
     Args:
@@ -37,7 +40,7 @@ def draw(
     rows = ceil(len(maps) / columns)
     size = (max(LEAST, CELL * width) + 0.6, max(1.0, CELL * height) + (0.8 if len(maps) > 1 else 1.2))
     across = max(NARROWEST, columns * size[0] + 1)
-    figure = Figure(figsize=(across, rows * size[1] + 0.9), dpi=DOTS, layout="constrained")
+    figure = empty_figure(across, rows * size[1] + 0.9)
     limit = float(np.nanmax(np.abs(numbers), initial=0.0)) or 1.0
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     images = [_map(panel, values, names, labels, limit) for panel, (_, values) in zip(panels, maps, strict=False)]
@@ -70,8 +73,8 @@ def _maps(
 
 
 def _map(
-    panel: Axes, values: NDArray[np.float64], names: Sequence[str], labels: Mapping[str, list[str]], limit: float
-) -> AxesImage:
+    panel: "Axes", values: NDArray[np.float64], names: Sequence[str], labels: Mapping[str, list[str]], limit: float
+) -> "AxesImage":
     image = panel.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
     _ticks(panel, names[-1], labels, horizontal=True)
     if names[0]:
@@ -81,7 +84,7 @@ def _map(
     return image
 
 
-def _ticks(panel: Axes, name: str, labels: Mapping[str, list[str]], horizontal: bool) -> None:
+def _ticks(panel: "Axes", name: str, labels: Mapping[str, list[str]], horizontal: bool) -> None:
     shown = [spelled(label) for label in labels[name]]
     step = max(1, len(shown) // 40)
     places = range(0, len(shown), step)

@@ -1,16 +1,18 @@
 """`SweepResult`: a number for every cell, and how it looks."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from rich.table import Table
 
 from mionnx.errors import InputError
 from mionnx.sweep.picture import draw
 from mionnx.view import Shown, render
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Numbers = NDArray[np.float64]
 
@@ -103,7 +105,7 @@ class SweepResult(Shown):
         found = {name: getattr(self, name) for name in names}
         return {**found, "effect": self.effect, "by_pair": self.by_pair}
 
-    def figure(self) -> Figure:
+    def figure(self) -> "Figure":
         """Heat maps; of more than two axes, a small one for each entry of the others."""
         what, numbers = self.shown
         return draw(numbers, self.over, self.labels, f"{self.title}\n{self.about}", what)

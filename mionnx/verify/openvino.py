@@ -1,12 +1,12 @@
 """OpenVINO on the CPU as a runtime to compare, in float32."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ class OpenVino(GraphRuntime):
         self.options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}
         if threads:
             self.options["INFERENCE_NUM_THREADS"] = threads
+        self._copies: dict[Path, tempfile.TemporaryDirectory[str]] = {}
+        self._numbers = count()
 
     def missing(self, subject: Subject) -> str | None:
         """Whether OpenVINO is installed."""
@@ -41,30 +43,41 @@ class OpenVino(GraphRuntime):
         import openvino
 
         names = [value.name for value in proto.graph.output]
-        with tempfile.TemporaryDirectory() as scratch:
-            at = Path(scratch) / "model.onnx"
+        at = self._weights(folder, proto) / f"{next(self._numbers)}.onnx"
+        try:
             at.write_bytes(proto.SerializeToString())
-            for name in graph.locations(proto):
-                _bring((folder / name).resolve(), at.parent / name)
+            ready = openvino.Core().compile_model(str(at), "CPU", self.options)
+        except (OSError, RuntimeError) as error:
+            raise ModelError(f"OpenVINO cannot open this part of the model: {error}") from error
+
+        def run(feeds: Arrays) -> Arrays:
             try:
-                ready = openvino.Core().compile_model(str(at), "CPU", self.options)
+                found = ready(feeds)
             except RuntimeError as error:
-                raise ModelError(f"OpenVINO cannot open this part of the model: {error}") from error
+                raise ModelError(f"OpenVINO failed while running the model: {error}") from error
+            return {name: found[ready.output(name)].copy() for name in names}
 
-            def run(feeds: Arrays) -> Arrays:
-                try:
-                    found = ready(feeds)
-                except RuntimeError as error:
-                    raise ModelError(f"OpenVINO failed while running the model: {error}") from error
-                return {name: found[ready.output(name)].copy() for name in names}
-
+        try:
             yield run
+        finally:
+            at.unlink(missing_ok=True)
 
+    def _weights(self, folder: Path, proto: onnx.ModelProto) -> Path:
+        """A folder with copies of a model's weight files: OpenVINO follows no link out of the graph's own folder.
 
-def _bring(source: Path, target: Path) -> None:
-    """Put a weight file beside a graph: OpenVINO follows no link out of the graph's folder."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:  # another disk
-        shutil.copyfile(source, target)
+        Raises:
+            ModelError: they cannot be copied.
+        """
+        if folder not in self._copies:
+            self._copies[folder] = tempfile.TemporaryDirectory()
+        scratch = self._copies[folder]
+        for name in graph.locations(proto):
+            target = Path(scratch.name) / name
+            if not target.exists():
+                try:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(folder / name, target)
+                except OSError as error:
+                    target.unlink(missing_ok=True)
+                    raise ModelError(f"cannot copy {folder / name} for OpenVINO: {error}") from error
+        return Path(scratch.name)

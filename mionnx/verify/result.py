@@ -2,14 +2,16 @@
 
 from dataclasses import asdict, dataclass, field
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
 from rich.markup import escape
 from rich.table import Column, Table
 
 from mionnx.verify.difference import Difference
 from mionnx.view import Shown, new_figure, render
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LEAST = 1e-9  # where curves on a logarithmic axis begin: what is identical lies there
 SHOWN = 8  # nodes of a step that are named
@@ -190,7 +192,7 @@ class Verification(Shown):
             told.insert(0, f"{self.reference} and {agreeing} agree at {self.tolerance:g}")
         return "; ".join(told) or f"{self.reference} ran; there was nothing to compare it with"
 
-    def figure(self) -> Figure:
+    def figure(self) -> "Figure":
         """Error by depth, one curve a runtime; dotted: what each step adds by itself."""
         names = [row.name for row in self.besides[0].rows] if self.besides else []
         figure, axes = new_figure(max(6.0, min(16.0, 2.5 + 0.22 * len(names))), 4.6)

@@ -1,7 +1,7 @@
 """Results as pictures: matplotlib figures, and HTML pages that work offline."""
 
-from mionnx.view.figure import new_figure, to_png
+from mionnx.view.figure import empty_figure, new_figure, to_png
 from mionnx.view.page import render
 from mionnx.view.shown import Shown
 
-__all__ = ["Shown", "new_figure", "render", "to_png"]
+__all__ = ["Shown", "empty_figure", "new_figure", "render", "to_png"]

@@ -4,14 +4,15 @@ import json
 from abc import ABC, abstractmethod
 from html import escape
 from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from mionnx.errors import SpecFileError
 from mionnx.view.figure import to_png
 from mionnx.view.page import plain
 from mionnx.whole import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Shown(ABC):
@@ -20,7 +21,7 @@ class Shown(ABC):
     frame_height = 480  # of the page in a notebook, in pixels
 
     @abstractmethod
-    def figure(self) -> Figure:
+    def figure(self) -> "Figure":
         """The result as a matplotlib figure."""
 
     @abstractmethod
