@@ -21,14 +21,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import save_file
+from tables import present
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from exporters.transformers import export
 
-HERE = Path(__file__).parent
 SHAPE = {
     "hidden_size": 2048,
     "num_hidden_layers": 16,
@@ -153,15 +151,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder))
     title = "Export of a Llama-shaped 1B checkpoint, fp32"
-    drawn = Table(*COLUMNS, title=title, caption=machine())
-    for row in rows:
-        drawn.add_row(*row)
-    Console().print(drawn)
-    if asked.save:
-        (HERE / "results").mkdir(exist_ok=True)
-        lines = [f"# {title}", "", machine(), "", " | ".join(COLUMNS), "--- | ---: | ---: | ---:"]
-        lines += [" | ".join(row) for row in rows if row[0]]
-        (HERE / "results" / "export_1b.md").write_text("\n".join(lines) + "\n")
+    present("export_1b", title, machine(), [(COLUMNS, rows)], asked.save)
 
 
 if __name__ == "__main__":

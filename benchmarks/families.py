@@ -6,6 +6,7 @@ The same oracle and the same inputs as the tests. `--save` writes benchmarks/res
 """
 
 import argparse
+import platform
 import sys
 import tempfile
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from tables import present
 from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
@@ -65,21 +66,6 @@ def worst_intervention(model: MIModel, reference: torch.nn.Module, inputs: Input
     return worst, count
 
 
-def table(rows: list[tuple[str, ...]]) -> Table:
-    """For the terminal."""
-    drawn = Table(*COLUMNS, title="largest difference from transformers, eager, fp32")
-    for row in rows:
-        drawn.add_row(*row)
-    return drawn
-
-
-def markdown(rows: list[tuple[str, ...]]) -> str:
-    """For benchmarks/results."""
-    lines = ["# Largest difference from transformers, eager, fp32", "", " | ".join(COLUMNS)]
-    lines += [" | ".join(["---"] * len(COLUMNS)), *(" | ".join(row) for row in rows)]
-    return "\n".join(lines) + "\n"
-
-
 def for_each(names: list[str], function: Callable[[str, Path], tuple[str, ...]]) -> list[tuple[str, ...]]:
     """One row a family, each in a folder that is deleted afterwards, with progress."""
     rows = []
@@ -95,10 +81,8 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     save = parser.parse_args().save
     rows = for_each(list(CONFIGS), measure)
-    Console().print(table(rows))
-    if save:
-        (HERE / "results").mkdir(exist_ok=True)
-        (HERE / "results" / "families.md").write_text(markdown(rows))
+    title = f"random small models, eager, fp32; {platform.machine()}"
+    present("families", "Largest difference from transformers", title, [(COLUMNS, rows)], save)
 
 
 if __name__ == "__main__":

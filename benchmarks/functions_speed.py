@@ -24,9 +24,8 @@ import numpy as np
 import torch
 from generation_speed import make
 from rewritten_speed import Work, alternate, ratio
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from tables import present
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
@@ -123,14 +122,7 @@ def main() -> None:
     rows = [row for part in found for row in part]
     machine = f"{threads} threads, {platform.machine()}"
     title = f"GPT-2, {options.layers} layers, fp32, {machine}; medians of {options.repeats}"
-    table = Table(*HEAD, title=title)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-    lines = [" | ".join(HEAD), " | ".join("---" for _ in HEAD), *(" | ".join(row) for row in rows)]
-    if options.save:
-        text = f"# Python functions as hooks\n\n{title}.\n\n" + "\n".join(lines) + "\n"
-        (HERE / "results" / "functions_speed.md").write_text(text)
+    present("functions_speed", "Python functions as hooks", title, [(HEAD, rows)], options.save)
 
 
 if __name__ == "__main__":

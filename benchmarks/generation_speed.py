@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from tables import present
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -218,20 +217,11 @@ def main() -> None:
     notes.append(f"this machine reads {bandwidth(threads):.1f} GB of weights a second, which bounds every program here")
     title = (
         f"tokens a second, batch 1, prompt {options.prompt}, {options.new} new, fp32, {threads} threads; "
-        f"medians of {options.repeats}"
+        f"medians of {options.repeats}; {platform.machine()}"
     )
-    table = Table(*COLUMNS, title=title)
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    console.print(table)
-    console.print("\n".join(notes))
-    if options.save:
-        lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS), *(" | ".join(row) for row in rows)]
-        text = f"# Generation beside transformers and TransformerLens\n\n{title}; {platform.machine()}.\n"
-        text += "The last columns are ratios of neighbouring runs: above 1, mionnx is ahead.\n\n" + "\n".join(lines)
-        text += "\n\n" + "\n".join(f"- {note}" for note in notes) + "\n"
-        (HERE / "results" / "generation_speed.md").write_text(text)
+    heading = "Generation beside transformers and TransformerLens"
+    said = "The last columns are ratios of neighbouring runs: above 1, mionnx is ahead."
+    present("generation_speed", heading, title, [(COLUMNS, rows)], options.save, said, notes)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,8 @@ import numpy as np
 import onnxruntime
 import torch
 from generation_speed import make, torch_hooks
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from tables import present
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -38,9 +37,11 @@ from exporters.transformers import export
 from mionnx import HookPoint, HookSpec, Intervention, KnockoutSpec, MIModel, create_knockout_mask
 from mionnx.session import UNSTABLE_FUSIONS
 
-HERE = Path(__file__).parent
 LENGTHS, BATCHES = (16, 64, 256), (1, 8)
 Work = Callable[[], Any]
+
+
+HERE = Path(__file__).parent
 
 
 def alternate(programs: dict[str, Work], repeats: int) -> dict[str, list[float]]:
@@ -175,16 +176,8 @@ def main() -> None:
         ),
     )
     title = f"GPT-2 124M, fp32, {threads} threads, {platform.machine()}; medians of {options.repeats}"
-    text = f"# Forward passes with hooks\n\n{title}.\n"
-    for head, rows in zip(heads, (first, second), strict=True):
-        table = Table(*head, title=title)
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
-        lines = [" | ".join(head), " | ".join("---" for _ in head), *(" | ".join(row) for row in rows)]
-        text += "\n" + "\n".join(lines) + "\n"
-    if options.save:
-        (HERE / "results" / "rewritten_speed.md").write_text(text)
+    tables = list(zip(heads, (first, second), strict=True))
+    present("rewritten_speed", "Forward passes with hooks", title, tables, options.save)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,8 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from tables import present
 
 HERE = Path(__file__).parent
 LENGTHS = (128, 512, 2048)
@@ -133,15 +132,9 @@ def main() -> None:
     jobs = [(version, threads) for version in (6, 7) for threads in dict.fromkeys((1, cores))]
     rows = [row for job in track(jobs, "measuring") for row in run(*job, options)]
     title = f"hidden {options.hidden}, {options.layers} layers, fp32, {cores} cores; medians of {options.repeats}"
-    table = Table(*COLUMNS, title=title)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-    if options.save:
-        lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS), *(" | ".join(row) for row in rows)]
-        text = f"# mionnx beside the rwkv package\n\n{title}; {platform.processor() or platform.machine()}.\n"
-        text += "A ratio above 1 means that mionnx is ahead.\n\n" + "\n".join(lines) + "\n"
-        (HERE / "results" / "rwkv_speed.md").write_text(text)
+    title += f"; {platform.processor() or platform.machine()}"
+    said = "A ratio above 1 means that mionnx is ahead."
+    present("rwkv_speed", "mionnx beside the rwkv package", title, [(COLUMNS, rows)], options.save, said)
 
 
 if __name__ == "__main__":

@@ -31,16 +31,14 @@ import pandas
 import torch
 from generation_speed import make
 from rewritten_speed import Peers
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from tables import present
 from transformer_lens import patching
 
 from exporters.transformers import export
 from mionnx import MIModel
 from mionnx.sweep import Shortcuts, SweepResult
 
-HERE = Path(__file__).parent
 ANSWER, VERSUS = 1000, 2000
 CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], Any, str]] = {
     "layer x head": ("hook_z", ("layer", "head"), ("layer", "head"), patching.layer_head_vector_patch_setter, "z"),
@@ -162,16 +160,8 @@ def main() -> None:
         ("tokens", "cells over", "cells", "TransformerLens", "mionnx", "ratio", "largest difference"),
         (f"ratio at {options.lengths[0]} tokens, with", *(step for step, _ in STEPS)),
     )
-    text = f"# Patching sweeps\n\n{title}. {__doc__.split(chr(10) * 2)[2]}\n"
-    for head, rows in zip(heads, (first, second), strict=True):
-        table = Table(*head, title=title)
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
-        lines = [" | ".join(head), " | ".join("---" for _ in head), *(" | ".join(row) for row in rows)]
-        text += "\n" + "\n".join(lines) + "\n"
-    if options.save:
-        (HERE / "results" / "sweep_speed.md").write_text(text)
+    tables = list(zip(heads, (first, second), strict=True))
+    present("sweep_speed", "Patching sweeps", title, tables, options.save, __doc__.split("\n\n")[2])
 
 
 if __name__ == "__main__":

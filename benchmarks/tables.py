@@ -11,26 +11,35 @@ Rows = Sequence[Sequence[str]]
 
 
 def present(
-    name: str, heading: str, said: str, tables: Sequence[tuple[Sequence[str], Rows]], save: bool, title: str = ""
+    name: str,
+    heading: str,
+    title: str,
+    tables: Sequence[tuple[Sequence[str], Rows]],
+    save: bool,
+    said: str = "",
+    notes: Sequence[str] = (),
 ) -> None:
     """Print tables, and keep them if asked to.
 
     Args:
         name: of the file under `results/`, without its ending.
         heading: the file's first line.
-        said: how it was measured: machine, versions, repeats.
+        title: over each table: what was measured, machine, repeats.
         tables: columns and rows of each.
         save: whether to write the file.
-        title: over each table on the terminal; `said` if left out.
+        said: what else the file's first paragraph says.
+        notes: below the tables.
     """
     console = Console()
-    parts = [f"# {heading}", said]
+    parts = [f"# {heading}", f"{title}. {said}".strip()]
     for columns, rows in tables:
-        drawn = Table(*columns, title=title or said)
+        drawn = Table(*columns, title=title)
         for row in rows:
             drawn.add_row(*row)
         console.print(drawn)
         lines = [columns, ["---"] * len(columns), *rows]
         parts.append("\n".join(" | ".join(line) for line in lines))
+    console.print(*notes, sep="\n")
+    parts += ["\n".join(f"- {note}" for note in notes)] if notes else []
     if save:
         (RESULTS / f"{name}.md").write_text("\n\n".join(parts) + "\n")

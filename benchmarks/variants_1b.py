@@ -22,13 +22,11 @@ from typing import Any
 
 import numpy as np
 import psutil
-from rich.console import Console
-from rich.table import Table
+from tables import present
 
 from mionnx import HookPoint, HookSpec, Intervention, MIModel, Options
 from mionnx.hooked_model import HookedModel
 
-HERE = Path(__file__).parent
 VARIANTS = 8
 TOKENS = 16
 Rows = list[tuple[str, str]]
@@ -148,14 +146,8 @@ def main() -> None:
             export(Path(name) / "checkpoint", folder)
         rows = rows_of(folder)
     title = f"{TOKENS} tokens, fp32, {os.cpu_count()} cores, {platform.machine()}"
-    table = Table("what", "measured", title=title)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-    if options.save:
-        lines = ["what | measured", "--- | ---", *(" | ".join(row) for row in rows)]
-        text = f"# Variants of a Llama-shaped 1B model\n\n{title}.\n\n" + "\n".join(lines) + "\n"
-        (HERE / "results" / "variants_1b.md").write_text(text)
+    heading = "Variants of a Llama-shaped 1B model"
+    present("variants_1b", heading, title, [(("what", "measured"), rows)], options.save)
 
 
 if __name__ == "__main__":

@@ -120,8 +120,9 @@ def main() -> None:
         AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2")).save_pretrained(name)
         export(Path(name), Path(name) / "hooked")
         rows = rows_of(Path(name) / "hooked", options.tokens)
-    said = f"GPT-2 124M, fp32, {os.cpu_count()} cores, {platform.machine()}. {__doc__.split(chr(10) * 2)[2]}"
-    present("verify_cost", "Comparing runtimes", said, [(COLUMNS, rows)], options.save, "verify beside one runtime")
+    title = f"GPT-2 124M, fp32, {os.cpu_count()} cores, {platform.machine()}"
+    said = __doc__.split("\n\n")[2]
+    present("verify_cost", "Comparing runtimes", title, [(COLUMNS, rows)], options.save, said)
 
 
 if __name__ == "__main__":
