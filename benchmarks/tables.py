@@ -39,7 +39,8 @@ def present(
         console.print(drawn)
         lines = [columns, ["---"] * len(columns), *rows]
         parts.append("\n".join(" | ".join(line) for line in lines))
-    console.print(*notes, sep="\n")
+    if notes:
+        console.print(*notes, sep="\n")
     parts += ["\n".join(f"- {note}" for note in notes)] if notes else []
     if save:
         (RESULTS / f"{name}.md").write_text("\n\n".join(parts) + "\n")
