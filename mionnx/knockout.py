@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -11,58 +12,27 @@ from mionnx.errors import InterventionError
 
 
 @dataclass
-class KnockoutSpec:
-    """Attention edges to knock out, built by chaining: `KnockoutSpec().layer(3).head(0).edge(query, key)`.
-
-    Without `head` or `heads` every head is meant, without any layer every layer. `edge` names single edges;
-    `from_position` all edges out of a query position, `to_position` all edges into a key position. Positions count from
-    0; negative ones from the end of the sequence that the mask is made for.
-    """
+class LayerTargets:
+    """Layers, chained: `.layer(0).layer_range(2, 5)`; all layers by default."""
 
     layers_: list[int] | None = None
-    heads_: list[int] | None = None
-    edges: list[tuple[int | None, int | None]] = field(default_factory=list)
 
-    def layer(self, layer: int) -> "KnockoutSpec":
+    def layer(self, layer: int) -> Self:
         """Add one layer."""
         return self.layers([layer])
 
-    def layers(self, layers: Iterable[int]) -> "KnockoutSpec":
+    def layers(self, layers: Iterable[int]) -> Self:
         """Add layers."""
         self.layers_ = [*(self.layers_ or []), *naturals("layer", layers)]
         return self
 
-    def layer_range(self, start: int, end: int) -> "KnockoutSpec":
+    def layer_range(self, start: int, end: int) -> Self:
         """Add the layers from `start` to `end`, both included."""
         if end < start:
             raise InterventionError(
                 f"layer_range({start}, {end}) is empty: the end is included and must not lie before"
             )
         return self.layers(range(start, end + 1))
-
-    def head(self, head: int) -> "KnockoutSpec":
-        """Add one head."""
-        return self.heads([head])
-
-    def heads(self, heads: Iterable[int]) -> "KnockoutSpec":
-        """Add heads."""
-        self.heads_ = [*(self.heads_ or []), *naturals("head", heads)]
-        return self
-
-    def edge(self, query: int, key: int) -> "KnockoutSpec":
-        """The query at one position cannot read the key at another."""
-        self.edges.append((whole("position", query), whole("position", key)))
-        return self
-
-    def from_position(self, query: int) -> "KnockoutSpec":
-        """The query at a position reads no other position; it still reads itself, so that it has a key left."""
-        self.edges.append((whole("position", query), None))
-        return self
-
-    def to_position(self, key: int) -> "KnockoutSpec":
-        """No later position reads the key at a position; the position still reads itself."""
-        self.edges.append((None, whole("position", key)))
-        return self
 
     def target_layers(self, num_layers: int) -> list[int]:
         """The layers meant, in a model of so many.
@@ -74,9 +44,51 @@ class KnockoutSpec:
             return list(range(num_layers))
         if max(self.layers_) >= num_layers:
             raise InterventionError(
-                f"layer {max(self.layers_)} of a model with {num_layers} layers (0 to {num_layers - 1})"
+                f"{self.title}: layer {max(self.layers_)} of a model with {num_layers} layers (0 to {num_layers - 1})"
             )
         return sorted(set(self.layers_))
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return "knockout"
+
+
+@dataclass
+class KnockoutSpec(LayerTargets):
+    """Attention edges to knock out, built by chaining: `KnockoutSpec().layer(3).head(0).edge(query, key)`.
+
+    Without `head` or `heads` every head is meant, without any layer every layer. `edge` names single edges;
+    `from_position` all edges out of a query position, `to_position` all edges into a key position. Positions count from
+    0; negative ones from the end of the sequence that the mask is made for.
+    """
+
+    heads_: list[int] | None = None
+    edges: list[tuple[int | None, int | None]] = field(default_factory=list)
+
+    def head(self, head: int) -> Self:
+        """Add one head."""
+        return self.heads([head])
+
+    def heads(self, heads: Iterable[int]) -> Self:
+        """Add heads."""
+        self.heads_ = [*(self.heads_ or []), *naturals("head", heads)]
+        return self
+
+    def edge(self, query: int, key: int) -> Self:
+        """The query at one position cannot read the key at another."""
+        self.edges.append((whole("position", query), whole("position", key)))
+        return self
+
+    def from_position(self, query: int) -> Self:
+        """The query at a position reads no other position; it still reads itself, so that it has a key left."""
+        self.edges.append((whole("position", query), None))
+        return self
+
+    def to_position(self, key: int) -> Self:
+        """No later position reads the key at a position; the position still reads itself."""
+        self.edges.append((None, whole("position", key)))
+        return self
 
 
 def naturals(what: str, values: Iterable[int]) -> list[int]:

@@ -7,15 +7,15 @@ A saved cache is one `.safetensors` file: `{layer}.key` and `{layer}.value` a la
 metadata `mionnx_cache` = "kv".
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from mionnx.cachefile import read_cache, write_cache
+from mionnx.cachefile import read_cache
+from mionnx.carried import Carried
 from mionnx.errors import InputError
 from mionnx.metadata import Sizes
 from mionnx.transplant import fitting
@@ -24,8 +24,7 @@ Layer = tuple[NDArray[Any], NDArray[Any]]
 PARTS = ("key", "value")
 
 
-@dataclass
-class KVCache:
+class KVCache(Carried[Layer]):
     """Keys and values of the tokens seen so far.
 
     Attributes:
@@ -33,33 +32,15 @@ class KVCache:
         attention_mask: [batch, seq], 1 for tokens and 0 for padding.
     """
 
-    layers: Sequence[Layer]
-    attention_mask: NDArray[np.int64]
+    NOUN = "cache"
+    KIND = "kv"
+    PARTS = PARTS
 
-    @property
-    def num_layers(self) -> int:
-        """How many layers it holds."""
-        return len(self.layers)
-
-    @property
-    def batch(self) -> int:
-        """Rows."""
-        return int(self.attention_mask.shape[0])
-
-    @property
-    def seq_len(self) -> int:
-        """How many positions it holds, padding included."""
-        return int(self.attention_mask.shape[1])
-
-    def get_layer(self, layer: int) -> Layer:
-        """Keys and values of one layer.
-
-        Raises:
-            InputError: no such layer.
-        """
-        if not 0 <= layer < self.num_layers:
-            raise InputError(f"layer {layer} of a cache with {self.num_layers} layers (0 to {self.num_layers - 1})")
-        return self.layers[layer]
+    @staticmethod
+    def layer_of(parts: Iterable[NDArray[Any]]) -> Layer:
+        """Keys and values."""
+        keys, values = parts
+        return keys, values
 
     def set_layer(self, layer: int, keys: ArrayLike, values: ArrayLike) -> None:
         """Put other keys and values in place of a layer's.
@@ -72,11 +53,11 @@ class KVCache:
             InputError: no such layer, another shape, or NaN.
         """
         own = self.get_layer(layer)
-        new = tuple(
+        new = [
             fitting(old, value, f"the {part}s of layer {layer}")
             for old, value, part in zip(own, (keys, values), PARTS, strict=True)
-        )
-        self.layers = [new if i == layer else pair for i, pair in enumerate(self.layers)]  # type: ignore[misc]
+        ]
+        self.put_layer(layer, new)
 
     def clear_layer(self, layer: int) -> None:
         """Put zeros in place of a layer's keys and values."""
@@ -121,30 +102,6 @@ class KVCache:
             raise InputError(f"trim to {seq_len} positions: the cache holds {self.seq_len}")
         self.layers = [(keys[:, :, :seq_len], values[:, :, :seq_len]) for keys, values in self.layers]
         self.attention_mask = self.attention_mask[:, :seq_len]
-
-    def repeat(self, rows: int) -> "KVCache":
-        """A cache of one row as one of several equal rows: a prefix that many continuations share.
-
-        Raises:
-            InputError: it has several rows already.
-        """
-        if self.batch != 1:
-            raise InputError(f"only a cache of one row can be repeated, this one has {self.batch}")
-        layers = [(np.repeat(keys, rows, axis=0), np.repeat(values, rows, axis=0)) for keys, values in self.layers]
-        return KVCache(layers, np.repeat(self.attention_mask, rows, axis=0))
-
-    def save(self, path: str | Path) -> None:
-        """Write the cache as one safetensors file.
-
-        Raises:
-            InputError: it cannot be written there.
-        """
-        parts = {
-            f"{i}.{part}": value
-            for i, layer in enumerate(self.layers)
-            for part, value in zip(PARTS, layer, strict=True)
-        }
-        write_cache(path, "kv", {**parts, "attention_mask": self.attention_mask})
 
     @staticmethod
     def load(path: str | Path) -> "KVCache":

@@ -4,7 +4,7 @@ A saved state is one `.safetensors` file: `{layer}.att_shift`, `{layer}.wkv` and
 `attention_mask`, and in its metadata `mionnx_cache` = "rwkv".
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from mionnx.cachefile import read_cache, write_cache
+from mionnx.cachefile import read_cache
+from mionnx.carried import Carried
 from mionnx.errors import InputError
 from mionnx.metadata import Sizes
 from mionnx.transplant import fitting
@@ -37,8 +38,7 @@ class Layer:
         return iter((self.att_shift, self.wkv, self.ffn_shift))
 
 
-@dataclass
-class RWKVState:
+class RWKVState(Carried[Layer]):
     """The state after the tokens seen so far.
 
     Attributes:
@@ -46,33 +46,14 @@ class RWKVState:
         attention_mask: [batch, seq], 1 for tokens seen and 0 for padding; it gives the next tokens their positions.
     """
 
-    layers: Sequence[Layer]
-    attention_mask: NDArray[np.int64]
+    NOUN = "state"
+    KIND = "rwkv"
+    PARTS = PARTS
 
-    @property
-    def num_layers(self) -> int:
-        """How many layers it holds."""
-        return len(self.layers)
-
-    @property
-    def batch(self) -> int:
-        """Rows."""
-        return int(self.attention_mask.shape[0])
-
-    @property
-    def seq_len(self) -> int:
-        """How many positions it has seen, padding included."""
-        return int(self.attention_mask.shape[1])
-
-    def get_layer(self, layer: int) -> Layer:
-        """One layer's state.
-
-        Raises:
-            InputError: no such layer.
-        """
-        if not 0 <= layer < self.num_layers:
-            raise InputError(f"layer {layer} of a state with {self.num_layers} layers (0 to {self.num_layers - 1})")
-        return self.layers[layer]
+    @staticmethod
+    def layer_of(parts: Iterable[NDArray[Any]]) -> Layer:
+        """The three parts."""
+        return Layer(*parts)
 
     def set_layer(
         self,
@@ -97,7 +78,7 @@ class RWKVState:
             before if value is None else fitting(before, value, f"{part} of layer {layer}")
             for before, value, part in zip(old, given, PARTS, strict=True)
         ]
-        self.layers = [Layer(*new) if i == layer else one for i, one in enumerate(self.layers)]
+        self.put_layer(layer, new)
 
     def clear_layer(self, layer: int) -> None:
         """Let a layer forget everything: zeros, as before the first token."""
@@ -134,30 +115,6 @@ class RWKVState:
             f"a recurrent state of {self.seq_len} positions cannot go back to {seq_len}: keep the state of an "
             "earlier call, or capture hook_states"
         )
-
-    def repeat(self, rows: int) -> "RWKVState":
-        """A state of one row as one of several equal rows: a prefix that many continuations share.
-
-        Raises:
-            InputError: it has several rows already.
-        """
-        if self.batch != 1:
-            raise InputError(f"only a state of one row can be repeated, this one has {self.batch}")
-        layers = [Layer(*(np.repeat(part, rows, axis=0) for part in layer)) for layer in self.layers]
-        return RWKVState(layers, np.repeat(self.attention_mask, rows, axis=0))
-
-    def save(self, path: str | Path) -> None:
-        """Write the state as one safetensors file.
-
-        Raises:
-            InputError: it cannot be written there.
-        """
-        parts = {
-            f"{i}.{part}": value
-            for i, layer in enumerate(self.layers)
-            for part, value in zip(PARTS, layer, strict=True)
-        }
-        write_cache(path, "rwkv", {**parts, "attention_mask": self.attention_mask})
 
     @staticmethod
     def load(path: str | Path) -> "RWKVState":

@@ -19,20 +19,19 @@ import numpy as np
 
 from mionnx.errors import InterventionError, nearest
 from mionnx.intervention import PHASES
-from mionnx.knockout import naturals, whole
+from mionnx.knockout import LayerTargets, naturals, whole
 
 TERMS = ("write", "erase", "decay", "token_shift")
 
 
 @dataclass
-class StateTargets:
+class StateTargets(LayerTargets):
     """Positions and layers, chained: `.position(0).positions([3, 4]).layer_range(2, 5)`. All layers by default.
 
     Positions count from 0 in each row's own text, negative ones from the end of its prompt; "prompt" and "generated"
     are the phases of a text.
     """
 
-    layers_: list[int] | None = None
     positions_: list[int | str] = field(default_factory=list)
     terms: list[str] = field(default_factory=lambda: ["write"])
 
@@ -42,25 +41,8 @@ class StateTargets:
 
     def positions(self, positions: Iterable[int | str]) -> Self:
         """Add positions, or phases."""
-        self.positions_ += [p if isinstance(p, str) and p in PHASES else whole("position", p) for p in positions]  # type: ignore[arg-type]
+        self.positions_ += [_position(position) for position in positions]
         return self
-
-    def layer(self, layer: int) -> Self:
-        """Add one layer."""
-        return self.layers([layer])
-
-    def layers(self, layers: Iterable[int]) -> Self:
-        """Add layers."""
-        self.layers_ = [*(self.layers_ or []), *naturals("layer", layers)]
-        return self
-
-    def layer_range(self, start: int, end: int) -> Self:
-        """Add the layers from `start` to `end`, both included."""
-        if end < start:
-            raise InterventionError(
-                f"layer_range({start}, {end}) is empty: the end is included and must not lie before"
-            )
-        return self.layers(range(start, end + 1))
 
     def erase(self) -> Self:
         """Apply to the removal term too (RWKV-7)."""
@@ -70,23 +52,9 @@ class StateTargets:
         self.terms += [term for term in terms if term not in self.terms]
         return self
 
-    def target_layers(self, num_layers: int) -> list[int]:
-        """The layers meant, in a model of so many.
-
-        Raises:
-            InterventionError: a layer that the model does not have.
-        """
-        if self.layers_ is None:
-            return list(range(num_layers))
-        if max(self.layers_) >= num_layers:
-            raise InterventionError(
-                f"{self.title}: layer {max(self.layers_)} of a model with {num_layers} layers (0 to {num_layers - 1})"
-            )
-        return sorted(set(self.layers_))
-
     @property
     def title(self) -> str:
-        """For messages."""
+        """What messages call it."""
         return "state knockout" if isinstance(self, StateKnockoutSpec) else "state steering"
 
     def validate(self, num_layers: int, seq_len: int, num_heads: int | None = None) -> None:
@@ -115,6 +83,14 @@ class StateTargets:
                 )
         if not self.terms:
             raise InterventionError(f"{self.title}: no term was given, so it would do nothing")
+
+
+def _position(given: int | str) -> int | str:
+    if isinstance(given, str):
+        if given not in PHASES:
+            raise InterventionError(f"a position is an integer, {' or '.join(map(repr, PHASES))}, got {given!r}")
+        return given
+    return whole("position", given)
 
 
 @dataclass

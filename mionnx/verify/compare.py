@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.call import Call
 from mionnx.errors import InputError, ModelError
 from mionnx.hookpoint import HookPoint
 from mionnx.progress import Progress
@@ -25,7 +26,7 @@ from mionnx.verify.environment import environment
 from mionnx.verify.local import local_difference, nodes_of
 from mionnx.verify.narrow import narrow
 from mionnx.verify.result import Beside, Fault, Row
-from mionnx.verify.runtime import GraphRuntime, Runtime
+from mionnx.verify.runtime import GraphRuntime, Pass, Runtime
 from mionnx.verify.subject import LOGITS, Subject
 from mionnx.verify.tape import Tape
 
@@ -145,12 +146,21 @@ def choose(side: Side, count: int) -> list[Ids]:
             ids = np.zeros((call.batch, 0), np.int64)
             limit = subject.model.metadata.sizes.max_positions
             for _ in range(count if limit is None else min(count, limit - call.seq + 1)):
-                best: list[Ids] = []
-                longer = subject.longer(call, ids) if ids.size else call
-                run(longer, lambda _, value, best=best: best.append(value[:, -1].argmax(-1)))  # type: ignore[misc]
-                ids = np.concatenate([ids, best[0][:, None]], axis=1)
+                chosen = _likeliest(run, subject.longer(call, ids) if ids.size else call)
+                ids = np.concatenate([ids, chosen], axis=1)
             found.append(ids)
     return found
+
+
+def _likeliest(run: Pass, call: Call) -> Ids:
+    """The likeliest next token of each row, [batch, 1]."""
+    found: list[Ids] = []
+
+    def look(_: str, logits: NDArray[Any]) -> None:
+        found.append(logits[:, -1:].argmax(-1))
+
+    run(call, look)
+    return found[0]
 
 
 def compare(first: Side, second: Side, scratch: Path, settings: Settings) -> Beside:
