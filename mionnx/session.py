@@ -106,7 +106,12 @@ def version() -> str:
 
 
 def open_session(
-    model: Path | bytes, folder: Path, options: Options, optimised: bool = False, spinning: bool = True
+    model: Path | bytes,
+    folder: Path,
+    options: Options,
+    optimised: bool = False,
+    spinning: bool = True,
+    assigned: bool = False,
 ) -> "onnxruntime.InferenceSession":
     """Open a session.
 
@@ -116,12 +121,15 @@ def open_session(
         options: provider, threads, fusions, packing.
         optimised: whether the graph is one that ONNX Runtime has optimised already.
         spinning: whether its threads may keep the processor for a while after a run, to be quicker in the next.
+        assigned: whether it remembers which provider has which nodes, for `assigned`.
 
     Raises:
         ModelError: ONNX Runtime refuses the model.
         RuntimeMissingError: the provider is not there.
     """
     settings = _settings(folder, options)
+    if assigned:
+        settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     if not spinning:
         settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if optimised:
@@ -134,6 +142,12 @@ def open_session(
     if options.prepack is not False:
         memory.release()  # the buffers in which weights were packed, tens of megabytes for each session
     return opened
+
+
+def assigned(session: "onnxruntime.InferenceSession") -> set[str]:
+    """The providers that have nodes of a session opened to remember it; none where ONNX Runtime cannot tell."""
+    told: list[Any] = getattr(session, "get_provider_graph_assignment_info", list)()  # since 1.24
+    return {part.ep_name for part in told}
 
 
 def _settings(folder: Path, options: Options) -> "onnxruntime.SessionOptions":

@@ -17,6 +17,7 @@ from mionnx.progress import bars
 from mionnx.spec import HookSpec
 from mionnx.verify import Verification
 from mionnx.verify.verbs import read_prompts
+from mionnx.view.page import plain
 
 DISAGREES = 2  # the exit code where runtimes differ by more than the tolerance; 1 is an error
 Runtimes = Annotated[str, typer.Option(help="Names with commas between: torch, ort-cpu, ort-cpu:none, openvino, ..")]
@@ -28,7 +29,7 @@ Tolerance = Annotated[float | None, typer.Option(help="Largest relative differen
 
 def verify(
     model: Model,
-    runtimes: Runtimes = "ort-cpu,reference",
+    runtimes: Runtimes = "ort-cpu,ort-cpu:none,reference",
     prompts: Prompts = None,
     prompt: Texts = None,
     hooks: Annotated[str | None, typer.Option(help="Globs, with commas between; resid_* if left out.")] = None,
@@ -91,8 +92,9 @@ def _tell(result: Verification) -> None:
     for note in result.notes:
         console.print(f"[yellow]note:[/] {escape(note)}", highlight=False)
     for beside in result.besides:
-        if beside.fault:
-            console.print(f"[red]{escape(beside.title)}[/]: {escape(str(beside.fault))}", highlight=False)
+        trouble = beside.trouble(result.tolerance)
+        if trouble:
+            console.print(f"[red]{escape(beside.title)}[/]: {escape(trouble)}", highlight=False)
     if result.repeats:
         table = Table("runtime", "repeated", "bits", "largest relative", "first at")
         for one in result.repeats:
@@ -141,5 +143,5 @@ def bisect(
             tolerance=tolerance,
             progress=progress,
         )
-    typer.echo(json.dumps(found.to_dict(), indent=1) if as_json else str(found))
+    typer.echo(json.dumps(plain(found.to_dict(), None), indent=1, allow_nan=False) if as_json else str(found))
     sys.exit(DISAGREES if found.hook else 0)

@@ -24,3 +24,9 @@ def test_captures_and_interventions_equal_the_cpus(family, hooked, models):
         seen = expected[name] > np.finfo(np.float32).min / 2
         assert np.abs(found[name] - expected[name])[seen].max() < 2e-3, name  # TF32 in the matrix products
     assert np.abs(found.output() - expected.output()).max() < 2e-3
+
+
+def test_verify_beside_the_cpu(models):
+    found = models("llama").verify([np.arange(3, 15)], ["ort-cpu", "ort-cuda"], tolerance=2e-3, greedy=4, repeat=True)
+    assert found.agrees
+    assert not found.skipped

@@ -1,20 +1,24 @@
 """Runtimes beside one another: where they agree, and that a planted fault is found where it was planted."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from conftest import REPOSITORY
 from families import make_checkpoint
 from faults import half_layer, longer_window, other_gelu, other_rope, perturbed_weight, plant
+from safetensors.numpy import load_file
 
 from exporters.transformers import export
-from mionnx import HookSpec, InputError, Intervention, MIModel, ModelError, SpecFileError
+from mionnx import HookError, HookSpec, InputError, Intervention, MIModel, ModelError, SpecFileError, StateKnockoutSpec
 from mionnx.verify.difference import Difference, ulp_distance
 from mionnx.verify.openvino import OpenVino
+from mionnx.verify.tape import Tape
 
 PROMPT = "The capital of France is"
 TOLERANCE = 5e-5
@@ -53,9 +57,10 @@ def test_the_runtimes_that_are_here_agree(name, web, monkeypatch):
         assert beside.logits["top_1"] == 1
 
 
-def test_every_family_agrees_in_every_runtime(models, checkpoint, family):
+def test_every_family_agrees_in_every_runtime(models, checkpoint, family, web, monkeypatch):
+    monkeypatch.setenv("MIONNX_NODE", str(web))
     ids = np.random.default_rng(0).integers(3, 100, (1, 12))
-    runtimes = ["torch", "ort-cpu", "openvino", "reference"]
+    runtimes = ["torch", "ort-cpu", "ort-cpu:none", "openvino", "onnxruntime-web", "reference"]
     found = models(family).verify([ids], runtimes, checkpoint=checkpoint(family), local=False, greedy=2)
     assert found.agrees, found.summary()
     assert not found.skipped
@@ -82,15 +87,57 @@ def test_a_planted_fault_is_found_beside_torch(hooked, checkpoint, tmp_path, fam
     fault = found.besides[0].fault
     assert fault.hook == hook
     assert node in {name.split(" ")[0] for name in fault.nodes}
+    assert len(fault.nodes) < len(wrong.hooked.proto.graph.node) / 3
 
 
-def test_a_spec_is_in_force_in_torch_too(llama):
+def test_a_spec_is_in_force_in_torch_too(llama, tmp_path):
     direction = np.linspace(-1, 1, llama.hidden_size, dtype=np.float32)
     spec = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Add(direction, positions=-1))
     spec.intervene("blocks.2.attn.hook_z", Intervention.Zero(heads=3))
-    found = llama.verify([PROMPT], ["torch", "ort-cpu"], spec=spec, greedy=0)
+    found = llama.verify([PROMPT], ["torch", "ort-cpu"], spec=spec, greedy=0, record=tmp_path / "run.safetensors")
     assert found.agrees
-    assert not llama.verify([PROMPT], ["ort-cpu"], spec=spec, other=llama, greedy=0).besides[0].worst.max_abs
+    recorded = load_file(tmp_path / "run.safetensors")["0.hook_logits"]
+    steered, plain = (llama.forward(PROMPT, hooks).output() for hooks in (spec, None))
+    assert np.abs(recorded - steered).max() < TOLERANCE * np.abs(steered).max()
+    assert np.abs(recorded - plain).max() > 0.1
+    assert found.hashes["graph"] != llama.verify([PROMPT], ["ort-cpu", "ort-cpu:none"], greedy=0).hashes["graph"]
+
+
+def test_a_splice_is_compared_where_it_can_run(llama):
+    """Values inside a splice are its own; torch, which cannot run it, is left out and named."""
+    halved = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 23]>'
+        "f (float[b, s, 128] x) => (float[b, s, 128] y) <float half = {0.5}>"
+        "{ hook_in = Mul(x, half)  y = Add(hook_in, x) }"
+    )
+    spec = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Splice(halved))
+    found = llama.verify([PROMPT], ["ort-cpu", "torch", "reference"], spec=spec, greedy=2)
+    assert found.agrees
+    assert "splice" in found.skipped["torch"]
+    names = [row.name for row in found.besides[0].rows]
+    assert "blocks.1.hook_resid_post" in names
+    assert not any("hook_in" in name for name in names)
+    with pytest.raises(HookError, match="whole values"):
+        llama.verify([PROMPT], hooks="blocks.1.hook_resid_post.hook_in", spec=spec)
+
+
+def test_state_interventions_are_in_force(rwkv):
+    model, ids = rwkv("6-pth"), np.arange(5, 17)[None]
+    spec = HookSpec().set_state_knockout(StateKnockoutSpec().position(3).decay())
+    found = model.verify([ids], ["ort-cpu", "ort-cpu:none", "openvino"], spec=spec, greedy=2, repeat=True)
+    assert found.agrees, found.failed
+    assert np.abs(model.forward(ids, spec).output() - model.forward(ids).output()).max() > 1e-3
+
+
+def test_what_is_made_for_the_prompt_alone_is_not_continued(llama):
+    ids = llama.tokenize(PROMPT).ids
+    late = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Scale(2.0, positions="generated"))
+    found = llama.verify([PROMPT], ["ort-cpu", "ort-cpu:none"], spec=late, greedy=3)
+    assert found.besides[0].greedy == 1
+    held = llama.forward(ids, HookSpec().capture("blocks.1.hook_resid_post"))["resid_post", 1]
+    whole = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Replace(held, rows=[0]))
+    found = llama.verify([PROMPT], ["ort-cpu", "ort-cpu:none"], spec=whole, greedy=0, repeat=True)
+    assert found.agrees
 
 
 def test_a_fault_beside_the_right_model_is_narrowed_to_its_node(llama, faulty):
@@ -119,6 +166,80 @@ def test_a_recorded_run_is_compared_with(llama, faulty, tmp_path):
     path.write_bytes(data)
     with pytest.raises(SpecFileError, match="damaged"):
         llama.verify((), ["ort-cpu"], against=path)
+
+
+def test_a_recorded_run_says_what_is_another_here(llama, tmp_path):
+    path = tmp_path / "run.safetensors"
+    llama.verify([PROMPT], ["ort-cpu"], record=path, greedy=2)
+    some = llama.verify((), ["ort-cpu"], against=path, hooks="blocks.*.hook_resid_post")
+    assert some.notes == ["2 tokens were chosen after each prompt when it was recorded, and are here"]
+    steered = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Scale(2.0))
+    notes = " ".join(llama.verify((), ["ort-cpu"], against=path, spec=steered, greedy=2).notes)
+    assert "another graph" in notes
+    assert "another spec" in notes
+    with pytest.raises(HookError, match="was not recorded"):
+        llama.verify((), ["ort-cpu"], against=path, spec=HookSpec().capture("blocks.0.attn.hook_q"))
+    tape = Tape.open(path)
+    elsewhere = {**tape.facts, "environment": {**tape.facts["environment"], "processor": "another"}}
+    elsewhere["environment"]["versions"] = {**elsewhere["environment"]["versions"], "onnxruntime": "1.0"}
+    tape.facts = {}
+    copy = Tape(tmp_path / "values")
+    for name in elsewhere["names"]:
+        copy.add(0, name, tape.get(0, name))
+    copy.keep(tmp_path / "elsewhere.safetensors", elsewhere)
+    notes = " ".join(llama.verify((), ["ort-cpu"], against=tmp_path / "elsewhere.safetensors", greedy=2).notes)
+    assert "another processor" in notes
+    assert "onnxruntime 1.0" in notes
+
+
+@pytest.mark.parametrize("change", [(b"blocks.0.hook_resid_mid", b"blocks.0.hook_resid_xyz"), (b"[[[", b"[[9")])
+def test_a_recorded_run_with_another_header_is_refused(llama, tmp_path, change):
+    path = tmp_path / "run.safetensors"
+    llama.verify([[5, 6, 7]], ["ort-cpu"], record=path, greedy=0)
+    data = path.read_bytes()
+    assert change[0] in data
+    path.write_bytes(data.replace(*change, 1))
+    with pytest.raises(SpecFileError):
+        llama.verify((), ["ort-cpu"], against=path)
+
+
+def test_nan_is_no_agreement(llama, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(llama.hooked.folder, folder)
+    proto = onnx.load(folder / "model.onnx", load_external_data=False)
+    tensor = next(tensor for tensor in proto.graph.initializer if tensor.name.endswith("2.mlp.up_proj.weight"))
+    entry = {item.key: item.value for item in tensor.external_data}
+    data = np.memmap(folder / entry["location"], np.float32, "r+", int(entry["offset"]), tuple(tensor.dims))
+    data[3] = np.nan
+    data.flush()
+    found = MIModel.from_pretrained(folder).verify([PROMPT], ["ort-cpu", "ort-cpu:none"], greedy=0, repeat=True)
+    assert not found.agrees
+    assert found.besides[0].trouble(found.tolerance).startswith("blocks.2.hook_resid_post has NaN")
+    assert found.repeats[0].identical
+
+
+def test_differences_that_add_up_are_said_to(llama):
+    found = llama.verify([PROMPT], ["ort-cpu", "reference"], greedy=0)
+    least = max(row.local for row in found.besides[0].rows)
+    assert least < found.besides[0].worst.relative
+    strict = llama.verify([PROMPT], ["ort-cpu", "reference"], greedy=0, tolerance=least)
+    assert not strict.agrees
+    assert "add up" in strict.besides[0].trouble(least)
+
+
+def test_masked_scores_of_half_precision_say_nothing(checkpoint, models, tmp_path):
+    export(checkpoint("llama"), tmp_path / "half", "float16")
+    half = MIModel.from_pretrained(tmp_path / "half")
+    ids = np.random.default_rng(0).integers(3, 100, (1, 12))
+    found = models("llama").verify([ids], ["ort-cpu"], other=half, hooks="*", greedy=0)
+    assert found.agrees
+    scores = [row for row in found.besides[0].rows if row.name.endswith("hook_scores")]
+    assert all(row.scale < 1000 for row in scores)
+
+
+def test_a_provider_that_runs_nothing_does_not_agree(llama):
+    found = llama.verify([PROMPT], ["ort-cpu", "AzureExecutionProvider"], greedy=0)
+    assert "takes no part of this model" in found.failed["AzureExecutionProvider"]
 
 
 def test_what_is_repeated_says_which_bits_are_the_same(llama):
@@ -184,11 +305,36 @@ def test_torch_has_no_value_at_a_derived_hook_point(llama):
 
 @pytest.mark.parametrize(
     ("titles", "message"),
-    [(["ort-gpu"], "did you mean"), (["ort-cpu:al"], "no setting"), (["ort-cpu", "ort-cpu"], "twice"), ([], "a list")],
+    [
+        (["ort-gpu"], "did you mean"),
+        (["ort-cpu:al"], "no setting"),
+        (["ort-cpu", "ort-cpu"], "twice"),
+        ([], "a list"),
+        (["ort-cpu:none:all"], "another setting"),
+        (["TensorRTExecutionProvider"], "did you mean 'TensorrtExecutionProvider'"),
+    ],
 )
 def test_bad_runtimes_are_refused(llama, titles, message):
     with pytest.raises(InputError, match=message):
         llama.verify([PROMPT], titles)
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "message"),
+    [
+        ({"positions": []}, InputError, "at least one"),
+        ({"positions": [1.5]}, InputError, "integers"),
+        ({"positions": 2}, InputError, "list"),
+        ({"positions": [9]}, InputError, "5 tokens"),
+        ({"checkpoint": "."}, InputError, "for torch"),
+        ({"hooks": "blocks.*.attn.hook_result"}, HookError, "full names"),
+        ({"tolerance": float("nan")}, InputError, "tolerance"),
+        ({"record": "/nowhere/at/all.safetensors"}, SpecFileError, "no folder"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(llama, asked, error, message):
+    with pytest.raises(error, match=message):
+        llama.verify([PROMPT], ["ort-cpu", "ort-cpu:none"], **asked)
 
 
 def test_differences_are_numpys():

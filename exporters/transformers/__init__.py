@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from exporters.transformers.eager import Opened
 
 
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # or the index of their shards
+
+
 def recognises(folder: Path) -> bool:
     """Whether a folder holds a transformers checkpoint: a `config.json` that names a `model_type`, but no RWKV.
 
@@ -52,7 +55,8 @@ def missing_eagerly(folder: Path) -> str | None:
     absent = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if absent:
         return f"{' and '.join(absent)} not installed"
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+    whole = [folder / f"{name}{index}" for name in WEIGHTS for index in ("", ".index.json")]
+    if not any(path.exists() for path in whole):
         return f"{folder} has no weights that transformers reads"
     return None
 

@@ -1,57 +1,28 @@
 """`bisect`: the smallest part of a graph whose inputs agree and whose output does not, as a model for a bug report."""
 
-import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 
 from mionnx.call import Call
-from mionnx.deploy import embed
 from mionnx.errors import InputError, ModelError, RuntimeMissingError
 from mionnx.hooked_model import HookedModel
 from mionnx.progress import Progress
-from mionnx.rewrite.start import between
 from mionnx.spec import HookSpec
-from mionnx.verify.compare import Settings, Side, record
-from mionnx.verify.environment import environment
+from mionnx.verify.compare import Settings, Side, record, unit_of
 from mionnx.verify.local import local_difference
 from mionnx.verify.named import runtime_of
 from mionnx.verify.narrow import Narrowed, narrow
+from mionnx.verify.report import write_report
 from mionnx.verify.runtime import GraphRuntime
 from mionnx.verify.subject import Subject
 from mionnx.verify.tape import Tape
 from mionnx.verify.verify import TOLERANCES, names_of
 
 COARSE = ("blocks.*.hook_resid_*", "hook_final_norm")
-PROGRAM = '''"""Runs model.onnx on inputs.npz in ONNX Runtime and in onnx's ReferenceEvaluator; prints how far each is
-from what was seen: expected.npz is {first}, found.npz is {second}."""
-
-from pathlib import Path
-
-import numpy as np
-import onnx
-import onnxruntime
-from onnx.reference import ReferenceEvaluator
-
-here = Path(__file__).parent
-inputs = dict(np.load(here / "inputs.npz"))
-model = onnx.load(here / "model.onnx")
-feeds = {{value.name: inputs[value.name] for value in model.graph.input if value.name in inputs}}
-session = onnxruntime.InferenceSession(here / "model.onnx")
-made = {{
-    "onnxruntime " + onnxruntime.__version__: session.run(None, feeds)[0],
-    "onnx.reference " + onnx.__version__: ReferenceEvaluator(model).run(None, feeds)[0],
-}}
-for name in ("expected", "found"):
-    (seen,) = np.load(here / f"{{name}}.npz").values()
-    for runtime, value in made.items():
-        apart = np.abs(value.astype(np.float64) - seen.astype(np.float64)).max() if seen.size else 0.0
-        print(f"{{runtime}} and {{name}}.npz: largest difference {{apart:.3g}}")
-'''
 
 
 @dataclass(frozen=True)
@@ -124,7 +95,7 @@ def bisect(
     made = Bisection(first.title, second.title, found, part.starts, part.nodes, part.value, part.difference.max_abs,
                      part.difference.relative, largest, least, folder)  # fmt: skip
     if folder is not None:
-        _write(folder, made, part, first, second)
+        write_report(folder, str(made), part, first, second)
     return made
 
 
@@ -170,7 +141,7 @@ def _coarse(
     largest = (0.0, names[0])
     for place, name in enumerate(names):
         progress("steps", place, len(names))
-        found = local_difference(runtime, second.subject, tape, names[:place], name).relative
+        found = local_difference(runtime, second.subject, tape, names[:place], name, unit_of(first, second)).relative
         largest = max(largest, (found, name))
         if found > tolerance:
             return name, largest
@@ -184,42 +155,3 @@ def _fine(first: Side, second: Side, tape: Tape, name: str, tolerance: float) ->
     assert other is not None
     inputs = {start: np.asarray(tape.get(0, start)) for start in subject.names[: subject.names.index(name)]}
     return narrow((one, first.subject), (other, subject), inputs, name, 0, tolerance)
-
-
-def _write(folder: Path, made: Bisection, part: Narrowed, first: Side, second: Side) -> None:
-    """The part as a model, its inputs, both outputs, a program and a text."""
-    sides = {"model.onnx": second}
-    if first.subject is not second.subject:
-        sides["first.onnx"] = first
-    try:
-        folder.mkdir(parents=True)
-        for name, side in sides.items():
-            (folder / name).write_bytes(_standing(side.subject, part).SerializeToString())
-        for name, arrays in (("inputs", part.feeds), ("expected", part.expected), ("found", part.found)):
-            np.savez(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]
-        (folder / "reproduce.py").write_text(PROGRAM.format(first=first.title, second=second.title))
-        (folder / "README.md").write_text(_text(made, part, first, second, list(sides)))
-    except OSError as error:
-        raise ModelError(f"cannot write {folder}: {error}") from error
-
-
-def _standing(subject: Subject, part: Narrowed) -> onnx.ModelProto:
-    """The part with its weights inside. The first model may lack a value that the second one starts from."""
-    made = {name for node in subject.wiring.nodes for name in node.output}
-    proto = between(subject.proto, [name for name in part.starts if name in made], [part.value])
-    embed(proto, subject.model.folder)
-    return proto
-
-
-def _text(made: Bisection, part: Narrowed, first: Side, second: Side, files: list[str]) -> str:
-    assert first.runtime is not None
-    assert second.runtime is not None
-    inputs = "\n".join(f"- `{name}` {value.dtype} {list(value.shape)}" for name, value in part.feeds.items())
-    models = "" if len(files) == 1 else "`first.onnx` is the same part of the first model.\n"
-    where = {side.title: environment(side.runtime) for side in (first, second) if side.runtime}
-    return (
-        f"# {first.title} and {second.title} disagree\n\n{made}\n\n"
-        f"`model.onnx` on `inputs.npz` gives `{made.value}`: `expected.npz` in {first.title}, `found.npz` in "
-        f"{second.title}. {models}`python reproduce.py` needs numpy, onnx and onnxruntime only.\n\n"
-        f"Inputs:\n\n{inputs}\n\nMade on:\n\n```json\n{json.dumps(where, indent=1)}\n```\n"
-    )

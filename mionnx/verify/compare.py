@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.call import Call
-from mionnx.errors import InputError, ModelError
+from mionnx.errors import InputError, InterventionError, ModelError
 from mionnx.hookpoint import HookPoint
 from mionnx.progress import Progress
 from mionnx.rewrite.intervene import sequence_axis
@@ -52,6 +52,12 @@ class Side:
     recorded: str = ""
 
     @property
+    def dtype(self) -> str:
+        """Of the model, or of the recorded one."""
+        recorded = self.tape.facts.get("dtype") if self.tape and self.runtime is None else None
+        return str(recorded or self.subject.model.metadata.dtype)
+
+    @property
     def title(self) -> str:
         """The runtime's, and the model's where there are several."""
         name = self.runtime.title if self.runtime else self.recorded
@@ -73,6 +79,7 @@ class Settings:
         greedy: how many tokens to choose after each prompt.
         positions: of each prompt, those that are compared; None for all.
         progress: called as (stage, done, total).
+        notes: what a reader of the result has to know.
     """
 
     tolerance: float
@@ -80,6 +87,12 @@ class Settings:
     greedy: int
     positions: Sequence[int] | None
     progress: Progress
+    notes: list[str] = field(default_factory=list)
+
+
+def unit_of(first: Side, second: Side) -> str:
+    """The coarser dtype of two sides."""
+    return coarser(first.dtype, second.dtype)
 
 
 def part_of(name: str, value: NDArray[Any], positions: Sequence[int] | None) -> NDArray[Any]:
@@ -131,25 +144,33 @@ def record(side: Side, tape: Tape, settings: Settings) -> None:
         tape.add(prompt, name, part_of(name, value, settings.positions))
 
     stream(side, keep, settings.progress)
-    side.greedy = choose(side, settings.greedy)
+    side.greedy = choose(side, settings)
 
 
-def choose(side: Side, count: int) -> list[Ids]:
-    """The tokens that a side takes greedily after each prompt, the whole text run anew for each of them."""
-    found: list[Ids] = []
-    if not count:
-        return found
-    runtime, subject = side.runtime, side.subject
-    assert runtime is not None
-    with runtime.passes(subject, [LOGITS]) as run:
-        for call in subject.calls:
-            ids = np.zeros((call.batch, 0), np.int64)
-            limit = subject.model.metadata.sizes.max_positions
-            for _ in range(count if limit is None else min(count, limit - call.seq + 1)):
-                chosen = _likeliest(run, subject.longer(call, ids) if ids.size else call)
-                ids = np.concatenate([ids, chosen], axis=1)
-            found.append(ids)
-    return found
+def choose(side: Side, settings: Settings) -> list[Ids]:
+    """The tokens that a side takes greedily after each prompt, the whole text run anew for each of them.
+
+    None, and a note, where the spec is made for the prompt alone.
+    """
+    if not settings.greedy:
+        return []
+    assert side.runtime is not None
+    try:
+        with side.runtime.passes(side.subject, [LOGITS]) as run:
+            return [_continued(run, side.subject, call, settings.greedy) for call in side.subject.calls]
+    except InterventionError as error:
+        settings.notes.append(f"{side.title} does not continue the prompts: {error}")
+        return []
+
+
+def _continued(run: Pass, subject: Subject, call: Call, count: int) -> Ids:
+    """[batch, n]."""
+    ids = np.zeros((call.batch, 0), np.int64)
+    limit = subject.model.metadata.sizes.max_positions
+    for _ in range(count if limit is None else min(count, limit - call.seq + 1)):
+        chosen = _likeliest(run, subject.longer(call, ids) if ids.size else call)
+        ids = np.concatenate([ids, chosen], axis=1)
+    return ids
 
 
 def _likeliest(run: Pass, call: Call) -> Ids:
@@ -171,14 +192,14 @@ def compare(first: Side, second: Side, scratch: Path, settings: Settings) -> Bes
     """
     begin = time.monotonic()
     names = second.subject.names
-    unit = coarser(*(side.subject.model.metadata.dtype for side in (first, second)))
+    unit = unit_of(first, second)
     found, logits = {name: Difference(unit=unit) for name in names}, LogitDifference()
     whole = second.graph_runtime is None
     if whole and first.graph_runtime is not None and settings.local:
         second.tape = Tape(scratch / "second")
     _compare_values(first, second, found, logits, settings)
     if settings.greedy:
-        second.greedy = choose(second, settings.greedy)
+        second.greedy = choose(second, settings)
     local = _local(first, second, settings)
     fault = _fault(first, second, local, scratch, settings)
     runtime = second.runtime
@@ -245,7 +266,7 @@ def _local(first: Side, second: Side, settings: Settings) -> dict[str, Differenc
     found = {}
     for place, name in enumerate(names):
         settings.progress(f"{second.title}, step by step", place, len(names))
-        found[name] = local_difference(runtime, side.subject, tape, names[:place], name)
+        found[name] = local_difference(runtime, side.subject, tape, names[:place], name, unit_of(first, second))
     settings.progress(f"{second.title}, step by step", len(names), len(names))
     return found
 
@@ -277,11 +298,11 @@ def _refined(first: Side, second: Side, fault: Fault, scratch: Path, settings: S
         if not point.derived and begin < model.order[point.name] <= model.order[fault.hook]
     ]
     subject = Subject(model, side.subject.spec, [*known, *inner], side.subject.calls)
-    tape = Tape(scratch / "inner")
+    tape, unit = Tape(scratch / "inner"), unit_of(first, second)
     record(Side(subject, whole.runtime), tape, replace(settings, greedy=0))
     for place, name in enumerate(inner, len(known)):
         assert side.graph_runtime is not None
-        found = local_difference(side.graph_runtime, subject, tape, subject.names[:place], name)
+        found = local_difference(side.graph_runtime, subject, tape, subject.names[:place], name, unit)
         if found.relative > settings.tolerance:
             before = subject.names[:place]
             return Fault(name, subject.starts_of(before, [name]), found.relative, nodes_of(subject, before, name))

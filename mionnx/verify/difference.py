@@ -18,14 +18,15 @@ class Difference:
 
     Units in the last place are those of `unit`, the coarser of the two models' dtypes.
 
-    Where both are below half of float32's least number they are masked scores, which say nothing, and are left out.
+    Where both are below half of that dtype's least number they are masked scores, which say nothing, and are left out.
 
     Attributes:
         count: elements compared.
         max_abs, sum_abs: of the absolute differences; infinite where one of the two is not finite and the other is.
         scale: the largest absolute value of the first array.
         max_ulp, sum_ulp: of the distances in units in the last place.
-        identical: whether all bits are the same (0 and -0 are).
+        identical: whether all bits are the same (0 and -0 are, and NaN and NaN).
+        finite: whether the first array has numbers only, but for what is masked.
     """
 
     count: int = 0
@@ -35,6 +36,7 @@ class Difference:
     max_ulp: float = 0.0
     sum_ulp: float = 0.0
     identical: bool = True
+    finite: bool = True
     dot: float = 0.0
     squares: tuple[float, float] = (0.0, 0.0)
     unit: str = "float32"
@@ -52,7 +54,7 @@ class Difference:
             self._add(flat[start : start + PIECE], beside[start : start + PIECE])
 
     def _add(self, one: NDArray[Any], other: NDArray[Any]) -> None:
-        if np.array_equal(one, other):
+        if np.array_equal(one, other, equal_nan=one.dtype.kind == "f"):
             self._count(one.astype(np.float64), np.zeros(one.shape), one.astype(np.float64))
             return
         self.identical = False
@@ -70,13 +72,14 @@ class Difference:
     def _count(
         self, one: NDArray[np.float64], apart: NDArray[np.float64], other: NDArray[np.float64]
     ) -> NDArray[np.bool_]:
-        masked = np.finfo(np.float32).min / 2
+        masked = float(ml_dtypes.finfo(self.unit).min) / 2
         told = ~((one < masked) & (other < masked))
         if not told.all():
             one, other, apart = one[told], other[told], apart[told]
         self.count += one.size
         self.max_abs = max(self.max_abs, float(apart.max(initial=0)))
         self.sum_abs += float(apart.sum())
+        self.finite &= bool(np.isfinite(one).all())
         fine = np.isfinite(one) & np.isfinite(other)
         one, other = one[fine], other[fine]
         self.scale = max(self.scale, float(np.abs(one).max(initial=0)))
@@ -158,6 +161,7 @@ class LogitDifference:
         first, second = log_softmax(one, axis=-1), log_softmax(other, axis=-1)
         kl = np.maximum((np.exp(first) * (first - second)).sum(-1), 0)
         kl[np.isnan(kl)] = np.inf
+        kl[(one == other).all(-1)] = 0
         self.positions += len(one)
         self.sum_kl += float(kl.sum())
         self.max_kl = max(self.max_kl, float(kl.max(initial=0)))

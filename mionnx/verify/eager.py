@@ -7,7 +7,7 @@ from types import ModuleType
 
 from mionnx import store
 from mionnx.call import Call
-from mionnx.errors import ExportError
+from mionnx.errors import ExportError, MIError, ModelError
 from mionnx.verify.runtime import Pass, Runtime, Sink
 from mionnx.verify.subject import Subject
 
@@ -31,7 +31,9 @@ class Eager(Runtime):
         return self.checkpoint or subject.model.folder
 
     def missing(self, subject: Subject) -> str | None:
-        """Whether torch is there, and the checkpoint, and a family that it has."""
+        """Whether torch is there, and the checkpoint, and a family that it has; and that nothing is spliced in."""
+        if any(edit.kind == "splice" for edit in subject.plan.edits):
+            return "a splice is an ONNX model, which torch does not run: compare the other runtimes"
         try:
             exporter = self._exporter(subject)
         except (ExportError, ImportError) as error:
@@ -51,11 +53,25 @@ class Eager(Runtime):
     @contextmanager
     def passes(self, subject: Subject, names: Sequence[str]) -> Iterator[Pass]:
         """See `Runtime.passes`."""
-        opened = self._exporter(subject).open_eagerly(self._folder(subject), subject.model.metadata.dtype, self.threads)
+        exporter, folder = self._exporter(subject), self._folder(subject)
+        with _as_model_errors():
+            opened = exporter.open_eagerly(folder, subject.model.metadata.dtype, self.threads)
         edits = [(edit, given) for edit, (_, given) in zip(subject.plan.edits, subject.spec.interventions, strict=True)]
         wanted = {*names}
 
         def run(call: Call, sink: Sink) -> None:
-            opened(call, edits, lambda name, value: sink(name, value) if name in wanted else None)
+            with _as_model_errors():
+                opened(call, edits, lambda name, value: sink(name, value) if name in wanted else None)
 
         yield run
+
+
+@contextmanager
+def _as_model_errors() -> Iterator[None]:
+    """Errors of torch and transformers are of any class."""
+    try:
+        yield
+    except MIError:
+        raise
+    except Exception as error:
+        raise ModelError(f"transformers cannot run this checkpoint: {type(error).__name__}: {error}") from error

@@ -12,7 +12,9 @@ from mionnx.verify.subject import Subject
 from mionnx.verify.tape import Tape
 
 
-def local_difference(runtime: GraphRuntime, subject: Subject, tape: Tape, known: Sequence[str], end: str) -> Difference:
+def local_difference(
+    runtime: GraphRuntime, subject: Subject, tape: Tape, known: Sequence[str], end: str, unit: str
+) -> Difference:
     """The difference that one step makes.
 
     Args:
@@ -20,11 +22,12 @@ def local_difference(runtime: GraphRuntime, subject: Subject, tape: Tape, known:
         tape: what the other one had; read only.
         known: the hook points before the step, all on the tape.
         end: the hook point after it, on the tape too.
+        unit: the coarser dtype of the two.
 
     Raises:
         ModelError: the runtime cannot run the step.
     """
-    found = Difference()
+    found = Difference(unit=unit)
     starts = subject.starts_of(known, [end])
     with runtime.opened_part(subject, starts, [end]) as piece:
         for prompt, call in enumerate(subject.calls):

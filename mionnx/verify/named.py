@@ -4,6 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import onnxruntime
+
 from mionnx.errors import InputError, nearest
 from mionnx.session import LEVELS, PROVIDERS, Options
 from mionnx.verify.eager import Eager
@@ -30,8 +32,9 @@ def runtime_of(title: str, checkpoint: Path | None = None) -> Runtime:
         InputError: no such runtime, level or setting.
     """
     name, *settings = title.split(":")
-    if name not in NAMES and not name.endswith(PROVIDER):
-        choices = (*NAMES, *(f"{kind}{PROVIDER}" for kind in ("TensorRT", "CoreML", "Dml", "OpenVINO")))
+    providers = onnxruntime.get_all_providers()
+    if name not in (*NAMES, *providers, *onnxruntime.get_available_providers()):
+        choices = (*NAMES, *providers)
         raise InputError(f"no runtime {name!r}; there are {', '.join(NAMES)}, and ONNX Runtime's providers by their "
                          f"full names{nearest(name, choices)}")  # fmt: skip
     given = _settings(title, name, settings)
@@ -51,6 +54,8 @@ def _settings(title: str, name: str, settings: list[str]) -> dict[str, Any]:
     ort = name.startswith("ort-") or name.endswith(PROVIDER)
     for setting in settings:
         key, _, value = setting.partition("=")
+        if found.keys() & {"level" if setting in LEVELS else key}:
+            raise InputError(f"runtime {title!r}: {setting!r} is given after another setting of the same thing")
         if ort and setting in LEVELS:
             found["level"] = setting
         elif key == "threads" and value.isdigit() and int(value) and (ort or name in WITH_THREADS):

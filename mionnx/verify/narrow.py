@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mionnx.rewrite.start import between
 from mionnx.rewrite.wiring import Wiring
-from mionnx.verify.difference import Difference
+from mionnx.verify.difference import Difference, coarser
 from mionnx.verify.local import spell
 from mionnx.verify.runtime import GraphRuntime
 from mionnx.verify.subject import Arrays, Subject
@@ -66,15 +66,16 @@ def narrow(
     Raises:
         ModelError: a runtime cannot run a part of the step.
     """
+    unit = coarser(*(subject.model.metadata.dtype for _, subject in (first, second)))
     values = _shared(first[1], second[1], [*inputs], end)
     wanted = _expected(first, inputs, values, prompt)
     known = dict(inputs)
     for value in values:
-        found = _run(second, known, value, wanted[value], prompt)
+        found = _run(second, known, value, wanted[value], prompt, unit)
         if found.difference.relative > tolerance:
             return found
         known[value] = wanted[value]
-    return _together(second, inputs, values, wanted, prompt, tolerance)
+    return _together(second, inputs, values, wanted, prompt, tolerance, unit)
 
 
 def _together(
@@ -84,15 +85,16 @@ def _together(
     wanted: Arrays,
     prompt: int,
     tolerance: float,
+    unit: str,
 ) -> Narrowed:
     """The shortest run of nodes that differs as a whole."""
-    runs = (_run(side, inputs, value, wanted[value], prompt) for value in values)
+    runs = (_run(side, inputs, value, wanted[value], prompt, unit) for value in values)
     found = whole = next((run for run in runs if run.difference.relative > tolerance), None)
     if whole is None:
-        return _run(side, inputs, values[-1], wanted[values[-1]], prompt)
+        return _run(side, inputs, values[-1], wanted[values[-1]], prompt, unit)
     for count in range(1, values.index(whole.value)):
         known = inputs | {value: wanted[value] for value in values[:count]}
-        shorter = _run(side, known, whole.value, wanted[whole.value], prompt)
+        shorter = _run(side, known, whole.value, wanted[whole.value], prompt, unit)
         if shorter.difference.relative <= tolerance:
             break
         found = shorter
@@ -101,7 +103,7 @@ def _together(
 
 
 def _run(
-    side: tuple[GraphRuntime, Subject], known: Arrays, value: str, expected: NDArray[Any], prompt: int
+    side: tuple[GraphRuntime, Subject], known: Arrays, value: str, expected: NDArray[Any], prompt: int, unit: str
 ) -> Narrowed:
     """One value computed from those that are known."""
     runtime, subject = side
@@ -112,12 +114,12 @@ def _run(
     part = between(subject.proto, starts, [value])
     nodes = [spell(node.name, node.op_type) for node in part.graph.node]
     used = {entry.name: feeds[entry.name] for entry in part.graph.input if entry.name in feeds}
-    return Narrowed(value, starts, nodes, used, {value: expected}, found, _difference(expected, found[value]))
+    return Narrowed(value, starts, nodes, used, {value: expected}, found, _difference(expected, found[value], unit))
 
 
-def _difference(expected: NDArray[Any], found: NDArray[Any]) -> Difference:
+def _difference(expected: NDArray[Any], found: NDArray[Any], unit: str) -> Difference:
     """Infinite if the shapes differ."""
-    difference = Difference()
+    difference = Difference(unit=unit)
     if expected.shape == found.shape:
         difference.add(expected, found)
     else:

@@ -37,6 +37,11 @@ class OpenVino(GraphRuntime):
         """Version and options."""
         return {"openvino": version("openvino"), **{key: str(value) for key, value in self.options.items()}}
 
+    def program(self) -> str:
+        """See `GraphRuntime.program`."""
+        made = f'openvino.Core().compile_model(path, "CPU", {self.options!r})'
+        return f"import openvino\n\nmodel = {made}\nreturn model(feeds)[model.output(0)]"
+
     @contextmanager
     def opened(self, proto: onnx.ModelProto, folder: Path) -> Iterator[Piece]:
         """A compiled model; see `GraphRuntime.opened`."""

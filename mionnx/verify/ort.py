@@ -7,12 +7,20 @@ from pathlib import Path
 import onnx
 
 from mionnx import session
-from mionnx.errors import RuntimeMissingError
+from mionnx.errors import ModelError, RuntimeMissingError
 from mionnx.session import Options
 from mionnx.verify.runtime import GraphRuntime, Piece
 from mionnx.verify.subject import Subject
 
 INSTALL = {"cuda": "pip install onnxruntime-gpu, on a machine with an NVIDIA GPU"}
+
+PROGRAM = """import onnxruntime
+
+options = onnxruntime.SessionOptions()
+options.intra_op_num_threads = {threads}
+options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.{level}
+session = onnxruntime.InferenceSession(path, options, providers={providers}, disabled_optimizers={disabled})
+return session.run(None, feeds)[0]"""
 
 
 class OnnxRuntime(GraphRuntime):
@@ -41,9 +49,25 @@ class OnnxRuntime(GraphRuntime):
             "threads": str(options.threads or "all"),
         }
 
+    def program(self) -> str:
+        """See `GraphRuntime.program`."""
+        options, level = self.options, session.LEVELS[self.options.level].name
+        providers = [(options.provider_name(), {key: str(value) for key, value in options.provider_options.items()})]
+        return PROGRAM.format(
+            threads=options.threads, level=level, providers=providers, disabled=list(session.UNSTABLE_FUSIONS)
+        )
+
     @contextmanager
     def opened(self, proto: onnx.ModelProto, folder: Path) -> Iterator[Piece]:
-        """A session; see `GraphRuntime.opened`."""
-        ready = session.open_session(proto.SerializeToString(), folder, self.options)
+        """A session; see `GraphRuntime.opened`.
+
+        Raises:
+            ModelError: the provider gave up, or takes no part of the model: ONNX Runtime would use the CPU.
+        """
+        ready = session.open_session(proto.SerializeToString(), folder, self.options, assigned=True)
+        name = self.options.provider_name()
+        ran = session.assigned(ready)
+        if ran and name not in ran:
+            raise ModelError(f"{name} takes no part of this model: ONNX Runtime gave it to {', '.join(sorted(ran))}")
         names = [value.name for value in proto.graph.output]
         yield lambda feeds: session.run(ready, names, feeds)

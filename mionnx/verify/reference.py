@@ -30,6 +30,10 @@ class Reference(GraphRuntime):
         """Versions."""
         return {"onnx": onnx.__version__, "numpy": np.__version__}
 
+    def program(self) -> str:
+        """See `GraphRuntime.program`."""
+        return "from onnx.reference import ReferenceEvaluator\n\nreturn ReferenceEvaluator(path).run(None, feeds)[0]"
+
     @contextmanager
     def opened(self, proto: onnx.ModelProto, folder: Path) -> Iterator[Piece]:
         """An evaluator; see `GraphRuntime.opened`."""

@@ -30,6 +30,7 @@ class Row:
         cosine: of the angle between the two.
         max_ulp, mean_ulp: distance in units in the last place, of the coarser of the two models' dtypes.
         identical: whether all bits are.
+        finite: whether the first runtime has numbers only: NaN agrees with NaN, and says nothing.
         local: what this step alone adds, as a share of scale; None where it was not measured.
     """
 
@@ -42,13 +43,15 @@ class Row:
     max_ulp: float
     mean_ulp: float
     identical: bool
+    finite: bool
     local: float | None = None
 
     @classmethod
     def of(cls, name: str, found: Difference, local: Difference | None) -> "Row":
         """From what was added up."""
+        added = None if local is None else local.relative
         return cls(name, found.max_abs, found.mean_abs, found.scale, found.relative, found.cosine, found.max_ulp,
-                   found.mean_ulp, found.identical, None if local is None else local.relative)  # fmt: skip
+                   found.mean_ulp, found.identical, found.finite, added)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,24 @@ class Beside:
     fault: Fault | None
     environment: dict[str, Any]
     seconds: float
+
+    def agrees(self, tolerance: float) -> bool:
+        """Whether all that was compared is a number, and within the tolerance."""
+        return self.worst.relative <= tolerance and all(row.finite for row in self.rows)
+
+    def trouble(self, tolerance: float) -> str | None:
+        """What there is to say of one that does not agree."""
+        strange = next((row.name for row in self.rows if not row.finite), None)
+        if strange is not None:
+            return f"{strange} has NaN or infinity in the first runtime, and what is computed from it says nothing"
+        if self.fault is not None:
+            return str(self.fault)
+        if self.agrees(tolerance):
+            return None
+        if self.steepest is None:
+            return f"largest difference at {self.worst.name}; what single steps add was not measured"
+        most, at = self.steepest.local, self.steepest.name
+        return f"no single step adds more than {tolerance:g}: the differences add up, most of all ({most:.2e}) at {at}"
 
     @property
     def worst(self) -> Row:
@@ -165,7 +186,7 @@ class Verification(Shown):
     @property
     def agrees(self) -> bool:
         """Whether every runtime that ran came to its end, and is within the tolerance at every hook point."""
-        return not self.failed and all(beside.worst.relative <= self.tolerance for beside in self.besides)
+        return not self.failed and all(beside.agrees(self.tolerance) for beside in self.besides)
 
     def beside(self, title: str) -> Beside:
         """One runtime's part.
@@ -178,12 +199,20 @@ class Verification(Shown):
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
         found = {name: value for name, value in vars(self).items() if name not in ("besides", "repeats")}
-        besides = [{**asdict(beside), "worst": beside.worst.name} for beside in self.besides]
+        besides = [
+            {
+                **asdict(beside),
+                "worst": beside.worst.name,
+                "agrees": beside.agrees(self.tolerance),
+                "trouble": beside.trouble(self.tolerance),
+            }
+            for beside in self.besides
+        ]
         return {**found, "agrees": self.agrees, "besides": besides, "repeats": [asdict(one) for one in self.repeats]}
 
     def summary(self) -> str:
         """One line."""
-        others = [one.title for one in self.besides if one.worst.relative > self.tolerance]
+        others = [one.title for one in self.besides if not one.agrees(self.tolerance)]
         told = [f"{title} FAILED" for title in self.failed]
         if others:
             told.insert(0, f"{self.reference} and {', '.join(others)} DISAGREE at {self.tolerance:g}")
@@ -222,7 +251,7 @@ class Verification(Shown):
         table = Table(Column("runtime", no_wrap=True), *heads, title=title)
         for beside in self.besides:
             row, logits = beside.worst, beside.logits
-            verdict = "[green]agrees" if row.relative <= self.tolerance else "[red]differs"
+            verdict = "[green]agrees" if beside.agrees(self.tolerance) else "[red]differs"
             greedy = "" if beside.greedy is None else f"{beside.greedy:.0%}"
             numbers = (f"{row.relative:.1e}", row.name, f"{row.max_abs:.1e}", f"{row.cosine:.6f}")
             next_token = (f"{logits['kl_max']:.1e}", f"{logits['top_1']:.0%}")

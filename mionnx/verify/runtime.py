@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 from numpy.typing import NDArray
 
@@ -47,6 +48,10 @@ class Runtime(ABC):
 class GraphRuntime(Runtime):
     """A runtime that reads ONNX, and so can run any part of a graph."""
 
+    def program(self) -> str | None:
+        """The body of a Python function of (path, feeds) that runs a model as this does; None if Python cannot."""
+        return None
+
     @abstractmethod
     def opened(self, proto: onnx.ModelProto, folder: Path) -> AbstractContextManager[Piece]:
         """Opens a model whose weights lie in a folder; the function runs it, and gives all its outputs."""
@@ -80,5 +85,13 @@ class GraphRuntime(Runtime):
         dtypes = {name: onnx.helper.tensor_dtype_to_np_dtype(kind) for name, kind in types.items()}
         with self.opened(proto, folder) as piece:
             yield lambda feeds: piece(
-                {name: feeds[name].astype(dtype, copy=False) for name, dtype in dtypes.items() if name in feeds}
+                {name: _fitted(feeds[name], dtype) for name, dtype in dtypes.items() if name in feeds}
             )
+
+
+def _fitted(array: NDArray[Any], dtype: "np.dtype[Any]") -> NDArray[Any]:
+    """An array in another dtype; numbers beyond its range, as masks have them, become its outermost ones."""
+    if array.dtype.kind == dtype.kind == "f" and dtype.itemsize < array.dtype.itemsize:
+        ends = np.finfo(dtype)
+        array = np.where(np.isfinite(array), np.clip(array, ends.min, ends.max), array)
+    return array.astype(dtype, copy=False)

@@ -1,6 +1,7 @@
 """What is run: one model with one spec on some prompts, as a graph of which any part can be had."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
 from math import prod
@@ -54,9 +55,17 @@ class Subject:
 
     @cached_property
     def proto(self) -> onnx.ModelProto:
-        """The graph with the spec's interventions, without weights, the type of every value written down."""
+        """The graph with the spec's interventions, without weights, the type of every value written down.
+
+        Inputs that are given have no defaults: OpenVINO takes one that has for a constant.
+        """
         made, _ = rewrite(self.model.proto, self.plan, self.model.metadata)
-        return onnx.shape_inference.infer_shapes(graph.parse(made))
+        proto = graph.parse(made)
+        given = self.feeds(self.calls[0])
+        kept = [tensor for tensor in proto.graph.initializer if tensor.name not in given]
+        del proto.graph.initializer[:]
+        proto.graph.initializer.extend(kept)
+        return onnx.shape_inference.infer_shapes(proto)
 
     @cached_property
     def wiring(self) -> Wiring:
@@ -70,8 +79,10 @@ class Subject:
         return {value.name: value.type.tensor_type.elem_type for value in (*held.value_info, *held.input, *held.output)}
 
     def graph_hash(self) -> str:
-        """SHA-256 of the graph that runs, in hexadecimal."""
-        return sha256(self.proto.SerializeToString(deterministic=True)).hexdigest()
+        """SHA-256 of the graph with the spec's interventions, whatever is compared in it, in hexadecimal."""
+        plan = bind.plan_of(self.spec, self.model, Outputs(carried=False))
+        made, _ = rewrite(self.model.proto, plan, self.model.metadata)
+        return sha256(graph.parse(made).SerializeToString(deterministic=True)).hexdigest()
 
     def feeds(self, call: Call) -> Arrays:
         """The inputs of one call: tokens, an empty past, and the spec's values.
@@ -120,7 +131,8 @@ class Subject:
             ids: [batch, n].
         """
         both = np.concatenate([call.input_ids, ids], axis=1)
-        return make_call(both, None, None, self.model.metadata.sizes, [call.seq] * call.batch)
+        made = make_call(both, None, None, self.model.metadata.sizes, [call.seq] * call.batch)
+        return replace(made, horizon=call.horizon)
 
 
 def widened(proto: onnx.ModelProto) -> onnx.ModelProto:

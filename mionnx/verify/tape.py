@@ -3,9 +3,9 @@
 The format of a kept tape:
 
 1. An ordinary safetensors file. The tensor `{prompt}.{hook point}` is that value, bfloat16 as float32.
-2. Its `__metadata__` has `mionnx_run` = "1", `sha256` of the bytes of all tensors, and `facts`, a JSON text: the
-   prompts' ids, the hook points, the positions kept, hashes of graph, weights and spec, the greedy continuations, and
-   the environment.
+2. Its `__metadata__` has `mionnx_run` = "1", `facts`, a JSON text: the prompts' ids, the hook points, the positions
+   kept, the dtype, hashes of graph, weights and spec, the greedy continuations, and the environment; and `sha256` of
+   the bytes of all tensors, of the rest of the header with its keys sorted, and of the facts.
 3. Refused: another version, a damaged file, bytes that do not give the hash.
 """
 
@@ -27,7 +27,7 @@ from mionnx.errors import SpecFileError
 KEY, VERSION = "mionnx_run", "1"
 CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
 DTYPES = {code: name for name, code in CODES.items()}
-FACTS = ("title", "texts", "prompts", "names", "positions", "count", "greedy", "hashes", "environment")
+FACTS = ("title", "texts", "prompts", "names", "positions", "count", "greedy", "dtype", "hashes", "environment")
 
 
 class Tape:
@@ -80,13 +80,13 @@ class Tape:
         Raises:
             SpecFileError: it cannot be written.
         """
-        header: dict[str, Any] = {
-            "__metadata__": {KEY: VERSION, "sha256": self._hash.hexdigest(), "facts": json.dumps(facts)}
-        }
+        header: dict[str, Any] = {}
         for key, (dtype, shape, start) in self._places.items():
             end = start + prod(shape) * np.dtype(dtype).itemsize
             header[key] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        text = json.dumps(header).encode()
+        told = json.dumps(facts)
+        whole = {KEY: VERSION, "sha256": _hash_of(self._hash.copy(), header, told), "facts": told}
+        text = json.dumps({"__metadata__": whole, **header}).encode()
         text += b" " * (-len(text) % 8)
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
@@ -120,8 +120,8 @@ class Tape:
             raise SpecFileError(f"{path} is no recorded run: {error}") from error
         if found.get(KEY) != VERSION:
             raise SpecFileError(f"{path} is no recorded run of version {VERSION}: its metadata has {sorted(found)}")
-        if held.hexdigest() != found.get("sha256"):
-            raise SpecFileError(f"{path} is damaged: its values do not have the hash that was recorded")
+        if _hash_of(held, header, found.get("facts", "")) != found.get("sha256"):
+            raise SpecFileError(f"{path} is damaged: it does not have the hash that was recorded")
         tape = cls(path)
         try:
             tape.facts = json.loads(found["facts"])
@@ -135,3 +135,9 @@ class Tape:
         if missing:
             raise SpecFileError(f"{path} is damaged: it does not say its {missing[0]}")
         return tape
+
+
+def _hash_of(data: Any, header: Mapping[str, Any], facts: str) -> str:
+    """The hash of everything in a file; `data` has seen the bytes of the tensors."""
+    data.update(json.dumps(header, sort_keys=True).encode() + facts.encode())
+    return str(data.hexdigest())

@@ -21,7 +21,7 @@ class Verifies(Runner):
     def verify(
         self,
         prompts: Sequence[Prompt] | str = (),
-        runtimes: Sequence[str] = ("ort-cpu", "reference"),
+        runtimes: Sequence[str] = ("ort-cpu", "ort-cpu:none", "reference"),
         *,
         hooks: str | Sequence[str] | None = None,
         spec: HookSpec | None = None,
@@ -47,7 +47,8 @@ class Verifies(Runner):
                 ":all" set the optimisation level, ":threads=1" the threads. All are compared with the first.
             hooks: globs of hook points (those that derive from others by their full names only); `hook_logits` is
                 always compared. If left out, the residual streams, or what was recorded.
-            spec: interventions, in force in every runtime; its captures are compared too.
+            spec: interventions, in force in every runtime (torch is left out where one is a splice); its captures are
+                compared too.
             other: a second model, run in each of the runtimes as well: another dtype of the same checkpoint, say.
             record: write the first runtime's values to this safetensors file, for another machine.
             against: compare with such a file instead of the first runtime; prompts may be left out.
@@ -56,8 +57,10 @@ class Verifies(Runner):
             local: measure what each step between hook points adds by itself, and find the first that adds too much.
             greedy: tokens to choose greedily after each prompt, and compare.
             positions: compare (and record) these positions of each prompt only.
-            repeat: say which runtimes are bit-identical when repeated, on one thread, and with a row in a batch.
-            checkpoint: where "torch" finds the weights, if the hooked model's folder has not all of them.
+            repeat: say which runtimes are bit-identical when this model is run again, on one thread, and with a row in
+                a batch, at all positions.
+            checkpoint: where "torch" finds the weights, if the hooked model's folder has not all of them; not with
+                `other`.
             progress: called as (stage, done, total).
 
         Raises:
@@ -78,7 +81,7 @@ class Verifies(Runner):
     def bisect(
         self,
         prompt: Prompt,
-        runtimes: Sequence[str] = ("ort-cpu", "reference"),
+        runtimes: Sequence[str] = ("ort-cpu", "ort-cpu:none"),
         *,
         folder: str | Path | None = None,
         spec: HookSpec | None = None,

@@ -1,26 +1,28 @@
 """`verify`: the arguments of a comparison, checked, and its parts in order."""
 
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mionnx import bind
-from mionnx.call import Call, make_call
-from mionnx.errors import HookError, InputError, ModelError, RuntimeMissingError, SpecFileError
+from mionnx.call import Call
+from mionnx.errors import HookError, InputError, InterventionError, ModelError, RuntimeMissingError, SpecFileError
 from mionnx.hooked_model import HookedModel
 from mionnx.hookpoint import HookPoint
 from mionnx.progress import Progress, silent
+from mionnx.rewrite.plan import Want
 from mionnx.spec import HookSpec
 from mionnx.verify.compare import Settings, Side, compare, record
 from mionnx.verify.environment import environment, hashes
 from mionnx.verify.named import runtime_of
+from mionnx.verify.recorded import as_recorded, keep, other_machine
 from mionnx.verify.repeats import repeats
 from mionnx.verify.result import Beside, Repeat, Verification
-from mionnx.verify.runtime import Runtime
+from mionnx.verify.runtime import GraphRuntime, Runtime
 from mionnx.verify.subject import LOGITS, Subject
 from mionnx.verify.tape import Tape
 
@@ -72,13 +74,20 @@ def names_of(model: HookedModel, hooks: str | Sequence[str], spec: HookSpec) -> 
     for glob in globs:
         wanted.capture(glob)
     wanted.capture(LOGITS)
-    found = bind.captures_of(wanted, model)
-    odd = [want.fetched for want in found if want.fetched != want.hook]
-    if odd:
-        raise HookError(f"{odd[0]}: runtimes are compared at whole values, after their interventions")
     named = {*globs, *(str(request.what) for request in spec.captures)}
-    chosen = {want.hook for want in found if want.hook in named or not HookPoint.parse(want.hook).derived}
+    found = [want for want in bind.captures_of(wanted, model) if want.hook in named or _plain(want)]
+    odd = [want.fetched for want in found if want.fetched != want.hook or want.inner is not None]
+    if odd:
+        raise HookError(f"{odd[0]}: runtimes are compared at whole values of the model, after their interventions")
+    chosen = {want.hook for want in found}
+    if globs and chosen <= {LOGITS} and LOGITS not in named:
+        raise HookError(f"{globs[0]!r} means derived hook points only: give them by their full names")
     return sorted(chosen, key=lambda name: model.order[name])
+
+
+def _plain(want: Want) -> bool:
+    """Whether a pattern may mean a value: not one that derives from others, nor one inside a splice."""
+    return want.inner is None and not HookPoint.parse(want.hook).derived
 
 
 def verify(
@@ -90,26 +99,27 @@ def verify(
     names = names_of(model, HOOKS if request.hooks is None else request.hooks, spec)
     notes: list[str] = []
     tape = Tape.open(request.against) if request.against else None
-    settings = Settings(_tolerance(request, model), request.local, request.greedy, request.positions, progress)
+    tolerance = _tolerance(request, model, tape)
+    settings = Settings(tolerance, request.local, request.greedy, request.positions, progress, notes)
     if tape is not None:
-        names = names if request.hooks else tape.facts["names"]
-        calls, names, prompts, settings = _as_recorded(tape, calls, names, prompts, model, settings)
+        if not request.hooks:
+            captured = names_of(model, (), spec)
+            names = [*tape.facts["names"], *(name for name in captured if name not in tape.facts["names"])]
+        calls, names, prompts, settings = as_recorded(tape, calls, names, prompts, model, settings)
     if settings.positions is not None:
         notes.append(f"positions {list(settings.positions)} only: what steps add by themselves is not measured")
+    calls = [_with_horizon(call, settings.greedy) for call in calls]
     subject = Subject(model, spec, names, calls, "this model" if request.other else "")
     runtimes, skipped = _runtimes(request, subject)
     hashed = hashes(subject) if request.record or tape else {"graph": subject.graph_hash()}
     with tempfile.TemporaryDirectory() as scratch:
         first, rest, where = _first(subject, runtimes, tape, hashed, notes, Path(scratch), settings)
-        rest += _others(request, names, runtimes, subject)
+        rest += _others(request, names, runtimes, subject, skipped)
         besides, failed = _all_compared(first, rest, Path(scratch), settings)
         if request.record:
-            _keep(first, request.record, prompts, hashed, where, settings)
-    found = (
-        [one for runtime in runtimes for one in _repeats(runtime, subject, request, failed, progress)]
-        if request.repeat
-        else []
-    )
+            keep(first, request.record, prompts, hashed, where, settings)
+    again = runtimes if request.repeat else []
+    found = [one for runtime in again for one in _repeats(runtime, subject, request, failed, settings)]
     return Verification(_title(model, subject), first.title, besides, skipped, failed, settings.tolerance, notes,
                         list(prompts), hashed, where, found)  # fmt: skip
 
@@ -125,6 +135,12 @@ def _check(request: Request, calls: Sequence[Call]) -> None:
     tolerance = request.tolerance
     if tolerance is not None and not (np.isfinite(tolerance) and tolerance >= 0):
         raise InputError(f"tolerance must be a number of 0 or above, got {tolerance!r}")
+    _check_positions(request.positions)
+    if request.checkpoint is not None:
+        if not any(title.split(":")[0] == "torch" for title in request.runtimes):
+            raise InputError("checkpoint= is for torch, which is not among the runtimes")
+        if request.other is not None:
+            raise InputError("checkpoint= with other=: torch would run one checkpoint in place of both models")
     if not isinstance(request.greedy, int) or request.greedy < 0:
         raise InputError(f"greedy must be an integer of 0 or above, got {request.greedy!r}")
     if request.record and not request.record.parent.is_dir():
@@ -133,9 +149,21 @@ def _check(request: Request, calls: Sequence[Call]) -> None:
         raise InputError("give either record or against: a run that is compared with a recorded one is not kept")
 
 
-def _tolerance(request: Request, model: HookedModel) -> float:
-    models = [model, *([request.other] if request.other else [])]
-    return max(TOLERANCES[one.metadata.dtype] for one in models) if request.tolerance is None else request.tolerance
+def _check_positions(positions: Sequence[int] | None) -> None:
+    whole = isinstance(positions, Sequence) and all(isinstance(one, int | np.integer) for one in positions)
+    if positions is not None and not (whole and len(positions)):
+        raise InputError(f"positions must be a list of integers, at least one, got {positions!r}")
+
+
+def _with_horizon(call: Call, greedy: int) -> Call:
+    """The call as the first step of a continuation, as `generate` makes it; interventions may reach into the rest."""
+    return replace(call, prompt_lengths=call.lengths, horizon=call.lengths + greedy - 1) if greedy > 1 else call
+
+
+def _tolerance(request: Request, model: HookedModel, tape: Tape | None) -> float:
+    dtypes = [model.metadata.dtype, *([request.other.metadata.dtype] if request.other else [])]
+    dtypes += [tape.facts["dtype"]] if tape else []
+    return max(TOLERANCES[dtype] for dtype in dtypes) if request.tolerance is None else request.tolerance
 
 
 def _title(model: HookedModel, subject: Subject) -> str:
@@ -191,6 +219,9 @@ def _first(
     ]
     pairs = zip(kept["greedy"], subject.calls, strict=True) if kept["greedy"] else ()
     greedy = [np.array(ids, np.int64).reshape(call.batch, -1) for ids, call in pairs]
+    notes += other_machine(kept["environment"], environment(runtimes[0]))
+    if settings.local and any(not isinstance(runtime, GraphRuntime) for runtime in runtimes):
+        notes.append("what steps add by themselves is not measured in runtimes of whole models beside a recorded run")
     first = Side(subject, None, tape, greedy, f"recorded {kept['title']}")
     return first, sides, kept["environment"]
 
@@ -211,64 +242,26 @@ def _all_compared(
 
 
 def _repeats(
-    runtime: Runtime, subject: Subject, request: Request, failed: dict[str, str], progress: Progress
+    runtime: Runtime, subject: Subject, request: Request, failed: dict[str, str], settings: Settings
 ) -> Iterator[Repeat]:
     try:
-        yield from repeats(runtime, subject, request.checkpoint, progress)
+        yield from repeats(runtime, subject, request.checkpoint, settings.progress)
     except ModelError as error:
         failed[f"{runtime.title}, repeated"] = str(error)
+    except InterventionError as error:  # a value for these rows only
+        settings.notes.append(f"{runtime.title} is not repeated with a row in a batch: {error}")
 
 
-def _others(request: Request, names: Sequence[str], runtimes: Iterable[Runtime], subject: Subject) -> list[Side]:
-    """The second model in every runtime."""
+def _others(
+    request: Request, names: Sequence[str], runtimes: Sequence[Runtime], subject: Subject, skipped: dict[str, str]
+) -> list[Side]:
+    """The second model in every runtime that can run it."""
     if request.other is None:
         return []
     missing = [name for name in names if name not in request.other.order]
     if missing:
         raise HookError(f"{request.other.folder.name} has no hook point {missing[0]!r}: choose hooks that both have")
-    other = Subject(request.other, subject.spec, names, subject.calls, "other model")
-    return [Side(other, runtime) for runtime in runtimes]
-
-
-def _as_recorded(
-    tape: Tape, calls: Sequence[Call], names: list[str], prompts: Sequence[str], model: HookedModel, settings: Settings
-) -> tuple[list[Call], list[str], Sequence[str], Settings]:
-    """Prompts, hook points and positions of a recorded run, which those asked for may not contradict."""
-    kept = tape.facts
-    ids = [np.array(row, np.int64) for row in kept["prompts"]]
-    if calls and [call.input_ids.tolist() for call in calls] != kept["prompts"]:
-        raise InputError(f"these prompts are not those of {tape.path}: leave them out to use the recorded ones")
-    missing = [name for name in kept["names"] if name not in model.order]
-    if missing:
-        raise HookError(
-            f"{tape.path} has {missing[0]!r}, and this {model.metadata.family} model has no such hook point"
-        )
-    chosen = [name for name in kept["names"] if name in names]
-    absent = [name for name in names if name not in kept["names"]]
-    if absent:
-        raise HookError(f"{absent[0]} was not recorded in {tape.path}; it has {', '.join(kept['names'])}")
-    made = [make_call(row, None, None, model.metadata.sizes) for row in ids]
-    greedy = min(settings.greedy, kept["count"])
-    positions = kept["positions"]
-    if settings.positions is not None and list(settings.positions) != positions:
-        raise InputError(f"{tape.path} has positions {positions or 'all'}: leave them out to use the recorded ones")
-    changed = Settings(settings.tolerance, settings.local, greedy, positions, settings.progress)
-    return made, chosen, list(kept["texts"]), changed
-
-
-def _keep(
-    side: Side, path: Path, prompts: Sequence[str], hashed: dict[str, str], where: dict[str, Any], settings: Settings
-) -> None:
-    assert side.tape is not None
-    facts = {
-        "title": side.title,
-        "texts": list(prompts),
-        "prompts": [call.input_ids.tolist() for call in side.subject.calls],
-        "names": side.subject.names,
-        "positions": None if settings.positions is None else list(settings.positions),
-        "count": settings.greedy,
-        "greedy": [ids.tolist() for ids in side.greedy],
-        "hashes": hashed,
-        "environment": where,
-    }
-    side.tape.keep(path, facts)
+    sides = [Side(Subject(request.other, subject.spec, names, subject.calls, "other model"), one) for one in runtimes]
+    why = {side.title: runtime.missing(side.subject) for side, runtime in zip(sides, runtimes, strict=True)}
+    skipped |= {title: reason for title, reason in why.items() if reason is not None}
+    return [side for side in sides if why[side.title] is None]

@@ -1,0 +1,81 @@
+"""Recorded runs: what another machine is compared with."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mionnx.call import Call, make_call
+from mionnx.errors import HookError, InputError
+from mionnx.hooked_model import HookedModel
+from mionnx.verify.compare import Settings, Side
+from mionnx.verify.tape import Tape
+
+
+def as_recorded(
+    tape: Tape, calls: Sequence[Call], names: list[str], prompts: Sequence[str], model: HookedModel, settings: Settings
+) -> tuple[list[Call], list[str], Sequence[str], Settings]:
+    """Prompts, hook points and positions of a recorded run, which those asked for may not contradict."""
+    kept = tape.facts
+    ids = [np.array(row, np.int64) for row in kept["prompts"]]
+    if calls and [call.input_ids.tolist() for call in calls] != kept["prompts"]:
+        raise InputError(f"these prompts are not those of {tape.path}: leave them out to use the recorded ones")
+    missing = [name for name in kept["names"] if name not in model.order]
+    if missing:
+        raise HookError(
+            f"{tape.path} has {missing[0]!r}, and this {model.metadata.family} model has no such hook point"
+        )
+    chosen = [name for name in kept["names"] if name in names]
+    absent = [name for name in names if name not in kept["names"]]
+    if absent:
+        raise HookError(f"{absent[0]} was not recorded in {tape.path}; it has {', '.join(kept['names'])}")
+    made = [make_call(row, None, None, model.metadata.sizes) for row in ids]
+    greedy = min(settings.greedy, kept["count"])
+    if greedy < settings.greedy:
+        settings.notes.append(f"{greedy} tokens were chosen after each prompt when it was recorded, and are here")
+    positions = kept["positions"]
+    if settings.positions is not None and list(settings.positions) != positions:
+        raise InputError(f"{tape.path} has positions {positions or 'all'}: leave them out to use the recorded ones")
+    return made, chosen, list(kept["texts"]), replace(settings, greedy=greedy, positions=positions)
+
+
+def other_machine(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """Where the recorded run's environment was another one, a note each."""
+    notes = []
+    for what in sorted({*there, *here} - {"versions", "options", "runtime", "features"}):
+        if there.get(what) != here.get(what):
+            notes.append(f"recorded with another {what}: {there.get(what)}, here {here.get(what)}")
+    for name in sorted({*there["versions"], *here["versions"]}):
+        versions = [one["versions"].get(name, "none") for one in (there, here)]
+        if versions[0] != versions[1]:
+            notes.append(f"recorded with {name} {versions[0]}, here {versions[1]}")
+    missing = [sorted({*one["features"]} - {*other["features"]}) for one, other in ((there, here), (here, there))]
+    if any(missing):
+        notes.append(f"processor features only there: {' '.join(missing[0])}; only here: {' '.join(missing[1])}")
+    return notes
+
+
+def keep(
+    side: Side, path: Path, prompts: Sequence[str], hashed: dict[str, str], where: dict[str, Any], settings: Settings
+) -> None:
+    """Write a side's values with everything that a comparison with them needs.
+
+    Raises:
+        SpecFileError: the file cannot be written.
+    """
+    assert side.tape is not None
+    facts = {
+        "title": side.title,
+        "texts": list(prompts),
+        "prompts": [call.input_ids.tolist() for call in side.subject.calls],
+        "names": side.subject.names,
+        "positions": None if settings.positions is None else list(settings.positions),
+        "count": settings.greedy,
+        "dtype": side.dtype,
+        "greedy": [ids.tolist() for ids in side.greedy],
+        "hashes": hashed,
+        "environment": where,
+    }
+    side.tape.keep(path, facts)
