@@ -1,21 +1,32 @@
 """Sweeps: every cell equals one forward pass with that one patch, in torch and here; whatever is left out of it."""
 
 import itertools
+import json
+import subprocess
+import sys
+from functools import partial
 
 import numpy as np
 import pytest
+from conftest import REPOSITORY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import Inputs, run
-from scipy.special import log_softmax
+from scipy.special import log_softmax, softmax
 
-from mionnx import HookPoint, HookSpec, Intervention
-from mionnx.errors import HookError, InputError
+from mionnx import HookPoint, HookSpec, Intervention, MIModel
+from mionnx.errors import HookError, InputError, InterventionError
 from mionnx.sweep import Shortcuts
+from mionnx.sweep.mark import mark_of
 
 SEQ, DIFFERENT = 7, (2, 4)
 RESIDUAL = ("hook_resid_pre", "hook_resid_mid", "hook_resid_post", "hook_attn_out", "hook_mlp_out", "mlp.hook_act")
 HEADS = ("hook_q", "hook_k", "hook_v", "hook_z", "hook_pattern", "hook_scores")
+
+
+@pytest.fixture(scope="module")
+def shipped() -> MIModel:
+    return MIModel.from_pretrained(REPOSITORY / "models" / "world-llama", threads=1)
 
 
 def prompts(seed: int = 0, seq: int = SEQ, vocab: int = 101) -> tuple[np.ndarray, np.ndarray]:
@@ -286,6 +297,125 @@ def test_the_estimate_counts_what_is_computed(models):
     assert estimate.calls >= 1
 
 
+def of_token(token: int):
+    return lambda logits: logits[:, token]
+
+
+def nested(token: int, other: int = 3):
+    def inner(logits):
+        return (lambda row: row[:, token] - row[:, other])(logits)
+
+    return inner
+
+
+ROWS = np.arange(3)
+SAME = {
+    "closure": lambda: of_token(4),
+    "nested code": lambda: nested(4),
+    "partial": lambda: partial(np.take, indices=4, axis=-1),
+    "array": lambda: lambda logits: logits[:, ROWS].sum(-1),
+    "library": lambda: lambda logits: log_softmax(logits, axis=-1)[:, 4],
+}
+OTHER = {
+    "name": (lambda logits: logits.max(-1), lambda logits: logits.min(-1)),
+    "closure": (of_token(4), of_token(5)),
+    "closure of nested code": (nested(4), nested(4, 5)),
+    "nested code": (lambda logits: [row.max() for row in logits], lambda logits: [row.min() for row in logits]),
+    "default": (lambda logits, token=4: logits[:, token], lambda logits, token=5: logits[:, token]),
+    "partial": (partial(np.take, indices=4, axis=-1), partial(np.take, indices=5, axis=-1)),
+    "library": (lambda logits: log_softmax(logits)[:, 4], lambda logits: softmax(logits)[:, 4]),
+}
+
+
+def test_metrics_are_told_apart_by_what_they_compute():
+    for name, make in SAME.items():
+        assert mark_of(make()) == mark_of(make()), name
+    for name, (one, other) in OTHER.items():
+        assert mark_of(one) != mark_of(other), name
+    before = mark_of(SAME["array"]())
+    ROWS[0] += 1
+    try:
+        assert mark_of(SAME["array"]()) != before
+    finally:
+        ROWS[0] -= 1
+
+
+def test_metrics_are_the_same_in_another_process():
+    program = (
+        "import json, sys; sys.path.insert(0, 'tests'); import test_sweep as t; from mionnx.sweep.mark import mark_of; "
+        "print(json.dumps({name: mark_of(make()) for name, make in t.SAME.items()}))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    assert json.loads(ran.stdout) == {name: mark_of(make()) for name, make in SAME.items()}
+
+
+class Counting:
+    def __call__(self, logits):
+        return logits[:, 0]
+
+
+def test_a_sweep_is_resumed_with_its_own_metric_only(models, tmp_path):
+    model, (clean, corrupted) = models("llama"), prompts(12)
+    kept = {"over": ("layer",), "resume": tmp_path / "sweep.safetensors"}
+    model.patch_sweep(clean, corrupted, metric=of_token(4), **kept)
+    with pytest.raises(InputError, match="another sweep"):
+        model.patch_sweep(clean, corrupted, metric=of_token(5), **kept)
+    for wrong in (Counting(), Counting().__call__, lambda logits: logits[:, model.num_layers]):
+        with pytest.raises(InputError, match="cannot be resumed"):
+            model.patch_sweep(clean, corrupted, metric=wrong, **kept)
+    assert model.patch_sweep(clean, corrupted, over=("layer",), metric=Counting()).values.shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("hook", "layers"),
+    [
+        ("resid_pre", [0, 1, 2, 3]),
+        ("blocks.{i}.hook_resid_pre", [0, 1, 2, 3]),
+        ("blocks.*.hook_resid_pre", [0, 1, 2, 3]),
+        (HookPoint.ResidPre(3), [3]),
+        ("blocks.3.hook_resid_pre", [3]),
+        ("blocks.[12].hook_resid_pre", [1, 2]),
+    ],
+)
+def test_a_hook_says_the_layers_too(shipped, hook, layers):
+    found = shipped.patch_sweep([5, 6, 7], [5, 8, 7], hook, answer=5, versus=9)
+    assert found.labels["layer"] == [str(layer) for layer in layers]
+    whole = shipped.patch_sweep([5, 6, 7], [5, 8, 7], answer=5, versus=9)
+    np.testing.assert_allclose(found.values, whole.values[layers], atol=1e-5)
+    with pytest.raises(InputError, match="layers"):
+        shipped.patch_sweep([5, 6, 7], [5, 8, 7], hook, answer=5, versus=9, layers={*range(5)} - {*layers})
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        ("blocks.99.hook_resid_pre", "did you mean 'blocks"),
+        ("mlp.hook_z", "no hook point"),
+        ("blocks.*.mlp.hook_z", "no hook point"),
+        ("nonsense_hook_resid_pre", "no hook point"),
+        ("blocks.0.attn.hook_zz", "did you mean 'blocks.0.attn.hook_z'"),
+        ("blocks.*.hook_resid_p*", "several hook points"),
+        ("hook_embed", "no hook point"),
+        ("hook_result", "no hook point"),
+    ],
+)
+def test_a_hook_that_is_not_there_is_said(shipped, hook, message):
+    with pytest.raises(HookError, match=message):
+        shipped.patch_sweep([5, 6, 7], [5, 8, 7], hook, answer=5, versus=9)
+
+
+def test_cells_without_effect_are_exactly_so_however_many_pairs_there_are(shipped):
+    pairs = [prompts(seed) for seed in range(20)]
+    clean, corrupted = [list(side) for side in zip(*pairs, strict=True)]
+    for direction in ("denoising", "noising"):
+        found = shipped.patch_sweep(clean, corrupted, metric="probability", answer=5, direction=direction)
+        idle = (found.by_pair == found.by_pair[:, :1, :1]).all(axis=0)
+        assert idle.sum() == 4 * DIFFERENT[0] + 3  # before the first difference; tokens that are the same in layer 0
+        assert (found.effect[idle] == 0).all()
+        assert (found.effect[~idle] != 0).all()
+        np.testing.assert_allclose(found.values, found.by_pair.mean(axis=0), rtol=1e-12)
+
+
 CLEAN, CORRUPTED = prompts(14)
 WRONG = {
     "hook": (HookError, "did you mean", {"hook": "hook_resid_pra"}),
@@ -383,11 +513,37 @@ def test_a_path_to_the_end_is_the_direct_effect(models):
         (HookError, "did you mean 'blocks.1.attn.hook_q'", "blocks.1.attn.hook_qq"),
         (InputError, "has 4", [("blocks.1.attn.hook_q", 4)]),
         (InputError, "no heads", [("blocks.1.mlp.hook_pre", 0)]),
+        (InputError, "nobody would read", []),
+        (InputError, "nobody would read", 5),
+        (InputError, "a pair of one and its heads", [("blocks.1.attn.hook_q", 0, 1)]),
+        (InputError, "read by none of the receivers blocks.0.attn.hook_q", "blocks.0.attn.hook_q"),
+        (InterventionError, "a head is an integer", [("blocks.1.attn.hook_q", 1.5)]),
+        (InterventionError, "heads are counted from 0", [("blocks.1.attn.hook_q", -1)]),
     ],
 )
 def test_what_receives_nothing_is_said(models, kind, message, receivers):
     with pytest.raises(kind, match=message):
         models("llama").path_patch(CLEAN, CORRUPTED, receivers)
+
+
+@pytest.mark.parametrize(
+    ("given", "heads"),
+    [
+        ([("k", 0), ("k", 1)], [0, 1]),
+        ([("k", np.int64(1))], 1),
+        (["k", ("k", 1)], None),
+        ([("k", 1), "k"], None),
+        ([("k", [1, 0]), ("k", 1)], [0, 1]),
+    ],
+)
+def test_receivers_named_twice_receive_with_the_heads_of_both(models, given, heads):
+    model, (clean, corrupted), k = models("llama"), prompts(16), "blocks.1.attn.hook_k"
+    receivers = [(k, entry[1]) if isinstance(entry, tuple) else k for entry in given]
+    found = model.path_patch(clean, corrupted, receivers, answer=5, versus=9)
+    expected = model.path_patch(clean, corrupted, k if heads is None else [(k, heads)], answer=5, versus=9)
+    single = model.path_patch(clean, corrupted, [(k, 0)], answer=5, versus=9)
+    assert (found.values == expected.values).all()
+    assert (found.values[0] != single.values[0]).all()
 
 
 def test_a_recurrent_model_has_no_paths(rwkv):

@@ -58,6 +58,7 @@ class Patched:
         donors: hook point -> what is put there, broadcast to its value.
         first: the first position at which donor and base differ.
         rows: how many a call may have; halved when memory runs out.
+        climb: makes the way of some cells through the layers.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Patched:
         self.base, self.donors, self.first = base, donors, first
         self.seq = base.ids.shape[1]
         self.rows = min(TOKENS, self._fitting()) if self.shortcuts.batch else 1
+        self.climb: Callable[[Patched, Cells, int], Climb] = Climb
         self._windowed = self.shortcuts.window and bool(base.known)
 
     def _fitting(self) -> int:
@@ -129,16 +131,14 @@ class Patched:
         Raises:
             InputError: there is too little memory for a single one.
         """
-        waiting = cells[np.argsort(self._start(cells), kind="stable")]
-        while len(waiting):
-            chunk = self._chunk(waiting)
+        for chunk, _ in self.chunks(cells):
             try:
                 found = metric(self._logits(chunk, metric))
             except (MemoryError, ModelError) as error:
                 self._fewer(len(chunk), error)
-                continue
-            done(chunk, found)
-            waiting = waiting[len(chunk) :]
+                self.run(chunk, metric, done)
+            else:
+                done(chunk, found)
 
     def _fewer(self, rows: int, error: Exception) -> None:
         """Halve the batch, if memory ran out."""
@@ -182,8 +182,7 @@ class Patched:
         """[cells, vocab or what the metric needs]: the logits of patched runs."""
         start = int(self._start(cells)[0])
         order = np.argsort(self.grid.layer_of(cells), kind="stable")
-        climb = Climb(self, cells[order], start)
-        logits = climb.finish(metric)
+        logits = self.climb(self, cells[order], start).finish(metric)
         back = np.empty_like(logits)
         back[order] = logits
         return back

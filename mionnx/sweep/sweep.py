@@ -17,6 +17,7 @@ from mionnx.progress import Progress, silent
 from mionnx.sweep.cells import Grid
 from mionnx.sweep.engine import Patched, Shortcuts
 from mionnx.sweep.kept import Kept, key_of
+from mionnx.sweep.mark import mark_of
 from mionnx.sweep.metric import Metric, Wanted
 from mionnx.sweep.path import PathPatched, written
 from mionnx.sweep.pieces import Pieces, Text
@@ -125,18 +126,20 @@ class Sweep:
 
     @property
     def key(self) -> str:
-        """The hash of everything that the values depend on."""
+        """The hash of everything that the values depend on.
+
+        Raises:
+            InputError: a metric that cannot be told from others.
+        """
         setting, metadata = self.setting, self.model.hooked.metadata
-        measure = setting.wanted.measure
-        code = getattr(measure, "__code__", None)
         return key_of(
             {
                 "mionnx": version("mionnx"),
                 "model": [metadata.family, metadata.dtype, metadata.weights_sha256],
                 "prompts": [[prompt.base.tolist(), _listed(prompt.other)] for prompt in self.prompts],
                 "cells": [setting.grid.template, setting.grid.over, setting.grid.layers, setting.grid.sizes],
-                "metric": [setting.wanted.name, code and code.co_code.hex(), repr(code and code.co_consts)],
-                "tokens": [repr(setting.wanted.answer), repr(setting.wanted.versus)],
+                "metric": [setting.wanted.name, mark_of(setting.wanted.measure)],
+                "tokens": mark_of([setting.wanted.answer, setting.wanted.versus]),
                 "how": [setting.direction, setting.kind, repr(setting.receivers)],
             }
         )
@@ -180,7 +183,8 @@ class Sweep:
             InputError: a file of another sweep; a metric that gives no numbers; too little memory for one cell.
         """
         begin, grid, total = time.perf_counter(), self.setting.grid, self.setting.grid.cells * len(self.prompts)
-        kept = Kept((len(self.prompts), grid.cells), self.key, None if resume is None else Path(resume))
+        shape = (len(self.prompts), grid.cells)
+        kept = Kept(shape) if resume is None else Kept(shape, self.key, Path(resume))
         bases = np.empty((2, len(self.prompts)))
         idle = 0
         try:
@@ -204,9 +208,11 @@ class Sweep:
     def _result(self, by_pair: NDArray[np.float64], bases: NDArray[np.float64], cost: dict[str, float]) -> SweepResult:
         setting = self.setting
         base, other = bases.mean(axis=1).tolist()
+        moved = (by_pair - bases[0].reshape([-1, *[1] * len(setting.grid.sizes)])).any(axis=0)
+        values = np.where(moved, by_pair.mean(axis=0), base)  # the two means may add up in different orders
         clean, corrupted = (other, base) if setting.direction == "denoising" else (base, other)
         return SweepResult(
-            by_pair.mean(axis=0),
+            values,
             by_pair,
             setting.grid.over,
             setting.labels,

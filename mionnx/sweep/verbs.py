@@ -20,6 +20,7 @@ from mionnx.sweep.cells import Grid, make_grid
 from mionnx.sweep.donors import Ids, mean_donors, resampled, zero_donors
 from mionnx.sweep.engine import Shortcuts
 from mionnx.sweep.metric import Measure, Tokens, Wanted
+from mionnx.sweep.path import reached
 from mionnx.sweep.pieces import Pieces
 from mionnx.sweep.receivers import Receiver, Receivers, make_receivers
 from mionnx.sweep.result import SweepResult
@@ -58,7 +59,8 @@ class Sweeps(Runner):
 
         Args:
             clean, corrupted: prompts, one or as many of each; the two of a pair have the same number of tokens.
-            hook: a hook point of any layer, with `*` or `{i}` for the layer, or its short name ("z", "hook_resid_mid").
+            hook: the short name of a hook point ("z", "hook_resid_mid"), in all layers; its name with `{i}` for the
+                layer; or a `HookPoint`, name or glob ("blocks.[12].attn.hook_z"), in the layers that these mean.
             over: the axes of the result: "layer", "position", "head", "source" (keys, of patterns and scores). What is
                 not among them is patched as a whole: over layer and head, a head at all positions.
             metric: "logit_diff" (of answer and versus), "probability", "log_probability", "rank" (0 is the likeliest)
@@ -68,11 +70,11 @@ class Sweeps(Runner):
                 token of the clean prompt, and of the corrupted one.
             direction: "denoising" puts clean values into the corrupted run, "noising" corrupted ones into the clean
                 run.
-            layers: all if left out.
+            layers: of those that the hook means; all of them if left out.
             at: the position whose logits are read; cells behind it have no effect.
             resume: a file that keeps what is done, and from which a sweep that was interrupted goes on; True for one in
-                the store, which goes when the sweep is done. A metric that is a function is recognised by its name and
-                code.
+                the store, which goes when the sweep is done. A metric that is a function is recognised by its code and
+                what that reads; see `mionnx.sweep.mark`.
             before: is given the sweep before it starts: its `estimate()` says what it will take.
             progress: told of what is done; bars on the terminal if left out.
             shortcuts: see `mionnx.sweep.engine`; all of them if left out.
@@ -112,12 +114,14 @@ class Sweeps(Runner):
             clean, corrupted, over, metric, answer, versus, direction, layers, at, resume, before, progress: see
                 `patch_sweep`.
             receivers: the inputs `hook_q`, `hook_k`, `hook_v` or `mlp.hook_pre` of a layer, or `hook_final_norm`, globs
-                allowed; with heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; or "all".
+                allowed; with heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; or "all". Named twice, a hook point
+                receives with the heads of both.
             sender: the hook point that is patched, cell by cell.
 
         Raises:
             HookError: no such hook point, or one that receives nothing; a recurrent model.
-            InputError: prompts, axes, tokens, heads or a metric that do not fit.
+            InputError: prompts, axes, tokens, heads or a metric that do not fit; receivers that all come before the
+                senders.
         """
         chosen = make_receivers(self.hooked, receivers)
         sweep = self._pairs(
@@ -142,6 +146,8 @@ class Sweeps(Runner):
         good, bad = self._rows(clean), self._rows(corrupted)
         _refuse_unlike(good, bad)
         grid = self._grid(*cells, good)
+        if receivers is not None:
+            reached(grid, receivers)
         bases, others = (bad, good) if direction == "denoising" else (good, bad)
         ends = [_until(at, row) for row in good]
         prompts = [Prompt(one[:end], other[:end]) for one, other, end in zip(bases, others, ends, strict=True)]
