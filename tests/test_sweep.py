@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import Inputs, run
 from scipy.special import log_softmax, softmax
+from typer.testing import CliRunner
 
 from mionnx import HookPoint, HookSpec, Intervention, MIModel
+from mionnx.cli import app
 from mionnx.errors import HookError, InputError, InterventionError
 from mionnx.sweep import Shortcuts
 from mionnx.sweep.mark import mark_of
@@ -282,6 +285,46 @@ def test_the_store_keeps_an_interrupted_sweep_and_forgets_a_finished_one(models,
     assert list((tmp_path / "sweeps").iterdir()) == []
 
 
+def test_a_sweep_that_fails_leaves_nothing_in_the_store(models, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIONNX_CACHE", str(tmp_path))
+    model, (clean, corrupted) = models("llama"), prompts(12)
+
+    def fail(stage, done, total):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        model.patch_sweep(clean, corrupted, metric=of_token(4), progress=fail, resume=True)
+    assert list((tmp_path / "sweeps").iterdir()) == []
+
+
+def test_the_store_knows_interrupted_sweeps(models, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIONNX_CACHE", str(tmp_path))
+    model, (clean, corrupted) = models("llama"), prompts(12)
+
+    def stop(stage, done, total):
+        raise KeyboardInterrupt
+
+    def interrupted() -> Path:
+        with pytest.raises(KeyboardInterrupt):
+            model.patch_sweep(clean, corrupted, metric=of_token(4), progress=stop, resume=True)
+        (file,) = (tmp_path / "sweeps").iterdir()
+        return file
+
+    def command(*arguments: str) -> str:
+        return CliRunner().invoke(app, ["cache", *arguments], catch_exceptions=False).output
+
+    file = interrupted()
+    (entry,) = [one for one in json.loads(command("ls", "--json")) if one["kind"] == "sweeps"]
+    assert entry["bytes"] == file.stat().st_size
+    assert entry["key"] == file.name
+    assert "every entry is whole" in command("verify")
+    assert f"removed {len(json.loads(command('ls', '--json')))} entries" in command("prune", "--to", "0B")
+    assert not file.exists()
+    assert interrupted() == file
+    command("clear")
+    assert not file.exists()
+
+
 def test_the_estimate_counts_what_is_computed(models):
     model, (clean, corrupted) = models("llama"), prompts(13)
     estimates = []
@@ -432,6 +475,11 @@ WRONG = {
     "useless answer": (InputError, "reads no answer", {"metric": "kl", "answer": 5}),
     "useless versus": (InputError, "reads no `versus`", {"metric": "rank", "versus": 5}),
     "at": (InputError, "the prompt has 7 tokens", {"at": 7}),
+    "fractional layers": (InputError, "integers are expected", {"layers": [1.7]}),
+    "layers as text": (InputError, "integers are expected", {"layers": "01"}),
+    "fractional answers": (InputError, "or an integer", {"answer": [5.7], "versus": 9}),
+    "fractional answer": (InputError, "or an integer", {"answer": 5.7, "versus": 9}),
+    "three arguments": (InputError, "not 3 values", {"metric": lambda logits, pair, more: logits[:, 0]}),
     "function": (InputError, "one number a row", {"metric": lambda logits: logits}),
     "lengths": (InputError, "the corrupted one 6", {"corrupted": CORRUPTED[:-1]}),
     "counts": (InputError, "come in pairs", {"corrupted": [CORRUPTED, CORRUPTED]}),
@@ -454,11 +502,26 @@ def test_what_cannot_be_swept_is_said(models, case):
         ("needs `versus=`", {"metric": "logit_diff"}),
         ("no mean", {"kind": "mean", "hook": "hook_pattern"}),
         ("no other reference prompt has 7", {"kind": "resample"}),
+        ("draws nothing", {"seed": 9}),
+        ("draws nothing", {"kind": "mean", "seed": 0}),
+        ("seed=-1", {"kind": "resample", "seed": -1}),
+        ("seed=1.5", {"kind": "resample", "seed": 1.5}),
     ],
 )
 def test_what_cannot_be_ablated_is_said(models, message, change):
     with pytest.raises(InputError, match=message):
         models("llama").ablation_sweep(CLEAN, **change)
+
+
+def test_a_value_without_tokens_has_no_mean(rwkv):
+    with pytest.raises(InputError, match="no tokens to take the mean over"):
+        rwkv("7-fla").ablation_sweep(CLEAN, "blocks.*.rwkv.hook_state", kind="mean")
+
+
+def test_one_layer_may_be_given_as_a_number_and_keywords_are_no_second_argument(models):
+    model = models("llama")
+    found = model.patch_sweep(CLEAN, CORRUPTED, metric=lambda logits, **named: logits[:, 3] + len(named), layers=1)
+    assert (found.values == model.patch_sweep(CLEAN, CORRUPTED, metric=of_token(3), layers=[1]).values).all()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "gpt_neox"])

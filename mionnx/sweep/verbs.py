@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.call import make_call
+from mionnx.entries import SWEEPS
 from mionnx.errors import InputError, nearest
 from mionnx.hookpoint import HookPoint
 from mionnx.progress import Progress, bars
@@ -73,8 +74,8 @@ class Sweeps(Runner):
             layers: of those that the hook means; all of them if left out.
             at: the position whose logits are read; cells behind it have no effect.
             resume: a file that keeps what is done, and from which a sweep that was interrupted goes on; True for one in
-                the store, which goes when the sweep is done. A metric that is a function is recognised by its code and
-                what that reads; see `mionnx.sweep.mark`.
+                the store, which goes when the sweep is done or fails. A metric that is a function is recognised by its
+                code and what that reads; see `mionnx.sweep.mark`.
             before: is given the sweep before it starts: its `estimate()` says what it will take.
             progress: told of what is done; bars on the terminal if left out.
             shortcuts: see `mionnx.sweep.engine`; all of them if left out.
@@ -176,7 +177,7 @@ class Sweeps(Runner):
         *,
         kind: str = "zero",
         reference: Given | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         answer: Tokens = None,
         versus: Tokens = None,
         layers: Iterable[int] | None = None,
@@ -195,7 +196,7 @@ class Sweeps(Runner):
             kind: "zero"; "mean", over all tokens of the reference prompts, for each head and feature; or "resample",
                 the value in a reference prompt of the same length, drawn for each prompt, not the prompt itself.
             reference: prompts for "mean" and "resample"; the prompts themselves if left out.
-            seed: of the draw.
+            seed: of the draw of "resample"; 0 if left out.
 
         Raises:
             HookError: no such hook point.
@@ -205,6 +206,8 @@ class Sweeps(Runner):
             raise InputError(f"ablation {kind!r}; one of {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
         if kind == "zero" and reference is not None:
             raise InputError("a zero ablation has no use for reference prompts")
+        if kind != "resample" and seed is not None:
+            raise InputError(f"a {kind} ablation draws nothing: seed={seed!r} would have no effect")
         rows = self._rows(prompts)
         others = rows if reference is None else self._rows(reference)
         grid, wanted = self._grid(hook, over, layers, rows), Wanted(metric, answer, versus)
@@ -219,9 +222,9 @@ class Sweeps(Runner):
             donors, mark = mean_donors(self._sweep_pieces, grid, others)
             setting = replace(setting, donors=donors, kind=f"mean {mark}")
         if kind == "resample":
-            drawn = resampled(rows, others, seed)
+            drawn = resampled(rows, others, seed or 0)
             found = [Prompt(row[:end], other[:end]) for row, other, end in zip(rows, drawn, ends, strict=True)]
-            setting = replace(setting, donors=None, kind=f"resample {seed}")
+            setting = replace(setting, donors=None, kind=f"resample {seed or 0}")
         return _run(Sweep(self, self._sweep_pieces, found, setting), progress, resume, before)
 
     @property
@@ -288,11 +291,19 @@ def _run(sweep: Sweep, progress: Progress | None, resume: str | Path | bool, bef
     if before is not None:
         before(sweep)
     path = _file(sweep, resume)
-    with bars() if progress is None else nullcontext(progress) as told:
-        result = sweep.run(told, path)
-    if resume is True and path is not None:
-        path.unlink(missing_ok=True)
+    try:
+        with bars() if progress is None else nullcontext(progress) as told:
+            result = sweep.run(told, path)
+    except Exception:  # an interruption is none
+        _forget(path if resume is True else None)
+        raise
+    _forget(path if resume is True else None)
     return result
+
+
+def _forget(path: Path | None) -> None:
+    if path is not None:
+        path.unlink(missing_ok=True)
 
 
 def _file(sweep: Sweep, resume: str | Path | bool) -> Path | None:
@@ -301,5 +312,5 @@ def _file(sweep: Sweep, resume: str | Path | bool) -> Path | None:
         return Path(resume)
     if not resume:
         return None
-    make_folder(cache_folder() / "sweeps")
-    return cache_folder() / "sweeps" / f"{sweep.key[:32]}.safetensors"
+    make_folder(cache_folder() / SWEEPS)
+    return cache_folder() / SWEEPS / f"{sweep.key[:32]}.safetensors"
