@@ -70,6 +70,12 @@ class PathPatched(Patched):
         found, layers = reached(self.grid, self.receivers), self.grid.layer_of(np.arange(self.grid.cells))
         return super().alive() & np.array([found[layer] for layer in layers.tolist()])
 
+    def row_bytes(self, width: int) -> int:
+        """The change and the sums with it take as much again as the stream, and receivers' inputs their own."""
+        sizes = self.pieces.model.metadata.sizes
+        received = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
+        return super().row_bytes(width) + 4 * width * (8 * sizes.hidden_size + 2 * received)
+
     def _read_at_the_end(self, hook: str) -> bool:
         return False
 
@@ -89,11 +95,23 @@ class _Walk(Climb):
         """Go through all layers that are left; the logits at the last position."""
         for layer in range(int(self.begins[0]), self.pieces.layers):
             self.join(layer)
-            sent = self._sent(layer)
-            self._layer(layer, sent)
+            self.step(layer)
         end = self.stream[self.pieces.end] + self.change if self.receivers.final else self.stream[self.pieces.end]
         tokens = None if metric.needs is None else np.array(metric.needs)
         return self.pieces.logits(self.text(), {self.pieces.end: end}, tokens=tokens)[:, -1]
+
+    def step(self, layer: int) -> None:
+        """Go through one layer: what is sent there, and who receives it."""
+        self._layer(layer, self._sent(layer))
+
+    def rehearse(self) -> None:
+        """The layer that sends and has the most receivers, every row with a change."""
+        count = self.receivers.count
+        layer = max(reversed(self.grid.layers), key=count)
+        self.begins = np.zeros_like(self.begins)
+        self.join(layer)
+        self.change = self.change + 1
+        self.step(layer)
 
     def join(self, layer: int) -> None:
         """Let rows join; they have changed nothing yet."""

@@ -43,6 +43,10 @@ class Receivers:
         name = str(HookPoint.MlpPre(layer))
         return [name] if name in self.heads and not self.parallel else []
 
+    def count(self, layer: int) -> int:
+        """How many hook points of a layer receive."""
+        return len(self.into_attention(layer)) + len(self.into_mlp(layer))
+
     def after(self, stage: int) -> bool:
         """Whether any of them reads at a stage or later; stage 2 l is before layer l, 2 l + 1 in its middle."""
         if self.final or stage > 2 * self.layers:

@@ -28,6 +28,14 @@ class Record:
     known: Arrays = field(default_factory=dict)
     logits: NDArray[Any] = field(default_factory=lambda: np.empty(0))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept."""
+        arrays = [*self.values.values(), *self.known.values(), self.logits]
+        return sum(
+            array.nbytes for stream in (*self.streams.values(), dict(enumerate(arrays))) for array in stream.values()
+        )
+
     def row(self, index: int) -> "Record":
         """One of the rows, [1, ...]."""
 

@@ -288,12 +288,12 @@ def _until(at: int, row: Ids) -> int:
 
 
 def _run(sweep: Sweep, progress: Progress | None, resume: str | Path | bool, before: Before | None) -> SweepResult:
+    sweep.file = path = _file(sweep, resume)
     if before is not None:
         before(sweep)
-    path = _file(sweep, resume)
     try:
         with bars() if progress is None else nullcontext(progress) as told:
-            result = sweep.run(told, path)
+            result = sweep.run(told)
     except Exception:  # an interruption is none
         _forget(path if resume is True else None)
         raise
