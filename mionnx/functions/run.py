@@ -96,8 +96,8 @@ def run(
 
     wanted = {*(["logits"] if logits else []), *(want.fetched for want in kept), *carries}
     found = chain.run(wanted, feeds, between)
-    state = past.collect(hooked, found, call, False) if carried else (None, None)
-    return HookCache(found.get("logits"), {want.output: found[want.fetched] for want in kept}, *state)
+    after = past.collect(hooked, found, call, False) if carried else (None, None)
+    return HookCache(found.get("logits"), {want.output: found[want.fetched] for want in kept}, *after)
 
 
 def _plain(model: "Runner", text: Text, spec: HookSpec, logits: bool) -> HookCache:

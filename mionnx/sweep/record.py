@@ -31,10 +31,8 @@ class Record:
     @property
     def nbytes(self) -> int:
         """Bytes of all that is kept."""
-        arrays = [*self.values.values(), *self.known.values(), self.logits]
-        return sum(
-            array.nbytes for stream in (*self.streams.values(), dict(enumerate(arrays))) for array in stream.values()
-        )
+        found: list[Arrays] = [*self.streams.values(), self.values, self.known, {"logits": self.logits}]
+        return sum(array.nbytes for arrays in found for array in arrays.values())
 
     def row(self, index: int) -> "Record":
         """One of the rows, [1, ...]."""
