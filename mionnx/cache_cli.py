@@ -14,7 +14,7 @@ from mionnx.errors import ModelError
 from mionnx.memory import spell
 from mionnx.store import cache_folder
 
-app = typer.Typer(help="The store of prepared bases and rewritten graphs.", no_args_is_help=True)
+app = typer.Typer(help="The store of prepared bases, rewritten graphs and interrupted sweeps.", no_args_is_help=True)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 

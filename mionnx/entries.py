@@ -8,7 +8,9 @@ An entry is `{root}/{kind}/{key}/` with its files and `manifest.json`: their siz
    not what the manifest says (`mionnx cache verify` hashes all). A damaged entry is removed, built again, and said.
 4. A process that uses an entry leaves a mark in `{key}.pins/`; what a live process uses is never removed.
 5. When the store is larger than `MIONNX_CACHE_LIMIT` (20 GiB), the entries used longest ago go.
-6. Where the store cannot be written, mionnx runs without it, and says so once.
+6. What an interrupted sweep has computed is one file, `{root}/sweeps/{key}.safetensors`, an entry without a manifest:
+   it is checked when the sweep goes on, and a sweep that runs writes it again if it is removed.
+7. Where the store cannot be written, mionnx runs without it, and says so once.
 """
 
 import hashlib
@@ -30,6 +32,7 @@ from mionnx.errors import InputError
 
 MANIFEST = "manifest.json"
 KINDS = ("bases", "graphs")
+SWEEPS = "sweeps"
 LARGE = 2**28
 DEFAULT_LIMIT = 20 * 2**30
 UNITS = {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40, "B": 1, "": 1}
@@ -49,7 +52,7 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """What it is: "bases" or "graphs"."""
+        """What it is: "bases", "graphs" or "sweeps"."""
         return self.path.parent.name
 
     @property
@@ -90,6 +93,8 @@ class Entry:
         Args:
             thorough: hash large files too, even if their size and time of change are as they were.
         """
+        if self.kind == SWEEPS:
+            return []
         manifest = self.manifest
         files = manifest.get("files")
         if not isinstance(files, dict):
@@ -203,6 +208,7 @@ class Entries:
         """Every entry, the one used longest ago first."""
         folders = [path for kind in KINDS for path in (self.root / kind).glob("*") if path.is_dir()]
         found = [Entry(path) for path in folders if not path.name.startswith(".") and path.suffix != ".pins"]
+        found += [Entry(path) for path in (self.root / SWEEPS).glob("*.safetensors") if path.is_file()]
         return sorted(found, key=lambda entry: entry.used)
 
     def prune(self, limit: int | None = None) -> list[Entry]:
@@ -226,6 +232,9 @@ class Entries:
     def remove(self, entry: Entry) -> bool:
         """Remove one entry, unless a live process uses it; whether it was removed."""
         try:
+            if entry.kind == SWEEPS:
+                entry.path.unlink()
+                return True
             with FileLock(f"{entry.path}.lock", timeout=0):
                 if entry.in_use:
                     return False
@@ -241,7 +250,7 @@ class Entries:
 
 def _files(folder: Path) -> Iterator[Path]:
     try:
-        yield from (path for path in sorted(folder.rglob("*")) if path.is_file())
+        yield from (path for path in [folder, *sorted(folder.rglob("*"))] if path.is_file())
     except OSError:
         return
 

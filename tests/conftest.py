@@ -78,6 +78,12 @@ def models(hooked: Callable[[str], Path]) -> Callable[[str], MIModel]:
 
 
 @pytest.fixture(scope="session")
+def shipped() -> MIModel:
+    """The small trained Llama that ships, open."""
+    return MIModel.from_pretrained(REPOSITORY / "models" / "world-llama", threads=1)
+
+
+@pytest.fixture(scope="session")
 def references(checkpoint: Callable[[str], Path]) -> Callable[[str], PreTrainedModel]:
     """Family -> the same checkpoint in transformers, eager, fp32."""
     loaded: dict[str, PreTrainedModel] = {}

@@ -311,6 +311,45 @@ def test_without_a_result_the_model_runs_to_the_last_hook_only(llama):
     assert "logits" not in {name for link in chain.links for name in link.outputs}
 
 
+def test_what_nothing_returned_depends_on_may_be_seen_and_not_changed():
+    model, state = shipped("world-rwkv7"), "blocks.1.rwkv.hook_state"
+    plain = model(PROMPT)
+    seen = []
+    logits = model.run_with_hooks(PROMPT, [(state, lambda value, hook: seen.append(value.shape))])
+    assert np.array_equal(logits, plain)
+    assert len(seen) == 1
+    with pytest.raises(InterventionError, match=r"changed blocks.1.rwkv.hook_state.*run_with_cache returns the state"):
+        model.run_with_hooks(PROMPT, [(state, zero)])
+    logits, cache = model.run_with_cache(PROMPT, "hook_embed", fwd_hooks=[(state, zero)])
+    assert np.array_equal(logits, plain)
+    assert not np.array_equal(
+        model.forward("a", initial_state=cache.state).output(),
+        model.forward("a", initial_state=model.forward(PROMPT).state).output(),
+    )
+    with pytest.raises(InterventionError, match=r"changed blocks\.3\.hook_mlp_out"):
+        model.run_with_cache(PROMPT, "blocks.2.hook_mlp_out", fwd_hooks=[("*mlp_out", zero)], return_type=None)
+    _, cache = model.run_with_cache(PROMPT, "*mlp_out", fwd_hooks=[("*mlp_out", zero)], return_type=None)
+    assert not cache["blocks.3.hook_mlp_out"].any()
+    model.run_with_cache(PROMPT, "*hook_effective_attn", fwd_hooks=[("*hook_r", zero)], return_type=None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "call"),
+    [
+        (InputError, "nothing would be computed", lambda model: model.run_with_hooks(PROMPT, [], None)),
+        (
+            InputError,
+            "nothing would be computed",
+            lambda model: model(PROMPT, None, hooks=HookSpec().intervene("hook_embet", Intervention.Zero())),
+        ),
+        (HookError, "keeps nothing", lambda model: model.run_with_cache(PROMPT, [])),
+    ],
+)
+def test_nothing_to_do_is_said(llama, kind, message, call):
+    with pytest.raises(kind, match=message):
+        call(llama)
+
+
 def test_chains_are_kept_and_share_their_graphs():
     model = MIModel(HookedModel.open(REPOSITORY / "models" / "world-llama"), Options(max_graphs=2))
     hooks = [("blocks.0.hook_resid_post", same), ("blocks.2.attn.hook_z", zero)]

@@ -10,7 +10,7 @@ from oracle import Inputs, run
 from test_cli import succeeded
 from typer.testing import CliRunner
 
-from mionnx import HeadScores, HookError, HookPoint, HookSpec, InputError, Intervention, MIModel
+from mionnx import HeadScores, HookError, HookPoint, HookSpec, InputError, Intervention, InterventionError, MIModel
 from mionnx.cli import app
 from mionnx.heads import model as heads_module
 from mionnx.heads.repeats import KINDS, repeats
@@ -151,6 +151,13 @@ def test_the_command_line(llama, tmp_path):
     assert np.allclose(json.loads(run.output)["values"], llama.head_scores("induction", batch=2).values)
 
 
+OF_ROWS = {
+    "rows": HookSpec().intervene("blocks.0.attn.hook_z", Intervention.Zero(rows=0)),
+    "positions": HookSpec().intervene("blocks.0.attn.hook_z", Intervention.Zero(positions=[[0]] * 8)),
+    "values": HookSpec().intervene("blocks.0.attn.hook_z", Intervention.Scale(np.arange(8).reshape(8, 1, 1, 1))),
+}
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
@@ -161,6 +168,14 @@ def test_the_command_line(llama, tmp_path):
         ({"period": 1}, InputError, "2 tokens"),
         ({"period": 1000}, InputError, "tokens to draw from"),
         ({"tokens": [3, 9999]}, InputError, "vocabulary"),
+        ({"tokens": "abc"}, InputError, "are integers"),
+        ({"tokens": [3.5, 4.5]}, InputError, "are integers"),
+        ({"seed": -1}, InputError, "seed=-1: an integer of 0 or above"),
+        ({"batch": 2.5}, InputError, "batch=2.5"),
+        ({"period": "2"}, InputError, "period='2'"),
+        ({"hooks": OF_ROWS["rows"]}, InterventionError, "each row"),
+        ({"hooks": OF_ROWS["positions"]}, InterventionError, "each row"),
+        ({"hooks": OF_ROWS["values"]}, InterventionError, "each row"),
         ({"hooks": HookSpec().capture("hook_embed")}, HookError, "interventions"),
         ({"hooks": HookSpec().intervene("blocks.9.attn.hook_z", Intervention.Zero())}, HookError, "no hook point"),
     ],

@@ -10,7 +10,7 @@ from oracle import Inputs, run
 from scipy.special import log_softmax
 
 from mionnx import HookPoint, HookSpec, Intervention
-from mionnx.errors import HookError, InputError
+from mionnx.errors import InputError
 from mionnx.sweep import Shortcuts
 
 SEQ, DIFFERENT = 7, (2, 4)
@@ -81,6 +81,41 @@ def test_every_shortcut_leaves_the_numbers_alone(models, hook):
         np.testing.assert_allclose(other.values, reference.values, atol=5e-6)
         assert ((other.effect == 0) == (reference.effect == 0)).all()
     assert np.abs(reference.effect).max() > 1e-3
+
+
+@pytest.mark.parametrize("hook", ["hook_resid_pre", "hook_z", "hook_v", "hook_pattern"])
+def test_shortcuts_hold_where_attention_sees_a_window_only(models, hook):
+    """Gemma 2 looks 8 tokens back in every other layer; the text has 20."""
+    model, (clean, corrupted) = models("gemma2"), prompts(2, seq=20)
+    over = ("layer", "head", "position") if hook in HEADS else ("layer", "position")
+    plain = Shortcuts(batch=False, truncate=False, last=False, window=False)
+    reference = model.patch_sweep(clean, corrupted, hook, over, answer=5, versus=9, shortcuts=plain)
+    every = model.patch_sweep(clean, corrupted, hook, over, answer=5, versus=9)
+    np.testing.assert_allclose(every.values, reference.values, atol=5e-6)
+    assert ((every.effect == 0) == (reference.effect == 0)).all()
+    assert np.abs(reference.effect).max() > 1e-3
+
+
+@pytest.mark.parametrize("direction", ["denoising", "noising"])
+@pytest.mark.parametrize("hook", ["hook_resid_pre", "mlp.hook_act", *HEADS])
+def test_cells_equal_a_function_that_does_the_same(shipped, hook, direction):
+    clean, corrupted = prompts(19)
+    base, donor = (corrupted, clean) if direction == "denoising" else (clean, corrupted)
+    over, indices = (("layer", "head"), (0, 1, 3)) if hook in HEADS else (("layer", "position"), (2, 4, SEQ - 1))
+    found = shipped.patch_sweep(clean, corrupted, hook, over, answer=5, versus=9, direction=direction)
+    _, given = shipped.run_with_cache(donor, f"*.{hook}", return_type=None)
+    for layer, index in itertools.product(range(4), indices):
+
+        def put(value, hook, index=index):
+            axis = 2 if hook.point.variant == "AttnZ" else 1  # positions of streams, heads of the others
+            where = [slice(None)] * value.ndim
+            where[axis] = index
+            value[tuple(where)] = given[hook.name][tuple(where)]
+
+        (name,) = [name for name in given if name.startswith(f"blocks.{layer}.")]
+        logits = shipped.run_with_hooks(base, [(name, put)])[0, -1]
+        assert found.values[layer, index] == pytest.approx(difference(logits, 5, 9), abs=2e-5)
+    assert np.abs(found.effect).max() > 1e-3
 
 
 AXES = {"hook_resid_mid": ["layer", "position"], "hook_z": ["layer", "position", "head"]}
@@ -163,7 +198,11 @@ def test_answers_are_those_of_the_two_prompts_if_none_is_given(models):
     found = model.patch_sweep(clean, corrupted)
     assert (found.values == model.patch_sweep(clean, corrupted, answer=answer, versus=versus).values).all()
     assert found.clean > 0 > found.corrupted
-    assert found.normalized[0].max() <= 1 + 1e-6 or found.values.max() > found.clean
+    for ids, shown in ((clean, found.clean), (corrupted, found.corrupted)):
+        assert shown == pytest.approx(difference(model.forward(ids).output()[0, -1], answer, versus), abs=5e-6)
+    expected = (found.values - found.corrupted) / (found.clean - found.corrupted)
+    np.testing.assert_allclose(found.normalized, expected, atol=1e-12)
+    assert found.normalized[-1, -1] > 0.1
 
 
 def test_the_whole_stream_patched_is_the_other_run(models):
@@ -232,164 +271,13 @@ def test_too_little_memory_halves_the_batch_and_changes_nothing(models, monkeypa
     assert max(sizes) > 3 >= sizes[-1]
 
 
-def test_an_interrupted_sweep_goes_on_where_it_stopped(models, tmp_path):
-    model, (clean, corrupted) = models("llama"), prompts(12)
-    kwargs = {"answer": 5, "versus": 9, "shortcuts": Shortcuts(batch=False), "resume": tmp_path / "sweep.safetensors"}
-    seen = []
-
-    def stop(stage, done, total):
-        seen.append(done)
-        if len(seen) == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        model.patch_sweep(clean, corrupted, progress=stop, **kwargs)
-    again = []
-    found = model.patch_sweep(clean, corrupted, progress=lambda stage, done, total: again.append(done), **kwargs)
-    assert again[0] == seen[-1] + 1
-    assert again[-1] == 2 * SEQ
-    assert (found.values == model.patch_sweep(clean, corrupted, **{**kwargs, "resume": False}).values).all()
-    with pytest.raises(InputError, match="another sweep"):
-        model.patch_sweep(clean, corrupted, "resid_mid", **kwargs)
-    (tmp_path / "sweep.safetensors").write_bytes(b"damaged")
-    with pytest.raises(InputError, match="no file of a sweep"):
-        model.patch_sweep(clean, corrupted, **kwargs)
-
-
-def test_the_store_keeps_an_interrupted_sweep_and_forgets_a_finished_one(models, tmp_path, monkeypatch):
-    monkeypatch.setenv("MIONNX_CACHE", str(tmp_path))
-    model, (clean, corrupted) = models("llama"), prompts(12)
-
-    def stop(stage, done, total):
-        raise KeyboardInterrupt
-
-    kwargs = {"answer": 5, "versus": 9, "shortcuts": Shortcuts(batch=False), "resume": True}
-    with pytest.raises(KeyboardInterrupt):
-        model.patch_sweep(clean, corrupted, progress=stop, **kwargs)
-    assert len(list((tmp_path / "sweeps").iterdir())) == 1
-    assert np.isfinite(model.patch_sweep(clean, corrupted, **kwargs).values).all()
-    assert list((tmp_path / "sweeps").iterdir()) == []
-
-
-def test_the_estimate_counts_what_is_computed(models):
-    model, (clean, corrupted) = models("llama"), prompts(13)
-    estimates = []
-    found = model.patch_sweep(
-        clean, corrupted, "z", ("layer", "head", "position"), answer=5, versus=9,
-        before=lambda sweep: estimates.append(sweep.estimate()),
-    )  # fmt: skip
-    (estimate,) = estimates
-    assert estimate.cells == found.values.size == 2 * 4 * SEQ
-    assert estimate.computed == found.cost["cells"] - found.cost["without effect"] < estimate.cells
-    assert estimate.seconds > 0
-    assert estimate.memory > 0
-    assert estimate.calls >= 1
-
-
-CLEAN, CORRUPTED = prompts(14)
-WRONG = {
-    "hook": (HookError, "did you mean", {"hook": "hook_resid_pra"}),
-    "axis of the hook": (InputError, "no axis 'head'", {"over": ("layer", "head")}),
-    "axis": (InputError, "did you mean 'position'", {"over": ("layer", "positon")}),
-    "no layer": (InputError, "the layer among them", {"over": ("position",)}),
-    "twice": (InputError, "each axis once", {"over": ("layer", "layer")}),
-    "layers": (InputError, "layers 0 to 1", {"layers": [2]}),
-    "metric": (InputError, "did you mean 'logit_diff'", {"metric": "logit_dif"}),
-    "direction": (InputError, "did you mean 'noising'", {"direction": "noise"}),
-    "same answers": (InputError, "and itself", {"answer": 5, "versus": 5}),
-    "answer": (InputError, "vocabulary is 0 to 100", {"answer": 101, "versus": 5}),
-    "answers": (InputError, "2 tokens for 1 prompts", {"answer": [1, 2], "versus": 5}),
-    "useless answer": (InputError, "reads no answer", {"metric": "kl", "answer": 5}),
-    "useless versus": (InputError, "reads no `versus`", {"metric": "rank", "versus": 5}),
-    "at": (InputError, "the prompt has 7 tokens", {"at": 7}),
-    "function": (InputError, "one number a row", {"metric": lambda logits: logits}),
-    "lengths": (InputError, "the corrupted one 6", {"corrupted": CORRUPTED[:-1]}),
-    "counts": (InputError, "come in pairs", {"corrupted": [CORRUPTED, CORRUPTED]}),
-    "same": (InputError, "are the same", {"corrupted": CLEAN}),
-}
-
-
-@pytest.mark.parametrize("case", list(WRONG))
-def test_what_cannot_be_swept_is_said(models, case):
-    kind, message, change = WRONG[case]
-    with pytest.raises(kind, match=message):
-        models("llama").patch_sweep(**{"clean": CLEAN, "corrupted": CORRUPTED, **change})
-
-
-@pytest.mark.parametrize(
-    ("message", "change"),
-    [
-        ("did you mean 'mean'", {"kind": "means"}),
-        ("no use for reference", {"reference": CLEAN}),
-        ("needs `versus=`", {"metric": "logit_diff"}),
-        ("no mean", {"kind": "mean", "hook": "hook_pattern"}),
-        ("no other reference prompt has 7", {"kind": "resample"}),
-    ],
-)
-def test_what_cannot_be_ablated_is_said(models, message, change):
-    with pytest.raises(InputError, match=message):
-        models("llama").ablation_sweep(CLEAN, **change)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "gpt_neox"])
-@pytest.mark.parametrize("hook", ["hook_z", "hook_pattern", "hook_v", "mlp.hook_act", "hook_resid_pre"])
-def test_a_path_to_all_receivers_is_plain_patching(models, name, hook):
-    model, (clean, corrupted) = models(name), prompts(15)
-    over = ("layer", "head") if hook in HEADS else ("layer", "position")
-    plain = model.patch_sweep(clean, corrupted, hook, over, answer=5, versus=9)
-    path = model.path_patch(clean, corrupted, "all", hook, over, answer=5, versus=9)
-    np.testing.assert_allclose(path.values, plain.values, atol=1e-5)
-    assert np.abs(path.effect).max() > 1e-3
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])
-def test_a_path_to_one_receiver_is_that_of_frozen_runs(models, references, name):
-    """Wang et al.: record what the receiver reads with all other heads and MLPs frozen, then put in just that."""
-    model, (clean, corrupted) = models(name), prompts(16)
-    receiver, heads = HookPoint.AttnQ(1), [1, 3]
-    found = model.path_patch(clean, corrupted, [(receiver, heads)], answer=5, versus=9)
-    old = run(references(name), Inputs(corrupted[None], np.ones((1, SEQ), int))).values
-    new = run(references(name), Inputs(clean[None], np.ones((1, SEQ), int))).values
-    for head in range(4):
-        z = old[str(HookPoint.AttnZ(0))].copy()
-        z[:, :, head] = new[str(HookPoint.AttnZ(0))][:, :, head]
-        frozen = [
-            (HookPoint.AttnZ(0), Intervention.Replace(z)),
-            (HookPoint.MlpOut(0), Intervention.Replace(old[str(HookPoint.MlpOut(0))])),
-        ]
-        inputs = Inputs(corrupted[None], np.ones((1, SEQ), int))
-        queries = run(references(name), inputs, frozen).values[str(receiver)]
-        logits = run(references(name), inputs, [(receiver, Intervention.Replace(queries, heads=heads))]).logits[0, -1]
-        assert found.values[0, head] == pytest.approx(difference(logits, 5, 9), abs=5e-5)
-    assert (found.effect[1] == 0).all()  # layer 1 sends nothing to its own queries
-    assert np.abs(found.effect[0]).max() > 1e-4
-
-
-def test_a_path_to_the_end_is_the_direct_effect(models):
-    model, (clean, corrupted) = models("llama"), prompts(17)
-    found = model.path_patch(clean, corrupted, "hook_final_norm", answer=5, versus=9)
-    wanted = HookSpec().capture("blocks.*.hook_resid_post").capture("blocks.*.attn.hook_result")
-    old, new = (model.forward(ids, wanted) for ids in (corrupted, clean))
-    for layer, head in np.ndindex(2, 4):
-        moved = new["result", layer][0, -1, head] - old["result", layer][0, -1, head]
-        logits = model.project_to_vocab(old["resid_post", 1][0, -1] + moved)
-        assert found.values[layer, head] == pytest.approx(difference(logits, 5, 9), abs=2e-5)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message", "receivers"),
-    [
-        (HookError, "receives nothing", "blocks.1.attn.hook_z"),
-        (HookError, "did you mean 'blocks.1.attn.hook_q'", "blocks.1.attn.hook_qq"),
-        (InputError, "has 4", [("blocks.1.attn.hook_q", 4)]),
-        (InputError, "no heads", [("blocks.1.mlp.hook_pre", 0)]),
-    ],
-)
-def test_what_receives_nothing_is_said(models, kind, message, receivers):
-    with pytest.raises(kind, match=message):
-        models("llama").path_patch(CLEAN, CORRUPTED, receivers)
-
-
-def test_a_recurrent_model_has_no_paths(rwkv):
-    with pytest.raises(HookError, match="attention heads"):
-        rwkv("7-fla").path_patch(CLEAN, CORRUPTED, "all", "resid_pre", ("layer",))
+def test_cells_without_effect_are_exactly_so_however_many_pairs_there_are(shipped):
+    pairs = [prompts(seed) for seed in range(20)]
+    clean, corrupted = [list(side) for side in zip(*pairs, strict=True)]
+    for direction in ("denoising", "noising"):
+        found = shipped.patch_sweep(clean, corrupted, metric="probability", answer=5, direction=direction)
+        idle = (found.by_pair == found.by_pair[:, :1, :1]).all(axis=0)
+        assert idle.sum() == 4 * DIFFERENT[0] + 3  # before the first difference; tokens that are the same in layer 0
+        assert (found.effect[idle] == 0).all()
+        assert (found.effect[~idle] != 0).all()
+        np.testing.assert_allclose(found.values, found.by_pair.mean(axis=0), rtol=1e-12)

@@ -43,9 +43,6 @@ class Hook:
         return self.point.layer
 
 
-Registered = dict[Hook, list[HookFunction]]
-
-
 def select(model: HookedModel, what: Where) -> list[str]:
     """The names of the hook points at which a function can act that a name, glob, predicate or `HookPoint` means.
 

@@ -7,6 +7,7 @@ from numpy.typing import ArrayLike
 
 from mionnx.cache import HookCache
 from mionnx.call import Past
+from mionnx.errors import HookError
 from mionnx.functions.attributes import Attributes
 from mionnx.functions.hook import HookFunction, Where
 from mionnx.functions.loss import check_return_type, given_as
@@ -66,6 +67,11 @@ class Functions(Attributes, Residuals):
 
         Rows of unequal length are padded on the left, and functions see the padding too.
 
+        Functions written for TransformerLens meet arrays instead of tensors, and hook points with axes and meanings
+        of their own: `hook_q`, `hook_k` and `hook_v` are [batch, head, seq, head_dim] here and [batch, seq, head,
+        head_dim] there; `mlp.hook_pre` and `mlp.hook_post` are what the MLP reads and gives here, neurons there (here
+        `mlp.hook_act`).
+
         Args:
             tokens: as `forward` takes them.
             fwd_hooks: pairs of a hook and a function. A hook is a name, a `HookPoint`, a glob, or a function of the
@@ -82,12 +88,14 @@ class Functions(Attributes, Residuals):
         Raises:
             HookError: a hook that the model does not have, with the nearest that it has, or a derived value.
             InterventionError: a function left something that cannot take the value's place: another shape, no floats,
-                NaN or an infinity; or scores that leave a query without a key.
-            InputError: tokens that the model cannot run on, or an unknown `return_type`.
+                NaN or an infinity; or scores that leave a query without a key; or it changed a value on which nothing
+                returned depends (an RWKV model's last state: `run_with_cache` returns it).
+            InputError: tokens that the model cannot run on, an unknown `return_type`, or neither functions nor
+                anything to return.
         """
         check_return_type(return_type)
         text = Text(self._ids(tokens), attention_mask, cache, initial_state, prompt_length)
-        found = run(self, text, hooks or HookSpec(), fwd_hooks, return_type is not None)
+        found = run(self, text, hooks or HookSpec(), fwd_hooks, return_type is not None, state=False)
         return given_as(return_type, found.output() if return_type else None, text.call(self))
 
     def run_with_cache(
@@ -124,7 +132,9 @@ class Functions(Attributes, Residuals):
         check_return_type(return_type)
         text = Text(self._ids(tokens), attention_mask, cache, initial_state, prompt_length)
         spec = self._capturing(names_filter).extend(hooks or HookSpec())
-        found = run(self, text, spec, fwd_hooks, return_type is not None)
+        if not spec.captures:
+            raise HookError("names_filter=[] keeps nothing: run_with_hooks returns logits alone")
+        found = run(self, text, spec, fwd_hooks, return_type is not None, state=True)
         return given_as(return_type, found.output() if return_type else None, text.call(self)), found
 
     def _capturing(self, names_filter: Where | Sequence[Where] | None) -> HookSpec:

@@ -11,6 +11,7 @@ from mionnx.cache import HookCache
 from mionnx.call import Call, Past, make_call
 from mionnx.feeds import feeds_of
 from mionnx.functions.hook import Hook, HookFunction, Where, register
+from mionnx.functions.idle import idle, refuse_change
 from mionnx.functions.returned import apply
 from mionnx.gates import refuse_idle
 from mionnx.hookpoint import HookPoint
@@ -45,7 +46,12 @@ class Text:
 
 
 def run(
-    model: "Runner", text: Text, spec: HookSpec, fwd_hooks: Iterable[tuple[Where, HookFunction]], logits: bool
+    model: "Runner",
+    text: Text,
+    spec: HookSpec,
+    fwd_hooks: Iterable[tuple[Where, HookFunction]],
+    logits: bool,
+    state: bool,
 ) -> HookCache:
     """Run a model with functions at hook points.
 
@@ -55,6 +61,7 @@ def run(
         spec: captures and interventions besides; the functions see what the interventions made.
         fwd_hooks: pairs of a hook and a function.
         logits: whether the model runs to its end; otherwise to the last hook point that is asked for.
+        state: whether whoever calls gets the state that an RWKV model ends with.
 
     Returns:
         logits and captures; a capture sees what the functions made.
@@ -76,21 +83,24 @@ def run(
     feeds = {**feeds_of(hooked, spec, plan, call, before), **bind.parts_of(chosen, call, hooked)}
     chain = model.variants.chain(plan, tuple(functions), call.batch * call.seq)
     hooks = {name: Hook(HookPoint.parse(name)) for name in functions}
-
-    def between(name: str, value: NDArray[Any]) -> NDArray[Any]:
-        return apply(hooked, call, hooks[name], functions[name], value)
-
     kept = [want for want in plan.wants if want in chosen]
     carries = past.outputs(hooked, False) if carried else []
+    returned = [*(["logits"] if logits else []), *(want.hook for want in kept), *(carries if state else [])]
+    unseen = idle(hooked, functions, returned)
+
+    def between(name: str, value: NDArray[Any]) -> NDArray[Any]:
+        if name not in unseen:
+            return apply(hooked, call, hooks[name], functions[name], value)
+        before = value.copy()
+        return refuse_change(name, before, apply(hooked, call, hooks[name], functions[name], value))
+
     wanted = {*(["logits"] if logits else []), *(want.fetched for want in kept), *carries}
     found = chain.run(wanted, feeds, between)
-    state = past.collect(hooked, found, call, False) if carried else (None, None)
-    return HookCache(found.get("logits"), {want.output: found[want.fetched] for want in kept}, *state)
+    after = past.collect(hooked, found, call, False) if carried else (None, None)
+    return HookCache(found.get("logits"), {want.output: found[want.fetched] for want in kept}, *after)
 
 
 def _plain(model: "Runner", text: Text, spec: HookSpec, logits: bool) -> HookCache:
-    if not (logits or spec.captures):
-        return HookCache(None, {})
     return model.forward(
         text.tokens,
         spec,

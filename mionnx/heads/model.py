@@ -7,7 +7,7 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.errors import HookError, InputError
+from mionnx.errors import HookError, InputError, InterventionError
 from mionnx.heads.repeats import KINDS, Repeats, attention_to, check_kinds, repeats
 from mionnx.heads.scores import HeadScores
 from mionnx.hookpoint import HookPoint
@@ -43,18 +43,18 @@ class Heads(Runner):
             period: tokens of a sequence.
             seed: of the sequences.
             tokens: the ids to draw from; all but special tokens if left out.
-            hooks: interventions that are in force meanwhile.
+            hooks: interventions that are in force meanwhile, in every row alike.
             progress: called as (stage, rows done, rows).
 
         Raises:
+            InterventionError: `hooks` means some of the rows, or has another value for each.
             InputError: an unknown kind, sequences too long for the model, or too few tokens to draw from.
             HookError: `hooks` captures something, or the model has no attention patterns.
         """
         chosen, made = check_kinds(kinds), self._repeats(tokens, batch, period, seed)
         points = self._patterns()
         spec = HookSpec().extend(hooks or HookSpec())
-        if spec.captures:
-            raise HookError("hooks of head_scores are interventions: it captures what it needs itself")
+        self._check(spec)
         for point in points:
             spec.capture(point, positions=made.queries)
         rows = max(1, CAPTURED // self.estimate(spec, 1, made.ids.shape[1]).total)
@@ -69,6 +69,20 @@ class Heads(Runner):
             progress("attention patterns", done, batch)
         return HeadScores(chosen, totals / batch, made.chance, period, batch, self.hooked.folder.resolve().name)
 
+    def _check(self, spec: HookSpec) -> None:
+        """Refuse what would depend on how rows are put together."""
+        if spec.captures:
+            raise HookError("hooks of head_scores are interventions: it captures what it needs itself")
+        for point, one in spec.interventions:
+            own = isinstance(one.positions, tuple) and any(isinstance(entry, tuple) for entry in one.positions)
+            rank = len(point.axes or self.hooked.axes(point))
+            each = one.value is not None and one.value.ndim == rank and len(one.value) > 1
+            if own or each or one.rows is not None:
+                raise InterventionError(
+                    f"{one.kind} at {point} says something of each row: head_scores draws its rows and runs them in "
+                    "batches, and the hooks must hold for all of them alike"
+                )
+
     def _patterns(self) -> list[HookPoint]:
         make = HookPoint.RwkvEffectiveAttn if self.hooked.metadata.recurrent else HookPoint.AttnPattern
         points = [make(layer) for layer in range(self.num_layers)]
@@ -82,7 +96,10 @@ class Heads(Runner):
         if tokens is None:
             candidates = np.setdiff1d(np.arange(self.vocab_size), special)
         else:
-            candidates = np.unique([self._known(token) for token in tokens]).astype(np.int64)
+            given = np.asarray(tokens if isinstance(tokens, str | Sequence | np.ndarray) else list(tokens))
+            if given.ndim != 1 or given.dtype.kind not in "iu":
+                raise InputError(f"tokens={tokens!r}: the ids to draw from are integers, [count]")
+            candidates = np.unique([self._known(token) for token in given]).astype(np.int64)
         made = repeats(candidates, prefix, batch, period, seed)
         limit = self.hooked.metadata.sizes.max_positions
         if limit is not None and made.ids.shape[1] > limit:

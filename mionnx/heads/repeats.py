@@ -60,8 +60,11 @@ def repeats(candidates: NDArray[np.int64], prefix: Sequence[int], batch: int, pe
         seed: of the drawing.
 
     Raises:
-        InputError: fewer candidates than tokens in a sequence, or a batch or period too small.
+        InputError: fewer candidates than tokens in a sequence, a batch or period too small, or a number that is none.
     """
+    for name, value in (("batch", batch), ("period", period), ("seed", seed)):
+        if not isinstance(value, int | np.integer) or value < 0:
+            raise InputError(f"{name}={value!r}: an integer of 0 or above is expected")
     if batch < 1 or period < 2:
         raise InputError(f"batch={batch}, period={period}: at least 1 row of sequences of 2 tokens")
     if period > len(candidates):

@@ -1,14 +1,16 @@
 """The cells of a sweep: which axes are varied, and what each cell selects of a value."""
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.hooked_model import HookedModel
-from mionnx.hookpoint import VARIANTS, HookPoint, short_names
+from mionnx.hookpoint import VARIANTS, HookPoint
 from mionnx.place import heads_axis
 from mionnx.rewrite.intervene import sequence_axis
 
@@ -83,24 +85,25 @@ def make_grid(
 
     Args:
         model: the hooked model.
-        hook: a hook point of any layer, with `*` or `{i}` for the layer, or its short name: "hook_resid_pre", "z".
+        hook: a short name, "z" or "hook_resid_pre"; a name with `{i}` for the layer, or a glob; or a hook point of one
+            layer, which is then the only one.
         over: names of axes, of `AXES`.
-        layers: all if left out.
+        layers: of those that the hook means; all of them if left out.
         seq: positions of the prompts; None if they differ in length.
 
     Raises:
-        HookError: no such hook point.
+        HookError: no such hook point, or several.
         InputError: an axis that the value does not have, twice the same one, or a layer that does not exist.
     """
-    template = _template(model, hook)
+    template, there = _meant(model, hook)
     variant = HookPoint.parse(template.format(i=0))
-    chosen = _layers(model, template, layers)
+    chosen = _layers(template, there, layers)
     axes, names = variant.axes or (), (over,) if isinstance(over, str) else tuple(over)
-    there = {"layer": True, "position": bool({"seq", "seq_q"} & {*axes}), "head": heads_axis(axes) is not None}
-    there["source"] = "seq_k" in axes
+    has = {"layer": True, "position": bool({"seq", "seq_q"} & {*axes}), "head": heads_axis(axes) is not None}
+    has["source"] = "seq_k" in axes
     for name in names:
-        if not there.get(name, False):
-            valid = [axis for axis in AXES if there[axis]]
+        if not has.get(name, False):
+            valid = [axis for axis in AXES if has[axis]]
             near = nearest(str(name), valid)
             raise InputError(f"{template} has no axis {name!r} to go over; it has {', '.join(valid)}{near}")
     if len({*names}) != len(names) or "layer" not in names:
@@ -113,32 +116,46 @@ def make_grid(
     return Grid(names, template, chosen, axes, tuple(sizes[name] for name in names))
 
 
-def _template(model: HookedModel, hook: str | HookPoint) -> str:
-    given = str(hook)
-    point = HookPoint.parse(given.replace("{i}", "0").replace("*", "0"))
-    found = [VARIANTS[point.variant][0]] if point.variant in VARIANTS else short_names().get(_short(given), [])
-    there = [template for template in found if "{i}" in template and _layers_of(model, template)]
-    if not there:
-        names = sorted({HookPoint.parse(name).short for name in model.metadata.hooks if name.startswith("blocks.")})
-        raise HookError(
-            f"this {model.metadata.family} model has no hook point {given!r} in its layers to sweep over; it has "
-            f"{', '.join(names)}{nearest(_short(given), names)}"
-        )
-    return there[0]
+def _meant(model: HookedModel, hook: str | HookPoint) -> tuple[str, list[int]]:
+    """The hook point that is meant, with `{i}` for the layer, and in which layers."""
+    names = [name for name in model.metadata.hooks if name.startswith("blocks.")]
+    given = str(hook).replace("{i}", "*")
+    short = given.removeprefix("hook_")
+    found = [name for name in names if HookPoint.parse(name).short == short]
+    for pattern in (given, f"blocks.*.{given}"):  # "mlp.hook_act" is a name without its layer
+        found = found or [name for name in names if fnmatchcase(name, pattern)]
+    points = [HookPoint.parse(name) for name in found]
+    templates = list(dict.fromkeys(VARIANTS[point.variant][0] for point in points))
+    if len(templates) > 1:
+        raise HookError(f"{str(hook)!r} means several hook points, a sweep goes over one: {', '.join(templates)}")
+    if not templates:
+        raise _unknown(model, str(hook), names)
+    return templates[0], sorted(point.layer for point in points if point.layer is not None)
 
 
-def _short(given: str) -> str:
-    return given.rpartition("hook_")[2] if "hook_" in given else given
+def _unknown(model: HookedModel, given: str, names: list[str]) -> HookError:
+    short = sorted({HookPoint.parse(name).short for name in names})
+    near = nearest(given, names) if "." in given else nearest(given.removeprefix("hook_"), short)
+    return HookError(
+        f"this {model.metadata.family} model has no hook point {given!r} in its layers to sweep over; it has "
+        f"{', '.join(short)}{near}"
+    )
 
 
-def _layers_of(model: HookedModel, template: str) -> list[int]:
-    layers = range(model.metadata.sizes.num_layers)
-    return [layer for layer in layers if template.format(i=layer) in model.metadata.hooks]
-
-
-def _layers(model: HookedModel, template: str, layers: Iterable[int] | None) -> tuple[int, ...]:
-    there = _layers_of(model, template)
-    chosen = there if layers is None else sorted({int(layer) for layer in layers})
+def _layers(template: str, there: list[int], layers: Iterable[int] | None) -> tuple[int, ...]:
+    """The layers of those meant by the hook that are asked for."""
+    if layers is None:
+        return tuple(there)
+    given = [layers] if isinstance(layers, int | np.integer) else layers
+    try:
+        chosen = sorted({operator.index(layer) for layer in given})
+    except TypeError:
+        raise InputError(f"layers={layers!r}: integers are expected, as [0, 3]") from None
     if not chosen or not {*chosen} <= {*there}:
-        raise InputError(f"layers {chosen} of {template}; it is there in the layers {there[0]} to {there[-1]}")
+        raise InputError(f"layers {chosen} of {template}; the hook given means the layers {_spelled(there)}")
     return tuple(chosen)
+
+
+def _spelled(layers: list[int]) -> str:
+    whole = layers == list(range(layers[0], layers[-1] + 1)) and len(layers) > 1
+    return f"{layers[0]} to {layers[-1]}" if whole else ", ".join(map(str, layers))

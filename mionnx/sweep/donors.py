@@ -29,10 +29,12 @@ def mean_donors(pieces: Pieces, grid: Grid, prompts: Sequence[Ids]) -> tuple[Cal
         the donors, and a mark that tells these prompts from others.
 
     Raises:
-        InputError: a value along whose last axis there are keys, which have no mean over prompts.
+        InputError: a value along whose last axis there are keys, which have no mean over prompts, or without tokens.
     """
     if "seq_k" in grid.axes:
         raise InputError(f"{grid.template}: its last axis is keys, of which different texts have others: no mean")
+    if "seq" not in grid.axes:
+        raise InputError(f"{grid.template} is [{', '.join(grid.axes)}]: it has no tokens to take the mean over")
     hooks = [grid.hook(layer) for layer in grid.layers]
     axis = sequence_axis(grid.axes)
     sums: Arrays = {}
@@ -49,8 +51,10 @@ def resampled(prompts: Sequence[Ids], reference: Sequence[Ids], seed: int) -> li
     """For each prompt another one of the same length.
 
     Raises:
-        InputError: there is none.
+        InputError: there is none, or the seed is none.
     """
+    if not isinstance(seed, int | np.integer) or seed < 0:
+        raise InputError(f"seed={seed!r}: an integer of 0 or above")
     draw = np.random.default_rng(seed)
     found = []
     for number, prompt in enumerate(prompts):

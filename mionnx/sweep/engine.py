@@ -9,6 +9,7 @@
    has no effect, exactly.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,9 @@ class Patched:
         base: the run that is patched, [1, ...].
         donors: hook point -> what is put there, broadcast to its value.
         first: the first position at which donor and base differ.
+        read: how many logits of a row the metric reads.
         rows: how many a call may have; halved when memory runs out.
+        climb: makes the way of some cells through the layers.
     """
 
     def __init__(
@@ -68,24 +71,30 @@ class Patched:
         donors: Mapping[str, NDArray[Any]],
         first: int = 0,
         shortcuts: Shortcuts | None = None,
+        read: int = 0,
     ) -> None:
         self.pieces, self.grid, self.shortcuts = pieces, grid, shortcuts or Shortcuts()
         self.base, self.donors, self.first = base, donors, first
-        self.seq = base.ids.shape[1]
+        self.seq, self.read = base.ids.shape[1], read
         self.rows = min(TOKENS, self._fitting()) if self.shortcuts.batch else 1
+        self.climb: Callable[[Patched, Cells, int], Climb] = Climb
         self._windowed = self.shortcuts.window and bool(base.known)
 
     def _fitting(self) -> int:
         """How many rows memory has room for."""
-        return max(1, memory.available() // SHARE // self.row_bytes)
+        return max(1, memory.available() // SHARE // self.row_bytes(self.seq))
 
-    @property
-    def row_bytes(self) -> int:
-        """What a row takes while a layer is computed, about: stream, neurons, scores, keys and values."""
+    def row_bytes(self, width: int) -> int:
+        """What a row takes of which so many positions are computed, about: a layer, and in the end its logits.
+
+        A layer takes the stream, neurons, scores, keys and values; the logits are 4 bytes each as the graph gives them,
+        and a metric makes four arrays of 8 of them.
+        """
         sizes, hooks = self.pieces.model.metadata.sizes, self.pieces.model.metadata.hooks
         neurons = hooks.get(str(HookPoint.MlpAct(0)), [4 * sizes.hidden_size])[-1]
-        width = 8 * sizes.hidden_size + 4 * int(neurons) + 3 * sizes.num_heads * self.seq
-        return 4 * self.seq * (width + 4 * sizes.num_kv_heads * sizes.head_dim)
+        values = 8 * sizes.hidden_size + 4 * int(neurons) + 3 * sizes.num_heads * self.seq
+        keys = 4 * self.seq * 4 * sizes.num_kv_heads * sizes.head_dim
+        return 4 * width * values + keys + self.read * (4 + 4 * 8)
 
     def alive(self) -> NDArray[np.bool_]:
         """[cells]: those that can have an effect."""
@@ -129,16 +138,14 @@ class Patched:
         Raises:
             InputError: there is too little memory for a single one.
         """
-        waiting = cells[np.argsort(self._start(cells), kind="stable")]
-        while len(waiting):
-            chunk = self._chunk(waiting)
+        for chunk, _ in self.chunks(cells):
             try:
                 found = metric(self._logits(chunk, metric))
             except (MemoryError, ModelError) as error:
                 self._fewer(len(chunk), error)
-                continue
-            done(chunk, found)
-            waiting = waiting[len(chunk) :]
+                self.run(chunk, metric, done)
+            else:
+                done(chunk, found)
 
     def _fewer(self, rows: int, error: Exception) -> None:
         """Halve the batch, if memory ran out."""
@@ -170,6 +177,16 @@ class Patched:
             yield chunk, int(self._start(chunk)[0])
             waiting = waiting[len(chunk) :]
 
+    def trial(self, cells: Cells, start: int) -> float:
+        """Seconds that a token of these cells takes in a layer, by a layer that does as much as any."""
+        times = []
+        for _ in range(2):  # the first opens the pieces
+            climb = self.climb(self, cells, start)
+            begin = time.perf_counter()
+            climb.rehearse()
+            times.append(time.perf_counter() - begin)
+        return times[-1] / (len(cells) * (self.seq - start))
+
     def work(self, cells: Cells) -> int:
         """How many tokens go through how many layers, for these cells."""
         begins = self.grid.layer_of(cells) if self.shortcuts.truncate else np.zeros(len(cells), np.int64)
@@ -182,8 +199,7 @@ class Patched:
         """[cells, vocab or what the metric needs]: the logits of patched runs."""
         start = int(self._start(cells)[0])
         order = np.argsort(self.grid.layer_of(cells), kind="stable")
-        climb = Climb(self, cells[order], start)
-        logits = climb.finish(metric)
+        logits = self.climb(self, cells[order], start).finish(metric)
         back = np.empty_like(logits)
         back[order] = logits
         return back
@@ -232,13 +248,23 @@ class Climb:
         mask &= (self.layers[: self.joined] == layer).reshape([-1, *[1] * (mask.ndim - 1)])
         return {edit: {edit.value_input: np.ascontiguousarray(donor), edit.mask_input: mask}}
 
+    def step(self, layer: int) -> None:
+        """Go through one layer."""
+        self.stream, _ = self.pieces.layer(layer, self.text(), self.stream, self.edits(layer))
+
+    def rehearse(self) -> None:
+        """One layer with all rows, for its time."""
+        layer = self.grid.layers[-1]
+        self.join(layer)
+        self.step(layer)
+
     def finish(self, metric: Metric) -> NDArray[Any]:
         """Go through all layers that are left; the logits at the last position."""
         pieces, last = self.pieces, self.pieces.layers - 1
         parted = pieces.parted if self.patched.shortcuts.last else ()
         for layer in range(int(self.begins[0]), pieces.layers if not parted else last):
             self.join(layer)
-            self.stream, _ = pieces.layer(layer, self.text(), self.stream, self.edits(layer))
+            self.step(layer)
         tokens = None if metric.needs is None else np.array(metric.needs)
         if not parted:
             logits = pieces.logits(self.text(), self.stream, last=self.patched.shortcuts.last, tokens=tokens)

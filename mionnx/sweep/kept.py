@@ -35,7 +35,7 @@ class Kept:
         values: [pairs, cells], NaN where nothing is known.
     """
 
-    def __init__(self, shape: tuple[int, int], key: str, path: Path | None) -> None:
+    def __init__(self, shape: tuple[int, int], key: str = "", path: Path | None = None) -> None:
         self.values = np.full(shape, np.nan)
         self.key, self.path, self._written = key, path, time.monotonic()
         if path is not None and path.exists():

@@ -1,6 +1,7 @@
 """What a sweep measures at every cell: a number from the logits at the position that is read."""
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ Numbers = NDArray[np.float64]
 Token = int | str
 Tokens = Token | Sequence[Token] | None
 Measure = str | Callable[..., Any]
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 NAMES = ("logit_diff", "probability", "log_probability", "kl", "rank")
 
 
@@ -119,10 +121,15 @@ class Wanted:
 
 def _function(given: Callable[..., Any], pair: int) -> Callable[[Numbers], Any]:
     try:
-        taken = [entry for entry in inspect.signature(given).parameters.values() if entry.default is entry.empty]
+        entries = inspect.signature(given).parameters.values()
     except (TypeError, ValueError):  # a builtin
         return given
-    return (lambda logits: given(logits, pair)) if len(taken) > 1 else given
+    taken = [entry for entry in entries if entry.kind in POSITIONAL and entry.default is entry.empty]
+    if len(taken) > 2:
+        raise InputError(
+            f"a metric takes the logits, and the index of the pair if it wants it, not {len(taken)} values"
+        )
+    return (lambda logits: given(logits, pair)) if len(taken) == 2 else given
 
 
 def _divergence(reference: Numbers, logits: Numbers) -> Numbers:
@@ -143,11 +150,14 @@ _OF_ANSWER: dict[str, Callable[[int], Callable[[Numbers], Numbers]]] = {
 def _token(model: "Runner", given: Tokens, pair: int, count: int, what: str, logits: NDArray[Any]) -> int:
     if given is None:
         return int(logits.argmax())
-    if not isinstance(given, int | np.integer | str):
+    if isinstance(given, Sequence | np.ndarray) and not isinstance(given, str):
         if len(given) != count:
             raise InputError(f"{what} has {len(given)} tokens for {count} prompts")
         given = given[pair]
-    token = model.token_id(given) if isinstance(given, str) else int(given)
+    try:
+        token = model.token_id(given) if isinstance(given, str) else operator.index(given)
+    except TypeError:
+        raise InputError(f"{what} {given!r}: a token is a text, or an integer") from None
     if not 0 <= token < model.vocab_size:
         raise InputError(f"{what} {token}; the vocabulary is 0 to {model.vocab_size - 1}")
     return token

@@ -8,14 +8,17 @@ For one receiver this is the path patching of Wang et al. (2022, arXiv:2211.0059
 the two frozen; several receivers see what earlier ones made of it, too.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.errors import InputError
 from mionnx.hookpoint import HookPoint
 from mionnx.place import heads_axis
 from mionnx.rewrite.plan import Edit
+from mionnx.sweep.cells import Grid
 from mionnx.sweep.engine import Cells, Climb, Patched
 from mionnx.sweep.metric import Metric
 from mionnx.sweep.pieces import Arrays
@@ -33,6 +36,23 @@ def written(variant: str, parallel: bool) -> tuple[str | None, int]:
     return ("AttnOut", 2 if parallel else 1) if variant in ATTENTION else ("MlpOut", 2)
 
 
+def reached(grid: Grid, receivers: Receivers) -> dict[int, bool]:
+    """Of each layer that sends, whether a receiver reads what it changes.
+
+    Raises:
+        InputError: none does in any layer: every cell would be without effect.
+    """
+    _, later = written(HookPoint.parse(grid.hook(0)).variant, receivers.parallel)
+    found = {layer: receivers.after(2 * layer + later) for layer in grid.layers}
+    if not any(found.values()):
+        names = ", ".join([*receivers.heads, *(["hook_final_norm"] if receivers.final else [])])
+        raise InputError(
+            f"what {grid.template} of layer {grid.layers[0]} and later changes is read by none of the receivers "
+            f"{names}: all of them come before it; give senders of earlier layers, or later receivers"
+        )
+    return found
+
+
 class PathPatched(Patched):
     """The path-patched runs of one prompt.
 
@@ -43,31 +63,29 @@ class PathPatched(Patched):
     def __init__(self, receivers: Receivers, *given: Any) -> None:
         super().__init__(*given)
         self.receivers = receivers
+        self.climb = partial(_Walk, receivers)
 
     def alive(self) -> NDArray[np.bool_]:
         """[cells]: those whose change somebody receives."""
-        found = super().alive()
-        _, later = written(HookPoint.parse(self.grid.hook(0)).variant, self.receivers.parallel)
-        layers = self.grid.layer_of(np.arange(self.grid.cells))
-        return found & np.array([self.receivers.after(2 * layer + later) for layer in layers.tolist()])
+        found, layers = reached(self.grid, self.receivers), self.grid.layer_of(np.arange(self.grid.cells))
+        return super().alive() & np.array([found[layer] for layer in layers.tolist()])
+
+    def row_bytes(self, width: int) -> int:
+        """The change and the sums with it take as much again as the stream, and receivers' inputs their own."""
+        sizes = self.pieces.model.metadata.sizes
+        received = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
+        return super().row_bytes(width) + 4 * width * (8 * sizes.hidden_size + 2 * received)
 
     def _read_at_the_end(self, hook: str) -> bool:
         return False
-
-    def _logits(self, cells: Cells, metric: Metric) -> NDArray[Any]:
-        order = np.argsort(self.grid.layer_of(cells), kind="stable")
-        logits = _Walk(self, cells[order], int(self._start(cells)[0])).finish(metric)
-        back = np.empty_like(logits)
-        back[order] = logits
-        return back
 
 
 class _Walk(Climb):
     """Some cells on their way through the layers: the stream, and the change beside it."""
 
-    def __init__(self, patched: PathPatched, cells: Cells, start: int) -> None:
+    def __init__(self, receivers: Receivers, patched: Patched, cells: Cells, start: int) -> None:
         super().__init__(patched, cells, start)
-        self.receivers = patched.receivers
+        self.receivers = receivers
         self.base = patched.base
         variant = HookPoint.parse(self.grid.hook(0)).variant
         self.through, self.later = written(variant, self.receivers.parallel)
@@ -77,11 +95,23 @@ class _Walk(Climb):
         """Go through all layers that are left; the logits at the last position."""
         for layer in range(int(self.begins[0]), self.pieces.layers):
             self.join(layer)
-            sent = self._sent(layer)
-            self._layer(layer, sent)
+            self.step(layer)
         end = self.stream[self.pieces.end] + self.change if self.receivers.final else self.stream[self.pieces.end]
         tokens = None if metric.needs is None else np.array(metric.needs)
         return self.pieces.logits(self.text(), {self.pieces.end: end}, tokens=tokens)[:, -1]
+
+    def step(self, layer: int) -> None:
+        """Go through one layer: what is sent there, and who receives it."""
+        self._layer(layer, self._sent(layer))
+
+    def rehearse(self) -> None:
+        """The layer that sends and has the most receivers, every row with a change."""
+        count = self.receivers.count
+        layer = max(reversed(self.grid.layers), key=count)
+        self.begins = np.zeros_like(self.begins)
+        self.join(layer)
+        self.change = self.change + 1
+        self.step(layer)
 
     def join(self, layer: int) -> None:
         """Let rows join; they have changed nothing yet."""

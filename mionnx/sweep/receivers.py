@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.hooked_model import HookedModel
@@ -42,6 +43,10 @@ class Receivers:
         name = str(HookPoint.MlpPre(layer))
         return [name] if name in self.heads and not self.parallel else []
 
+    def count(self, layer: int) -> int:
+        """How many hook points of a layer receive."""
+        return len(self.into_attention(layer)) + len(self.into_mlp(layer))
+
     def after(self, stage: int) -> bool:
         """Whether any of them reads at a stage or later; stage 2 l is before layer l, 2 l + 1 in its middle."""
         if self.final or stage > 2 * self.layers:
@@ -62,28 +67,46 @@ def make_receivers(model: HookedModel, given: str | HookPoint | Iterable[Receive
 
     Raises:
         HookError: a hook point that is no input of anything, or that the model does not have.
-        InputError: heads that do not exist.
+        InputError: no receivers, or heads that do not exist.
     """
     valid = [
         name for name in model.metadata.hooks if HookPoint.parse(name).variant in (*INTO_ATTENTION, INTO_MLP, FINAL)
     ]
     if model.metadata.recurrent:
         raise HookError(f"path patching needs attention heads; {model.metadata.family} has none")
-    entries = ["*"] if isinstance(given, str) and given == "all" else given
     heads: dict[str, tuple[int, ...] | None] = {}
-    for entry in [entries] if isinstance(entries, str | HookPoint) else entries:
-        point, chosen = entry if isinstance(entry, tuple) else (entry, None)
-        found = [name for name in valid if fnmatchcase(name, str(point))]
+    for point, chosen in _entries(given):
+        found = [name for name in valid if fnmatchcase(name, point)]
         if not found:
             raise HookError(
-                f"{str(point)!r} receives nothing; receivers are the inputs hook_q, hook_k, hook_v and mlp.hook_pre "
-                f"of a layer, and hook_final_norm{nearest(str(point), valid)}"
+                f"{point!r} receives nothing; receivers are the inputs hook_q, hook_k, hook_v and mlp.hook_pre "
+                f"of a layer, and hook_final_norm{nearest(point, valid)}"
             )
-        heads |= {name: _heads(model, name, chosen) for name in found}
+        for name in found:
+            heads[name] = _both(heads.get(name, ()), _heads(model, name, chosen))
     final = str(HookPoint.FinalNorm)
     parallel = str(HookPoint.ResidMid(0)) not in model.metadata.hooks
     layers = model.metadata.sizes.num_layers
     return Receivers({name: of for name, of in heads.items() if name != final}, final in heads, parallel, layers)
+
+
+def _entries(given: str | HookPoint | Iterable[Receiver]) -> list[tuple[str, Any]]:
+    """Hook points, or globs of them, and the heads chosen there."""
+    if isinstance(given, str | HookPoint):
+        return [("*" if given == "all" else str(given), None)]
+    entries = list(given) if isinstance(given, Iterable) else []
+    if not entries:
+        raise InputError(f"receivers={given!r}: nobody would read what a sender changes; give hook points, or 'all'")
+    pairs = [entry if isinstance(entry, tuple) else (entry, None) for entry in entries]
+    for pair in pairs:
+        if len(pair) != 2 or not isinstance(pair[0], str | HookPoint):
+            raise InputError(f"a receiver is a hook point, or a pair of one and its heads, got {pair!r}")
+    return [(str(point), chosen) for point, chosen in pairs]
+
+
+def _both(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The heads of two entries for one hook point; None is all of them."""
+    return None if one is None or other is None else tuple(sorted({*one, *other}))
 
 
 def _heads(model: HookedModel, name: str, chosen: int | Iterable[int] | None) -> tuple[int, ...] | None:
@@ -93,8 +116,8 @@ def _heads(model: HookedModel, name: str, chosen: int | Iterable[int] | None) ->
     axis = heads_axis(axes)
     if axis is None:
         raise InputError(f"{name} has no heads to choose from")
-    found = tuple(naturals("heads", [chosen] if isinstance(chosen, int) else chosen))
+    found = tuple(naturals("head", chosen if isinstance(chosen, Iterable) else [chosen]))
     count = int(model.axes(HookPoint.parse(name))[axis])
-    if not found or max(found) >= count:
+    if max(found) >= count:
         raise InputError(f"heads {list(found)} of {name}, which has {count} (0 to {count - 1})")
     return found

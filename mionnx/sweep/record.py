@@ -28,6 +28,12 @@ class Record:
     known: Arrays = field(default_factory=dict)
     logits: NDArray[Any] = field(default_factory=lambda: np.empty(0))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept."""
+        found: list[Arrays] = [*self.streams.values(), self.values, self.known, {"logits": self.logits}]
+        return sum(array.nbytes for arrays in found for array in arrays.values())
+
     def row(self, index: int) -> "Record":
         """One of the rows, [1, ...]."""
 

@@ -17,9 +17,10 @@ from mionnx.progress import Progress, silent
 from mionnx.sweep.cells import Grid
 from mionnx.sweep.engine import Patched, Shortcuts
 from mionnx.sweep.kept import Kept, key_of
+from mionnx.sweep.mark import mark_of
 from mionnx.sweep.metric import Metric, Wanted
 from mionnx.sweep.path import PathPatched, written
-from mionnx.sweep.pieces import Pieces, Text
+from mionnx.sweep.pieces import Pieces
 from mionnx.sweep.receivers import Receivers
 from mionnx.sweep.record import Record, record
 from mionnx.sweep.result import SweepResult
@@ -55,10 +56,11 @@ class SweepEstimate:
 
     Attributes:
         cells: how many numbers it gives, over all prompts.
-        computed: those of them that can differ from the run without a patch, by the first prompt.
+        computed: those of them that can differ from the run without a patch, by the first prompt, and are not kept in
+            a file already.
         calls: batches.
         seconds: by the speed of a small trial.
-        memory: bytes of the largest batch.
+        memory: bytes of the largest batch, and of the runs that it starts from.
     """
 
     cells: int
@@ -115,7 +117,10 @@ class Sweep:
         model, pieces: the model, and its pieces.
         prompts: what it runs on; texts end at the position that is read.
         setting: what it measures.
+        file: keeps what is done, and is gone on from if it is there already; None for neither.
     """
+
+    file: Path | None = None
 
     def __init__(self, model: "Runner", pieces: Pieces, prompts: Sequence[Prompt], setting: Setting) -> None:
         self.model, self.pieces, self.prompts, self.setting = model, pieces, list(prompts), setting
@@ -125,63 +130,55 @@ class Sweep:
 
     @property
     def key(self) -> str:
-        """The hash of everything that the values depend on."""
+        """The hash of everything that the values depend on.
+
+        Raises:
+            InputError: a metric that cannot be told from others.
+        """
         setting, metadata = self.setting, self.model.hooked.metadata
-        measure = setting.wanted.measure
-        code = getattr(measure, "__code__", None)
         return key_of(
             {
                 "mionnx": version("mionnx"),
                 "model": [metadata.family, metadata.dtype, metadata.weights_sha256],
                 "prompts": [[prompt.base.tolist(), _listed(prompt.other)] for prompt in self.prompts],
                 "cells": [setting.grid.template, setting.grid.over, setting.grid.layers, setting.grid.sizes],
-                "metric": [setting.wanted.name, code and code.co_code.hex(), repr(code and code.co_consts)],
-                "tokens": [repr(setting.wanted.answer), repr(setting.wanted.versus)],
+                "metric": [setting.wanted.name, mark_of(setting.wanted.measure)],
+                "tokens": mark_of([setting.wanted.answer, setting.wanted.versus]),
                 "how": [setting.direction, setting.kind, repr(setting.receivers)],
             }
         )
 
     def estimate(self) -> SweepEstimate:
         """What the sweep will take, by its first prompt and a trial of one layer."""
-        patched, _, _ = self._first
-        cells = np.flatnonzero(patched.alive())
-        calls = list(patched.chunks(cells))
-        widest = max(((len(chunk), self._width(start)) for chunk, start in calls), default=(1, 1), key=np.prod)
-        count = len(self.prompts)
-        seconds = self._trial(patched, *widest) * patched.work(cells) * count
-        memory = widest[0] * patched.row_bytes * widest[1] // patched.seq
-        return SweepEstimate(self.setting.grid.cells * count, len(cells) * count, len(calls) * count, seconds, memory)
+        patched, kept, count = self._first[0], self._kept(), len(self.prompts)
+        alive = np.flatnonzero(patched.alive())
+        todo = [np.intersect1d(alive, kept.missing(pair)) for pair in range(count)]
+        calls = [list(patched.chunks(cells)) for cells in todo]
+        made = max(
+            (call for of in calls for call in of), key=lambda call: len(call[0]) * (patched.seq - call[1]), default=None
+        )
+        seconds = patched.trial(*made) * sum(map(patched.work, todo)) if made else 0.0
+        largest = len(made[0]) * patched.row_bytes(patched.seq - made[1]) if made else 0
+        records = patched.base.nbytes * (1 if self.prompts[0].other is None else 2)
+        computed, batches = sum(map(len, todo)), sum(map(len, calls))
+        return SweepEstimate(self.setting.grid.cells * count, computed, batches, seconds, largest + records)
 
-    def _width(self, start: int) -> int:
-        return len(self.prompts[0].base) - start
+    def _kept(self) -> Kept:
+        """What is done already."""
+        shape = (len(self.prompts), self.setting.grid.cells)
+        return Kept(shape) if self.file is None else Kept(shape, self.key, self.file)
 
-    def _trial(self, patched: Patched, rows: int, width: int) -> float:
-        """Seconds that a token takes in a layer."""
-        layer = self.setting.grid.layers[-1]
-        text = Text(np.repeat(patched.base.ids, rows, axis=0)[:, :width])
-        stream = {
-            name: np.repeat(value, rows, axis=0)[:, :width] for name, value in patched.base.streams[layer].items()
-        }
-        times = []
-        for _ in range(2):  # the first opens the piece
-            begin = time.perf_counter()
-            self.pieces.layer(layer, text, stream)
-            times.append(time.perf_counter() - begin)
-        return times[-1] / (rows * width)
-
-    def run(self, progress: Progress = silent, resume: str | Path | None = None) -> SweepResult:
+    def run(self, progress: Progress = silent) -> SweepResult:
         """Compute all cells.
 
         Args:
             progress: told of the cells that are done.
-            resume: a file to keep what is done in, and to go on from if it is there already.
 
         Raises:
             InputError: a file of another sweep; a metric that gives no numbers; too little memory for one cell.
         """
         begin, grid, total = time.perf_counter(), self.setting.grid, self.setting.grid.cells * len(self.prompts)
-        kept = Kept((len(self.prompts), grid.cells), self.key, None if resume is None else Path(resume))
-        bases = np.empty((2, len(self.prompts)))
+        kept, bases = self._kept(), np.empty((2, len(self.prompts)))
         idle = 0
         try:
             for pair in range(len(self.prompts)):
@@ -204,9 +201,11 @@ class Sweep:
     def _result(self, by_pair: NDArray[np.float64], bases: NDArray[np.float64], cost: dict[str, float]) -> SweepResult:
         setting = self.setting
         base, other = bases.mean(axis=1).tolist()
+        moved = (by_pair - bases[0].reshape([-1, *[1] * len(setting.grid.sizes)])).any(axis=0)
+        values = np.where(moved, by_pair.mean(axis=0), base)  # the two means may add up in different orders
         clean, corrupted = (other, base) if setting.direction == "denoising" else (base, other)
         return SweepResult(
-            by_pair.mean(axis=0),
+            values,
             by_pair,
             setting.grid.over,
             setting.labels,
@@ -237,7 +236,7 @@ class Sweep:
         metric = setting.wanted.bind(self.model, pair, len(self.prompts), clean.logits[0], second)
         read = made.logits if metric.needs is None else made.logits[:, list(metric.needs)]
         values = metric(read)
-        runs = (self.pieces, grid, base, donors, prompt.first, setting.shortcuts)
+        runs = (self.pieces, grid, base, donors, prompt.first, setting.shortcuts, read.shape[1])
         patched = Patched(*runs) if setting.receivers is None else PathPatched(setting.receivers, *runs)
         return patched, metric, (float(values[0]), float(values[-1]))
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.call import make_call
+from mionnx.entries import SWEEPS
 from mionnx.errors import InputError, nearest
 from mionnx.hookpoint import HookPoint
 from mionnx.progress import Progress, bars
@@ -20,6 +21,7 @@ from mionnx.sweep.cells import Grid, make_grid
 from mionnx.sweep.donors import Ids, mean_donors, resampled, zero_donors
 from mionnx.sweep.engine import Shortcuts
 from mionnx.sweep.metric import Measure, Tokens, Wanted
+from mionnx.sweep.path import reached
 from mionnx.sweep.pieces import Pieces
 from mionnx.sweep.receivers import Receiver, Receivers, make_receivers
 from mionnx.sweep.result import SweepResult
@@ -58,7 +60,8 @@ class Sweeps(Runner):
 
         Args:
             clean, corrupted: prompts, one or as many of each; the two of a pair have the same number of tokens.
-            hook: a hook point of any layer, with `*` or `{i}` for the layer, or its short name ("z", "hook_resid_mid").
+            hook: the short name of a hook point ("z", "hook_resid_mid"), in all layers; its name with `{i}` for the
+                layer; or a `HookPoint`, name or glob ("blocks.[12].attn.hook_z"), in the layers that these mean.
             over: the axes of the result: "layer", "position", "head", "source" (keys, of patterns and scores). What is
                 not among them is patched as a whole: over layer and head, a head at all positions.
             metric: "logit_diff" (of answer and versus), "probability", "log_probability", "rank" (0 is the likeliest)
@@ -68,11 +71,11 @@ class Sweeps(Runner):
                 token of the clean prompt, and of the corrupted one.
             direction: "denoising" puts clean values into the corrupted run, "noising" corrupted ones into the clean
                 run.
-            layers: all if left out.
+            layers: of those that the hook means; all of them if left out.
             at: the position whose logits are read; cells behind it have no effect.
             resume: a file that keeps what is done, and from which a sweep that was interrupted goes on; True for one in
-                the store, which goes when the sweep is done. A metric that is a function is recognised by its name and
-                code.
+                the store, which goes when the sweep is done or fails. A metric that is a function is recognised by its
+                code and what that reads; see `mionnx.sweep.mark`.
             before: is given the sweep before it starts: its `estimate()` says what it will take.
             progress: told of what is done; bars on the terminal if left out.
             shortcuts: see `mionnx.sweep.engine`; all of them if left out.
@@ -112,12 +115,14 @@ class Sweeps(Runner):
             clean, corrupted, over, metric, answer, versus, direction, layers, at, resume, before, progress: see
                 `patch_sweep`.
             receivers: the inputs `hook_q`, `hook_k`, `hook_v` or `mlp.hook_pre` of a layer, or `hook_final_norm`, globs
-                allowed; with heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; or "all".
+                allowed; with heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; or "all". Named twice, a hook point
+                receives with the heads of both.
             sender: the hook point that is patched, cell by cell.
 
         Raises:
             HookError: no such hook point, or one that receives nothing; a recurrent model.
-            InputError: prompts, axes, tokens, heads or a metric that do not fit.
+            InputError: prompts, axes, tokens, heads or a metric that do not fit; receivers that all come before the
+                senders.
         """
         chosen = make_receivers(self.hooked, receivers)
         sweep = self._pairs(
@@ -142,6 +147,8 @@ class Sweeps(Runner):
         good, bad = self._rows(clean), self._rows(corrupted)
         _refuse_unlike(good, bad)
         grid = self._grid(*cells, good)
+        if receivers is not None:
+            reached(grid, receivers)
         bases, others = (bad, good) if direction == "denoising" else (good, bad)
         ends = [_until(at, row) for row in good]
         prompts = [Prompt(one[:end], other[:end]) for one, other, end in zip(bases, others, ends, strict=True)]
@@ -170,7 +177,7 @@ class Sweeps(Runner):
         *,
         kind: str = "zero",
         reference: Given | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         answer: Tokens = None,
         versus: Tokens = None,
         layers: Iterable[int] | None = None,
@@ -189,7 +196,7 @@ class Sweeps(Runner):
             kind: "zero"; "mean", over all tokens of the reference prompts, for each head and feature; or "resample",
                 the value in a reference prompt of the same length, drawn for each prompt, not the prompt itself.
             reference: prompts for "mean" and "resample"; the prompts themselves if left out.
-            seed: of the draw.
+            seed: of the draw of "resample"; 0 if left out.
 
         Raises:
             HookError: no such hook point.
@@ -199,6 +206,8 @@ class Sweeps(Runner):
             raise InputError(f"ablation {kind!r}; one of {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
         if kind == "zero" and reference is not None:
             raise InputError("a zero ablation has no use for reference prompts")
+        if kind != "resample" and seed is not None:
+            raise InputError(f"a {kind} ablation draws nothing: seed={seed!r} would have no effect")
         rows = self._rows(prompts)
         others = rows if reference is None else self._rows(reference)
         grid, wanted = self._grid(hook, over, layers, rows), Wanted(metric, answer, versus)
@@ -213,9 +222,9 @@ class Sweeps(Runner):
             donors, mark = mean_donors(self._sweep_pieces, grid, others)
             setting = replace(setting, donors=donors, kind=f"mean {mark}")
         if kind == "resample":
-            drawn = resampled(rows, others, seed)
+            drawn = resampled(rows, others, seed or 0)
             found = [Prompt(row[:end], other[:end]) for row, other, end in zip(rows, drawn, ends, strict=True)]
-            setting = replace(setting, donors=None, kind=f"resample {seed}")
+            setting = replace(setting, donors=None, kind=f"resample {seed or 0}")
         return _run(Sweep(self, self._sweep_pieces, found, setting), progress, resume, before)
 
     @property
@@ -279,14 +288,22 @@ def _until(at: int, row: Ids) -> int:
 
 
 def _run(sweep: Sweep, progress: Progress | None, resume: str | Path | bool, before: Before | None) -> SweepResult:
+    sweep.file = path = _file(sweep, resume)
     if before is not None:
         before(sweep)
-    path = _file(sweep, resume)
-    with bars() if progress is None else nullcontext(progress) as told:
-        result = sweep.run(told, path)
-    if resume is True and path is not None:
-        path.unlink(missing_ok=True)
+    try:
+        with bars() if progress is None else nullcontext(progress) as told:
+            result = sweep.run(told)
+    except Exception:  # an interruption is none
+        _forget(path if resume is True else None)
+        raise
+    _forget(path if resume is True else None)
     return result
+
+
+def _forget(path: Path | None) -> None:
+    if path is not None:
+        path.unlink(missing_ok=True)
 
 
 def _file(sweep: Sweep, resume: str | Path | bool) -> Path | None:
@@ -295,5 +312,5 @@ def _file(sweep: Sweep, resume: str | Path | bool) -> Path | None:
         return Path(resume)
     if not resume:
         return None
-    make_folder(cache_folder() / "sweeps")
-    return cache_folder() / "sweeps" / f"{sweep.key[:32]}.safetensors"
+    make_folder(cache_folder() / SWEEPS)
+    return cache_folder() / SWEEPS / f"{sweep.key[:32]}.safetensors"
