@@ -17,6 +17,10 @@ from mionnx.progress import bars
 from mionnx.steering import Directions, DoseResponse
 
 Many = list[str] | None
+LAYER = (
+    "Where to steer; if left out, the layer whose direction holds most of what the pairs differ in, and the middle one "
+    "of fewer than two pairs or of --gguf."
+)
 
 
 def steer(
@@ -28,7 +32,7 @@ def steer(
     load: Annotated[Path | None, typer.Option(metavar="FILE", help="Directions saved earlier instead.")] = None,
     hook: Annotated[str, typer.Option(help="The kind of hook point: resid_post, mlp_out, ...")] = "resid_post",
     method: Annotated[str, typer.Option(help="mean_difference or pca.")] = "mean_difference",
-    layer: Annotated[int | None, typer.Option(help="Where to steer; the layer that explains most if left out.")] = None,
+    layer: Annotated[int | None, typer.Option(help=LAYER)] = None,
     strengths: Annotated[str, typer.Option(help="Factors of the direction.")] = "0,0.25,0.5,0.75,1,1.5,2",
     positions: Annotated[str | None, typer.Option(help="Steer these tokens only, such as -1 or 0,1.")] = None,
     target: Annotated[str | None, typer.Option(help="The token to follow; the strongest answer if left out.")] = None,
@@ -100,6 +104,7 @@ def _tables(found: DoseResponse) -> Group:
 def _table(found: DoseResponse, i: int) -> Table:
     target = repr(found.names[int(found.targets[i])])
     flip = f"from strength {found.flips[i]:.4g}" if np.isfinite(found.flips[i]) else "at none of these strengths"
+    flip = "without steering already" if found.baseline[i] == found.targets[i] else flip
     columns = ["strength", "of the stream", "likeliest token", "probability", escape(f"P({target})"), "KL (nats)"]
     title, caption = (escape(text) for text in (f"{found.prompts[i]!r}, steered at {found.hook}", f"{target} {flip}"))
     table = Table(*(Column(name, justify="right") for name in columns), title=title, caption=caption)

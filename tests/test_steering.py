@@ -1,12 +1,15 @@
 """Directions from contrasting prompts, and what they do: equal to transformers with hooks of its own."""
 
 import json
+import re
+import shlex
 import sys
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from conftest import REPOSITORY
 from rich.console import Console
 from scipy.special import log_softmax
 from transformers import AutoModelForCausalLM
@@ -26,6 +29,8 @@ from mionnx import (
 )
 from mionnx.cli import app
 from mionnx.steering import demo
+from mionnx.steering.dose import brackets
+from mionnx.steering.verbs import _Trial
 
 FRAMES = (
     "The capital of {} is",
@@ -175,6 +180,67 @@ def test_negative_strengths_flip_on_their_side(model, directions):
     up = model.dose_response(PROMPT, directions[2], [0.5, 1], target="Berlin", positions=-1, bisect=1e-2)
     down = model.dose_response(PROMPT, turned, [-0.5, -1], target="Berlin", positions=-1, bisect=1e-2)
     assert down.flips[0] == -up.flips[0]
+
+
+def test_a_target_that_is_the_answer_already_is_never_flipped_to(model, directions):
+    found = model.dose_response([PROMPT, POSITIVE[0]], directions[2], [-1, 0.5, 1], target="Berlin", positions=-1)
+    assert [found.names[int(token)] for token in found.baseline] == ["Paris", "Berlin"]
+    assert found.flips[0] == 1.0
+    assert np.isnan(found.flips[1])
+    unmoved = model.dose_response(PROMPT, directions[0], [0.25, 0.5], positions=-1, bisect=1e-2)
+    assert unmoved.targets == unmoved.baseline
+    assert np.isnan(unmoved.flips).all()
+
+
+@pytest.mark.parametrize("bisect", [None, 1e-2])
+def test_flips_are_looked_for_on_both_sides(model, directions, bisect):
+    ask = {"target": "Paris", "positions": -1, "bisect": bisect}
+    alone = model.dose_response(POSITIVE[0], directions[2], [-2, -1, 0], **ask).flips[0]
+    assert -1 <= alone < 0
+    assert model.dose_response(POSITIVE[0], directions[2], [-2, -1, 0, 0.1], **ask).flips[0] == alone
+    turned = Direction(directions[2].hook, -directions[2].vector)
+    assert model.dose_response(POSITIVE[0], turned, [-0.1, 0, 1, 2], **ask).flips[0] == -alone
+
+
+def test_of_two_flips_the_one_nearest_0_is_given():
+    strengths, hit = np.array([-2.0, -1.0, 0.5, 3.0]), np.array([[True, True, False, True], [False, False, True, True]])
+    found = [*brackets(strengths, hit)]
+    assert found == [(0, 0.5, 3.0), (1, 0.0, 0.5), (0, 0.0, -1.0)]
+    trial = _Trial.__new__(_Trial)
+    trial.texts = [None, None]
+    assert trial.flips(found, np.zeros(2, int), None).tolist() == [-1.0, 0.5]
+
+
+def test_one_pair_steers_in_the_middle_layer(model, directions):
+    one = model.contrast(POSITIVE[3], NEGATIVE[3])
+    assert np.allclose(one.separation.explained, 1)
+    assert one.best_layer == 2
+    assert one.only([1, 2, 3]).best_layer == 2
+    assert directions.best_layer == int(np.argmax(directions.separation.explained))
+
+
+def test_the_command_in_the_readme_steers(monkeypatch, tmp_path):
+    monkeypatch.chdir(REPOSITORY)
+    (line,) = re.findall(r"^mionnx (steer models/.*)$", (REPOSITORY / "README.md").read_text(), re.M)
+    asked = [str(tmp_path / part) if part.endswith(".html") else part for part in shlex.split(line)]
+    made = CliRunner().invoke(app, [*asked, "--json"])
+    assert made.exit_code == 0, made.output
+    (found,) = json.loads(made.stdout)["prompts"]
+    assert (found["baseline"], found["target"]) == ("Paris", "Berlin")
+    assert 0 < found["flip"] < 1
+    assert len([*tmp_path.iterdir()]) == 1
+
+
+def test_a_target_that_is_not_in_the_vocabulary_is_refused(model, directions):
+    for target in ("Atlantisxyz", ["Atlantisxyz"]):
+        with pytest.raises(InputError, match=r"'Atlantisxyz' is not in the vocabulary.*<unk>"):
+            model.dose_response(PROMPT, directions[2], [1], target=target)
+    with pytest.raises(InputError, match="Atlantisxyz"):
+        model.token_id("Atlantisxyz")
+    with pytest.raises(InputError, match="Atlantisxyz"):
+        model.ablation_sweep(PROMPT, metric="probability", answer="Atlantisxyz")
+    assert model.token_id(" Paris ") == model.token_id("Paris")
+    assert model.tokenizer.decode([model.token_id("<unk>")], skip_special_tokens=False) == "<unk>"
 
 
 def test_steering_generates_the_other_capital(model, directions):

@@ -54,7 +54,8 @@ def show(model: "MIModel", console: Console, folder: Path | None = None) -> None
         shown = f"{found.probabilities[0, n]:.3f}", f"{found.kl[0, n]:.3f}"
         table.add_row(f"{strength:g}", f"{100 * found.share * strength:.0f} %", repr(found.top()[n]), *shown)
     console.print(table)
-    console.print(f"The answer flips at strength {found.flips[0]:.3f}.")
+    flip = found.flips[0]
+    console.print(f"The answer flips at {f'strength {flip:.3f}' if np.isfinite(flip) else 'none of these strengths'}.")
     _ablate(model, console, directions.ablation_spec())
     if folder is not None:
         for name, result in (("directions", directions), ("dose", found)):

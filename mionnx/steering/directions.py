@@ -104,8 +104,11 @@ class Directions(Shown):
 
     @property
     def best_layer(self) -> int:
-        """The layer whose direction holds most of what the pairs differ in; of unknown pairs, the middle layer."""
-        if self.separation is None:
+        """The layer whose direction holds most of what the pairs differ in; of fewer than two pairs, the middle layer.
+
+        One pair differs in nothing but its own direction, in every layer: that tells no layer from another.
+        """
+        if self.separation is None or self.pairs < 2:
             return self.layers[len(self.layers) // 2]
         return self.layers[int(self.separation.explained.argmax())]
 

@@ -19,7 +19,7 @@ from mionnx.steering.calibration import SteeringCalibration
 from mionnx.steering.contrast import directions as directions_of
 from mionnx.steering.contrast import separation
 from mionnx.steering.directions import STREAM, Direction, Directions, template_of
-from mionnx.steering.dose import Answers, DoseResponse, brackets, outward
+from mionnx.steering.dose import Answers, Bracket, DoseResponse, brackets
 from mionnx.tokens import Tokens
 
 ROWS = 32  # of one call
@@ -136,10 +136,10 @@ class Steering(Runner):
             direction: what is added, `directions[layer]`.
             strengths: factors of it; 1 adds it as it is.
             target: the token whose probability is followed, as an id or as a text that is one token; one, or one for
-                each prompt. If left out, what the strongest steering answers.
+                each prompt. If left out, what the strength farthest from 0 answers.
             positions: of the tokens that are steered; all if left out. A list for each prompt may be given.
             bisect: look for the strength at which the answer becomes the target more closely than at the strengths
-                given, to within this.
+                given, to within this, on both sides of 0.
             progress: called as (stage, done, total).
 
         Raises:
@@ -151,17 +151,16 @@ class Steering(Runner):
         if bisect is not None and not bisect >= finest:
             raise InputError(f"bisect={bisect!r}: strengths are float32, and tell {finest:.1g} apart at best")
         trial = _Trial(self, [self.tokenize(text) for text in texts], direction, positions, progress)
-        order = outward(doses)
-        strongest = float(doses[order[-1]] if len(order) else doses[-1])
+        strongest = max(doses.tolist(), key=lambda dose: (abs(dose), dose))
         targets = self._targets(target, len(texts))
         if targets is None:
             targets = np.array(
                 [logits.argmax() for logits in trial.logits([(i, strongest) for i in range(len(texts))])]
             )
         answers = trial.answers(doses, targets)
-        hit = answers.top == targets[:, None]
-        flips = trial.flips(dict(_pairs(doses, hit)), targets, bisect)
         baseline = trial.baseline.argmax(axis=1)
+        hit = (answers.top == targets[:, None]) & (baseline != targets)[:, None]
+        flips = trial.flips([*brackets(doses, hit)], targets, bisect)
         tokens = sorted({*targets.tolist(), *baseline.tolist(), *answers.top.ravel().tolist()})
         names = {token: self.tokenizer.decode([token], skip_special_tokens=False) for token in tokens}
         share = direction.norm / float(self._vector_norms(trial.texts, [direction.hook], positions)[0])
@@ -225,26 +224,26 @@ class _Trial:
         kl = AblationResult(self.baseline[prompt], logits).kl_divergence()
         return kl, float(np.exp(chances[target])), top, float(np.exp(chances[top]))
 
-    def flips(
-        self, found: dict[int, tuple[float, float]], targets: NDArray[np.int64], bisect: float | None
-    ) -> NDArray[np.float64]:
-        """[prompts]: the strength from which the answer is the target, looked for in each prompt's bracket."""
-        while wide := [i for i, (low, high) in found.items() if bisect is not None and abs(high - low) > bisect]:
-            cuts = {i: np.linspace(*found[i], CUTS + 2) for i in wide}
-            rows = [(i, float(cut)) for i in wide for cut in cuts[i][1:-1]]
-            hits = {
-                row: logits.argmax() == targets[row[0]] for row, logits in zip(rows, self.logits(rows), strict=True)
-            }
-            for i in wide:
-                inside = [hits[i, float(cut)] for cut in cuts[i][1:-1]]
-                first = inside.index(True) if True in inside else CUTS
-                found[i] = float(cuts[i][first]), float(cuts[i][first + 1])
-        return np.array([found[i][1] if i in found else np.nan for i in range(len(self.texts))])
+    def flips(self, found: list[Bracket], targets: NDArray[np.int64], bisect: float | None) -> NDArray[np.float64]:
+        """[prompts]: the strength from which the answer is the target, of those in a prompt's brackets nearest 0."""
+        while bisect is not None and any(abs(high - low) > bisect for _, low, high in found):
+            found = self._narrower(found, targets, bisect)
+        flips = np.full(len(self.texts), np.nan)
+        for prompt, _, high in found:
+            if not abs(flips[prompt]) <= abs(high):
+                flips[prompt] = high
+        return flips
 
-
-def _pairs(doses: NDArray[np.float64], hit: NDArray[np.bool_]) -> Iterator[tuple[int, tuple[float, float]]]:
-    for prompt, low, high in brackets(doses, hit):
-        yield prompt, (low, high)
+    def _narrower(self, found: list[Bracket], targets: NDArray[np.int64], bisect: float) -> list[Bracket]:
+        wide = [one for one in found if abs(one[2] - one[1]) > bisect]
+        cuts = [np.linspace(low, high, CUTS + 2).tolist() for _, low, high in wide]
+        rows = [(one[0], cut) for one, inner in zip(wide, cuts, strict=True) for cut in inner[1:-1]]
+        hits = [logits.argmax() == targets[row[0]] for row, logits in zip(rows, self.logits(rows), strict=True)]
+        narrow = [one for one in found if one not in wide]
+        for n, (one, inner) in enumerate(zip(wide, cuts, strict=True)):
+            first = [*hits[n * CUTS : (n + 1) * CUTS], True].index(True)
+            narrow.append((one[0], inner[first], inner[first + 1]))
+        return narrow
 
 
 def _refuse_unbounded(logits: NDArray[Any], strengths: NDArray[Any]) -> None:
