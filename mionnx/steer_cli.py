@@ -15,6 +15,7 @@ from mionnx.model import MIModel
 from mionnx.options import Html, Json, Model, Png, Provider, deliver
 from mionnx.progress import bars
 from mionnx.steering import Directions, DoseResponse
+from mionnx.steering.directions import STREAM
 
 Many = list[str] | None
 LAYER = (
@@ -30,8 +31,10 @@ def steer(
     negative: Annotated[Many, typer.Option(help="... the n-th of these, of the kind to steer away from.")] = None,
     gguf: Annotated[Path | None, typer.Option(metavar="FILE", help="A control vector of llama.cpp instead.")] = None,
     load: Annotated[Path | None, typer.Option(metavar="FILE", help="Directions saved earlier instead.")] = None,
-    hook: Annotated[str, typer.Option(help="The kind of hook point: resid_post, mlp_out, ...")] = "resid_post",
-    method: Annotated[str, typer.Option(help="mean_difference or pca.")] = "mean_difference",
+    hook: Annotated[
+        str | None, typer.Option(help=f"The kind of hook point: mlp_out, ...; {STREAM} if left out.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="pca, or mean_difference, which it is if left out.")] = None,
     layer: Annotated[int | None, typer.Option(help=LAYER)] = None,
     strengths: Annotated[str, typer.Option(help="Factors of the direction.")] = "0,0.25,0.5,0.75,1,1.5,2",
     positions: Annotated[str | None, typer.Option(help="Steer these tokens only, such as -1 or 0,1.")] = None,
@@ -58,11 +61,15 @@ def steer(
         negative is None
     ):
         raise typer.BadParameter("give --positive and --negative, or --gguf, or --load")
+    if positive is None and (hook, method) != (None, None):
+        raise typer.BadParameter("--hook and --method say how directions are made of --positive and --negative")
     doses, at = _numbers("strengths", strengths, float), _positions(positions)
     opened = MIModel.from_pretrained(model, provider=provider)
     with bars() as progress:
         if positive is not None and negative is not None:
-            directions = opened.contrast(positive, negative, hook, method=method, progress=progress)
+            directions = opened.contrast(
+                positive, negative, hook or STREAM, method=method or "mean_difference", progress=progress
+            )
         else:
             directions = Directions.from_gguf(gguf) if gguf is not None else Directions.load(str(load))
         where = directions.best_layer if layer is None else layer

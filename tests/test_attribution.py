@@ -221,6 +221,15 @@ def test_interventions_are_in_force(world):
     assert found.total == pytest.approx(world.forward(PROMPT, spec).output()[0, -1, world.token_id("Paris")], abs=1e-4)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+@pytest.mark.parametrize("point", [HookPoint.FinalNorm, HookPoint.Logits])
+def test_interventions_behind_the_stream_are_refused(models, family, point):
+    """Under a soft cap nothing else would notice them: the sum is compared with what the norm's input gives."""
+    for change in (Intervention.Scale(2), Intervention.Zero(positions=0)):
+        with pytest.raises(InputError, match=rf"{point} comes behind the stream"):
+            models(family).attribute(IDS, 5, 11, hooks=HookSpec().intervene(point, change))
+
+
 @pytest.mark.parametrize(
     ("ask", "error", "message"),
     [

@@ -279,6 +279,27 @@ def test_calibration_measures_the_stream(model, reference, directions):
     assert np.isclose(everywhere.stream_norms[1], lengths.mean(), rtol=1e-5)
     with pytest.raises(HookError, match="0, 1, 2, 3"):
         found.share(9, 1)
+    assert (model.calibrate(directions, NEGATIVE, "prompt").stream_norms == everywhere.stream_norms).all()
+    both = model.calibrate(directions, NEGATIVE[:1], [0, -1])
+    ends = [np.linalg.norm(cache[0]["resid_post", 1][0, at]) for at in (0, -1)]
+    assert np.isclose(both.stream_norms[1], np.mean(ends), rtol=1e-5)
+
+
+@pytest.mark.parametrize("positions", ["generated", "the last", 0.5, [[0], [1]], ["prompt"]])
+def test_calibration_takes_no_other_positions(model, directions, positions):
+    with pytest.raises(InputError, match="positions are integers"):
+        model.calibrate(directions, NEGATIVE[:2], positions)
+
+
+def test_calibration_at_a_token_that_is_not_there_is_an_error(model, directions):
+    with pytest.raises(InterventionError, match=r"position 50"):
+        model.calibrate(directions, NEGATIVE, 50)
+
+
+@pytest.mark.parametrize("hook", ["post", "hook_post", "mlp.hook_post", "blocks.{i}.mlp.hook_post"])
+def test_kinds_of_hook_points_are_spelled_in_four_ways(model, hook):
+    found = model.contrast(POSITIVE[:2], NEGATIVE[:2], hook, layers=[2])
+    assert (found.hook, found.point(2)) == ("post", "blocks.2.mlp.hook_post")
 
 
 def test_directions_are_saved_and_read(directions, tmp_path):
@@ -306,6 +327,11 @@ def test_what_cannot_steer_is_refused(model, directions):
         model.contrast(POSITIVE, NEGATIVE, "resid_pots")
     with pytest.raises(HookError, match="one vector a token"):
         model.contrast(POSITIVE, NEGATIVE, "hook_pattern")
+    with pytest.raises(HookError, match=r"one layer.*layers=\[3\]"):
+        model.contrast(POSITIVE, NEGATIVE, "blocks.3.hook_resid_post")
+    for wrong in ("blocks.3.mlp.nonsense_hook_resid_post", "nonsense_hook_resid_post", "mlp.hook_resid_post", "embed"):
+        with pytest.raises(HookError):
+            model.contrast(POSITIVE, NEGATIVE, wrong)
     with pytest.raises(HookError):
         model.contrast(POSITIVE, NEGATIVE, layers=[7])
     with pytest.raises(HookError, match="no direction for layer 9"):
@@ -388,6 +414,25 @@ def test_the_command_line(tmp_path):
     assert again.exit_code == 0
     assert "'Berlin'" in again.stdout
     assert CliRunner().invoke(app, ["steer", "models/world-llama", "--prompt", PROMPT]).exit_code == 2
+
+
+def test_the_command_line_writes_and_reads_control_vectors(tmp_path):
+    pytest.importorskip("gguf")
+    made = ["steer", "models/world-llama", "--prompt", PROMPT, "--json"]
+    file = tmp_path / "vector.gguf"
+    pair = ["--positive", POSITIVE[0], "--negative", NEGATIVE[0], "--hook", "resid_post", "--method", "pca"]
+    wrote = CliRunner().invoke(app, [*made, *pair, "--save", str(file)])
+    assert wrote.exit_code == 0, wrote.output
+    assert "has no layer 0" in wrote.stderr
+    assert Directions.from_gguf(file).layers == (1, 2, 3)
+    read = CliRunner().invoke(app, [*made, "--gguf", str(file)])
+    assert read.exit_code == 0, read.output
+    assert json.loads(read.stdout) == json.loads(wrote.stdout)
+    for option in (["--hook", "resid_post"], ["--method", "pca"]):
+        for source in ("--gguf", "--load"):
+            refused = CliRunner().invoke(app, [*made, source, str(file), *option])
+            assert refused.exit_code == 2
+            assert "--hook and --method" in " ".join(refused.output.split())
 
 
 def test_the_demo_says_what_happened(model, tmp_path):

@@ -37,7 +37,7 @@ class Steering(Runner):
         self,
         positive: Texts,
         negative: Texts,
-        hook: str | HookPoint = STREAM,
+        hook: str = STREAM,
         *,
         layers: Sequence[int] | None = None,
         positions: int | Sequence[int] = -1,
@@ -91,29 +91,33 @@ class Steering(Runner):
         return np.concatenate(parts, axis=1)
 
     def calibrate(
-        self, directions: Directions, prompts: Texts, positions: int | Sequence[int] | None = None
+        self, directions: Directions, prompts: Texts, positions: int | str | Sequence[int] | None = None
     ) -> SteeringCalibration:
         """Measure how long the stream is where directions are added, over prompts.
 
         Args:
             directions: the directions.
             prompts: texts.
-            positions: the tokens that are measured; all if left out.
+            positions: the tokens that are measured, negative ones from each text's end; all if left out, or "prompt".
+
+        Raises:
+            InputError: no prompts, or positions that are neither "prompt" nor integers.
+            InterventionError: a position that a prompt does not have.
         """
         points = [directions.point(layer) for layer in directions.layers]
-        norms = self._vector_norms([self.tokenize(text) for text in _texts("prompts", prompts)], points, positions)
+        texts = [self.tokenize(text) for text in _texts("prompts", prompts)]
+        norms = self._vector_norms(texts, points, _integers(positions))
         return SteeringCalibration(directions.hook, directions.layers, norms, directions.norms.astype(np.float64))
 
     def _vector_norms(self, texts: Sequence[Tokens], points: Sequence[str], positions: Any) -> NDArray[np.float64]:
         """[points]: the mean length of the values at the chosen tokens."""
-        spec, found = HookSpec(), []
-        for point in points:
-            spec.capture(point)
+        found = []
         for row, tokens in enumerate(texts):
-            here = _of_row(positions, row, len(texts))
+            here, spec = _of_row(positions, row, len(texts)), HookSpec()
+            for point in points:
+                spec.capture(point, positions=None if isinstance(here, str) else here)
             cache = self.forward(tokens, spec, logits=False)
-            chosen = slice(None) if here is None or isinstance(here, str) else np.atleast_1d(here)
-            found.append([np.linalg.norm(cache[point][0, chosen].astype(np.float64), axis=-1) for point in points])
+            found.append([np.linalg.norm(cache[point][0].astype(np.float64), axis=-1) for point in points])
         return np.concatenate(found, axis=1).mean(axis=1)
 
     def dose_response(
@@ -255,6 +259,16 @@ def _refuse_unbounded(logits: NDArray[Any], strengths: NDArray[Any]) -> None:
 def _nested(positions: Any) -> bool:
     plain = isinstance(positions, str | int | np.integer) or positions is None
     return not plain and not all(isinstance(one, int | np.integer) for one in positions)
+
+
+def _integers(positions: Any) -> list[int] | None:
+    """The positions of every text; None for all of them."""
+    if positions is None or (isinstance(positions, str) and positions == "prompt"):
+        return None
+    given = [positions] if isinstance(positions, int | np.integer) else positions
+    if not isinstance(given, Sequence | np.ndarray) or not all(isinstance(one, int | np.integer) for one in given):
+        raise InputError(f'positions are integers, or "prompt" or None for all tokens, got {positions!r}')
+    return [int(one) for one in given]
 
 
 def _of_row(positions: Any, row: int, count: int) -> Any:
