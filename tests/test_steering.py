@@ -263,6 +263,15 @@ def test_projecting_the_country_out_of_every_layer_removes_the_answer(model, dir
     for layer in (2, 3):
         manual.intervene(f"blocks.{layer}.hook_resid_post", Intervention.ProjectOut(directions[2].vector, positions=-1))
     assert (model.forward(PROMPT, one).output() == model.forward(PROMPT, manual).output()).all()
+    everywhere = directions.only([2]).ablation_spec(layer=2, layers=range(4))
+    manual = HookSpec()
+    for layer in range(4):
+        manual.intervene(f"blocks.{layer}.hook_resid_post", Intervention.ProjectOut(directions[2].vector))
+    assert (model.forward(PROMPT, everywhere).output() == model.forward(PROMPT, manual).output()).all()
+    with pytest.raises(HookError, match="no direction for layer 0"):
+        directions.only([2]).ablation_spec(layers=[0])
+    with pytest.raises(HookError):
+        model.forward(PROMPT, directions.ablation_spec(layer=2, layers=[9]))
     other = model.forward("three four five", spec).output()[0, -1]
     assert model.tokenizer.decode([int(other.argmax())]) == "six"  # what has nothing to do with countries stays
 

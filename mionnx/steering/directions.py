@@ -163,13 +163,17 @@ class Directions(Shown):
 
         Args:
             layer: whose direction is removed everywhere; if left out, each layer's own.
-            layers: where; all that there are directions for if left out.
+            layers: where; all that there are directions for if left out. With `layer`, any of the model's.
             positions: of the tokens; all if left out.
+
+        Raises:
+            HookError: no direction for a layer.
         """
         spec = HookSpec()
         for where in self._chosen(layers):
-            vector = self[where if layer is None else layer].vector
-            spec.intervene(self.point(where), Intervention.ProjectOut(vector, positions=positions))
+            one = self[where if layer is None else layer]
+            point = template_of(self.hook)[1].format(i=where)
+            spec.intervene(point, Intervention.ProjectOut(one.vector, positions=positions))
         return spec
 
     def _chosen(self, layers: int | Sequence[int] | None) -> list[int]:
