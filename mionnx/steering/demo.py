@@ -9,6 +9,7 @@ from rich.table import Table
 from scipy.special import softmax
 
 from mionnx.spec import HookSpec
+from mionnx.sweep.demo import keep
 
 if TYPE_CHECKING:
     from mionnx.model import MIModel
@@ -57,10 +58,8 @@ def show(model: "MIModel", console: Console, folder: Path | None = None) -> None
     flip = found.flips[0]
     console.print(f"The answer flips at {f'strength {flip:.3f}' if np.isfinite(flip) else 'none of these strengths'}.")
     _ablate(model, console, directions.ablation_spec())
-    if folder is not None:
-        for name, result in (("directions", directions), ("dose", found)):
-            for ending in (".html", ".png"):
-                result.save(folder / f"{name}{ending}")
+    keep(directions, folder, "directions", console)
+    keep(found, folder, "dose", console)
 
 
 def _ablate(model: "MIModel", console: Console, spec: HookSpec) -> None:
