@@ -26,7 +26,7 @@ from mionnx.rewrite.plan import TOP_IDS, Outputs
 from mionnx.rwkv_state import RWKVState
 from mionnx.sampling import Sampling
 from mionnx.spec import HookSpec
-from mionnx.tokens import Tokens, load_tokenizer, tokenize
+from mionnx.tokens import Tokens, load_tokenizer, token_id, tokenize
 from mionnx.variants import Compiled, Variants
 from mionnx.world_tokenizer import WorldTokenizer
 
@@ -137,12 +137,9 @@ class Runner:
         """The id of a text that is one token.
 
         Raises:
-            InputError: it is none, or several.
+            InputError: it is none, or several, or the tokenizer makes another text of it, as of an unknown word.
         """
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-        if len(ids) != 1:
-            raise InputError(f"{text!r} is {len(ids)} tokens, not one")
-        return ids[0]
+        return token_id(self.tokenizer, text)
 
     @property
     def has_tokenizer(self) -> bool:

@@ -15,8 +15,13 @@ from mionnx.model import MIModel
 from mionnx.options import Html, Json, Model, Png, Provider, deliver
 from mionnx.progress import bars
 from mionnx.steering import Directions, DoseResponse
+from mionnx.steering.directions import STREAM
 
 Many = list[str] | None
+LAYER = (
+    "Where to steer; if left out, the layer whose direction holds most of what the pairs differ in, and the middle one "
+    "of fewer than two pairs or of --gguf."
+)
 
 
 def steer(
@@ -26,9 +31,11 @@ def steer(
     negative: Annotated[Many, typer.Option(help="... the n-th of these, of the kind to steer away from.")] = None,
     gguf: Annotated[Path | None, typer.Option(metavar="FILE", help="A control vector of llama.cpp instead.")] = None,
     load: Annotated[Path | None, typer.Option(metavar="FILE", help="Directions saved earlier instead.")] = None,
-    hook: Annotated[str, typer.Option(help="The kind of hook point: resid_post, mlp_out, ...")] = "resid_post",
-    method: Annotated[str, typer.Option(help="mean_difference or pca.")] = "mean_difference",
-    layer: Annotated[int | None, typer.Option(help="Where to steer; the layer that explains most if left out.")] = None,
+    hook: Annotated[
+        str | None, typer.Option(help=f"The kind of hook point: mlp_out, ...; {STREAM} if left out.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="pca, or mean_difference, which it is if left out.")] = None,
+    layer: Annotated[int | None, typer.Option(help=LAYER)] = None,
     strengths: Annotated[str, typer.Option(help="Factors of the direction.")] = "0,0.25,0.5,0.75,1,1.5,2",
     positions: Annotated[str | None, typer.Option(help="Steer these tokens only, such as -1 or 0,1.")] = None,
     target: Annotated[str | None, typer.Option(help="The token to follow; the strongest answer if left out.")] = None,
@@ -54,11 +61,15 @@ def steer(
         negative is None
     ):
         raise typer.BadParameter("give --positive and --negative, or --gguf, or --load")
+    if positive is None and (hook, method) != (None, None):
+        raise typer.BadParameter("--hook and --method say how directions are made of --positive and --negative")
     doses, at = _numbers("strengths", strengths, float), _positions(positions)
     opened = MIModel.from_pretrained(model, provider=provider)
     with bars() as progress:
         if positive is not None and negative is not None:
-            directions = opened.contrast(positive, negative, hook, method=method, progress=progress)
+            directions = opened.contrast(
+                positive, negative, hook or STREAM, method=method or "mean_difference", progress=progress
+            )
         else:
             directions = Directions.from_gguf(gguf) if gguf is not None else Directions.load(str(load))
         where = directions.best_layer if layer is None else layer
@@ -100,6 +111,7 @@ def _tables(found: DoseResponse) -> Group:
 def _table(found: DoseResponse, i: int) -> Table:
     target = repr(found.names[int(found.targets[i])])
     flip = f"from strength {found.flips[i]:.4g}" if np.isfinite(found.flips[i]) else "at none of these strengths"
+    flip = "without steering already" if found.baseline[i] == found.targets[i] else flip
     columns = ["strength", "of the stream", "likeliest token", "probability", escape(f"P({target})"), "KL (nats)"]
     title, caption = (escape(text) for text in (f"{found.prompts[i]!r}, steered at {found.hook}", f"{target} {flip}"))
     table = Table(*(Column(name, justify="right") for name in columns), title=title, caption=caption)

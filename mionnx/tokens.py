@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from mionnx.errors import TokenizerError
+from mionnx.errors import InputError, TokenizerError
 from mionnx.world_tokenizer import WorldTokenizer, find_vocabulary
 
 
@@ -76,6 +76,21 @@ def load_tokenizer(folder: Path) -> Tokenizer | WorldTokenizer:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise TokenizerError(f"{path} is damaged: {error}") from error
+
+
+def token_id(tokenizer: Tokenizer | WorldTokenizer, text: str) -> int:
+    """The id of a text that is one token, white space around it aside.
+
+    Raises:
+        InputError: it is none, or several, or the tokenizer makes another text of it, as of an unknown word.
+    """
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    if len(ids) != 1:
+        raise InputError(f"{text!r} is {len(ids)} tokens, not one")
+    found = tokenizer.decode(ids, skip_special_tokens=False)
+    if found.strip() != text.strip():
+        raise InputError(f"{text!r} is not in the vocabulary: the tokenizer makes {found!r} of it")
+    return int(ids[0])
 
 
 def tokenize(tokenizer: Tokenizer | WorldTokenizer, text: str) -> Tokens:

@@ -7,6 +7,7 @@ memory as it is used.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,41 @@ from numpy.typing import NDArray
 from mionnx import graph as graphs
 from mionnx.errors import HookError, ModelError
 from mionnx.hooked_model import DTYPES, HookedModel
-from mionnx.rewrite.restrict import ELEMENTWISE, LOGITS
+from mionnx.rewrite.restrict import LOGITS, head_and_tail
 
+Matrix = NDArray[Any]
 SHAPING = frozenset({"Reshape", "Squeeze", "Unsqueeze"})  # what leaves every number as it is
+
+
+@dataclass(frozen=True)
+class Head:
+    """Where the unembedding is in the graph.
+
+    Attributes:
+        product: the name of the value that the matrix product gives, [batch, seq, vocab].
+        weight: [hidden, vocab], in the weights' dtype; mapped, not read.
+        bias: [vocab] of the product itself (`Gemm`); None if it has none.
+        capped: whether a soft cap follows: the logits are then no linear function of the stream.
+    """
+
+    product: str
+    weight: Matrix
+    bias: Matrix | None
+    capped: bool
+
+
+def head(model: HookedModel) -> Head:
+    """The matrix product that the logits come from.
+
+    Raises:
+        ModelError: they come from none, or from one whose matrix is computed.
+    """
+    product, passed = _head(model)
+    weight = _matrix(model, product.inputs[1])
+    if product.op == "Gemm":
+        weight = weight.T if product.attrs.get("transB", 0) else weight
+    bias = _matrix(model, product.inputs[2]) if product.op == "Gemm" and len(product.inputs) > 2 else None
+    return Head(product.outputs[0].name, weight, bias, any(node.op == "Tanh" for node in passed))
 
 
 def embedding(model: HookedModel) -> NDArray[Any]:
@@ -48,10 +81,7 @@ def unembedding(model: HookedModel) -> NDArray[Any]:
     Raises:
         ModelError: the logits are no product with a matrix of the graph.
     """
-    product = _head(model)[-1]
-    name, turned = _stored(product.inputs[1])
-    found = graphs.weight(model.proto, model.folder, name)
-    return found.T if turned != bool(product.attrs.get("transB", 0)) else found
+    return head(model).weight
 
 
 def unembedding_bias(model: HookedModel) -> NDArray[Any]:
@@ -61,7 +91,8 @@ def unembedding_bias(model: HookedModel) -> NDArray[Any]:
         ModelError: the logits are no product with a matrix of the graph.
     """
     size = model.metadata.sizes.vocab_size
-    for node in _head(model):
+    product, passed = _head(model)
+    for node in [*passed, product]:
         for entry in node.inputs:
             if node.op in ("Add", "Gemm") and isinstance(entry, gs.Constant) and list(entry.shape) == [size]:
                 return graphs.weight(model.proto, model.folder, entry.name)
@@ -85,28 +116,25 @@ def output_projections(model: HookedModel) -> NDArray[Any]:
     return np.stack(layers)
 
 
-def _head(model: HookedModel) -> list[gs.Node]:
-    """The nodes from the logits back to the matrix product that they come from, which is the last."""
-    value, way = graphs.edit(model.proto).tensors()[LOGITS], []
-    while value.inputs:
-        node = value.inputs[0]
-        way.append(node)
-        if node.op in ("MatMul", "Gemm"):
-            return way
-        computed = [entry for entry in node.inputs if entry.inputs]
-        if node.op not in ELEMENTWISE | SHAPING or not computed:
-            break
-        value = computed[0]
-    raise ModelError(f"the logits of {model.folder} are no product with one matrix of the graph")
+def _head(model: HookedModel) -> tuple[gs.Node, list[gs.Node]]:
+    """The matrix product that the logits come from, and the nodes after it, the last first."""
+    product, passed = head_and_tail(graphs.edit(model.proto).tensors()[LOGITS])
+    if product is None:
+        raise ModelError(f"{model.metadata.family}: the logits do not come from one matrix product")
+    return product, passed
 
 
-def _stored(factor: gs.Tensor) -> tuple[str, bool]:
-    """The name of the matrix that a factor of a product is, and whether it is transposed on the way."""
-    turned = False
-    while factor.inputs:
-        node = factor.inputs[0]
-        if node.op not in ("Transpose", "Identity", "Cast"):
-            raise ModelError(f"{factor.name} is no matrix of the graph, but what {node.op} makes")
-        turned ^= node.op == "Transpose"
-        factor = node.inputs[0]
-    return factor.name, turned
+def _matrix(hooked: HookedModel, value: gs.Tensor) -> Matrix:
+    """A weight as the graph uses it: turned, or of another dtype."""
+    if isinstance(value, gs.Constant):
+        return graphs.weight(hooked.proto, hooked.folder, value.name)
+    node = value.inputs[0] if value.inputs else None
+    if node is not None and node.op == "Transpose":
+        found = _matrix(hooked, node.inputs[0])
+        return found.transpose(node.attrs.get("perm", range(found.ndim)[::-1]))
+    if node is not None and node.op == "Identity":
+        return _matrix(hooked, node.inputs[0])
+    if node is not None and node.op == "Cast":
+        return _matrix(hooked, node.inputs[0]).astype(np.dtype(value.dtype))
+    what = f"made by {node.op}" if node is not None else "an input"
+    raise ModelError(f"{hooked.metadata.family}: {value.name} is {what}, where a weight was looked for")

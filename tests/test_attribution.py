@@ -138,6 +138,28 @@ def test_norms_are_taken_as_linear_maps(models, references, family):
     assert np.abs(before.sum(axis=0)[0] + offset - stream.values["blocks.1.mlp.hook_pre"]).max() < 5e-5
 
 
+@pytest.mark.parametrize("layer", [None, 0, 2])
+def test_one_forward_serves_every_stack(world, layer):
+    cache, end = world.forward(PROMPT, world.decomposition_hooks(layer)), world.num_layers if layer is None else layer
+    asks = [("accumulated_resid", {"incl_mid": True}), ("decompose_resid", {"apply_ln": True})]
+    if layer is not None:
+        asks += [(verb, {"mlp_input": True, "apply_ln": True}) for verb in ("decompose_resid", "accumulated_resid")]
+    if end:
+        asks.append(("stack_head_results", {"incl_remainder": True, "apply_ln": True}))
+    for verb, options in asks:
+        stack, labels = getattr(world, verb)(cache, layer, **options)
+        wanted, names = getattr(world, verb)(PROMPT, layer, **options)
+        assert labels == names
+        assert np.abs(stack - wanted).max() < 5e-5, verb
+
+
+def test_parallel_blocks_have_no_stream_in_the_middle(models):
+    model = models("cohere")
+    assert not any("resid_mid" in str(request.what) for request in model.decomposition_hooks().captures)
+    with pytest.raises(HookError, match="resid_mid"):
+        model.accumulated_resid(model.forward(IDS, model.decomposition_hooks()), incl_mid=True)
+
+
 def test_the_norm_before_attention_is_found(models, references):
     model, stream = models("gpt2"), Stream.of(references("gpt2"), IDS)
     made, _ = model.decompose_resid(IDS, 1, apply_ln=True)
@@ -219,6 +241,15 @@ def test_interventions_are_in_force(world):
     found = world.attribute(PROMPT, "Paris", hooks=spec)
     assert found["L3H1"] == pytest.approx(0, abs=1e-6)
     assert found.total == pytest.approx(world.forward(PROMPT, spec).output()[0, -1, world.token_id("Paris")], abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+@pytest.mark.parametrize("point", [HookPoint.FinalNorm, HookPoint.Logits])
+def test_interventions_behind_the_stream_are_refused(models, family, point):
+    """Under a soft cap nothing else would notice them: the sum is compared with what the norm's input gives."""
+    for change in (Intervention.Scale(2), Intervention.Zero(positions=0)):
+        with pytest.raises(InputError, match=rf"{point} comes behind the stream"):
+            models(family).attribute(IDS, 5, 11, hooks=HookSpec().intervene(point, change))
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ def test_the_demo_shows_real_effects(tmp_path):
     assert "P('Mary') falls from" in output
     assert "the answer flips" in output.lower()
     made = {path.name for path in (tmp_path / "pages").iterdir()}
-    pages = ("attention", "lens", "patching", "heads", "dose", "verify")
-    assert {"patching.png", *(f"{page}.html" for page in pages)} <= made
+    pages = ("attention", "lens", "patching", "ablation", "heads", "attribution", "directions", "dose", "verify")
+    assert {f"{page}.{ending}" for page in pages for ending in ("html", "png")} <= made
 
 
 def test_a_recurrent_model_runs_the_examples_that_it_has_hooks_for():

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from families import make_model
+from families import make_checkpoint, make_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -105,6 +105,20 @@ def test_float16_runs_close_to_float32(llama):
     found = exported(llama, "float16").forward(IDS, HookSpec().capture("hook_final_norm"))
     assert found["hook_final_norm"].dtype == np.float16
     assert np.abs(found.output().astype(np.float32) - logits(llama)).max() < 2e-2
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_norms_that_compute_in_float32_run_in_float16(tmp_path, family):
+    """Gemma's norms multiply with a float32 weight, and round after: logits a few units of float16 from torch's."""
+    make_checkpoint(family, tmp_path / family)
+    found = exported(tmp_path / family, "float16").forward(IDS, HookSpec().capture("hook_final_norm"))
+    assert found["hook_final_norm"].dtype == np.float16
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / family, dtype=torch.float16, attn_implementation="eager")
+    with torch.no_grad():
+        expected = half.eval()(torch.from_numpy(IDS)).logits.float().numpy()
+    unit = 2.0**-10 * np.abs(expected).max()
+    assert np.abs(found.output().astype(np.float32) - expected).max() < 4 * unit
+    assert np.abs(expected - logits(tmp_path / family)).max() < 4 * unit
 
 
 def test_an_unknown_dtype(llama):

@@ -207,6 +207,53 @@ def test_steering_a_feature_adds_its_row_of_the_decoder(model, tmp_path):
     assert np.abs(model.forward(PROMPT, by_hand).output() - model.forward(PROMPT, direction).output()).max() < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["relu", "topk by decoder norm"])
+def test_a_direction_is_what_a_feature_writes_at_activation_1(model, tmp_path, name):
+    sae, plain = case(name, tmp_path)
+    direction, none = sae.direction(5).vector, np.zeros((1, D_SAE))
+    assert near(direction, (plain.decode(np.eye(D_SAE)[5]) - plain.decode(none))[0])
+    at = [model.forward(PROMPT, sae.spec(fix={5: value}).capture(HOOK))[HOOK] for value in (1.0, 0.0)]
+    assert near(at[0] - at[1], np.broadcast_to(direction, at[0].shape))
+
+
+@pytest.mark.parametrize("name", ["layer norm", "constant norm"])
+def test_what_is_scaled_for_each_token_is_no_direction(tmp_path, name):
+    with pytest.raises(InterventionError, match="which is no direction"):
+        case(name, tmp_path)[0].direction(5)
+
+
+def test_without_the_error_only_the_reconstruction_is_left(model, tmp_path):
+    """x = recons + error: an error of zero puts the reconstruction in place, as "dropped" does."""
+    sae, plain = case("jumprelu", tmp_path)
+    kept = sae.spec().intervene(f"{HOOK}.hook_sae_error", Intervention.Zero()).capture(HOOK)
+    dropped = model.forward(PROMPT, sae.spec("dropped").capture(HOOK))
+    found = model.forward(PROMPT, kept)
+    assert (found[HOOK] == dropped[HOOK]).all()
+    assert (found.output() == dropped.output()).all()
+    assert np.abs(found.output() - model.forward(PROMPT, sae.spec()).output()).max() > 0.01
+    half = sae.spec().intervene(f"{HOOK}.hook_sae_error", Intervention.Scale(0.5)).capture(HOOK)
+    x = model.forward(PROMPT, HookSpec().capture(HOOK))[HOOK]
+    assert near(model.forward(PROMPT, half)[HOOK], (x + plain.decode(plain.encode(x))) / 2)
+
+
+def test_options_that_would_do_nothing_are_refused(model, tmp_path):
+    folder = folder_of(tmp_path / "sae", random_weights("standard"), **six("standard"))
+    sae = SAE.load(folder)
+    for ask in (lambda: SAE.load(folder, hook_out=HOOK), lambda: sae.at(hook_out=HOOK)):
+        with pytest.raises(InputError, match="only a transcoder"):
+            ask()
+    for error in ("kept", "dropped"):
+        with pytest.raises(InterventionError, match="none is"):
+            sae.spec(error, positions=-1)
+    limited = HookSpec().intervene(sae.hook, sae.splice("dropped", positions=-1)).capture(HOOK)
+    x, found = model.forward(PROMPT, HookSpec().capture(HOOK))[HOOK], model.forward(PROMPT, limited)[HOOK]
+    assert (found[0, :-1] == x[0, :-1]).all()
+    assert np.abs(found[0, -1] - x[0, -1]).max() > 0.01
+    for prompt in ([3, 4, 5], [PROMPT, PROMPT], np.array([3, 4])):
+        with pytest.raises(InputError, match="one text"):
+            model.features(prompt, sae)
+
+
 def test_the_error_term_does_not_see_changes_before_the_activation(model, tmp_path):
     """What SAELens recomputes with its hooks off: else a change to the input would cancel itself."""
     sae, plain = case("relu", tmp_path)
@@ -313,6 +360,8 @@ def test_heads_are_read_as_one_vector_a_token(model, tmp_path):
     z = cache[f"{hook}.before"].reshape(1, 5, D_IN)
     assert near(cache[f"{hook}.hook_sae_acts"], plain.encode(z))
     assert near(cache[hook].reshape(1, 5, D_IN), plain.decode(plain.encode(z)))
+    with pytest.raises(InterventionError, match="several heads"):
+        sae.direction(0)
 
 
 def test_older_configurations_mean_what_they_did(tmp_path):

@@ -138,6 +138,16 @@ def test_tokens_are_vectors_and_vectors_tokens(world, models, references):
     assert np.abs(gemma.embedding_for(7) - row * 8).max() < 5e-6  # sqrt(hidden = 64)
 
 
+@pytest.mark.parametrize(("family", "scaled"), [("llama", False), ("cohere", True)])
+def test_unembedding_directions_give_logits_before_bias_scale_and_cap(models, references, family, scaled):
+    model = models(family)
+    cache = model.forward(IDS, HookSpec().capture(HookPoint.FinalNorm))
+    product = cache[HookPoint.FinalNorm][0] @ model.unembedding_for(7)
+    scale = references(family).config.logit_scale if scaled else 1.0
+    assert (scale != 1.0) == scaled
+    assert np.abs(scale * product - cache.output()[0, :, 7]).max() < 5e-5
+
+
 MEASURE = """
 import json, re, sys
 from pathlib import Path

@@ -1,12 +1,15 @@
 """Directions from contrasting prompts, and what they do: equal to transformers with hooks of its own."""
 
 import json
+import re
+import shlex
 import sys
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from conftest import REPOSITORY
 from rich.console import Console
 from scipy.special import log_softmax
 from transformers import AutoModelForCausalLM
@@ -26,6 +29,8 @@ from mionnx import (
 )
 from mionnx.cli import app
 from mionnx.steering import demo
+from mionnx.steering.dose import brackets
+from mionnx.steering.verbs import _Trial
 
 FRAMES = (
     "The capital of {} is",
@@ -177,6 +182,67 @@ def test_negative_strengths_flip_on_their_side(model, directions):
     assert down.flips[0] == -up.flips[0]
 
 
+def test_a_target_that_is_the_answer_already_is_never_flipped_to(model, directions):
+    found = model.dose_response([PROMPT, POSITIVE[0]], directions[2], [-1, 0.5, 1], target="Berlin", positions=-1)
+    assert [found.names[int(token)] for token in found.baseline] == ["Paris", "Berlin"]
+    assert found.flips[0] == 1.0
+    assert np.isnan(found.flips[1])
+    unmoved = model.dose_response(PROMPT, directions[0], [0.25, 0.5], positions=-1, bisect=1e-2)
+    assert unmoved.targets == unmoved.baseline
+    assert np.isnan(unmoved.flips).all()
+
+
+@pytest.mark.parametrize("bisect", [None, 1e-2])
+def test_flips_are_looked_for_on_both_sides(model, directions, bisect):
+    ask = {"target": "Paris", "positions": -1, "bisect": bisect}
+    alone = model.dose_response(POSITIVE[0], directions[2], [-2, -1, 0], **ask).flips[0]
+    assert -1 <= alone < 0
+    assert model.dose_response(POSITIVE[0], directions[2], [-2, -1, 0, 0.1], **ask).flips[0] == alone
+    turned = Direction(directions[2].hook, -directions[2].vector)
+    assert model.dose_response(POSITIVE[0], turned, [-0.1, 0, 1, 2], **ask).flips[0] == -alone
+
+
+def test_of_two_flips_the_one_nearest_0_is_given():
+    strengths, hit = np.array([-2.0, -1.0, 0.5, 3.0]), np.array([[True, True, False, True], [False, False, True, True]])
+    found = [*brackets(strengths, hit)]
+    assert found == [(0, 0.5, 3.0), (1, 0.0, 0.5), (0, 0.0, -1.0)]
+    trial = _Trial.__new__(_Trial)
+    trial.texts = [None, None]
+    assert trial.flips(found, np.zeros(2, int), None).tolist() == [-1.0, 0.5]
+
+
+def test_one_pair_steers_in_the_middle_layer(model, directions):
+    one = model.contrast(POSITIVE[3], NEGATIVE[3])
+    assert np.allclose(one.separation.explained, 1)
+    assert one.best_layer == 2
+    assert one.only([1, 2, 3]).best_layer == 2
+    assert directions.best_layer == int(np.argmax(directions.separation.explained))
+
+
+def test_the_command_in_the_readme_steers(monkeypatch, tmp_path):
+    monkeypatch.chdir(REPOSITORY)
+    (line,) = re.findall(r"^mionnx (steer models/.*)$", (REPOSITORY / "README.md").read_text(), re.M)
+    asked = [str(tmp_path / part) if part.endswith(".html") else part for part in shlex.split(line)]
+    made = CliRunner().invoke(app, [*asked, "--json"])
+    assert made.exit_code == 0, made.output
+    (found,) = json.loads(made.stdout)["prompts"]
+    assert (found["baseline"], found["target"]) == ("Paris", "Berlin")
+    assert 0 < found["flip"] < 1
+    assert len([*tmp_path.iterdir()]) == 1
+
+
+def test_a_target_that_is_not_in_the_vocabulary_is_refused(model, directions):
+    for target in ("Atlantisxyz", ["Atlantisxyz"]):
+        with pytest.raises(InputError, match=r"'Atlantisxyz' is not in the vocabulary.*<unk>"):
+            model.dose_response(PROMPT, directions[2], [1], target=target)
+    with pytest.raises(InputError, match="Atlantisxyz"):
+        model.token_id("Atlantisxyz")
+    with pytest.raises(InputError, match="Atlantisxyz"):
+        model.ablation_sweep(PROMPT, metric="probability", answer="Atlantisxyz")
+    assert model.token_id(" Paris ") == model.token_id("Paris")
+    assert model.tokenizer.decode([model.token_id("<unk>")], skip_special_tokens=False) == "<unk>"
+
+
 def test_steering_generates_the_other_capital(model, directions):
     steer = directions.spec(2, 1.0, positions=-1)
     assert model.generate(PROMPT, max_new_tokens=1).new_texts == ["Paris"]
@@ -197,6 +263,15 @@ def test_projecting_the_country_out_of_every_layer_removes_the_answer(model, dir
     for layer in (2, 3):
         manual.intervene(f"blocks.{layer}.hook_resid_post", Intervention.ProjectOut(directions[2].vector, positions=-1))
     assert (model.forward(PROMPT, one).output() == model.forward(PROMPT, manual).output()).all()
+    everywhere = directions.only([2]).ablation_spec(layer=2, layers=range(4))
+    manual = HookSpec()
+    for layer in range(4):
+        manual.intervene(f"blocks.{layer}.hook_resid_post", Intervention.ProjectOut(directions[2].vector))
+    assert (model.forward(PROMPT, everywhere).output() == model.forward(PROMPT, manual).output()).all()
+    with pytest.raises(HookError, match="no direction for layer 0"):
+        directions.only([2]).ablation_spec(layers=[0])
+    with pytest.raises(HookError):
+        model.forward(PROMPT, directions.ablation_spec(layer=2, layers=[9]))
     other = model.forward("three four five", spec).output()[0, -1]
     assert model.tokenizer.decode([int(other.argmax())]) == "six"  # what has nothing to do with countries stays
 
@@ -213,6 +288,27 @@ def test_calibration_measures_the_stream(model, reference, directions):
     assert np.isclose(everywhere.stream_norms[1], lengths.mean(), rtol=1e-5)
     with pytest.raises(HookError, match="0, 1, 2, 3"):
         found.share(9, 1)
+    assert (model.calibrate(directions, NEGATIVE, "prompt").stream_norms == everywhere.stream_norms).all()
+    both = model.calibrate(directions, NEGATIVE[:1], [0, -1])
+    ends = [np.linalg.norm(cache[0]["resid_post", 1][0, at]) for at in (0, -1)]
+    assert np.isclose(both.stream_norms[1], np.mean(ends), rtol=1e-5)
+
+
+@pytest.mark.parametrize("positions", ["generated", "the last", 0.5, [[0], [1]], ["prompt"]])
+def test_calibration_takes_no_other_positions(model, directions, positions):
+    with pytest.raises(InputError, match="positions are integers"):
+        model.calibrate(directions, NEGATIVE[:2], positions)
+
+
+def test_calibration_at_a_token_that_is_not_there_is_an_error(model, directions):
+    with pytest.raises(InterventionError, match=r"position 50"):
+        model.calibrate(directions, NEGATIVE, 50)
+
+
+@pytest.mark.parametrize("hook", ["post", "hook_post", "mlp.hook_post", "blocks.{i}.mlp.hook_post"])
+def test_kinds_of_hook_points_are_spelled_in_four_ways(model, hook):
+    found = model.contrast(POSITIVE[:2], NEGATIVE[:2], hook, layers=[2])
+    assert (found.hook, found.point(2)) == ("post", "blocks.2.mlp.hook_post")
 
 
 def test_directions_are_saved_and_read(directions, tmp_path):
@@ -240,6 +336,11 @@ def test_what_cannot_steer_is_refused(model, directions):
         model.contrast(POSITIVE, NEGATIVE, "resid_pots")
     with pytest.raises(HookError, match="one vector a token"):
         model.contrast(POSITIVE, NEGATIVE, "hook_pattern")
+    with pytest.raises(HookError, match=r"one layer.*layers=\[3\]"):
+        model.contrast(POSITIVE, NEGATIVE, "blocks.3.hook_resid_post")
+    for wrong in ("blocks.3.mlp.nonsense_hook_resid_post", "nonsense_hook_resid_post", "mlp.hook_resid_post", "embed"):
+        with pytest.raises(HookError):
+            model.contrast(POSITIVE, NEGATIVE, wrong)
     with pytest.raises(HookError):
         model.contrast(POSITIVE, NEGATIVE, layers=[7])
     with pytest.raises(HookError, match="no direction for layer 9"):
@@ -322,6 +423,25 @@ def test_the_command_line(tmp_path):
     assert again.exit_code == 0
     assert "'Berlin'" in again.stdout
     assert CliRunner().invoke(app, ["steer", "models/world-llama", "--prompt", PROMPT]).exit_code == 2
+
+
+def test_the_command_line_writes_and_reads_control_vectors(tmp_path):
+    pytest.importorskip("gguf")
+    made = ["steer", "models/world-llama", "--prompt", PROMPT, "--json"]
+    file = tmp_path / "vector.gguf"
+    pair = ["--positive", POSITIVE[0], "--negative", NEGATIVE[0], "--hook", "resid_post", "--method", "pca"]
+    wrote = CliRunner().invoke(app, [*made, *pair, "--save", str(file)])
+    assert wrote.exit_code == 0, wrote.output
+    assert "has no layer 0" in wrote.stderr
+    assert Directions.from_gguf(file).layers == (1, 2, 3)
+    read = CliRunner().invoke(app, [*made, "--gguf", str(file)])
+    assert read.exit_code == 0, read.output
+    assert json.loads(read.stdout) == json.loads(wrote.stdout)
+    for option in (["--hook", "resid_post"], ["--method", "pca"]):
+        for source in ("--gguf", "--load"):
+            refused = CliRunner().invoke(app, [*made, source, str(file), *option])
+            assert refused.exit_code == 2
+            assert "--hook and --method" in " ".join(refused.output.split())
 
 
 def test_the_demo_says_what_happened(model, tmp_path):

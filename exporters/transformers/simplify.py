@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnxscript import optimizer
 from onnxscript.rewriter import onnx_fusions
 
-from exporters.transformers import gelu
+from exporters.transformers import gelu, norms
 
 
 def simplify(model: ir.Model, parameters: set[str]) -> list[ir.Value]:
@@ -31,6 +31,7 @@ def simplify(model: ir.Model, parameters: set[str]) -> list[ir.Value]:
     optimizer.optimize_ir(model)
     onnx_fusions.fuse(model)
     gelu.fuse(model)
+    norms.widen(model)
     optimizer.optimize_ir(model)
     for value in held:
         graph.inputs.remove(value)

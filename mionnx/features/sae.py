@@ -56,12 +56,19 @@ class SAE:
 
         Raises:
             ModelError: nothing there, a damaged file, or an architecture that is not known here.
+            InputError: a `hook_out` for an SAE that is no transcoder.
         """
         config, weights = files.read(Path(path), hook, hook_out)
         return cls(config, weights, str(path)).at(hook, hook_out)
 
     def at(self, hook: str = "", hook_out: str = "") -> "SAE":
-        """The same at other hook points; those that are left out stay."""
+        """The same at other hook points; those that are left out stay.
+
+        Raises:
+            InputError: a `hook_out` for an SAE that is no transcoder.
+        """
+        if hook_out and not self.config.transcoder:
+            raise InputError(f"hook_out={hook_out!r}: only a transcoder gives another value than it reads")
         own = vars(self.config)
         config = Config(**{**own, "hook": hook or self.config.hook, "hook_out": hook_out or self.config.hook_out})
         return SAE(config, self.weights)
@@ -134,14 +141,21 @@ class SAE:
             scale: feature -> factor; 0 ablates it.
             fix: feature -> the activation that it is given, whatever it was.
             clamp: feature -> the lowest and the highest activation that it may have.
-            positions: of the tokens at which features are changed; all if left out.
+            positions: of the tokens at which features are changed, all if left out; the SAE itself stands at all of
+                them (`splice` limits it).
 
         Raises:
-            InterventionError: a feature that does not exist or is both fixed and scaled, or no finite number.
+            InterventionError: a feature that does not exist or is both fixed and scaled, or no finite number; positions
+                without features to change.
         """
         fixed, factors, limits = dict(fix or {}), dict(scale or {}), dict(clamp or {})
         for feature in [*fixed, *factors, *limits]:
             self.known(feature)
+        if positions is not None and not (fixed or factors or limits):
+            raise InterventionError(
+                "positions= says where features are changed, and none is: sae.splice(error, positions=...) limits the "
+                "SAE itself"
+            )
         both = [*(fixed.keys() & factors.keys()), *(fixed.keys() & limits.keys())]
         if both:
             raise InterventionError(f"feature {both[0]} is fixed, and cannot be scaled or clamped besides")
@@ -185,8 +199,21 @@ class SAE:
         return int(feature)
 
     def direction(self, feature: int) -> Direction:
-        """What a feature writes at activation 1: its row of the decoder, as a direction to steer with."""
-        return Direction(self.hook, self.weights["W_dec"][self.known(feature)])
+        """What a feature writes at activation 1, as a direction to steer with: its row of the decoder.
+
+        Where activations are in units of what is written (`by_decoder_norm`), that row at length 1.
+
+        Raises:
+            InterventionError: no such feature, or what it writes is no one vector: it is scaled for each token by the
+                normalisation of what goes in, or goes to all heads (`hook_z`).
+        """
+        row, own = self.weights["W_dec"][self.known(feature)], self.config
+        if own.by_head or (own.normalisation != "none" and not own.transcoder):
+            why = "to several heads" if own.by_head else f"in units of each token's {own.normalisation}"
+            raise InterventionError(
+                f"feature {feature} writes {why}, which is no direction: use spec(scale=) or (fix=)"
+            )
+        return Direction(self.hook, row / np.linalg.norm(row) if own.by_decoder_norm else row)
 
     def __repr__(self) -> str:
         kind = f"{self.config.activation}{' transcoder' if self.config.transcoder else ''}"

@@ -41,12 +41,14 @@ class Features(Runner):
             hooks: interventions that are in force.
 
         Raises:
-            InputError: k is not between 1 and the number of features.
+            InputError: k is not between 1 and the number of features, or the prompt is not one text.
             HookError, InterventionError: an SAE that does not fit the model, or features that it does not have.
         """
         if not 1 <= k <= sae.d_sae:
             raise InputError(f"k={k} of {sae.d_sae} features")
         tokens = self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        if not isinstance(tokens, Tokens):
+            raise InputError(f"features are those of one text, or of Tokens, got {prompt!r}")
         chosen = None if follow is None else [sae.known(feature) for feature in follow]
         ids, values, followed = self._ranked(tokens, sae, k, chosen or [0], hooks)
         if chosen is None:

@@ -19,6 +19,7 @@ from mionnx.runner import Prompt
 from mionnx.spec import HookSpec
 
 Vector = NDArray[np.float64]
+BEHIND = (HookPoint.FinalNorm, HookPoint.Logits)
 SLACK = {4: 1e-5, 2: 2e-2, 8: 1e-5}  # bytes of a float -> what sums may miss, relative to the sum of all sizes
 
 
@@ -45,10 +46,12 @@ class AttributionVerbs(StackVerbs):
             answer: by id or text; the likeliest token if left out.
             versus: the token that the answer's lead is over; None for the answer's logit itself.
             position: at which the next token is predicted; negative from the end.
-            hooks: interventions to run the prompt with; one on the stream itself is no component, and an error.
+            hooks: interventions to run the prompt with; one on the stream itself is no component, and an error, and so
+                is one at `hook_final_norm` or `hook_logits`, where all components have been added up.
 
         Raises:
-            InputError: several prompts, no such position or token, or captures among the hooks.
+            InputError: several prompts, no such position or token, or captures among the hooks, or interventions
+                behind the stream.
             ModelError: the contributions do not add up to the model's own logit.
         """
         text = one_text(self, prompt)
@@ -86,6 +89,9 @@ class AttributionVerbs(StackVerbs):
         spec = HookSpec().extend(hooks or HookSpec())
         if spec.captures:
             raise InputError("the hooks of an attribution are interventions: what it captures are its own components")
+        for point in BEHIND:
+            if spec.has_intervention_at(point):
+                raise InputError(f"an intervention at {point} comes behind the stream, and changes no component of it")
         for request in self.decomposition_hooks().captures:
             spec.capture(request.what, positions=place)
         return self.forward(text.ids, spec, logits=Logits(positions=place))

@@ -95,6 +95,13 @@ def accumulations(hooked: HookedModel, layer: int, incl_mid: bool, mlp_input: bo
     return found
 
 
+def middles(hooked: HookedModel, layer: int) -> list[str]:
+    """The names of the streams between attention and MLP up to a layer's, where layers have one."""
+    count = hooked.metadata.sizes.num_layers
+    found = [str(HookPoint.ResidMid(i)) for i in range(min(layer + 1, count))]
+    return [name for name in found if name in hooked.metadata.hooks]
+
+
 def heads(hooked: HookedModel, layer: int) -> list[str]:
     """The names of the heads' shares of the layers before one.
 

@@ -1,6 +1,6 @@
 """Worked examples of reading a model, run on one that knows the capitals of countries and who gives what to whom.
 
-Nothing in them is written down beforehand; with a folder, each also writes its page there.
+Nothing in them is written down beforehand; with a folder, each also writes its page and picture there.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from mionnx.intervention import Intervention
 from mionnx.logits import Logits
 from mionnx.reading.lens import label_of
 from mionnx.spec import HookSpec
-from mionnx.view import Shown
+from mionnx.sweep.demo import keep
 
 if TYPE_CHECKING:
     from mionnx.model import MIModel
@@ -37,7 +37,7 @@ def lens(model: "MIModel", console: Console, folder: Path | None = None) -> None
         table.add_row(label_of(point), escape(likeliest), f"{result.answer_probability[i, -1]:.4f}", rank, gap)
     console.print(f"{CAPITAL!r} ... {answer!r} is the likeliest from {result.converged[-1]} on:")
     console.print(table)
-    _write(result, folder, "lens.html", console)
+    keep(result, folder, "lens", console)
 
 
 def attribution(model: "MIModel", console: Console, folder: Path | None = None) -> None:
@@ -58,7 +58,7 @@ def attribution(model: "MIModel", console: Console, folder: Path | None = None) 
         f"components (less {abs(result.total - result.logit):.1e}); the heads that contribute most:"
     )
     console.print(table)
-    _write(result, folder, "attribution.html", console)
+    keep(result, folder, "attribution", console)
 
 
 def ablated(model: "MIModel", prompt: str, answer: str) -> np.ndarray:
@@ -70,30 +70,3 @@ def ablated(model: "MIModel", prompt: str, answer: str) -> np.ndarray:
         spec = HookSpec().intervene(HookPoint.AttnZ(layer), Intervention.Zero(heads=head, positions=-1))
         effects[layer, head] = baseline - model.forward(prompt, spec, logits=chosen).output()[0, 0, 0]
     return effects
-
-
-def attention(model: "MIModel", console: Console, folder: Path | None = None) -> None:
-    """What each head of the last position reads most, where that is neither the first token nor itself."""
-    result = model.attention(CAPITAL)
-    table = Table("layer", "heads that read one earlier token with more than half of their attention")
-    for i, layer in enumerate(result.layers):
-        rows = result.patterns[i, :, -1]
-        found = [(head, int(row.argmax())) for head, row in enumerate(rows) if row[1:-1].max() > 0.5]
-        cells = [f"head {head}: {result.tokens[key]!r} {rows[head, key]:.2f}" for head, key in found]
-        table.add_row(str(layer), escape(", ".join(cells)))
-    console.print(f"What the last token of {CAPITAL!r} reads:")
-    console.print(table)
-    _write(result, folder, "attention.html", console)
-
-
-def show(model: "MIModel", console: Console, folder: Path | None = None) -> None:
-    """All of them; those that need heads' scores only where the model has them."""
-    lens(model, console, folder)
-    if not model.hooked.metadata.recurrent:
-        attribution(model, console, folder)
-        attention(model, console, folder)
-
-
-def _write(result: Shown, folder: Path | None, name: str, console: Console) -> None:
-    if folder is not None:
-        console.print(f"the page: {result.save(folder / name)}", highlight=False)

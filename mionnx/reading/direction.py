@@ -10,8 +10,8 @@ from mionnx import session
 from mionnx.errors import ModelError
 from mionnx.hooked_model import DTYPES, HookedModel
 from mionnx.hookpoint import HookPoint
-from mionnx.reading.matrices import Head, find
 from mionnx.rewrite.run import tail
+from mionnx.weights import Head, head
 
 
 class Unembedding:
@@ -23,7 +23,7 @@ class Unembedding:
 
     def __init__(self, hooked: HookedModel, options: session.Options) -> None:
         self.hooked, self.options = hooked, options
-        self.head: Head = find(hooked)
+        self.head: Head = head(hooked)
 
     @cached_property
     def _line(self) -> tuple[float, NDArray[np.float64] | None]:

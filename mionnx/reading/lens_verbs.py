@@ -228,7 +228,10 @@ class LensVerbs(Runner):
         return self.forward([known], spec, logits=False)[HookPoint.Embed][0, 0]
 
     def unembedding_for(self, token: int | str) -> NDArray[Any]:
-        """A token's direction in the unembedding, [hidden]: its product with a final-normed stream is the logit."""
+        """A token's direction in the unembedding, [hidden].
+
+        Its product with a final-normed stream is the logit before the head's bias, scale (Cohere) and soft cap.
+        """
         return np.array(self._unembedding[:, token_of(self, token)])
 
     def embedding_neighbors(self, query: ArrayLike | str, k: int = 10) -> Scored:

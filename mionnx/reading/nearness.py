@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InputError
-from mionnx.reading.matrices import Matrix
+from mionnx.weights import Matrix
 
 PIECE = 2**14  # rows that are read at once
 

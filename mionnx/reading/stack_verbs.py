@@ -34,15 +34,16 @@ class StackVerbs(Runner):
         """The captures that the verbs below need, for one `forward` that serves all of them.
 
         Args:
-            layer: up to the input of this layer; the whole stream if left out.
+            layer: up to the inputs of this layer's attention and MLP; the whole stream if left out.
             heads: each head's share too, [batch, seq, n_heads, hidden] a layer.
         """
         end = decompose.layer_of(self.hooked, layer)
-        named = decompose.additions(self.hooked, end, "all", False, True)
+        named = decompose.additions(self.hooked, end, "all", end < self.num_layers, True)
         named += decompose.accumulations(self.hooked, end, False, False)
+        middles = decompose.middles(self.hooked, end)
         shares = decompose.heads(self.hooked, end) if heads and end and not self.hooked.metadata.recurrent else []
         spec = HookSpec()
-        for name in dict.fromkeys([*(name for _, name in named), *shares]):
+        for name in dict.fromkeys([*(name for _, name in named), *middles, *shares]):
             spec.capture(name)
         return spec
 

@@ -60,7 +60,7 @@ def _positions(graph: gs.Graph, plan: Plan, cut: Callable[[gs.Tensor], gs.Tensor
 
 def _cut_head(graph: gs.Graph, build: Builder, tokens: gs.Tensor) -> bool:
     """Multiply by the weights of some tokens alone; False where the head has another form."""
-    head, passed = _head_and_tail(graph.tensors()[LOGITS])
+    head, passed = head_and_tail(graph.tensors()[LOGITS])
     vectors = [entry for node in passed for entry in node.inputs if isinstance(entry, gs.Constant) and entry.shape]
     if head is None or head.op != "MatMul" or any(np.prod(entry.shape) > 1 for entry in vectors):
         return False
@@ -117,10 +117,10 @@ def _forget_shape(graph: gs.Graph) -> None:
 
 def find_head(value: gs.Tensor) -> gs.Node | None:
     """The matrix product that a value comes from, number by number."""
-    return _head_and_tail(value)[0]
+    return head_and_tail(value)[0]
 
 
-def _head_and_tail(value: gs.Tensor) -> tuple[gs.Node | None, list[gs.Node]]:
+def head_and_tail(value: gs.Tensor) -> tuple[gs.Node | None, list[gs.Node]]:
     """The matrix product that a value comes from, and the nodes after it, which work on each number alone."""
     passed: list[gs.Node] = []
     while value.inputs:

@@ -9,6 +9,7 @@ from rich.table import Table
 from scipy.special import softmax
 
 from mionnx.spec import HookSpec
+from mionnx.sweep.demo import keep
 
 if TYPE_CHECKING:
     from mionnx.model import MIModel
@@ -54,12 +55,11 @@ def show(model: "MIModel", console: Console, folder: Path | None = None) -> None
         shown = f"{found.probabilities[0, n]:.3f}", f"{found.kl[0, n]:.3f}"
         table.add_row(f"{strength:g}", f"{100 * found.share * strength:.0f} %", repr(found.top()[n]), *shown)
     console.print(table)
-    console.print(f"The answer flips at strength {found.flips[0]:.3f}.")
+    flip = found.flips[0]
+    console.print(f"The answer flips at {f'strength {flip:.3f}' if np.isfinite(flip) else 'none of these strengths'}.")
     _ablate(model, console, directions.ablation_spec())
-    if folder is not None:
-        for name, result in (("directions", directions), ("dose", found)):
-            for ending in (".html", ".png"):
-                result.save(folder / f"{name}{ending}")
+    keep(directions, folder, "directions", console)
+    keep(found, folder, "dose", console)
 
 
 def _ablate(model: "MIModel", console: Console, spec: HookSpec) -> None:

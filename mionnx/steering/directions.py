@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
 from mionnx.errors import HookError, InterventionError, SpecFileError, nearest
-from mionnx.hookpoint import HookPoint, short_names
+from mionnx.hookpoint import HookPoint, layer_of, short_names
 from mionnx.intervention import Intervention, Positions
 from mionnx.spec import HookSpec
 from mionnx.steering.contrast import Separation, cosines
@@ -104,8 +105,11 @@ class Directions(Shown):
 
     @property
     def best_layer(self) -> int:
-        """The layer whose direction holds most of what the pairs differ in; of unknown pairs, the middle layer."""
-        if self.separation is None:
+        """The layer whose direction holds most of what the pairs differ in; of fewer than two pairs, the middle layer.
+
+        One pair differs in nothing but its own direction, in every layer: that tells no layer from another.
+        """
+        if self.separation is None or self.pairs < 2:
             return self.layers[len(self.layers) // 2]
         return self.layers[int(self.separation.explained.argmax())]
 
@@ -159,13 +163,17 @@ class Directions(Shown):
 
         Args:
             layer: whose direction is removed everywhere; if left out, each layer's own.
-            layers: where; all that there are directions for if left out.
+            layers: where; all that there are directions for if left out. With `layer`, any of the model's.
             positions: of the tokens; all if left out.
+
+        Raises:
+            HookError: no direction for a layer.
         """
         spec = HookSpec()
         for where in self._chosen(layers):
-            vector = self[where if layer is None else layer].vector
-            spec.intervene(self.point(where), Intervention.ProjectOut(vector, positions=positions))
+            one = self[where if layer is None else layer]
+            point = template_of(self.hook)[1].format(i=where)
+            spec.intervene(point, Intervention.ProjectOut(one.vector, positions=positions))
         return spec
 
     def _chosen(self, layers: int | Sequence[int] | None) -> list[int]:
@@ -284,19 +292,31 @@ def _vectors(given: ArrayLike) -> NDArray[np.float32]:
     return array
 
 
-def template_of(hook: "str | HookPoint") -> tuple[str, str]:
+def template_of(hook: str) -> tuple[str, str]:
     """The short name and the template of a kind of hook point that has one vector a token in every layer.
 
     Args:
-        hook: "resid_post", "hook_resid_post", "blocks.{i}.hook_resid_post", or any such hook point.
+        hook: "resid_post", "hook_resid_post" or "blocks.{i}.hook_resid_post"; of "post", "mlp.hook_post" too.
 
     Raises:
-        HookError: there is none.
+        HookError: there is none, or the name is that of one layer's.
     """
-    short = str(hook).rpartition("hook_")[2]
-    for template in short_names().get(short, []):
-        axes = HookPoint.parse(template.format(i=0)).axes or ()
-        if "{i}" in template and axes[:2] == ("batch", "seq") and len(axes) == 3:
-            return short, template
-    known = [name for name, found in short_names().items() if "{i}" in found[0]]
-    raise HookError(f"no hook point {hook!r} has one vector a token in every layer{nearest(short, known)}")
+    name, kinds = str(hook), _kinds()
+    if (layer := layer_of(name)) is not None:
+        raise HookError(f"{name} is in one layer, and a kind of hook point is asked for: layers=[{layer}] says where")
+    if name not in kinds:
+        raise HookError(f"no hook point {name!r} has one vector a token in every layer{nearest(name, kinds)}")
+    return kinds[name]
+
+
+@cache
+def _kinds() -> dict[str, tuple[str, str]]:
+    """Every spelling of a kind of hook point that has one vector a token -> its short name and its template."""
+    found: dict[str, tuple[str, str]] = {}
+    for short, templates in short_names().items():
+        for template in templates:
+            axes = HookPoint.parse(template.format(i=0)).axes or ()
+            if "{i}" in template and axes[:2] == ("batch", "seq") and len(axes) == 3:
+                names = (short, f"hook_{short}", template.removeprefix("blocks.{i}."), template)
+                found |= dict.fromkeys(names, (short, template))
+    return found

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHOWN = 8  # prompts that a picture tells apart
+Bracket = tuple[int, float, float]  # a prompt, a strength before its answer flips, and one after
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class DoseResponse(Shown):
         answers: what came of each.
         targets: [prompts], the tokens whose probability is followed.
         baseline: [prompts], the likeliest tokens without steering.
-        flips: [prompts], the smallest strength asked for from which the likeliest token is the target; NaN if it is
-            at none. Of negative strengths only, the largest. Where the answer was looked for more closely, it lies
-            within `tolerance` above the true one.
+        flips: [prompts], the strength nearest 0, on either side, from which the likeliest token is the target; NaN if
+            it is at none, and where it is the target without steering. Where the answer was looked for more closely, it
+            lies within `tolerance` beyond the true one.
         tolerance: how closely, 0 if at the strengths asked for only.
         share: the share of the stream's mean length that strength 1 adds, measured at these prompts' steered tokens.
         names: token -> its text.
@@ -130,22 +131,22 @@ def _short(text: str, width: int = 64) -> str:
     return text if len(text) <= width else f"…{text[1 - width :]}"
 
 
-def outward(strengths: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The places of the strengths on one side of zero, going away from it: the positive ones if there are any."""
-    sign = 1 if (strengths > 0).any() else -1
+def outward(strengths: NDArray[np.float64], sign: int) -> NDArray[np.int64]:
+    """The places of the strengths on one side of zero, going away from it."""
     here = np.flatnonzero(strengths * sign > 0)
     return here[np.argsort(strengths[here] * sign)]
 
 
-def brackets(strengths: NDArray[np.float64], hit: NDArray[np.bool_]) -> Iterator[tuple[int, float, float]]:
-    """The prompts that reach their target, with the strength before (0 if it is the first) and at which they do.
+def brackets(strengths: NDArray[np.float64], hit: NDArray[np.bool_]) -> Iterator[Bracket]:
+    """The prompts that reach their target on a side of zero, with the strength before (0 if it is the first) and at
+    which they do.
 
     Args:
         strengths: [strengths].
         hit: [prompts, strengths], whether the likeliest token is the target.
     """
-    order = outward(strengths)
-    for prompt, found in enumerate(hit[:, order]):
-        if found.any():
-            first = int(found.argmax())
-            yield prompt, float(strengths[order[first - 1]]) if first else 0.0, float(strengths[order[first]])
+    for order in (outward(strengths, sign) for sign in (1, -1)):
+        for prompt, found in enumerate(hit[:, order]):
+            if found.any():
+                first = int(found.argmax())
+                yield prompt, float(strengths[order[first - 1]]) if first else 0.0, float(strengths[order[first]])

@@ -19,7 +19,7 @@ from mionnx.steering.calibration import SteeringCalibration
 from mionnx.steering.contrast import directions as directions_of
 from mionnx.steering.contrast import separation
 from mionnx.steering.directions import STREAM, Direction, Directions, template_of
-from mionnx.steering.dose import Answers, DoseResponse, brackets, outward
+from mionnx.steering.dose import Answers, Bracket, DoseResponse, brackets
 from mionnx.tokens import Tokens
 
 ROWS = 32  # of one call
@@ -37,7 +37,7 @@ class Steering(Runner):
         self,
         positive: Texts,
         negative: Texts,
-        hook: str | HookPoint = STREAM,
+        hook: str = STREAM,
         *,
         layers: Sequence[int] | None = None,
         positions: int | Sequence[int] = -1,
@@ -91,29 +91,33 @@ class Steering(Runner):
         return np.concatenate(parts, axis=1)
 
     def calibrate(
-        self, directions: Directions, prompts: Texts, positions: int | Sequence[int] | None = None
+        self, directions: Directions, prompts: Texts, positions: int | str | Sequence[int] | None = None
     ) -> SteeringCalibration:
         """Measure how long the stream is where directions are added, over prompts.
 
         Args:
             directions: the directions.
             prompts: texts.
-            positions: the tokens that are measured; all if left out.
+            positions: the tokens that are measured, negative ones from each text's end; all if left out, or "prompt".
+
+        Raises:
+            InputError: no prompts, or positions that are neither "prompt" nor integers.
+            InterventionError: a position that a prompt does not have.
         """
         points = [directions.point(layer) for layer in directions.layers]
-        norms = self._vector_norms([self.tokenize(text) for text in _texts("prompts", prompts)], points, positions)
+        texts = [self.tokenize(text) for text in _texts("prompts", prompts)]
+        norms = self._vector_norms(texts, points, _integers(positions))
         return SteeringCalibration(directions.hook, directions.layers, norms, directions.norms.astype(np.float64))
 
     def _vector_norms(self, texts: Sequence[Tokens], points: Sequence[str], positions: Any) -> NDArray[np.float64]:
         """[points]: the mean length of the values at the chosen tokens."""
-        spec, found = HookSpec(), []
-        for point in points:
-            spec.capture(point)
+        found = []
         for row, tokens in enumerate(texts):
-            here = _of_row(positions, row, len(texts))
+            here, spec = _of_row(positions, row, len(texts)), HookSpec()
+            for point in points:
+                spec.capture(point, positions=None if isinstance(here, str) else here)
             cache = self.forward(tokens, spec, logits=False)
-            chosen = slice(None) if here is None or isinstance(here, str) else np.atleast_1d(here)
-            found.append([np.linalg.norm(cache[point][0, chosen].astype(np.float64), axis=-1) for point in points])
+            found.append([np.linalg.norm(cache[point][0].astype(np.float64), axis=-1) for point in points])
         return np.concatenate(found, axis=1).mean(axis=1)
 
     def dose_response(
@@ -136,10 +140,10 @@ class Steering(Runner):
             direction: what is added, `directions[layer]`.
             strengths: factors of it; 1 adds it as it is.
             target: the token whose probability is followed, as an id or as a text that is one token; one, or one for
-                each prompt. If left out, what the strongest steering answers.
+                each prompt. If left out, what the strength farthest from 0 answers.
             positions: of the tokens that are steered; all if left out. A list for each prompt may be given.
             bisect: look for the strength at which the answer becomes the target more closely than at the strengths
-                given, to within this.
+                given, to within this, on both sides of 0.
             progress: called as (stage, done, total).
 
         Raises:
@@ -151,17 +155,16 @@ class Steering(Runner):
         if bisect is not None and not bisect >= finest:
             raise InputError(f"bisect={bisect!r}: strengths are float32, and tell {finest:.1g} apart at best")
         trial = _Trial(self, [self.tokenize(text) for text in texts], direction, positions, progress)
-        order = outward(doses)
-        strongest = float(doses[order[-1]] if len(order) else doses[-1])
+        strongest = max(doses.tolist(), key=lambda dose: (abs(dose), dose))
         targets = self._targets(target, len(texts))
         if targets is None:
             targets = np.array(
                 [logits.argmax() for logits in trial.logits([(i, strongest) for i in range(len(texts))])]
             )
         answers = trial.answers(doses, targets)
-        hit = answers.top == targets[:, None]
-        flips = trial.flips(dict(_pairs(doses, hit)), targets, bisect)
         baseline = trial.baseline.argmax(axis=1)
+        hit = (answers.top == targets[:, None]) & (baseline != targets)[:, None]
+        flips = trial.flips([*brackets(doses, hit)], targets, bisect)
         tokens = sorted({*targets.tolist(), *baseline.tolist(), *answers.top.ravel().tolist()})
         names = {token: self.tokenizer.decode([token], skip_special_tokens=False) for token in tokens}
         share = direction.norm / float(self._vector_norms(trial.texts, [direction.hook], positions)[0])
@@ -225,26 +228,26 @@ class _Trial:
         kl = AblationResult(self.baseline[prompt], logits).kl_divergence()
         return kl, float(np.exp(chances[target])), top, float(np.exp(chances[top]))
 
-    def flips(
-        self, found: dict[int, tuple[float, float]], targets: NDArray[np.int64], bisect: float | None
-    ) -> NDArray[np.float64]:
-        """[prompts]: the strength from which the answer is the target, looked for in each prompt's bracket."""
-        while wide := [i for i, (low, high) in found.items() if bisect is not None and abs(high - low) > bisect]:
-            cuts = {i: np.linspace(*found[i], CUTS + 2) for i in wide}
-            rows = [(i, float(cut)) for i in wide for cut in cuts[i][1:-1]]
-            hits = {
-                row: logits.argmax() == targets[row[0]] for row, logits in zip(rows, self.logits(rows), strict=True)
-            }
-            for i in wide:
-                inside = [hits[i, float(cut)] for cut in cuts[i][1:-1]]
-                first = inside.index(True) if True in inside else CUTS
-                found[i] = float(cuts[i][first]), float(cuts[i][first + 1])
-        return np.array([found[i][1] if i in found else np.nan for i in range(len(self.texts))])
+    def flips(self, found: list[Bracket], targets: NDArray[np.int64], bisect: float | None) -> NDArray[np.float64]:
+        """[prompts]: the strength from which the answer is the target, of those in a prompt's brackets nearest 0."""
+        while bisect is not None and any(abs(high - low) > bisect for _, low, high in found):
+            found = self._narrower(found, targets, bisect)
+        flips = np.full(len(self.texts), np.nan)
+        for prompt, _, high in found:
+            if not abs(flips[prompt]) <= abs(high):
+                flips[prompt] = high
+        return flips
 
-
-def _pairs(doses: NDArray[np.float64], hit: NDArray[np.bool_]) -> Iterator[tuple[int, tuple[float, float]]]:
-    for prompt, low, high in brackets(doses, hit):
-        yield prompt, (low, high)
+    def _narrower(self, found: list[Bracket], targets: NDArray[np.int64], bisect: float) -> list[Bracket]:
+        wide = [one for one in found if abs(one[2] - one[1]) > bisect]
+        cuts = [np.linspace(low, high, CUTS + 2).tolist() for _, low, high in wide]
+        rows = [(one[0], cut) for one, inner in zip(wide, cuts, strict=True) for cut in inner[1:-1]]
+        hits = [logits.argmax() == targets[row[0]] for row, logits in zip(rows, self.logits(rows), strict=True)]
+        narrow = [one for one in found if one not in wide]
+        for n, (one, inner) in enumerate(zip(wide, cuts, strict=True)):
+            first = [*hits[n * CUTS : (n + 1) * CUTS], True].index(True)
+            narrow.append((one[0], inner[first], inner[first + 1]))
+        return narrow
 
 
 def _refuse_unbounded(logits: NDArray[Any], strengths: NDArray[Any]) -> None:
@@ -256,6 +259,16 @@ def _refuse_unbounded(logits: NDArray[Any], strengths: NDArray[Any]) -> None:
 def _nested(positions: Any) -> bool:
     plain = isinstance(positions, str | int | np.integer) or positions is None
     return not plain and not all(isinstance(one, int | np.integer) for one in positions)
+
+
+def _integers(positions: Any) -> list[int] | None:
+    """The positions of every text; None for all of them."""
+    if positions is None or (isinstance(positions, str) and positions == "prompt"):
+        return None
+    given = [positions] if isinstance(positions, int | np.integer) else positions
+    if not isinstance(given, Sequence | np.ndarray) or not all(isinstance(one, int | np.integer) for one in given):
+        raise InputError(f'positions are integers, or "prompt" or None for all tokens, got {positions!r}')
+    return [int(one) for one in given]
 
 
 def _of_row(positions: Any, row: int, count: int) -> Any:
