@@ -92,6 +92,7 @@ def test_what_cannot_be_swept_is_said(models, case):
         ("no other reference prompt has 7", {"kind": "resample"}),
         ("draws nothing", {"seed": 9}),
         ("draws nothing", {"kind": "mean", "seed": 0}),
+        ("names no axes", {"over": 5}),
         ("seed=-1", {"kind": "resample", "seed": -1}),
         ("seed=1.5", {"kind": "resample", "seed": 1.5}),
     ],

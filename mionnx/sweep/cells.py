@@ -98,6 +98,8 @@ def make_grid(
     template, there = _meant(model, hook)
     variant = HookPoint.parse(template.format(i=0))
     chosen = _layers(template, there, layers)
+    if not isinstance(over, Iterable):
+        raise InputError(f"over={over!r} names no axes; it is one or several of {', '.join(AXES)}")
     axes, names = variant.axes or (), (over,) if isinstance(over, str) else tuple(over)
     has = {"layer": True, "position": bool({"seq", "seq_q"} & {*axes}), "head": heads_axis(axes) is not None}
     has["source"] = "seq_k" in axes
