@@ -23,6 +23,7 @@ from mionnx.state_spec import StateKnockoutSpec
 from mionnx.steering import demo as steering
 from mionnx.sweep import demo as sweeps
 from mionnx.sweep.demo import keep, spell
+from mionnx.verify.result import WIDE
 from mionnx.whole import make_folder
 
 CAPITAL = "The capital of France is"
@@ -136,6 +137,6 @@ def runtimes(model: MIModel, console: Console, folder: Path | None) -> None:
     """ONNX Runtime with and without its optimisations, and onnx's own evaluator, hook point by hook point."""
     found = model.verify([CAPITAL], ["ort-cpu", "ort-cpu:none", "reference"], hooks="blocks.*.hook_resid_post")
     console.print(f"{CAPITAL!r} in each runtime, every layer's residual stream and the logits:")
-    console.print(found.table())
+    console.print(found.table(console.width >= WIDE))
     console.print(found.summary(), highlight=False)
     keep(found, folder, "verify", console)

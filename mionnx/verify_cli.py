@@ -16,6 +16,7 @@ from mionnx.options import Html, Json, Model, Png, SpecFile, deliver
 from mionnx.progress import bars
 from mionnx.spec import HookSpec
 from mionnx.verify import Verification
+from mionnx.verify.result import WIDE
 from mionnx.verify.verbs import read_prompts
 from mionnx.view.page import plain
 
@@ -78,7 +79,7 @@ def verify(
             checkpoint=checkpoint,
             progress=progress,
         )
-    deliver(result, result.table, html, png, as_json)
+    deliver(result, lambda: result.table(Console().width >= WIDE), html, png, as_json)
     if not as_json:
         _tell(result)
     sys.exit(0 if result.agrees else DISAGREES)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 LEAST = 1e-9  # where curves on a logarithmic axis begin: what is identical lies there
 SHOWN = 8  # nodes of a step that are named
+WIDE = 110  # columns of a terminal that has room for all numbers
+NARROW = (4, 5, 8)  # columns of the table that others leave out
 TWICE, ONE_THREAD, BATCH = "the same run twice", "1 thread and all", "row alone and in a batch"
 
 
@@ -244,22 +246,32 @@ class Verification(Shown):
         """Error-by-depth curves with the numbers under the pointer, and tables."""
         return render("verify.html", self.title, data=self.to_dict(), summary=self.summary(), least=LEAST)
 
-    def table(self) -> Table:
-        """For a terminal: one row a runtime, the largest differences and where they are."""
-        heads = ("", "relative", Column("at", overflow="fold"), "absolute", "cosine", "KL, nats", "top 1", "greedy")
+    def table(self, wide: bool = True) -> Table:
+        """For a terminal: one row a runtime, the largest differences and where they are.
+
+        Args:
+            wide: whether there is room for 110 columns; else some of the numbers are left out.
+        """
+        heads = ("runtime", "", "relative", "at", "absolute", "cosine", "KL, nats", "top 1", "greedy")
+        shown = [place for place in range(len(heads)) if wide or place not in NARROW]
+        columns = [Column(head, no_wrap=head != "at", overflow="fold") for head in heads]
         title = escape(f"{self.title}, beside {self.reference}")
-        table = Table(Column("runtime", no_wrap=True), *heads, title=title)
+        table = Table(*(columns[place] for place in shown), title=title)
         for beside in self.besides:
-            row, logits = beside.worst, beside.logits
-            verdict = "[green]agrees" if beside.agrees(self.tolerance) else "[red]differs"
-            greedy = "" if beside.greedy is None else f"{beside.greedy:.0%}"
-            numbers = (f"{row.relative:.1e}", row.name, f"{row.max_abs:.1e}", f"{row.cosine:.6f}")
-            next_token = (f"{logits['kl_max']:.1e}", f"{logits['top_1']:.0%}")
-            table.add_row(escape(beside.title), verdict, *numbers, *next_token, greedy)
+            cells = self._cells(beside)
+            table.add_row(*(cells[place] for place in shown))
         for titles, verdict in ((self.failed, "[red]failed"), (self.skipped, "[yellow]skipped")):
             for title in titles:
                 table.add_row(escape(title), verdict)
         return table
+
+    def _cells(self, beside: Beside) -> list[str]:
+        row, logits = beside.worst, beside.logits
+        verdict = "[green]agrees" if beside.agrees(self.tolerance) else "[red]differs"
+        numbers = [f"{row.relative:.1e}", row.name, f"{row.max_abs:.1e}", f"{row.cosine:.6f}"]
+        next_token = [f"{logits['kl_max']:.1e}", f"{logits['top_1']:.0%}"]
+        greedy = "" if beside.greedy is None else f"{beside.greedy:.0%}"
+        return [escape(beside.title), verdict, *numbers, *next_token, greedy]
 
 
 def _above(value: float) -> float:
