@@ -132,8 +132,10 @@ def test_state_interventions_are_in_force(rwkv):
 def test_what_is_made_for_the_prompt_alone_is_not_continued(llama):
     ids = llama.tokenize(PROMPT).ids
     late = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Scale(2.0, positions="generated"))
-    found = llama.verify([PROMPT], ["ort-cpu", "ort-cpu:none"], spec=late, greedy=3)
+    found = llama.verify([PROMPT], ["ort-cpu", "ort-cpu:none"], spec=late, greedy=3, repeat=True)
     assert found.besides[0].greedy == 1
+    assert not found.notes
+    assert len(found.repeats) == 6
     held = llama.forward(ids, HookSpec().capture("blocks.1.hook_resid_post"))["resid_post", 1]
     whole = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Replace(held, rows=[0]))
     found = llama.verify([PROMPT], ["ort-cpu", "ort-cpu:none"], spec=whole, greedy=0, repeat=True)

@@ -38,14 +38,16 @@ def repeats(runtime: Runtime, subject: Subject, checkpoint: Path | None, progres
 
 
 def _doubled(call: Call) -> Call:
+    """Where a text ends, and how far it can reach, stay as they are."""
     ids = np.concatenate([call.input_ids, call.input_ids[:, ::-1]])
-    return Call(ids, np.ones_like(ids), np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy())
+    ends = [None if length is None else np.tile(length, 2) for length in (call.prompt_lengths, call.horizon)]
+    return Call(ids, np.ones_like(ids), np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy(), *ends)
 
 
 def _repeat(
     title: str, what: str, runtime: Runtime, subject: Subject, first: Subject, tape: Tape, progress: Progress
 ) -> Repeat:
-    found = {name: Difference() for name in first.names}
+    found = {name: Difference(unit=subject.model.metadata.dtype) for name in first.names}
 
     def compare(prompt: int, name: str, value: NDArray[Any]) -> None:
         found[name].add(tape.get(prompt, name), value[: first.calls[prompt].batch])
