@@ -23,7 +23,7 @@ from mionnx.cache import HookCache
 from mionnx.cache_cli import app as cache_app
 from mionnx.deploy import Packaging, compile_spec
 from mionnx.errors import InterventionError, MIError, ModelError
-from mionnx.grammar import parse, parse_state
+from mionnx.grammar import parse, parse_state_knockout, parse_state_steering
 from mionnx.hooked_model import HookedModel
 from mionnx.hookpoint import HookPoint
 from mionnx.model import MIModel
@@ -274,7 +274,13 @@ def generate(
     if compare and hooks.is_empty():
         raise InterventionError("--compare shows what interventions change, and none was given")
     sampling = {"temperature": temperature, "do_sample": True} if temperature is not None else {}
-    options = {"top_k": top_k, "top_p": top_p, "repetition_penalty": repetition_penalty, "seed": seed, **sampling}
+    options: dict[str, Any] = {
+        "top_k": top_k,
+        "top_p": top_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        **sampling,
+    }
     runs = {"baseline": HookSpec(), "steered": hooks} if compare else {"text": hooks}
     found = {}
     for title, chosen in runs.items():
@@ -286,7 +292,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             stop_strings=stop,
             streamer=None if as_json else TextStreamer(opened.tokenizer, _after_space(opened, tokens)),
-            **options,  # type: ignore[arg-type]
+            **options,
         )
         found[title] = {"text": made.texts[0], "new_text": made.new_texts[0], "new_ids": made.new_ids[0].tolist()}
         if not as_json:
@@ -322,9 +328,9 @@ def _hooks(
         for text in texts or ():
             hooks.intervene(*parse(kind, text, num_heads, seq_len))
     for text in knockouts or ():
-        hooks.set_state_knockout(parse_state("state-knockout", text))  # type: ignore[arg-type]
+        hooks.set_state_knockout(parse_state_knockout(text))
     for text in steerings or ():
-        hooks.set_state_steering(parse_state("state-steering", text))  # type: ignore[arg-type]
+        hooks.set_state_steering(parse_state_steering(text))
     return hooks
 
 

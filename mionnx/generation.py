@@ -214,7 +214,9 @@ class _Run:
         """What the passes so far leave."""
         found = {output: self.memory[name].numpy() for output, name in self.carried.items()}
         kv_cache, state = past.collect(self.model.hooked, found, self.call, True)
-        return kv_cache or state  # type: ignore[return-value]
+        carried = state if kv_cache is None else kv_cache
+        assert carried is not None  # a call that keeps its past has one of the two
+        return carried
 
 
 class _Texts:

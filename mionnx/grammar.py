@@ -65,26 +65,32 @@ def parse(kind: str, text: str, n_heads: int, seq_len: int) -> tuple[str, Interv
     return hook, makers[kind](_value(value), **chosen)
 
 
-def parse_state(kind: str, text: str) -> StateKnockoutSpec | StateSteeringSpec:
-    """The state intervention that a command line argument means.
-
-    Args:
-        kind: "state-knockout" or "state-steering".
-        text: see the module's text.
+def parse_state_knockout(text: str) -> StateKnockoutSpec:
+    """The state knockout that a command line argument means; see the module's text.
 
     Raises:
         InterventionError: what was not understood.
     """
-    if kind == "state-knockout":
-        parts = _parts(text, text, ("positions", "layers", "terms"))
-        knockout = _target(StateKnockoutSpec(), parts, text)
-        named = parts.get("terms", "write").split(",")
-        return knockout.invisible() if named == ["invisible"] else replace(knockout, terms=named)
+    parts = _parts(text, text, ("positions", "layers", "terms"))
+    knockout = _target(StateKnockoutSpec(), parts, text)
+    named = parts.get("terms", "write").split(",")
+    return knockout.invisible() if named == ["invisible"] else replace(knockout, terms=named)
+
+
+def parse_state_steering(text: str) -> StateSteeringSpec:
+    """The state steering that a command line argument means; see the module's text.
+
+    Raises:
+        InterventionError: what was not understood.
+    """
     scale, at, limits = text.partition("@")
     if not at:
         raise InterventionError(f"--state-steering takes SCALE@positions=..., got {text!r}")
     parts = _parts(limits, text, ("positions", "layers", "heads"))
-    steering = _target(StateSteeringSpec(scale), parts, text)  # type: ignore[arg-type]
+    try:
+        steering = _target(StateSteeringSpec(float(scale)), parts, text)
+    except ValueError:
+        raise InterventionError(f"state steering: the scale is a number, got {scale!r}") from None
     return steering.heads(_integers(parts["heads"], text)) if "heads" in parts else steering
 
 

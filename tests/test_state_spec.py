@@ -21,7 +21,7 @@ from mionnx import (
     StateSteeringSpec,
     memory,
 )
-from mionnx.grammar import parse_state
+from mionnx.grammar import parse_state_knockout, parse_state_steering
 from mionnx.whole import write_whole
 
 
@@ -228,15 +228,15 @@ def test_the_result_of_a_state_ablation(model):
 
 
 def test_written_on_the_command_line():
-    spec = parse_state("state-knockout", "positions=3,-1;layers=1,2;terms=write,decay")
+    spec = parse_state_knockout("positions=3,-1;layers=1,2;terms=write,decay")
     assert spec == StateKnockoutSpec().positions([3, -1]).layers([1, 2]).decay()
-    assert parse_state("state-knockout", "positions=3;terms=invisible") == StateKnockoutSpec().position(3).invisible()
-    assert parse_state("state-steering", "2.5@positions=0;heads=1") == StateSteeringSpec(2.5).position(0).head(1)
-    for kind, text in (
-        ("state-knockout", "position=3"),
-        ("state-knockout", "positions=x"),
-        ("state-steering", "positions=3"),
-        ("state-steering", "two@positions=3"),
+    assert parse_state_knockout("positions=3;terms=invisible") == StateKnockoutSpec().position(3).invisible()
+    assert parse_state_steering("2.5@positions=0;heads=1") == StateSteeringSpec(2.5).position(0).head(1)
+    for parse, text in (
+        (parse_state_knockout, "position=3"),
+        (parse_state_knockout, "positions=x"),
+        (parse_state_steering, "positions=3"),
+        (parse_state_steering, "two@positions=3"),
     ):
         with pytest.raises(InterventionError):
-            parse_state(kind, text)
+            parse(text)
