@@ -38,7 +38,8 @@ class Verifies(Runner):
     ) -> Verification:
         """Run this model in several runtimes and compare them hook point by hook point.
 
-        Memory stays below twice what one runtime takes, however many hook points are compared: values lie on disk.
+        Memory stays below twice what one runtime takes, however many hook points are compared: values lie on disk. Only
+        narrowing a fault down to its nodes holds the values of its one step.
 
         Args:
             prompts: texts, or ids [seq] or [batch, seq] each; each runs by itself, without padding.
