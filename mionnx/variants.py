@@ -119,7 +119,7 @@ class Variants:
         base = self._find_base()
         if base is not None and base.serves(plan, self.model):
             model, report = self._rewritten(base, plan)
-            opened = session.open_session(model, base.folder, self.options, optimised=True, spinning=not plan.starts)
+            opened = session.open_session(model, base.folder, self.options, optimised=True)
             return Compiled(plan, opened, report, None if plan.empty else model, VARIANT)
         folder = self.model.folder
         if plan.empty:
@@ -129,7 +129,7 @@ class Variants:
         self._opened += 1
         model, report = rewrite(self.model.proto, plan, self.model.metadata)
         cost = sum(graph.locations(graph.parse(model)).values()) if plan.starts else self.weights
-        opened = session.open_session(model, folder, self.options, spinning=not plan.starts)
+        opened = session.open_session(model, folder, self.options)
         return Compiled(plan, opened, report, model, cost)
 
     def _make_chain(self, plan: Plan, hooks: tuple[str, ...]) -> Chain:
