@@ -85,6 +85,15 @@ def _validate(state: State, call: Call, metadata: Metadata) -> None:
     sizes = metadata.sizes
     reached = call.lengths if call.horizon is None else call.horizon
     state.validate(sizes.num_layers, int(reached.min()), sizes.num_heads)
+    refuse_terms(state, metadata)
+
+
+def refuse_terms(state: State, metadata: Metadata) -> None:
+    """Refuse a removal term where there is none.
+
+    Raises:
+        InterventionError: of RWKV-6, which has no removal term, it is asked for by name.
+    """
     if state.terms == ["erase"] and not metadata.has_removal:
         raise InterventionError(f"{state.title}: {metadata.family} has no removal term to erase")
     if "erase" in state.terms and not metadata.has_removal and not {*TERMS} <= {*state.terms}:

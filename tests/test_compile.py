@@ -292,10 +292,32 @@ def test_what_only_one_call_can_have_is_refused(what, models, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_token_shift_cannot_be_compiled(rwkv, tmp_path):
-    spec = HookSpec().set_state_knockout(StateKnockoutSpec().position(1).invisible())
-    with pytest.raises(InterventionError, match="write, erase, decay"):
-        rwkv("7-fla").compile(spec, tmp_path / "out")
+@pytest.mark.parametrize("layout", ["6-pth", "7-fla"])
+def test_invisible_tokens_and_padding_in_a_compiled_recurrent_graph(rwkv, layout, tmp_path):
+    """What later tokens are mixed with is worked out in the graph, layer by layer, over calls, and around padding."""
+    model = rwkv(layout)
+    spec = (
+        HookSpec()
+        .set_state_knockout(StateKnockoutSpec().positions([0, 2, 3]).invisible())
+        .set_state_knockout(StateKnockoutSpec().positions([-1, 1]).token_shift().layer(1))
+        .set_state_steering(StateSteeringSpec(0.5).position("generated"))
+    )
+    ids = np.random.default_rng(0).integers(0, VOCAB, (3, 6))
+    mask = np.array([[1] * 6, [0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
+    found = model.compile(spec, tmp_path / "out")
+    feeds = {"input_ids": ids, "mionnx.token_positions": np.where(mask, mask.cumsum(1) - 1, -1)}
+    session = onnxruntime.InferenceSession(str(found / "model.onnx"))
+    for entry in session.get_inputs():
+        if entry.name.startswith("past_state"):
+            feeds[entry.name] = np.zeros([3 if isinstance(dim, str) else dim for dim in entry.shape], np.float32)
+    alone = run_alone(found / "model.onnx", feeds, tmp_path)
+    found = model.generate(ids, spec, attention_mask=mask, max_new_tokens=NEW + 1, eos_token_id=[], output_logits=True)
+    real = mask.astype(bool)
+    assert np.array_equal(alone["0/logits"][real], found.steps[0].output()[real])
+    for step, cache in enumerate(found.steps):
+        theirs = cache.output()[:, -1]
+        assert np.abs(alone[f"{step}/logits"][:, -1] - theirs).max() / max(1, np.abs(theirs).max()) < 5e-5
+    assert not session.get_overridable_initializers()
 
 
 def test_nothing_is_overwritten_and_nothing_half_written(models, tmp_path, monkeypatch):

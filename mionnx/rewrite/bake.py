@@ -5,7 +5,7 @@
 2. Positions are worked out in the graph. A call in which the token at position 0 stands is the prompt's: negative
    positions count from its end, "prompt" means its tokens, and "generated" those of every later call.
 3. A knockout mask holds for the columns it was made for; beyond them nothing is knocked out.
-4. State interventions of a recurrent model take the place of the gates' defaults.
+4. State interventions of a recurrent model take the place of the gates' defaults; see `mionnx.rewrite.bake_gates`.
 5. A knob stays an input, with a default: it multiplies what is added or removed, or is the factor itself.
 """
 
@@ -23,16 +23,13 @@ from mionnx.hookpoint import HookPoint
 from mionnx.intervention import Intervention
 from mionnx.metadata import Metadata
 from mionnx.place import Place
+from mionnx.rewrite.bake_gates import bake_gates
 from mionnx.rewrite.build import Builder
-from mionnx.rewrite.intervene import TOKEN_POSITIONS, token_positions
+from mionnx.rewrite.calls import Calls, replace_input
 from mionnx.rewrite.plan import Edit, Plan, Report
 from mionnx.spec import HookSpec
-from mionnx.state_spec import StateKnockoutSpec, StateSteeringSpec
 
-NOWHERE = -2  # no token stands there; padding stands at -1
 KNOBS = {"add": 1.0, "project_out": 1.0, "scale": None}  # kind -> the knob's default; None: the factor itself
-GATES = {"write": "state_write", "erase": "state_erase", "decay": "state_decay"}
-State = StateKnockoutSpec | StateSteeringSpec
 
 
 def bake(
@@ -55,17 +52,17 @@ def bake(
         report: what is done is noted here.
 
     Raises:
-        InterventionError: what only a single call can have: batch rows, values for several tokens, token shift.
+        InterventionError: what only a single call can have: batch rows, values for several tokens.
     """
     turned = {
         at: _knob(graph, name, [spec.interventions[n] for n in where], report)
         for name, where in knobs.items()
         for at in where
     }
-    calls = _Calls(graph, report)
+    calls = Calls(graph, report)
     for n, (edit, (_, intervention)) in enumerate(zip(plan.edits, spec.interventions, strict=True)):
         _edit(graph, edit, intervention, shapes[edit.hook], calls, turned.get(n), report)
-    _gates(graph, spec, metadata, calls, report)
+    bake_gates(graph, spec, metadata, calls, report)
     graph.toposort()
 
 
@@ -87,81 +84,12 @@ def _knob(graph: gs.Graph, name: str, where: Sequence[tuple[HookPoint, Intervent
     return gs.Constant(name, np.array(defaults.pop(), np.float32))
 
 
-class _Calls:
-    """What a graph can tell of the call it is run in; worked out once, where it is needed."""
-
-    def __init__(self, graph: gs.Graph, report: Report) -> None:
-        self.graph, self.report = graph, report
-        self.build = Builder(graph, TOKEN_POSITIONS, "mionnx.call", report)
-        self._known: dict[str, gs.Tensor] = {}
-
-    @property
-    def positions(self) -> gs.Tensor:
-        """[batch, seq]: each token's position in its row's text, -1 for padding."""
-        if "positions" not in self._known:
-            found = self.graph.tensors().get(f"{TOKEN_POSITIONS}.of_tokens") or self.graph.tensors().get(
-                TOKEN_POSITIONS
-            )
-            self._known["positions"] = found if found is not None else token_positions(self.graph, self.report)
-        return self._known["positions"]
-
-    @property
-    def length(self) -> gs.Tensor:
-        """[batch, 1]: how many tokens each row's text has by now."""
-        if "length" not in self._known:
-            last = self.build.node("ReduceMax", [self.positions, self.build.ints("axis", 1)], "last", keepdims=1)
-            self._known["length"] = self.build.node("Add", [last, self.build.constant("one", 1, np.int64)], "length")
-        return self._known["length"]
-
-    @property
-    def is_prompt(self) -> gs.Tensor:
-        """[batch, 1]: whether this call is the prompt's."""
-        if "is_prompt" not in self._known:
-            first = self.build.node(
-                "Equal", [self.positions, self.build.constant("zero", 0, np.int64)], "first", dtype=np.bool_
-            )
-            numbers = self.build.node("Cast", [first], "firsts", np.int32, to=6)
-            found = self.build.node("ReduceMax", [numbers, self.build.ints("across", 1)], "any_first", keepdims=1)
-            self._known["is_prompt"] = self.build.node("Cast", [found], "is_prompt", np.bool_, to=9)
-        return self._known["is_prompt"]
-
-    def chosen(self, prefix: str, positions: Sequence[int | str]) -> gs.Tensor:
-        """[batch or 1, n]: the absolute positions that are meant in this call, NOWHERE for those that are not in it."""
-        build = Builder(self.graph, prefix, prefix, self.report)
-        numbers = [position for position in positions if not isinstance(position, str)]
-        parts: list[gs.Tensor] = []
-        nowhere = build.constant("nowhere", NOWHERE, np.int64)
-        if numbers:
-            table = build.constant("table", [numbers], np.int64)
-            parts.append(table)
-            if min(numbers) < 0:
-                ahead = build.constant("ahead", [[number >= 0 for number in numbers]], np.bool_)
-                counted = build.node("Add", [self.length, table], "counted")
-                there = build.node("Where", [self.is_prompt, counted, nowhere], "there", np.int64)
-                parts = [build.node("Where", [ahead, table, there], "absolute", np.int64)]
-        for phase in dict.fromkeys(position for position in positions if isinstance(position, str)):
-            real = build.node(
-                "GreaterOrEqual", [self.positions, build.constant("zero", 0, np.int64)], f"{phase}.real", dtype=np.bool_
-            )
-            now = self.is_prompt
-            if phase == "generated":
-                now = build.node("Not", [now], "generated.now")
-            both = build.node("And", [real, now], f"{phase}.both")
-            parts.append(build.node("Where", [both, self.positions, nowhere], f"{phase}.at", np.int64))
-        if len(parts) == 1:
-            return parts[0]
-        rows = build.node("Shape", [self.positions], "rows", np.int64, start=0, end=1)
-        wide = build.node("Concat", [rows, build.ints("one", 1)], "wide", axis=0)
-        spread = [build.node("Expand", [part, wide], f"spread.{i}", np.int64) for i, part in enumerate(parts)]
-        return build.node("Concat", spread, "all", np.int64, axis=1)
-
-
 def _edit(
     graph: gs.Graph,
     edit: Edit,
     intervention: Intervention,
     shape: Sequence[str | int],
-    calls: _Calls,
+    calls: Calls,
     knob: gs.Constant | None,
     report: Report,
 ) -> None:
@@ -176,7 +104,7 @@ def _edit(
     given: Any = intervention.positions
     if given is not None:
         chosen = calls.chosen(f"{edit.prefix}.chosen", [given] if isinstance(given, str) else given)
-        _replace(graph, tensors[edit.positions_input], chosen)
+        replace_input(graph, tensors[edit.positions_input], chosen)
     if intervention.fragment is not None:
         for name, array in intervention.fragment.weights.items():
             _become(graph, tensors[edit.weight_input(name)], array)
@@ -184,7 +112,7 @@ def _edit(
         return
     value, dtype = tensors[edit.value_input], tensors[edit.value_input].dtype
     if edit.kind == "knockout":
-        _replace(graph, value, _mask(graph, edit, intervention.value, report))
+        replace_input(graph, value, _mask(graph, edit, intervention.value, report))
         return
     array = _fixed(place, intervention, dtype)
     if knob is None:
@@ -193,7 +121,7 @@ def _edit(
     build = Builder(graph, edit.hook, f"{edit.prefix}.knob", report)
     strength = knob if np.dtype(dtype) == np.float32 else build.node("Cast", [knob], "cast", dtype, to=_number(dtype))
     if edit.kind == "scale":
-        _replace(graph, value, strength)
+        replace_input(graph, value, strength)
         return
     constant = gs.Constant(f"{value.name}.full", array)
     turned = build.node("Mul", [constant, strength], "turned", dtype)
@@ -202,7 +130,7 @@ def _edit(
         along.inputs[1] = turned
         _become(graph, value, array)
         return
-    _replace(graph, value, turned)
+    replace_input(graph, value, turned)
 
 
 def _by_row(positions: Any) -> bool:
@@ -256,79 +184,10 @@ def _mask(graph: gs.Graph, edit: Edit, given: NDArray[Any], report: Report) -> g
     return mask
 
 
-def _gates(graph: gs.Graph, spec: HookSpec, metadata: Metadata, calls: _Calls, report: Report) -> None:
-    states: list[State] = [*spec.state_steerings, *spec.state_knockouts]  # knockouts after: they win
-    for state in states:
-        _check(state, metadata)
-    for term, name in GATES.items():
-        here = [state for state in states if term in state.terms]
-        if not here or (term == "erase" and not metadata.has_removal):
-            continue
-        build = Builder(graph, name, f"mionnx.{name}", report)
-        gate: gs.Tensor | None = None
-        for n, state in enumerate(here):
-            factor = _factor(build, f"{n}", state, metadata, calls)
-            gate = factor if gate is None else build.node("Mul", [gate, factor], f"{n}.product")
-        if gate is not None and term == "decay":
-            gate = build.node("Cast", [gate], "kept", np.bool_, to=9)
-        _take_over(graph, name, gate)
-
-
-def _check(state: State, metadata: Metadata) -> None:
-    sizes = metadata.sizes
-    if not metadata.recurrent:
-        raise InterventionError(f"{state.title}: this {metadata.family} model has no recurrent state")
-    if "token_shift" in state.terms:
-        raise InterventionError(
-            f"{state.title}: token shift (and with it `invisible`) depends on all tokens of a call and cannot be "
-            "compiled; terms that can: write, erase, decay"
-        )
-    numbers = [position for position in state.positions_ if not isinstance(position, str)]
-    longest = max([1, *(position + 1 if position >= 0 else -position for position in numbers)])
-    state.validate(sizes.num_layers, longest, sizes.num_heads)
-    if state.terms == ["erase"] and not metadata.has_removal:
-        raise InterventionError(f"{state.title}: {metadata.family} has no removal term to erase")
-
-
-def _factor(build: Builder, step: str, state: State, metadata: Metadata, calls: _Calls) -> gs.Tensor:
-    """[layers, batch, seq, n_heads]: the factor at the state's positions, layers and heads, and 1 elsewhere."""
-    sizes = metadata.sizes
-    factor = np.ones((sizes.num_layers, 1, 1, sizes.num_heads), np.float32)
-    heads, scale = list(range(sizes.num_heads)), 0.0
-    if isinstance(state, StateSteeringSpec):
-        heads, scale = list(state.target_heads(sizes.num_heads)), state.scale
-    for layer in state.target_layers(sizes.num_layers):
-        factor[layer, 0, 0, heads] = scale
-    chosen = calls.chosen(f"{build.prefix}.{step}", state.positions_)
-    each = build.node("Unsqueeze", [calls.positions, build.ints(f"{step}.last", 2)], f"{step}.each", np.int64)
-    among = build.node("Unsqueeze", [chosen, build.ints(f"{step}.middle", 1)], f"{step}.among", np.int64)
-    hits = build.node("Equal", [each, among], f"{step}.equal", dtype=np.bool_)
-    numbers = build.node("Cast", [hits], f"{step}.hits", np.int32, to=6)
-    found = build.node("ReduceMax", [numbers, build.ints(f"{step}.over", 2)], f"{step}.any", keepdims=0)
-    at = build.node("Cast", [found], f"{step}.here", np.bool_, to=9)
-    wide = build.node("Unsqueeze", [at, build.ints(f"{step}.axes", 0, 3)], f"{step}.at", np.bool_)
-    one, full = build.constant(f"{step}.one", 1, np.float32), build.constant(f"{step}.factor", factor, np.float32)
-    return build.node("Where", [wide, full, one], f"{step}.where", np.float32)
-
-
 def _become(graph: gs.Graph, variable: gs.Variable, array: NDArray[Any]) -> None:
     """Let an input be a constant."""
     graph.inputs = [entry for entry in graph.inputs if entry is not variable]
     variable.to_constant(np.ascontiguousarray(array))
-
-
-def _replace(graph: gs.Graph, variable: gs.Tensor, by: gs.Tensor) -> None:
-    """Let every reader of an input read something else."""
-    graph.inputs = [entry for entry in graph.inputs if entry is not variable]
-    for node in [*variable.outputs]:
-        node.inputs = [by if entry is variable else entry for entry in node.inputs]
-
-
-def _take_over(graph: gs.Graph, name: str, gate: gs.Tensor | None) -> None:
-    tensors = graph.tensors()
-    if gate is None or name not in tensors:
-        raise InterventionError(f"the graph has no gate {name}")
-    _replace(graph, tensors[name], gate)
 
 
 def _number(dtype: Any) -> int:
