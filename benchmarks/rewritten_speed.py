@@ -178,7 +178,8 @@ def main() -> None:
             "TransformerLens / mionnx",
         ),
     )
-    title = f"GPT-2 124M, fp32, {threads} threads, {platform.machine()}; medians of {options.repeats} runs, of half as many at 8 x 256"
+    runs = f"medians of {options.repeats} runs, of half as many at 8 x 256"
+    title = f"GPT-2 124M, fp32, {threads} threads, {platform.machine()}; {runs}"
     tables = list(zip(heads, (first, second), strict=True))
     present("rewritten_speed", "Forward passes with hooks", title, tables, options.save)
 

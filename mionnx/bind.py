@@ -3,7 +3,7 @@
 All that can be wrong with a spec is found here, before anything runs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,12 +61,13 @@ def captures_of(spec: HookSpec, model: HookedModel) -> Captures:
     found: dict[str, tuple[Want, Capture]] = {}
     points = points_of(spec, model)
     for request in spec.captures:
-        if callable(request.what) or points.inner:  # a predicate may say something else tomorrow, and so may a splice
-            wants = _wants(request, points)
+        if points.inner:  # a splice may bring other hook points tomorrow
+            wants = _wants(request, points, resolve(request, points.names))
         else:
-            if request not in model.captures:
-                model.captures[request] = _wants(request, points)
-            wants = model.captures[request]
+            key = request, tuple(resolve(request, points.names)) if callable(request.what) else None
+            if key not in model.captures:  # a predicate is asked anew each time, but what it chose is known
+                model.captures[key] = _wants(request, points, key[1] or resolve(request, points.names))
+            wants = model.captures[key]
         for want in wants:
             other = found.setdefault(want.output, (want, request))[1]
             if (other.positions, other.heads) != (request.positions, request.heads):
@@ -74,10 +75,10 @@ def captures_of(spec: HookSpec, model: HookedModel) -> Captures:
     return dict(found.values())
 
 
-def _wants(request: Capture, points: Points) -> list[Want]:
-    """The values that one request means."""
+def _wants(request: Capture, points: Points, names: Iterable[str]) -> list[Want]:
+    """The values that one request means, which has chosen these names."""
     wants = []
-    for name in resolve(request, points.names):
+    for name in names:
         axes = points.axes(HookPoint.parse(name))
         if request.positions is not None and not {"seq", "seq_q"} & {*axes}:
             raise InterventionError(f"capture at {name}: axes {list(axes)} have no positions to choose from")

@@ -10,6 +10,7 @@ from mionnx.errors import HookError, nearest
 from mionnx.hookpoint import HookPoint, layer_of, short_names
 
 if TYPE_CHECKING:
+    from mionnx.device import Value
     from mionnx.kvcache import KVCache
     from mionnx.rwkv_state import RWKVState
 
@@ -23,6 +24,8 @@ class HookCache(Mapping[str, NDArray[Any]]):
     short name and layer: `cache["blocks.5.attn.hook_pattern"]`, `cache[HookPoint.AttnPattern(5)]`,
     `cache["pattern", 5]`. Values captured before their interventions have names that end in `.before`.
 
+    What another device than the CPU has computed stays there until it is asked for.
+
     Attributes:
         kv_cache: the key/value cache after this pass, if `use_cache=True` asked for it.
         state: the recurrent state after this pass, of an RWKV model; None of any other.
@@ -31,17 +34,17 @@ class HookCache(Mapping[str, NDArray[Any]]):
 
     def __init__(
         self,
-        logits: NDArray[Any] | None,
-        captured: Mapping[str, NDArray[Any]],
+        logits: "Value | None",
+        captured: "Mapping[str, Value]",
         kv_cache: "KVCache | None" = None,
         state: "RWKVState | None" = None,
-        top_ids: NDArray[np.int64] | None = None,
+        top_ids: "Value | None" = None,
     ) -> None:
         self._logits = logits
         self._captured = dict(captured)
         self.kv_cache = kv_cache
         self.state = state
-        self.top_ids = top_ids
+        self.top_ids = None if top_ids is None else np.asarray(top_ids)
 
     def output(self) -> NDArray[Any]:
         """The logits, [batch, seq, vocab], or the part that `logits=` asked for.
@@ -51,7 +54,7 @@ class HookCache(Mapping[str, NDArray[Any]]):
         """
         if self._logits is None:
             raise HookError("this cache has no logits: `logits=False` was asked for, or `into_output` took them")
-        return self._logits
+        return np.asarray(self._logits)
 
     def into_output(self) -> NDArray[Any]:
         """The logits, [batch, seq, vocab]; the cache gives up its hold on them."""
@@ -60,7 +63,8 @@ class HookCache(Mapping[str, NDArray[Any]]):
 
     def get(self, hook: Key, default: Any = None) -> Any:
         """The captured array, or `default` if the hook point was not captured."""
-        return self._captured.get(self._name(hook), default)
+        name = self._name(hook)
+        return np.asarray(self._captured[name]) if name in self._captured else default
 
     def require(self, hook: Key) -> NDArray[Any]:
         """The captured array.
@@ -72,7 +76,7 @@ class HookCache(Mapping[str, NDArray[Any]]):
         if name not in self._captured:
             held = f"; captured: {len(self)} hook points" if self._captured else "; nothing was captured"
             raise HookError(f"{name!r} was not captured{nearest(name, self._captured) or held}")
-        return self._captured[name]
+        return np.asarray(self._captured[name])
 
     def num_captures(self) -> int:
         """How many arrays were captured."""
@@ -115,4 +119,4 @@ class HookCache(Mapping[str, NDArray[Any]]):
         names = [name for name in self._captured if HookPoint.parse(name).short == short]
         if not names:
             raise HookError(f"no hook point {short!r} was captured{nearest(short, short_names())}")
-        return np.stack([self._captured[name] for name in names])
+        return np.stack([np.asarray(self._captured[name]) for name in names])

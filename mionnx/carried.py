@@ -1,18 +1,56 @@
 """What a call leaves for the next one: a key/value cache or a recurrent state, layer by layer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.cachefile import write_cache
+from mionnx.device import Value
 from mionnx.errors import InputError
 
 Layer = TypeVar("Layer", bound=Iterable[NDArray[Any]])
+
+
+class Layers(Sequence[Layer]):
+    """Layers where a call left them: each is fetched when it is asked for.
+
+    Attributes:
+        parts: of every layer, arrays or values on a device.
+        layer_of: a layer from its parts.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Value, ...]], layer_of: Callable[[Iterable[NDArray[Any]]], Layer]) -> None:
+        self.parts, self.layer_of = parts, layer_of
+        self._made: dict[int, Layer] = {}
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    @overload
+    def __getitem__(self, index: int) -> Layer: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Layer]: ...
+    def __getitem__(self, index: int | slice) -> Layer | Sequence[Layer]:
+        if isinstance(index, slice):
+            return Layers(self.parts[index], self.layer_of)
+        number = range(len(self))[index]
+        if number not in self._made:
+            self._made[number] = self.layer_of(map(np.asarray, self.parts[number]))
+        return self._made[number]
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} layers>"
+
+    def replaced(self, number: int, layer: Layer) -> "Layers[Layer]":
+        """The same layers but for one."""
+        new = Layers([tuple(layer) if i == number else parts for i, parts in enumerate(self.parts)], self.layer_of)
+        new._made = {**self._made, number: layer}
+        return new
 
 
 @dataclass
@@ -36,6 +74,15 @@ class Carried(ABC, Generic[Layer]):
     @abstractmethod
     def layer_of(parts: Iterable[NDArray[Any]]) -> Layer:
         """A layer from its parts."""
+
+    @classmethod
+    def left(cls, parts: Sequence[tuple[Value, ...]], attention_mask: NDArray[np.int64]) -> Self:
+        """What a call left, wherever that is."""
+        return cls(Layers(parts, cls.layer_of), attention_mask)
+
+    def held(self) -> Sequence[Iterable[Value]]:
+        """The parts of every layer, where they are: to be fed again."""
+        return self.layers.parts if isinstance(self.layers, Layers) else self.layers
 
     @property
     def num_layers(self) -> int:
@@ -65,7 +112,11 @@ class Carried(ABC, Generic[Layer]):
 
     def put_layer(self, layer: int, parts: Iterable[NDArray[Any]]) -> None:
         """Put other parts in place of a layer's, unchecked."""
-        self.layers = [self.layer_of(parts) if i == layer else one for i, one in enumerate(self.layers)]
+        new, layers = self.layer_of(parts), self.layers
+        if isinstance(layers, Layers):
+            self.layers = layers.replaced(layer, new)
+        else:
+            self.layers = [new if i == layer else one for i, one in enumerate(layers)]
 
     def repeat(self, rows: int) -> Self:
         """One row as several equal rows: a prefix that many continuations share.

@@ -7,11 +7,12 @@
 3. Threads that spin while they wait would take the processor from the next session: those of a chain sleep.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 import psutil
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from mionnx import graph as graphs
 from mionnx import session
+from mionnx.device import Value
 from mionnx.rewrite.cut import Segment, cut
 from mionnx.rewrite.plan import Plan, Report
 
@@ -69,7 +71,7 @@ class Chain:
     cost: int
     options: session.Options
 
-    def run(self, wanted: Collection[str], feeds: Arrays, between: Between) -> Arrays:
+    def run(self, wanted: Collection[str], feeds: Mapping[str, Value], between: Between) -> Arrays:
         """Run all links in order.
 
         Args:
@@ -84,24 +86,15 @@ class Chain:
         kept: dict[str, Any] = {}
         for link in self.links:
             given = (*link.inputs, *(name for name in link.defaults if name in feeds))
-            found = self._run(link, {name: values[name] for name in given})
+            read = {name: values[name] for name in given}
+            found = session.compute(link.session, link.outputs, read, self.options)
             for hook in link.hooks:
-                found[hook] = between(hook, _array(found[hook]))
+                found[hook] = between(hook, np.asarray(found[hook]))
             kept |= {name: found[name] for name in found.keys() & wanted}
             values |= found
             for name in link.done:
                 values.pop(name, None)
-        return {name: _array(value) for name, value in kept.items()}
-
-    def _run(self, link: Link, feeds: dict[str, Any]) -> dict[str, Any]:
-        if self.options.provider_name() == session.PROVIDERS["cpu"]:
-            return session.run(link.session, link.outputs, feeds)
-        return dict(session.run_in_place(link.session, link.outputs, feeds, self.options))
-
-
-def _array(value: Any) -> NDArray[Any]:
-    """A value as an array, fetched if it is somewhere else."""
-    return value.numpy() if hasattr(value, "numpy") else value
+        return {name: np.asarray(value) for name, value in kept.items()}
 
 
 def open_chain(

@@ -1,6 +1,6 @@
 """What captures will cost, before anything runs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -11,6 +11,7 @@ from mionnx.hooked_model import HookedModel
 from mionnx.hookpoint import HookPoint
 from mionnx.place import heads_axis
 from mionnx.rewrite.intervene import sequence_axis
+from mionnx.rewrite.plan import Want
 
 
 @dataclass(frozen=True)
@@ -39,15 +40,21 @@ def estimate_of(model: HookedModel, captures: bind.Captures, dims: Mapping[str, 
     """What captures will cost in a call of these sizes (see `bind.dimensions`)."""
     found = {}
     for want, request in captures.items():
-        point, inner = HookPoint.parse(want.hook), want.inner
-        axes = (
-            model.axes(point)
-            if inner is None
-            else [axis if isinstance(axis, int) or axis in dims else 1 for axis in inner.dims]
-        )
-        shape = list(bind.shape_of(axes, dims))
-        for given, axis in ((request.positions, sequence_axis), (request.heads, heads_axis)):
-            if given is not None:
-                shape[axis(want.axes) or 0] = len(given)
-        found[want.output] = np.dtype(model.dtype(point) if inner is None else inner.dtype).itemsize * prod(shape)
+        axes, size = _entry(model, want)
+        shape = [axis if isinstance(axis, int) else dims.get(axis, 1) for axis in axes]
+        if request.positions is not None:
+            shape[sequence_axis(want.axes) or 0] = len(request.positions)
+        if request.heads is not None:
+            shape[heads_axis(want.axes) or 0] = len(request.heads)
+        found[want.output] = size * prod(shape)
     return Estimate(found)
+
+
+def _entry(model: HookedModel, want: Want) -> tuple[Sequence[str | int], int]:
+    """The axes of a value, and the bytes of one of its numbers."""
+    if want.inner is not None:
+        return want.inner.dims, np.dtype(want.inner.dtype).itemsize
+    if want.hook not in model.entries:
+        point = HookPoint.parse(want.hook)
+        model.entries[want.hook] = model.axes(point), np.dtype(model.dtype(point)).itemsize
+    return model.entries[want.hook]

@@ -1,20 +1,15 @@
 """All inputs of one call of a rewritten graph."""
 
-from typing import Any
-
-from numpy.typing import NDArray
-
 from mionnx import bind, past
 from mionnx.call import Call, Past
+from mionnx.device import Value
 from mionnx.gates import gates_of
 from mionnx.hooked_model import HookedModel
 from mionnx.rewrite.plan import Plan
 from mionnx.spec import HookSpec
 
 
-def feeds_of(
-    model: HookedModel, spec: HookSpec, plan: Plan, call: Call, before: Past | None
-) -> dict[str, NDArray[Any]]:
+def feeds_of(model: HookedModel, spec: HookSpec, plan: Plan, call: Call, before: Past | None) -> dict[str, Value]:
     """The tokens, what came before them, and the values, positions, masks and gates of a spec.
 
     Args:
@@ -27,6 +22,6 @@ def feeds_of(
         InputError: a past that does not fit.
         InterventionError: a value, position, head or row that does not fit; see `bind.values_of` and `gates.gates_of`.
     """
-    feeds = {**call.feeds(), **past.feeds(model, before, call)}
+    feeds: dict[str, Value] = {**call.feeds(), **past.feeds(model, before, call)}
     feeds |= bind.values_of(spec, plan, call, model)
     return feeds | gates_of(spec, call, model.metadata)

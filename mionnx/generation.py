@@ -194,10 +194,10 @@ class _Run:
         outputs = ["logits", *self.captured.values(), *self.carried]
         found = session.run_in_place(self.compiled.session, outputs, feeds, self.model.options)
         self.memory = {name: found[output] for output, name in self.carried.items()}
-        logits = found["logits"].numpy()
+        logits = np.asarray(found["logits"])
         if self.captured or self.keeps_logits:
             kept = logits if self.keeps_logits else None
-            self.caches.append(HookCache(kept, {name: found[output].numpy() for name, output in self.captured.items()}))
+            self.caches.append(HookCache(kept, {name: found[output] for name, output in self.captured.items()}))
         return logits[:, -1]
 
     def _values(self) -> Arrays:
@@ -212,7 +212,7 @@ class _Run:
 
     def cache(self) -> Past:
         """What the passes so far leave."""
-        found = {output: self.memory[name].numpy() for output, name in self.carried.items()}
+        found = {output: self.memory[name] for output, name in self.carried.items()}
         kv_cache, state = past.collect(self.model.hooked, found, self.call, True)
         carried = state if kv_cache is None else kv_cache
         assert carried is not None  # a call that keeps its past has one of the two

@@ -20,6 +20,7 @@ The format, on one page:
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -99,8 +100,13 @@ class HookedModel:
         return {name: place for place, name in enumerate(self._points)}
 
     @cached_property
-    def captures(self) -> "dict[Capture, list[Want]]":
+    def captures(self) -> "dict[tuple[Capture, tuple[str, ...] | None], list[Want]]":
         """What requests to capture have meant on this model so far."""
+        return {}
+
+    @cached_property
+    def entries(self) -> "dict[str, tuple[Sequence[str | int], int]]":
+        """The axes of hook points that were asked for so far, and the bytes of one number there."""
         return {}
 
     @cached_property

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from mionnx.cachefile import read_cache
 from mionnx.carried import Carried
+from mionnx.device import Value
 from mionnx.errors import InputError
 from mionnx.metadata import Sizes
 from mionnx.transplant import fitting
@@ -118,7 +119,7 @@ class KVCache(Carried[Layer]):
             raise InputError(f"{path} holds layers of the shapes {sorted(shapes)} for {cache.attention_mask.shape}")
         return cache
 
-    def feeds(self, sizes: Sizes, shape: tuple[int, ...], dtype: DTypeLike) -> dict[str, NDArray[Any]]:
+    def feeds(self, sizes: Sizes, shape: tuple[int, ...], dtype: DTypeLike) -> dict[str, Value]:
         """As inputs of the graph, each of this shape and dtype.
 
         Raises:
@@ -126,8 +127,8 @@ class KVCache(Carried[Layer]):
         """
         if self.num_layers != sizes.num_layers:
             raise InputError(f"the cache has {self.num_layers} layers, the model {sizes.num_layers}")
-        feeds = {}
-        for i, layer in enumerate(self.layers):
+        feeds: dict[str, Value] = {}
+        for i, layer in enumerate(self.held()):
             for kind, value in zip(PARTS, layer, strict=True):
                 if value.shape != shape or value.dtype != dtype:
                     raise InputError(

@@ -1,17 +1,17 @@
 """What a forward pass continues from and what it leaves: keys and values of a transformer, the state of an RWKV."""
 
+from collections.abc import Mapping
 from typing import Any
-
-from numpy.typing import NDArray
 
 from mionnx import rwkv_state
 from mionnx.call import Call, Past
+from mionnx.device import Value
 from mionnx.errors import InputError
 from mionnx.hooked_model import DTYPES, HookedModel
 from mionnx.kvcache import KVCache
 from mionnx.rwkv_state import RWKVState
 
-Arrays = dict[str, NDArray[Any]]
+Arrays = dict[str, Value]
 
 
 def choose(model: HookedModel, cache: Any, initial_state: Any) -> Past | None:
@@ -64,14 +64,15 @@ def outputs(model: HookedModel, use_cache: bool) -> list[str]:
     return [f"present.{i}.{kind}" for i in range(layers) for kind in ("key", "value")] if use_cache else []
 
 
-def collect(model: HookedModel, found: Arrays, call: Call, use_cache: bool) -> tuple[KVCache | None, RWKVState | None]:
+def collect(
+    model: HookedModel, found: Mapping[str, Value], call: Call, use_cache: bool
+) -> tuple[KVCache | None, RWKVState | None]:
     """What the next call can continue from, out of the outputs of this one."""
     layers = range(model.metadata.sizes.num_layers)
     if model.metadata.recurrent:
-        parts = [rwkv_state.Layer(*(found[f"present_state.{i}.{part}"] for part in rwkv_state.PARTS)) for i in layers]
-        return None, RWKVState(parts, call.attention_mask)
+        parts = [tuple(found[f"present_state.{i}.{part}"] for part in rwkv_state.PARTS) for i in layers]
+        return None, RWKVState.left(parts, call.attention_mask)
     if not use_cache:
         return None, None
-    return KVCache(
-        [(found[f"present.{i}.key"], found[f"present.{i}.value"]) for i in layers], call.attention_mask
-    ), None
+    pairs = [(found[f"present.{i}.key"], found[f"present.{i}.value"]) for i in layers]
+    return KVCache.left(pairs, call.attention_mask), None

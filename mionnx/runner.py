@@ -61,6 +61,7 @@ class Runner:
         prepack: bool | None = None,
         base: str = "auto",
         provider_options: Mapping[str, str | int] | None = None,
+        cuda_graphs: bool = False,
     ) -> Self:
         """Open a model.
 
@@ -72,18 +73,24 @@ class Runner:
             provider: "cpu", "cuda", or any execution provider's name.
             threads: threads inside one operator; 0 lets ONNX Runtime choose.
             fast: allow fusions that change the last bits of the logits when something inside them is captured.
-            prepack, base, provider_options: see `mionnx.Options`.
+            prepack, base, provider_options, cuda_graphs: see `mionnx.Options`.
 
         Raises:
             ModelError: no model there, or a damaged one.
             ExportError: a checkpoint that cannot be exported.
             RuntimeMissingError: the provider is not installed.
         """
+        options = session.Options(
+            provider,
+            threads,
+            fast,
+            prepack=prepack,
+            base=base,
+            provider_options=provider_options or {},
+            cuda_graphs=cuda_graphs,
+        )
         with bars() as progress:
             folder = store.find_model(source, dtype, progress)
-        options = session.Options(
-            provider, threads, fast, prepack=prepack, base=base, provider_options=provider_options or {}
-        )
         return cls(HookedModel.open(folder), options)
 
     @property
@@ -239,7 +246,7 @@ class Runner:
         self._refuse_too_large(chosen, call)
         wants, carries = compiled.plan.wants, past.outputs(self.hooked, use_cache) if carried else []
         names = [*(["logits"] if logits else []), *([TOP_IDS] if part.top_k is not None else [])]
-        found = session.run(compiled.session, [*names, *(want.fetched for want in wants), *carries], feeds)
+        found = compiled.run([*names, *(want.fetched for want in wants), *carries], feeds)
         kept = {want.output: found[want.fetched] for want in wants}
         after = past.collect(self.hooked, found, call, use_cache) if carries else (None, None)
         return HookCache(found.get("logits"), kept, *after, found.get(TOP_IDS))

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from mionnx.cachefile import read_cache
 from mionnx.carried import Carried
+from mionnx.device import Held, Value
 from mionnx.errors import InputError
 from mionnx.metadata import Sizes
 from mionnx.transplant import fitting
@@ -135,7 +136,7 @@ class RWKVState(Carried[Layer]):
         wkv = np.zeros((batch, sizes.num_heads, sizes.head_dim, sizes.head_dim), np.float32)
         return RWKVState([Layer(shift, wkv, shift)] * sizes.num_layers, np.zeros((batch, 0), np.int64))
 
-    def feeds(self, sizes: Sizes, batch: int, dtype: DTypeLike) -> dict[str, NDArray[Any]]:
+    def feeds(self, sizes: Sizes, batch: int, dtype: DTypeLike) -> dict[str, Value]:
         """As inputs of the graph.
 
         Raises:
@@ -145,16 +146,16 @@ class RWKVState(Carried[Layer]):
             raise InputError(f"the state has {self.num_layers} layers, the model {sizes.num_layers}")
         shift = (np.dtype(dtype), (batch, sizes.hidden_size))
         wkv = (np.dtype(np.float32), (batch, sizes.num_heads, sizes.head_dim, sizes.head_dim))
-        feeds = {}
-        for i, layer in enumerate(self.layers):
+        feeds: dict[str, Value] = {}
+        for i, layer in enumerate(self.held()):
             for part, (kind, shape), given in zip(PARTS, (shift, wkv, shift), layer, strict=True):
-                value = np.asarray(given)
+                value = given if isinstance(given, Held) else np.asarray(given)
                 if value.shape != shape or value.dtype != kind:
                     raise InputError(
                         f"the state's {part} of layer {i} is {value.dtype} {list(value.shape)}, "
                         f"expected {kind} {list(shape)}"
                     )
-                if np.isnan(value).any():
+                if not isinstance(value, Held) and np.isnan(value).any():  # what a call left is the model's own doing
                     raise InputError(f"the state's {part} of layer {i} has NaN")
                 feeds[f"past_state.{i}.{part}"] = value
         return feeds

@@ -8,15 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx import memory
+from mionnx import device, memory
 from mionnx.errors import InputError, ModelError, RuntimeMissingError, nearest
-
-try:
-    import onnxruntime
-except ImportError as error:
-    raise RuntimeMissingError(
-        "mionnx needs ONNX Runtime: pip install 'mionnx[cpu]' (onnxruntime) or 'mionnx[gpu]' (onnxruntime-gpu)"
-    ) from error
+from mionnx.ort import onnxruntime
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # These fusions move the last bits when a tensor inside them becomes an output: an observation would change the result.
@@ -31,9 +25,11 @@ UNSTABLE_FUSIONS = (
 # Folding would store weights as [in, out], which unpacked products read more slowly than [out, in]: 1.2 to 1.6 times at
 # 16 and 64 tokens. Unfolded, the transposition becomes a part of the product, with the same bits.
 FOLDING = "ConstantFolding"
-# Threads spin while they wait for work, and by default go on for some 50 ms after a run: the next graph then runs twice as
-# long on the processors that they hold (measured: 25 -> 57 ms for one token of GPT-2 124M, two graphs by turns).
+# Threads spin while they wait for work, and by default go on for some 50 ms after a run: the next graph then runs twice
+# as long on the processors that they hold (25 -> 57 ms for one token of GPT-2 124M, two graphs by turns).
 STOP_SPINNING = "session.force_spinning_stop"
+CUDA_GRAPH = "enable_cuda_graph"
+BFLOAT16 = "tensor(bfloat16)"
 LEVELS = {
     "none": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
     "basic": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
@@ -62,6 +58,9 @@ class Options:
             one that is there; "never".
         provider_options: of the provider, as ONNX Runtime names them: `{"device_id": 1, "gpu_mem_limit": 2**34}`.
         level: how far graphs are optimised: "none", "basic", "extended" or "all".
+        cuda_graphs: let every shape of `forward`'s calls be one CUDA graph, launched as a whole: faster where a small
+            structure runs many times on other values. For the provider "cuda", and graphs without control flow. What
+            is captured is then copied to the CPU at once.
     """
 
     provider: str = "cpu"
@@ -73,15 +72,31 @@ class Options:
     base: str = "auto"
     provider_options: Mapping[str, str | int] = field(default_factory=dict)
     level: str = "all"
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a level that is none.
+        """Refuse what no session can be opened with.
 
         Raises:
-            InputError: it is not one of `LEVELS`.
+            InputError: a level that is not one of `LEVELS`, or CUDA graphs where there are none.
         """
         if self.level not in LEVELS:
             raise InputError(f"no optimisation level {self.level!r}; there are {', '.join(LEVELS)}")
+        if CUDA_GRAPH in self.provider_options:
+            raise InputError(f"{CUDA_GRAPH} replays what was computed before unless inputs are fixed: cuda_graphs=True")
+        if self.cuda_graphs and PROVIDERS.get(self.provider, self.provider) != PROVIDERS["cuda"]:
+            raise InputError(f"cuda_graphs=True is for the provider 'cuda', not {self.provider!r}")
+
+    @property
+    def place(self) -> device.Place:
+        """Where results are computed."""
+        return device.place_of(PROVIDERS.get(self.provider, self.provider), self.device_id)
+
+    @property
+    def of_provider(self) -> dict[str, str]:
+        """The provider's options, as ONNX Runtime takes them."""
+        given = {key: str(value) for key, value in self.provider_options.items()}
+        return {**given, CUDA_GRAPH: "1"} if self.cuda_graphs else given
 
     @property
     def device_id(self) -> int:
@@ -170,7 +185,7 @@ def _open(
         return onnxruntime.InferenceSession(
             model if isinstance(model, bytes) else str(model),
             settings,
-            providers=[(options.provider_name(), {key: str(value) for key, value in options.provider_options.items()})],
+            providers=[(options.provider_name(), options.of_provider)],
             disabled_optimizers=[*without, *(() if options.fast else UNSTABLE_FUSIONS)],
         )
     except RuntimeMissingError:
@@ -226,13 +241,29 @@ def prepare(model: bytes, folder: Path, path: Path, data: str, options: Options)
     _open(model, folder, settings, options, [FOLDING])
 
 
-Value = Any  # an array, or onnxruntime's OrtValue
+def run(
+    session: "onnxruntime.InferenceSession", outputs: Sequence[str], feeds: Mapping[str, Any]
+) -> dict[str, NDArray[Any]]:
+    """Run a session on those of the feeds that its graph reads.
+
+    Raises:
+        ModelError: ONNX Runtime failed while running.
+    """
+    entries = read_by(session)
+    given = {name: np.asarray(value) for name, value in feeds.items() if name in entries}
+    if any(entry.type == BFLOAT16 for entry in (*entries.values(), *session.get_outputs())):
+        return {name: held.array for name, held in device.run_at(session, outputs, given, device.CPU).items()}
+    try:
+        found = session.run(list(outputs), given)
+    except Exception as error:  # ONNX Runtime's errors share no base class
+        raise ModelError(f"ONNX Runtime failed while running the model: {error}") from error
+    return dict(zip(outputs, found, strict=True))
 
 
 def run_in_place(
-    session: "onnxruntime.InferenceSession", outputs: Sequence[str], feeds: dict[str, Value], options: Options
-) -> "dict[str, onnxruntime.OrtValue]":
-    """Run a session whose results stay where its provider computes them, so that they can be fed again uncopied.
+    session: "onnxruntime.InferenceSession", outputs: Sequence[str], feeds: Mapping[str, Any], options: Options
+) -> dict[str, device.Held]:
+    """As `run`, but the results stay where the provider computes them, so that they can be fed again uncopied.
 
     Args:
         session: a session of these options.
@@ -243,42 +274,25 @@ def run_in_place(
     Raises:
         ModelError: ONNX Runtime failed while running.
     """
-    number = options.device_id
-    device = "cuda" if options.provider_name() == PROVIDERS["cuda"] else "cpu"
-    read = {entry.name for entry in (*session.get_inputs(), *session.get_overridable_initializers())}
-    try:
-        binding = session.io_binding()
-        for name in read & feeds.keys():
-            value = feeds[name]
-            if not isinstance(value, onnxruntime.OrtValue):
-                value = onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value), device, number)
-            binding.bind_ortvalue_input(name, value)
-        for name in outputs:
-            binding.bind_output(name, device, number)
-        session.run_with_iobinding(binding)
-        return dict(zip(outputs, binding.get_outputs(), strict=True))
-    except Exception as error:  # ONNX Runtime's errors share no base class
-        raise ModelError(f"ONNX Runtime failed while running the model: {error}") from error
+    entries = read_by(session)
+    return device.run_at(session, outputs, {k: v for k, v in feeds.items() if k in entries}, options.place)
 
 
-def resident(arrays: Mapping[str, NDArray[Any]], options: Options) -> "dict[str, onnxruntime.OrtValue]":
+def compute(
+    session: "onnxruntime.InferenceSession", outputs: Sequence[str], feeds: Mapping[str, Any], options: Options
+) -> dict[str, Any]:
+    """Run a session: results on the CPU are arrays, those on another device stay there until they are looked at."""
+    if options.place == device.CPU:
+        return dict(run(session, outputs, feeds))
+    return dict(run_in_place(session, outputs, feeds, options))
+
+
+def resident(arrays: Mapping[str, NDArray[Any]], options: Options) -> dict[str, device.Held]:
     """Arrays put where the provider computes, once for many calls of `run_in_place`."""
-    device = "cuda" if options.provider_name() == PROVIDERS["cuda"] else "cpu"
-    put = onnxruntime.OrtValue.ortvalue_from_numpy
-    return {name: put(array, device, options.device_id) for name, array in arrays.items()}
+    place = options.place
+    return {name: device.Held(device.put(array, place), place) for name, array in arrays.items()}
 
 
-def run(
-    session: "onnxruntime.InferenceSession", outputs: Sequence[str], feeds: dict[str, NDArray[Any]]
-) -> dict[str, NDArray[Any]]:
-    """Run a session on those of the feeds that its graph reads.
-
-    Raises:
-        ModelError: ONNX Runtime failed while running.
-    """
-    read = {entry.name for entry in (*session.get_inputs(), *session.get_overridable_initializers())}
-    try:
-        found = session.run(list(outputs), {name: np.asarray(value) for name, value in feeds.items() if name in read})
-    except Exception as error:  # ONNX Runtime's errors share no base class
-        raise ModelError(f"ONNX Runtime failed while running the model: {error}") from error
-    return dict(zip(outputs, found, strict=True))
+def read_by(session: "onnxruntime.InferenceSession") -> dict[str, Any]:
+    """What a session can be fed, by name."""
+    return {entry.name: entry for entry in (*session.get_inputs(), *session.get_overridable_initializers())}

@@ -1,7 +1,7 @@
 """From a plan to an open session: the pristine graph or a prepared base, rewritten, from the store or made now."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from mionnx import base as bases
 from mionnx import graph, memory, session, store
 from mionnx.chain import Chain, open_chain
+from mionnx.device import Replays
 from mionnx.entries import Entries
 from mionnx.errors import InputError, nearest
 from mionnx.hooked_model import GRAPH, HookedModel
@@ -32,6 +33,7 @@ class Compiled:
         report: which nodes were added where.
         model: the rewritten model's bytes, weights not included; None for the untouched graph, which is on disk.
         cost: bytes of memory that it takes, about.
+        options: what its session was opened with.
     """
 
     plan: Plan
@@ -39,6 +41,18 @@ class Compiled:
     report: Report
     model: bytes | None
     cost: int
+    options: session.Options
+
+    @cached_property
+    def _replays(self) -> Replays:
+        return Replays(self.session, self.options.place)
+
+    def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """Run it on those of the feeds that it reads; see `session.compute`."""
+        if self.options.cuda_graphs:
+            read = session.read_by(self.session)
+            return dict(self._replays.run(outputs, {name: value for name, value in feeds.items() if name in read}))
+        return session.compute(self.session, outputs, feeds, self.options)
 
 
 Key = Plan | tuple[Plan, tuple[str, ...]]  # of a graph, or of a chain: where the graph is cut
@@ -120,17 +134,16 @@ class Variants:
         if base is not None and base.serves(plan, self.model):
             model, report = self._rewritten(base, plan)
             opened = session.open_session(model, base.folder, self.options, optimised=True)
-            return Compiled(plan, opened, report, None if plan.empty else model, VARIANT)
+            return Compiled(plan, opened, report, None if plan.empty else model, VARIANT, self.options)
         folder = self.model.folder
         if plan.empty:
-            return Compiled(
-                plan, session.open_session(folder / GRAPH, folder, self.options), Report(), None, self.weights
-            )
+            opened = session.open_session(folder / GRAPH, folder, self.options)
+            return Compiled(plan, opened, Report(), None, self.weights, self.options)
         self._opened += 1
         model, report = rewrite(self.model.proto, plan, self.model.metadata)
         cost = sum(graph.locations(graph.parse(model)).values()) if plan.starts else self.weights
         opened = session.open_session(model, folder, self.options)
-        return Compiled(plan, opened, report, model, cost)
+        return Compiled(plan, opened, report, model, cost, self.options)
 
     def _make_chain(self, plan: Plan, hooks: tuple[str, ...]) -> Chain:
         base, metadata = self._find_base(), self.model.metadata

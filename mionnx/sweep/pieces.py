@@ -197,7 +197,8 @@ class Pieces:
                 feeds[entry.name] = self._past(entry.name, text)
         if self.model.metadata.recurrent:
             sizes, dtype = self.model.metadata.sizes, DTYPES[self.model.metadata.dtype]
-            feeds |= RWKVState.empty(sizes, text.rows, dtype).feeds(sizes, text.rows, dtype)
+            start = RWKVState.empty(sizes, text.rows, dtype).feeds(sizes, text.rows, dtype)
+            feeds |= {name: np.asarray(value) for name, value in start.items()}
         return feeds
 
     def _past(self, name: str, text: Text) -> NDArray[Any]:

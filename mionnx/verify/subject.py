@@ -90,7 +90,8 @@ class Subject:
         Raises:
             InterventionError: the spec does not fit the call.
         """
-        found: Arrays = {**call.feeds(), **past.feeds(self.model, None, call)}
+        nothing = past.feeds(self.model, None, call)
+        found: Arrays = {**call.feeds(), **{name: np.asarray(value) for name, value in nothing.items()}}
         found |= bind.values_of(self.spec, self.plan, call, self.model)
         return found | gates_of(self.spec, call, self.model.metadata)
 
