@@ -7,10 +7,11 @@ One random GPT-2 of 124M parameters, fp32, eager attention; both programs in one
 threads. The two prompts differ in one token, a quarter into them. mionnx' time is that of a new model object each
 time: opening the model, cutting it into pieces and opening those is counted, and nothing is prepared beforehand.
 TransformerLens runs one forward pass a cell, all alike; of more than `--sample` cells it runs that many, drawn at
-random over all layers, heads and positions, and its time is that of the sample times the share. All cells that it ran
-are compared.
+random over all layers, heads and positions, and its time is that of the run whose values are patched in, plus that of
+the sample times the share. All cells that it ran are compared.
 
-The second table takes mionnx' shortcuts away and gives them back one after the other.
+The second table takes mionnx' shortcuts away and gives them back one after the other; the last of them leaves out cells
+in which the two prompts have the same value.
 
 `--save` writes benchmarks/results/sweep_speed.md.
 """
@@ -20,6 +21,7 @@ import os
 import platform
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,6 +42,7 @@ from mionnx import MIModel
 from mionnx.sweep import Shortcuts, SweepResult
 
 ANSWER, VERSUS = 1000, 2000
+Found = tuple[float, Any]
 CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], Any, str]] = {
     "layer x head": ("hook_z", ("layer", "head"), ("layer", "head"), patching.layer_head_vector_patch_setter, "z"),
     "layer x position": ("hook_resid_pre", ("layer", "position"), ("layer", "pos"), patching.layer_pos_patch_setter,
@@ -48,11 +51,12 @@ CASES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], Any, str]] = {
                                 patching.layer_pos_head_vector_patch_setter, "z"),
 }  # fmt: skip
 STEPS = (
-    ("engine", {"batch": False, "truncate": False, "last": False, "window": False}),
-    ("batching", {"truncate": False, "last": False, "window": False}),
-    ("truncation", {"last": False, "window": False}),
-    ("last position", {"window": False}),
-    ("causal window", {}),
+    ("engine", {"batch": False, "truncate": False, "last": False, "window": False, "skip": False}),
+    ("batching", {"truncate": False, "last": False, "window": False, "skip": False}),
+    ("truncation", {"last": False, "window": False, "skip": False}),
+    ("last position", {"window": False, "skip": False}),
+    ("causal window", {"skip": False}),
+    ("skipped cells", {}),
 )
 
 
@@ -71,28 +75,37 @@ def ours(folder: Path, threads: int, case: str, pair: tuple[np.ndarray, np.ndarr
     return model.patch_sweep(*pair, hook, over, answer=ANSWER, versus=VERSUS, shortcuts=Shortcuts(**without))
 
 
-def theirs(bridge: Any, case: str, pair: tuple[np.ndarray, np.ndarray], cells: np.ndarray) -> np.ndarray:
-    """The same cells in TransformerLens: one forward pass each."""
+def theirs(bridge: Any, case: str, pair: tuple[np.ndarray, np.ndarray], cells: np.ndarray, count: int) -> Found:
+    """The same cells in TransformerLens: a forward pass each. Seconds for as many as the sweep has, and the values."""
     _, _, names, setter, activation = CASES[case]
     clean, corrupted = (torch.from_numpy(ids[None]) for ids in pair)
     with torch.no_grad():
-        _, cache = bridge.run_with_cache(clean)
-        return patching.generic_activation_patch(
-            bridge,
-            corrupted,
-            cache,
-            lambda logits: logits[0, -1, ANSWER] - logits[0, -1, VERSUS],
-            setter,
-            activation,
-            index_df=pandas.DataFrame(cells, columns=list(names)),
-        ).numpy()
+        before, (_, cache) = timed(lambda: bridge.run_with_cache(clean))
+        seconds, values = timed(
+            lambda: patching.generic_activation_patch(
+                bridge,
+                corrupted,
+                cache,
+                lambda logits: logits[0, -1, ANSWER] - logits[0, -1, VERSUS],
+                setter,
+                activation,
+                index_df=pandas.DataFrame(cells, columns=list(names)),
+            ).numpy()
+        )
+    return before + seconds * count / len(cells), values
 
 
-def timed(work: Any) -> tuple[float, Any]:
+def timed(work: Any) -> Found:
     """Seconds, and the result."""
     begin = time.perf_counter()
     result = work()
     return time.perf_counter() - begin, result
+
+
+def drawn(shape: tuple[int, ...], sample: int, seed: int) -> np.ndarray:
+    """Some cells of a sweep."""
+    cells = np.array(list(np.ndindex(shape)))
+    return cells[np.sort(np.random.default_rng(seed).permutation(len(cells))[:sample])]
 
 
 def compare(folder: Path, bridge: Any, lengths: list[int], repeats: int, sample: int, threads: int) -> list[list[str]]:
@@ -104,12 +117,9 @@ def compare(folder: Path, bridge: Any, lengths: list[int], repeats: int, sample:
             ours_seconds, theirs_seconds, ratios, apart = [], [], [], 0.0
             for turn in range(repeats):
                 one, found = timed(lambda case=case, pair=pair: ours(folder, threads, case, pair))
-                cells = np.array(list(np.ndindex(found.values.shape)))
-                draw = np.random.default_rng(turn).permutation(len(cells))[:sample]
-                chosen = cells[np.sort(draw)]
-                other, values = timed(lambda case=case, pair=pair, chosen=chosen: theirs(bridge, case, pair, chosen))
-                other *= len(cells) / len(chosen)
-                apart = max(apart, float(np.abs(found.values[tuple(chosen.T)] - values).max()))
+                cells = drawn(found.values.shape, sample, turn)
+                other, values = theirs(bridge, case, pair, cells, found.values.size)
+                apart = max(apart, float(np.abs(found.values[tuple(cells.T)] - values).max()))
                 ours_seconds.append(one)
                 theirs_seconds.append(other)
                 ratios.append(other / one)
@@ -118,21 +128,20 @@ def compare(folder: Path, bridge: Any, lengths: list[int], repeats: int, sample:
     return rows
 
 
-def split(folder: Path, bridge: Any, length: int, sample: int, threads: int) -> list[list[str]]:
+def split(folder: Path, bridge: Any, length: int, repeats: int, sample: int, threads: int) -> list[list[str]]:
     """The rows of the second table: what each shortcut brings, added one after the other."""
     rows = []
-    for case in CASES:
+    for case in track(CASES, "shortcuts"):
         pair = prompts(length, bridge.cfg.d_vocab)
-        cells = np.array(list(np.ndindex(ours(folder, threads, case, pair).values.shape)))
-        chosen = cells[np.sort(np.random.default_rng(0).permutation(len(cells))[:sample])]
-        other = timed(lambda case=case, pair=pair, chosen=chosen: theirs(bridge, case, pair, chosen))[0]
-        found = [case]
-        for _, without in STEPS:
-            seconds, _ = timed(
-                lambda case=case, pair=pair, without=without: ours(folder, threads, case, pair, **without)
-            )
-            found.append(f"{other * len(cells) / len(chosen) / seconds:.1f}")
-        rows.append(found)
+        shape = ours(folder, threads, case, pair).values.shape
+        ratios: dict[str, list[float]] = {step: [] for step, _ in STEPS}
+        for turn in range(repeats):
+            cells = drawn(shape, sample, turn)
+            other = theirs(bridge, case, pair, cells, int(np.prod(shape)))[0]
+            for step, without in STEPS:
+                work = partial(ours, folder, threads, case, pair, **without)
+                ratios[step].append(other / timed(work)[0])
+        rows.append([case, *(f"{median(found):.1f}" for found in ratios.values())])
     return rows
 
 
@@ -154,8 +163,13 @@ def main() -> None:
         export(folder, folder / "hooked")
         bridge = Peers(folder).bridge
         first = compare(folder, bridge, options.lengths, options.repeats, options.sample, threads)
-        second = [] if options.no_split else split(folder, bridge, options.lengths[0], options.sample, threads)
-    title = f"GPT-2 124M, fp32, {threads} threads, {platform.machine()}; medians of {options.repeats}"
+        second = (
+            []
+            if options.no_split
+            else split(folder, bridge, options.lengths[0], options.repeats, options.sample, threads)
+        )
+    sampled = f"at most {options.sample} cells run in TransformerLens"
+    title = f"GPT-2 124M, fp32, {threads} threads, {platform.machine()}; medians of {options.repeats}; {sampled}"
     heads = (
         ("tokens", "cells over", "cells", "TransformerLens", "mionnx", "ratio", "largest difference"),
         (f"ratio at {options.lengths[0]} tokens, with", *(step for step, _ in STEPS)),

@@ -130,7 +130,7 @@ def open_chain(
     later: set[str] = set()
     for segment in reversed(segments):
         model = graphs.to_proto(segment.graph, origin, {}).SerializeToString()
-        opened = session.open_session(model, folder, each, optimised)
+        opened = session.open_session(model, folder, each, optimised, spinning=False)
         links.append(_link(segment, opened, later))
         later.update(segment.inputs)
     return Chain(plan, tuple(reversed(links)), report, cost + LINK * len(links), options)

@@ -148,16 +148,18 @@ def run_at(
             binding.bind_ortvalue_input(name, put(value, place))
         for name in outputs:
             binding.bind_output(name, *place)
-        session.run_with_iobinding(binding, _numbered(NO_GRAPH))
+        session.run_with_iobinding(binding, run_options())
         found = [Held(value, place) for value in binding.get_outputs()]
         return dict(zip(outputs, found, strict=True))
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise ModelError(f"ONNX Runtime failed while running the model: {error}") from error
 
 
-def _numbered(number: str) -> "onnxruntime.RunOptions":
+@cache
+def run_options(graph: str = NO_GRAPH) -> "onnxruntime.RunOptions":
+    """Of a run: which CUDA graph it is, or that it is none, where a session makes graphs at all."""
     options = onnxruntime.RunOptions()
-    options.add_run_config_entry(GRAPH_ID, number)
+    options.add_run_config_entry(GRAPH_ID, graph)
     return options
 
 
@@ -205,7 +207,7 @@ class _Replay:
         place: Place,
         number: int,
     ) -> None:
-        self.session, self.place, self.options = session, place, _numbered(str(number))
+        self.session, self.place, self.options = session, place, run_options(str(number))
         self.inputs = {name: put(array.copy(), place) for name, array in arrays.items()}
         first = run_at(session, outputs, self.inputs, place)
         self.outputs = {name: empty(held.shape, held.value.element_type(), place) for name, held in first.items()}

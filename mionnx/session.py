@@ -129,6 +129,7 @@ def open_session(
     options: Options,
     optimised: bool = False,
     assigned: bool = False,
+    spinning: bool = True,
 ) -> "onnxruntime.InferenceSession":
     """Open a session.
 
@@ -138,6 +139,7 @@ def open_session(
         options: provider, threads, fusions, packing.
         optimised: whether the graph is one that ONNX Runtime has optimised already.
         assigned: whether it remembers which provider has which nodes, for `assigned`.
+        spinning: whether its threads keep the processor while they wait during a run.
 
     Raises:
         ModelError: ONNX Runtime refuses the model.
@@ -146,6 +148,8 @@ def open_session(
     settings = _settings(folder, options)
     if assigned:
         settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    if not spinning:
+        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if optimised:
         settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         settings.add_session_config_entry("session.prepack.enable_parallel", "1")
@@ -254,7 +258,7 @@ def run(
     if any(entry.type == BFLOAT16 for entry in (*entries.values(), *session.get_outputs())):
         return {name: held.array for name, held in device.run_at(session, outputs, given, device.CPU).items()}
     try:
-        found = session.run(list(outputs), given)
+        found = session.run(list(outputs), given, device.run_options())
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise ModelError(f"ONNX Runtime failed while running the model: {error}") from error
     return dict(zip(outputs, found, strict=True))

@@ -69,7 +69,7 @@ def test_cells_of_heads_equal_torch(models, references, name, hook):
 def test_every_shortcut_leaves_the_numbers_alone(models, hook):
     model, (clean, corrupted) = models("llama"), prompts(2)
     over = ("layer", "head", "position") if hook in HEADS else ("layer", "position")
-    names = ("batch", "truncate", "last", "window")
+    names = ("batch", "truncate", "last", "window", "skip")
     found = {
         name: model.patch_sweep(clean, corrupted, hook, over, answer=5, versus=9, shortcuts=Shortcuts(**{name: False}))
         for name in names
@@ -88,7 +88,7 @@ def test_shortcuts_hold_where_attention_sees_a_window_only(models, hook):
     """Gemma 2 looks 8 tokens back in every other layer; the text has 20."""
     model, (clean, corrupted) = models("gemma2"), prompts(2, seq=20)
     over = ("layer", "head", "position") if hook in HEADS else ("layer", "position")
-    plain = Shortcuts(batch=False, truncate=False, last=False, window=False)
+    plain = Shortcuts(batch=False, truncate=False, last=False, window=False, skip=False)
     reference = model.patch_sweep(clean, corrupted, hook, over, answer=5, versus=9, shortcuts=plain)
     every = model.patch_sweep(clean, corrupted, hook, over, answer=5, versus=9)
     np.testing.assert_allclose(every.values, reference.values, atol=5e-6)

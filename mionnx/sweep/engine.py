@@ -42,12 +42,14 @@ class Shortcuts:
         truncate: a row begins at the layer that it patches.
         last: after the last layer's attention only the last position is computed.
         window: positions that cannot change are not computed.
+        skip: cells that cannot have an effect, since base and donor are equal there, are not computed.
     """
 
     batch: bool = True
     truncate: bool = True
     last: bool = True
     window: bool = True
+    skip: bool = True
 
 
 class Patched:
@@ -97,7 +99,7 @@ class Patched:
         return 4 * width * values + keys + self.read * (4 + 4 * 8)
 
     def alive(self) -> NDArray[np.bool_]:
-        """[cells]: those that can have an effect."""
+        """[cells]: those to be computed, since they can have an effect."""
         grid = self.grid
         found = np.zeros(grid.sizes, bool)
         place = grid.over.index("layer")
@@ -107,7 +109,7 @@ class Patched:
             for axis, name in enumerate(grid.over):
                 if name in ("position", "source"):
                     where[axis] = slice(self.seq)
-            found[tuple(where)] = self._differing(grid.hook(layer))
+            found[tuple(where)] = self._differing(grid.hook(layer)) if self.shortcuts.skip else True
         return found.ravel()
 
     def _differing(self, hook: str) -> NDArray[np.bool_]:
