@@ -64,8 +64,10 @@ def captures_of(spec: HookSpec, model: HookedModel) -> Captures:
         if points.inner:  # a splice may bring other hook points tomorrow
             wants = _wants(request, points, resolve(request, points.names))
         else:
-            key = request, tuple(resolve(request, points.names)) if callable(request.what) else None
-            if key not in model.captures:  # a predicate is asked anew each time, but what it chose is known
+            key: tuple[Capture, tuple[str, ...]] = request, ()
+            if callable(request.what):  # it may say something else tomorrow: what it chooses is known, not it
+                key = replace(request, what=""), tuple(resolve(request, points.names))
+            if key not in model.captures:
                 model.captures[key] = _wants(request, points, key[1] or resolve(request, points.names))
             wants = model.captures[key]
         for want in wants:

@@ -100,8 +100,8 @@ class HookedModel:
         return {name: place for place, name in enumerate(self._points)}
 
     @cached_property
-    def captures(self) -> "dict[tuple[Capture, tuple[str, ...] | None], list[Want]]":
-        """What requests to capture have meant on this model so far."""
+    def captures(self) -> "dict[tuple[Capture, tuple[str, ...]], list[Want]]":
+        """What requests to capture, and the names that predicates chose, have meant on this model so far."""
         return {}
 
     @cached_property
