@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import REPOSITORY
 
-from mionnx import HookPoint, HookSpec, Intervention, MIModel
+from mionnx import HookPoint, HookSpec, Intervention, MIModel, RWKVState, StateKnockoutSpec
 
 pytestmark = pytest.mark.slow
 PROMPT = "The capital of France is"
@@ -34,8 +34,23 @@ def steered(request: pytest.FixtureRequest) -> tuple[MIModel, HookSpec]:
     return model, steering(model)
 
 
+@pytest.fixture(params=[*NAMES, "world-rwkv7"])
+def changed(request: pytest.FixtureRequest) -> tuple[MIModel, HookSpec, HookPoint]:
+    """A model, what is baked into it, and what is captured; of an RWKV, a token that nobody can see."""
+    model = MIModel.from_pretrained(REPOSITORY / "models" / request.param)
+    if not model.hooked.metadata.recurrent:
+        return model, steering(model), HookPoint.AttnPattern(1)
+    at = model.tokenize(PROMPT).positions_of("France")
+    return model, HookSpec().set_state_knockout(StateKnockoutSpec().positions(at).invisible()), HookPoint.RwkvWkv(1)
+
+
 def feeds_of(model: MIModel) -> dict[str, np.ndarray]:
     ids = model.tokenize(PROMPT).ids[None]
+    if model.hooked.metadata.recurrent:
+        sizes = model.hooked.metadata.sizes
+        start = RWKVState.empty(sizes, 1, np.float32).feeds(sizes, 1, np.float32)
+        positions = np.arange(ids.shape[1])[None]
+        return {"input_ids": ids, "mionnx.token_positions": positions} | {k: np.asarray(v) for k, v in start.items()}
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(ids.shape[1])[None]}
     for i in range(model.num_layers):
         for part in ("key", "value"):
@@ -83,9 +98,9 @@ def test_optimum_generates_with_a_compiled_graph(steered, optimum, tmp_path):
     assert model.generate(PROMPT, max_new_tokens=1).new_texts[0].split() == ["Paris"]
 
 
-def test_onnxruntime_web_gives_the_same_logits(steered, web, tmp_path):
-    model, spec = steered
-    spec.capture("blocks.1.attn.hook_pattern")
+def test_onnxruntime_web_gives_the_same_logits(changed, web, tmp_path):
+    model, spec, point = changed
+    spec.capture(point)
     folder = model.compile(spec, tmp_path / "steered", target="web")
     text = {
         name: {"type": str(array.dtype), "dims": array.shape, "data": array.ravel().tolist()}
@@ -103,7 +118,8 @@ def test_onnxruntime_web_gives_the_same_logits(steered, web, tmp_path):
     expected = model.forward(PROMPT, spec)
     scale = np.abs(expected.output()).max()
     assert np.abs(found["logits"] - expected.output()).max() / scale < TOLERANCE
-    assert np.abs(found["blocks.1.attn.hook_pattern"] - expected["pattern", 1]).max() < TOLERANCE
+    assert np.abs(found[str(point)] - expected[point]).max() < TOLERANCE
+    assert np.abs(model.forward(PROMPT).output() - expected.output()).max() > 0.1
 
 
 OPENVINO = """
@@ -117,9 +133,9 @@ assert "mionnx" not in sys.modules
 """
 
 
-def test_openvino_gives_the_same_logits(steered, tmp_path):
+def test_openvino_gives_the_same_logits(changed, tmp_path):
     pytest.importorskip("openvino", reason="OpenVINO is not installed: pip install openvino")
-    model, spec = steered
+    model, spec, _ = changed
     folder = model.compile(spec, tmp_path / "steered")
     np.savez(tmp_path / "feeds.npz", **feeds_of(model))
     files = [folder / "model.onnx", tmp_path / "feeds.npz", tmp_path / "logits.npy"]
