@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from exporters.transformers import export
 from mionnx import MIModel
-from mionnx.chain import Chain
+from mionnx.run.segment_chain import Chain
 
 HERE = Path(__file__).parent
 HEAD = ("tokens", "functions at", "segments", "first call", "forward", "mionnx", "mionnx / forward", "TL / mionnx")

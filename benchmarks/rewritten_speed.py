@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exporters.transformers import export
 from mionnx import HookPoint, HookSpec, Intervention, KnockoutSpec, MIModel, create_knockout_mask
-from mionnx.session import UNSTABLE_FUSIONS
+from mionnx.engine.onnx_runtime import UNSTABLE_FUSIONS
 
 LENGTHS, BATCHES = (16, 64, 256), (1, 8)
 LARGE = 1024  # tokens of all rows, from which on half as many repeats are made

@@ -39,7 +39,8 @@ from transformer_lens import patching
 
 from exporters.transformers import export
 from mionnx import MIModel
-from mionnx.sweep import Shortcuts, SweepResult
+from mionnx.analysis.sweep.patched_runs import Shortcuts
+from mionnx.analysis.sweep.result import SweepResult
 
 ANSWER, VERSUS = 1000, 2000
 Found = tuple[float, Any]

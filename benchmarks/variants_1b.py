@@ -25,7 +25,7 @@ import psutil
 from tables import present
 
 from mionnx import HookPoint, HookSpec, Intervention, MIModel, Options
-from mionnx.hooked_model import HookedModel
+from mionnx.graph.hooked_model import HookedModel
 
 VARIANTS = 8
 TOKENS = 16
@@ -69,13 +69,14 @@ def new_structures(folder: Path, prepack: bool) -> dict[str, float]:
 
 
 def _feeds(model: MIModel, ids: np.ndarray, spec: HookSpec) -> dict[str, np.ndarray]:
-    from mionnx import bind, past
-    from mionnx.call import make_call
+    from mionnx.bind import plan
+    from mionnx.inputs import past
+    from mionnx.inputs.token_batch import make_call
 
     call = make_call(ids, None, None, model.hooked.metadata.sizes)
     compiled = model.compile_graph(spec)
     feeds = {**call.feeds(), **past.feeds(model.hooked, None, call)}
-    feeds |= bind.values_of(spec, compiled.plan, call, model.hooked)
+    feeds |= plan.values_of(spec, compiled.plan, call, model.hooked)
     read = {entry.name for entry in compiled.session.get_inputs()}
     return {name: value for name, value in feeds.items() if name in read}
 

@@ -32,10 +32,10 @@ MIB = 2**20
 def alone(folder: Path, runtime: str, tokens: int) -> dict[str, float]:
     """One runtime, one prompt, its logits."""
     from mionnx import HookSpec
-    from mionnx.call import make_call
-    from mionnx.hooked_model import HookedModel
-    from mionnx.verify.named import runtime_of
-    from mionnx.verify.subject import Subject
+    from mionnx.graph.hooked_model import HookedModel
+    from mionnx.inputs.token_batch import make_call
+    from mionnx.verify.graph_under_test import Subject
+    from mionnx.verify.runtime_names import runtime_of
 
     model = HookedModel.open(folder)
     call = make_call(prompt(model.metadata.sizes.vocab_size, tokens), None, None, model.metadata.sizes)

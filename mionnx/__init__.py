@@ -4,8 +4,21 @@ A Hugging Face language model becomes an ONNX graph whose activations carry thei
 capture and where to intervene; the graph is rewritten and runs in ONNX Runtime.
 """
 
-from mionnx.ablation import AblationResult, StateAblationResult, TokenChange
-from mionnx.cache import HookCache
+from mionnx.analysis.ablation import AblationResult, StateAblationResult, TokenChange
+from mionnx.analysis.attention.attention import AttentionPatterns
+from mionnx.analysis.attention.head_scores_result import HeadScores
+from mionnx.analysis.attribution.attribution import Attribution
+from mionnx.analysis.features.activations import FeatureActivations
+from mionnx.analysis.features.sae import SAE
+from mionnx.analysis.lens.lens import LensResult
+from mionnx.analysis.python_hooks.hook import Hook
+from mionnx.analysis.python_hooks.sizes import ModelSizes
+from mionnx.analysis.steering.calibration import SteeringCalibration
+from mionnx.analysis.steering.directions import Direction, Directions
+from mionnx.analysis.steering.dose import DoseResponse
+from mionnx.bind.estimate import Estimate
+from mionnx.bind.logit_selection import Logits
+from mionnx.engine.onnx_runtime import Options
 from mionnx.errors import (
     ExportError,
     HookError,
@@ -17,29 +30,22 @@ from mionnx.errors import (
     SpecFileError,
     TokenizerError,
 )
-from mionnx.estimate import Estimate
-from mionnx.features import SAE, FeatureActivations
-from mionnx.fragment import Fragment
-from mionnx.functions import Hook, ModelSizes
-from mionnx.generation import Generation
-from mionnx.heads import HeadScores
-from mionnx.hookpoint import HookPoint
-from mionnx.intervention import Intervention
-from mionnx.knockout import KnockoutSpec, create_knockout_mask
-from mionnx.kvcache import KVCache
-from mionnx.logits import Logits
+from mionnx.graph.fragment import Fragment
+from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.kv_cache import KVCache
+from mionnx.inputs.rwkv_state import RWKVState
+from mionnx.inputs.tokens import Tokens
 from mionnx.model import MIModel
-from mionnx.reading import AttentionPatterns, Attribution, LensResult
 from mionnx.rewrite import Report
-from mionnx.rwkv_state import RWKVState
-from mionnx.sampling import sample_token
-from mionnx.session import Options
-from mionnx.spec import HookSpec
-from mionnx.state_spec import StateKnockoutSpec, StateSteeringSpec
-from mionnx.steering import Direction, Directions, DoseResponse, SteeringCalibration
-from mionnx.streamer import TextStreamer
-from mionnx.tokens import Tokens
-from mionnx.variants import Compiled
+from mionnx.run.generation import Generation
+from mionnx.run.graph_pool import Compiled
+from mionnx.run.hook_cache import HookCache
+from mionnx.run.sampling import sample_token
+from mionnx.run.streamer import TextStreamer
+from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.intervention import Intervention
+from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 from mionnx.verify import Bisection, Verification
 
 __all__ = [

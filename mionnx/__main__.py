@@ -1,6 +1,6 @@
 """`python -m mionnx`."""
 
-from mionnx.cli import main
+from mionnx.cli.main import main
 
 if __name__ == "__main__":
     main()

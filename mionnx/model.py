@@ -2,20 +2,24 @@
 
 from pathlib import Path
 
-from mionnx.deploy import Knobs, Packaging, compile_spec
-from mionnx.features import Features
-from mionnx.functions import Functions
-from mionnx.heads import Heads
-from mionnx.progress import bars
-from mionnx.reading import Reading
-from mionnx.runner import Runner
-from mionnx.spec import HookSpec
-from mionnx.steering import Steering
-from mionnx.sweep import Sweeps
+from mionnx.analysis.attention.attention_verbs import AttentionVerbs
+from mionnx.analysis.attention.head_scores import Heads
+from mionnx.analysis.attribution.attribution_verbs import AttributionVerbs
+from mionnx.analysis.features.verbs import Features
+from mionnx.analysis.lens.lens_verbs import LensVerbs
+from mionnx.analysis.python_hooks.model import Functions
+from mionnx.analysis.steering.verbs import Steering
+from mionnx.analysis.sweep.verbs import Sweeps
+from mionnx.compile.package import Knobs, Packaging, compile_spec
+from mionnx.machine.progress import bars
+from mionnx.run.runner import Runner
+from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify import Verifies
 
 
-class MIModel(Functions, Heads, Sweeps, Reading, Steering, Features, Verifies, Runner):
+class MIModel(
+    Functions, Heads, Sweeps, LensVerbs, AttributionVerbs, AttentionVerbs, Steering, Features, Verifies, Runner
+):
     """A language model whose activations can be read and changed.
 
     Each base class holds the verbs of one kind; `Runner` has `forward` and `generate`.
@@ -38,7 +42,9 @@ class MIModel(Functions, Heads, Sweeps, Reading, Steering, Features, Verifies, R
         target: str = "generic",
         layout: str = "plain",
     ) -> Path:
-        """Write a folder with one plain ONNX model in which a spec's interventions are baked in; see `mionnx.deploy`.
+        """Write a folder with one plain ONNX model in which a spec's interventions are baked in.
+
+        See `mionnx.compile.package`.
 
         A call of the compiled graph that token 0 stands in is the prompt's: negative positions count from its end, and
         "generated" means the tokens of later calls.
@@ -50,7 +56,7 @@ class MIModel(Functions, Heads, Sweeps, Reading, Steering, Features, Verifies, R
                 multiplies what is added or projected out, by default 1, or is the factor of a scale.
             captures: keep the spec's captures as outputs.
             last_logits: logits of the last position only.
-            weights, target, layout: see `mionnx.deploy.Packaging`.
+            weights, target, layout: see `mionnx.compile.package.Packaging`.
 
         Returns:
             the folder.

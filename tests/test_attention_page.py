@@ -11,7 +11,7 @@ from test_cli import succeeded
 from test_view import NASTY
 
 from mionnx import HookPoint, HookSpec, InputError, Intervention, MIModel
-from mionnx.reading import AttentionPatterns
+from mionnx.analysis.attention.attention import AttentionPatterns
 
 LLAMA, RWKV = (REPOSITORY / "models" / name for name in ("world-llama", "world-rwkv7"))
 PROMPT = "The capital of France is"

@@ -13,9 +13,14 @@ from test_cli import succeeded
 from test_view import NASTY
 
 from mionnx import HookError, HookPoint, HookSpec, InputError, Intervention, Logits, MIModel, ModelError
-from mionnx.reading import Attribution
-from mionnx.reading.frozen import freeze
-from mionnx.reading.norms import Norms, final_norm, input_norm, output_norms
+from mionnx.analysis.attribution.attribution import Attribution
+from mionnx.analysis.attribution.linear_norm import freeze
+from mionnx.analysis.attribution.norm_graphs import (
+    Norms,
+    final_norm,
+    input_norm,
+    output_norms,
+)
 
 FAMILIES = ("gpt2", "llama", "gemma2")
 LLAMA = REPOSITORY / "models" / "world-llama"

@@ -14,7 +14,7 @@ from conftest import REPOSITORY
 from safetensors.numpy import load_file, save_file
 
 from mionnx import HookSpec, Intervention, InterventionError, MIError, SpecFileError
-from mionnx.grammar import parse
+from mionnx.cli.intervention_syntax import parse
 
 LLAMA = REPOSITORY / "models" / "world-llama"
 RWKV = REPOSITORY / "models" / "world-rwkv7"

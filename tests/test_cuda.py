@@ -6,7 +6,7 @@ import pytest
 
 from exporters.transformers import export
 from mionnx import HookPoint, HookSpec, Intervention, MIModel, ModelError
-from mionnx.device import Held
+from mionnx.engine.device import Held
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,11 +6,12 @@ import onnxruntime
 import pytest
 from onnx.checker import check_model
 
-from mionnx import HookSpec, bind
-from mionnx import graph as graphs
-from mionnx.rewrite.cut import cut
+from mionnx import HookSpec
+from mionnx.bind import plan
+from mionnx.graph import onnx_file
+from mionnx.rewrite.apply_plan import rewritten
 from mionnx.rewrite.plan import Outputs
-from mionnx.rewrite.run import rewritten
+from mionnx.rewrite.segment import cut
 
 TWO_PATHS = """<ir_version: 10, opset_import: ["" : 21]>
 g (float[N, 3] x) => (float[N, 3] y)
@@ -41,8 +42,8 @@ g (float[3] x, int64[1] count) => (float[3] y)
 
 def segments_of(text: str, hooks: list[str]):
     proto = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text))
-    made = cut(graphs.edit(proto), hooks)
-    return proto, made, [graphs.to_proto(segment.graph, proto, {}) for segment in made]
+    made = cut(onnx_file.edit(proto), hooks)
+    return proto, made, [onnx_file.to_proto(segment.graph, proto, {}) for segment in made]
 
 
 def run(protos, feeds, between=lambda name, value: value, hooks=()):
@@ -96,7 +97,7 @@ def test_what_the_body_of_a_loop_reads_from_outside_crosses_too():
 
 def test_without_an_output_left_there_is_no_last_segment():
     proto = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(TWO_PATHS))
-    graph = graphs.edit(proto)
+    graph = onnx_file.edit(proto)
     graph.outputs = [graph.tensors()["left"]]
     graph.cleanup().toposort()
     assert [segment.hooks for segment in cut(graph, ["a", "left"])] == [("a",), ("left",)]
@@ -109,7 +110,7 @@ def test_no_node_that_depends_on_the_tokens_stands_in_two_segments(models, famil
     spec = HookSpec()
     for hook in hooks:
         spec.capture(hook)
-    graph, _ = rewritten(hooked.proto, bind.plan_of(spec, hooked, Outputs(carried=False)), hooked.metadata)
+    graph, _ = rewritten(hooked.proto, plan.plan_of(spec, hooked, Outputs(carried=False)), hooked.metadata)
     weights = {tensor.name for tensor in hooked.proto.graph.initializer}
     seen: list[str] = []
     made = cut(graph, hooks)

@@ -8,9 +8,17 @@ import pytest
 from onnx import helper
 
 from mionnx import HookPoint, HookSpec, InputError, Intervention, KVCache, MIModel, ModelError, Options
-from mionnx import session as sessions
-from mionnx.device import CPU, Held, Replays, copied, empty, fetch, put
-from mionnx.variants import Compiled
+from mionnx.engine import onnx_runtime
+from mionnx.engine.device import (
+    CPU,
+    Held,
+    Replays,
+    copied,
+    empty,
+    fetch,
+    put,
+)
+from mionnx.run.graph_pool import Compiled
 
 BF16, F32 = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
 
@@ -18,7 +26,7 @@ BF16, F32 = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
 @pytest.fixture
 def staying(monkeypatch):
     """Results are held, as on another device."""
-    monkeypatch.setattr(sessions, "compute", sessions.run_in_place)
+    monkeypatch.setattr(onnx_runtime, "compute", onnx_runtime.run_in_place)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +45,7 @@ def rounding():
 def test_bfloat16_goes_in_and_comes_out(rounding, shape):
     values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     half = np.asarray(values).astype(ml_dtypes.bfloat16)
-    found = sessions.run(rounding, ["half", "whole"], {"x": np.asarray(values), "y": half, "unread": half})
+    found = onnx_runtime.run(rounding, ["half", "whole"], {"x": np.asarray(values), "y": half, "unread": half})
     assert found["half"].dtype == ml_dtypes.bfloat16
     assert found["half"].shape == found["whole"].shape == shape
     assert np.array_equal(found["half"], half)
@@ -123,7 +131,7 @@ def test_replays_give_what_runs_give(family, models, monkeypatch):
 
 
 def _read(compiled, feeds):
-    return {name: value for name, value in feeds.items() if name in sessions.read_by(compiled.session)}
+    return {name: value for name, value in feeds.items() if name in onnx_runtime.read_by(compiled.session)}
 
 
 def test_what_is_fed_to_a_replay_is_left_alone(rounding):

@@ -16,9 +16,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from exporters.transformers import export, recognises
-from mionnx import ExportError, HookSpec, MIModel, ModelError, store
-from mionnx.hooked_model import HookedModel
-from mionnx.progress import silent
+from mionnx import (
+    ExportError,
+    HookSpec,
+    MIModel,
+    ModelError,
+)
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.machine.progress import silent
+from mionnx.run import find_model
 
 IDS = np.arange(3, 12)[None]
 
@@ -224,17 +230,17 @@ class TestTheStore:
     def test_an_export_that_fails_leaves_nothing(self, llama, tmp_path):
         (llama / "model.safetensors").unlink()
         with pytest.raises(ExportError, match="holds no weights"):
-            store.export(llama, tmp_path / "out" / "hooked", "float32", silent)
+            find_model.export(llama, tmp_path / "out" / "hooked", "float32", silent)
         assert list((tmp_path / "out").iterdir()) == []
 
     def test_a_target_that_exists(self, llama, tmp_path):
         with pytest.raises(ExportError, match="exists already"):
-            store.export(llama, tmp_path, "float32", silent)
+            find_model.export(llama, tmp_path, "float32", silent)
 
     def test_in_place(self, llama):
         expected = logits(llama)
         inode = (llama / "model.safetensors").stat().st_ino
-        store.export_in_place(llama, "float32", silent)
+        find_model.export_in_place(llama, "float32", silent)
         assert (llama / "model.safetensors").stat().st_ino == inode
         assert not [path for path in llama.iterdir() if path.name.startswith(".")]
         assert np.abs(MIModel.from_pretrained(llama).forward(IDS).output() - expected).max() < 5e-5

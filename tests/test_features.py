@@ -294,7 +294,7 @@ def test_generation_and_compilation(model, tmp_path):
 
 def test_saes_of_one_shape_share_a_graph(model):
     def made(seed: int) -> SAE:
-        from mionnx.features.config import Config
+        from mionnx.analysis.features.config import Config
 
         return SAE(Config("standard", hook=HOOK), random_weights("standard", seed))
 

@@ -24,7 +24,7 @@ from mionnx import (
     Options,
     StateKnockoutSpec,
 )
-from mionnx.hooked_model import HookedModel
+from mionnx.graph.hooked_model import HookedModel
 
 PROMPT = "The capital of France is"
 PROMPTS = [PROMPT, "three four five", "When Mary and John went to the store ,"]

@@ -24,8 +24,8 @@ from mionnx import (
     TextStreamer,
     TokenizerError,
 )
+from mionnx.inputs.world_tokenizer import WorldTokenizer
 from mionnx.rewrite.plan import Outputs
-from mionnx.world_tokenizer import WorldTokenizer
 
 TOLERANCE = 5e-5
 NEW = WINDOW + 4

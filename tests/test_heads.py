@@ -11,9 +11,9 @@ from test_cli import succeeded
 from typer.testing import CliRunner
 
 from mionnx import HeadScores, HookError, HookPoint, HookSpec, InputError, Intervention, InterventionError, MIModel
-from mionnx.cli import app
-from mionnx.heads import model as heads_module
-from mionnx.heads.repeats import KINDS, repeats
+from mionnx.analysis.attention import head_scores
+from mionnx.analysis.attention.repeated_sequences import KINDS, repeats
+from mionnx.cli.main import app
 
 LLAMA = REPOSITORY / "models" / "world-llama"
 
@@ -49,7 +49,7 @@ def test_scores_are_means_of_the_eager_models_attention(models, references, fami
             for kind, target in enumerate((token - 1, token - period, token - period + 1)):
                 expected[kind, layer] += pattern[:, :, token, target].mean(axis=0) / period
     assert np.abs(found.values - expected).max() < 5e-6
-    monkeypatch.setattr(heads_module, "CAPTURED", 1)
+    monkeypatch.setattr(head_scores, "CAPTURED", 1)
     seen = []
     single = model.head_scores(
         batch=3, period=period, seed=5, tokens=range(3, 60), progress=lambda *state: seen.append(state)

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mionnx import HookError, HookPoint, HookSpec, Intervention, InterventionError, MIError, MIModel, Options
-from mionnx.hooked_model import HookedModel
+from mionnx.graph.hooked_model import HookedModel
 
 FAMILIES = st.sampled_from(sorted(CONFIGS))
 law = settings(

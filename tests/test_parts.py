@@ -18,7 +18,7 @@ from mionnx import (
     MIModel,
     StateKnockoutSpec,
 )
-from mionnx.bind import plan_of
+from mionnx.bind.plan import plan_of
 from mionnx.rewrite.plan import Outputs
 
 law = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from exporters import rwkv, transformers
 from mionnx import ExportError, HookPoint, HookSpec, MIModel
-from mionnx.store import exporter_for
+from mionnx.run.find_model import exporter_for
 
 IDS = np.random.default_rng(3).integers(0, VOCAB, 21)
 

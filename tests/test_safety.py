@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from mionnx import HookSpec, Intervention, MIError, MIModel, ModelError
-from mionnx.hooked_model import HookedModel
+from mionnx.graph.hooked_model import HookedModel
 
 IDS = np.arange(3, 13)[None]
 Change = Callable[[onnx.ModelProto], None]

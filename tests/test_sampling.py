@@ -15,7 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from mionnx.sampling import Sampling
+from mionnx.run.sampling import Sampling
 
 VOCAB = 40
 

@@ -14,7 +14,7 @@ from onnx.numpy_helper import from_array
 from oracle import Inputs, run
 
 from mionnx import HookError, HookPoint, HookSpec, Intervention, InterventionError, MIModel, ModelError
-from mionnx.fragment import Fragment, written
+from mionnx.graph.fragment import Fragment, written
 
 PROMPT = "The capital of France is"
 HOOK = "blocks.1.hook_resid_post"

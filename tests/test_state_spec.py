@@ -19,10 +19,10 @@ from mionnx import (
     StateAblationResult,
     StateKnockoutSpec,
     StateSteeringSpec,
-    memory,
 )
-from mionnx.grammar import parse_state_knockout, parse_state_steering
-from mionnx.whole import write_whole
+from mionnx.cli.intervention_syntax import parse_state_knockout, parse_state_steering
+from mionnx.machine import memory
+from mionnx.machine.files import write_whole
 
 
 @pytest.fixture(scope="module")

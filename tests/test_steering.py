@@ -27,10 +27,10 @@ from mionnx import (
     RuntimeMissingError,
     SpecFileError,
 )
-from mionnx.cli import app
-from mionnx.steering import demo
-from mionnx.steering.dose import brackets
-from mionnx.steering.verbs import _Trial
+from mionnx.analysis.steering.dose import brackets
+from mionnx.analysis.steering.verbs import _Trial
+from mionnx.cli.demos import steering
+from mionnx.cli.main import app
 
 FRAMES = (
     "The capital of {} is",
@@ -446,7 +446,7 @@ def test_the_command_line_writes_and_reads_control_vectors(tmp_path):
 
 def test_the_demo_says_what_happened(model, tmp_path):
     console = Console(record=True, width=100, file=(tmp_path / "out.txt").open("w"))
-    demo.show(model, console, tmp_path)
+    steering.show(model, console, tmp_path)
     said = console.export_text()
     assert "Berlin" in said
     assert "Paris" in said

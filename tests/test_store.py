@@ -21,17 +21,17 @@ import pytest
 from families import VOCAB
 
 from mionnx import HookPoint, HookSpec, InputError, Intervention, MIModel, Options
-from mionnx import base as bases
-from mionnx import entries as module
-from mionnx.entries import Entries, Entry, StoreWarning
-from mionnx.hooked_model import HookedModel
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.machine import disk_cache
+from mionnx.machine.disk_cache import Entries, Entry, StoreWarning
+from mionnx.run import prepacked
 
 FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
 def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Entries:
-    monkeypatch.setattr(module, "_said", set())
+    monkeypatch.setattr(disk_cache, "_said", set())
     return Entries(tmp_path / "store", limit=10**9)
 
 
@@ -128,11 +128,11 @@ def test_other_damage_is_found(entries, damage):
 
 
 def test_large_files_are_hashed_when_they_changed(entries, monkeypatch):
-    monkeypatch.setattr(module, "LARGE", 100)
+    monkeypatch.setattr(disk_cache, "LARGE", 100)
     path = entries.get("graphs", "key", writer()).path
     hashed: list[str] = []
-    plain = module._sha256
-    monkeypatch.setattr(module, "_sha256", lambda file: hashed.append(file.name) or plain(file))
+    plain = disk_cache._sha256
+    monkeypatch.setattr(disk_cache, "_sha256", lambda file: hashed.append(file.name) or plain(file))
     assert Entries(entries.root).find("graphs", "key")
     assert hashed == []
     (path / "1.bin").write_bytes((path / "1.bin").read_bytes())  # another time of change, the same bytes
@@ -185,7 +185,7 @@ def test_a_limit_that_is_none(text, monkeypatch, tmp_path):
 
 
 def test_limits_are_sizes():
-    assert [module.size_of(text) for text in ("5", "1kb", "2 MB", "1.5GB")] == [5, 1024, 2**21, 3 * 2**29]
+    assert [disk_cache.size_of(text) for text in ("5", "1kb", "2 MB", "1.5GB")] == [5, 1024, 2**21, 3 * 2**29]
 
 
 # -- bases
@@ -207,7 +207,7 @@ def equal(one, other) -> bool:
 @pytest.fixture
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MIONNX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "_said", set())
+    monkeypatch.setattr(disk_cache, "_said", set())
     return tmp_path / "cache"
 
 
@@ -298,11 +298,11 @@ def test_other_weights_have_another_base(models, hooked, tmp_path):
 
     shutil.copytree(hooked("llama"), tmp_path / "copy")
     options = Options()
-    one = bases.key_of(HookedModel.open(tmp_path / "copy"), options)
-    assert bases.key_of(HookedModel.open(tmp_path / "copy"), options) == one
+    one = prepacked.key_of(HookedModel.open(tmp_path / "copy"), options)
+    assert prepacked.key_of(HookedModel.open(tmp_path / "copy"), options) == one
     os.utime(tmp_path / "copy" / "model.safetensors", (1, 1))
-    assert bases.key_of(HookedModel.open(tmp_path / "copy"), options) != one
-    assert bases.key_of(HookedModel.open(tmp_path / "copy"), Options(fast=True)) != bases.key_of(
+    assert prepacked.key_of(HookedModel.open(tmp_path / "copy"), options) != one
+    assert prepacked.key_of(HookedModel.open(tmp_path / "copy"), Options(fast=True)) != prepacked.key_of(
         HookedModel.open(tmp_path / "copy"), options
     )
 
@@ -323,7 +323,7 @@ def test_a_damaged_base_is_made_again(models, own_store):
 def test_a_store_that_cannot_be_written_is_said_once(models, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("MIONNX_CACHE", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr(module, "_said", set())
+    monkeypatch.setattr(disk_cache, "_said", set())
     plain, ids = models("llama"), np.arange(10, 15)[None]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -376,7 +376,7 @@ def test_a_base_that_has_no_room_is_not_begun(models, own_store, monkeypatch):
 
 
 def test_the_second_structure_of_a_large_model_makes_a_base(models, own_store, monkeypatch):
-    monkeypatch.setattr(bases, "WORTHWHILE", 1)
+    monkeypatch.setattr(prepacked, "WORTHWHILE", 1)
     model, ids = MIModel(models("llama").hooked, Options(threads=1)), np.arange(10, 15)[None]
     model.forward(ids)
     model.forward(ids, HookSpec().capture("hook_embed"))

@@ -10,8 +10,8 @@ from oracle import Inputs, run
 from scipy.special import log_softmax
 
 from mionnx import HookPoint, HookSpec, Intervention
+from mionnx.analysis.sweep.patched_runs import Shortcuts
 from mionnx.errors import InputError
-from mionnx.sweep import Shortcuts
 
 SEQ, DIFFERENT = 7, (2, 4)
 RESIDUAL = ("hook_resid_pre", "hook_resid_mid", "hook_resid_post", "hook_attn_out", "hook_mlp_out", "mlp.hook_act")
@@ -255,17 +255,17 @@ def test_ablations_equal_one_forward_a_cell(models, kind, hook):
 def test_too_little_memory_halves_the_batch_and_changes_nothing(models, monkeypatch):
     model, (clean, corrupted) = models("llama"), prompts(11)
     expected = model.patch_sweep(clean, corrupted, "z", ("layer", "head", "position"), answer=5, versus=9)
-    from mionnx.sweep import engine
+    from mionnx.analysis.sweep import patched_runs
 
-    sizes, real = [], engine.Patched._logits
+    sizes, real = [], patched_runs.Patched._logits
 
     def failing(self, cells, metric):
         sizes.append(len(cells))
         if len(cells) > 3:
-            raise engine.ModelError("ONNX Runtime failed: Failed to allocate memory for requested buffer")
+            raise patched_runs.ModelError("ONNX Runtime failed: Failed to allocate memory for requested buffer")
         return real(self, cells, metric)
 
-    monkeypatch.setattr(engine.Patched, "_logits", failing)
+    monkeypatch.setattr(patched_runs.Patched, "_logits", failing)
     found = model.patch_sweep(clean, corrupted, "z", ("layer", "head", "position"), answer=5, versus=9)
     np.testing.assert_allclose(found.values, expected.values, atol=5e-6)
     assert max(sizes) > 3 >= sizes[-1]

@@ -13,10 +13,10 @@ from scipy.special import log_softmax, softmax
 from test_sweep import SEQ, prompts
 from typer.testing import CliRunner
 
-from mionnx.cli import app
+from mionnx.analysis.sweep.fingerprint import mark_of
+from mionnx.analysis.sweep.patched_runs import Shortcuts
+from mionnx.cli.main import app
 from mionnx.errors import InputError
-from mionnx.sweep import Shortcuts
-from mionnx.sweep.mark import mark_of
 
 CLEAN, CORRUPTED = prompts(14)
 
@@ -204,7 +204,7 @@ def test_metrics_are_told_apart_by_what_they_compute():
 def test_metrics_are_the_same_in_another_process():
     program = (
         "import json, sys; sys.path.insert(0, 'tests'); import test_sweep_kept as t; "
-        "from mionnx.sweep.mark import mark_of; "
+        "from mionnx.analysis.sweep.fingerprint import mark_of; "
         "print(json.dumps({name: mark_of(make()) for name, make in t.SAME.items()}))"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, check=True)

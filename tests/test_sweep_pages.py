@@ -13,7 +13,7 @@ from test_cli import LLAMA, REPOSITORY, mionnx, succeeded
 from test_view import NASTY
 
 from mionnx import HookPoint, HookSpec, Intervention, MIModel
-from mionnx.sweep import SweepResult
+from mionnx.analysis.sweep.result import SweepResult
 
 FRANCE, GERMANY = "The capital of France is", "The capital of Germany is"
 GIFT = "When Mary and John went to the store , {} gave a drink to"
@@ -124,7 +124,7 @@ def test_wrong_arguments_are_said(message, arguments):
 def test_an_interrupted_command_keeps_what_it_has(tmp_path, monkeypatch):
     monkeypatch.setenv("MIONNX_CACHE", str(tmp_path))
     program = (
-        "import signal, sys, time; from mionnx.sweep import engine; from mionnx import cli\n"
+        "import signal, sys, time; from mionnx.analysis.sweep import patched_runs as engine; from mionnx import cli\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in a background job
         "real = engine.Patched._chunk\n"
         "def slow(self, waiting):\n    print('chunk', flush=True); time.sleep(1); return real(self, waiting)[:1]\n"

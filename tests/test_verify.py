@@ -18,7 +18,7 @@ from exporters.transformers import export
 from mionnx import HookError, HookSpec, InputError, Intervention, MIModel, ModelError, SpecFileError, StateKnockoutSpec
 from mionnx.verify.difference import Difference, ulp_distance
 from mionnx.verify.openvino import OpenVino
-from mionnx.verify.tape import Tape
+from mionnx.verify.recorded_values import Tape
 
 PROMPT = "The capital of France is"
 TOLERANCE = 5e-5

@@ -23,8 +23,8 @@ from mionnx import (
     create_knockout_mask,
     sample_token,
 )
-from mionnx.hookpoint import VARIANTS
-from mionnx.tokens import tokenize
+from mionnx.graph.hook_points import VARIANTS
+from mionnx.inputs.tokens import tokenize
 
 
 class TestHookPoint:

@@ -10,8 +10,14 @@ import torch
 from conftest import REPOSITORY
 from safetensors.numpy import load_file
 
-from mionnx import HookError, HookSpec, MIModel, ModelError, weights
-from mionnx.hooked_model import HookedModel
+from mionnx import (
+    HookError,
+    HookSpec,
+    MIModel,
+    ModelError,
+)
+from mionnx.graph import matrices
+from mionnx.graph.hooked_model import HookedModel
 
 SHIPPED = ["world-llama", "world-gpt2"]
 
@@ -23,18 +29,18 @@ def numbers(parameter: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "phi3"])
 def test_the_matrices_are_those_of_the_torch_model(models, references, family):
     hooked, reference = models(family).hooked, references(family)
-    assert np.array_equal(weights.embedding(hooked), numbers(reference.get_input_embeddings().weight))
+    assert np.array_equal(matrices.embedding(hooked), numbers(reference.get_input_embeddings().weight))
     head = reference.get_output_embeddings()
-    assert np.array_equal(weights.unembedding(hooked), numbers(head.weight).T)
+    assert np.array_equal(matrices.unembedding(hooked), numbers(head.weight).T)
     bias = np.zeros(len(head.weight), np.float32) if head.bias is None else numbers(head.bias)
-    assert np.array_equal(weights.unembedding_bias(hooked), bias)
+    assert np.array_equal(matrices.unembedding_bias(hooked), bias)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_heads_times_their_projections_are_their_results(name):
     model = MIModel.from_pretrained(REPOSITORY / "models" / name)
     cache = model.forward("The capital of France is", HookSpec().capture("*hook_z").capture("*hook_result"))
-    projections = weights.output_projections(model.hooked)
+    projections = matrices.output_projections(model.hooked)
     assert projections.shape == (model.num_layers, model.num_heads, model.head_dim, model.hidden_size)
     found = np.einsum("lbshd,lhdw->lbshw", cache.stack("z"), projections)
     assert np.abs(found - cache.stack("result")).max() < 5e-6
@@ -44,7 +50,7 @@ def test_heads_times_their_projections_are_their_results(name):
 def test_the_last_norm_times_the_unembedding_is_the_logits(name):
     model = MIModel.from_pretrained(REPOSITORY / "models" / name)
     cache = model.forward("The capital of France is", HookSpec().capture("hook_final_norm"))
-    logits = cache["hook_final_norm"] @ weights.unembedding(model.hooked) + weights.unembedding_bias(model.hooked)
+    logits = cache["hook_final_norm"] @ matrices.unembedding(model.hooked) + matrices.unembedding_bias(model.hooked)
     assert np.abs(logits - cache.output()).max() / np.abs(logits).max() < 5e-6
 
 
@@ -57,17 +63,17 @@ def test_a_bias_of_the_head_is_found():
     proto.graph.node.insert(at + 1, onnx.helper.make_node("Add", ["product", "bias"], ["hook_logits"]))
     proto.graph.initializer.append(onnx.numpy_helper.from_array(bias.astype(np.float32), "bias"))
     biased = replace(plain, proto=proto)
-    assert np.array_equal(weights.unembedding_bias(biased), bias.astype(np.float32))
-    assert np.array_equal(weights.unembedding(biased), weights.unembedding(plain))
+    assert np.array_equal(matrices.unembedding_bias(biased), bias.astype(np.float32))
+    assert np.array_equal(matrices.unembedding(biased), matrices.unembedding(plain))
 
 
 def test_a_recurrent_model_has_embeddings_and_no_projections_of_heads():
     folder = REPOSITORY / "models" / "world-rwkv7"
     hooked, stored = HookedModel.open(folder), load_file(folder / "model.safetensors")
-    assert np.array_equal(weights.embedding(hooked), stored["model.embeddings.weight"])
-    assert np.array_equal(weights.unembedding(hooked), stored["lm_head.weight"].T)
+    assert np.array_equal(matrices.embedding(hooked), stored["model.embeddings.weight"])
+    assert np.array_equal(matrices.unembedding(hooked), stored["lm_head.weight"].T)
     with pytest.raises(HookError, match="no attention"):
-        weights.output_projections(hooked)
+        matrices.output_projections(hooked)
 
 
 def test_weights_that_are_gone_are_an_error(tmp_path):
@@ -75,4 +81,4 @@ def test_weights_that_are_gone_are_an_error(tmp_path):
     hooked = HookedModel.open(tmp_path / "copy")
     (tmp_path / "copy" / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"cannot read model.embed_tokens.weight"):
-        weights.embedding(hooked)
+        matrices.embedding(hooked)

@@ -11,7 +11,7 @@ from rwkv_checkpoints import write
 
 from exporters.rwkv import export
 from mionnx import HookSpec, MIModel, StateKnockoutSpec, TokenizerError
-from mionnx.world_tokenizer import WorldTokenizer, find_vocabulary
+from mionnx.inputs.world_tokenizer import WorldTokenizer, find_vocabulary
 
 VOCABULARY = Path(find_spec("rwkv").origin).parent / "rwkv_vocab_v20230424.txt"
 

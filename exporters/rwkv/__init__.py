@@ -6,7 +6,7 @@ graph built from them (`network`, `layers`, `recurrence`) without any modelling 
 
 from pathlib import Path
 
-from mionnx.progress import Progress, silent
+from mionnx.machine.progress import Progress, silent
 
 
 def recognises(folder: Path) -> bool:

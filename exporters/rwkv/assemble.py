@@ -5,18 +5,18 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from exporters.kept import keep_files
-from exporters.placing import place, sha256, some
+from exporters.checkpoint_tensors import Stored, export_dtype, read_tensors
 from exporters.rwkv.build import IR_DTYPE, Build
 from exporters.rwkv.checkpoint import Shape, layout_of, pth_file, read_config, shape_of
 from exporters.rwkv.layouts import UNREAD
 from exporters.rwkv.network import build_network
 from exporters.rwkv.pth import read_pth
-from exporters.stored import Stored, export_dtype, read_tensors
+from exporters.sidecar_files import keep_files
+from exporters.weight_files import place, sha256, some
 from mionnx.errors import ExportError
-from mionnx.hookpoint import HookPoint
-from mionnx.metadata import Metadata, Sizes
-from mionnx.progress import Progress
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.metadata import Metadata, Sizes
+from mionnx.machine.progress import Progress
 
 STAGES = ("reading the checkpoint", "building the graph", "placing weights", "writing")
 

@@ -8,9 +8,9 @@ import onnx_ir as ir
 import torch
 from onnxscript import GraphBuilder, OpBuilder
 
+from exporters.checkpoint_tensors import Stored
 from exporters.rwkv.checkpoint import Shape
 from exporters.rwkv.layouts import FUSED_MIXES, Layout
-from exporters.stored import Stored
 from mionnx.errors import ExportError
 
 OPSET = 23

@@ -6,12 +6,12 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript import GraphBuilder
 
+from exporters.checkpoint_tensors import Stored
 from exporters.rwkv.build import OPSET, STATE, Build
 from exporters.rwkv.checkpoint import Shape
 from exporters.rwkv.layers import Shared, channel_mix, time_mix6, time_mix7
 from exporters.rwkv.layouts import Layout
 from exporters.rwkv.recurrence import CHUNK, Length
-from exporters.stored import Stored
 
 
 def build_network(layout: Layout, tensors: Mapping[str, Stored], shape: Shape, dtype: ir.DataType) -> Build:

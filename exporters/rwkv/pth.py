@@ -10,7 +10,7 @@ from pickle import UnpicklingError
 import torch
 from torch import Tensor
 
-from exporters.stored import DTYPES, Stored
+from exporters.checkpoint_tensors import DTYPES, Stored
 from mionnx.errors import ExportError
 
 _LOCAL_HEADER = 30

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exporters import rwkv
-from mionnx.progress import Progress, silent
+from mionnx.machine.progress import Progress, silent
 
 if TYPE_CHECKING:
     from exporters.transformers.eager import Opened

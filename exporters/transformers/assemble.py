@@ -9,19 +9,19 @@ import onnx_ir as ir
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from exporters.kept import keep_files
-from exporters.placing import sha256
-from exporters.stored import export_dtype, read_tensors
+from exporters.checkpoint_tensors import export_dtype, read_tensors
+from exporters.sidecar_files import keep_files
+from exporters.transformers.check_hooked import check_stream, hook_axes
 from exporters.transformers.checkpoint import map_tensors
-from exporters.transformers.conform import check_stream, hook_axes
 from exporters.transformers.families import layout_of
 from exporters.transformers.naming import name_dimensions, name_hooks, strip
 from exporters.transformers.simplify import simplify
 from exporters.transformers.sizes import sizes_of, sliding_window
 from exporters.transformers.trace import Traced, buffers_of, trace
 from exporters.transformers.weights import feed
-from mionnx.metadata import Attention, Metadata
-from mionnx.progress import Progress
+from exporters.weight_files import sha256
+from mionnx.graph.metadata import Attention, Metadata
+from mionnx.machine.progress import Progress
 
 SLOW_TOKENIZERS = ("vocab.json", "tokenizer.model", "vocab.txt")
 STAGES = ("reading the checkpoint", "tracing", "simplifying", "naming", "placing weights", "writing")

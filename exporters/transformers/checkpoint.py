@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from exporters.stored import Stored
+from exporters.checkpoint_tensors import Stored
 
 
 @dataclass

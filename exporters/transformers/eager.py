@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from exporters.transformers.trace import run_eagerly
-from mionnx.call import Call
+from mionnx.bind.selection import Place
 from mionnx.errors import ModelError
-from mionnx.intervention import Intervention
-from mionnx.place import Place
+from mionnx.inputs.token_batch import Call
 from mionnx.rewrite.plan import Edit
+from mionnx.spec.intervention import Intervention
 
 Edits = Sequence[tuple[Edit, Intervention]]
 Sink = Callable[[str, NDArray[Any]], None]

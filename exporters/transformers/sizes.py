@@ -5,7 +5,7 @@ from typing import Any
 from optimum.utils import NormalizedConfigManager
 
 from mionnx.errors import ExportError
-from mionnx.metadata import Sizes
+from mionnx.graph.metadata import Sizes
 
 # our name -> (optimum's normalised name, the names configs use themselves)
 _NAMES = {

@@ -19,7 +19,7 @@ from transformers.masking_utils import eager_mask
 
 from exporters.transformers.families import Layout
 from mionnx.errors import ExportError
-from mionnx.hookpoint import HookPoint
+from mionnx.graph.hook_points import HookPoint
 
 ATTENTION = "mionnx"
 

@@ -22,7 +22,7 @@ from exporters.transformers.families import Layout, layout_of
 from exporters.transformers.sizes import rope_parameters
 from exporters.transformers.taps import ATTENTION, TappedCache, attached
 from mionnx.errors import ExportError
-from mionnx.hookpoint import HookPoint
+from mionnx.graph.hook_points import HookPoint
 
 OPSET = 23
 MARKER_DOMAIN = "mionnx"

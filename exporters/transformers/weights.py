@@ -7,11 +7,11 @@ import onnx_ir as ir
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from exporters.placing import place, some
-from exporters.stored import Stored, same_bytes
+from exporters.checkpoint_tensors import Stored, same_bytes
 from exporters.transformers.checkpoint import Mapped, aliases
+from exporters.weight_files import place, some
 from mionnx.errors import ExportError
-from mionnx.progress import Progress
+from mionnx.machine.progress import Progress
 
 
 def feed(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel, folder: Path, progress: Progress) -> None:

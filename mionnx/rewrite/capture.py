@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from mionnx.hookpoint import HEAD_AXES, HookPoint
-from mionnx.metadata import Metadata
-from mionnx.rewrite.build import Builder
+from mionnx.graph.builder import Builder
+from mionnx.graph.hook_points import HEAD_AXES, HookPoint
+from mionnx.graph.metadata import Metadata
 from mionnx.rewrite.intervene import sequence_axis
 from mionnx.rewrite.plan import Report, Want
-from mionnx.rewrite.recurrence import derive
+from mionnx.rewrite.rwkv_derived import derive
 
 
 def capture(graph: gs.Graph, wants: Sequence[Want], metadata: Metadata, report: Report) -> None:

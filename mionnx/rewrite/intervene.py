@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from mionnx.rewrite.build import Builder
+from mionnx.graph.builder import Builder
 from mionnx.rewrite.plan import Edit, Report
 from mionnx.rewrite.splice import splice
 

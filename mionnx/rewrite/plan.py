@@ -3,8 +3,8 @@
 import json
 from dataclasses import asdict, dataclass, field
 
-from mionnx.fit import Fit, Inner, inner_names
-from mionnx.hookpoint import HookPoint
+from mionnx.bind.splice_check import Fit, Inner, inner_names
+from mionnx.graph.hook_points import HookPoint
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Edit:
 
     Attributes:
         hook: name of the value it changes.
-        kind: a key of `mionnx.intervention.KINDS`.
+        kind: a key of `mionnx.spec.intervention.KINDS`.
         index: which of the interventions at this hook point it is, from 0.
         axes: the names of the value's axes.
         at_positions: whether an input says at which token positions it applies.

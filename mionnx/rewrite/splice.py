@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from mionnx.fit import HOOK, Fit
-from mionnx.graph import edit as editable
-from mionnx.rewrite.build import Builder
+from mionnx.bind.splice_check import HOOK, Fit
+from mionnx.graph.builder import Builder
+from mionnx.graph.onnx_file import edit as editable
 from mionnx.rewrite.plan import Edit
 
 

@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from mionnx.call import Call
 from mionnx.errors import InputError, ModelError, RuntimeMissingError
-from mionnx.hooked_model import HookedModel
-from mionnx.progress import Progress
-from mionnx.spec import HookSpec
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.inputs.token_batch import Call
+from mionnx.machine.progress import Progress
+from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify.compare import Settings, Side, record, unit_of
-from mionnx.verify.local import local_difference
-from mionnx.verify.named import runtime_of
-from mionnx.verify.narrow import Narrowed, narrow
+from mionnx.verify.graph_under_test import Subject
+from mionnx.verify.narrow_fault import Narrowed, narrow
+from mionnx.verify.recorded_values import Tape
 from mionnx.verify.report import write_report
 from mionnx.verify.runtime import GraphRuntime
-from mionnx.verify.subject import Subject
-from mionnx.verify.tape import Tape
+from mionnx.verify.runtime_names import runtime_of
+from mionnx.verify.step_error import local_difference
 from mionnx.verify.verify import TOLERANCES, names_of
 
 COARSE = ("blocks.*.hook_resid_*", "hook_final_norm")

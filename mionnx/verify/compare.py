@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.call import Call
 from mionnx.errors import InputError, InterventionError, ModelError
-from mionnx.hookpoint import HookPoint
-from mionnx.progress import Progress
+from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.token_batch import Call
+from mionnx.machine.progress import Progress
 from mionnx.rewrite.intervene import sequence_axis
 from mionnx.verify.difference import Difference, LogitDifference, coarser
 from mionnx.verify.environment import environment
-from mionnx.verify.local import local_difference, nodes_of
-from mionnx.verify.narrow import narrow
+from mionnx.verify.graph_under_test import LOGITS, Subject
+from mionnx.verify.narrow_fault import narrow
+from mionnx.verify.recorded_values import Tape
 from mionnx.verify.result import Beside, Fault, Row
 from mionnx.verify.runtime import GraphRuntime, Pass, Runtime
-from mionnx.verify.subject import LOGITS, Subject
-from mionnx.verify.tape import Tape
+from mionnx.verify.step_error import local_difference, nodes_of
 
 Ids = NDArray[np.int64]
 

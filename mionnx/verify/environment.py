@@ -7,9 +7,11 @@ from typing import Any
 
 import onnxruntime
 
-from mionnx import graph, processor, specfile
+from mionnx.graph import onnx_file
+from mionnx.machine import cpu
+from mionnx.spec import spec_file
+from mionnx.verify.graph_under_test import Subject
 from mionnx.verify.runtime import Runtime
-from mionnx.verify.subject import Subject
 
 PACKAGES = ("mionnx", "onnxruntime", "onnxruntime-gpu", "onnx", "numpy", "openvino", "torch", "transformers")
 
@@ -22,8 +24,8 @@ def environment(runtime: Runtime) -> dict[str, Any]:
         "versions": _versions(),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "processor": processor.name(),
-        "features": processor.features(),
+        "processor": cpu.name(),
+        "features": cpu.features(),
         "providers": onnxruntime.get_available_providers(),
     }
 
@@ -41,12 +43,12 @@ def _versions() -> dict[str, str]:
 def hashes(subject: Subject) -> dict[str, str]:
     """SHA-256 of the graph that runs, of the bytes of its weights, and of the spec."""
     held = sha256()
-    for name in sorted(graph.locations(subject.model.proto)):
+    for name in sorted(onnx_file.locations(subject.model.proto)):
         with (subject.model.folder / name).open("rb") as file:
             while block := file.read(2**20):
                 held.update(block)
     return {
         "graph": subject.graph_hash(),
         "weights": held.hexdigest(),
-        "spec": sha256(specfile.serialise(subject.spec)).hexdigest(),
+        "spec": sha256(spec_file.serialise(subject.spec)).hexdigest(),
     }

@@ -12,10 +12,10 @@ from typing import Any
 
 import onnx
 
-from mionnx import graph
 from mionnx.errors import ModelError
+from mionnx.graph import onnx_file
+from mionnx.verify.graph_under_test import Arrays, Subject
 from mionnx.verify.runtime import GraphRuntime, Piece
-from mionnx.verify.subject import Arrays, Subject
 
 
 class OpenVino(GraphRuntime):
@@ -76,7 +76,7 @@ class OpenVino(GraphRuntime):
         if folder not in self._copies:
             self._copies[folder] = tempfile.TemporaryDirectory()
         scratch = self._copies[folder]
-        for name in graph.locations(proto):
+        for name in onnx_file.locations(proto):
             target = Path(scratch.name) / name
             if not target.exists():
                 try:

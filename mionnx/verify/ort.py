@@ -6,11 +6,11 @@ from pathlib import Path
 
 import onnx
 
-from mionnx import session
+from mionnx.engine import onnx_runtime
+from mionnx.engine.onnx_runtime import Options
 from mionnx.errors import ModelError, RuntimeMissingError
-from mionnx.session import Options
+from mionnx.verify.graph_under_test import Subject
 from mionnx.verify.runtime import GraphRuntime, Piece
-from mionnx.verify.subject import Subject
 
 INSTALL = {"cuda": "pip install onnxruntime-gpu, on a machine with an NVIDIA GPU"}
 
@@ -43,7 +43,7 @@ class OnnxRuntime(GraphRuntime):
         """Version, provider, level and threads."""
         options = self.options
         return {
-            "onnxruntime": session.version(),
+            "onnxruntime": onnx_runtime.version(),
             "provider": options.provider_name(),
             "level": options.level,
             "threads": str(options.threads or "all"),
@@ -51,10 +51,10 @@ class OnnxRuntime(GraphRuntime):
 
     def program(self) -> str:
         """See `GraphRuntime.program`."""
-        options, level = self.options, session.LEVELS[self.options.level].name
+        options, level = self.options, onnx_runtime.LEVELS[self.options.level].name
         providers = [(options.provider_name(), {key: str(value) for key, value in options.provider_options.items()})]
         return PROGRAM.format(
-            threads=options.threads, level=level, providers=providers, disabled=list(session.UNSTABLE_FUSIONS)
+            threads=options.threads, level=level, providers=providers, disabled=list(onnx_runtime.UNSTABLE_FUSIONS)
         )
 
     @contextmanager
@@ -64,10 +64,10 @@ class OnnxRuntime(GraphRuntime):
         Raises:
             ModelError: the provider gave up, or takes no part of the model: ONNX Runtime would use the CPU.
         """
-        ready = session.open_session(proto.SerializeToString(), folder, self.options, assigned=True)
+        ready = onnx_runtime.open_session(proto.SerializeToString(), folder, self.options, assigned=True)
         name = self.options.provider_name()
-        ran = session.assigned(ready)
+        ran = onnx_runtime.assigned(ready)
         if ran and name not in ran:
             raise ModelError(f"{name} takes no part of this model: ONNX Runtime gave it to {', '.join(sorted(ran))}")
         names = [value.name for value in proto.graph.output]
-        yield lambda feeds: session.run(ready, names, feeds)
+        yield lambda feeds: onnx_runtime.run(ready, names, feeds)

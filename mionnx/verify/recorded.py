@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from mionnx.call import Call, make_call
 from mionnx.errors import HookError, InputError
-from mionnx.hooked_model import HookedModel
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.inputs.token_batch import Call, make_call
 from mionnx.verify.compare import Settings, Side
-from mionnx.verify.tape import Tape
+from mionnx.verify.recorded_values import Tape
 
 
 def as_recorded(

@@ -8,11 +8,11 @@ import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
 
-from mionnx.deploy import embed
+from mionnx.compile.package import embed
 from mionnx.errors import ModelError
-from mionnx.safety import graphs
+from mionnx.graph.validate import graphs
+from mionnx.verify.graph_under_test import Arrays, Subject
 from mionnx.verify.runtime import GraphRuntime, Piece
-from mionnx.verify.subject import Arrays, Subject
 
 
 class Reference(GraphRuntime):

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from mionnx.deploy import embed
+from mionnx.compile.package import embed
 from mionnx.errors import ModelError
 from mionnx.verify.compare import Side
 from mionnx.verify.environment import environment
-from mionnx.verify.narrow import Narrowed
-from mionnx.verify.subject import Subject
+from mionnx.verify.graph_under_test import Subject
+from mionnx.verify.narrow_fault import Narrowed
 
 PROGRAM = '''"""Runs both sides on inputs.npz as they were compared, and prints how far each is from what was seen:
 expected.npz is {first}, found.npz is {second}."""

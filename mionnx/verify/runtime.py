@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from mionnx.call import Call
-from mionnx.verify.subject import Arrays, Subject
+from mionnx.inputs.token_batch import Call
+from mionnx.verify.graph_under_test import Arrays, Subject
 
 Sink = Callable[[str, NDArray[Any]], None]
 Pass = Callable[[Call, Sink], None]

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mionnx.call import Call, make_call
 from mionnx.errors import InputError
-from mionnx.progress import Progress, silent
-from mionnx.runner import Prompt, Runner
-from mionnx.spec import HookSpec
+from mionnx.inputs.token_batch import Call, make_call
+from mionnx.machine.progress import Progress, silent
+from mionnx.run.runner import Prompt, Runner
+from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify.bisect import Bisection, bisect
 from mionnx.verify.result import Verification
 from mionnx.verify.verify import Request, verify

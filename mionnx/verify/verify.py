@@ -8,23 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from mionnx import bind
-from mionnx.call import Call
+from mionnx.bind import plan
 from mionnx.errors import HookError, InputError, InterventionError, ModelError, RuntimeMissingError, SpecFileError
-from mionnx.hooked_model import HookedModel
-from mionnx.hookpoint import HookPoint
-from mionnx.progress import Progress, silent
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.inputs.token_batch import Call
+from mionnx.machine.progress import Progress, silent
 from mionnx.rewrite.plan import Want
-from mionnx.spec import HookSpec
+from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify.compare import Settings, Side, compare, record
+from mionnx.verify.determinism import repeats
 from mionnx.verify.environment import environment, hashes
-from mionnx.verify.named import runtime_of
+from mionnx.verify.graph_under_test import LOGITS, Subject
 from mionnx.verify.recorded import as_recorded, keep, other_machine
-from mionnx.verify.repeats import repeats
+from mionnx.verify.recorded_values import Tape
 from mionnx.verify.result import Beside, Repeat, Verification
 from mionnx.verify.runtime import GraphRuntime, Runtime
-from mionnx.verify.subject import LOGITS, Subject
-from mionnx.verify.tape import Tape
+from mionnx.verify.runtime_names import runtime_of
 
 HOOKS = "blocks.*.hook_resid_*"
 # Largest difference as a share of a value's largest entry that is agreement. Of half precision, five times its unit.
@@ -75,7 +75,7 @@ def names_of(model: HookedModel, hooks: str | Sequence[str], spec: HookSpec) -> 
         wanted.capture(glob)
     wanted.capture(LOGITS)
     named = {*globs, *(str(request.what) for request in spec.captures)}
-    found = [want for want in bind.captures_of(wanted, model) if want.hook in named or _plain(want)]
+    found = [want for want in plan.captures_of(wanted, model) if want.hook in named or _plain(want)]
     odd = [want.fetched for want in found if want.fetched != want.hook or want.inner is not None]
     if odd:
         raise HookError(f"{odd[0]}: runtimes are compared at whole values of the model, after their interventions")

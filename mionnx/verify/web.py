@@ -14,10 +14,10 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from mionnx.deploy import embed
+from mionnx.compile.package import embed
 from mionnx.errors import ModelError
+from mionnx.verify.graph_under_test import Arrays, Subject
 from mionnx.verify.runtime import GraphRuntime, Piece
-from mionnx.verify.subject import Arrays, Subject
 
 SERVER = Path(__file__).with_name("web.mjs")
 FOLDER = "MIONNX_NODE"  # an environment variable: the folder whose node_modules has onnxruntime-web

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mionnx.errors import SpecFileError
+from mionnx.machine.files import write_whole
 from mionnx.view.figure import to_png
 from mionnx.view.page import plain
-from mionnx.whole import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ import pytest
 from typer.main import get_command
 
 import mionnx
-from mionnx.cli import app
+from mionnx.cli.main import app
 
 FROZEN = Path(__file__).with_name("public_api.json")
 

@@ -1,0 +1,60 @@
+"""What a named graph must keep to before it is called a hooked model; a family laid out otherwise is refused here."""
+
+import onnx_ir as ir
+
+from mionnx.errors import ExportError
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.metadata import Sizes
+
+
+def hook_axes(graph: ir.Graph, hooks: list[str], sizes: Sizes) -> dict[str, list[str | int]]:
+    """The axes of each hook point, dynamic ones by name.
+
+    Raises:
+        ExportError: a value whose static sizes are not those that the vocabulary gives its axes (queries of which only
+            a part is rotated, say, and only that part was seen).
+    """
+    values = {value.name: value for node in graph for value in node.outputs}
+    return {name: _axes(name, values[name], sizes) for name in hooks}
+
+
+def _axes(name: str, value: ir.Value, sizes: Sizes) -> list[str | int]:
+    names = HookPoint.parse(name).axes or ()
+    shape = [dim if isinstance(dim, int) else None for dim in value.shape or ()]
+    known = {
+        "hidden": sizes.hidden_size,
+        "n_heads": sizes.num_heads,
+        "n_kv_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "vocab": sizes.vocab_size,
+    }
+    expected = [known.get(axis) for axis in names]
+    if len(shape) != len(names) or any(
+        None not in (dim, size) and dim != size for dim, size in zip(shape, expected, strict=True)
+    ):
+        raise ExportError(f"{name} has the shape {value.shape}, expected {[known.get(axis, axis) for axis in names]}")
+    return [axis if dim is None else dim for axis, dim in zip(names, shape, strict=True)]
+
+
+def check_stream(graph: ir.Graph) -> None:
+    """Check that `hook_attn_out` and `hook_mlp_out` are what is added to the residual stream, as their names say.
+
+    Raises:
+        ExportError: something (a residual multiplier) stands between such a value and its addition.
+    """
+    for node in graph:
+        for value in node.outputs:
+            added = value.name and value.name.endswith((".hook_attn_out", ".hook_mlp_out"))
+            if added and not any(_adds(user) for user, _ in value.uses()):
+                users = sorted({user.op_type for user, _ in value.uses()})
+                raise ExportError(
+                    f"{value.name} is not added to the residual stream as it is, it goes into {', '.join(users)}: "
+                    "the family needs an entry in exporters/transformers/families.py"
+                )
+
+
+def _adds(node: ir.Node) -> bool:
+    """An addition, or the identity of another hook point on the same value that is then added."""
+    if node.op_type == "Identity":
+        return any(_adds(user) for user, _ in node.outputs[0].uses())
+    return node.op_type == "Add"

@@ -1,0 +1,177 @@
+"""Weights of a hooked model, referenced in place in the checkpoint's safetensors wherever they can be.
+
+1. A parameter whose stored bytes are what the graph reads points into the checkpoint's own file, which is hard-linked
+   (or copied, across file systems) into the folder.
+2. Every other parameter (another dtype, stacked experts, unaligned bytes) is written to `converted.safetensors`, one
+   conversion in memory at a time.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from exporters.checkpoint_tensors import DTYPES, Stored
+from mionnx.errors import ExportError
+from mionnx.machine.progress import Progress
+
+CONVERTED = "converted.safetensors"
+CHUNK = 1 << 24
+_SAFETENSORS_NAME = {dtype: name for name, dtype in DTYPES.items()}
+_IR_DTYPE = {
+    torch.float32: ir.DataType.FLOAT,
+    torch.float16: ir.DataType.FLOAT16,
+    torch.bfloat16: ir.DataType.BFLOAT16,
+    torch.float64: ir.DataType.DOUBLE,
+    torch.int64: ir.DataType.INT64,
+    torch.int32: ir.DataType.INT32,
+    torch.bool: ir.DataType.BOOL,
+}
+_TORCH_DTYPE = {number: dtype for dtype, number in _IR_DTYPE.items()}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where one parameter's bytes lie in the hooked model's folder."""
+
+    location: str
+    offset: int
+    length: int
+
+
+def place(
+    parameters: list[ir.Value],
+    stored: Mapping[str, Stored],
+    made: Iterator[tuple[str, Tensor]],
+    folder: Path,
+    progress: Progress,
+) -> None:
+    """Give every parameter of a graph its data: files in `folder`, references in the values.
+
+    Args:
+        parameters: values without data, of the names, shapes and dtypes that the graph reads.
+        stored: name -> the tensor that is the parameter, in its own dtype.
+        made: (name, tensor) of the parameters that are in no file as they are, one in memory at a time.
+        folder: the hooked model's folder.
+        progress: called as (stage, done, total) in bytes.
+
+    Raises:
+        ExportError: a tensor of another shape, or a parameter that nothing gives.
+    """
+    in_place = [value for value in parameters if value.name in stored and _fits(value, stored[value.name])]
+    placed = _link({value.name: stored[value.name] for value in in_place}, folder, progress)
+    others = [value for value in parameters if value.name not in placed]
+    if others:
+        loaded = ((value.name, stored[value.name].load()) for value in others if value.name in stored)
+        placed |= _write_converted(others, chain(loaded, made), folder / CONVERTED, progress)
+    for value in parameters:
+        at = placed[value.name]
+        value.const_value = ir.ExternalTensor(
+            at.location, at.offset, at.length, value.dtype, shape=value.shape, name=value.name, base_dir=folder
+        )
+
+
+def _fits(value: ir.Value, source: Stored) -> bool:
+    shape = tuple(value.shape.numpy())
+    if source.shape != shape:
+        raise ExportError(f"checkpoint tensor {source.name} is {list(source.shape)}, the graph reads {list(shape)}")
+    return _TORCH_DTYPE[value.dtype] == source.dtype and source.offset % source.dtype.itemsize == 0
+
+
+def _link(in_place: dict[str, Stored], folder: Path, progress: Progress) -> dict[str, Placed]:
+    for file in sorted({source.file for source in in_place.values()}):
+        target = folder / file.name
+        if not target.exists():
+            _link_or_copy(file.resolve(), target, progress)
+    return {name: Placed(source.file.name, source.offset, source.length) for name, source in in_place.items()}
+
+
+def _link_or_copy(file: Path, target: Path, progress: Progress) -> None:
+    try:
+        os.link(file, target)
+    except OSError:  # another file system, or one without hard links
+        total = file.stat().st_size
+        progress(f"copying {file.name}", 0, total)
+        shutil.copyfile(file, target)
+        progress(f"copying {file.name}", total, total)
+
+
+def _write_converted(
+    values: list[ir.Value], made: Iterator[tuple[str, Tensor]], path: Path, progress: Progress
+) -> dict[str, Placed]:
+    placed = _write_header(values, path)
+    wanted = {value.name: value for value in values}
+    total, done = sum(place.length for place in placed.values()), 0
+    with path.open("r+b") as file:
+        for name, tensor in made:
+            _write(file, wanted.pop(name), tensor, placed[name])
+            done += placed[name].length
+            progress("converting weights", done, total)
+    if wanted:
+        raise ExportError(f"the checkpoint's conversions do not make {len(wanted)} weights: {some(wanted)}")
+    return placed
+
+
+def _write_header(values: list[ir.Value], path: Path) -> dict[str, Placed]:
+    entries, offset = {}, 0
+    for value in sorted(values, key=lambda value: value.name):
+        dtype, shape = _TORCH_DTYPE[value.dtype], [int(dim) for dim in value.shape]
+        length = dtype.itemsize * prod(shape)
+        entries[value.name] = {
+            "dtype": _SAFETENSORS_NAME[dtype],
+            "shape": shape,
+            "data_offsets": [offset, offset + length],
+        }
+        offset += length
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + offset)
+    base = 8 + len(text)
+    return {
+        name: Placed(CONVERTED, base + entry["data_offsets"][0], entry["data_offsets"][1] - entry["data_offsets"][0])
+        for name, entry in entries.items()
+    }
+
+
+def _write(file: BinaryIO, value: ir.Value, tensor: Tensor, place: Placed) -> None:
+    dtype, shape = _TORCH_DTYPE[value.dtype], tuple(value.shape.numpy())
+    if tuple(tensor.shape) != shape:
+        raise ExportError(f"{value.name} is {list(tensor.shape)} after conversion, the graph reads {list(shape)}")
+    converted = tensor.to(dtype)
+    if dtype == torch.float16 and not torch.isfinite(converted).all() and torch.isfinite(tensor).all():
+        raise ExportError(f"{value.name} has values beyond float16's range; use bfloat16 or float32")
+    file.seek(place.offset)
+    file.write(memoryview(converted.contiguous().view(torch.uint8).numpy()).cast("B"))
+
+
+def sha256(files: Iterable[Path], progress: Progress) -> str:
+    """The hash of files' bytes, in the order given."""
+    files = list(files)
+    total, done = sum(file.stat().st_size for file in files), 0
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while chunk := stream.read(CHUNK):
+                digest.update(chunk)
+                done += len(chunk)
+                progress("hashing weights", done, total)
+    return digest.hexdigest()
+
+
+def some(names: Iterable[str]) -> str:
+    """The first few of many names."""
+    names = list(names)
+    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")

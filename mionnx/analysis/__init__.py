@@ -1,0 +1,1 @@
+"""Analyses of a model: sweeps, lens, attribution, attention, steering, features, Python hooks."""

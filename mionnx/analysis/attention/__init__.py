@@ -1,0 +1,1 @@
+"""Attention patterns, and scores of heads on repeated random sequences."""

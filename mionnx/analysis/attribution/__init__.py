@@ -1,0 +1,1 @@
+"""Direct logit attribution, and the decomposition of the residual stream."""

@@ -1,0 +1,142 @@
+"""`Attribution`: which parts of a model push a logit up or down."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.view import Shown, empty_figure, render
+from mionnx.view.figure import spelled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BARS = 24  # components that a figure shows
+WIDE = 16  # heads from which on a figure's cells are too small for numbers
+
+
+@dataclass(frozen=True, repr=False)
+class Attribution(Shown):
+    """Direct logit attribution at one position: the logit, or a difference of two, as a sum over components.
+
+    The final norm is taken as the linear map that it is at this position's stream (see
+    `mionnx.analysis.attribution.linear_norm`), so that contributions add up exactly. What a component does through later layers is not in its contribution: this is its
+    direct effect. With a soft cap (Gemma 2) the logits are those before it.
+
+    Attributes:
+        labels: of the components in the order in which they are added: "embed", "pos_embed", "L0H0", "0_attn_bias",
+            "0_mlp_out", ..., "final_norm_bias", "head_bias"; "0_attn_out" where heads have no shares (RWKV).
+        values: [component] contributions, in logits.
+        num_heads: heads a layer; 0 where they have no shares.
+        num_layers: layers.
+        logit: the model's own logit, or difference, which the contributions add up to.
+        capped: whether the model's logits are soft-capped after this.
+        answer, versus: the tokens' texts; versus is None where the logit itself is taken apart.
+        tokens: the prompt's.
+        position: at which the next token is predicted.
+    """
+
+    labels: list[str]
+    values: NDArray[np.float64]
+    num_heads: int
+    num_layers: int
+    logit: float
+    capped: bool
+    answer: str
+    versus: str | None
+    tokens: list[str]
+    position: int
+
+    def __getitem__(self, label: str) -> float:
+        """The contribution of one component.
+
+        Raises:
+            KeyError: there is none of this label.
+        """
+        return dict(zip(self.labels, self.values.tolist(), strict=True))[label]
+
+    def __repr__(self) -> str:
+        return f"Attribution({self.what}: {self.logit:.4f}, {len(self.labels)} components)"
+
+    @property
+    def heads(self) -> NDArray[np.float64] | None:
+        """[layer, head]: the contributions of the heads; None where they have no shares."""
+        chosen = [value for label, value in zip(self.labels, self.values, strict=True) if label.startswith("L")]
+        return np.array(chosen).reshape(self.num_layers, self.num_heads) if chosen else None
+
+    @property
+    def total(self) -> float:
+        """The sum of all contributions."""
+        return float(self.values.sum())
+
+    def top(self, n: int | None = None) -> list[tuple[str, float]]:
+        """The components that contribute most in either direction, the largest first; all if `n` is left out."""
+        order = np.argsort(-np.abs(self.values), kind="stable")[:n]
+        return [(self.labels[i], float(self.values[i])) for i in order]
+
+    @property
+    def what(self) -> str:
+        """What is taken apart, in words."""
+        asked = f"{self.answer!r}" + ("" if self.versus is None else f" minus that of {self.versus!r}")
+        return f"logit of {asked}" + (" before the soft cap" if self.capped else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything."""
+        return {
+            "tokens": self.tokens,
+            "position": self.position,
+            "answer": self.answer,
+            "versus": self.versus,
+            "logit": self.logit,
+            "total": self.total,
+            "capped": self.capped,
+            "labels": self.labels,
+            "values": self.values,
+            "heads": self.heads,
+        }
+
+    def page(self) -> str:
+        """Bars, sorted or in order, and the heads as a map."""
+        said = {"what": self.what, "gap": abs(self.total - self.logit)}
+        return render("attribution.html", "Direct logit attribution", data={**self.to_dict(), **said})
+
+    def figure(self) -> "Figure":
+        """The largest contributions as bars, and the heads as a map."""
+        shown, heads = self.top(BARS), self.heads
+        tall = max(2.2, 0.7 + 0.2 * len(shown), 0.9 + 0.3 * self.num_layers)
+        wide = 5.2 if heads is None else 5.6 + max(2.6, 0.45 * self.num_heads)
+        figure = empty_figure(wide, tall)
+        widths = [5.0] if heads is None else [5.0, wide - 5.0]
+        places = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+        _bars(places[0], shown, len(self.labels))
+        if heads is not None:
+            _map(figure, places[1], heads)
+        figure.suptitle(spelled(f"{self.what}: {self.logit:.3f}"), fontsize=10)
+        return figure
+
+
+def _bars(axes: Any, shown: list[tuple[str, float]], count: int) -> None:
+    values = [value for _, value in shown]
+    axes.barh(range(len(shown)), values, color=["#b2182b" if value > 0 else "#2166ac" for value in values])
+    axes.set_yticks(range(len(shown)), [label for label, _ in shown], fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(0, color="black", linewidth=0.6)
+    axes.set_xlabel("contribution (logits)")
+    axes.set_title(f"the largest {len(shown)} of {count}" if len(shown) < count else "all components", fontsize=9)
+
+
+def _map(figure: "Figure", axes: Any, heads: NDArray[np.float64]) -> None:
+    limit = float(np.abs(heads).max()) or 1.0
+    image = axes.imshow(heads, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
+    layers, count = heads.shape
+    for layer, head in np.ndindex(layers, count) if count <= WIDE else ():
+        value = heads[layer, head]
+        colour = "white" if abs(value) > 0.6 * limit else "black"
+        axes.text(head, layer, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
+    axes.set_xticks(range(count), [str(head) for head in range(count)], fontsize=8)
+    axes.set_yticks(range(layers), [str(layer) for layer in range(layers)], fontsize=8)
+    axes.set_xlabel("head")
+    axes.set_ylabel("layer")
+    axes.set_title("heads", fontsize=9)
+    figure.colorbar(image, ax=axes, fraction=0.05, label="logits")

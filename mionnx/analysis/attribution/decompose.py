@@ -1,0 +1,163 @@
+"""The residual stream as the sum of what was added to it: names, labels and stacks, as TransformerLens has them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.errors import HookError, InputError, nearest
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.run.hook_cache import HookCache
+
+MODES = ("all", "mlp", "attn")
+Named = list[tuple[str, str]]  # (label, name of a hook point), in the order in which they are added
+PosSlice = int | slice | Sequence[int] | None
+Labelled = tuple[NDArray[Any], list[str]]
+
+
+def layer_of(hooked: HookedModel, layer: int | None) -> int:
+    """The layer whose input is meant; the number of layers, None and -1 mean what the final norm reads.
+
+    Raises:
+        InputError: there is none such.
+    """
+    count = hooked.metadata.sizes.num_layers
+    if layer is None or layer == -1:
+        return count
+    if not isinstance(layer, int | np.integer) or not 0 <= layer <= count:
+        raise InputError(f"no layer {layer!r}: 0 to {count - 1}, and {count}, -1 or None for the end of the stream")
+    return int(layer)
+
+
+def input_of(hooked: HookedModel, layer: int, mlp_input: bool) -> str:
+    """The name of the stream that a layer's attention or MLP reads, or that the final norm does.
+
+    Raises:
+        InputError: there is no MLP behind the last layer.
+    """
+    count = hooked.metadata.sizes.num_layers
+    if layer == count:
+        if mlp_input:
+            raise InputError(f"mlp_input: there is no MLP in layer {count}, which means the end of the stream")
+        return str(HookPoint.ResidPost(count - 1))
+    middle = str(HookPoint.ResidMid(layer))
+    return middle if mlp_input and middle in hooked.metadata.hooks else str(HookPoint.ResidPre(layer))
+
+
+def embeddings(hooked: HookedModel) -> Named:
+    """What enters the first layer.
+
+    Where positions are not learned, `embed` is the stream before layer 0: an RWKV norms its embedding before it.
+    """
+    if str(HookPoint.PosEmbed) in hooked.metadata.hooks:
+        return [("embed", str(HookPoint.Embed)), ("pos_embed", str(HookPoint.PosEmbed))]
+    return [("embed", str(HookPoint.ResidPre(0)))]
+
+
+def additions(hooked: HookedModel, layer: int, mode: str, mlp_input: bool, incl_embeds: bool) -> Named:
+    """What is added to the stream up to the input of a layer.
+
+    Raises:
+        InputError: an unknown mode, or nothing is added.
+    """
+    if mode not in MODES:
+        raise InputError(f"mode {mode!r}; one of {', '.join(MODES)}{nearest(str(mode), MODES)}")
+    input_of(hooked, layer, mlp_input)
+    found = embeddings(hooked) if incl_embeds else []
+    for i in range(layer):
+        attention, mlp = str(HookPoint.AttnOut(i)), str(HookPoint.MlpOut(i))
+        found += [(f"{i}_attn_out", attention)] if mode != "mlp" else []
+        found += [(f"{i}_mlp_out", mlp)] if mode != "attn" else []
+    if mlp_input and mode != "mlp" and str(HookPoint.ResidMid(layer)) in hooked.metadata.hooks:
+        found.append((f"{layer}_attn_out", str(HookPoint.AttnOut(layer))))
+    if not found:
+        raise InputError("a stack of no components would be empty: ask for a later layer, or for the embeddings")
+    return found
+
+
+def accumulations(hooked: HookedModel, layer: int, incl_mid: bool, mlp_input: bool) -> Named:
+    """The streams on the way to the input of a layer.
+
+    Raises:
+        HookError: streams within layers are asked for, and the model's layers have none (parallel blocks).
+    """
+    end, found = input_of(hooked, layer, mlp_input), []
+    for i in range(layer + 1):
+        if i == hooked.metadata.sizes.num_layers:
+            found.append(("final_post", end))
+            continue
+        found.append((f"{i}_pre", str(HookPoint.ResidPre(i))))
+        if (incl_mid and i < layer) or (mlp_input and i == layer):
+            hooked.axes(HookPoint.ResidMid(i))
+            found.append((f"{i}_mid", str(HookPoint.ResidMid(i))))
+    return found
+
+
+def middles(hooked: HookedModel, layer: int) -> list[str]:
+    """The names of the streams between attention and MLP up to a layer's, where layers have one."""
+    count = hooked.metadata.sizes.num_layers
+    found = [str(HookPoint.ResidMid(i)) for i in range(min(layer + 1, count))]
+    return [name for name in found if name in hooked.metadata.hooks]
+
+
+def heads(hooked: HookedModel, layer: int) -> list[str]:
+    """The names of the heads' shares of the layers before one.
+
+    Raises:
+        HookError: an RWKV: its time mix works on all heads together before it adds to the stream.
+        InputError: there are no layers before it.
+    """
+    if hooked.metadata.recurrent:
+        raise HookError(f"{hooked.metadata.family}: a recurrent model's heads have no shares in the stream")
+    if not layer:
+        raise InputError("layer 0 reads no head's output: there is nothing to stack")
+    return [str(HookPoint.AttnResult(i)) for i in range(layer)]
+
+
+def sliced(values: NDArray[Any], pos_slice: PosSlice, axis: int = -2) -> NDArray[Any]:
+    """Values at some positions: an integer drops the axis, a slice or a list keeps it.
+
+    Raises:
+        InputError: a position that is not there.
+    """
+    if pos_slice is None:
+        return values
+    chosen: Any = pos_slice if isinstance(pos_slice, slice | int | np.integer) else list(pos_slice)
+    try:
+        return _take(values, chosen, axis)
+    except IndexError:
+        raise InputError(f"position {pos_slice!r} of {values.shape[axis]} (0 to {values.shape[axis] - 1})") from None
+
+
+def _take(values: NDArray[Any], chosen: Any, axis: int) -> NDArray[Any]:
+    index: list[Any] = [slice(None)] * values.ndim
+    index[axis] = chosen
+    return values[tuple(index)]
+
+
+def stacked(cache: HookCache, named: Named, pos_slice: PosSlice) -> Labelled:
+    """Captures as a stack with their labels: [component, batch, pos, hidden]."""
+    return np.stack([sliced(cache.require(name), pos_slice) for _, name in named]), [label for label, _ in named]
+
+
+def head_stack(cache: HookCache, names: list[str], pos_slice: PosSlice) -> Labelled:
+    """The heads' shares as a stack, [layer x head, batch, pos, hidden], with the labels L0H0, L0H1, ..."""
+    shares = [np.moveaxis(cache.require(name), -2, 0) for name in names]
+    labels = [f"L{layer}H{head}" for layer, share in enumerate(shares) for head in range(len(share))]
+    return sliced(np.concatenate(shares), pos_slice), labels
+
+
+def refuse_missing(cache: HookCache, names: Sequence[str]) -> None:
+    """Refuse a cache in which something is missing, naming all of it.
+
+    Raises:
+        HookError: captures that are needed.
+    """
+    missing = [name for name in names if name not in cache]
+    if missing:
+        raise HookError(
+            f"the cache lacks {', '.join(missing[:4])}{', …' if len(missing) > 4 else ''}: run `forward` with "
+            "`model.decomposition_hooks()`, which asks for all that is needed, or give the prompt"
+        )

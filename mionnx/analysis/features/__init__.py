@@ -1,0 +1,1 @@
+"""Sparse autoencoders and transcoders as parts of the graph."""

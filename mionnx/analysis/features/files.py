@@ -1,0 +1,75 @@
+"""Files of sparse autoencoders: SAELens' folders and Gemma Scope's `params.npz`."""
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from mionnx.analysis.features.config import Config, Weights, from_saelens
+from mionnx.errors import ModelError
+
+CONFIG, WEIGHTS, PARAMS = "cfg.json", "sae_weights.safetensors", "params.npz"
+FOLDED = ("scaling_factor", "finetuning_scaling_factor")
+
+
+def read(path: Path, hook: str, hook_out: str) -> tuple[Config, Weights]:
+    """Read whatever is there.
+
+    Args:
+        path: a folder with `cfg.json` and `sae_weights.safetensors`, or with `params.npz`; or one of these files.
+        hook, hook_out: for Gemma Scope's files, which do not say; a `hook_out` makes it a transcoder.
+
+    Raises:
+        ModelError: nothing there, or a file that is damaged or of another kind.
+    """
+    folder = path if path.is_dir() else path.parent
+    if path.suffix == ".npz" or (path.is_dir() and (path / PARAMS).is_file()):
+        return _gemma_scope(path / PARAMS if path.is_dir() else path, hook, hook_out)
+    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
+        raise ModelError(f"{path} has neither {CONFIG} with {WEIGHTS} nor {PARAMS}")
+    try:
+        given = json.loads((folder / CONFIG).read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder / CONFIG} is damaged: {error}") from error
+    if not isinstance(given, dict) or not isinstance(given.get("metadata", {}), dict):
+        raise ModelError(f"{folder / CONFIG} is no configuration of an SAE")
+    weights = _unscaled(_tensors(folder / WEIGHTS), folder)
+    return from_saelens(given, {*weights}), weights
+
+
+def _tensors(path: Path) -> Weights:
+    try:
+        with safe_open(path, framework="np") as file:
+            return {name: _floats(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, AttributeError, TypeError, ValueError) as error:
+        raise ModelError(f"{path} is damaged: {error}") from error
+
+
+def _floats(array: NDArray[Any]) -> NDArray[np.float32]:
+    return np.ascontiguousarray(array.astype(np.float32))
+
+
+def _unscaled(weights: Weights, folder: Path) -> Weights:
+    """Without the scaling factor that SAELens once wrote, which was 1 unless the SAE was fine-tuned with it."""
+    for name in FOLDED:
+        if name in weights and not np.allclose(weights[name], 1):
+            raise ModelError(f"{folder}: {name} is not 1: fold it into the decoder with SAELens first")
+    return {name: array for name, array in weights.items() if name not in FOLDED}
+
+
+def _gemma_scope(path: Path, hook: str, hook_out: str) -> tuple[Config, Weights]:
+    """JumpReLU, b_dec not subtracted (Lieberum et al. 2024, "Gemma Scope")."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            weights = {_cased(name): _floats(file[name]) for name in file.files}
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        raise ModelError(f"{path} is no {PARAMS}, or a damaged one: {error}") from error
+    return Config("jumprelu", transcoder=bool(hook_out), hook=hook, hook_out=hook_out), weights
+
+
+def _cased(name: str) -> str:
+    return f"W_{name[2:]}" if name.startswith("w_") else name

@@ -1,0 +1,220 @@
+"""`SAE`: a sparse autoencoder or transcoder, and the specs that put it into a model."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.analysis.features import files
+from mionnx.analysis.features.config import Config, Weights, check
+from mionnx.analysis.features.network import autoencoder
+from mionnx.analysis.steering.directions import Direction
+from mionnx.errors import HookError, InputError, InterventionError, nearest
+from mionnx.graph.fragment import Fragment, written
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.intervention import Intervention, Positions
+
+ERROR = ("kept", "dropped")
+CLAMP = """<ir_version: 10, opset_import: ["": 21]>
+clamp (float[batch, seq, {n}] x, float[{n}] low, float[{n}] high) => (float[batch, seq, {n}] y) {{
+  raised = Max(x, low)
+  y = Min(raised, high)
+}}"""
+
+
+class SAE:
+    """A sparse autoencoder or transcoder, read from SAELens' or Gemma Scope's files.
+
+    Attributes:
+        config: what it computes.
+        weights: "W_enc" [d_in, d_sae], "W_dec" [d_sae, d_out], "b_dec" [d_out] and the biases [d_sae] of its kind,
+            float32.
+    """
+
+    def __init__(self, config: Config, weights: Weights, where: str = "SAE") -> None:
+        """Put a configuration and its weights together, and check them.
+
+        Raises:
+            ModelError: weights that are missing, surplus or of another shape.
+        """
+        check(config, weights, where)
+        self.config, self.weights = config, weights
+        self._fragment = cache(self._made)
+
+    @classmethod
+    def load(cls, path: str | Path, hook: str = "", hook_out: str = "") -> "SAE":
+        """Read an SAE.
+
+        Args:
+            path: a folder with SAELens' `cfg.json` and `sae_weights.safetensors`, or with Gemma Scope's `params.npz`,
+                or the `.npz` file itself.
+            hook: the hook point that it reads, where the file does not say or says another name.
+            hook_out: of a transcoder, the hook point whose value it gives.
+
+        Raises:
+            ModelError: nothing there, a damaged file, or an architecture that is not known here.
+            InputError: a `hook_out` for an SAE that is no transcoder.
+        """
+        config, weights = files.read(Path(path), hook, hook_out)
+        return cls(config, weights, str(path)).at(hook, hook_out)
+
+    def at(self, hook: str = "", hook_out: str = "") -> "SAE":
+        """The same at other hook points; those that are left out stay.
+
+        Raises:
+            InputError: a `hook_out` for an SAE that is no transcoder.
+        """
+        if hook_out and not self.config.transcoder:
+            raise InputError(f"hook_out={hook_out!r}: only a transcoder gives another value than it reads")
+        own = vars(self.config)
+        config = Config(**{**own, "hook": hook or self.config.hook, "hook_out": hook_out or self.config.hook_out})
+        return SAE(config, self.weights)
+
+    @property
+    def d_in(self) -> int:
+        """Width of what it reads."""
+        return self.weights["W_enc"].shape[0]
+
+    @property
+    def d_sae(self) -> int:
+        """Number of features."""
+        return self.weights["W_enc"].shape[1]
+
+    @property
+    def hook(self) -> str:
+        """The hook point whose value it takes the place of: its own, or of a transcoder the one it gives.
+
+        Raises:
+            HookError: the file does not say, and nobody has.
+        """
+        found = self.config.hook_out if self.config.transcoder else self.config.hook
+        if not found:
+            name = "hook_out" if self.config.transcoder else "hook"
+            raise HookError(f"the SAE's file does not say where it belongs: SAE.load(path, {name}='blocks.3....')")
+        return found
+
+    @property
+    def acts(self) -> str:
+        """The hook point of its features, [batch, seq, d_sae]."""
+        return f"{self.hook}.hook_sae_acts"
+
+    def fragment(self, error: str = "kept") -> Fragment:
+        """What is spliced in; see `mionnx.analysis.features.network`."""
+        if error not in ERROR:
+            raise InputError(f"error={error!r}; one of {', '.join(ERROR)}{nearest(str(error), ERROR)}")
+        return self._fragment(error)
+
+    def _made(self, error: str) -> Fragment:
+        return autoencoder(self.config, self.weights, error == "kept")
+
+    def splice(self, error: str = "kept", positions: Positions | None = None) -> Intervention:
+        """The SAE as an intervention at `hook`.
+
+        Args:
+            error: "kept": what the SAE does not reconstruct is added back, so that only changes to features change
+                anything; or "dropped": the reconstruction takes the value's place.
+            positions: of the tokens; all if left out.
+        """
+        reads = self.config.hook or None
+        if self.config.transcoder and reads is None:
+            raise HookError("the transcoder's file does not say what it reads: SAE.load(path, hook='blocks.3....')")
+        return Intervention.Splice(
+            self.fragment(error), reads=reads if self.config.transcoder else None, positions=positions
+        )
+
+    def spec(
+        self,
+        error: str = "kept",
+        *,
+        fix: Mapping[int, float] | None = None,
+        scale: Mapping[int, float] | None = None,
+        clamp: Mapping[int, tuple[float, float]] | None = None,
+        positions: Positions | None = None,
+    ) -> HookSpec:
+        """The SAE in its place, its features changed.
+
+        Args:
+            error: see `splice`.
+            scale: feature -> factor; 0 ablates it.
+            fix: feature -> the activation that it is given, whatever it was.
+            clamp: feature -> the lowest and the highest activation that it may have.
+            positions: of the tokens at which features are changed, all if left out; the SAE itself stands at all of
+                them (`splice` limits it).
+
+        Raises:
+            InterventionError: a feature that does not exist or is both fixed and scaled, or no finite number; positions
+                without features to change.
+        """
+        fixed, factors, limits = dict(fix or {}), dict(scale or {}), dict(clamp or {})
+        for feature in [*fixed, *factors, *limits]:
+            self.known(feature)
+        if positions is not None and not (fixed or factors or limits):
+            raise InterventionError(
+                "positions= says where features are changed, and none is: sae.splice(error, positions=...) limits the "
+                "SAE itself"
+            )
+        both = [*(fixed.keys() & factors.keys()), *(fixed.keys() & limits.keys())]
+        if both:
+            raise InterventionError(f"feature {both[0]} is fixed, and cannot be scaled or clamped besides")
+        spec = HookSpec().intervene(self.hook, self.splice(error))
+        if fixed or factors:
+            kept = self._row({**dict.fromkeys(fixed, 0.0), **factors}, 1.0)
+            spec.intervene(self.acts, Intervention.Scale(kept, positions=positions))
+        if fixed:
+            spec.intervene(self.acts, Intervention.Add(self._row(fixed, 0.0), positions=positions))
+        if limits:
+            spec.intervene(self.acts, Intervention.Splice(self._clamp(limits), positions=positions))
+        return spec
+
+    def _clamp(self, limits: Mapping[int, tuple[float, float]]) -> Fragment:
+        for feature, (low, high) in limits.items():
+            if not low <= high:
+                raise InterventionError(f"feature {feature} cannot be clamped to between {low} and {high}")
+        largest = float(np.finfo(np.float32).max)
+        lowest = self._row({feature: pair[0] for feature, pair in limits.items()}, -largest)
+        highest = self._row({feature: pair[1] for feature, pair in limits.items()}, largest)
+        return written(CLAMP.format(n=self.d_sae), {"low": lowest, "high": highest})
+
+    def _row(self, given: Mapping[int, float], otherwise: float) -> NDArray[np.float32]:
+        """[d_sae], a number for each feature."""
+        row = np.full(self.d_sae, otherwise, np.float32)
+        for feature, value in given.items():
+            if not np.isfinite(value):
+                raise InterventionError(f"feature {feature}: {value} is no finite number")
+            row[feature] = value
+        return row
+
+    def known(self, feature: Any) -> int:
+        """A feature's number.
+
+        Raises:
+            InterventionError: the SAE has no such feature.
+        """
+        whole = isinstance(feature, int | np.integer) and not isinstance(feature, bool)
+        if not whole or not 0 <= feature < self.d_sae:
+            raise InterventionError(f"feature {feature!r} of {self.d_sae} (0 to {self.d_sae - 1})")
+        return int(feature)
+
+    def direction(self, feature: int) -> Direction:
+        """What a feature writes at activation 1, as a direction to steer with: its row of the decoder.
+
+        Where activations are in units of what is written (`by_decoder_norm`), that row at length 1.
+
+        Raises:
+            InterventionError: no such feature, or what it writes is no one vector: it is scaled for each token by the
+                normalisation of what goes in, or goes to all heads (`hook_z`).
+        """
+        row, own = self.weights["W_dec"][self.known(feature)], self.config
+        if own.by_head or (own.normalisation != "none" and not own.transcoder):
+            why = "to several heads" if own.by_head else f"in units of each token's {own.normalisation}"
+            raise InterventionError(
+                f"feature {feature} writes {why}, which is no direction: use spec(scale=) or (fix=)"
+            )
+        return Direction(self.hook, row / np.linalg.norm(row) if own.by_decoder_norm else row)
+
+    def __repr__(self) -> str:
+        kind = f"{self.config.activation}{' transcoder' if self.config.transcoder else ''}"
+        return f"SAE({kind}, {self.d_in} to {self.d_sae} features, {self.config.hook or 'no hook'})"

@@ -1,0 +1,1 @@
+"""The logit lens, and reads through the unembedding."""

@@ -1,0 +1,215 @@
+"""`LensResult`: what every layer of a text would predict, were it the last."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.analysis.lens.readout import Readout
+from mionnx.errors import InputError
+from mionnx.view import Shown, new_figure, render
+from mionnx.view.figure import spelled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+READABLE = 200  # positions from which on a figure's cells are too many for words
+
+
+@dataclass(frozen=True, repr=False)
+class LensResult(Shown):
+    """The logit lens over one text: the final norm, the head and the soft cap read every layer's residual stream.
+
+    nostalgebraist, "interpreting GPT: the logit lens", 2020.
+
+    Attributes:
+        points: names of the hook points that were read, in execution order.
+        positions: the positions that were read, from 0.
+        tokens: the text of the prompt's tokens at these positions.
+        readout: what the streams say: [points, positions, ...].
+        answers: [positions] the likeliest token after the last layer.
+        tracked: further tokens whose way through the layers the page shows.
+        spell: a token's text.
+        known: the id of a token that is given by id or text.
+        read: reads further tokens: [positions, tokens] ids -> `Readout`.
+    """
+
+    points: list[str]
+    positions: list[int]
+    tokens: list[str]
+    readout: Readout
+    answers: NDArray[np.int64]
+    tracked: list[int]
+    spell: Callable[[int], str]
+    known: Callable[[int | str], int]
+    read: Callable[[NDArray[np.int64]], Readout]
+
+    @property
+    def top_ids(self) -> NDArray[np.int64]:
+        """[points, positions, k]: the likeliest tokens, in descending order."""
+        return self.readout.top_ids
+
+    @property
+    def top_probs(self) -> NDArray[np.float32]:
+        """[points, positions, k]: their probabilities."""
+        return np.exp(self.readout.top)
+
+    @property
+    def entropy(self) -> NDArray[np.float32]:
+        """[points, positions]: of the distribution, in nats."""
+        return self.readout.entropy
+
+    @property
+    def divergence(self) -> NDArray[np.float32]:
+        """[points, positions]: KL(last layer || this point) in nats; rounding can make it a little less than 0."""
+        return self.readout.divergence
+
+    def probability_of(self, token: int | str) -> NDArray[np.float32]:
+        """[points, positions]: the probability of a token, given by id or text.
+
+        Raises:
+            InputError: there is no such token.
+        """
+        return np.exp(self._of(token).log_probs[..., 0])
+
+    def log_probability_of(self, token: int | str) -> NDArray[np.float32]:
+        """[points, positions]: a token's log-probability in nats."""
+        return self._of(token).log_probs[..., 0]
+
+    def rank_of(self, token: int | str) -> NDArray[np.int64]:
+        """[points, positions]: how many tokens are likelier than this one; 0 where it is the likeliest."""
+        return self._of(token).ranks[..., 0]
+
+    def __repr__(self) -> str:
+        points, positions, k = self.top_ids.shape
+        return f"LensResult({points} points, {positions} positions, the {k} likeliest tokens)"
+
+    def _of(self, token: int | str) -> Readout:
+        return self.read(np.full((len(self.positions), 1), self.known(token), np.int64))
+
+    @property
+    def answer_probability(self) -> NDArray[np.float32]:
+        """[points, positions]: the probability of each position's own answer."""
+        return np.exp(self.readout.log_probs[..., 0])
+
+    @property
+    def answer_rank(self) -> NDArray[np.int64]:
+        """[points, positions]: the rank of each position's own answer, 0 for the likeliest."""
+        return self.readout.ranks[..., 0]
+
+    @property
+    def converged(self) -> list[str | None]:
+        """Of each position the first point from which on the answer is the likeliest token; None if there is none."""
+        right = self.top_ids[:, :, 0] == self.answers
+        held = np.logical_and.accumulate(right[::-1])[::-1]
+        return [self.points[int(column.argmax())] if column.any() else None for column in held.T]
+
+    def at(self, position: int) -> int:
+        """Where a position of the prompt is among those that were read; negative from the last of these.
+
+        Raises:
+            InputError: it was not read.
+        """
+        if -len(self.positions) <= position < 0:
+            return len(self.positions) + position
+        if position not in self.positions:
+            raise InputError(f"position {position}; the positions {self.positions} were read")
+        return self.positions.index(position)
+
+    def best(self, point: int, position: int) -> list[tuple[int, float]]:
+        """The likeliest tokens of one point and position, as (token id, probability)."""
+        return list(zip(self.top_ids[point, position].tolist(), self.top_probs[point, position].tolist(), strict=True))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, tokens as texts and ids."""
+        return {
+            "points": self.points,
+            "positions": self.positions,
+            "tokens": self.tokens,
+            "answers": self._named(self.answers.tolist()),
+            "converged": self.converged,
+            "top": [
+                [[[token, self.spell(token), chance] for token, chance in self.best(i, j)] for j in self._columns]
+                for i in range(len(self.points))
+            ],
+            "answer_probability": self.answer_probability,
+            "answer_rank": self.answer_rank,
+            "entropy": self.entropy,
+            "divergence": self.divergence,
+            "tracked": self._tracks(),
+        }
+
+    @property
+    def _columns(self) -> range:
+        return range(len(self.positions))
+
+    def _named(self, ids: Sequence[int]) -> list[list[Any]]:
+        return [[token, self.spell(token)] for token in ids]
+
+    def _tracks(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": token,
+                "token": self.spell(token),
+                "probability": np.exp(self.readout.log_probs[..., 1 + i]),
+                "rank": self.readout.ranks[..., 1 + i],
+            }
+            for i, token in enumerate(self.tracked)
+        ]
+
+    def page(self) -> str:
+        """A table of points and positions, each cell its likeliest token, coloured by what is chosen."""
+        words = sorted({*self.top_ids.ravel().tolist(), *self.answers.tolist()})
+        data = {
+            "points": [label_of(point) for point in self.points],
+            "positions": self.positions,
+            "tokens": self.tokens,
+            "words": [self.spell(token) for token in words],
+            "ids": words,
+            "top": np.searchsorted(words, self.top_ids),
+            "probabilities": self.top_probs,
+            "answers": np.searchsorted(words, self.answers),
+            "answer": {"probability": self.answer_probability, "rank": self.answer_rank},
+            "converged": [None if point is None else self.points.index(point) for point in self.converged],
+            "entropy": self.entropy,
+            "divergence": self.divergence,
+            "tracked": self._tracks(),
+        }
+        return render("lens.html", "Logit lens", data=data)
+
+    def figure(self) -> "Figure":
+        """The likeliest tokens, coloured by their probability."""
+        rows, columns = self.top_ids.shape[:2]
+        readable = columns <= READABLE
+        figure, axes = new_figure(1.2 + (0.95 if readable else 0.1) * columns, 1.2 + 0.32 * rows)
+        chances = self.top_probs[:, :, 0]
+        image = axes.imshow(chances, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+        for i, j in np.ndindex(rows, columns) if readable else ():
+            axes.text(
+                j,
+                i,
+                _short(self.spell(int(self.top_ids[i, j, 0]))),
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white" if chances[i, j] > 0.6 else "black",
+            )
+        axes.set_yticks(range(rows), [label_of(point) for point in self.points], fontsize=8)
+        if readable:
+            axes.set_xticks(range(columns), [_short(token) for token in self.tokens], fontsize=8, rotation=30)
+        axes.set_xlabel("token of the prompt")
+        axes.set_title("likeliest next token after each point", fontsize=10)
+        figure.colorbar(image, label="its probability", fraction=0.04)
+        return figure
+
+
+def label_of(point: str) -> str:
+    """A residual hook point as a label: `2 post` for `blocks.2.hook_resid_post`."""
+    return point.removeprefix("blocks.").replace(".hook_resid_", " ")
+
+
+def _short(token: str, most: int = 12) -> str:
+    shown = spelled(token)
+    return shown if len(shown) <= most else shown[: most - 1] + "…"

@@ -1,0 +1,100 @@
+"""Streams read through a model's head, in pieces small enough that all logits are never held at once."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.engine import onnx_runtime
+from mionnx.errors import InputError
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import DTYPES, HookedModel
+from mionnx.rewrite.lens_head import (
+    CHOSEN,
+    OUTPUTS,
+    K,
+    lens,
+)
+
+ROOM = 2**25  # bytes that the logits of one piece and what is made of them may take, unless one row takes more
+COPIES = 5  # arrays of the logits' size that are alive at once: logits, probabilities, products
+
+
+@dataclass(frozen=True)
+class Readout:
+    """What streams say of the next token; `n` streams at `positions`.
+
+    Attributes:
+        top: [n, positions, k] log-probabilities in nats, in descending order.
+        top_ids: [n, positions, k] their tokens.
+        log_probs: [n, positions, chosen] of the tokens that were asked for.
+        ranks: [n, positions, chosen] how many tokens have a larger logit.
+        entropy: [n, positions] in nats.
+        divergence: [n, positions] KL(reference || stream) in nats.
+    """
+
+    top: NDArray[np.float32]
+    top_ids: NDArray[np.int64]
+    log_probs: NDArray[np.float32]
+    ranks: NDArray[np.int64]
+    entropy: NDArray[np.float32]
+    divergence: NDArray[np.float32]
+
+
+class Lens:
+    """The part of one model behind its last layer, open as a session that gives no logits."""
+
+    def __init__(self, hooked: HookedModel, options: onnx_runtime.Options) -> None:
+        self.hooked, self.sizes = hooked, hooked.metadata.sizes
+        self.hook = str(HookPoint.ResidPost(self.sizes.num_layers - 1))
+        graph = lens(hooked.proto, self.hook, str(HookPoint.Logits))
+        self._session = onnx_runtime.open_session(graph, hooked.folder, options)
+
+    def read(self, reference: NDArray[Any], streams: NDArray[Any], chosen: NDArray[np.int64], k: int) -> Readout:
+        """Read streams.
+
+        Args:
+            reference: [positions, hidden]: the stream that the others are compared with.
+            streams: [n, positions, hidden].
+            chosen: [positions, tokens] token ids whose probability and rank are wanted; may be none.
+            k: how many of the largest.
+
+        Raises:
+            InputError: another k than 1 to the vocabulary's size, or tokens outside of it.
+        """
+        self._check(chosen, k)
+        shape = (len(streams), len(reference))
+        found: list[NDArray[Any]] = [np.empty((*shape, k), np.float32), np.empty((*shape, k), np.int64)]
+        found += [np.empty((*shape, chosen.shape[1]), dtype) for dtype in (np.float32, np.int64)]
+        found += [np.empty(shape, np.float32) for _ in range(2)]
+        for rows, columns in self._pieces(*shape, chosen.shape[1]):
+            given = np.concatenate([reference[None, columns], streams[rows, columns]])
+            for whole, piece in zip(found, self._run(given, chosen[columns], k), strict=True):
+                whole[rows, columns] = piece[1:]
+        return Readout(*found)
+
+    def _check(self, chosen: NDArray[np.int64], k: int) -> None:
+        if not isinstance(k, int | np.integer) or not 1 <= k <= self.sizes.vocab_size:
+            raise InputError(f"k={k!r}; it must be an integer from 1 to {self.sizes.vocab_size}, the vocabulary's size")
+        outside = chosen[(chosen < 0) | (chosen >= self.sizes.vocab_size)]
+        if outside.size:
+            raise InputError(f"token {outside[0]}; the vocabulary is 0 to {self.sizes.vocab_size - 1}")
+
+    def _pieces(self, streams: int, positions: int, chosen: int) -> Iterator[tuple[slice, slice]]:
+        """Ranges of streams and positions of which one piece's logits fit; the reference is a stream more in each."""
+        row = self.sizes.vocab_size * (4 * COPIES + 5 * chosen)  # ranks compare every token with each chosen one
+        fitting = max(2, ROOM // row)
+        high = min(streams, fitting - 1)
+        wide = max(1, fitting // (high + 1))
+        for first in range(0, streams, high):
+            for column in range(0, positions, wide):
+                yield slice(first, first + high), slice(column, column + wide)
+
+    def _run(self, given: NDArray[Any], chosen: NDArray[np.int64], k: int) -> list[NDArray[Any]]:
+        ids = np.zeros(given.shape[:2], np.int64)  # some families' last nodes read the shape of the tokens
+        feeds = {"input_ids": ids, "attention_mask": ids + 1, "position_ids": ids, CHOSEN: chosen, K: np.array([k])}
+        feeds[self.hook] = given.astype(DTYPES[self.hooked.metadata.dtype])
+        names = [f"mionnx.lens.{name}" for name in OUTPUTS]
+        return list(onnx_runtime.run(self._session, names, feeds).values())

@@ -1,0 +1,1 @@
+"""Python functions as hooks: the graph is cut at the hooked values."""

@@ -1,0 +1,84 @@
+"""What a hook function is told of the place it is at, and which functions are meant where."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
+
+from mionnx.errors import HookError
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.spec.hook_spec import Capture, Predicate, resolve
+
+HookFunction = Callable[..., Any]  # (activation, hook=Hook) -> array or None
+Where = HookPoint | str | Predicate
+
+
+@dataclass(frozen=True)
+class Hook:
+    """The hook point at which a function is called.
+
+    Attributes:
+        point: the hook point.
+        ctx: a dictionary that the functions at this hook point share for the time of one call.
+    """
+
+    point: HookPoint
+    ctx: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The hook point's name: "blocks.5.attn.hook_pattern"."""
+        return self.point.name
+
+    def layer(self) -> int:
+        """The 0-based layer.
+
+        Raises:
+            HookError: a hook point outside the blocks.
+        """
+        if self.point.layer is None:
+            raise HookError(f"{self.name} belongs to no layer")
+        return self.point.layer
+
+
+def select(model: HookedModel, what: Where) -> list[str]:
+    """The names of the hook points at which a function can act that a name, glob, predicate or `HookPoint` means.
+
+    Raises:
+        HookError: none, naming the nearest; or only values that are derived from others.
+    """
+    if not (isinstance(what, HookPoint | str) or callable(what)):
+        raise HookError(f"a hook is named by a name, a glob, a HookPoint or a function of the name, not by {what!r}")
+    found = resolve(Capture(what), [str(point) for point in model.hook_points()])
+    acting = [name for name in found if not HookPoint.parse(name).derived]
+    if not acting:
+        raise HookError(f"{found[0]} is computed for captures alone, and nothing reads it: no function can act there")
+    return acting
+
+
+def register(model: HookedModel, fwd_hooks: Iterable[tuple[Where, HookFunction]]) -> dict[str, list[HookFunction]]:
+    """Hook name -> its functions in the order of registration; the names in execution order.
+
+    Raises:
+        HookError: an entry that is no pair of a hook and a function, or that means no hook point of the model.
+    """
+    found: dict[str, list[HookFunction]] = {}
+    for entry in fwd_hooks:
+        what, function = _pair(entry)
+        for name in select(model, what):
+            found.setdefault(name, []).append(function)
+    return {name: found[name] for name in sorted(found, key=model.order.__getitem__)}
+
+
+def _pair(entry: Any) -> tuple[Where, HookFunction]:
+    if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != 2 or not callable(entry[1]):
+        raise HookError(f"fwd_hooks holds pairs (hook, function), got {entry!r}")
+    return entry[0], entry[1]
+
+
+def spelled(model: HookedModel, name: str, value: NDArray[Any]) -> str:
+    """For messages: a value's shape with the names of its axes."""
+    axes: Sequence[str | int] = HookPoint.parse(name).axes or model.axes(HookPoint.parse(name))
+    return "[" + ", ".join(f"{axis}={size}" for axis, size in zip(axes, value.shape, strict=True)) + "]"

@@ -1,0 +1,1 @@
+"""Steering directions from contrasting prompts, their dose response and calibration."""

@@ -1,0 +1,133 @@
+"""Control vectors: llama.cpp's file format for steering directions, through the `gguf` package.
+
+1. `general.architecture` is "controlvector"; `controlvector.model_hint` names a kind of model, and
+   `controlvector.layer_count` says how many directions there are.
+2. The tensor `direction.N`, float32 [width], N >= 1, is added to the output of the block that is N counted from 0:
+   `blocks.N.hook_resid_post`. So llama.cpp reads it (`llama_control_vector_load`, and `build_cvec` at block `il == N`):
+   the first block has none.
+3. Refused: another architecture, no directions or fewer than the file says, `direction.0` (llama.cpp refuses it too),
+   another type or number of axes, unequal widths, NaN, a damaged file. A direction that is all zeros does nothing in
+   llama.cpp and is left out.
+"""
+
+import os
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.analysis.steering.directions import STREAM, Directions
+from mionnx.errors import RuntimeMissingError, SpecFileError
+
+ARCHITECTURE = "controlvector"
+NAME = re.compile(r"direction\.(\d+)")
+
+
+def _gguf() -> ModuleType:
+    try:
+        import gguf
+    except ImportError as error:
+        raise RuntimeMissingError("control vectors need the gguf package: pip install 'mionnx[gguf]'") from error
+    return gguf
+
+
+def write(directions: Directions, path: str | Path, model_hint: str = "") -> Path:
+    """Write directions as a control vector.
+
+    Args:
+        directions: at hook_resid_post, of layers from 1 on.
+        path: of the file.
+        model_hint: llama.cpp's name of the architecture, such as "llama"; it is not checked by anything.
+
+    Raises:
+        SpecFileError: directions that the format has no place for, or a file that cannot be written.
+        RuntimeMissingError: the gguf package is not installed.
+    """
+    gguf, target = _gguf(), Path(path)
+    if directions.hook != STREAM:
+        raise SpecFileError(
+            f"a control vector is added at hook_{STREAM}, and these directions are at {directions.hook}"
+        )
+    if directions.layers[0] == 0:
+        raise SpecFileError(
+            "a control vector file has no place for a direction after the first block (direction.N, N >= 1): "
+            f"leave it out, directions.only({[*directions.layers[1:]]})"
+        )
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        writer = gguf.GGUFWriter(partial, ARCHITECTURE)
+        writer.add_string(f"{ARCHITECTURE}.model_hint", model_hint)
+        writer.add_int32(f"{ARCHITECTURE}.layer_count", len(directions.layers))
+        for layer, vector in zip(directions.layers, directions.vectors, strict=True):
+            writer.add_tensor(f"direction.{layer}", vector)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        partial.replace(target)
+    except OSError as error:
+        raise SpecFileError(f"cannot write {path}: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return target
+
+
+def read(path: str | Path) -> Directions:
+    """Read a control vector.
+
+    Raises:
+        SpecFileError: no such file, or none that llama.cpp would take.
+        RuntimeMissingError: the gguf package is not installed.
+    """
+    gguf = _gguf()
+    try:
+        reader = gguf.GGUFReader(path)
+        fields = {name: reader.get_field(name) for name in reader.fields}
+        facts = {name: field.contents() for name, field in fields.items() if field is not None}
+        tensors = {tensor.name: (tensor.tensor_type, [*tensor.shape], tensor.data) for tensor in reader.tensors}
+    except OSError as error:
+        raise SpecFileError(f"cannot read {path}: {error}") from error
+    except Exception as error:  # a damaged file makes the reader fail in many ways
+        raise SpecFileError(f"{path} is no GGUF file, or a damaged one: {type(error).__name__}: {error}") from error
+    if facts.get("general.architecture") != ARCHITECTURE:
+        raise SpecFileError(f"{path} is no control vector but a {facts.get('general.architecture')!r}")
+    found = {
+        _layer(path, name): _vector(path, name, *entry, gguf.GGMLQuantizationType.F32)
+        for name, entry in tensors.items()
+        if name.startswith("direction")
+    }
+    _check(path, found, facts.get(f"{ARCHITECTURE}.layer_count"))
+    layers = sorted(layer for layer in found if found[layer].any())
+    if not layers:
+        raise SpecFileError(f"{path}: every direction is zero")
+    return Directions(np.stack([found[layer] for layer in layers]), layers, STREAM, "gguf")
+
+
+def _layer(path: str | Path, name: str) -> int:
+    match = NAME.fullmatch(name)
+    if match is None or int(match[1]) == 0:
+        why = "there is none after the first block" if match else "a number from 1 on must follow"
+        raise SpecFileError(f"{path}: tensor {name!r}: {why}; direction.N belongs to blocks.N.hook_{STREAM}, N >= 1")
+    return int(match[1])
+
+
+def _vector(path: str | Path, name: str, kind: Any, shape: list[Any], data: NDArray[Any], float32: Any) -> NDArray[Any]:
+    if kind != float32 or len(shape) != 1:
+        raise SpecFileError(f"{path}: {name} must be float32 [width], and is {kind.name} {[int(n) for n in shape]}")
+    if not np.isfinite(data).all():
+        raise SpecFileError(f"{path}: {name} has NaN or infinity")
+    return np.array(data, np.float32)
+
+
+def _check(path: str | Path, found: dict[int, NDArray[Any]], count: Any) -> None:
+    if not found:
+        raise SpecFileError(f"{path} has no tensor direction.N")
+    if count is not None and int(count) > len(found):
+        there = ", ".join(map(str, sorted(found)))
+        raise SpecFileError(f"{path} says that it has {count} directions, and has {len(found)} (layers {there})")
+    widths = {layer: len(vector) for layer, vector in found.items()}
+    if len({*widths.values()}) > 1:
+        raise SpecFileError(f"{path}: directions of different widths: {widths}")

@@ -1,0 +1,322 @@
+"""`Directions`: one steering vector a layer, where it came from, and how to use it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as to_bytes
+
+from mionnx.analysis.steering.contrast import Separation, cosines
+from mionnx.errors import HookError, InterventionError, SpecFileError, nearest
+from mionnx.graph.hook_points import HookPoint, layer_of, short_names
+from mionnx.machine.files import write_whole
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.intervention import Intervention, Positions
+from mionnx.view import Shown, empty_figure, render
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMAT = "1"
+STREAM = "resid_post"
+
+
+@dataclass(frozen=True, eq=False)
+class Direction:
+    """A vector at one hook point.
+
+    Attributes:
+        hook: the hook point's name.
+        vector: [width], float32; strength 1 adds it as it is.
+    """
+
+    hook: str
+    vector: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        vector = _vectors(self.vector)
+        if vector.ndim != 1 or not np.linalg.norm(vector):
+            raise InterventionError(f"a direction at {self.hook} is [width] and not zero, got {list(vector.shape)}")
+        object.__setattr__(self, "vector", vector)
+
+    @property
+    def norm(self) -> float:
+        """Its length."""
+        return float(np.linalg.norm(self.vector))
+
+    def intervention(self, strength: float = 1.0, positions: Positions | None = None) -> Intervention:
+        """Add `strength` times the vector; at every token if no positions are given."""
+        return Intervention.Add(self.vector * np.float32(strength), positions=positions)
+
+    def spec(self, strength: float = 1.0, positions: Positions | None = None) -> HookSpec:
+        """The same as a spec."""
+        return HookSpec().intervene(self.hook, self.intervention(strength, positions))
+
+
+class Directions(Shown):
+    """One steering vector a layer, all at the same kind of hook point.
+
+    Attributes:
+        hook: the short name of the hook point: "resid_post".
+        layers: the layers, in ascending order.
+        vectors: [layers, width], float32, in units of the activations.
+        method: how they were made: "mean_difference", "pca", "gguf", or whatever the maker says.
+        pairs: of how many pairs of prompts; 0 if that is not known.
+        separation: how well they tell these pairs apart; None if that is not known.
+    """
+
+    def __init__(
+        self,
+        vectors: ArrayLike,
+        layers: Sequence[int],
+        hook: str = STREAM,
+        method: str = "given",
+        pairs: int = 0,
+        separation: Separation | None = None,
+    ) -> None:
+        """Directions that are known already; `MIModel.contrast` makes them from prompts.
+
+        Raises:
+            InterventionError: vectors that are not [layers, width], NaN, a zero vector, layers that repeat.
+            HookError: no hook point of this name has one vector a token in every layer.
+        """
+        self.hook = template_of(hook)[0]
+        self.vectors, self.layers = _vectors(vectors), tuple(int(layer) for layer in layers)
+        self.method, self.pairs, self.separation = method, int(pairs), separation
+        if self.vectors.ndim != 2 or len(self.vectors) != len(self.layers) or not self.layers:
+            raise InterventionError(
+                f"directions {list(self.vectors.shape)} for {len(self.layers)} layers; expected [layers, width]"
+            )
+        if sorted({*self.layers}) != [*self.layers] or self.layers[0] < 0:
+            raise InterventionError(f"the layers of directions ascend from 0, got {list(self.layers)}")
+        if not self.norms.all():
+            raise InterventionError(f"the direction of layer {self.layers[int(self.norms.argmin())]} is zero")
+
+    @property
+    def norms(self) -> NDArray[np.float32]:
+        """[layers]: the vectors' lengths."""
+        return np.linalg.norm(self.vectors, axis=1)
+
+    @property
+    def best_layer(self) -> int:
+        """The layer whose direction holds most of what the pairs differ in; of fewer than two pairs, the middle layer.
+
+        One pair differs in nothing but its own direction, in every layer: that tells no layer from another.
+        """
+        if self.separation is None or self.pairs < 2:
+            return self.layers[len(self.layers) // 2]
+        return self.layers[int(self.separation.explained.argmax())]
+
+    def cosines(self) -> NDArray[np.float64]:
+        """[layers, layers]: the cosine between each two layers' directions."""
+        return cosines(self.vectors.astype(np.float64))
+
+    def convergence(self) -> NDArray[np.float64]:
+        """[layers - 1]: the cosine between each layer's direction and the next one's."""
+        return np.diag(self.cosines(), 1).copy()
+
+    def point(self, layer: int) -> str:
+        """The hook point of a layer's direction.
+
+        Raises:
+            HookError: there is no direction for this layer.
+        """
+        if layer not in self.layers:
+            raise HookError(f"no direction for layer {layer!r}; there are some for {', '.join(map(str, self.layers))}")
+        return template_of(self.hook)[1].format(i=layer)
+
+    def __getitem__(self, layer: int) -> Direction:
+        return Direction(self.point(layer), self.vectors[self.layers.index(layer)])
+
+    def only(self, layers: Sequence[int]) -> "Directions":
+        """The directions of some of the layers."""
+        at = [self.layers.index(layer) for layer in layers if self.point(layer)]
+        kept = None
+        if self.separation is not None:
+            found = self.separation
+            kept = Separation(found.auc[at], found.held_out[at], found.explained[at])
+        return Directions(self.vectors[at], layers, self.hook, self.method, self.pairs, kept)
+
+    def intervention(self, layer: int, strength: float = 1.0, positions: Positions | None = None) -> Intervention:
+        """Add `strength` times a layer's direction."""
+        return self[layer].intervention(strength, positions)
+
+    def spec(
+        self, layers: int | Sequence[int] | None = None, strength: float = 1.0, positions: Positions | None = None
+    ) -> HookSpec:
+        """Steer: add `strength` times its direction in one layer, in some, or in all."""
+        spec = HookSpec()
+        for layer in self._chosen(layers):
+            spec.extend(self[layer].spec(strength, positions))
+        return spec
+
+    def ablation_spec(
+        self, layer: int | None = None, layers: int | Sequence[int] | None = None, positions: Positions | None = None
+    ) -> HookSpec:
+        """Remove directions (`ProjectOut`) from the stream after each layer.
+
+        Args:
+            layer: whose direction is removed everywhere; if left out, each layer's own.
+            layers: where; all that there are directions for if left out. With `layer`, any of the model's.
+            positions: of the tokens; all if left out.
+
+        Raises:
+            HookError: no direction for a layer.
+        """
+        spec = HookSpec()
+        for where in self._chosen(layers):
+            one = self[where if layer is None else layer]
+            point = template_of(self.hook)[1].format(i=where)
+            spec.intervene(point, Intervention.ProjectOut(one.vector, positions=positions))
+        return spec
+
+    def _chosen(self, layers: int | Sequence[int] | None) -> list[int]:
+        if layers is None:
+            return [*self.layers]
+        chosen = [layers] if isinstance(layers, int | np.integer) else [*layers]
+        if not chosen:
+            raise InterventionError("steering in no layers would do nothing")
+        return chosen
+
+    def save(self, path: str | Path) -> Path:
+        """Write them: .safetensors to load again, .gguf for llama.cpp, or .html, .png, .json to look at.
+
+        Raises:
+            SpecFileError: another ending, or a file that cannot be written.
+        """
+        if Path(path).suffix.lower() == ".gguf":
+            return self.to_gguf(path)
+        if Path(path).suffix.lower() != ".safetensors":
+            return super().save(path)
+        tensors = {f"direction.{layer}": vector for layer, vector in zip(self.layers, self.vectors, strict=True)}
+        if self.separation is not None:
+            tensors |= {name: np.asarray(value) for name, value in vars(self.separation).items()}
+        declared = json.dumps({"hook": self.hook, "method": self.method, "pairs": self.pairs})
+        write_whole(Path(path), to_bytes(tensors, metadata={"mionnx_directions": FORMAT, "declaration": declared}))
+        return Path(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Directions":
+        """Read a .safetensors file that `save` wrote.
+
+        Raises:
+            SpecFileError: the file is missing, damaged, or another one.
+        """
+        try:
+            with safe_open(path, framework="np") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError, AttributeError, TypeError, ValueError) as error:
+            raise SpecFileError(f"{path} holds no directions: {error}") from error
+        if metadata.get("mionnx_directions") != FORMAT:
+            raise SpecFileError(f"{path} holds no directions of version {FORMAT}")
+        try:
+            declared = json.loads(metadata["declaration"])
+            known = {name: tensors.pop(name) for name in ("auc", "held_out", "explained") if name in tensors}
+            found = {int(name.removeprefix("direction.")): vector for name, vector in tensors.items()}
+            layers = sorted(found)
+            separation = Separation(**known) if known else None
+            return cls(np.stack([found[layer] for layer in layers]), layers, **declared, separation=separation)
+        except (KeyError, TypeError, ValueError) as error:
+            raise SpecFileError(f"{path} is damaged: {error}") from error
+
+    def to_gguf(self, path: str | Path, model_hint: str = "") -> Path:
+        """Write a control vector file for llama.cpp; see `mionnx.analysis.steering.control_vector`."""
+        from mionnx.analysis.steering.control_vector import write
+
+        return write(self, path, model_hint)
+
+    @classmethod
+    def from_gguf(cls, path: str | Path) -> "Directions":
+        """Read a control vector file of llama.cpp; see `mionnx.analysis.steering.control_vector`."""
+        from mionnx.analysis.steering.control_vector import read
+
+        return read(path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the vectors themselves."""
+        return {
+            "hook": self.hook,
+            "method": self.method,
+            "pairs": self.pairs,
+            "layers": [*self.layers],
+            "norms": self.norms,
+            "cosines": self.cosines(),
+            "separation": None if self.separation is None else vars(self.separation),
+        }
+
+    def figure(self) -> "Figure":
+        """Length and separation of each layer's direction, and the cosines between them."""
+        figure = empty_figure(9, 3.6)
+        left, right = figure.subplots(1, 2)
+        left.plot(self.layers, self.norms, color="black", marker="o", markersize=3, label="length")
+        left.set_xlabel("layer")
+        left.set_ylabel("length of the direction")
+        left.set_ylim(bottom=0)
+        left.locator_params(axis="x", integer=True)
+        if self.separation is not None:
+            other = left.twinx()
+            other.plot(self.layers, self.separation.explained, "C0", marker="o", markersize=3)
+            other.set_ylabel("share of the pairs' difference", color="C0")
+            other.set_ylim(0, 1.03)
+        shown = right.imshow(self.cosines(), cmap="RdBu_r", vmin=-1, vmax=1)
+        every = max(1, len(self.layers) // 8)
+        for axis in (right.xaxis, right.yaxis):
+            axis.set_ticks(range(0, len(self.layers), every), [str(layer) for layer in self.layers[::every]])
+        right.set_title("cosine between layers", fontsize=10)
+        figure.colorbar(shown, ax=right)
+        return figure
+
+    def page(self) -> str:
+        """The same as a page."""
+        return render("directions.html", f"Directions at {self.hook}", self.to_dict())
+
+    def __repr__(self) -> str:
+        span = f"layers {self.layers[0]} to {self.layers[-1]}"
+        return f"Directions({self.hook}, {span}, width {self.vectors.shape[1]}, {self.method}, {self.pairs} pairs)"
+
+
+def _vectors(given: ArrayLike) -> NDArray[np.float32]:
+    try:
+        array = np.array(given, np.float32)
+    except (TypeError, ValueError) as error:
+        raise InterventionError(f"a direction must be numbers: {error}") from error
+    if not np.isfinite(array).all():
+        raise InterventionError("a direction has NaN or infinity")
+    return array
+
+
+def template_of(hook: str) -> tuple[str, str]:
+    """The short name and the template of a kind of hook point that has one vector a token in every layer.
+
+    Args:
+        hook: "resid_post", "hook_resid_post" or "blocks.{i}.hook_resid_post"; of "post", "mlp.hook_post" too.
+
+    Raises:
+        HookError: there is none, or the name is that of one layer's.
+    """
+    name, kinds = str(hook), _kinds()
+    if (layer := layer_of(name)) is not None:
+        raise HookError(f"{name} is in one layer, and a kind of hook point is asked for: layers=[{layer}] says where")
+    if name not in kinds:
+        raise HookError(f"no hook point {name!r} has one vector a token in every layer{nearest(name, kinds)}")
+    return kinds[name]
+
+
+@cache
+def _kinds() -> dict[str, tuple[str, str]]:
+    """Every spelling of a kind of hook point that has one vector a token -> its short name and its template."""
+    found: dict[str, tuple[str, str]] = {}
+    for short, templates in short_names().items():
+        for template in templates:
+            axes = HookPoint.parse(template.format(i=0)).axes or ()
+            if "{i}" in template and axes[:2] == ("batch", "seq") and len(axes) == 3:
+                names = (short, f"hook_{short}", template.removeprefix("blocks.{i}."), template)
+                found |= dict.fromkeys(names, (short, template))
+    return found

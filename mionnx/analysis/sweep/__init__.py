@@ -1,0 +1,1 @@
+"""Activation patching, ablation and path patching over every cell of a grid."""

@@ -1,0 +1,65 @@
+"""What an ablation puts in place of a value: zeros, means, or the values of another prompt."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.analysis.sweep.clean_run import Record, record
+from mionnx.analysis.sweep.grid import Grid
+from mionnx.analysis.sweep.layer_graphs import Pieces
+from mionnx.errors import InputError
+from mionnx.rewrite.intervene import sequence_axis
+
+Ids = NDArray[np.int64]
+Arrays = dict[str, NDArray[Any]]
+
+
+def zero_donors(base: Record) -> Arrays:
+    """Zeros for every value."""
+    return {hook: np.zeros([1] * value.ndim, value.dtype) for hook, value in base.values.items()}
+
+
+def mean_donors(pieces: Pieces, grid: Grid, prompts: Sequence[Ids]) -> tuple[Callable[[Record], Arrays], str]:
+    """The mean of each head and feature over all tokens of some prompts.
+
+    Returns:
+        the donors, and a mark that tells these prompts from others.
+
+    Raises:
+        InputError: a value along whose last axis there are keys, which have no mean over prompts, or without tokens.
+    """
+    if "seq_k" in grid.axes:
+        raise InputError(f"{grid.template}: its last axis is keys, of which different texts have others: no mean")
+    if "seq" not in grid.axes:
+        raise InputError(f"{grid.template} is [{', '.join(grid.axes)}]: it has no tokens to take the mean over")
+    hooks = [grid.hook(layer) for layer in grid.layers]
+    axis = sequence_axis(grid.axes)
+    sums: Arrays = {}
+    for prompt in prompts:
+        values = record(pieces, prompt[None], (), hooks).values
+        for hook, value in values.items():
+            sums[hook] = sums.get(hook, 0) + value.sum(axis=(0, axis), keepdims=True, dtype=np.float64)
+    count = sum(map(len, prompts))
+    mark = hashlib.sha256(b"".join(prompt.tobytes() + b"|" for prompt in prompts)).hexdigest()[:16]
+    return lambda base: {hook: (total / count).astype(base.values[hook].dtype) for hook, total in sums.items()}, mark
+
+
+def resampled(prompts: Sequence[Ids], reference: Sequence[Ids], seed: int) -> list[Ids]:
+    """For each prompt another one of the same length.
+
+    Raises:
+        InputError: there is none, or the seed is none.
+    """
+    if not isinstance(seed, int | np.integer) or seed < 0:
+        raise InputError(f"seed={seed!r}: an integer of 0 or above")
+    draw = np.random.default_rng(seed)
+    found = []
+    for number, prompt in enumerate(prompts):
+        fitting = [other for other in reference if len(other) == len(prompt) and not np.array_equal(other, prompt)]
+        if not fitting:
+            raise InputError(f"prompt {number}: no other reference prompt has {len(prompt)} tokens to resample from")
+        found.append(fitting[int(draw.integers(len(fitting)))])
+    return found

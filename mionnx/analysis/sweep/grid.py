@@ -1,0 +1,163 @@
+"""The cells of a sweep: which axes are varied, and what each cell selects of a value."""
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.bind.selection import heads_axis
+from mionnx.errors import HookError, InputError, nearest
+from mionnx.graph.hook_points import VARIANTS, HookPoint
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.rewrite.intervene import sequence_axis
+
+AXES = ("layer", "position", "head", "source")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Everything that a sweep varies.
+
+    Attributes:
+        over: names of the axes, in the order of the result's.
+        template: the hook point with `{i}` for the layer.
+        layers: those that are patched, ascending.
+        axes: the value's axes.
+        sizes: how many there are of each of `over`.
+    """
+
+    over: tuple[str, ...]
+    template: str
+    layers: tuple[int, ...]
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def cells(self) -> int:
+        """How many."""
+        return int(np.prod(self.sizes))
+
+    def hook(self, layer: int) -> str:
+        """The hook point of a layer."""
+        return self.template.format(i=layer)
+
+    def along(self, axis: str) -> int | None:
+        """The axis of the value that an axis of the sweep runs along; None for the layer."""
+        found = {"position": sequence_axis, "head": heads_axis, "source": lambda axes: axes.index("seq_k")}
+        return None if axis == "layer" else found[axis](self.axes)
+
+    def layer_of(self, cells: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The layer of each cell, by its number."""
+        place = self.over.index("layer")
+        return np.array(self.layers)[np.unravel_index(cells, self.sizes)[place]]
+
+    def selected(self, cells: NDArray[np.int64], shape: Sequence[int], first: int = 0) -> NDArray[np.bool_]:
+        """What cells select: [cells, ...], of the value's rank, 1 wide along axes that they do not limit.
+
+        Args:
+            cells: numbers of cells.
+            shape: of the value.
+            first: the position that the value's sequence begins with.
+        """
+        mask = np.ones((len(cells), *[1] * (len(self.axes) - 1)), bool)
+        for name, index in zip(self.over, np.unravel_index(cells, self.sizes), strict=True):
+            axis = self.along(name)
+            if axis is not None:
+                begin = first if name == "position" else 0
+                line = np.arange(begin, begin + shape[axis]) == index[:, None]
+                mask = mask & line.reshape([len(cells), *[-1 if i == axis else 1 for i in range(1, len(self.axes))]])
+        return mask
+
+    def position_of(self, cells: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The position of each cell; 0 where the sweep does not go over positions."""
+        if "position" not in self.over:
+            return np.zeros(len(cells), np.int64)
+        return np.unravel_index(cells, self.sizes)[self.over.index("position")]
+
+
+def make_grid(
+    model: HookedModel, hook: str | HookPoint, over: str | Iterable[str], layers: Iterable[int] | None, seq: int | None
+) -> Grid:
+    """What a sweep over a hook point varies.
+
+    Args:
+        model: the hooked model.
+        hook: a short name, "z" or "hook_resid_pre"; a name with `{i}` for the layer, or a glob; or a hook point of one
+            layer, which is then the only one.
+        over: names of axes, of `AXES`.
+        layers: of those that the hook means; all of them if left out.
+        seq: positions of the prompts; None if they differ in length.
+
+    Raises:
+        HookError: no such hook point, or several.
+        InputError: an axis that the value does not have, twice the same one, or a layer that does not exist.
+    """
+    template, there = _meant(model, hook)
+    variant = HookPoint.parse(template.format(i=0))
+    chosen = _layers(template, there, layers)
+    if not isinstance(over, Iterable):
+        raise InputError(f"over={over!r} names no axes; it is one or several of {', '.join(AXES)}")
+    axes, names = variant.axes or (), (over,) if isinstance(over, str) else tuple(over)
+    has = {"layer": True, "position": bool({"seq", "seq_q"} & {*axes}), "head": heads_axis(axes) is not None}
+    has["source"] = "seq_k" in axes
+    for name in names:
+        if not has.get(name, False):
+            valid = [axis for axis in AXES if has[axis]]
+            near = nearest(str(name), valid)
+            raise InputError(f"{template} has no axis {name!r} to go over; it has {', '.join(valid)}{near}")
+    if len({*names}) != len(names) or "layer" not in names:
+        raise InputError(f"over={names}: each axis once, and the layer among them (layers=[3] for one layer)")
+    if seq is None and {"position", "source"} & {*names}:
+        raise InputError("prompts of different lengths have no positions in common: go over layers and heads only")
+    heads = heads_axis(axes)
+    count = 1 if heads is None else int(model.axes(HookPoint.parse(template.format(i=chosen[0])))[heads])
+    sizes = {"layer": len(chosen), "position": seq or 1, "source": seq or 1, "head": count}
+    return Grid(names, template, chosen, axes, tuple(sizes[name] for name in names))
+
+
+def _meant(model: HookedModel, hook: str | HookPoint) -> tuple[str, list[int]]:
+    """The hook point that is meant, with `{i}` for the layer, and in which layers."""
+    names = [name for name in model.metadata.hooks if name.startswith("blocks.")]
+    given = str(hook).replace("{i}", "*")
+    short = given.removeprefix("hook_")
+    found = [name for name in names if HookPoint.parse(name).short == short]
+    for pattern in (given, f"blocks.*.{given}"):  # "mlp.hook_act" is a name without its layer
+        found = found or [name for name in names if fnmatchcase(name, pattern)]
+    points = [HookPoint.parse(name) for name in found]
+    templates = list(dict.fromkeys(VARIANTS[point.variant][0] for point in points))
+    if len(templates) > 1:
+        raise HookError(f"{str(hook)!r} means several hook points, a sweep goes over one: {', '.join(templates)}")
+    if not templates:
+        raise _unknown(model, str(hook), names)
+    return templates[0], sorted(point.layer for point in points if point.layer is not None)
+
+
+def _unknown(model: HookedModel, given: str, names: list[str]) -> HookError:
+    short = sorted({HookPoint.parse(name).short for name in names})
+    near = nearest(given, names) if "." in given else nearest(given.removeprefix("hook_"), short)
+    return HookError(
+        f"this {model.metadata.family} model has no hook point {given!r} in its layers to sweep over; it has "
+        f"{', '.join(short)}{near}"
+    )
+
+
+def _layers(template: str, there: list[int], layers: Iterable[int] | None) -> tuple[int, ...]:
+    """The layers of those meant by the hook that are asked for."""
+    if layers is None:
+        return tuple(there)
+    given = [layers] if isinstance(layers, int | np.integer) else layers
+    try:
+        chosen = sorted({operator.index(layer) for layer in given})
+    except TypeError:
+        raise InputError(f"layers={layers!r}: integers are expected, as [0, 3]") from None
+    if not chosen or not {*chosen} <= {*there}:
+        raise InputError(f"layers {chosen} of {template}; the hook given means the layers {_spelled(there)}")
+    return tuple(chosen)
+
+
+def _spelled(layers: list[int]) -> str:
+    whole = layers == list(range(layers[0], layers[-1] + 1)) and len(layers) > 1
+    return f"{layers[0]} to {layers[-1]}" if whole else ", ".join(map(str, layers))

@@ -1,0 +1,163 @@
+"""What a sweep measures at every cell: a number from the logits at the position that is read."""
+
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import log_softmax
+
+from mionnx.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from mionnx.run.runner import Runner
+
+Numbers = NDArray[np.float64]
+Token = int | str
+Tokens = Token | Sequence[Token] | None
+Measure = str | Callable[..., Any]
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+NAMES = ("logit_diff", "probability", "log_probability", "kl", "rank")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric on one prompt, or pair of prompts.
+
+    Attributes:
+        name: what it is called.
+        needs: the tokens whose logits it reads, in this order; None if it reads all of them.
+        of: logits [rows, vocab or needs], float64 -> [rows].
+    """
+
+    name: str
+    needs: tuple[int, ...] | None
+    of: Callable[[Numbers], Numbers]
+
+    def __call__(self, logits: NDArray[Any]) -> Numbers:
+        """The metric of some rows.
+
+        Args:
+            logits: [rows, vocab or needs].
+
+        Returns:
+            [rows].
+
+        Raises:
+            InputError: a function gave something else than one number a row.
+        """
+        found = np.asarray(self.of(logits.astype(np.float64)))
+        if found.shape != (len(logits),) or found.dtype.kind not in "fiub":
+            raise InputError(
+                f"metric {self.name} gave {found.dtype} {list(found.shape)} for logits {list(logits.shape)}; it must "
+                f"give one number a row, [{len(logits)}]"
+            )
+        return found.astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The metric that was asked for, before the prompts are known.
+
+    Attributes:
+        measure: a name, or a function of logits [rows, vocab], and of the pair's index if it takes two arguments, that
+            gives [rows].
+        answer, versus: tokens, as ids or texts, one for all pairs or one a pair; None for the likeliest next token of
+            the clean prompt and of the corrupted one.
+    """
+
+    measure: Measure
+    answer: Tokens = None
+    versus: Tokens = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.measure, str) and self.measure not in NAMES:
+            raise InputError(
+                f"no metric {self.measure!r}; there are {', '.join(NAMES)}, or give a function of the logits"
+                + nearest(self.measure, NAMES)
+            )
+        if self.answer is not None and (callable(self.measure) or self.measure == "kl"):
+            raise InputError(f"metric {self.name} reads no answer")
+        if self.versus is not None and self.measure != "logit_diff":
+            raise InputError(f"metric {self.name} reads no `versus`, only logit_diff does")
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return self.measure if isinstance(self.measure, str) else getattr(self.measure, "__name__", "function")
+
+    def bind(self, model: "Runner", pair: int, count: int, clean: NDArray[Any], other: NDArray[Any] | None) -> Metric:
+        """The metric of one of several pairs.
+
+        Args:
+            model: for its tokenizer.
+            pair, count: which, of how many.
+            clean, other: the logits [vocab] of the clean prompt, and of the corrupted one if there is one.
+
+        Raises:
+            InputError: an answer that is no token, or two that are the same.
+        """
+        if callable(self.measure):
+            return Metric(self.name, None, _function(self.measure, pair))
+        if self.measure == "kl":
+            reference = log_softmax(clean.astype(np.float64))
+            return Metric(self.name, None, lambda logits: _divergence(reference, logits))
+        answer = _token(model, self.answer, pair, count, "answer", clean)
+        if self.measure != "logit_diff":
+            return Metric(self.name, None, _OF_ANSWER[self.measure](answer))
+        if other is None and self.versus is None:
+            raise InputError("logit_diff needs `versus=`, the token that the answer's logit is compared with")
+        versus = _token(model, self.versus, pair, count, "versus", clean if other is None else other)
+        if answer == versus:
+            raise InputError(
+                f"pair {pair}: logit_diff between token {answer} and itself; the clean and the corrupted prompt are "
+                "both answered by it: give answer= and versus="
+            )
+        return Metric(self.name, (answer, versus), lambda logits: logits[:, 0] - logits[:, 1])
+
+
+def _function(given: Callable[..., Any], pair: int) -> Callable[[Numbers], Any]:
+    try:
+        entries = inspect.signature(given).parameters.values()
+    except (TypeError, ValueError):  # a builtin
+        return given
+    taken = [entry for entry in entries if entry.kind in POSITIONAL and entry.default is entry.empty]
+    if len(taken) > 2:
+        raise InputError(
+            f"a metric takes the logits, and the index of the pair if it wants it, not {len(taken)} values"
+        )
+    return (lambda logits: given(logits, pair)) if len(taken) == 2 else given
+
+
+def _divergence(reference: Numbers, logits: Numbers) -> Numbers:
+    """KL(reference || each row) in nats."""
+    found = log_softmax(logits, axis=-1)
+    chances = np.exp(reference)
+    terms = np.where(chances > 0, chances * (reference - found), 0.0)
+    return np.maximum(terms.sum(axis=-1), 0.0)
+
+
+_OF_ANSWER: dict[str, Callable[[int], Callable[[Numbers], Numbers]]] = {
+    "probability": lambda answer: lambda logits: np.exp(log_softmax(logits, axis=-1)[:, answer]),
+    "log_probability": lambda answer: lambda logits: log_softmax(logits, axis=-1)[:, answer],
+    "rank": lambda answer: lambda logits: (logits > logits[:, answer, None]).sum(axis=-1),
+}
+
+
+def _token(model: "Runner", given: Tokens, pair: int, count: int, what: str, logits: NDArray[Any]) -> int:
+    if given is None:
+        return int(logits.argmax())
+    if isinstance(given, Sequence | np.ndarray) and not isinstance(given, str):
+        if len(given) != count:
+            raise InputError(f"{what} has {len(given)} tokens for {count} prompts")
+        given = given[pair]
+    try:
+        token = model.token_id(given) if isinstance(given, str) else operator.index(given)
+    except TypeError:
+        raise InputError(f"{what} {given!r}: a token is a text, or an integer") from None
+    if not 0 <= token < model.vocab_size:
+        raise InputError(f"{what} {token}; the vocabulary is 0 to {model.vocab_size - 1}")
+    return token

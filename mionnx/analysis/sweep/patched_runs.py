@@ -1,0 +1,280 @@
+"""The cells of a sweep, computed many at a time.
+
+1. Cells are batch rows. A row begins at the layer that it patches, with the stream of the run that is patched, joins
+   the rows that began before it, and goes on with them.
+2. Positions before the first one that a patch can change are those of the run that is patched: their keys and values
+   are taken from there, and nothing is computed for them.
+3. In the end only the last position is read, so after the last layer's attention only that is computed.
+4. A cell whose donor has the same numbers in that place, or that nothing which is read depends on, is not computed: it
+   has no effect, exactly.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.analysis.sweep.clean_run import Record
+from mionnx.analysis.sweep.grid import Grid
+from mionnx.analysis.sweep.layer_graphs import Arrays, Pieces, Text
+from mionnx.analysis.sweep.metric import Metric
+from mionnx.errors import InputError, ModelError
+from mionnx.graph.hook_points import HookPoint
+from mionnx.machine import memory
+from mionnx.rewrite.intervene import sequence_axis
+from mionnx.rewrite.plan import Edit
+
+TOKENS = 4096  # that one call computes at most: more gains nothing, and takes memory
+FEW = 512  # tokens below which a call is worth filling with rows that begin later
+SHARE = 4  # of the free memory, that a call may take
+Cells = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Shortcuts:
+    """What is left out or done at once; results are the same without.
+
+    Attributes:
+        batch: cells are rows of one batch.
+        truncate: a row begins at the layer that it patches.
+        last: after the last layer's attention only the last position is computed.
+        window: positions that cannot change are not computed.
+        skip: cells that cannot have an effect, since base and donor are equal there, are not computed.
+    """
+
+    batch: bool = True
+    truncate: bool = True
+    last: bool = True
+    window: bool = True
+    skip: bool = True
+
+
+class Patched:
+    """The patched runs of one prompt.
+
+    Attributes:
+        pieces, grid, shortcuts: the model, the cells, and how they are computed.
+        base: the run that is patched, [1, ...].
+        donors: hook point -> what is put there, broadcast to its value.
+        first: the first position at which donor and base differ.
+        read: how many logits of a row the metric reads.
+        rows: how many a call may have; halved when memory runs out.
+        climb: makes the way of some cells through the layers.
+    """
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        grid: Grid,
+        base: Record,
+        donors: Mapping[str, NDArray[Any]],
+        first: int = 0,
+        shortcuts: Shortcuts | None = None,
+        read: int = 0,
+    ) -> None:
+        self.pieces, self.grid, self.shortcuts = pieces, grid, shortcuts or Shortcuts()
+        self.base, self.donors, self.first = base, donors, first
+        self.seq, self.read = base.ids.shape[1], read
+        self.rows = min(TOKENS, self._fitting()) if self.shortcuts.batch else 1
+        self.climb: Callable[[Patched, Cells, int], Climb] = Climb
+        self._windowed = self.shortcuts.window and bool(base.known)
+
+    def _fitting(self) -> int:
+        """How many rows memory has room for."""
+        return max(1, memory.available() // SHARE // self.row_bytes(self.seq))
+
+    def row_bytes(self, width: int) -> int:
+        """What a row takes of which so many positions are computed, about: a layer, and in the end its logits.
+
+        A layer takes the stream, neurons, scores, keys and values; the logits are 4 bytes each as the graph gives them,
+        and a metric makes four arrays of 8 of them.
+        """
+        sizes, hooks = self.pieces.model.metadata.sizes, self.pieces.model.metadata.hooks
+        neurons = hooks.get(str(HookPoint.MlpAct(0)), [4 * sizes.hidden_size])[-1]
+        values = 8 * sizes.hidden_size + 4 * int(neurons) + 3 * sizes.num_heads * self.seq
+        keys = 4 * self.seq * 4 * sizes.num_kv_heads * sizes.head_dim
+        return 4 * width * values + keys + self.read * (4 + 4 * 8)
+
+    def alive(self) -> NDArray[np.bool_]:
+        """[cells]: those to be computed, since they can have an effect."""
+        grid = self.grid
+        found = np.zeros(grid.sizes, bool)
+        place = grid.over.index("layer")
+        for index, layer in enumerate(grid.layers):
+            where: list[Any] = [slice(None)] * len(grid.sizes)
+            where[place] = index
+            for axis, name in enumerate(grid.over):
+                if name in ("position", "source"):
+                    where[axis] = slice(self.seq)
+            found[tuple(where)] = self._differing(grid.hook(layer)) if self.shortcuts.skip else True
+        return found.ravel()
+
+    def _differing(self, hook: str) -> NDArray[np.bool_]:
+        """Which entries differ between base and donor, along the axes of the sweep but the layer, in their order."""
+        old = self.base.values[hook]
+        changed = old != np.broadcast_to(self.donors[hook], old.shape)
+        if self._read_at_the_end(hook):
+            earlier = [slice(None)] * changed.ndim
+            earlier[sequence_axis(self.grid.axes)] = slice(-1)
+            changed[tuple(earlier)] = False
+        kept = [axis for axis in map(self.grid.along, self.grid.over) if axis is not None]
+        reduced = changed.any(axis=tuple(axis for axis in range(changed.ndim) if axis not in kept))
+        return reduced.transpose([sorted(kept).index(axis) for axis in kept])
+
+    def _read_at_the_end(self, hook: str) -> bool:
+        """Whether a value of the last layer is read at the last position alone: all but what other tokens look at."""
+        last = hook == self.grid.hook(self.pieces.layers - 1) and bool(self.pieces.parted)
+        return last and HookPoint.parse(hook).variant not in ("ResidPre", "AttnK", "AttnRotK", "AttnV")
+
+    def run(self, cells: Cells, metric: Metric, done: Callable[[Cells, NDArray[np.float64]], None]) -> None:
+        """Compute cells.
+
+        Args:
+            cells: their numbers.
+            metric: what is measured.
+            done: told of the cells that were computed, and their values.
+
+        Raises:
+            InputError: there is too little memory for a single one.
+        """
+        for chunk, _ in self.chunks(cells):
+            try:
+                found = metric(self._logits(chunk, metric))
+            except (MemoryError, ModelError) as error:
+                self._fewer(len(chunk), error)
+                self.run(chunk, metric, done)
+            else:
+                done(chunk, found)
+
+    def _fewer(self, rows: int, error: Exception) -> None:
+        """Halve the batch, if memory ran out."""
+        if isinstance(error, ModelError) and not any(sign in str(error).lower() for sign in ("alloc", "memory")):
+            raise error
+        if rows == 1:
+            raise InputError(f"a single cell of this sweep does not fit into memory: {error}") from error
+        self.rows = rows // 2
+
+    def _start(self, cells: Cells) -> NDArray[np.int64]:
+        """[cells]: the first position that each can change."""
+        if not self._windowed:
+            return np.zeros(len(cells), np.int64)
+        return np.maximum(self.grid.position_of(cells), self.first)
+
+    def _chunk(self, waiting: Cells) -> Cells:
+        """The cells of the next call, of those waiting in the order of their starts."""
+        starts = self._start(waiting)
+        width = self.seq - int(starts[0])
+        most = max(1, min(self.rows, TOKENS // width))
+        filled = int(np.searchsorted(starts, starts[0], side="right"))  # these begin at the same position
+        return waiting[: min(most, max(filled, FEW // width, 1))]
+
+    def chunks(self, cells: Cells) -> Iterator[tuple[Cells, int]]:
+        """How cells would be put together: the cells of a call, and the position at which it begins."""
+        waiting = cells[np.argsort(self._start(cells), kind="stable")]
+        while len(waiting):
+            chunk = self._chunk(waiting)
+            yield chunk, int(self._start(chunk)[0])
+            waiting = waiting[len(chunk) :]
+
+    def trial(self, cells: Cells, start: int) -> float:
+        """Seconds that a token of these cells takes in a layer, by a layer that does as much as any."""
+        times = []
+        for _ in range(2):  # the first opens the pieces
+            climb = self.climb(self, cells, start)
+            begin = time.perf_counter()
+            climb.rehearse()
+            times.append(time.perf_counter() - begin)
+        return times[-1] / (len(cells) * (self.seq - start))
+
+    def work(self, cells: Cells) -> int:
+        """How many tokens go through how many layers, for these cells."""
+        begins = self.grid.layer_of(cells) if self.shortcuts.truncate else np.zeros(len(cells), np.int64)
+        layers = dict(zip(cells.tolist(), (self.pieces.layers - begins).tolist(), strict=True))
+        return sum(
+            sum(layers[cell] for cell in chunk.tolist()) * (self.seq - start) for chunk, start in self.chunks(cells)
+        )
+
+    def _logits(self, cells: Cells, metric: Metric) -> NDArray[Any]:
+        """[cells, vocab or what the metric needs]: the logits of patched runs."""
+        start = int(self._start(cells)[0])
+        order = np.argsort(self.grid.layer_of(cells), kind="stable")
+        logits = self.climb(self, cells[order], start).finish(metric)
+        back = np.empty_like(logits)
+        back[order] = logits
+        return back
+
+
+class Climb:
+    """Some cells on their way through the layers, in the order in which they join."""
+
+    def __init__(self, patched: Patched, cells: Cells, start: int) -> None:
+        self.patched, self.cells, self.start = patched, cells, start
+        self.pieces, self.grid, self.seq = patched.pieces, patched.grid, patched.seq
+        self.layers = self.grid.layer_of(cells)
+        self.begins = self.layers if patched.shortcuts.truncate else np.zeros(len(cells), np.int64)
+        self.stream: Arrays = {}
+        self.joined = 0
+
+    def text(self) -> Text:
+        """The tokens of the rows that have joined."""
+        return Text(np.repeat(self.patched.base.ids, self.joined, axis=0), self.start, self.patched.base.known)
+
+    def join(self, layer: int) -> None:
+        """Let the rows join that begin at a layer."""
+        until = int(np.searchsorted(self.begins, layer, side="right"))
+        new = until - self.joined
+        if new:
+            base = self.patched.base.streams[layer]
+            for name, array in base.items():
+                fresh = np.repeat(array[:, self.start :], new, axis=0)
+                self.stream[name] = np.concatenate([self.stream[name], fresh]) if self.joined else fresh
+            self.joined = until
+
+    def edits(self, layer: int, narrow: bool = False) -> dict[Edit, Arrays]:
+        """The patch of a layer, with its inputs for the rows that have joined."""
+        if layer not in self.grid.layers:
+            return {}
+        hook, axes = self.grid.hook(layer), self.grid.axes
+        edit = Edit(hook, "replace", 0, axes, masked=True)
+        first = self.seq - 1 if narrow else self.start
+        shape = list(self.patched.base.values[hook].shape)
+        along = sequence_axis(axes) if {"seq", "seq_q"} & {*axes} else None
+        donor = self.patched.donors[hook]
+        if along is not None:
+            shape[along] -= first
+            donor = donor if donor.shape[along] == 1 else np.take(donor, range(first, self.seq), axis=along)
+        mask = self.grid.selected(self.cells[: self.joined], shape, first)
+        mask &= (self.layers[: self.joined] == layer).reshape([-1, *[1] * (mask.ndim - 1)])
+        return {edit: {edit.value_input: np.ascontiguousarray(donor), edit.mask_input: mask}}
+
+    def step(self, layer: int) -> None:
+        """Go through one layer."""
+        self.stream, _ = self.pieces.layer(layer, self.text(), self.stream, self.edits(layer))
+
+    def rehearse(self) -> None:
+        """One layer with all rows, for its time."""
+        layer = self.grid.layers[-1]
+        self.join(layer)
+        self.step(layer)
+
+    def finish(self, metric: Metric) -> NDArray[Any]:
+        """Go through all layers that are left; the logits at the last position."""
+        pieces, last = self.pieces, self.pieces.layers - 1
+        parted = pieces.parted if self.patched.shortcuts.last else ()
+        for layer in range(int(self.begins[0]), pieces.layers if not parted else last):
+            self.join(layer)
+            self.step(layer)
+        tokens = None if metric.needs is None else np.array(metric.needs)
+        if not parted:
+            logits = pieces.logits(self.text(), self.stream, last=self.patched.shortcuts.last, tokens=tokens)
+            return logits[:, -1]
+        self.join(last)
+        order, hook = self.pieces.model.order, self.grid.hook(last)
+        late = last in self.grid.layers and order[hook] > order[parted[0]]
+        found = pieces.run(self.text(), self.stream, {} if late else self.edits(last), parted)
+        ends = {name: np.ascontiguousarray(value[:, -1:]) for name, value in found.items()}
+        narrow = self.edits(last, narrow=True) if late else {}
+        return pieces.logits(pieces.last_of(self.text()), ends, narrow, tokens=tokens)[:, -1]

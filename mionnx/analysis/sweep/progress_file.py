@@ -1,0 +1,74 @@
+"""What a sweep has computed so far, in a file, so that one that was interrupted goes on where it stopped.
+
+The file is a safetensors file: `values` [pairs, cells] float64 with NaN where nothing is known yet, and in its metadata
+`mionnx_sweep`, the hash of everything that the values depend on.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from mionnx.errors import InputError
+from mionnx.machine.files import write_whole
+
+EVERY = 5.0  # seconds between two writes
+MARK = "mionnx_sweep"
+
+
+def key_of(facts: Mapping[str, Any]) -> str:
+    """The hash of what a sweep depends on."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+class Kept:
+    """Values in memory, and in a file if there is one.
+
+    Attributes:
+        values: [pairs, cells], NaN where nothing is known.
+    """
+
+    def __init__(self, shape: tuple[int, int], key: str = "", path: Path | None = None) -> None:
+        self.values = np.full(shape, np.nan)
+        self.key, self.path, self._written = key, path, time.monotonic()
+        if path is not None and path.exists():
+            self.values = self._read(path)
+
+    def _read(self, path: Path) -> NDArray[np.float64]:
+        try:
+            with safe_open(str(path), "numpy") as file:
+                key, values = (file.metadata() or {}).get(MARK), file.get_tensor("values")
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"cannot resume from {path}: it is no file of a sweep: {error}") from error
+        if key != self.key or values.shape != self.values.shape:
+            raise InputError(
+                f"cannot resume from {path}: it belongs to another sweep (other prompts, model, hook, metric or cells)"
+            )
+        return values
+
+    def put(self, pair: int, cells: NDArray[np.int64], values: NDArray[np.float64]) -> None:
+        """Keep the values of some cells."""
+        self.values[pair, cells] = values
+        if time.monotonic() - self._written > EVERY:
+            self.write()
+
+    def write(self) -> None:
+        """Write the file, if there is one.
+
+        Raises:
+            SpecFileError: it cannot be written.
+        """
+        if self.path is not None:
+            write_whole(self.path, save({"values": self.values}, {MARK: self.key}))
+            self._written = time.monotonic()
+
+    def missing(self, pair: int) -> NDArray[np.int64]:
+        """The cells of a pair that are not known yet."""
+        return np.flatnonzero(np.isnan(self.values[pair]))

@@ -1,0 +1,123 @@
+"""Who receives in path patching: the inputs of attention heads and MLPs, and what reads the stream in the end."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from mionnx.bind.selection import heads_axis
+from mionnx.errors import HookError, InputError, nearest
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.spec.attention_knockout import naturals
+
+INTO_ATTENTION, INTO_MLP, FINAL = ("AttnQ", "AttnK", "AttnV"), "MlpPre", "FinalNorm"
+Receiver = str | HookPoint | tuple[str | HookPoint, int | Iterable[int]]
+
+
+@dataclass(frozen=True)
+class Receivers:
+    """Everything that reads a sender's change.
+
+    Attributes:
+        heads: hook point of a layer -> the heads that receive; None for all, and where there are none.
+        final: whether the final norm, and so the logits, read it.
+        parallel: whether attention and MLP of a layer read the same stream.
+        layers: of the model.
+    """
+
+    heads: dict[str, tuple[int, ...] | None]
+    final: bool
+    parallel: bool
+    layers: int
+
+    def into_attention(self, layer: int) -> list[str]:
+        """The receivers that read the stream before a layer: its queries, keys and values; in parallel blocks all."""
+        variants = (*INTO_ATTENTION, INTO_MLP) if self.parallel else INTO_ATTENTION
+        return [
+            name for name in (str(getattr(HookPoint, variant)(layer)) for variant in variants) if name in self.heads
+        ]
+
+    def into_mlp(self, layer: int) -> list[str]:
+        """The receivers that read the stream in the middle of a layer."""
+        name = str(HookPoint.MlpPre(layer))
+        return [name] if name in self.heads and not self.parallel else []
+
+    def count(self, layer: int) -> int:
+        """How many hook points of a layer receive."""
+        return len(self.into_attention(layer)) + len(self.into_mlp(layer))
+
+    def after(self, stage: int) -> bool:
+        """Whether any of them reads at a stage or later; stage 2 l is before layer l, 2 l + 1 in its middle."""
+        if self.final or stage > 2 * self.layers:
+            return self.final
+        return any(
+            (self.into_attention(layer) and 2 * layer >= stage) or (self.into_mlp(layer) and 2 * layer + 1 >= stage)
+            for layer in range(self.layers)
+        )
+
+
+def make_receivers(model: HookedModel, given: str | HookPoint | Iterable[Receiver]) -> Receivers:
+    """The receivers that are meant.
+
+    Args:
+        model: a transformer.
+        given: "all"; or hook points (`hook_q`, `hook_k`, `hook_v`, `mlp.hook_pre` of a layer, `hook_final_norm`), with
+            heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; globs are allowed.
+
+    Raises:
+        HookError: a hook point that is no input of anything, or that the model does not have.
+        InputError: no receivers, or heads that do not exist.
+    """
+    valid = [
+        name for name in model.metadata.hooks if HookPoint.parse(name).variant in (*INTO_ATTENTION, INTO_MLP, FINAL)
+    ]
+    if model.metadata.recurrent:
+        raise HookError(f"path patching needs attention heads; {model.metadata.family} has none")
+    heads: dict[str, tuple[int, ...] | None] = {}
+    for point, chosen in _entries(given):
+        found = [name for name in valid if fnmatchcase(name, point)]
+        if not found:
+            raise HookError(
+                f"{point!r} receives nothing; receivers are the inputs hook_q, hook_k, hook_v and mlp.hook_pre "
+                f"of a layer, and hook_final_norm{nearest(point, valid)}"
+            )
+        for name in found:
+            heads[name] = _both(heads.get(name, ()), _heads(model, name, chosen))
+    final = str(HookPoint.FinalNorm)
+    parallel = str(HookPoint.ResidMid(0)) not in model.metadata.hooks
+    layers = model.metadata.sizes.num_layers
+    return Receivers({name: of for name, of in heads.items() if name != final}, final in heads, parallel, layers)
+
+
+def _entries(given: str | HookPoint | Iterable[Receiver]) -> list[tuple[str, Any]]:
+    """Hook points, or globs of them, and the heads chosen there."""
+    if isinstance(given, str | HookPoint):
+        return [("*" if given == "all" else str(given), None)]
+    entries = list(given) if isinstance(given, Iterable) else []
+    if not entries:
+        raise InputError(f"receivers={given!r}: nobody would read what a sender changes; give hook points, or 'all'")
+    pairs = [entry if isinstance(entry, tuple) else (entry, None) for entry in entries]
+    for pair in pairs:
+        if len(pair) != 2 or not isinstance(pair[0], str | HookPoint):
+            raise InputError(f"a receiver is a hook point, or a pair of one and its heads, got {pair!r}")
+    return [(str(point), chosen) for point, chosen in pairs]
+
+
+def _both(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The heads of two entries for one hook point; None is all of them."""
+    return None if one is None or other is None else tuple(sorted({*one, *other}))
+
+
+def _heads(model: HookedModel, name: str, chosen: int | Iterable[int] | None) -> tuple[int, ...] | None:
+    if chosen is None:
+        return None
+    axes = HookPoint.parse(name).axes or ()
+    axis = heads_axis(axes)
+    if axis is None:
+        raise InputError(f"{name} has no heads to choose from")
+    found = tuple(naturals("head", chosen if isinstance(chosen, Iterable) else [chosen]))
+    count = int(model.axes(HookPoint.parse(name))[axis])
+    if max(found) >= count:
+        raise InputError(f"heads {list(found)} of {name}, which has {count} (0 to {count - 1})")
+    return found

@@ -1,0 +1,136 @@
+"""`SweepResult`: a number for every cell, and how it looks."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.table import Table
+
+from mionnx.analysis.sweep.picture import draw
+from mionnx.errors import InputError
+from mionnx.view import Shown, render
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass
+class SweepResult(Shown):
+    """What a sweep measured.
+
+    Attributes:
+        values: the metric at every cell, mean over prompts; axes in the order of `over`.
+        by_pair: the same of every prompt or pair, [pairs, ...].
+        over: names of the axes.
+        labels: name of an axis -> what its entries are called: layers, tokens, heads.
+        clean, corrupted: the metric without any patch, mean over pairs; `corrupted` is None where there is no second
+            run (ablation).
+        direction: "denoising" (clean values put into the corrupted run), "noising" (the other way), or "ablation".
+        metric, hook: what was measured, and where.
+        title, about: a short and a longer line on it.
+        cost: what was computed: cells, those of them that cannot have an effect, seconds.
+    """
+
+    values: Numbers
+    by_pair: Numbers
+    over: tuple[str, ...]
+    labels: dict[str, list[str]]
+    clean: float
+    corrupted: float | None
+    direction: str
+    metric: str
+    hook: str
+    title: str
+    about: str
+    cost: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def base(self) -> float:
+        """The metric of the run that was patched, without a patch."""
+        return self.corrupted if self.direction == "denoising" and self.corrupted is not None else self.clean
+
+    @property
+    def effect(self) -> Numbers:
+        """How far each cell moved the metric: values minus base; exactly 0 where nothing can move."""
+        return self.values - self.base
+
+    @property
+    def normalized(self) -> Numbers:
+        """The effect as a share of the way between the two runs: 0 is no effect, 1 the whole difference.
+
+        Raises:
+            InputError: there is no other run, or both have the same metric.
+        """
+        if self.corrupted is None:
+            raise InputError("an ablation has no second run to normalise by: use `effect`")
+        if self.clean == self.corrupted:
+            raise InputError(f"clean and corrupted both have {self.metric} {self.clean:.6g}: nothing to normalise by")
+        other = self.clean if self.direction == "denoising" else self.corrupted
+        return self.effect / (other - self.base)
+
+    @property
+    def shown(self) -> tuple[str, Numbers]:
+        """What pictures show: the normalised effect where there is one, else the effect."""
+        if self.corrupted is None or self.clean == self.corrupted:
+            return f"change of {self.metric}", self.effect
+        return f"share of the difference in {self.metric}", self.normalized
+
+    def top(self, k: int = 10) -> list[tuple[dict[str, str], float]]:
+        """The k cells with the largest effect, as labels by axis and the effect."""
+        order = np.argsort(-np.abs(self.effect), axis=None, kind="stable")[:k]
+        cells = np.transpose(np.unravel_index(order, self.values.shape))
+        return [(self._named(cell), float(self.effect[tuple(cell)])) for cell in cells.tolist()]
+
+    def _named(self, cell: list[int]) -> dict[str, str]:
+        return {name: self.labels[name][index] for name, index in zip(self.over, cell, strict=True)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it."""
+        names = (
+            "title",
+            "about",
+            "hook",
+            "metric",
+            "direction",
+            "over",
+            "labels",
+            "clean",
+            "corrupted",
+            "values",
+            "cost",
+        )
+        found = {name: getattr(self, name) for name in names}
+        return {**found, "effect": self.effect, "by_pair": self.by_pair}
+
+    def figure(self) -> "Figure":
+        """Heat maps; of more than two axes, a small one for each entry of the others."""
+        what, numbers = self.shown
+        return draw(numbers, self.over, self.labels, f"{self.title}\n{self.about}", what)
+
+    def page(self) -> str:
+        """A heat map with the values under the pointer; of more than two axes, the others are chosen."""
+        what, numbers = self.shown
+        data = {**self.to_dict(), "shown": numbers, "what": what}
+        del data["by_pair"], data["effect"]
+        return render("heat.html", self.title, data=data, about=self.about, facts=self.facts())
+
+    def facts(self) -> str:
+        """A line on the runs without patches."""
+        other = "" if self.corrupted is None else f", corrupted {self.corrupted:.4g}"
+        return f"{self.metric}: clean {self.clean:.4g}{other}"
+
+    def table(self, top: int = 10) -> Table:
+        """For a terminal: the map if it has two axes and fits, else the largest cells."""
+        what, numbers = self.shown
+        if len(self.over) == 2 and numbers.shape[1] <= 24:
+            table = Table(f"{self.over[0]} / {self.over[1]}", *self.labels[self.over[1]], title=what)
+            for label, row in zip(self.labels[self.over[0]], numbers, strict=True):
+                table.add_row(label, *(f"{number:.2f}" for number in row))
+            return table
+        table = Table(*self.over, f"change of {self.metric}", title=f"the {top} cells with the largest effect")
+        for cell, effect in self.top(top):
+            table.add_row(*cell.values(), f"{effect:.4f}")
+        return table

@@ -1,0 +1,43 @@
+"""Which keys a query may read, and the refusal of knockouts that leave it none."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.errors import InterventionError
+from mionnx.inputs.token_batch import Call
+
+
+def visible_keys(call: Call, window: int | None) -> NDArray[np.bool_]:
+    """[batch, seq, total]: the keys each query reads: not padding, not later, and inside the sliding window.
+
+    Args:
+        call: the tokens.
+        window: how many keys a query sees, itself included; None for all before it.
+    """
+    query = np.arange(call.total - call.seq, call.total)[:, None]
+    key = np.arange(call.total)[None, :]
+    seen = key <= query
+    if window is not None:
+        seen &= query - key < window
+    return seen[None] & call.attention_mask.astype(bool)[:, None, :]
+
+
+def refuse_blind_rows(hook: str, blocked: NDArray[np.bool_], call: Call, window: int | None) -> None:
+    """Refuse a knockout after which a query has no key left: its softmax would be NaN, or fall on what it may not see.
+
+    Args:
+        hook: name of the scores.
+        blocked: True where an edge is knocked out; broadcasts to [batch, n_heads, seq, total].
+
+    Raises:
+        InterventionError: naming the batch row, the head and the query's position.
+    """
+    left = (visible_keys(call, window)[:, None] & ~blocked).any(axis=-1)  # [batch, n_heads or 1, seq]
+    blind = np.argwhere(~left & call.real[:, None, :])
+    if len(blind):
+        row, head, query = blind[0].tolist()
+        heads = "every head" if left.shape[1] == 1 else f"head {head}"
+        raise InterventionError(
+            f"knockout at {hook}: the query at position {call.token_positions[row, query]} of row {row} is left with "
+            f"no key in {heads}; its attention would be NaN. Keep at least one edge (a position may read itself)"
+        )

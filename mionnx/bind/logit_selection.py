@@ -1,0 +1,82 @@
+"""Which logits a forward pass gives."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.bind import plan
+from mionnx.errors import InputError
+from mionnx.graph.metadata import Sizes
+from mionnx.inputs.token_batch import Call
+from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, TOP_K, Outputs
+from mionnx.spec.attention_knockout import naturals, whole
+
+
+@dataclass(frozen=True)
+class Logits:
+    """A part of the logits, chosen inside the graph: `forward(..., logits=Logits(positions=-1, top_k=10))`.
+
+    Attributes:
+        positions: of these positions of each row's own text, negative ones from its end; all if left out. The head's
+            matrix product is computed for these alone.
+        tokens: of these tokens, in this order; of all if left out.
+        top_k: only the largest k, in descending order; `HookCache.top_ids` has their tokens (places in `tokens`, if
+            these were given too).
+    """
+
+    positions: int | Sequence[int] | None = None
+    tokens: int | Sequence[int] | None = None
+    top_k: int | None = None
+
+    def outputs(self, carried: bool) -> Outputs:
+        """As the structure of a graph."""
+        last = self.positions_ == [-1]
+        at_positions = self.positions is not None and not last
+        return Outputs(
+            last=last,
+            at_positions=at_positions,
+            of_tokens=self.tokens is not None,
+            ranked=self.top_k is not None,
+            carried=carried,
+        )
+
+    @property
+    def positions_(self) -> list[int]:
+        """The positions as a list."""
+        return _listed(self.positions)
+
+    def feeds(self, call: Call, sizes: Sizes) -> dict[str, NDArray[Any]]:
+        """The inputs that say which part is meant.
+
+        Raises:
+            InputError: a token outside the vocabulary, or another k than 1 to its size.
+            InterventionError: a position that a row does not have.
+        """
+        feeds: dict[str, NDArray[Any]] = {}
+        size = sizes.vocab_size
+        if self.positions is not None:
+            chosen = [whole("position", position) for position in self.positions_]
+            if not chosen:
+                raise InputError("logits of no positions would be empty")
+            feeds[LOGIT_COLUMNS] = plan.columns("logits", chosen, call)
+            if self.positions_ == [-1] and (feeds[LOGIT_COLUMNS] != call.seq - 1).any():
+                raise InputError("logits of position -1 are the last column's, and a row is padded on the right")
+        if self.tokens is not None:
+            tokens = naturals("token", _listed(self.tokens))
+            if not tokens or max(tokens) >= size:
+                raise InputError(f"logits of the tokens {tokens}; the vocabulary is 0 to {size - 1}")
+            feeds[LOGIT_TOKENS], size = np.array(tokens), len(tokens)
+        if self.top_k is not None:
+            if not 1 <= self.top_k <= size:
+                raise InputError(f"top_k={self.top_k} of {size} logits")
+            feeds[TOP_K] = np.array([self.top_k])
+        return feeds
+
+
+def _listed(given: int | Iterable[int] | None) -> list[int]:
+    if given is None:
+        return []
+    return [int(given)] if isinstance(given, int | np.integer) else list(given)

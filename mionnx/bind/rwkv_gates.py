@@ -1,0 +1,156 @@
+"""State interventions and padding as the gates of an RWKV graph: arrays that it multiplies its state's terms with.
+
+    state_write     float32 [layers, batch, seq, n_heads]   factor of what a token writes
+    state_erase     float32 [layers, batch, seq, n_heads]   factor of what it takes out (RWKV-7)
+    state_decay     bool    [layers, batch, seq, n_heads]   whether the state decays at it
+    shift_distance  int64   [layers, batch, seq + 1]        how many tokens back each token is mixed with
+
+All have defaults in the graph (ones), which leave the model as it is: a call feeds those that differ.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.errors import InterventionError
+from mionnx.graph.hook_points import layer_of
+from mionnx.graph.metadata import Metadata
+from mionnx.inputs.token_batch import Call
+from mionnx.rewrite.plan import Want
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.state_interventions import TERMS, StateKnockoutSpec, StateSteeringSpec
+
+State = StateKnockoutSpec | StateSteeringSpec
+
+
+def gates_of(spec: HookSpec, call: Call, metadata: Metadata) -> dict[str, NDArray[Any]]:
+    """The gates of one call; none where a default will do.
+
+    Padding is invisible: rows of unequal length run as they would alone.
+
+    Raises:
+        InterventionError: a state intervention on a model without recurrent state, or on positions, layers, heads or
+            terms that it does not have.
+    """
+    states: list[State] = [*spec.state_steerings, *spec.state_knockouts]
+    if not metadata.recurrent:
+        if states:
+            raise InterventionError(
+                f"{states[0].title}: this {metadata.family} model has no recurrent state; in attention, use a "
+                "KnockoutSpec at blocks.{i}.attn.hook_scores"
+            )
+        return {}
+    if not states and call.real.all():
+        return {}
+    for state in states:
+        _validate(state, call, metadata)
+    sizes = metadata.sizes
+    factors = {name: np.ones((sizes.num_layers, call.batch, call.seq, sizes.num_heads), np.float32) for name in TERMS}
+    for steering in spec.state_steerings:
+        for term in steering.terms:
+            for index in _places(steering, call, metadata, steering.target_heads(sizes.num_heads)):
+                factors[term][index] *= np.float32(steering.scale)
+    for knockout in spec.state_knockouts:  # after the steering: it wins wherever both apply
+        for term in knockout.terms:
+            for index in _places(knockout, call, metadata, range(sizes.num_heads)):
+                factors[term][index] = 0
+    for state in states:
+        _refuse_idle(state, call)
+    for factor in factors.values():
+        factor[:, ~call.real] = 0
+    return dict(_changed(factors, metadata))
+
+
+def refuse_idle(spec: HookSpec, wants: Sequence[Want], num_layers: int) -> None:
+    """Without logits and states, refuse what happens in layers behind the last capture: nothing would show it.
+
+    Raises:
+        InterventionError: a state intervention that no capture can see.
+    """
+    layers = {want.hook: layer_of(want.hook) for want in wants}
+    last = max(
+        -1 if hook.startswith("hook_embed") else num_layers if layer is None else layer
+        for hook, layer in layers.items()
+    )
+    for state in (*spec.state_steerings, *spec.state_knockouts):
+        if min(state.target_layers(num_layers)) > last:
+            raise InterventionError(
+                f"{state.title}: no capture lies behind its layers, and there are no logits: ask for either"
+            )
+
+
+def _validate(state: State, call: Call, metadata: Metadata) -> None:
+    sizes = metadata.sizes
+    reached = call.lengths if call.horizon is None else call.horizon
+    state.validate(sizes.num_layers, int(reached.min()), sizes.num_heads)
+    refuse_terms(state, metadata)
+
+
+def refuse_terms(state: State, metadata: Metadata) -> None:
+    """Refuse a removal term where there is none.
+
+    Raises:
+        InterventionError: of RWKV-6, which has no removal term, it is asked for by name.
+    """
+    if state.terms == ["erase"] and not metadata.has_removal:
+        raise InterventionError(f"{state.title}: {metadata.family} has no removal term to erase")
+    if "erase" in state.terms and not metadata.has_removal and not {*TERMS} <= {*state.terms}:
+        raise InterventionError(
+            f"{state.title}: {metadata.family} has no removal term (erase); it has {', '.join(_terms(metadata))}"
+        )
+
+
+def _refuse_idle(state: State, call: Call) -> None:
+    """In a single call, a phase without tokens would do nothing; in a generation it may be another step's."""
+    if call.horizon is None and not any(call.columns(state.positions_, row) for row in range(call.batch)):
+        phases = ", ".join(str(position) for position in state.positions_)
+        raise InterventionError(
+            f"{state.title}: no token of this call is in the phase {phases!r}; `prompt_length=` says where it begins"
+        )
+
+
+def _terms(metadata: Metadata) -> list[str]:
+    return [term for term in TERMS if term != "erase" or metadata.has_removal]
+
+
+def _places(
+    state: State, call: Call, metadata: Metadata, heads: Sequence[int]
+) -> Iterator[tuple[NDArray[np.int64], int, int, NDArray[np.int64]]]:
+    """Indices into a gate: layers, row, column, heads."""
+    layers = np.array(state.target_layers(metadata.sizes.num_layers))[:, None]
+    for row in range(call.batch):
+        try:
+            columns = call.columns(state.positions_, row)
+        except LookupError as error:
+            raise InterventionError(f"{state.title}: {error}") from None
+        for column in columns:
+            if column is not None:
+                yield layers, row, column, np.array(heads)[None, :]
+
+
+def _changed(factors: dict[str, NDArray[np.float32]], metadata: Metadata) -> Iterator[tuple[str, NDArray[Any]]]:
+    if (factors["write"] != 1).any():
+        yield "state_write", factors["write"]
+    if metadata.has_removal and (factors["erase"] != 1).any():
+        yield "state_erase", factors["erase"]
+    if (factors["decay"] != 1).any():
+        yield "state_decay", factors["decay"] != 0
+    if (factors["token_shift"] != 1).any():
+        yield "shift_distance", _distances(factors["token_shift"][..., 0] != 0)
+
+
+def _distances(seen: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """How far back the last token lies that each one may see; the last entry is the next call's first token.
+
+    Args:
+        seen: [layers, batch, seq].
+
+    Returns:
+        [layers, batch, seq + 1]; beyond the call's first token, the state.
+    """
+    at = np.arange(seen.shape[-1] + 1)
+    last = np.maximum.accumulate(np.where(seen, at[:-1], -1), axis=-1)
+    before = np.concatenate([np.full_like(last[..., :1], -1), last], axis=-1)
+    return at - before

@@ -1,0 +1,240 @@
+"""Where one intervention falls in one call: which rows, heads and positions, and its value in that place."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from mionnx.errors import InterventionError
+from mionnx.graph.hook_points import HEAD_AXES
+from mionnx.inputs.token_batch import Call
+from mionnx.rewrite.intervene import sequence_axis
+from mionnx.rewrite.plan import Edit
+from mionnx.spec.intervention import Intervention
+
+Shape = tuple[int, ...]
+
+
+def heads_axis(axes: tuple[str, ...]) -> int | None:
+    """The axis of a value that counts heads; None if it has none."""
+    return next((i for i, axis in enumerate(axes) if axis in HEAD_AXES), None)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One intervention's place in one call.
+
+    Attributes:
+        edit: the intervention's structure.
+        intervention: the intervention.
+        shape: of the value at the hook point in this call.
+        call: the tokens.
+    """
+
+    edit: Edit
+    intervention: Intervention
+    shape: Shape
+    call: Call
+
+    def _refuse(self, why: str) -> InterventionError:
+        return InterventionError(f"{self.edit.kind} at {self.edit.hook}: {why}")
+
+    @property
+    def spelled(self) -> str:
+        """For messages: the shape with the names of its axes."""
+        return "[" + ", ".join(f"{axis}={dim}" for axis, dim in zip(self.edit.axes, self.shape, strict=True)) + "]"
+
+    def rows(self) -> list[int]:
+        """The batch rows it applies to.
+
+        Raises:
+            InterventionError: a row that the batch does not have.
+        """
+        rows = self.intervention.rows
+        if rows is not None and max(rows) >= self.call.batch:
+            raise self._refuse(f"row {max(rows)} of a batch of {self.call.batch} (0 to {self.call.batch - 1})")
+        return list(range(self.call.batch)) if rows is None else list(rows)
+
+    def heads(self) -> list[int] | None:
+        """The heads it applies to; None for all, or where there are none.
+
+        Raises:
+            InterventionError: a head that the layer does not have.
+        """
+        heads, axis = self.intervention.heads, heads_axis(self.edit.axes)
+        if heads is None or axis is None:
+            return None
+        count = self.shape[axis]
+        if max(heads) >= count:
+            raise self._refuse(f"head {max(heads)} of {count} ({self.edit.axes[axis]}, 0 to {count - 1})")
+        return list(heads)
+
+    def positions(self) -> dict[int, list[int]] | None:
+        """Row -> absolute positions, for the rows it applies to; None if it applies at every position.
+
+        Raises:
+            InterventionError: a position that a row does not have, or that lies in the cached past; a phase of which
+                no token is there.
+        """
+        given = self.intervention.positions
+        if given is None:
+            return None
+        by_row = self._by_row(given)
+        try:
+            found = {row: self.call.absolutes(by_row[row], row) for row in self.rows()}
+        except LookupError as error:
+            raise self._refuse(str(error)) from None
+        if isinstance(given, str) and self.call.horizon is None and not any(found.values()):
+            raise self._refuse(
+                f"no token of this call is in the phase {given!r}; `prompt_length=` says where it begins"
+            )
+        return found
+
+    def _by_row(self, given: Any) -> Sequence[Any]:
+        if isinstance(given, str) or not isinstance(given[0], tuple):
+            return [given] * self.call.batch
+        if len(given) != self.call.batch:
+            raise self._refuse(f"positions for {len(given)} rows, but the batch has {self.call.batch}")
+        return given
+
+    def columns(self, row: int) -> list[int | None]:
+        """The indices along the sequence axis that are selected in a row; None for those of another step."""
+        positions = self.positions()
+        if positions is None:
+            return list(range(self.call.seq))
+        here = {int(at): column for column, at in enumerate(self.call.token_positions[row])}
+        return [here.get(at) for at in positions[row]]
+
+    def _here(self, row: int) -> list[int]:
+        return [column for column in self.columns(row) if column is not None]
+
+    def mask(self) -> NDArray[np.bool_]:
+        """Heads and rows as a mask of the value's rank: 1 wide along the axes that it does not limit."""
+        mask = self._along(0, self.rows())
+        axis, heads = heads_axis(self.edit.axes), self.heads()
+        return mask if axis is None or heads is None else mask & self._along(axis, heads)
+
+    def _along(self, axis: int, chosen: list[int]) -> NDArray[np.bool_]:
+        line = np.zeros(self.shape[axis], bool)
+        line[chosen] = True
+        return line.reshape([-1 if i == axis else 1 for i in range(len(self.shape))])
+
+    def selected(self) -> NDArray[np.bool_]:
+        """Everything that is selected, as a mask that broadcasts to the value."""
+        if self.intervention.positions is None:
+            return self.mask()
+        axis, at = sequence_axis(self.edit.axes), self.tokens()
+        return self.mask() & at.reshape([d if i in (0, axis) else 1 for i, d in enumerate(self.shape)])
+
+    def tokens(self) -> NDArray[np.bool_]:
+        """[batch, seq]: the tokens of this call that are selected."""
+        at = np.zeros((self.call.batch, self.call.seq), bool)
+        for row in self.rows():
+            at[row, self._here(row)] = True
+        return at
+
+    def value(self, given: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
+        """The intervention's value as the graph takes it: of the activation's dtype and rank.
+
+        Raises:
+            InterventionError: a shape that fits neither the activation nor the selected part, or a number beyond the
+                dtype's range.
+        """
+        if self.edit.kind == "project_out":
+            if given.shape[-1] != self.shape[-1]:
+                raise self._refuse(f"direction of width {given.shape[-1]}, the value is {self.spelled}")
+            return self._cast(given, dtype)
+        if self.intervention.positions is not None and not any(self._here(row) for row in self.rows()):
+            return np.zeros((1,) * len(self.shape), dtype)  # another step's: selected nowhere in this one
+        if self.edit.kind == "knockout":
+            given = self.knockout_mask(given)
+        exact = self.edit.kind == "replace" and self.call.horizon is None
+        whole = given.shape == self.shape if exact else broadcasts(given.shape, self.shape)
+        if not whole and not self.intervention.limited:
+            verb = "must be" if self.edit.kind == "replace" else "must broadcast to"
+            raise self._refuse(f"value of shape {list(given.shape)} {verb} {self.spelled}")
+        full = self._cast(given if whole else self._scattered(given), dtype)
+        return full.reshape((1,) * (len(self.shape) - full.ndim) + full.shape)
+
+    def knockout_mask(self, given: NDArray[Any]) -> NDArray[Any]:
+        """In a step of a generation, the part of a mask that falls on the step's queries and keys.
+
+        Rows and columns of a mask are columns of the batch, padding included; beyond the mask nothing is knocked out.
+        """
+        if self.call.horizon is None or given.ndim < 2:
+            return given
+        queries, keys = self.shape[-2:]
+        first = self.call.total - self.call.seq
+        mask = given[..., first : first + queries, :] if given.shape[-2] > 1 else given
+        mask = mask[..., :keys] if given.shape[-1] > 1 else mask
+        below = queries - mask.shape[-2] if given.shape[-2] > 1 else 0
+        right = keys - mask.shape[-1] if given.shape[-1] > 1 else 0
+        return np.pad(mask, [*[(0, 0)] * (given.ndim - 2), (0, below), (0, right)])
+
+    def _scattered(self, given: NDArray[Any]) -> NDArray[Any]:
+        """A value given for the selected part only, put where that part lies."""
+        index = {row: self._index(row) for row in self.rows()}
+        widths = {tuple(len(along) for along in one) for one in index.values()}
+        part = (len(index), *widths.pop())
+        if widths or not broadcasts(given.shape, part):
+            raise self._refuse(
+                f"value of shape {list(given.shape)} fits neither the whole value {self.spelled} "
+                f"nor the selected part {list(part)}"
+            )
+        full, spread = np.zeros(self.shape, given.dtype), np.broadcast_to(given, part)
+        for i, (row, one) in enumerate(index.items()):
+            here = [[n for n, at in enumerate(along) if at is not None] for along in one]  # none of another step's
+            there = [[at for at in along if at is not None] for along in one]
+            full[row][np.ix_(*there)] = spread[i][np.ix_(*here)]
+        return full
+
+    def _index(self, row: int) -> list[list[int | None]]:
+        """Which indices are selected in a row, along every axis after batch; None for positions of another step."""
+        index: list[list[int | None]] = [list(range(dim)) for dim in self.shape]
+        if self.intervention.positions is not None:
+            index[sequence_axis(self.edit.axes)] = self.columns(row)
+        axis, heads = heads_axis(self.edit.axes), self.heads()
+        if axis is not None and heads is not None:
+            index[axis] = list(heads)
+        return index[1:]
+
+    def _cast(self, value: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
+        with np.errstate(over="ignore"):
+            cast = value.astype(dtype)
+        if not np.array_equal(np.isinf(cast), np.isinf(value)):
+            raise self._refuse(f"a value is beyond the range of the model's {np.dtype(dtype)}")
+        return np.ascontiguousarray(cast).reshape(value.shape)
+
+
+def refuse_unread(places: Sequence[Place]) -> None:
+    """Refuse what is done inside a splice at tokens where the splice's output is not put.
+
+    Raises:
+        InterventionError: an intervention that no token would show.
+    """
+    for outer in places:
+        if outer.edit.fit is None or not outer.intervention.limited:
+            continue
+        for one in places:
+            if one.edit.hook.startswith(f"{outer.edit.hook}.") and not _meet(one, outer):
+                raise one._refuse(f"the splice at {outer.edit.hook} is limited to other rows or positions")
+
+
+def _meet(one: Place, other: Place) -> bool:
+    """Whether two interventions have a token in common; in a generation, in any of its steps."""
+    rows, limits = {*one.rows()} & {*other.rows()}, (one.intervention.positions, other.intervention.positions)
+    if None in limits or not rows:
+        return bool(rows)
+    if one.call.horizon is not None and any(isinstance(limit, str) for limit in limits):
+        return limits[0] == limits[1] or not all(isinstance(limit, str) for limit in limits)
+    first, second = one.positions() or {}, other.positions() or {}
+    return any({*first[row]} & {*second[row]} for row in rows)
+
+
+def broadcasts(shape: Shape, target: Shape) -> bool:
+    """Whether an array of a shape broadcasts to another shape without making that any larger."""
+    if len(shape) > len(target):
+        return False
+    return all(one in (1, other) for one, other in zip(shape[::-1], target[::-1], strict=False))

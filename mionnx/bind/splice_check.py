@@ -1,0 +1,195 @@
+"""A fragment meets a hook point: whether it fits there, and which hook points of its own it brings.
+
+It is run on random values of two sizes: what comes out must have the shape of what went in, and an axis of a value
+inside that changes with the batch or the text is that axis.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from mionnx.engine import onnx_runtime
+from mionnx.errors import InterventionError, MIError
+from mionnx.graph.fragment import Fragment, readers
+
+HOOK = "hook_"
+# Sizes that dynamic axes have in the two runs; the n-th of a value's dynamic axes has the n-th of them.
+SIZES = ((2, 3), (5, 7), (11, 13))
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A hook point inside a fragment.
+
+    Attributes:
+        name: of the value, as the fragment has it.
+        axes: the names of its axes.
+        dims: a number for each axis, or its name where it is dynamic.
+        dtype: numpy's name.
+        live: whether the fragment's output depends on it.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    dims: tuple[str | int, ...] = field(compare=False, repr=False)
+    dtype: str = "float32"
+    live: bool = True
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fragment's structure as it is put at one hook point.
+
+    Attributes:
+        sha256: of the structure.
+        inner: the hook points it brings.
+        weights: the names of its inputs after the activations.
+        proto: the structure, in the model's opset.
+    """
+
+    sha256: str
+    inner: tuple[Inner, ...]
+    weights: tuple[str, ...]
+    proto: onnx.ModelProto = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A value that goes into a fragment: the hook point's name, and its axes as names and as sizes."""
+
+    hook: str
+    axes: tuple[str, ...]
+    dims: tuple[str | int, ...]
+
+    def shape(self, run: int) -> Shape:
+        """In one of the two runs."""
+        dynamic = [dim for dim in self.dims if isinstance(dim, str)]
+        sizes = {dim: SIZES[min(n, len(SIZES) - 1)][run] for n, dim in enumerate(dict.fromkeys(dynamic))}
+        return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in self.dims)
+
+
+def fit(fragment: Fragment, opset: int, sites: Sequence[Site]) -> Fit:
+    """Check a fragment against the values that go into it; what was found once is known from then on.
+
+    Args:
+        fragment: the fragment.
+        opset: of the model.
+        sites: the hook point it is put at, and the one that it reads besides, if any.
+
+    Raises:
+        InterventionError: another number of inputs, another rank, size or kind of number, a shape that changes, an
+            opset that cannot be converted, or operators that ONNX Runtime refuses.
+    """
+    key = (opset, *sites)
+    if key not in fragment.fits:
+        fragment.fits[key] = _fit(fragment, opset, sites)
+    return fragment.fits[key]
+
+
+def _fit(fragment: Fragment, opset: int, sites: Sequence[Site]) -> Fit:
+    where = f"splice at {sites[0].hook}"
+    if len(fragment.activations) != len(sites):
+        raise InterventionError(
+            f"{where}: the fragment has {len(fragment.activations)} inputs of activations, and "
+            f"{len(sites)} {'is' if len(sites) == 1 else 'are'} given; a second one is named by reads="
+        )
+    for value, site in zip(fragment.activations, sites, strict=True):
+        _check_type(where, value, site)
+    _check_type(where, fragment.structure.graph.output[0], sites[0])
+    proto = _converted(where, fragment, opset)
+    names = _hooks(proto)
+    first, second = (_run(where, fragment, proto, names, sites, run) for run in (0, 1))
+    made = proto.graph.output[0].name
+    for run, found in enumerate((first, second)):
+        if found[made].shape != sites[0].shape(run):
+            raise InterventionError(
+                f"{where}: of a value of shape {list(sites[0].shape(run))} the fragment makes one of shape "
+                f"{list(found[made].shape)}; what comes out takes the place of what went in"
+            )
+    live = readers(proto, [made])
+    inner = tuple(_inner(name, first[name], second[name], sites, name in live) for name in names)
+    return Fit(fragment.sha256, inner, tuple(fragment.weights), proto)
+
+
+def _check_type(where: str, value: onnx.ValueInfoProto, site: Site) -> None:
+    tensor = value.type.tensor_type
+    if not value.type.HasField("tensor_type") or _dtype(tensor.elem_type).kind in "iubSUO":
+        raise InterventionError(f"{where}: {value.name!r} of the fragment must be a tensor of floating-point numbers")
+    if not tensor.HasField("shape"):
+        return
+    dims = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
+    fixed = list(zip(dims, site.dims, strict=False))
+    if len(dims) != len(site.dims) or any(None is not dim != size for dim, size in fixed if isinstance(size, int)):
+        spelled = "[" + ", ".join("?" if dim is None else str(dim) for dim in dims) + "]"
+        wanted = "[" + ", ".join(map(str, site.dims)) + "]"
+        raise InterventionError(f"{where}: {value.name!r} of the fragment is {spelled}, the value there is {wanted}")
+
+
+def _dtype(number: int) -> np.dtype[Any]:
+    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(number))
+
+
+def _converted(where: str, fragment: Fragment, opset: int) -> onnx.ModelProto:
+    if fragment.opset == opset:
+        return fragment.structure
+    try:
+        return onnx.version_converter.convert_version(fragment.structure, opset)
+    except Exception as error:  # the converter's errors share no base class
+        raise InterventionError(
+            f"{where}: the fragment is written in opset {fragment.opset}, which cannot be converted to the model's "
+            f"{opset}: {error}"
+        ) from error
+
+
+def _hooks(proto: onnx.ModelProto) -> list[str]:
+    """The values that become hook points, in execution order."""
+    inputs = [value.name for value in proto.graph.input[:1]]
+    made = [output for node in proto.graph.node for output in node.output]
+    return [name for name in dict.fromkeys([*inputs, *made]) if name.startswith(HOOK)]
+
+
+def _run(
+    where: str, fragment: Fragment, proto: onnx.ModelProto, names: Sequence[str], sites: Sequence[Site], run: int
+) -> dict[str, NDArray[Any]]:
+    """The values of the fragment by itself."""
+    model, random = onnx.ModelProto(), np.random.default_rng(run)
+    model.CopyFrom(proto)
+    feeds: dict[str, NDArray[Any]] = dict(fragment.weights)
+    for value, site in zip(fragment.activations, sites, strict=True):
+        feeds[value.name] = random.normal(size=site.shape(run)).astype(_dtype(value.type.tensor_type.elem_type))
+    made = proto.graph.output[0].name
+    asked = [name for name in names if name not in feeds and name != made]
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in asked)
+    try:
+        opened = onnx_runtime.open_session(model.SerializeToString(), Path(), onnx_runtime.Options(prepack=False))
+        found = onnx_runtime.run(opened, [made, *asked], feeds)
+    except MIError as error:
+        raise InterventionError(f"{where}: the fragment does not run on such values: {error}") from error
+    return {**found, **{name: feeds[name] for name in names if name in feeds}}
+
+
+def _inner(name: str, first: NDArray[Any], second: NDArray[Any], sites: Sequence[Site], live: bool) -> Inner:
+    pairs = [*zip(first.shape, second.shape, strict=False)] if first.ndim == second.ndim else []
+    found = [_axis(name, at, pair, sites[0]) for at, pair in enumerate(pairs)]
+    return Inner(name, tuple(axis for axis, _ in found), tuple(dim for _, dim in found), str(first.dtype), live)
+
+
+def _axis(name: str, at: int, pair: tuple[int, int], site: Site) -> tuple[str, str | int]:
+    """An axis of a value inside, by name and by size."""
+    outer = [*zip(site.axes, site.dims, site.shape(0), site.shape(1), strict=True)]
+    same = [(axis, dim) for axis, dim, *sizes in [*outer[at : at + 1], *outer] if (*sizes,) == pair]
+    if pair[0] == pair[1]:
+        here = [axis for axis, dim in same[:1] if outer[at : at + 1] and axis == outer[at][0]]
+        return (here[0] if here else f"{name}.{at}"), pair[0]
+    return same[0] if same else (f"{name}.{at}", f"{name}.{at}")
+
+
+def inner_names(hook: str, found: Fit | None) -> Iterator[str]:
+    """The names in the graph of the hook points that a fragment at `hook` brings."""
+    yield from (f"{hook}.{inner.name}" for inner in found.inner) if found else ()

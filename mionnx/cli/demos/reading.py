@@ -1,0 +1,72 @@
+"""Worked examples of reading a model, run on one that knows the capitals of countries and who gives what to whom.
+
+Nothing in them is written down beforehand; with a folder, each also writes its page and picture there.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mionnx.analysis.lens.lens import label_of
+from mionnx.bind.logit_selection import Logits
+from mionnx.cli.demos.sweep import keep
+from mionnx.errors import HookError
+from mionnx.graph.hook_points import HookPoint
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.intervention import Intervention
+
+if TYPE_CHECKING:
+    from mionnx.model import MIModel
+
+CAPITAL = "The capital of France is"
+GIFT = "When Mary and John went to the store , John gave a drink to"
+
+
+def lens(model: "MIModel", console: Console, folder: Path | None = None) -> None:
+    """What the stream after each layer predicts at the last position, and how far that is from the answer."""
+    result = model.logit_lens(CAPITAL, k=3, tokens=["Berlin"])
+    answer = result.spell(int(result.answers[-1]))
+    table = Table("after", "likeliest next tokens", escape(f"P({answer!r})"), "rank", "KL from the last (nats)")
+    for i, point in enumerate(result.points):
+        likeliest = ", ".join(f"{result.spell(token)!r} {chance:.3f}" for token, chance in result.best(i, -1))
+        rank, gap = str(result.answer_rank[i, -1]), f"{result.divergence[i, -1]:.3f}"
+        table.add_row(label_of(point), escape(likeliest), f"{result.answer_probability[i, -1]:.4f}", rank, gap)
+    console.print(f"{CAPITAL!r} ... {answer!r} is the likeliest from {result.converged[-1]} on:")
+    console.print(table)
+    keep(result, folder, "lens", console)
+
+
+def attribution(model: "MIModel", console: Console, folder: Path | None = None) -> None:
+    """Which heads raise the answer's logit directly, beside what zeroing each does to it."""
+    tokens = model.tokenize(GIFT)
+    result = model.attribute(tokens)
+    heads, effects = result.heads, ablated(model, GIFT, result.answer)
+    if heads is None:
+        raise HookError(f"{model.hooked.metadata.family}: heads have no shares in the stream to attribute a logit to")
+    table = Table("head", "contribution to the logit", "what the logit loses without the head", "its place of all")
+    places = np.argsort(np.argsort(-np.abs(effects), axis=None)).reshape(effects.shape)
+    for flat in np.argsort(-np.abs(heads), axis=None)[:5]:
+        layer, head = map(int, np.unravel_index(flat, heads.shape))
+        cells = (f"{heads[layer, head]:+.3f}", f"{effects[layer, head]:+.3f}", str(places[layer, head] + 1))
+        table.add_row(f"layer {layer}, head {head}", *cells)
+    console.print(
+        f"{GIFT!r} ... {result.answer!r}: its logit of {result.logit:.3f} is the sum of {len(result.labels)} "
+        f"components (less {abs(result.total - result.logit):.1e}); the heads that contribute most:"
+    )
+    console.print(table)
+    keep(result, folder, "attribution", console)
+
+
+def ablated(model: "MIModel", prompt: str, answer: str) -> np.ndarray:
+    """[layer, head]: what the answer's logit loses when a head is zeroed at the last position."""
+    token, chosen = model.token_id(answer), Logits(positions=-1, tokens=model.token_id(answer))
+    baseline = model.forward(prompt).output()[0, -1, token]
+    effects = np.zeros((model.num_layers, model.num_heads))
+    for layer, head in np.ndindex(*effects.shape):
+        spec = HookSpec().intervene(HookPoint.AttnZ(layer), Intervention.Zero(heads=head, positions=-1))
+        effects[layer, head] = baseline - model.forward(prompt, spec, logits=chosen).output()[0, 0, 0]
+    return effects

@@ -1,0 +1,173 @@
+"""The little language in which the command line writes interventions.
+
+HOOK[=VALUE][@LIMITS]
+
+VALUE   a number                              --scale blocks.1.hook_mlp_out=0.5
+        FILE.safetensors:KEY[*FACTOR]         --add blocks.2.hook_resid_post=dir.safetensors:key*1.5
+        QUERY>KEY, comma separated, * for all --knockout 'blocks.2.attn.hook_scores=-1>0,3>*'
+LIMITS  positions=..., heads=..., rows=...    --zero 'blocks.1.attn.hook_z@heads=3;positions=0,-1'
+        separated by semicolons               --add blocks.2.hook_resid_post=dir.safetensors:key@positions=generated
+
+State interventions of RWKV name no hook point:
+
+--state-knockout 'positions=3;layers=1,2;terms=write,erase'     terms: write (if left out), erase, decay, token_shift
+--state-knockout 'positions=3;terms=invisible'                  all of them
+--state-steering '2.0@positions=0;heads=1;layers=0'
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from mionnx.errors import InterventionError, SpecFileError, nearest
+from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
+from mionnx.spec.intervention import PHASES, Intervention
+from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
+
+LIMITS = ("positions", "heads", "rows")
+_FILE = re.compile(r"(?P<file>.+\.safetensors):(?P<key>.+?)(?:\*(?P<factor>[-+.\deE]+))?")
+
+
+def parse(kind: str, text: str, n_heads: int, seq_len: int) -> tuple[str, Intervention]:
+    """The hook point and the intervention that a command line argument means.
+
+    Args:
+        kind: "add", "scale", "zero", "project_out", "replace" or "knockout".
+        text: HOOK[=VALUE][@LIMITS], see the module's text.
+        n_heads, seq_len: of the model and the prompt; they shape knockout masks.
+
+    Raises:
+        InterventionError: what was not understood.
+        SpecFileError: a file or key that is not there.
+    """
+    body, _, limits = text.partition("@")
+    hook, equals, value = body.partition("=")
+    if bool(equals) == (kind == "zero"):
+        expected = "HOOK[@LIMITS]" if kind == "zero" else "HOOK=VALUE[@LIMITS]"
+        raise InterventionError(f"--{kind} takes {expected}, got {text!r}")
+    chosen = _limits(limits, text)
+    if kind == "zero":
+        return hook, Intervention.Zero(**chosen)
+    if kind == "knockout":
+        return hook, Intervention.Knockout(_mask(value, n_heads, seq_len), **chosen)
+    makers: dict[str, Callable[..., Intervention]] = {
+        "add": Intervention.Add,
+        "scale": Intervention.Scale,
+        "project_out": Intervention.ProjectOut,
+        "replace": Intervention.Replace,
+    }
+    return hook, makers[kind](_value(value), **chosen)
+
+
+def parse_state_knockout(text: str) -> StateKnockoutSpec:
+    """The state knockout that a command line argument means; see the module's text.
+
+    Raises:
+        InterventionError: what was not understood.
+    """
+    parts = _parts(text, text, ("positions", "layers", "terms"))
+    knockout = _target(StateKnockoutSpec(), parts, text)
+    named = parts.get("terms", "write").split(",")
+    return knockout.invisible() if named == ["invisible"] else replace(knockout, terms=named)
+
+
+def parse_state_steering(text: str) -> StateSteeringSpec:
+    """The state steering that a command line argument means; see the module's text.
+
+    Raises:
+        InterventionError: what was not understood.
+    """
+    scale, at, limits = text.partition("@")
+    if not at:
+        raise InterventionError(f"--state-steering takes SCALE@positions=..., got {text!r}")
+    parts = _parts(limits, text, ("positions", "layers", "heads"))
+    try:
+        steering = _target(StateSteeringSpec(float(scale)), parts, text)
+    except ValueError:
+        raise InterventionError(f"state steering: the scale is a number, got {scale!r}") from None
+    return steering.heads(_integers(parts["heads"], text)) if "heads" in parts else steering
+
+
+Target = TypeVar("Target", StateKnockoutSpec, StateSteeringSpec)
+
+
+def _target(spec: Target, parts: dict[str, str], whole: str) -> Target:
+    given = parts.get("positions", "")
+    spec.positions([given] if given in PHASES else _integers(given, whole) if given else [])
+    return spec.layers(_integers(parts["layers"], whole)) if "layers" in parts else spec
+
+
+def _limits(text: str, whole: str) -> dict[str, Any]:
+    return {
+        name: numbers if name == "positions" and numbers in PHASES else _integers(numbers, whole)
+        for name, numbers in _parts(text, whole, LIMITS).items()
+    }
+
+
+def _parts(text: str, whole: str, allowed: tuple[str, ...]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for part in filter(None, text.split(";")):
+        name, _, value = part.partition("=")
+        if name not in allowed:
+            raise InterventionError(f"{whole!r}: no limit {name!r}, only {', '.join(allowed)}{nearest(name, allowed)}")
+        found[name] = value
+    return found
+
+
+def _integers(text: str, whole: str) -> list[int]:
+    return [_integer(number, whole) for number in text.split(",")]
+
+
+def _integer(text: str, whole: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InterventionError(f"{whole!r}: {text!r} is no integer") from None
+
+
+def _value(text: str) -> NDArray[Any]:
+    try:
+        return np.array(float(text))
+    except ValueError:
+        match = _FILE.fullmatch(text)
+    if match is None:
+        raise InterventionError(f"{text!r} is neither a number nor FILE.safetensors:KEY[*FACTOR]")
+    tensor = load_tensor(Path(match["file"]), match["key"])
+    return tensor * float(match["factor"]) if match["factor"] else tensor
+
+
+def load_tensor(path: Path, key: str) -> NDArray[Any]:
+    """One tensor of a safetensors file.
+
+    Raises:
+        SpecFileError: no such file, or no such tensor in it.
+    """
+    try:
+        with safe_open(path, framework="np") as file:
+            names = list(file.keys())
+            if key in names:
+                return file.get_tensor(key)
+    except (OSError, SafetensorError) as error:
+        raise SpecFileError(f"cannot read {path}: {error}") from error
+    raise SpecFileError(f"{path} has no tensor {key!r}, only {', '.join(names)}{nearest(key, names)}")
+
+
+def _mask(text: str, n_heads: int, seq_len: int) -> NDArray[Any]:
+    spec = KnockoutSpec()
+    for edge in text.split(","):
+        query, arrow, key = edge.partition(">")
+        if not arrow or query == key == "*":
+            raise InterventionError(f"{edge!r} is no edge: write QUERY>KEY, with * for all of one side")
+        if query == "*":
+            spec.to_position(_integer(key, text))
+        elif key == "*":
+            spec.from_position(_integer(query, text))
+        else:
+            spec.edge(_integer(query, text), _integer(key, text))
+    return create_knockout_mask(spec, n_heads, seq_len)

@@ -1,0 +1,1 @@
+"""Compiled folders: a spec baked into a plain ONNX model."""

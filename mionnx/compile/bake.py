@@ -1,0 +1,196 @@
+"""Rewrite: the inputs of interventions become part of the graph, so that the file stands alone.
+
+1. A value becomes a constant, and so do the weights of a fragment. A value that differs from token to token cannot: a
+   graph serves texts of any length.
+2. Positions are worked out in the graph. A call in which the token at position 0 stands is the prompt's: negative
+   positions count from its end, "prompt" means its tokens, and "generated" those of every later call.
+3. A knockout mask holds for the columns it was made for; beyond them nothing is knocked out.
+4. State interventions of a recurrent model take the place of the gates' defaults; see `mionnx.compile.bake_gates`.
+5. A knob stays an input, with a default: it multiplies what is added or removed, or is the factor itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+from numpy.typing import NDArray
+
+from mionnx.bind.selection import Place
+from mionnx.compile.bake_gates import bake_gates
+from mionnx.compile.token_facts import Calls, replace_input
+from mionnx.errors import InterventionError
+from mionnx.graph.builder import Builder
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.metadata import Metadata
+from mionnx.inputs.token_batch import Call
+from mionnx.rewrite.plan import Edit, Plan, Report
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.intervention import Intervention
+
+KNOBS = {"add": 1.0, "project_out": 1.0, "scale": None}  # kind -> the knob's default; None: the factor itself
+
+
+def bake(
+    graph: gs.Graph,
+    plan: Plan,
+    spec: HookSpec,
+    shapes: Mapping[str, Sequence[str | int]],
+    metadata: Metadata,
+    knobs: Mapping[str, Sequence[int]],
+    report: Report,
+) -> None:
+    """Turn the inputs that a plan added into constants and nodes.
+
+    Args:
+        graph: a graph that the plan was carried out on.
+        plan, spec: the structure, and the values.
+        shapes: of each hook point that is intervened at: its axes, numbers where they are fixed.
+        metadata: of the hooked model.
+        knobs: name of an input -> which of the spec's interventions it is for.
+        report: what is done is noted here.
+
+    Raises:
+        InterventionError: what only a single call can have: batch rows, values for several tokens.
+    """
+    turned = {
+        at: _knob(graph, name, [spec.interventions[n] for n in where], report)
+        for name, where in knobs.items()
+        for at in where
+    }
+    calls = Calls(graph, report)
+    for n, (edit, (_, intervention)) in enumerate(zip(plan.edits, spec.interventions, strict=True)):
+        _edit(graph, edit, intervention, shapes[edit.hook], calls, turned.get(n), report)
+    bake_gates(graph, spec, metadata, calls, report)
+    graph.toposort()
+
+
+def _knob(graph: gs.Graph, name: str, where: Sequence[tuple[HookPoint, Intervention]], report: Report) -> gs.Constant:
+    """A knob's default, as a constant that becomes an input when the graph is written."""
+    defaults = set()
+    for point, intervention in where:
+        value = np.asarray(intervention.value)
+        if intervention.kind not in KNOBS or (intervention.kind == "scale" and value.size != 1):
+            raise InterventionError(
+                f"knob {name!r}: {intervention.kind} at {point} has no strength; kinds that do: add, project_out, and "
+                "scale by one factor"
+            )
+        fixed = KNOBS[intervention.kind]
+        defaults.add(float(value.item()) if fixed is None else fixed)
+    if len(defaults) != 1:
+        raise InterventionError(f"knob {name!r} has several defaults, {sorted(defaults)}: give each a knob of its own")
+    report.inputs.append(name)
+    return gs.Constant(name, np.array(defaults.pop(), np.float32))
+
+
+def _edit(
+    graph: gs.Graph,
+    edit: Edit,
+    intervention: Intervention,
+    shape: Sequence[str | int],
+    calls: Calls,
+    knob: gs.Constant | None,
+    report: Report,
+) -> None:
+    if intervention.rows is not None or _by_row(intervention.positions):
+        raise InterventionError(
+            f"{edit.kind} at {edit.hook}: batch rows are a matter of one call; a compiled graph serves any batch"
+        )
+    tensors = graph.tensors()
+    place = _place(edit, intervention, shape)
+    if edit.masked:
+        _become(graph, tensors[edit.mask_input], place.mask())
+    given: Any = intervention.positions
+    if given is not None:
+        chosen = calls.chosen(f"{edit.prefix}.chosen", [given] if isinstance(given, str) else given)
+        replace_input(graph, tensors[edit.positions_input], chosen)
+    if intervention.fragment is not None:
+        for name, array in intervention.fragment.weights.items():
+            _become(graph, tensors[edit.weight_input(name)], array)
+    if intervention.value is None:
+        return
+    value, dtype = tensors[edit.value_input], tensors[edit.value_input].dtype
+    if edit.kind == "knockout":
+        replace_input(graph, value, _mask(graph, edit, intervention.value, report))
+        return
+    array = _fixed(place, intervention, dtype)
+    if knob is None:
+        _become(graph, value, array)
+        return
+    build = Builder(graph, edit.hook, f"{edit.prefix}.knob", report)
+    strength = knob if np.dtype(dtype) == np.float32 else build.node("Cast", [knob], "cast", dtype, to=_number(dtype))
+    if edit.kind == "scale":
+        replace_input(graph, value, strength)
+        return
+    constant = gs.Constant(f"{value.name}.full", array)
+    turned = build.node("Mul", [constant, strength], "turned", dtype)
+    if edit.kind == "project_out":  # x - strength (x D^T) D: the directions enter twice, the strength once
+        along = next(node for node in graph.nodes if node.name == f"{edit.prefix}.along:MatMul")
+        along.inputs[1] = turned
+        _become(graph, value, array)
+        return
+    replace_input(graph, value, turned)
+
+
+def _by_row(positions: Any) -> bool:
+    return positions is not None and not isinstance(positions, str) and isinstance(positions[0], tuple)
+
+
+def _place(edit: Edit, intervention: Intervention, shape: Sequence[str | int]) -> Place:
+    """The intervention on one token of one row: what is left of its shape when the call is not known."""
+    one = np.ones((1, 1), np.int64)
+    call = Call(one, one, one - 1, horizon=np.array([1]))
+    sizes = tuple(dim if isinstance(dim, int) else 1 for dim in shape)
+    return Place(replace(edit, at_positions=False), replace(intervention, positions=None, rows=None), sizes, call)
+
+
+def _fixed(place: Place, intervention: Intervention, dtype: Any) -> NDArray[Any]:
+    """The value as a constant of any call.
+
+    Raises:
+        InterventionError: it has several entries along an axis that is another in every call.
+    """
+    try:
+        return place.value(np.asarray(intervention.value), dtype)
+    except InterventionError as error:
+        raise InterventionError(
+            f"{error}; a compiled graph serves texts of any length, so a value has one entry for all tokens: give each "
+            "position an intervention of its own"
+        ) from None
+
+
+def _mask(graph: gs.Graph, edit: Edit, given: NDArray[Any], report: Report) -> gs.Tensor:
+    """A knockout mask in place: rows and columns of the whole text, those beyond it zero."""
+    build = Builder(graph, edit.hook, f"{edit.prefix}.mask", report)
+    dtype = graph.tensors()[edit.value_input].dtype
+    full = given.astype(dtype).reshape((1,) * (len(edit.axes) - given.ndim) + given.shape)
+    full = np.pad(full, [(0, 0)] * (full.ndim - 2) + [(0, int(size > 1)) for size in full.shape[-2:]])
+    mask: gs.Tensor = build.constant("whole", full, dtype)
+    tensors = graph.tensors()
+    total = build.node("Shape", [tensors["attention_mask"]], "total", np.int64, start=1, end=2)
+    seq = build.node("Shape", [tensors["input_ids"]], "seq", np.int64, start=1, end=2)
+    nought, one = build.constant("nought", 0, np.int64), build.constant("one", 1, np.int64)
+    keys = build.node("Range", [nought, build.node("Squeeze", [total], "keys"), one], "columns", np.int64)
+    first = build.node("Squeeze", [build.node("Sub", [total, seq], "first")], "past")
+    end = build.node("Squeeze", [total], "end")
+    queries = build.node("Range", [first, end, one], "rows", np.int64)
+    for axis, index, step in ((-2, queries, "queries"), (-1, keys, "keys_in")):
+        size = full.shape[axis]
+        if size > 1:
+            last = build.constant(f"{step}.last", size - 1, np.int64)
+            inside = build.node("Min", [index, last], step, np.int64)
+            mask = build.node("Gather", [mask, inside], f"{step}.gathered", dtype, axis=full.ndim + axis)
+    return mask
+
+
+def _become(graph: gs.Graph, variable: gs.Variable, array: NDArray[Any]) -> None:
+    """Let an input be a constant."""
+    graph.inputs = [entry for entry in graph.inputs if entry is not variable]
+    variable.to_constant(np.ascontiguousarray(array))
+
+
+def _number(dtype: Any) -> int:
+    import onnx
+
+    return int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))

@@ -1,0 +1,133 @@
+"""What stands beside a compiled graph: the card for people, and the configuration for Triton Inference Server."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx
+
+from mionnx.graph.metadata import Metadata
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.intervention import Intervention
+
+Typed = Sequence[tuple[onnx.ValueInfoProto, tuple[str, list[Any]]]]
+
+
+def card(
+    facts: Mapping[str, Any],
+    spec: HookSpec,
+    metadata: Metadata,
+    inputs: Typed,
+    optional: Typed,
+    outputs: Typed,
+    target: str,
+) -> str:
+    """The text of the card.
+
+    Args:
+        facts: what the graph's own metadata say.
+        spec: that was compiled.
+        metadata: of the model it was compiled from.
+        inputs, optional, outputs: of the graph.
+        target: what it was compiled for.
+    """
+    done = [f"| {edit.kind} | `{point}` | {_value(edit)} | {_limits(edit)} |" for point, edit in spec.interventions]
+    for state in (*spec.state_steerings, *spec.state_knockouts):
+        done.append(f"| {state.title} | the recurrent state | {', '.join(state.terms)} | {_targets(state)} |")
+    title = "changed" if done else "instrumented"
+    text = f"""---
+tags: [onnx, mionnx, intervention]
+---
+
+# A {title} {metadata.family} model
+
+**This is not the original model.** It is a compiled intervention graph, made by mionnx {facts["mionnx"]} from a
+{metadata.family} model of {metadata.sizes.num_layers} layers, {metadata.sizes.hidden_size} wide. It was changed so:
+
+| intervention | where | value | limits |
+|---|---|---|---|
+{chr(10).join(done) or "| none | | | |"}
+
+`spec.safetensors` is the spec, as mionnx reads it. Negative positions count from the end of the prompt, which
+is the call that token 0 stands in; "generated" means every later call.
+
+- weights, sha256: `{facts["weights_sha256"]}`
+- original graph, sha256: `{facts["graph_sha256"]}`
+- spec, sha256: `{facts["spec_sha256"]}`
+- target: {target}{_bound(target)}
+
+## Running it
+
+```python
+import onnxruntime
+
+session = onnxruntime.InferenceSession("model.onnx")
+```
+
+| input | dtype | shape |
+|---|---|---|
+{_rows(inputs)}
+
+| output | dtype | shape |
+|---|---|---|
+{_rows(outputs)}
+"""
+    if facts["knobs"]:
+        text += "\nKnobs, which may be left out:\n\n"
+        text += "".join(f"- `{name}`: the strength at {', '.join(hooks)}\n" for name, hooks in facts["knobs"].items())
+    gates = [value.name for value, _ in optional if value.name not in facts["knobs"]]
+    if gates:
+        text += f"\nGates of the recurrence, which may be left out: {', '.join(f'`{name}`' for name in gates)}\n"
+    return text
+
+
+def _rows(values: Typed) -> str:
+    return "\n".join(f"| `{value.name}` | {dtype.lower()} | [{_list(shape)}] |" for value, (dtype, shape) in values)
+
+
+def _value(edit: Intervention) -> str:
+    if edit.fragment is not None:
+        return f"an ONNX fragment of {len(edit.fragment.structure.graph.node)} nodes"
+    if edit.value is None:
+        return ""
+    return f"{edit.value.item():g}" if edit.value.size == 1 else f"{edit.value.dtype} {list(edit.value.shape)}"
+
+
+def _limits(edit: Intervention) -> str:
+    given = {"positions": edit.positions, "heads": edit.heads}
+    return "; ".join(f"{name} {_list(value)}" for name, value in given.items() if value is not None)
+
+
+def _list(value: Any) -> str:
+    return value if isinstance(value, str) else ", ".join(map(str, value))
+
+
+def _targets(state: Any) -> str:
+    layers = "every layer" if state.layers_ is None else f"layers {_list(state.layers_)}"
+    return f"positions {_list(state.positions_)}; {layers}"
+
+
+def _bound(target: str) -> str:
+    if not target.startswith("ort-"):
+        return ""
+    return ", for the version of ONNX Runtime that it was made with; it holds operators of that runtime"
+
+
+def triton_config(name: str, inputs: Typed, optional: Typed, outputs: Typed) -> str:
+    """`config.pbtxt` for Triton's ONNX Runtime backend; batches are one of the model's own axes."""
+    entries = [_entry("input", value, typed) for value, typed in inputs]
+    entries += [_entry("input", value, typed, "optional: true") for value, typed in optional]
+    entries += [_entry("output", value, typed) for value, typed in outputs]
+    return "\n".join([f'name: "{name}"', 'backend: "onnxruntime"', "max_batch_size: 0", *entries]) + "\n"
+
+
+TRITON = {"FLOAT": "FP32", "FLOAT16": "FP16", "BFLOAT16": "BF16", "DOUBLE": "FP64", "BOOL": "BOOL"}
+
+
+def _entry(kind: str, value: onnx.ValueInfoProto, typed: tuple[str, list[Any]], more: str = "") -> str:
+    dtype, shape = typed
+    dims = ", ".join(str(dim) if isinstance(dim, int) else "-1" for dim in shape) or "1"
+    reshape = "" if shape else " reshape { shape: [ ] }"  # Triton has no scalars of its own
+    return (
+        f'{kind} [ {{ name: "{value.name}" data_type: TYPE_{TRITON.get(dtype, dtype)} dims: [ {dims} ]{reshape} '
+        f"{more} }} ]"
+    )

@@ -1,0 +1,290 @@
+"""Compiled intervention graphs: a folder with one plain ONNX model in which a spec's interventions are baked in.
+
+Whatever runs ONNX runs it; mionnx is not needed. The folder:
+
+model.onnx          the graph; `metadata_props["mionnx.compiled"]` is JSON: what it is, from which model and spec
+model.onnx.data,    the weights, if they are not embedded; of the target "generic" they are the files of the hooked
+*.safetensors, ...  model: copies (`weights="alongside"`) or hard links (`"referenced"`)
+spec.safetensors    the spec, as `HookSpec.save` writes it
+README.md           the card: that this is not the original model, and what was done to it
+config.json, ...    config and tokenizer of the model
+
+The layout "triton" is a model repository: `{name}/config.pbtxt`, `{name}/1/` with the model, `{name}/` with the rest.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from mionnx.bind import plan as bind
+from mionnx.bind.hook_index import points_of
+from mionnx.compile.bake import KNOBS, bake
+from mionnx.compile.model_card import card, triton_config
+from mionnx.engine import onnx_runtime
+from mionnx.errors import InputError, InterventionError, ModelError, nearest
+from mionnx.graph import onnx_file
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
+from mionnx.machine.progress import Progress, silent
+from mionnx.rewrite.apply_plan import rewritten
+from mionnx.rewrite.plan import Outputs, Plan
+from mionnx.rewrite.prune import prune
+from mionnx.spec import spec_file
+from mionnx.spec.hook_spec import HookSpec
+
+COMPILED = "mionnx.compiled"
+SPEC = "spec.safetensors"
+CARD = "README.md"
+DATA = "model.onnx.data"
+WEIGHTS = ("embedded", "alongside", "referenced")
+TARGETS = {"generic": None, "ort-cpu": "cpu", "ort-cuda": "cuda", "web": None}
+LAYOUTS = ("plain", "optimum", "triton")
+LIMIT = 2**31 - 2**24  # a protobuf file holds 2 GiB; some is left for the graph
+Knobs = Mapping[str, str | HookPoint | Sequence[str | HookPoint] | None]
+
+
+@dataclass(frozen=True)
+class Packaging:
+    """How a compiled graph is handed over.
+
+    Attributes:
+        weights: "embedded" in model.onnx (up to 2 GiB), "alongside" as files of its own, or "referenced": hard links
+            to the hooked model's files, on the same disk.
+        target: "generic" (standard operators only), "ort-cpu" or "ort-cuda" (optimised for this version of ONNX
+            Runtime, with its own operators), or "web" (one file, for onnxruntime-web).
+        layout: "plain", "optimum" (what `ORTModelForCausalLM.from_pretrained` loads) or "triton" (a repository).
+    """
+
+    weights: str | None = None
+    target: str = "generic"
+    layout: str = "plain"
+
+    def __post_init__(self) -> None:
+        weights = ("weights", self.weights or "alongside", WEIGHTS)
+        for what, given, choices in (weights, ("target", self.target, TARGETS), ("layout", self.layout, LAYOUTS)):
+            if given not in choices:
+                raise InputError(f"{what} {given!r}; one of {', '.join(choices)}{nearest(str(given), choices)}")
+        if self.target.startswith("ort-") and self.weights == "referenced":
+            raise InputError(
+                f"target {self.target} writes weights anew: they cannot be references to the model's files"
+            )
+
+    @property
+    def placed(self) -> str:
+        """Where the weights go."""
+        return self.weights or ("embedded" if self.target == "web" else "alongside")
+
+
+def compile_spec(
+    model: HookedModel,
+    spec: HookSpec,
+    folder: str | Path,
+    *,
+    knobs: Knobs | None = None,
+    captures: bool = True,
+    last_logits: bool = False,
+    packaging: Packaging | None = None,
+    progress: Progress = silent,
+) -> Path:
+    """See `MIModel.compile`."""
+    packaging, target = packaging or Packaging(), Path(folder)
+    if target.exists():
+        raise ModelError(f"{target} exists already")
+    plan = bind.plan_of(spec if captures else _without_captures(spec), model, Outputs(last=last_logits))
+    proto = _compiled(model, plan, spec, _indices(spec, knobs or {}))
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        at = partial / target.name / "1" if packaging.layout == "triton" else partial
+        at.mkdir(parents=True)
+        _write_model(model, proto, at, packaging, progress)
+        _write_rest(model, spec, proto, at.parent if packaging.layout == "triton" else at, packaging, target.name)
+        partial.rename(target)
+    except OSError as error:
+        raise ModelError(f"cannot write {target}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _without_captures(spec: HookSpec) -> HookSpec:
+    bare = HookSpec().extend(spec)
+    bare.captures.clear()
+    return bare
+
+
+def _indices(spec: HookSpec, knobs: Knobs) -> dict[str, list[int]]:
+    """Knob -> the interventions it turns.
+
+    Raises:
+        InterventionError: none at that hook point, or one that has two knobs.
+    """
+    found: dict[str, list[int]] = {}
+    for name, where in knobs.items():
+        hooks = [where] if isinstance(where, str | HookPoint) else where
+        places = [(n, point, edit) for n, (point, edit) in enumerate(spec.interventions)]
+        if hooks is None:
+            found[name] = [n for n, _, edit in places if edit.kind in KNOBS]
+            missing = [] if found[name] else ["*"]
+        else:
+            names = [str(hook) for hook in hooks]
+            found[name] = [n for n, point, _ in places if str(point) in names]
+            missing = [hook for hook in names if hook not in {str(point) for _, point, _ in places}]
+        if missing:
+            there = ", ".join(f"{edit.kind} at {point}" for _, point, edit in places) or "none"
+            raise InterventionError(f"knob {name!r}: nothing that it could turn at {missing[0]}; there are: {there}")
+    turned = [n for where in found.values() for n in where]
+    if len({*turned}) != len(turned):
+        raise InterventionError(f"knobs {', '.join(knobs)}: an intervention can have one knob only")
+    return found
+
+
+def _compiled(model: HookedModel, plan: Plan, spec: HookSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
+    """The graph, its weights still in the hooked model's files."""
+    edited, report = rewritten(model.proto, plan, model.metadata)
+    taken = {*edited.tensors()} & {*knobs}
+    if taken:
+        raise InterventionError(f"the graph has a value called {taken.pop()!r} already: give the knob another name")
+    points = points_of(spec, model)
+    shapes = {edit.hook: points.dims(HookPoint.parse(edit.hook)) for edit in plan.edits}
+    _refuse_large_fragments(spec)
+    bake(edited, plan, spec, shapes, model.metadata, knobs, report)
+    prune(edited, report)
+    proto = onnx_file.to_proto(edited, model.proto, dict.fromkeys(knobs, ()))
+    facts = {
+        "what": "a compiled intervention graph: not the original model",
+        "family": model.metadata.family,
+        "mionnx": version("mionnx"),
+        "graph_sha256": hashlib.sha256(model.proto.SerializeToString(deterministic=True)).hexdigest(),
+        "weights_sha256": model.metadata.weights_sha256,
+        "spec_sha256": hashlib.sha256(spec_file.serialise(_nameable(spec, plan))).hexdigest(),
+        "interventions": [f"{edit.kind} at {edit.hook}" for edit in plan.edits]
+        + [state.title for state in (*spec.state_steerings, *spec.state_knockouts)],
+        "captures": [want.output for want in plan.wants],
+        "knobs": {name: [plan.edits[n].hook for n in where] for name, where in knobs.items()},
+    }
+    proto.metadata_props.add(key=COMPILED, value=json.dumps(facts))
+    return proto
+
+
+def _refuse_large_fragments(spec: HookSpec) -> None:
+    """What is baked in lies in model.onnx itself, whatever becomes of the model's own weights."""
+    size = sum(edit.fragment.size for _, edit in spec.interventions if edit.fragment is not None)
+    if size > LIMIT:
+        raise InputError(
+            f"the splices' weights are {size / 2**30:.1f} GiB, and model.onnx, which they go into, holds 2"
+        )
+
+
+def _nameable(spec: HookSpec, plan: Plan) -> HookSpec:
+    """The spec with every capture by its name, so that a file can hold it."""
+    named = _without_captures(spec)
+    for want in plan.wants:
+        named.capture(want.hook, before=want.before)
+    return named
+
+
+def _write_model(
+    model: HookedModel, proto: onnx.ModelProto, at: Path, packaging: Packaging, progress: Progress
+) -> None:
+    provider = TARGETS[packaging.target]
+    if provider is not None:
+        _check_size(proto, packaging)
+        onnx_runtime.optimise(proto.SerializeToString(), model.folder, at / GRAPH, DATA, onnx_runtime.Options(provider))
+        written = onnx.load(at / GRAPH, load_external_data=False)
+        del written.metadata_props[:]
+        written.metadata_props.extend(proto.metadata_props)
+        if packaging.placed == "embedded":
+            embed(written, at)
+            (at / DATA).unlink(missing_ok=True)
+        (at / GRAPH).write_bytes(written.SerializeToString())
+        return
+    if packaging.placed == "embedded":
+        _check_size(proto, packaging)
+        embed(proto, model.folder)
+    else:
+        for done, name in enumerate(files := onnx_file.locations(proto)):
+            progress(f"writing {name}", done, len(files))
+            (at / name).parent.mkdir(parents=True, exist_ok=True)
+            _place((model.folder / name).resolve(), at / name, packaging.placed)
+    (at / GRAPH).write_bytes(proto.SerializeToString())
+
+
+def embed(proto: onnx.ModelProto, folder: Path) -> None:
+    """Put weights into the graph itself. onnx's own function refuses files that have several hard links."""
+    for tensor in proto.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            entry = {item.key: item.value for item in tensor.external_data}
+            with (folder / entry["location"]).open("rb") as file:
+                file.seek(int(entry.get("offset", 0)))
+                tensor.raw_data = file.read(int(entry["length"]))
+            del tensor.external_data[:]
+            tensor.data_location = onnx.TensorProto.DEFAULT
+
+
+def _check_size(proto: onnx.ModelProto, packaging: Packaging) -> None:
+    size = sum(onnx_file.locations(proto).values())
+    if packaging.placed == "embedded" and size > LIMIT:
+        raise InputError(
+            f"the weights are {size / 2**30:.1f} GiB, and a file with its weights embedded holds 2: use "
+            "weights='alongside'"
+        )
+
+
+def _place(source: Path, target: Path, how: str) -> None:
+    if how == "alongside":
+        shutil.copyfile(source, target)
+        return
+    try:
+        os.link(source, target)
+    except OSError as error:
+        raise InputError(
+            f"{source} cannot be linked to from {target.parent} ({error.strerror}): use weights='alongside'"
+        ) from error
+
+
+def _write_rest(
+    model: HookedModel, spec: HookSpec, proto: onnx.ModelProto, at: Path, packaging: Packaging, name: str
+) -> None:
+    facts = json.loads(next(entry.value for entry in proto.metadata_props if entry.key == COMPILED))
+    named = _without_captures(spec)
+    for hook in facts["captures"]:
+        named.capture(hook.removesuffix(".before"), before=hook.endswith(".before"))
+    named.save(str(at / SPEC))
+    for pattern in KEPT:
+        for file in model.folder.glob(pattern):
+            shutil.copyfile(file, at / file.name)
+    if packaging.layout == "optimum" and not (at / "config.json").is_file():
+        raise ModelError(f"{model.folder} has no config.json, and optimum loads no model without one")
+    interface = [(value, _type(value)) for value in proto.graph.input if value.name not in _initializers(proto)]
+    optional = [(value, _type(value)) for value in proto.graph.input if value.name in _initializers(proto)]
+    outputs = [(value, _type(value)) for value in proto.graph.output]
+    (at / CARD).write_text(card(facts, spec, model.metadata, interface, optional, outputs, packaging.target))
+    if packaging.layout == "triton":
+        (at / "config.pbtxt").write_text(triton_config(_triton_name(name), interface, optional, outputs))
+
+
+def _initializers(proto: onnx.ModelProto) -> set[str]:
+    return {tensor.name for tensor in proto.graph.initializer}
+
+
+def _type(value: onnx.ValueInfoProto) -> tuple[str, list[Any]]:
+    """The dtype's ONNX name and the shape, numbers and names."""
+    tensor = value.type.tensor_type
+    dims = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in tensor.shape.dim]
+    return onnx.TensorProto.DataType.Name(tensor.elem_type), dims
+
+
+def _triton_name(name: str) -> str:
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise InputError(f"{name!r} is no name for a Triton model: letters, digits, '.', '-' and '_' only")
+    return name

@@ -1,0 +1,1 @@
+"""Engines that run ONNX graphs, behind one interface."""

@@ -1,0 +1,227 @@
+"""Values on the device that computes them: put there, kept there, fetched when they are asked for, and replayed.
+
+On the CPU a result is an array. On any other device it is `Held`: it stays there, is fed again uncopied, and becomes an
+array when somebody looks at it. bfloat16, which ONNX Runtime does not translate from and to numpy, is translated here.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+from numpy.typing import DTypeLike, NDArray
+
+from mionnx.engine.ort import onnxruntime
+from mionnx.errors import ModelError
+
+BFLOAT16 = onnx.TensorProto.BFLOAT16
+DEVICES = {"CUDAExecutionProvider": "cuda", "TensorrtExecutionProvider": "cuda"}  # others: on the CPU
+GRAPH_ID, NO_GRAPH = "gpu_graph_id", "-1"  # of a run: which CUDA graph it is, or that it is none
+Place = tuple[str, int]  # kind of device, and which of them
+CPU: Place = ("cpu", 0)
+
+
+class Held:
+    """A value where its provider computed it. `np.asarray` fetches it, once.
+
+    Attributes:
+        value: ONNX Runtime's.
+        place: where it is.
+    """
+
+    def __init__(self, value: "onnxruntime.OrtValue", place: Place = CPU) -> None:
+        self.value, self.place = value, place
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of an array."""
+        return tuple(self.value.shape())
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """As of an array."""
+        return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(self.value.element_type()))
+
+    @property
+    def nbytes(self) -> int:
+        """As of an array."""
+        return int(self.value.tensor_size_in_bytes())
+
+    @cached_property
+    def array(self) -> NDArray[Any]:
+        """The value on the CPU."""
+        return fetch(self.value, self.place)
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.array(self.array, dtype, copy=copy)
+
+
+Value = NDArray[Any] | Held
+
+
+def place_of(provider: str, device_id: int) -> Place:
+    """Where a provider computes."""
+    return (DEVICES[provider], device_id) if provider in DEVICES else CPU
+
+
+def put(value: Any, place: Place) -> "onnxruntime.OrtValue":
+    """An array, or a value that is there already, as ONNX Runtime's own. On the CPU it shares the array's memory."""
+    if isinstance(value, Held | onnxruntime.OrtValue):
+        return value.value if isinstance(value, Held) else value
+    array = np.asarray(value, order="C")
+    if array.dtype != ml_dtypes.bfloat16:
+        return onnxruntime.OrtValue.ortvalue_from_numpy(array, *place)
+    here = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), BFLOAT16)
+    return here if place == CPU else copied(here, place, empty(array.shape, BFLOAT16, place))
+
+
+def fetch(value: "onnxruntime.OrtValue", place: Place = CPU) -> NDArray[Any]:
+    """A value of ONNX Runtime's as an array."""
+    if value.element_type() != BFLOAT16:
+        return np.asarray(value.numpy())
+    here = value if place == CPU else copied(value, place)
+    found = np.empty(tuple(value.shape()), np.uint16)
+    ctypes.memmove(found.ctypes.data, here.data_ptr(), found.nbytes)
+    return found.view(ml_dtypes.bfloat16)
+
+
+def empty(shape: Sequence[int], element_type: int, place: Place) -> "onnxruntime.OrtValue":
+    """Room for a value.
+
+    Args:
+        shape: of the value.
+        element_type: as ONNX numbers it.
+        place: where.
+    """
+    return onnxruntime.OrtValue.ortvalue_from_shape_and_type(list(shape), element_type, *place)
+
+
+def copied(
+    value: "onnxruntime.OrtValue", place: Place, target: "onnxruntime.OrtValue | None" = None
+) -> "onnxruntime.OrtValue":
+    """A bfloat16 value copied by a graph that does nothing else: ONNX Runtime has no other way for it in Python.
+
+    Args:
+        value: on the CPU or at `place`.
+        place: where the graph runs.
+        target: what it is copied into; new memory on the CPU if it is left out.
+    """
+    binding = _copier(place).io_binding()
+    binding.bind_ortvalue_input("from", value)
+    if target is None:
+        binding.bind_output("to", *CPU)
+    else:
+        binding.bind_ortvalue_output("to", target)
+    _copier(place).run_with_iobinding(binding)
+    return binding.get_outputs()[0]
+
+
+@cache
+def _copier(place: Place) -> "onnxruntime.InferenceSession":
+    ends = [onnx.helper.make_tensor_value_info(name, BFLOAT16, None) for name in ("from", "to")]
+    body = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["from"], ["to"])], "copy", ends[:1], ends[1:])
+    model = onnx.helper.make_model(body, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
+    provider: Any = "CPUExecutionProvider" if place == CPU else ("CUDAExecutionProvider", {"device_id": str(place[1])})
+    return onnxruntime.InferenceSession(model.SerializeToString(), providers=[provider])
+
+
+def run_at(
+    session: "onnxruntime.InferenceSession", outputs: Sequence[str], feeds: Mapping[str, Any], place: Place
+) -> dict[str, Held]:
+    """Run a session whose results stay where they are computed.
+
+    Args:
+        session: on whichever provider.
+        outputs: names.
+        feeds: arrays or held values, of those inputs that the graph reads.
+        place: where the results are to be.
+
+    Raises:
+        ModelError: ONNX Runtime failed while running.
+    """
+    try:
+        binding = session.io_binding()
+        for name, value in feeds.items():
+            binding.bind_ortvalue_input(name, put(value, place))
+        for name in outputs:
+            binding.bind_output(name, *place)
+        session.run_with_iobinding(binding, run_options())
+        found = [Held(value, place) for value in binding.get_outputs()]
+        return dict(zip(outputs, found, strict=True))
+    except Exception as error:  # ONNX Runtime's errors share no base class
+        raise ModelError(f"ONNX Runtime failed while running the model: {error}") from error
+
+
+@cache
+def run_options(graph: str = NO_GRAPH) -> "onnxruntime.RunOptions":
+    """Of a run: which CUDA graph it is, or that it is none, where a session makes graphs at all."""
+    options = onnxruntime.RunOptions()
+    options.add_run_config_entry(GRAPH_ID, graph)
+    return options
+
+
+class Replays:
+    """Calls of one session by their shapes: each shape has buffers of its own, and is one CUDA graph.
+
+    A CUDA graph reads and writes the same addresses every time: inputs are written into the buffers of the first call
+    of that shape, and results are copied out of them. On other providers the same is an ordinary run.
+    """
+
+    LIMIT = 8  # shapes; beyond, the buffers of the one used longest ago are given up
+
+    def __init__(self, session: "onnxruntime.InferenceSession", place: Place) -> None:
+        self.session, self.place = session, place
+        self._calls: dict[Any, _Replay] = {}
+        self._number = 0
+
+    def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+        """As `run_at`, with arrays as results."""
+        arrays = {name: np.asarray(value) for name, value in feeds.items()}
+        key = (tuple(outputs), *sorted((name, array.shape, array.dtype.str) for name, array in arrays.items()))
+        call = self._calls.pop(key, None)
+        try:
+            if call is None:
+                self._number += 1
+                call = _Replay(self.session, outputs, arrays, self.place, self._number)
+            self._calls[key] = call  # last in the order of the dictionary: the one used most recently
+            while len(self._calls) > self.LIMIT:
+                del self._calls[next(iter(self._calls))]
+            return call.run(arrays)
+        except ModelError:
+            raise
+        except Exception as error:  # ONNX Runtime's errors share no base class
+            raise ModelError(f"ONNX Runtime failed while replaying a CUDA graph: {error}") from error
+
+
+class _Replay:
+    """The calls of one shape."""
+
+    def __init__(
+        self,
+        session: "onnxruntime.InferenceSession",
+        outputs: Sequence[str],
+        arrays: Mapping[str, NDArray[Any]],
+        place: Place,
+        number: int,
+    ) -> None:
+        self.session, self.place, self.options = session, place, run_options(str(number))
+        self.inputs = {name: put(array.copy(), place) for name, array in arrays.items()}
+        first = run_at(session, outputs, self.inputs, place)
+        self.outputs = {name: empty(held.shape, held.value.element_type(), place) for name, held in first.items()}
+        self.binding = session.io_binding()
+        for name, value in self.inputs.items():
+            self.binding.bind_ortvalue_input(name, value)
+        for name, value in self.outputs.items():
+            self.binding.bind_ortvalue_output(name, value)
+
+    def run(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        for name, array in arrays.items():
+            if array.dtype == ml_dtypes.bfloat16:
+                copied(put(array, CPU), self.place, self.inputs[name])
+            else:
+                self.inputs[name].update_inplace(np.asarray(array, order="C"))
+        self.session.run_with_iobinding(self.binding, self.options)
+        return {name: fetch(value, self.place).copy() for name, value in self.outputs.items()}

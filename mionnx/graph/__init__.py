@@ -1,0 +1,1 @@
+"""ONNX graphs without weights: hook points, metadata, checks, dataflow, and the builder of nodes."""

@@ -1,0 +1,210 @@
+"""Fragments: small ONNX models that `Intervention.Splice` puts into a graph at a hook point.
+
+1. A fragment's first input is the value at the hook point, and its one output takes that value's place: of the same
+   shape, whatever the batch and the text. A second input, if there is one, is the value that `Splice(reads=)` names.
+2. Its weights (initializers of floating-point numbers, more than one) become inputs of the graph it is spliced into:
+   fragments that differ in weights only share one graph and one session. Everything else is part of its structure,
+   whose hash is part of the graph's key.
+3. Values whose names begin with `hook_` become hook points of their own, `{hook}.{name}`. Their axes are found by
+   running the fragment on two small inputs of different sizes.
+4. Standard operators only; local functions are inlined. Another opset than the model's is converted.
+5. A file is checked as a model's is (see `mionnx.graph.validate`): its weights lie in its folder.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+from onnx.inliner import inline_local_functions
+from onnx.numpy_helper import from_array, to_array
+
+from mionnx.errors import InterventionError
+from mionnx.graph import onnx_file, validate
+
+FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
+LARGEST = 2**31 - 2**16  # bytes of one protobuf message
+Source = "Fragment | onnx.ModelProto | bytes | str | Path"
+
+
+class Fragment:
+    """A small ONNX model without its weights, and the weights beside it.
+
+    Attributes:
+        structure: the model; its inputs are the activations, then the weights.
+        weights: name of an input -> array.
+    """
+
+    def __init__(self, structure: onnx.ModelProto, weights: Mapping[str, NDArray[Any]]) -> None:
+        """Put a structure and its weights together, and check them.
+
+        Raises:
+            InterventionError: no activation goes in, not exactly one comes out, another domain's operators, a weight
+                that has NaN or that the structure does not read.
+            ModelError: no valid ONNX.
+        """
+        self.structure = _bare(structure)
+        self.weights = {name: np.ascontiguousarray(array) for name, array in weights.items()}
+        self.fits: dict[Any, Any] = {}  # what `mionnx.bind.splice_check` found, by where
+        self._check()
+
+    @classmethod
+    def of(cls, source: "Fragment | onnx.ModelProto | bytes | str | Path") -> "Fragment":
+        """A fragment from a file, the bytes of one, or a model.
+
+        Raises:
+            InterventionError: see `Fragment`; bytes or a model whose weights lie in another file.
+            ModelError: a file that is missing, corrupt or unsafe.
+        """
+        if isinstance(source, Fragment):
+            return source
+        if isinstance(source, str | Path):
+            path = Path(source)
+            proto = onnx_file.read(path)
+            validate.check(proto, path.parent)
+            return cls(*_parted(proto, path.parent))
+        proto = source if isinstance(source, onnx.ModelProto) else _parsed(source)
+        if onnx_file.locations(proto):
+            raise InterventionError(
+                f"splice: the weights lie in {min(onnx_file.locations(proto))}: give the file's path"
+            )
+        validate.check(proto, Path())
+        return cls(*_parted(proto, Path()))
+
+    @property
+    def activations(self) -> list[onnx.ValueInfoProto]:
+        """The inputs that are no weights."""
+        return [value for value in self.structure.graph.input if value.name not in self.weights]
+
+    @property
+    def opset(self) -> int:
+        """The version of the standard operators."""
+        return onnx_file.opset(self.structure)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the structure; it says nothing of the weights."""
+        return hashlib.sha256(self.structure.SerializeToString(deterministic=True)).hexdigest()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the weights."""
+        return sum(array.nbytes for array in self.weights.values())
+
+    def to_bytes(self) -> bytes:
+        """The fragment as one ONNX model, weights inside.
+
+        Raises:
+            InterventionError: weights of more than the 2 GiB that an ONNX file holds.
+        """
+        if self.size > LARGEST:
+            raise InterventionError(f"splice: weights of {self.size / 2**30:.1f} GiB; an ONNX file holds 2")
+        proto = onnx.ModelProto()
+        proto.CopyFrom(self.structure)
+        kept = [*self.activations]
+        del proto.graph.input[:]
+        proto.graph.input.extend(kept)
+        proto.graph.initializer.extend(from_array(array, name) for name, array in self.weights.items())
+        return proto.SerializeToString(deterministic=True)
+
+    def _check(self) -> None:
+        validate.check(self.structure, Path())
+        given, made = [value.name for value in self.structure.graph.input], self.structure.graph.output
+        if not 1 <= len(self.activations) <= 2 or len(made) != 1:
+            raise InterventionError(
+                "splice: a fragment has one input (or two, with reads=) and one output; this one has "
+                f"{[value.name for value in self.activations]} and {[value.name for value in made]}"
+            )
+        for name, array in self.weights.items():
+            if name not in given:
+                raise InterventionError(f"splice: the fragment has no input for the weight {name!r}")
+            if array.dtype.kind not in "iub" and np.isnan(array).any():
+                raise InterventionError(f"splice: the fragment's weight {name!r} has NaN")
+        own = {node.domain for part in validate.graphs(self.structure) for node in part.node} - {"", "ai.onnx"}
+        if own:
+            raise InterventionError(f"splice: operators of {', '.join(sorted(own))}; a fragment has standard ones only")
+
+    def __repr__(self) -> str:
+        nodes, count = len(self.structure.graph.node), len(self.weights)
+        return f"Fragment({nodes} nodes, {count} weights of {self.size / 2**20:.1f} MiB)"
+
+
+def written(text: str, weights: Mapping[str, NDArray[Any]]) -> Fragment:
+    """A fragment in ONNX' own notation, the weights being inputs of its graph."""
+    return Fragment(onnx.parser.parse_model(text), weights)
+
+
+def _parsed(given: bytes) -> onnx.ModelProto:
+    try:
+        proto = onnx.load_from_string(bytes(given))
+    except (DecodeError, ValueError, TypeError) as error:
+        raise InterventionError(f"splice: no ONNX model: {error}") from error
+    if not proto.graph.node or not proto.graph.output:
+        raise InterventionError("splice: no ONNX model: it holds no graph")
+    return proto
+
+
+def _bare(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy without functions, and without texts that say nothing of what is computed."""
+    bare = onnx.ModelProto()
+    bare.CopyFrom(inline_local_functions(proto) if proto.functions else proto)
+    for field in ("producer_name", "producer_version", "doc_string", "metadata_props"):
+        bare.ClearField(field)
+    for part in validate.graphs(bare):
+        part.ClearField("doc_string")
+        for node in part.node:
+            node.ClearField("doc_string")
+            node.ClearField("metadata_props")
+    return bare
+
+
+def _parted(proto: onnx.ModelProto, folder: Path) -> tuple[onnx.ModelProto, dict[str, NDArray[Any]]]:
+    """A model without its weights, which become inputs, and the weights."""
+    held = list(proto.graph.initializer)
+    weights = {tensor.name: tensor for tensor in held if _is_weight(tensor)}
+    names = {tensor.name for tensor in held}
+    inputs = [value for value in proto.graph.input if value.name not in names]
+    inputs += [onnx.helper.make_tensor_value_info(one.name, one.data_type, one.dims) for one in weights.values()]
+    bare = onnx.ModelProto()
+    bare.CopyFrom(proto)
+    del bare.graph.initializer[:], bare.graph.input[:]
+    bare.graph.input.extend(inputs)
+    bare.graph.initializer.extend(tensor for tensor in held if tensor.name not in weights)
+    return bare, {name: _read(tensor, folder) for name, tensor in weights.items()}
+
+
+def _is_weight(tensor: onnx.TensorProto) -> bool:
+    external = tensor.data_location == onnx.TensorProto.EXTERNAL
+    return external or (tensor.data_type in FLOATS and int(np.prod(tensor.dims)) > 1)
+
+
+def _read(tensor: onnx.TensorProto, folder: Path) -> NDArray[Any]:
+    """A weight as an array; `validate.check` has seen that its bytes are there."""
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return to_array(tensor)
+    entry = {item.key: item.value for item in tensor.external_data}
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    count, offset = int(np.prod(tensor.dims)), int(entry.get("offset", 0))
+    return np.fromfile(folder / entry["location"], dtype, count, offset=offset).reshape(tensor.dims)
+
+
+def readers(proto: onnx.ModelProto, outputs: Iterable[str]) -> set[str]:
+    """The values that outputs of a graph depend on, themselves included."""
+    made = {output: node for node in proto.graph.node for output in node.output}
+    found, waiting = set[str](), list(outputs)
+    while waiting:
+        name = waiting.pop()
+        if name and name not in found:
+            found.add(name)
+            waiting += _read_by(made[name]) if name in made else []
+    return found
+
+
+def _read_by(node: onnx.NodeProto) -> Sequence[str]:
+    inside = [part.node for attribute in node.attribute for part in (attribute.g, *attribute.graphs)]
+    return [*node.input, *(name for nodes in inside for inner in nodes for name in _read_by(inner))]

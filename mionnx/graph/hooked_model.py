@@ -1,0 +1,154 @@
+"""A hooked model on disk: a folder with `model.onnx`, its weight files, `config.json` and the tokenizer.
+
+The format, on one page:
+
+1. `model.onnx` is valid ONNX in the standard domain and runs as it is in any runtime; it holds no weights.
+2. The value at a hook point is called by the hook's name. `metadata_props` list the hook points with their axes.
+3. Weights are external data in files of the same folder, usually the checkpoint's own `.safetensors`. No path leaves
+   the folder, so that it can be moved.
+4. Inputs: `input_ids`, `attention_mask` [batch, total], `position_ids` [batch, seq], and per layer
+   `past_key_values.{i}.key` and `.value` [batch, n_kv_heads, past, head_dim], where past may be 0.
+   A recurrent model: `input_ids`, per layer `past_state.{i}.att_shift`, `.ffn_shift` [batch, hidden] and `.wkv`
+   [batch, n_heads, key_dim, value_dim], and the gates with defaults that `mionnx.bind.rwkv_gates` describes.
+5. Outputs: `logits` [batch, seq, vocab] and per layer `present.{i}.key` and `.value`, or `present_state.{i}.*`.
+   A recurrent model also names what its recurrence reads after the gates, for values that are derived from it:
+   `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
+6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
+   `attention`, `exporter`, `weights_sha256`. See `mionnx.graph.metadata`.
+7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
+   the graph, a weight outside the folder or beyond the end of its file.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+import onnx
+from numpy.typing import DTypeLike
+
+from mionnx.errors import HookError, ModelError, nearest
+from mionnx.graph import onnx_file, validate
+from mionnx.graph.hook_points import DERIVED, HookPoint
+from mionnx.graph.metadata import Metadata
+
+if TYPE_CHECKING:
+    from mionnx.rewrite.plan import Want
+    from mionnx.spec.hook_spec import Capture
+
+GRAPH = "model.onnx"
+# What is kept beside a graph, where the checkpoint has it: the config, and what tokenizers are made of.
+KEPT = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "vocab.txt",
+    "rwkv_vocab*.txt",
+)
+DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+@dataclass(frozen=True)
+class HookedModel:
+    """A hooked model that was opened and checked."""
+
+    folder: Path
+    proto: onnx.ModelProto
+    metadata: Metadata
+
+    @classmethod
+    def open(cls, folder: Path) -> "HookedModel":
+        """Open a hooked model's folder, checking everything that can be checked without reading the weights.
+
+        Raises:
+            ModelError: see the module's text.
+        """
+        proto = onnx_file.read(folder / GRAPH)
+        metadata = Metadata.from_props(onnx_file.properties(proto))
+        validate.check(proto, folder)
+        ranks = onnx_file.value_ranks(proto)
+        for name, axes in metadata.hooks.items():
+            if name not in ranks:
+                raise ModelError(f"{folder / GRAPH} lists the hook point {name!r}, but no node makes such a value")
+            if ranks[name] not in (None, len(axes)):
+                raise ModelError(f"{name} has {ranks[name]} axes in the graph, but its metadata say {axes}")
+        inputs, outputs = onnx_file.interface(proto)
+        if "input_ids" not in inputs or "logits" not in outputs:
+            raise ModelError(
+                f"{folder / GRAPH} has the inputs {inputs} and outputs {outputs}; input_ids and logits are missing"
+            )
+        return cls(folder, proto, metadata)
+
+    def hook_points(self) -> list[HookPoint]:
+        """All hook points that can be captured, in execution order; derived ones follow what they derive from."""
+        return [*self._points.values()]
+
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """Name of a hook point -> its place in execution order."""
+        return {name: place for place, name in enumerate(self._points)}
+
+    @cached_property
+    def captures(self) -> "dict[tuple[Capture, tuple[str, ...]], list[Want]]":
+        """What requests to capture, and the names that predicates chose, have meant on this model so far."""
+        return {}
+
+    @cached_property
+    def entries(self) -> "dict[str, tuple[Sequence[str | int], int]]":
+        """The axes of hook points that were asked for so far, and the bytes of one number there."""
+        return {}
+
+    @cached_property
+    def _points(self) -> dict[str, HookPoint]:
+        points: list[HookPoint] = []
+        for name in self.metadata.hooks:
+            point = HookPoint.parse(name)
+            points.append(point)
+            points += [
+                getattr(HookPoint, variant)(point.layer) for variant, base in DERIVED.items() if base == point.variant
+            ]
+        return {point.name: point for point in points}
+
+    def end_tokens(self) -> list[int]:
+        """The tokens that end a text, by `generation_config.json` or `config.json`; none if neither says."""
+        for name in ("generation_config.json", "config.json"):
+            try:
+                found = json.loads((self.folder / name).read_text()).get("eos_token_id")
+            except (OSError, ValueError, AttributeError):
+                continue
+            if found is not None:
+                tokens = found if isinstance(found, list) else [found]
+                return [token for token in tokens if isinstance(token, int) and token < self.metadata.sizes.vocab_size]
+        return []
+
+    def dtype(self, point: HookPoint) -> DTypeLike:
+        """The dtype of a hook point's value: the model's, but float32 wherever a recurrence reads or writes."""
+        return np.float32 if ".rwkv." in point.name else DTYPES[self.metadata.dtype]
+
+    def axes(self, point: HookPoint) -> list[str | int]:
+        """The axes of a hook point: names where they are dynamic, numbers where not.
+
+        Raises:
+            HookError: the model has no such hook point.
+        """
+        if point.derived and point.name in self._points:
+            sizes = self.metadata.sizes
+            known = {"n_heads": sizes.num_heads, "hidden": sizes.hidden_size}
+            known |= {"key_dim": sizes.head_dim, "value_dim": sizes.head_dim}
+            return [known.get(axis, axis) for axis in point.axes or ()]
+        if point.name not in self.metadata.hooks:
+            raise HookError(
+                f"this {self.metadata.family} model has no hook point {point.name!r}{nearest(point.name, self._points)}"
+            )
+        return list(self.metadata.hooks[point.name])

@@ -1,0 +1,140 @@
+"""The matrices that an analysis multiplies with, read from a hooked model's graph and weight files.
+
+They are found by what the graph does with them, not by their names: the embedding is what `input_ids` pick rows from,
+the unembedding what the logits are a product with. What comes after a product (a scale, a soft cap) and before the
+first hook point (a scale of the embedding) is not part of a matrix. Weight files are mapped, not read: a matrix takes
+memory as it is used.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+from numpy.typing import NDArray
+
+from mionnx.errors import HookError, ModelError
+from mionnx.graph import onnx_file
+from mionnx.graph.hooked_model import DTYPES, HookedModel
+from mionnx.rewrite.restrict_outputs import LOGITS, head_and_tail
+
+Matrix = NDArray[Any]
+SHAPING = frozenset({"Reshape", "Squeeze", "Unsqueeze"})  # what leaves every number as it is
+
+
+@dataclass(frozen=True)
+class Head:
+    """Where the unembedding is in the graph.
+
+    Attributes:
+        product: the name of the value that the matrix product gives, [batch, seq, vocab].
+        weight: [hidden, vocab], in the weights' dtype; mapped, not read.
+        bias: [vocab] of the product itself (`Gemm`); None if it has none.
+        capped: whether a soft cap follows: the logits are then no linear function of the stream.
+    """
+
+    product: str
+    weight: Matrix
+    bias: Matrix | None
+    capped: bool
+
+
+def head(model: HookedModel) -> Head:
+    """The matrix product that the logits come from.
+
+    Raises:
+        ModelError: they come from none, or from one whose matrix is computed.
+    """
+    product, passed = _head(model)
+    weight = _matrix(model, product.inputs[1])
+    if product.op == "Gemm":
+        weight = weight.T if product.attrs.get("transB", 0) else weight
+    bias = _matrix(model, product.inputs[2]) if product.op == "Gemm" and len(product.inputs) > 2 else None
+    return Head(product.outputs[0].name, weight, bias, any(node.op == "Tanh" for node in passed))
+
+
+def embedding(model: HookedModel) -> NDArray[Any]:
+    """W_E [vocab, hidden], in the model's dtype: a row a token, before the scale that some families multiply with.
+
+    Raises:
+        ModelError: the graph looks tokens up in no matrix of its own.
+    """
+    tokens = onnx_file.edit(model.proto).tensors()["input_ids"]
+    for node in _readers(tokens):
+        if node.op == "Gather" and isinstance(node.inputs[0], gs.Constant):
+            return onnx_file.weight(model.proto, model.folder, node.inputs[0].name)
+    raise ModelError(f"the graph of {model.folder} picks no rows of a matrix by its tokens")
+
+
+def _readers(value: gs.Tensor) -> Iterator[gs.Node]:
+    """The nodes that read a value, or the same numbers in another shape."""
+    for node in value.outputs:
+        yield node
+        if node.op in SHAPING | {"Identity", "Cast"}:
+            yield from _readers(node.outputs[0])
+
+
+def unembedding(model: HookedModel) -> NDArray[Any]:
+    """W_U [hidden, vocab], in the model's dtype: what the final norm's output is multiplied with.
+
+    Raises:
+        ModelError: the logits are no product with a matrix of the graph.
+    """
+    return head(model).weight
+
+
+def unembedding_bias(model: HookedModel) -> NDArray[Any]:
+    """b_U [vocab], in the model's dtype: what is added to that product; zeros where nothing is.
+
+    Raises:
+        ModelError: the logits are no product with a matrix of the graph.
+    """
+    size = model.metadata.sizes.vocab_size
+    product, passed = _head(model)
+    for node in [*passed, product]:
+        for entry in node.inputs:
+            if node.op in ("Add", "Gemm") and isinstance(entry, gs.Constant) and list(entry.shape) == [size]:
+                return onnx_file.weight(model.proto, model.folder, entry.name)
+    return np.zeros(size, DTYPES[model.metadata.dtype])
+
+
+def output_projections(model: HookedModel) -> NDArray[Any]:
+    """W_O [n_layers, n_heads, head_dim, hidden], in the model's dtype: `hook_z` times it is `hook_result`.
+
+    Raises:
+        HookError: a recurrent model, whose heads' outputs are gated and normed before they are projected.
+    """
+    sizes = model.metadata.sizes
+    if not model.metadata.attention:
+        raise HookError(f"a {model.metadata.family} model has no attention, and so no W_O for its heads")
+    layers = []
+    for attention in model.metadata.attention:
+        found = onnx_file.weight(model.proto, model.folder, attention.output_projection)
+        rows = found if attention.output_is_rows else found.T
+        layers.append(rows.reshape(sizes.num_heads, sizes.head_dim, sizes.hidden_size))
+    return np.stack(layers)
+
+
+def _head(model: HookedModel) -> tuple[gs.Node, list[gs.Node]]:
+    """The matrix product that the logits come from, and the nodes after it, the last first."""
+    product, passed = head_and_tail(onnx_file.edit(model.proto).tensors()[LOGITS])
+    if product is None:
+        raise ModelError(f"{model.metadata.family}: the logits do not come from one matrix product")
+    return product, passed
+
+
+def _matrix(hooked: HookedModel, value: gs.Tensor) -> Matrix:
+    """A weight as the graph uses it: turned, or of another dtype."""
+    if isinstance(value, gs.Constant):
+        return onnx_file.weight(hooked.proto, hooked.folder, value.name)
+    node = value.inputs[0] if value.inputs else None
+    if node is not None and node.op == "Transpose":
+        found = _matrix(hooked, node.inputs[0])
+        return found.transpose(node.attrs.get("perm", range(found.ndim)[::-1]))
+    if node is not None and node.op == "Identity":
+        return _matrix(hooked, node.inputs[0])
+    if node is not None and node.op == "Cast":
+        return _matrix(hooked, node.inputs[0]).astype(np.dtype(value.dtype))
+    what = f"made by {node.op}" if node is not None else "an input"
+    raise ModelError(f"{hooked.metadata.family}: {value.name} is {what}, where a weight was looked for")

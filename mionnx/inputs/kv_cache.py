@@ -1,0 +1,145 @@
+"""The key/value cache of a transformer: what a forward pass continues from, and what can be transplanted into it.
+
+A cache is changed by its own methods only; arrays are replaced, never written into, so a cache that was made from
+another one can be changed alone.
+
+A saved cache is one `.safetensors` file: `{layer}.key` and `{layer}.value` a layer, `attention_mask`, and in its
+metadata `mionnx_cache` = "kv".
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from mionnx.engine.device import Value
+from mionnx.errors import InputError
+from mionnx.graph.metadata import Sizes
+from mionnx.inputs.cache_file import read_cache
+from mionnx.inputs.layer_cache import Carried
+from mionnx.inputs.transplant import fitting
+
+Layer = tuple[NDArray[Any], NDArray[Any]]
+PARTS = ("key", "value")
+
+
+class KVCache(Carried[Layer]):
+    """Keys and values of the tokens seen so far.
+
+    Attributes:
+        layers: per layer (keys, values), each [batch, n_kv_heads, seq, head_dim]; keys are stored after RoPE.
+        attention_mask: [batch, seq], 1 for tokens and 0 for padding.
+    """
+
+    NOUN = "cache"
+    KIND = "kv"
+    PARTS = PARTS
+
+    @staticmethod
+    def layer_of(parts: Iterable[NDArray[Any]]) -> Layer:
+        """Keys and values."""
+        keys, values = parts
+        return keys, values
+
+    def set_layer(self, layer: int, keys: ArrayLike, values: ArrayLike) -> None:
+        """Put other keys and values in place of a layer's.
+
+        Args:
+            layer: 0-based.
+            keys, values: [batch, n_kv_heads, seq, head_dim], as the layer's own.
+
+        Raises:
+            InputError: no such layer, another shape, or NaN.
+        """
+        own = self.get_layer(layer)
+        new = [
+            fitting(old, value, f"the {part}s of layer {layer}")
+            for old, value, part in zip(own, (keys, values), PARTS, strict=True)
+        ]
+        self.put_layer(layer, new)
+
+    def clear_layer(self, layer: int) -> None:
+        """Put zeros in place of a layer's keys and values."""
+        keys, values = self.get_layer(layer)
+        self.set_layer(layer, np.zeros_like(keys), np.zeros_like(values))
+
+    def clone_layer_from(self, donor: "KVCache", layer: int) -> None:
+        """Take a layer's keys and values from another cache of the same shape.
+
+        Raises:
+            InputError: no such layer in one of the two, or another shape.
+        """
+        self.set_layer(layer, *donor.get_layer(layer))
+
+    def clone_layer_position_range(self, donor: "KVCache", layer: int, start: int, end: int) -> None:
+        """Take a layer's keys and values at positions from `start` up to, not including, `end` from another cache.
+
+        Positions are columns of the cache, padding included. The two may differ in length.
+
+        Raises:
+            InputError: a range that one of the two does not hold, no such layer, or another shape.
+        """
+        for cache, whose in ((self, "this cache"), (donor, "the donor")):
+            if not 0 <= start < end <= cache.seq_len:
+                raise InputError(f"positions {start} up to {end} of {whose}, which holds {cache.seq_len}")
+        new = []
+        for own, given in zip(self.get_layer(layer), donor.get_layer(layer), strict=True):
+            if own.shape[:2] != given.shape[:2] or own.shape[3] != given.shape[3]:
+                raise InputError(f"layer {layer}: the donor holds {list(given.shape)}, this cache {list(own.shape)}")
+            changed = own.copy()
+            changed[:, :, start:end] = given[:, :, start:end]
+            new.append(changed)
+        self.set_layer(layer, *new)
+
+    def trim_to(self, seq_len: int) -> None:
+        """Forget all positions from `seq_len` on.
+
+        Raises:
+            InputError: it holds fewer.
+        """
+        if not 0 <= seq_len <= self.seq_len:
+            raise InputError(f"trim to {seq_len} positions: the cache holds {self.seq_len}")
+        self.layers = [(keys[:, :, :seq_len], values[:, :, :seq_len]) for keys, values in self.layers]
+        self.attention_mask = self.attention_mask[:, :seq_len]
+
+    @staticmethod
+    def load(path: str | Path) -> "KVCache":
+        """Read a cache that `save` wrote.
+
+        Raises:
+            InputError: the file is missing, damaged, or no key/value cache.
+        """
+        tensors = read_cache(path, "kv", PARTS)
+        layers = [(tensors[f"{i}.key"], tensors[f"{i}.value"]) for i in range((len(tensors) - 1) // 2)]
+        cache = KVCache(layers, tensors["attention_mask"])
+        shapes = {value.shape for layer in layers for value in layer}
+        if len(shapes) != 1 or len(next(iter(shapes))) != 4 or next(iter(shapes))[::2] != cache.attention_mask.shape:
+            raise InputError(f"{path} holds layers of the shapes {sorted(shapes)} for {cache.attention_mask.shape}")
+        return cache
+
+    def feeds(self, sizes: Sizes, shape: tuple[int, ...], dtype: DTypeLike) -> dict[str, Value]:
+        """As inputs of the graph, each of this shape and dtype.
+
+        Raises:
+            InputError: another number of layers, another shape or dtype.
+        """
+        if self.num_layers != sizes.num_layers:
+            raise InputError(f"the cache has {self.num_layers} layers, the model {sizes.num_layers}")
+        feeds: dict[str, Value] = {}
+        for i, layer in enumerate(self.held()):
+            for kind, value in zip(PARTS, layer, strict=True):
+                if value.shape != shape or value.dtype != dtype:
+                    raise InputError(
+                        f"the cache's {kind}s of layer {i} are {value.dtype} {list(value.shape)}, "
+                        f"expected {np.dtype(dtype)} {list(shape)}"
+                    )
+                feeds[f"past_key_values.{i}.{kind}"] = value
+        return feeds
+
+    @staticmethod
+    def empty(num_layers: int, batch: int, n_kv_heads: int, head_dim: int, dtype: DTypeLike) -> "KVCache":
+        """The cache before the first token."""
+        nothing = np.zeros((batch, n_kv_heads, 0, head_dim), dtype)
+        return KVCache([(nothing, nothing)] * num_layers, np.zeros((batch, 0), np.int64))

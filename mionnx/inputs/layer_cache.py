@@ -1,0 +1,143 @@
+"""What a call leaves for the next one: a key/value cache or a recurrent state, layer by layer."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Self, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.engine.device import Value
+from mionnx.errors import InputError
+from mionnx.inputs.cache_file import write_cache
+
+Layer = TypeVar("Layer", bound=Iterable[NDArray[Any]])
+
+
+class Layers(Sequence[Layer]):
+    """Layers where a call left them: each is fetched when it is asked for.
+
+    Attributes:
+        parts: of every layer, arrays or values on a device.
+        layer_of: a layer from its parts.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Value, ...]], layer_of: Callable[[Iterable[NDArray[Any]]], Layer]) -> None:
+        self.parts, self.layer_of = parts, layer_of
+        self._made: dict[int, Layer] = {}
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    @overload
+    def __getitem__(self, index: int) -> Layer: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Layer]: ...
+    def __getitem__(self, index: int | slice) -> Layer | Sequence[Layer]:
+        if isinstance(index, slice):
+            return Layers(self.parts[index], self.layer_of)
+        number = range(len(self))[index]
+        if number not in self._made:
+            self._made[number] = self.layer_of(map(np.asarray, self.parts[number]))
+        return self._made[number]
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} layers>"
+
+    def replaced(self, number: int, layer: Layer) -> "Layers[Layer]":
+        """The same layers but for one."""
+        new = Layers([tuple(layer) if i == number else parts for i, parts in enumerate(self.parts)], self.layer_of)
+        new._made = {**self._made, number: layer}
+        return new
+
+
+@dataclass
+class Carried(ABC, Generic[Layer]):
+    """What the tokens seen so far leave.
+
+    Attributes:
+        layers: one entry a layer.
+        attention_mask: [batch, seq], 1 for tokens and 0 for padding.
+        NOUN: for messages.
+        KIND, PARTS: what the saved file calls it, and the parts of its layers.
+    """
+
+    layers: Sequence[Layer]
+    attention_mask: NDArray[np.int64]
+    NOUN: ClassVar[str]
+    KIND: ClassVar[str]
+    PARTS: ClassVar[tuple[str, ...]]
+
+    @staticmethod
+    @abstractmethod
+    def layer_of(parts: Iterable[NDArray[Any]]) -> Layer:
+        """A layer from its parts."""
+
+    @classmethod
+    def left(cls, parts: Sequence[tuple[Value, ...]], attention_mask: NDArray[np.int64]) -> Self:
+        """What a call left, wherever that is."""
+        return cls(Layers(parts, cls.layer_of), attention_mask)
+
+    def held(self) -> Sequence[Iterable[Value]]:
+        """The parts of every layer, where they are: to be fed again."""
+        return self.layers.parts if isinstance(self.layers, Layers) else self.layers
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers it holds."""
+        return len(self.layers)
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return int(self.attention_mask.shape[0])
+
+    @property
+    def seq_len(self) -> int:
+        """How many positions it has seen, padding included."""
+        return int(self.attention_mask.shape[1])
+
+    def get_layer(self, layer: int) -> Layer:
+        """What it holds of one layer.
+
+        Raises:
+            InputError: no such layer.
+        """
+        if not 0 <= layer < self.num_layers:
+            count = self.num_layers
+            raise InputError(f"layer {layer} of a {self.NOUN} with {count} layers (0 to {count - 1})")
+        return self.layers[layer]
+
+    def put_layer(self, layer: int, parts: Iterable[NDArray[Any]]) -> None:
+        """Put other parts in place of a layer's, unchecked."""
+        new, layers = self.layer_of(parts), self.layers
+        if isinstance(layers, Layers):
+            self.layers = layers.replaced(layer, new)
+        else:
+            self.layers = [new if i == layer else one for i, one in enumerate(layers)]
+
+    def repeat(self, rows: int) -> Self:
+        """One row as several equal rows: a prefix that many continuations share.
+
+        Raises:
+            InputError: it has several rows already.
+        """
+        if self.batch != 1:
+            raise InputError(f"only a {self.NOUN} of one row can be repeated, this one has {self.batch}")
+        layers = [self.layer_of(np.repeat(part, rows, axis=0) for part in layer) for layer in self.layers]
+        return type(self)(layers, np.repeat(self.attention_mask, rows, axis=0))
+
+    def save(self, path: str | Path) -> None:
+        """Write it as one safetensors file.
+
+        Raises:
+            InputError: it cannot be written there.
+        """
+        parts = {
+            f"{i}.{part}": value
+            for i, layer in enumerate(self.layers)
+            for part, value in zip(self.PARTS, layer, strict=True)
+        }
+        write_cache(path, self.KIND, {**parts, "attention_mask": self.attention_mask})

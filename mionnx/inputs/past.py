@@ -1,0 +1,78 @@
+"""What a forward pass continues from and what it leaves: keys and values of a transformer, the state of an RWKV."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mionnx.engine.device import Value
+from mionnx.errors import InputError
+from mionnx.graph.hooked_model import DTYPES, HookedModel
+from mionnx.inputs import rwkv_state
+from mionnx.inputs.kv_cache import KVCache
+from mionnx.inputs.rwkv_state import RWKVState
+from mionnx.inputs.token_batch import Call, Past
+
+Arrays = dict[str, Value]
+
+
+def choose(model: HookedModel, cache: Any, initial_state: Any) -> Past | None:
+    """The one of the two that was given, if the model can continue from it.
+
+    Raises:
+        InputError: both were given, or something that this kind of model does not have.
+    """
+    if cache is not None and initial_state is not None:
+        raise InputError("give either cache or initial_state, not both")
+    given = initial_state if cache is None else cache
+    kind, where = (RWKVState, "HookCache.state") if model.metadata.recurrent else (KVCache, "HookCache.kv_cache")
+    if given is not None and not isinstance(given, kind):
+        name = "initial_state" if cache is None else "cache"
+        raise InputError(
+            f"{name} is a {type(given).__name__}; a {model.metadata.family} model continues from a {kind.__name__}: "
+            f"give `{where}` of a call"
+        )
+    return given
+
+
+def feeds(model: HookedModel, past: Past | None, call: Call) -> Arrays:
+    """The inputs that carry the past of a call.
+
+    Raises:
+        InputError: another number of layers, another shape or dtype.
+    """
+    sizes, dtype = model.metadata.sizes, DTYPES[model.metadata.dtype]
+    if model.metadata.recurrent:
+        state = past if isinstance(past, RWKVState) else RWKVState.empty(sizes, call.batch, dtype)
+        return state.feeds(sizes, call.batch, dtype)
+    empty = KVCache.empty(sizes.num_layers, call.batch, sizes.num_kv_heads, sizes.head_dim, dtype)
+    cache = past if isinstance(past, KVCache) else empty
+    return cache.feeds(sizes, (call.batch, sizes.num_kv_heads, call.total - call.seq, sizes.head_dim), dtype)
+
+
+def carried(model: HookedModel) -> dict[str, str]:
+    """The graph's outputs that the next call takes as inputs: output -> input."""
+    names = outputs(model, True)
+    if model.metadata.recurrent:
+        return {name: name.replace("present_state.", "past_state.") for name in names}
+    return {name: name.replace("present.", "past_key_values.") for name in names}
+
+
+def outputs(model: HookedModel, use_cache: bool) -> list[str]:
+    """The names of the graph's outputs to ask for; an RWKV's state is small and always there."""
+    layers = model.metadata.sizes.num_layers
+    if model.metadata.recurrent:
+        return rwkv_state.outputs(layers)
+    return [f"present.{i}.{kind}" for i in range(layers) for kind in ("key", "value")] if use_cache else []
+
+
+def collect(
+    model: HookedModel, found: Mapping[str, Value], call: Call, use_cache: bool
+) -> tuple[KVCache | None, RWKVState | None]:
+    """What the next call can continue from, out of the outputs of this one."""
+    layers = range(model.metadata.sizes.num_layers)
+    if model.metadata.recurrent:
+        parts = [tuple(found[f"present_state.{i}.{part}"] for part in rwkv_state.PARTS) for i in layers]
+        return None, RWKVState.left(parts, call.attention_mask)
+    if not use_cache:
+        return None, None
+    pairs = [(found[f"present.{i}.key"], found[f"present.{i}.value"]) for i in layers]
+    return KVCache.left(pairs, call.attention_mask), None

@@ -1,0 +1,105 @@
+"""Text to tokens and back, with the place of every token in the text."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from mionnx.errors import InputError, TokenizerError
+from mionnx.inputs.world_tokenizer import WorldTokenizer, find_vocabulary
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenised text.
+
+    Attributes:
+        text: the text.
+        ids: [seq], int64.
+        offsets: per token (start, end) in characters of the text; (0, 0) for tokens that the tokenizer added.
+        pieces: per token the tokenizer's own spelling of it.
+    """
+
+    text: str
+    ids: NDArray[np.int64]
+    offsets: list[tuple[int, int]]
+    pieces: list[str]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def positions_of(self, part: str, occurrence: int | None = None) -> list[int]:
+        """The positions of the tokens that make up a part of the text.
+
+        Args:
+            part: a substring of the text.
+            occurrence: which occurrence, 0-based, negative from the last; needed if there are several.
+
+        Raises:
+            TokenizerError: the text does not contain the part, or does so more than once and none was chosen, or no
+                token covers it (white space).
+        """
+        starts = [i for i in range(len(self.text)) if self.text.startswith(part, i)] if part else []
+        if not starts:
+            raise TokenizerError(f"{part!r} does not occur in {self.text!r}")
+        if occurrence is None and len(starts) > 1:
+            raise TokenizerError(f"{part!r} occurs {len(starts)} times in {self.text!r}: choose with occurrence=")
+        if occurrence is not None and not -len(starts) <= occurrence < len(starts):
+            raise TokenizerError(
+                f"{part!r} occurs {len(starts)} times in {self.text!r}, there is no occurrence {occurrence}"
+            )
+        start = starts[occurrence or 0]
+        end = start + len(part)
+        found = [i for i, (first, last) in enumerate(self.offsets) if first < end and last > start]
+        if not found:
+            raise TokenizerError(f"{part!r} in {self.text!r} is covered by no token")
+        return found
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | WorldTokenizer:
+    """The tokenizer of a model's folder: `tokenizer.json`, or the vocabulary of RWKV's World models.
+
+    Raises:
+        TokenizerError: there is none, or it is damaged.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        vocabulary = find_vocabulary(folder)
+        if vocabulary is None:
+            raise TokenizerError(
+                f"{folder} has neither a tokenizer.json nor a rwkv_vocab*.txt: give token ids instead of text"
+            )
+        return WorldTokenizer.from_file(vocabulary)
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise TokenizerError(f"{path} is damaged: {error}") from error
+
+
+def token_id(tokenizer: Tokenizer | WorldTokenizer, text: str) -> int:
+    """The id of a text that is one token, white space around it aside.
+
+    Raises:
+        InputError: it is none, or several, or the tokenizer makes another text of it, as of an unknown word.
+    """
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    if len(ids) != 1:
+        raise InputError(f"{text!r} is {len(ids)} tokens, not one")
+    found = tokenizer.decode(ids, skip_special_tokens=False)
+    if found.strip() != text.strip():
+        raise InputError(f"{text!r} is not in the vocabulary: the tokenizer makes {found!r} of it")
+    return int(ids[0])
+
+
+def tokenize(tokenizer: Tokenizer | WorldTokenizer, text: str) -> Tokens:
+    """Tokenise one text, with the special tokens that the tokenizer adds.
+
+    Raises:
+        TokenizerError: the text has no tokens.
+    """
+    encoding = tokenizer.encode(text)
+    if not encoding.ids:
+        raise TokenizerError(f"the prompt {text!r} is empty: it has no tokens")
+    return Tokens(text, np.array(encoding.ids, np.int64), list(encoding.offsets), list(encoding.tokens))

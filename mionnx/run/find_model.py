@@ -1,0 +1,160 @@
+"""Where models come from: hooked folders, checkpoints (exported once into the store), and the Hugging Face Hub."""
+
+import hashlib
+import json
+import os
+import shutil
+from importlib.metadata import entry_points, version
+from pathlib import Path
+from types import ModuleType
+
+from filelock import FileLock
+from platformdirs import user_cache_path
+
+from mionnx.errors import ExportError, ModelError
+from mionnx.graph.hooked_model import GRAPH
+from mionnx.machine.progress import Progress
+
+HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.onnx")
+
+
+def cache_folder() -> Path:
+    """The store: `MIONNX_CACHE` if it is set, else mionnx' folder in the user's cache directory."""
+    chosen = os.environ.get("MIONNX_CACHE")
+    return Path(chosen) if chosen else user_cache_path("mionnx", appauthor=False)
+
+
+def find_model(source: str | Path, dtype: str, progress: Progress) -> Path:
+    """The hooked model's folder for whatever a user names a model by.
+
+    Args:
+        source: a hooked model's folder, a checkpoint's folder, or a Hub id.
+        dtype: what a checkpoint is exported as.
+        progress: of downloading and exporting.
+
+    Raises:
+        ModelError: nothing there.
+        ExportError: a checkpoint that cannot be exported.
+    """
+    folder = checkpoint_folder(source)
+    return folder if (folder / GRAPH).is_file() else _exported(folder, dtype, progress)
+
+
+def checkpoint_folder(source: str | Path) -> Path:
+    """The folder of a model named by a path or a Hub id, downloaded if need be.
+
+    Raises:
+        ModelError: nothing there.
+    """
+    return Path(source) if Path(source).is_dir() else _download(str(source))
+
+
+def _download(name: str) -> Path:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists():
+        raise ModelError(f"{name} is no folder with a model")
+    from huggingface_hub import snapshot_download  # not needed for a folder, and slow to import
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"{name!r} is neither a folder here nor a model that the Hugging Face Hub gives: {error}"
+        ) from error
+
+
+def exporter_for(folder: Path) -> ModuleType:
+    """The installed exporter that knows a checkpoint.
+
+    Raises:
+        ExportError: none does.
+    """
+    installed = list(entry_points(group="mionnx.exporters"))
+    for entry in installed:
+        module = entry.load()
+        if module.recognises(folder):
+            return module
+    names = ", ".join(entry.name for entry in installed) or "none"
+    raise ExportError(
+        f"{folder} holds neither a hooked model nor a checkpoint that an exporter knows (installed: {names})"
+    )
+
+
+def export(folder: Path, target: Path, dtype: str, progress: Progress, copy: bool = False) -> None:
+    """Export a checkpoint into a folder that does not exist yet; it appears when it is whole.
+
+    Args:
+        folder, target: of the checkpoint, and of the hooked model.
+        dtype: of the exported model.
+        progress: called as (stage, done, total).
+        copy: give the folder weight files of its own, where otherwise they are the checkpoint's under another name.
+
+    Raises:
+        ExportError: the target exists, torch is not installed, or the exporter refuses the checkpoint.
+    """
+    exporter = exporter_for(folder)
+    if target.exists():
+        raise ExportError(f"{target} exists already")
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        exporter.export(folder, partial, dtype, progress)
+        if copy:
+            _copy_links(partial, progress)
+        partial.rename(target)
+    except ImportError as error:
+        raise ExportError(
+            f"exporting needs torch and transformers ({error.name}): pip install 'mionnx[export]'"
+        ) from error
+    except OSError as error:
+        raise ExportError(f"cannot write {target}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _copy_links(folder: Path, progress: Progress) -> None:
+    """Make every file of a folder one that no other name leads to."""
+    shared = [path for path in folder.iterdir() if path.stat().st_nlink > 1]
+    for done, path in enumerate(shared):
+        progress(f"copying {path.name}", done, len(shared))
+        own = path.with_name(f"{path.name}.copy")
+        shutil.copyfile(path, own)
+        own.replace(path)
+
+
+def export_in_place(folder: Path, dtype: str, progress: Progress) -> None:
+    """Make a checkpoint's own folder a hooked model: `model.onnx` appears beside the weights, which stay as they are.
+
+    Raises:
+        ExportError: see `export`.
+    """
+    partial = folder / f".{os.getpid()}.partial"
+    try:
+        export(folder, partial, dtype, progress)
+        made = [path for path in partial.iterdir() if path.name == GRAPH or not (folder / path.name).exists()]
+        for path in sorted(made, key=lambda path: path.name == GRAPH):  # the graph last: then all it reads is there
+            path.replace(folder / path.name)
+    except OSError as error:
+        raise ExportError(f"cannot write into {folder}: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _exported(folder: Path, dtype: str, progress: Progress) -> Path:
+    exporter_for(folder)
+    store = cache_folder() / "models"
+    store.mkdir(parents=True, exist_ok=True)
+    target = store / f"{folder.resolve().name}-{_fingerprint(folder, dtype)}"
+    with FileLock(f"{target}.lock"):
+        if not target.exists():
+            export(folder, target, dtype, progress)
+    return target
+
+
+def _fingerprint(folder: Path, dtype: str) -> str:
+    """Changes when any file of the checkpoint does, without reading the weights: names, sizes, times, versions."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    text = json.dumps([str(folder.resolve()), facts, dtype, version("mionnx")])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

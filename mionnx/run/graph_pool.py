@@ -1,0 +1,178 @@
+"""From a plan to an open session: the pristine graph or a prepared base, rewritten, from the store or made now."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mionnx.engine import onnx_runtime as session
+from mionnx.engine.device import Replays
+from mionnx.errors import InputError, nearest
+from mionnx.graph import onnx_file
+from mionnx.graph.hooked_model import GRAPH, HookedModel
+from mionnx.machine import memory
+from mionnx.machine.disk_cache import Entries
+from mionnx.rewrite import Plan, Report, rewrite
+from mionnx.rewrite.apply_plan import rewritten
+from mionnx.run import find_model, prepacked
+from mionnx.run.segment_chain import Chain, open_chain
+
+UNPACKED = 512  # tokens from which on packing the weights gains little (measured: 1.06 at 8 x 64)
+VARIANT = 2**25  # bytes that a session from a base takes besides the weights it shares, about
+WHEN = ("auto", "always", "ready", "never")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One graph of a model, open: the untouched one, or a rewritten one.
+
+    Attributes:
+        plan: what was asked of it.
+        session: ONNX Runtime's session.
+        report: which nodes were added where.
+        model: the rewritten model's bytes, weights not included; None for the untouched graph, which is on disk.
+        cost: bytes of memory that it takes, about.
+        options: what its session was opened with.
+    """
+
+    plan: Plan
+    session: Any
+    report: Report
+    model: bytes | None
+    cost: int
+    options: session.Options
+
+    @cached_property
+    def _replays(self) -> Replays:
+        return Replays(self.session, self.options.place)
+
+    def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """Run it on those of the feeds that it reads; see `session.compute`."""
+        if self.options.cuda_graphs:
+            read = session.read_by(self.session)
+            return dict(self._replays.run(outputs, {name: value for name, value in feeds.items() if name in read}))
+        return session.compute(self.session, outputs, feeds, self.options)
+
+
+Key = Plan | tuple[Plan, tuple[str, ...]]  # of a graph, or of a chain: where the graph is cut
+Open = TypeVar("Open", Compiled, Chain)
+
+
+class Variants:
+    """The open graphs of one model, in order of last use; the oldest are closed when they are too many or too large."""
+
+    def __init__(self, model: HookedModel, options: session.Options) -> None:
+        if options.base not in WHEN:
+            raise InputError(f"base {options.base!r}; one of {', '.join(WHEN)}{nearest(options.base, WHEN)}")
+        self.model, self.options = model, options
+        self.open: dict[Key, Compiled | Chain] = {}
+        self._base: prepacked.Base | None = None
+        self._looked = False
+        self._opened = 0
+
+    @cached_property
+    def weights(self) -> int:
+        """Bytes of the weights."""
+        return sum(onnx_file.locations(self.model.proto).values())
+
+    @cached_property
+    def _entries(self) -> Entries:
+        return Entries(find_model.cache_folder())
+
+    def get(self, plan: Plan, tokens: int = 0) -> Compiled:
+        """The open graph of a plan, opened if it is not.
+
+        Args:
+            plan: the structure.
+            tokens: of the call that it is for, all rows together; 0 if that is not known, or if more calls will follow.
+        """
+        return self._recent(plan, lambda: self._make(plan), tokens)
+
+    def chain(self, plan: Plan, hooks: tuple[str, ...], tokens: int = 0) -> Chain:
+        """The open graphs of a plan that is cut at hook points, opened if they are not.
+
+        Args:
+            plan: the structure; it wants all of the hooks.
+            hooks: names, in execution order.
+            tokens: as for `get`.
+        """
+        return self._recent((plan, hooks), lambda: self._make_chain(plan, hooks), tokens)
+
+    def _recent(self, key: Key, make: Callable[[], Open], tokens: int) -> Open:
+        if self.options.prepack is None:
+            self.options = replace(self.options, prepack=tokens < UNPACKED)
+        found: Any = self.open.pop(key, None) or make()
+        self.open[key] = found  # last in the order of the dictionary: the one used most recently
+        limit = self.options.max_bytes or memory.total() // 2
+        while len(self.open) > 1 and (
+            len(self.open) > self.options.max_graphs or sum(one.cost for one in self.open.values()) > limit
+        ):
+            del self.open[next(iter(self.open))]
+        return found
+
+    def prepare(self) -> bool:
+        """Make the base now, if there is none; whether there is one then."""
+        self._base = self._base or prepacked.make(self.model, self.options, self._entries)
+        return self._base is not None
+
+    def _find_base(self) -> prepacked.Base | None:
+        if self.options.base == "never" or self._base is not None:
+            return self._base
+        if self.options.base == "always" and not self._looked:
+            self.prepare()
+        elif self.weights >= prepacked.WORTHWHILE:
+            if not self._looked:
+                self._base = prepacked.find(self.model, self.options, self._entries)
+            elif self._opened == 1 and self.options.base == "auto":  # a second structure: more may follow
+                self.prepare()
+        self._looked = True
+        return self._base
+
+    def _make(self, plan: Plan) -> Compiled:
+        base = self._find_base()
+        if base is not None and base.serves(plan, self.model):
+            model, report = self._rewritten(base, plan)
+            opened = session.open_session(model, base.folder, self.options, optimised=True)
+            return Compiled(plan, opened, report, None if plan.empty else model, VARIANT, self.options)
+        folder = self.model.folder
+        if plan.empty:
+            opened = session.open_session(folder / GRAPH, folder, self.options)
+            return Compiled(plan, opened, Report(), None, self.weights, self.options)
+        self._opened += 1
+        model, report = rewrite(self.model.proto, plan, self.model.metadata)
+        cost = sum(onnx_file.locations(onnx_file.parse(model)).values()) if plan.starts else self.weights
+        opened = session.open_session(model, folder, self.options)
+        return Compiled(plan, opened, report, model, cost, self.options)
+
+    def _make_chain(self, plan: Plan, hooks: tuple[str, ...]) -> Chain:
+        base, metadata = self._find_base(), self.model.metadata
+        if base is not None and base.serves(plan, self.model):
+            made = rewritten(base.proto, plan, metadata)
+            place, optimised, cost = (base.proto, base.folder), True, VARIANT
+        else:
+            self._opened += 1
+            made = rewritten(self.model.proto, plan, metadata)
+            place, optimised, cost = (self.model.proto, self.model.folder), False, self.weights
+        return open_chain(made, plan, hooks, *place, self.options, optimised=optimised, cost=cost)
+
+    def _rewritten(self, base: prepacked.Base, plan: Plan) -> tuple[bytes, Report]:
+        """A base's graph rewritten, from the store if it is there."""
+        if plan.empty:
+            return base.proto.SerializeToString(), Report()
+        made: list[tuple[bytes, Report]] = []
+
+        def build(folder: Path) -> dict[str, Any]:
+            made.append(rewrite(base.proto, plan, self.model.metadata))
+            (folder / GRAPH).write_bytes(made[0][0])
+            (folder / "report.json").write_text(made[0][1].to_json())
+            return {"model": self.model.folder.name, "edits": len(plan.edits), "captures": len(plan.wants)}
+
+        key = hashlib.sha256(f"{base.folder.name} {version('mionnx')} {plan!r}".encode()).hexdigest()[:32]
+        entry = self._entries.get("graphs", key, build)
+        if made or entry is None:
+            return made[0] if made else rewrite(base.proto, plan, self.model.metadata)
+        report = Report.from_json((entry.path / "report.json").read_text())
+        return (entry.path / GRAPH).read_bytes(), report

@@ -1,0 +1,122 @@
+"""`HookCache`: the logits of a forward pass and everything that was captured on the way."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.errors import HookError, nearest
+from mionnx.graph.hook_points import HookPoint, layer_of, short_names
+
+if TYPE_CHECKING:
+    from mionnx.engine.device import Value
+    from mionnx.inputs.kv_cache import KVCache
+    from mionnx.inputs.rwkv_state import RWKVState
+
+Key = HookPoint | str | tuple[str, int]
+
+
+class HookCache(Mapping[str, NDArray[Any]]):
+    """What one forward pass gave.
+
+    A mapping from hook names to arrays, in execution order. Besides by name, values are found by `HookPoint` and by
+    short name and layer: `cache["blocks.5.attn.hook_pattern"]`, `cache[HookPoint.AttnPattern(5)]`,
+    `cache["pattern", 5]`. Values captured before their interventions have names that end in `.before`.
+
+    What another device than the CPU has computed stays there until it is asked for.
+
+    Attributes:
+        kv_cache: the key/value cache after this pass, if `use_cache=True` asked for it.
+        state: the recurrent state after this pass, of an RWKV model; None of any other.
+        top_ids: the tokens of the largest logits, [batch, seq, k], if `Logits(top_k=k)` asked for them.
+    """
+
+    def __init__(
+        self,
+        logits: "Value | None",
+        captured: "Mapping[str, Value]",
+        kv_cache: "KVCache | None" = None,
+        state: "RWKVState | None" = None,
+        top_ids: "Value | None" = None,
+    ) -> None:
+        self._logits = logits
+        self._captured = dict(captured)
+        self.kv_cache = kv_cache
+        self.state = state
+        self.top_ids = None if top_ids is None else np.asarray(top_ids)
+
+    def output(self) -> NDArray[Any]:
+        """The logits, [batch, seq, vocab], or the part that `logits=` asked for.
+
+        Raises:
+            HookError: there are none: `logits=False`, or `into_output` took them.
+        """
+        if self._logits is None:
+            raise HookError("this cache has no logits: `logits=False` was asked for, or `into_output` took them")
+        return np.asarray(self._logits)
+
+    def into_output(self) -> NDArray[Any]:
+        """The logits, [batch, seq, vocab]; the cache gives up its hold on them."""
+        logits, self._logits = self.output(), None
+        return logits
+
+    def get(self, hook: Key, default: Any = None) -> Any:
+        """The captured array, or `default` if the hook point was not captured."""
+        name = self._name(hook)
+        return np.asarray(self._captured[name]) if name in self._captured else default
+
+    def require(self, hook: Key) -> NDArray[Any]:
+        """The captured array.
+
+        Raises:
+            HookError: the hook point was not captured; the message names the nearest that was.
+        """
+        name = self._name(hook)
+        if name not in self._captured:
+            held = f"; captured: {len(self)} hook points" if self._captured else "; nothing was captured"
+            raise HookError(f"{name!r} was not captured{nearest(name, self._captured) or held}")
+        return np.asarray(self._captured[name])
+
+    def num_captures(self) -> int:
+        """How many arrays were captured."""
+        return len(self._captured)
+
+    def __getitem__(self, hook: Key) -> NDArray[Any]:
+        return self.require(hook)
+
+    def __contains__(self, hook: object) -> bool:
+        return isinstance(hook, HookPoint | str | tuple) and self._name(hook) in self._captured
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._captured)
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def __repr__(self) -> str:
+        total = sum(array.nbytes for array in self._captured.values())
+        return f"HookCache({len(self)} captures, {total / 1e6:.1f} MB)"
+
+    def _name(self, hook: Key) -> str:
+        if not isinstance(hook, tuple):
+            return str(hook)
+        if len(hook) != 2:
+            raise HookError(f"{hook!r} is no pair of a short name and a layer, such as ('pattern', 5)")
+        short, layer = hook
+        templates = short_names().get(short)
+        inner = [name for name in self._captured if name.endswith(f".hook_{short}")]
+        inner = [name for name in inner if layer_of(name) == layer]
+        if templates is None and len(inner) == 1:  # of a splice
+            return inner[0]
+        if templates is None:
+            raise HookError(f"no hook point ends in {short!r}{nearest(short, short_names())}")
+        names = [template.format(i=layer) for template in templates]
+        return next((name for name in names if name in self._captured), names[0])
+
+    def stack(self, short: str) -> NDArray[Any]:
+        """One hook point of every captured layer, with a layer axis in front: `cache.stack("resid_post")`."""
+        names = [name for name in self._captured if HookPoint.parse(name).short == short]
+        if not names:
+            raise HookError(f"no hook point {short!r} was captured{nearest(short, short_names())}")
+        return np.stack([np.asarray(self._captured[name]) for name in names])

@@ -1,0 +1,150 @@
+"""A prepared base: a hooked model's graph, optimised once, its weights packed once, from which variants are opened.
+
+Opening a rewritten graph the plain way makes ONNX Runtime optimise it and pack all weights anew, in memory of its own.
+From a base it reads them packed, from one file that all sessions of the machine share.
+
+1. A base is made with every hook point as an output, so that nothing that can be hooked is fused away. Sessions opened
+   from it give the same bits as those opened from the pristine graph, which stays the source of truth.
+2. It belongs to the graph, the weights, this version of ONNX Runtime, the options and this kind of processor, and lies
+   in the store under the hash of these. It takes about twice the room of the weights.
+3. What a base lacks (a weight under its own name, for `hook_result`) is opened the plain way.
+"""
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from mionnx.engine import onnx_runtime
+from mionnx.errors import ModelError
+from mionnx.graph import onnx_file
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.machine import cpu, memory
+from mionnx.machine.disk_cache import Entries
+from mionnx.rewrite import Plan
+
+GRAPH, DATA = "base.onnx", "base.data"
+FORMAT = 2
+ROOM = 2.3  # of a base, in sizes of the weights
+WORTHWHILE = 64 * 2**20  # bytes of weights: below, packing them again is quicker than looking for a base
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base on disk.
+
+    Attributes:
+        folder: where it is.
+        outputs: of the model itself; the base's graph has been given back just these.
+    """
+
+    folder: Path
+    outputs: tuple[str, ...]
+
+    @cached_property
+    def proto(self) -> onnx.ModelProto:
+        """The graph, without its weights."""
+        proto = onnx_file.read(self.folder / GRAPH)
+        kept = [output for output in proto.graph.output if output.name in self.outputs]
+        del proto.graph.output[:]
+        proto.graph.output.extend(kept)
+        return proto
+
+    @cached_property
+    def _values(self) -> set[str]:
+        made = {output for node in self.proto.graph.node for output in node.output}
+        return made | {tensor.name for tensor in self.proto.graph.initializer}
+
+    def serves(self, plan: Plan, model: HookedModel) -> bool:
+        """Whether everything that a plan needs is in it under its own name."""
+        return {*_needed(plan, model)} - plan.inner <= self._values
+
+
+def _needed(plan: Plan, model: HookedModel) -> list[str]:
+    names = [hook for edit in plan.edits for hook in (edit.hook, edit.reads) if hook is not None]
+    names += plan.starts
+    for want in plan.wants:
+        point = HookPoint.parse(want.hook)
+        if not point.derived:
+            names.append(want.hook)
+        elif point.variant == "AttnResult":
+            layer = point.layer or 0
+            names += [str(HookPoint.AttnZ(layer)), model.metadata.attention[layer].output_projection]
+        else:
+            names.append("of a recurrence")  # which no base has: its parts have no hook names
+    return names
+
+
+def key_of(model: HookedModel, options: onnx_runtime.Options) -> str:
+    """The hash of everything that a base depends on."""
+    files = sorted({str(model.folder / location) for location in onnx_file.locations(model.proto)})
+    stats = [(Path(file).stat().st_size, Path(file).stat().st_mtime_ns) for file in files]
+    facts = {
+        "format": FORMAT,
+        "graph": hashlib.sha256(model.proto.SerializeToString(deterministic=True)).hexdigest(),
+        "weights": [model.metadata.weights_sha256, stats],
+        "onnxruntime": onnx_runtime.version(),
+        "provider": options.provider_name(),
+        "fast": options.fast,
+        "processor": [cpu.name(), *cpu.features()],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def possible(options: onnx_runtime.Options) -> bool:
+    """Whether bases are of use: weights are packed on a CPU only, and a base is fully optimised."""
+    return options.provider_name() == onnx_runtime.PROVIDERS["cpu"] and options.level == "all"
+
+
+def find(model: HookedModel, options: onnx_runtime.Options, entries: Entries) -> Base | None:
+    """The base, if there is one already."""
+    entry = entries.find("bases", key_of(model, options)) if possible(options) else None
+    return _opened(entry.path, model) if entry else None
+
+
+def make(model: HookedModel, options: onnx_runtime.Options, entries: Entries) -> Base | None:
+    """The base, made if there is none; None where the store cannot hold it."""
+    if not possible(options):
+        return None
+
+    def build(folder: Path) -> dict[str, Any]:
+        _refuse_full(model, folder, entries)
+        try:
+            onnx_runtime.prepare(_all_out(model), model.folder, folder / GRAPH, DATA, options)
+        except ModelError as error:  # a disk that fills up comes as one too; the plain way is still open
+            raise OSError(str(error)) from error
+        return {"model": model.folder.name, "family": model.metadata.family, "onnxruntime": onnx_runtime.version()}
+
+    entry = entries.get("bases", key_of(model, options), build)
+    return _opened(entry.path, model) if entry else None
+
+
+def _refuse_full(model: HookedModel, folder: Path, entries: Entries) -> None:
+    needed = int(ROOM * sum(onnx_file.locations(model.proto).values()))
+    free = min(shutil.disk_usage(folder).free, entries.limit)
+    if needed > free:
+        room = f"needs {memory.spell(needed)}, and there is room for {memory.spell(free)}"
+        raise OSError(f"a base of {model.folder.name} {room}")
+
+
+def _opened(folder: Path, model: HookedModel) -> Base:
+    return Base(folder, tuple(onnx_file.interface(model.proto)[1]))
+
+
+def _all_out(model: HookedModel) -> bytes:
+    """The graph with every hook point as an output."""
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.proto)
+    there = {output.name for output in proto.graph.output}
+    for name in model.metadata.hooks:
+        if name not in there:
+            dtype = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(model.dtype(HookPoint.parse(name))))
+            proto.graph.output.append(onnx.helper.make_tensor_value_info(name, dtype, None))
+    return proto.SerializeToString()

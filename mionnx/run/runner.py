@@ -1,0 +1,400 @@
+"""`Runner`: a hooked model that runs. `mionnx.MIModel` adds the analyses."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+from tokenizers import Tokenizer
+
+from mionnx.bind import plan as bind
+from mionnx.bind.estimate import Estimate, estimate_of
+from mionnx.bind.feeds import feeds_of
+from mionnx.bind.logit_selection import Logits
+from mionnx.bind.rwkv_gates import refuse_idle
+from mionnx.engine import onnx_runtime
+from mionnx.errors import InputError, TokenizerError
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.inputs import past
+from mionnx.inputs.rwkv_state import RWKVState
+from mionnx.inputs.token_batch import Call, Past, make_call
+from mionnx.inputs.tokens import (
+    Tokens,
+    load_tokenizer,
+    token_id,
+    tokenize,
+)
+from mionnx.inputs.world_tokenizer import WorldTokenizer
+from mionnx.machine import memory
+from mionnx.machine.progress import bars
+from mionnx.rewrite import Plan, Report
+from mionnx.rewrite.plan import TOP_IDS, Outputs
+from mionnx.run import find_model
+from mionnx.run.generation import (
+    Generation,
+    Stopping,
+    Streamer,
+    generate,
+)
+from mionnx.run.graph_pool import Compiled, Variants
+from mionnx.run.hook_cache import HookCache
+from mionnx.run.sampling import Sampling
+from mionnx.spec.hook_spec import HookSpec
+
+SMALL = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
+Prompt = str | Sequence[str] | Tokens | Sequence[Tokens] | ArrayLike
+
+
+class Runner:
+    """A language model whose activations can be read and changed.
+
+    Attributes:
+        hooked: the hooked model: its folder, graph and metadata.
+        options: how sessions are opened.
+        variants: the open graphs; specs that differ in values only share one.
+    """
+
+    def __init__(self, hooked: HookedModel, options: onnx_runtime.Options | None = None) -> None:
+        self.hooked = hooked
+        self.options = options or onnx_runtime.Options()
+        self.options.provider_name()
+        self.variants = Variants(hooked, self.options)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        dtype: str = "float32",
+        provider: str = "cpu",
+        threads: int = 0,
+        fast: bool = False,
+        prepack: bool | None = None,
+        base: str = "auto",
+        provider_options: Mapping[str, str | int] | None = None,
+        cuda_graphs: bool = False,
+    ) -> Self:
+        """Open a model.
+
+        Args:
+            source: a hooked model's folder, a Hugging Face checkpoint's folder, or a Hub id. A checkpoint is exported
+                on first use into the store (`MIONNX_CACHE`, else the user's cache directory), and reused after.
+            dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto". A hooked model has its
+                own already.
+            provider: "cpu", "cuda", or any execution provider's name.
+            threads: threads inside one operator; 0 lets ONNX Runtime choose.
+            fast: allow fusions that change the last bits of the logits when something inside them is captured.
+            prepack, base, provider_options, cuda_graphs: see `mionnx.Options`.
+
+        Raises:
+            ModelError: no model there, or a damaged one.
+            ExportError: a checkpoint that cannot be exported.
+            RuntimeMissingError: the provider is not installed.
+        """
+        options = onnx_runtime.Options(
+            provider,
+            threads,
+            fast,
+            prepack=prepack,
+            base=base,
+            provider_options=provider_options or {},
+            cuda_graphs=cuda_graphs,
+        )
+        with bars() as progress:
+            folder = find_model.find_model(source, dtype, progress)
+        return cls(HookedModel.open(folder), options)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of blocks."""
+        return self.hooked.metadata.sizes.num_layers
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads a layer."""
+        return self.hooked.metadata.sizes.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads a layer."""
+        return self.hooked.metadata.sizes.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.hooked.metadata.sizes.head_dim
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.hooked.metadata.sizes.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens in the vocabulary."""
+        return self.hooked.metadata.sizes.vocab_size
+
+    def hook_points(self) -> list[HookPoint]:
+        """All hook points of this model, in execution order."""
+        return self.hooked.hook_points()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | WorldTokenizer:
+        """The model's tokenizer, of the `tokenizers` library; of an RWKV World model, mionnx' own with its methods.
+
+        Raises:
+            TokenizerError: the model has none.
+        """
+        return load_tokenizer(self.hooked.folder)
+
+    def tokenize(self, text: str) -> Tokens:
+        """Tokenise a text: ids, the place of each token in it, and `positions_of` for a substring's tokens."""
+        return tokenize(self.tokenizer, text)
+
+    def token_id(self, text: str) -> int:
+        """The id of a text that is one token.
+
+        Raises:
+            InputError: it is none, or several, or the tokenizer makes another text of it, as of an unknown word.
+        """
+        return token_id(self.tokenizer, text)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model's folder has a tokenizer."""
+        try:
+            return self.tokenizer is not None
+        except TokenizerError:
+            return False
+
+    def compile_graph(self, hooks: HookSpec | None = None, outputs: Outputs | None = None) -> Compiled:
+        """The open graph for a spec's structure; rewritten and opened if there is none yet.
+
+        Args:
+            hooks: the spec.
+            outputs: which of the model's own outputs; all if it is left out.
+
+        Raises:
+            HookError, InterventionError: the spec does not fit the model.
+        """
+        return self.variants.get(bind.plan_of(hooks or HookSpec(), self.hooked, outputs))
+
+    @property
+    def compiled(self) -> Mapping[Plan, Compiled]:
+        """The graphs that are open, the one used longest ago first; chains of cut graphs are not among them."""
+        found = self.variants.open.items()
+        return {plan: one for plan, one in found if isinstance(plan, Plan) and isinstance(one, Compiled)}
+
+    def warm(self, hooks: HookSpec, logits: "bool | Logits" = True) -> None:
+        """Open the graph of a spec now, so that the first `forward` with such a structure does not wait for it."""
+        part = logits if isinstance(logits, Logits) else Logits()
+        self.compile_graph(hooks, part.outputs(bool(logits)) if logits else Outputs(logits=False, carried=False))
+
+    def prepare(self) -> bool:
+        """Make the base from which all graphs of this model open quickly and share one copy of the weights.
+
+        It is made once, lies in the store (about twice the size of the weights), and serves every later process on this
+        machine; see `mionnx.run.prepacked`.
+
+        Returns:
+            whether there is one: not if the store cannot hold it, or the provider is not the CPU.
+        """
+        return self.variants.prepare()
+
+    def forward(
+        self,
+        tokens: Prompt,
+        hooks: HookSpec | None = None,
+        *,
+        attention_mask: ArrayLike | None = None,
+        cache: Past | None = None,
+        initial_state: RWKVState | None = None,
+        use_cache: bool = False,
+        prompt_length: int | Sequence[int] | None = None,
+        logits: bool | Logits = True,
+    ) -> HookCache:
+        """Run the model once.
+
+        Args:
+            tokens: a text, ids [seq] or [batch, seq], `Tokens`, or a list of these; lists of unequal length are padded
+                on the left.
+            hooks: what to capture and where to intervene; nothing if it is left out.
+            attention_mask: [batch, seq], 1 for tokens and 0 for padding on either side, where ids are padded already.
+            cache: keys and values of the tokens before these (`HookCache.kv_cache` of an earlier call); of an RWKV
+                model, the same as `initial_state`.
+            initial_state: of an RWKV model, the state to begin with (`HookCache.state` of an earlier call).
+            prompt_length: how many tokens of each row's text, the past included, are its prompt; those after it are
+                the phase "generated", and negative positions count from there. All of it if it is left out.
+            use_cache: return the keys and values after this call, as `HookCache.kv_cache`. An RWKV model's state is
+                always there, as `HookCache.state`, except without logits.
+            logits: all of them, a part (`Logits(positions=-1)`, `Logits(tokens=[..])`, `Logits(top_k=10)`), or none:
+                the graph then ends at the last capture, and what comes after it is not computed.
+
+        Returns:
+            the logits [batch, seq, vocab] and the captures.
+
+        Raises:
+            InputError, TokenizerError: tokens, mask or cache that the model cannot run on.
+            HookError, InterventionError: the spec would not take effect as asked.
+        """
+        spec = hooks or HookSpec()
+        before, part = (
+            past.choose(self.hooked, cache, initial_state),
+            logits if isinstance(logits, Logits) else Logits(),
+        )
+        carried = use_cache or bool(logits)
+        if not (logits or use_cache or spec.captures):
+            raise InputError("logits=False and no captures: nothing would be computed")
+        outputs = part.outputs(carried) if logits else Outputs(logits=False, carried=carried)
+        chosen = bind.captures_of(spec, self.hooked)
+        plan = bind.plan_of(spec, self.hooked, outputs, chosen)
+        call = make_call(self._ids(tokens), attention_mask, before, self.hooked.metadata.sizes, prompt_length)
+        compiled = self.variants.get(plan, call.batch * call.seq)
+        if not carried:
+            refuse_idle(spec, compiled.plan.wants, self.num_layers)
+        feeds = feeds_of(self.hooked, spec, compiled.plan, call, before)
+        feeds |= {**bind.parts_of(chosen, call, self.hooked), **part.feeds(call, self.hooked.metadata.sizes)}
+        self._refuse_too_large(chosen, call)
+        wants, carries = compiled.plan.wants, past.outputs(self.hooked, use_cache) if carried else []
+        names = [*(["logits"] if logits else []), *([TOP_IDS] if part.top_k is not None else [])]
+        found = compiled.run([*names, *(want.fetched for want in wants), *carries], feeds)
+        kept = {want.output: found[want.fetched] for want in wants}
+        after = past.collect(self.hooked, found, call, use_cache) if carries else (None, None)
+        return HookCache(found.get("logits"), kept, *after, found.get(TOP_IDS))
+
+    def _ids(self, tokens: Prompt) -> Any:
+        if isinstance(tokens, str):
+            return self.tokenize(tokens)
+        if isinstance(tokens, Sequence) and tokens and all(isinstance(entry, str) for entry in tokens):
+            return [self.tokenize(str(text)) for text in tokens]
+        return tokens
+
+    def generate(
+        self,
+        tokens: Prompt,
+        hooks: HookSpec | None = None,
+        *,
+        max_new_tokens: int = 20,
+        min_new_tokens: int = 0,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int = 50,
+        top_p: float = 1.0,
+        repetition_penalty: float = 1.0,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        stop_strings: str | Sequence[str] | None = None,
+        seed: int | None = None,
+        attention_mask: ArrayLike | None = None,
+        cache: Past | None = None,
+        streamer: Streamer | None = None,
+        output_logits: bool = False,
+    ) -> Generation:
+        """Continue prompts, with a spec's interventions in force at every step; names are those of transformers.
+
+        Args:
+            tokens: prompts, as `forward` takes them; ids that are padded must be so on the left.
+            hooks: interventions apply to every token, or to absolute positions, to positions counted back from the
+                prompt's end, or to the phase "prompt" or "generated"; captures are made at every step.
+            max_new_tokens, min_new_tokens: how many tokens a row gets, the end-of-text token included.
+            do_sample: sample; otherwise the likeliest token is taken. `temperature`, `top_k` (0: all) and `top_p` apply
+                to sampling only.
+            repetition_penalty: above 1 makes tokens that stand in the text less likely.
+            eos_token_id: tokens that end a row; the checkpoint's own if left out, none if empty.
+            pad_token_id: what rows that have ended are fed; it never appears in the result.
+            stop_strings: end a row when its new text contains one of these.
+            seed: of the sampling; the same seed gives the same tokens, whatever else is in the batch.
+            attention_mask: [batch, seq], 1 for tokens and 0 for padding.
+            cache: of a prefix (`HookCache.kv_cache`, `HookCache.state`, `Generation.cache`); one of a single row serves
+                several prompts.
+            streamer: told of every token: `put(ids)`, `end()`; see `TextStreamer`.
+            output_logits: keep all logits, as `Generation.steps[i].output()`.
+
+        Raises:
+            InputError: prompts, cache or parameters that nothing can be generated from.
+            HookError, InterventionError: the spec would not take effect as asked.
+        """
+        stopping = Stopping(
+            _count("max_new_tokens", max_new_tokens, 1),
+            _count("min_new_tokens", min_new_tokens, 0),
+            self._end_tokens(eos_token_id),
+            self._stop_strings(stop_strings),
+        )
+        sampling = Sampling(do_sample, temperature, top_k, top_p, repetition_penalty)
+        if not do_sample and ((temperature, top_k, top_p) != (1.0, 50, 1.0) or seed is not None):
+            raise InputError("temperature, top_k, top_p and seed apply to sampling only: give do_sample=True too")
+        if stopping.min_new_tokens > stopping.max_new_tokens:
+            raise InputError(f"min_new_tokens={min_new_tokens} is above max_new_tokens={max_new_tokens}")
+        pad = pad_token_id if pad_token_id is not None else next(iter(stopping.eos_token_ids), 0)
+        return generate(
+            self,
+            self._ids(tokens),
+            hooks or HookSpec(),
+            sampling,
+            stopping,
+            pad_token_id=self._known(pad),
+            seed=seed,
+            attention_mask=attention_mask,
+            cache=cache,
+            streamer=streamer,
+            logits=output_logits,
+        )
+
+    def _end_tokens(self, given: int | Sequence[int] | None) -> tuple[int, ...]:
+        found = self.hooked.end_tokens() if given is None else given
+        return tuple(self._known(token) for token in ([found] if isinstance(found, int) else found))
+
+    def _stop_strings(self, given: str | Sequence[str] | None) -> tuple[str, ...]:
+        strings = (given,) if isinstance(given, str) else tuple(given or ())
+        if not all(isinstance(string, str) and string for string in strings):
+            raise InputError(f"stop_strings must be texts of at least one character, got {given!r}")
+        if strings and not self.has_tokenizer:
+            raise TokenizerError(f"{self.hooked.folder} has no tokenizer to find stop_strings with: use eos_token_id")
+        return strings
+
+    def _known(self, token: int) -> int:
+        if not 0 <= token < self.vocab_size:
+            raise InputError(f"token {token}; the vocabulary is 0 to {self.vocab_size - 1}")
+        return int(token)
+
+    def _refuse_too_large(self, captures: bind.Captures, call: Call) -> None:
+        peak = (
+            estimate_of(self.hooked, captures, bind.dimensions(call.batch, call.seq, call.total)).peak
+            if captures
+            else 0
+        )
+        if peak > SMALL and peak > (free := memory.available()):
+            raise InputError(
+                f"the captures of this spec need {memory.spell(peak)}, and {memory.spell(free)} of memory are free: "
+                "capture fewer layers, or run the text in pieces"
+            )
+
+    def report(self, hooks: HookSpec) -> Report:
+        """What a spec makes of the graph: which nodes are added where."""
+        return self.compile_graph(hooks).report
+
+    def estimate(self, hooks: HookSpec, batch: int, seq: int, past: int = 0) -> Estimate:
+        """What a spec's captures will cost, before anything runs.
+
+        Args:
+            hooks: the spec.
+            batch, seq: of the call.
+            past: tokens in the cache.
+        """
+        return estimate_of(self.hooked, bind.captures_of(hooks, self.hooked), bind.dimensions(batch, seq, past + seq))
+
+    def __repr__(self) -> str:
+        sizes = self.hooked.metadata.sizes
+        return (
+            f"{type(self).__name__}({self.hooked.metadata.family}, {sizes.num_layers} layers, {sizes.num_heads} heads, "
+            f"hidden {sizes.hidden_size}, vocabulary {sizes.vocab_size}, {self.options.provider})"
+        )
+
+
+def _count(name: str, value: int, least: int) -> int:
+    if not isinstance(value, int | np.integer) or value < least:
+        raise InputError(f"{name} must be an integer of {least} or above, got {value!r}")
+    return int(value)

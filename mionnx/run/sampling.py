@@ -1,0 +1,111 @@
+"""From logits to the next token: the steps of transformers' `generate`, in its order and with its rules."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import log_softmax, softmax
+
+from mionnx.analysis.ablation import logit_vector
+from mionnx.errors import InputError
+
+Row = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; names and meanings are those of transformers' `generate`.
+
+    Attributes:
+        do_sample: sample; otherwise the likeliest token is taken, ties going to the lowest id.
+        temperature: logits are divided by it; only when sampling.
+        top_k: only the k likeliest tokens are kept, 0 for all; only when sampling.
+        top_p: only the likeliest tokens that together reach this probability are kept; only when sampling.
+        repetition_penalty: above 1 makes tokens that stand in the text less likely (Keskar et al. 2019).
+    """
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, fine in (
+            ("temperature", self.temperature > 0),
+            ("top_k", self.top_k >= 0 and int(self.top_k) == self.top_k),
+            ("top_p", 0 < self.top_p <= 1),
+            ("repetition_penalty", self.repetition_penalty > 0),
+        ):
+            value: Any = getattr(self, name)
+            if not fine or not np.isfinite(value):
+                limits = {"top_k": "an integer of 0 or above", "top_p": "above 0 and at most 1"}
+                raise InputError(f"{name} must be {limits.get(name, 'above 0')}, got {value}")
+
+    def scores(self, logits: Row, text: NDArray[np.int64]) -> Row:
+        """The processed logits of one row.
+
+        Args:
+            logits: [vocab].
+            text: the ids of the row so far, padding left out.
+        """
+        scores = penalised(logits, text, self.repetition_penalty)
+        if not self.do_sample:
+            return scores
+        return nucleus(top(scores / self.temperature, self.top_k), self.top_p)
+
+    def choose(self, logits: Row, text: NDArray[np.int64], random: np.random.Generator) -> int:
+        """The next token of one row; see `scores`."""
+        scores = self.scores(logits, text)
+        if not self.do_sample:
+            return int(np.argmax(scores))
+        return int(random.choice(len(scores), p=softmax(scores)))
+
+
+def penalised(logits: Row, text: NDArray[np.int64], penalty: float) -> Row:
+    """Logits of tokens that stand in the text, divided by the penalty where positive, multiplied where negative."""
+    if penalty == 1:
+        return logits
+    scores, seen = logits.copy(), np.unique(text)
+    scores[seen] = np.where(scores[seen] < 0, scores[seen] * penalty, scores[seen] / penalty)
+    return scores
+
+
+def top(scores: Row, k: int) -> Row:
+    """All but the k largest as -inf; what equals the k-th stays."""
+    if k == 0 or k >= len(scores):
+        return scores
+    return np.where(scores < np.partition(scores, -k)[-k], -np.inf, scores)
+
+
+def nucleus(scores: Row, p: float) -> Row:
+    """All but the likeliest tokens that together reach probability p as -inf (Holtzman et al. 2019)."""
+    if p >= 1:
+        return scores
+    order = np.argsort(scores, kind="stable")
+    rest = order[np.cumsum(softmax(scores[order])) <= 1 - p]
+    kept = scores.copy()
+    kept[rest[rest != order[-1]]] = -np.inf
+    return kept
+
+
+def sample_token(logits: ArrayLike, temperature: float = 0.0, seed: int | None = None) -> int:
+    """Choose a token.
+
+    Args:
+        logits: [vocab].
+        temperature: 0 takes the likeliest, ties going to the lowest id; above, samples softmax(logits / temperature).
+        seed: of the sampling; the same seed, logits and temperature give the same token.
+
+    Raises:
+        InputError: a negative temperature, NaN or infinity, or logits that are no vector.
+    """
+    vector = logit_vector(logits)
+    if not temperature >= 0 or not np.isfinite(temperature):
+        raise InputError(f"temperature must be 0 or above, got {temperature}")
+    if temperature == 0:
+        return int(np.argmax(vector))
+    with np.errstate(over="ignore"):  # at a tiny temperature all but the likeliest become -inf, which is right
+        probabilities = np.exp(log_softmax((vector - vector.max()) / temperature))
+    return int(np.random.default_rng(seed).choice(len(vector), p=probabilities / probabilities.sum()))

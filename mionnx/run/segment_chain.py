@@ -1,0 +1,148 @@
+"""A chain of open graphs: a model cut at hook points, so that Python functions can act in between.
+
+1. All sessions of a chain read the same weights as the model's other graphs; none reads a weight that it has no use
+   for, so that a chain takes the memory of one session and a little for each cut.
+2. On a CPU values pass from session to session as arrays; elsewhere they stay where the provider computed them, and
+   only hooked ones are fetched.
+3. Threads that spin while they wait would take the processor from the next session: those of a chain sleep.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+import psutil
+from numpy.typing import NDArray
+
+from mionnx.engine import onnx_runtime as session
+from mionnx.engine.device import Value
+from mionnx.graph import onnx_file
+from mionnx.rewrite.plan import Plan, Report
+from mionnx.rewrite.segment import Segment, cut
+
+THREADS = 512  # of all sessions of a chain together: each has its own, and systems limit their number
+LINK = 2**20  # bytes that one more session takes, about
+
+Arrays = dict[str, NDArray[Any]]
+# (hook, value): what the value becomes.
+Between = Callable[[str, NDArray[Any]], NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One open segment.
+
+    Attributes:
+        session: ONNX Runtime's session.
+        inputs: what is fed to it.
+        defaults: inputs that may be left out (an RWKV's gates).
+        hooks: the hooked values that it makes, in execution order.
+        outputs: all that it makes: these, and what later links or the caller need.
+        done: what no later link reads.
+    """
+
+    session: Any
+    inputs: tuple[str, ...]
+    defaults: tuple[str, ...]
+    hooks: tuple[str, ...]
+    outputs: tuple[str, ...]
+    done: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A model cut at hook points, open.
+
+    Attributes:
+        plan: what was asked of the graph before it was cut.
+        links: the open segments, in order.
+        report: which nodes were added where.
+        cost: bytes of memory that it takes, about.
+        options: what its sessions were opened with.
+    """
+
+    plan: Plan
+    links: tuple[Link, ...]
+    report: Report
+    cost: int
+    options: session.Options
+
+    def run(self, wanted: Collection[str], feeds: Mapping[str, Value], between: Between) -> Arrays:
+        """Run all links in order.
+
+        Args:
+            wanted: names of outputs.
+            feeds: the inputs of the whole graph.
+            between: called for each hooked value when it is there; what it returns is what later nodes read.
+
+        Raises:
+            ModelError: ONNX Runtime failed while running.
+        """
+        values: dict[str, Any] = dict(feeds)
+        kept: dict[str, Any] = {}
+        for link in self.links:
+            given = (*link.inputs, *(name for name in link.defaults if name in feeds))
+            read = {name: values[name] for name in given}
+            found = session.compute(link.session, link.outputs, read, self.options)
+            for hook in link.hooks:
+                found[hook] = between(hook, np.asarray(found[hook]))
+            kept |= {name: found[name] for name in found.keys() & wanted}
+            values |= found
+            for name in link.done:
+                values.pop(name, None)
+        return {name: np.asarray(value) for name, value in kept.items()}
+
+
+def open_chain(
+    rewritten: tuple[gs.Graph, Report],
+    plan: Plan,
+    hooks: tuple[str, ...],
+    origin: onnx.ModelProto,
+    folder: Path,
+    options: session.Options,
+    *,
+    optimised: bool,
+    cost: int,
+) -> Chain:
+    """Cut a graph and open the segments.
+
+    Args:
+        rewritten: the graph that a plan was carried out on, and what was done.
+        plan: the plan.
+        hooks: where to cut, in execution order.
+        origin: the model that the graph was made from.
+        folder: of its weights.
+        options: how sessions are opened.
+        optimised: whether the graph is one that ONNX Runtime has optimised already.
+        cost: bytes that one session of the whole graph takes, about.
+
+    Raises:
+        ModelError: ONNX Runtime refuses a segment.
+    """
+    graph, report = rewritten
+    segments = cut(graph, hooks)
+    each = replace(options, threads=_threads(options.threads, len(segments)))
+    links: list[Link] = []
+    later: set[str] = set()
+    for segment in reversed(segments):
+        model = onnx_file.to_proto(segment.graph, origin, {}).SerializeToString()
+        opened = session.open_session(model, folder, each, optimised, spinning=False)
+        links.append(_link(segment, opened, later))
+        later.update(segment.inputs)
+    return Chain(plan, tuple(reversed(links)), report, cost + LINK * len(links), options)
+
+
+def _link(segment: Segment, opened: Any, later: set[str]) -> Link:
+    outputs = (*segment.hooks, *segment.others)
+    done = tuple(name for name in (*segment.inputs, *outputs) if name not in later)
+    defaults = tuple(entry.name for entry in opened.get_overridable_initializers())
+    return Link(opened, segment.inputs, defaults, segment.hooks, outputs, done)
+
+
+def _threads(asked: int, count: int) -> int:
+    """Threads of each of so many sessions."""
+    return max(1, min(asked or psutil.cpu_count(logical=False) or 1, THREADS // count))

@@ -1,0 +1,161 @@
+"""State interventions of RWKV: which tokens' writes into the recurrent state are left out or scaled, and where.
+
+What a token does to the state has four terms:
+
+write        it adds k (x) v
+erase        RWKV-7 only: it takes b (x) (a S) out
+decay        it lets the state decay
+token_shift  the next token's projections are mixed with it
+
+A knockout turns off the write; `erase()`, `decay()` and `token_shift()` turn off more, `invisible()` everything: then
+later positions are what they would be had the token never been there.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+
+from mionnx.errors import InterventionError, nearest
+from mionnx.spec.attention_knockout import LayerTargets, naturals, whole
+from mionnx.spec.intervention import PHASES
+
+TERMS = ("write", "erase", "decay", "token_shift")
+
+
+@dataclass
+class StateTargets(LayerTargets):
+    """Positions and layers, chained: `.position(0).positions([3, 4]).layer_range(2, 5)`. All layers by default.
+
+    Positions count from 0 in each row's own text, negative ones from the end of its prompt; "prompt" and "generated"
+    are the phases of a text.
+    """
+
+    positions_: list[int | str] = field(default_factory=list)
+    terms: list[str] = field(default_factory=lambda: ["write"])
+
+    def position(self, position: int | str) -> Self:
+        """Add one position, or a phase: "prompt" or "generated"."""
+        return self.positions([position])
+
+    def positions(self, positions: Iterable[int | str]) -> Self:
+        """Add positions, or phases."""
+        self.positions_ += [_position(position) for position in positions]
+        return self
+
+    def erase(self) -> Self:
+        """Apply to the removal term too (RWKV-7)."""
+        return self._with("erase")
+
+    def _with(self, *terms: str) -> Self:
+        self.terms += [term for term in terms if term not in self.terms]
+        return self
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return "state knockout" if isinstance(self, StateKnockoutSpec) else "state steering"
+
+    def validate(self, num_layers: int, seq_len: int, num_heads: int | None = None) -> None:
+        """Check against a model and a text, before anything runs.
+
+        Args:
+            num_layers, num_heads: of the model.
+            seq_len: tokens of the text.
+
+        Raises:
+            InterventionError: no position, a position or layer that does not exist, or an unknown term.
+        """
+        self.target_layers(num_layers)
+        if not self.positions_:
+            raise InterventionError(f"{self.title}: no position was given, so it would do nothing")
+        for position in self.positions_:
+            if not isinstance(position, str) and not -seq_len <= position < seq_len:
+                raise InterventionError(
+                    f"{self.title}: position {position} does not exist in a text of {seq_len} tokens "
+                    f"(0 to {seq_len - 1})"
+                )
+        for term in self.terms:
+            if term not in TERMS:
+                raise InterventionError(
+                    f"{self.title}: no term {term!r}, only {', '.join(TERMS)}{nearest(term, TERMS)}"
+                )
+        if not self.terms:
+            raise InterventionError(f"{self.title}: no term was given, so it would do nothing")
+
+
+def _position(given: int | str) -> int | str:
+    if isinstance(given, str):
+        if given not in PHASES:
+            raise InterventionError(f"a position is an integer, {' or '.join(map(repr, PHASES))}, got {given!r}")
+        return given
+    return whole("position", given)
+
+
+@dataclass
+class StateKnockoutSpec(StateTargets):
+    """Leave out what tokens write into the recurrent state: `StateKnockoutSpec().position(0).layer(12)`."""
+
+    def decay(self) -> Self:
+        """Do not let the state decay at these tokens either."""
+        return self._with("decay")
+
+    def token_shift(self) -> Self:
+        """Mix the token after with the one before these, as if they were not there."""
+        return self._with("token_shift")
+
+    def invisible(self) -> Self:
+        """Turn off everything by which later positions could see these tokens. In one layer only, others still can."""
+        return self._with(*TERMS)
+
+
+@dataclass
+class StateSteeringSpec(StateTargets):
+    """Scale what tokens write into the recurrent state: `StateSteeringSpec(2.0).position(0).heads([1])`.
+
+    A scale of 0 knocks out, 1 changes nothing, below 1 dampens, above 1 amplifies. Where a knockout applies to the same
+    position and layer, the knockout wins.
+    """
+
+    scale: float = 1.0
+    heads_: list[int] | None = None
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        try:
+            self.scale = float(scale)
+        except (TypeError, ValueError):
+            raise InterventionError(f"state steering: the scale is a number, got {scale!r}") from None
+        if not np.isfinite(self.scale):
+            raise InterventionError(f"state steering: the scale must be finite, got {scale}")
+        self.heads_ = None
+
+    def head(self, head: int) -> Self:
+        """Add one head; all heads by default."""
+        return self.heads([head])
+
+    def heads(self, heads: Iterable[int]) -> Self:
+        """Add heads."""
+        self.heads_ = [*(self.heads_ or []), *naturals("head", heads)]
+        return self
+
+    def target_heads(self, num_heads: int) -> list[int]:
+        """The heads meant.
+
+        Raises:
+            InterventionError: a head that the model does not have.
+        """
+        if self.heads_ is None:
+            return list(range(num_heads))
+        if max(self.heads_) >= num_heads:
+            raise InterventionError(f"state steering: head {max(self.heads_)} of {num_heads} (0 to {num_heads - 1})")
+        return sorted(set(self.heads_))
+
+    def validate(self, num_layers: int, seq_len: int, num_heads: int | None = None) -> None:
+        """See `StateTargets.validate`; heads are checked too."""
+        super().validate(num_layers, seq_len)
+        if num_heads is not None:
+            self.target_heads(num_heads)
+        if not {*self.terms} <= {"write", "erase"}:
+            raise InterventionError("state steering scales the write and erase terms; knock out the others")

@@ -1,0 +1,59 @@
+"""Determinism: is a run the same, bit for bit, when it is repeated, on one thread, or with its rows in a batch."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.inputs.token_batch import Call
+from mionnx.machine.progress import Progress
+from mionnx.verify.compare import Side, stream
+from mionnx.verify.difference import Difference
+from mionnx.verify.graph_under_test import Subject
+from mionnx.verify.recorded_values import Tape
+from mionnx.verify.result import BATCH, ONE_THREAD, TWICE, Repeat
+from mionnx.verify.runtime import Runtime
+from mionnx.verify.runtime_names import WITH_THREADS, runtime_of
+
+
+def repeats(runtime: Runtime, subject: Subject, checkpoint: Path | None, progress: Progress) -> Iterator[Repeat]:
+    """Run a subject again in each way that a runtime has.
+
+    A batch is the prompt and the same prompt backwards: rows of one length need no padding, and differ.
+    """
+    with TemporaryDirectory() as scratch:
+        tape = Tape(Path(scratch) / "first")
+        stream(Side(subject, runtime), tape.add, progress)
+        yield _repeat(runtime.title, TWICE, runtime, subject, subject, tape, progress)
+        name, *settings = runtime.title.split(":")
+        with_threads = name in WITH_THREADS or name.endswith("ExecutionProvider")
+        if with_threads and not any(setting.startswith("threads=") for setting in settings):
+            single = runtime_of(f"{runtime.title}:threads=1", checkpoint)
+            yield _repeat(runtime.title, ONE_THREAD, single, subject, subject, tape, progress)
+        doubled = Subject(subject.model, subject.spec, subject.names, [_doubled(call) for call in subject.calls])
+        yield _repeat(runtime.title, BATCH, runtime, doubled, subject, tape, progress)
+
+
+def _doubled(call: Call) -> Call:
+    """Where a text ends, and how far it can reach, stay as they are."""
+    ids = np.concatenate([call.input_ids, call.input_ids[:, ::-1]])
+    ends = [None if length is None else np.tile(length, 2) for length in (call.prompt_lengths, call.horizon)]
+    return Call(ids, np.ones_like(ids), np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy(), *ends)
+
+
+def _repeat(
+    title: str, what: str, runtime: Runtime, subject: Subject, first: Subject, tape: Tape, progress: Progress
+) -> Repeat:
+    found = {name: Difference(unit=subject.model.metadata.dtype) for name in first.names}
+
+    def compare(prompt: int, name: str, value: NDArray[Any]) -> None:
+        found[name].add(tape.get(prompt, name), value[: first.calls[prompt].batch])
+
+    stream(Side(subject, runtime), compare, progress)
+    differing = [name for name in first.names if not found[name].identical]
+    largest = max(one.max_abs for one in found.values())
+    relative = max(one.relative for one in found.values())
+    return Repeat(title, what, not differing, largest, relative, differing[0] if differing else None)

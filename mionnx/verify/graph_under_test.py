@@ -1,0 +1,172 @@
+"""What is run: one model with one spec on some prompts, as a graph of which any part can be had."""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from hashlib import sha256
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from mionnx.bind import plan as bind
+from mionnx.bind.rwkv_gates import gates_of
+from mionnx.graph import onnx_file
+from mionnx.graph.dataflow import Wiring
+from mionnx.graph.extract import between
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.inputs import past
+from mionnx.inputs.token_batch import Call, make_call
+from mionnx.rewrite import Plan, rewrite
+from mionnx.rewrite.plan import Outputs
+from mionnx.spec.hook_spec import HookSpec
+
+Arrays = dict[str, NDArray[Any]]
+LOGITS = "hook_logits"
+GROUP = 2**24  # bytes of values that are fetched together
+
+
+class Subject:
+    """One model with one spec on some prompts.
+
+    Attributes:
+        model: the hooked model.
+        spec: what intervenes.
+        names: the hook points that are compared, in execution order; the last is `hook_logits`.
+        calls: one a prompt.
+        title: what distinguishes it from another subject in the same comparison; empty if there is one only.
+    """
+
+    def __init__(
+        self, model: HookedModel, spec: HookSpec, names: Sequence[str], calls: Sequence[Call], title: str = ""
+    ) -> None:
+        self.model, self.names, self.calls, self.title = model, list(names), list(calls), title
+        self.spec = HookSpec().extend(spec)
+        self.spec.captures.clear()
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What the spec makes of the graph, every hook point that is compared an output."""
+        wanted = HookSpec().extend(self.spec)
+        for name in self.names:
+            wanted.capture(name)
+        return bind.plan_of(wanted, self.model, Outputs(carried=False))
+
+    @cached_property
+    def proto(self) -> onnx.ModelProto:
+        """The graph with the spec's interventions, without weights, the type of every value written down.
+
+        Inputs that are given have no defaults: OpenVINO takes one that has for a constant.
+        """
+        made, _ = rewrite(self.model.proto, self.plan, self.model.metadata)
+        proto = onnx_file.parse(made)
+        given = self.feeds(self.calls[0])
+        kept = [tensor for tensor in proto.graph.initializer if tensor.name not in given]
+        del proto.graph.initializer[:]
+        proto.graph.initializer.extend(kept)
+        return onnx.shape_inference.infer_shapes(proto)
+
+    @cached_property
+    def wiring(self) -> Wiring:
+        """Which node of the graph reads what."""
+        return Wiring(self.proto)
+
+    @cached_property
+    def types(self) -> dict[str, int]:
+        """Value -> its ONNX element type."""
+        held = self.proto.graph
+        return {value.name: value.type.tensor_type.elem_type for value in (*held.value_info, *held.input, *held.output)}
+
+    def graph_hash(self) -> str:
+        """SHA-256 of the graph with the spec's interventions, whatever is compared in it, in hexadecimal."""
+        plan = bind.plan_of(self.spec, self.model, Outputs(carried=False))
+        made, _ = rewrite(self.model.proto, plan, self.model.metadata)
+        return sha256(onnx_file.parse(made).SerializeToString(deterministic=True)).hexdigest()
+
+    def feeds(self, call: Call) -> Arrays:
+        """The inputs of one call: tokens, an empty past, and the spec's values.
+
+        Raises:
+            InterventionError: the spec does not fit the call.
+        """
+        nothing = past.feeds(self.model, None, call)
+        found: Arrays = {**call.feeds(), **{name: np.asarray(value) for name, value in nothing.items()}}
+        found |= bind.values_of(self.spec, self.plan, call, self.model)
+        return found | gates_of(self.spec, call, self.model.metadata)
+
+    def starts_of(self, known: Collection[str], ends: Iterable[str]) -> list[str]:
+        """Those of some known values that others are computed from, when all that is known is taken as it is."""
+        ends = [*ends]
+        kept = self.wiring.behind(ends, known)
+        read = {name for node in kept for name in self.wiring.read[node]}
+        return [name for name in known if name in read]
+
+    def part(self, starts: Sequence[str], ends: Sequence[str]) -> onnx.ModelProto:
+        """The nodes between some values and others, as a model of its own; bfloat16 is float32 at its borders."""
+        return widened(between(self.proto, starts, ends))
+
+    def groups(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """Names in groups whose values have at most `GROUP` bytes together, or one of a larger value."""
+        group: list[str] = []
+        size = 0
+        for name in names:
+            each = max((self._bytes(name, call) for call in self.calls), default=0)
+            if group and size + each > GROUP:
+                yield group
+                group, size = [], 0
+            group.append(name)
+            size += each
+        if group:
+            yield group
+
+    def _bytes(self, name: str, call: Call) -> int:
+        dims = bind.dimensions(call.batch, call.seq, call.total)
+        return 4 * prod(bind.shape_of(self.model.axes(HookPoint.parse(name)), dims))
+
+    def longer(self, call: Call, ids: NDArray[np.int64]) -> Call:
+        """A call with tokens after its prompt.
+
+        Args:
+            call: the prompt, [batch, seq].
+            ids: [batch, n].
+        """
+        both = np.concatenate([call.input_ids, ids], axis=1)
+        made = make_call(both, None, None, self.model.metadata.sizes, [call.seq] * call.batch)
+        return replace(made, horizon=call.horizon)
+
+
+def widened(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """A model whose bfloat16 inputs and outputs are float32: numpy has no bfloat16, and few runtimes take it."""
+    first, last = [], []
+    narrow, wide = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
+    taken: dict[str, str] = {}
+    for value in proto.graph.input:
+        if value.type.tensor_type.elem_type == narrow:
+            taken[value.name] = f"{value.name}.narrow"
+            value.type.tensor_type.elem_type = wide
+            first.append(onnx.helper.make_node("Cast", [value.name], [taken[value.name]], to=narrow))
+    given: dict[str, str] = {}
+    for value in proto.graph.output:
+        if value.type.tensor_type.elem_type == narrow:
+            given[value.name] = f"{value.name}.narrow"
+            value.type.tensor_type.elem_type = wide
+            last.append(onnx.helper.make_node("Cast", [given[value.name]], [value.name], to=wide))
+    renamed = {**taken, **given}
+    if renamed:
+        _rename(proto, renamed)
+        nodes = [*first, *proto.graph.node, *last]
+        del proto.graph.node[:]
+        proto.graph.node.extend(nodes)
+    return proto
+
+
+def _rename(proto: onnx.ModelProto, renamed: dict[str, str]) -> None:
+    for node in proto.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [renamed.get(name, name) for name in names]
+    kept = [value for value in proto.graph.value_info if value.name not in renamed]
+    del proto.graph.value_info[:]
+    proto.graph.value_info.extend(kept)

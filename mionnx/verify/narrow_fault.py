@@ -1,0 +1,154 @@
+"""From a step between hook points to the nodes of it that make the difference.
+
+Every value of the step that both graphs have by the same name is looked at, in order: the nodes between it and the
+values before it run in the second runtime on what the first one has there. If no value differs that way, the fault is
+one of nodes together: a fusion, or casts that a runtime drops where they stand alone. Then the part is the shortest one
+that differs: up to the first value that does, from the last values that still let it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+from numpy.typing import NDArray
+
+from mionnx.graph.dataflow import Wiring
+from mionnx.graph.extract import between
+from mionnx.verify.difference import Difference, coarser
+from mionnx.verify.graph_under_test import Arrays, Subject
+from mionnx.verify.runtime import GraphRuntime
+from mionnx.verify.step_error import spell
+
+
+@dataclass
+class Narrowed:
+    """The smallest part of a step whose inputs agree and whose output does not.
+
+    Attributes:
+        value: its output.
+        starts: values that it starts from, besides the tokens.
+        nodes: `name (operator)`, in the order in which they run.
+        feeds: what it was run on: the first runtime's values, and the tokens.
+        expected, found: what the first runtime has there, and what the second one makes of it.
+        difference: between the two.
+    """
+
+    value: str
+    starts: list[str]
+    nodes: list[str]
+    feeds: Arrays
+    expected: Arrays
+    found: Arrays
+    difference: Difference
+
+
+def narrow(
+    first: tuple[GraphRuntime, Subject],
+    second: tuple[GraphRuntime, Subject],
+    inputs: Arrays,
+    end: str,
+    prompt: int,
+    tolerance: float,
+) -> Narrowed:
+    """Look at every value of a step.
+
+    Args:
+        first, second: runtime and subject.
+        inputs: the first one's values at the hook points before the step.
+        end: the hook point at its end.
+        prompt: which.
+        tolerance: largest relative difference that is agreement.
+
+    Returns:
+        the part; the whole step, if no value inside differs by more by itself.
+
+    Raises:
+        ModelError: a runtime cannot run a part of the step.
+    """
+    unit = coarser(*(subject.model.metadata.dtype for _, subject in (first, second)))
+    values = _shared(first[1], second[1], [*inputs], end)
+    wanted = _expected(first, inputs, values, prompt)
+    known = dict(inputs)
+    for value in values:
+        found = _run(second, known, value, wanted[value], prompt, unit)
+        if found.difference.relative > tolerance:
+            return found
+        known[value] = wanted[value]
+    return _together(second, inputs, values, wanted, prompt, tolerance, unit)
+
+
+def _together(
+    side: tuple[GraphRuntime, Subject],
+    inputs: Arrays,
+    values: Sequence[str],
+    wanted: Arrays,
+    prompt: int,
+    tolerance: float,
+    unit: str,
+) -> Narrowed:
+    """The shortest run of nodes that differs as a whole."""
+    runs = (_run(side, inputs, value, wanted[value], prompt, unit) for value in values)
+    found = whole = next((run for run in runs if run.difference.relative > tolerance), None)
+    if whole is None:
+        return _run(side, inputs, values[-1], wanted[values[-1]], prompt, unit)
+    for count in range(1, values.index(whole.value)):
+        known = inputs | {value: wanted[value] for value in values[:count]}
+        shorter = _run(side, known, whole.value, wanted[whole.value], prompt, unit)
+        if shorter.difference.relative <= tolerance:
+            break
+        found = shorter
+    assert found is not None
+    return found
+
+
+def _run(
+    side: tuple[GraphRuntime, Subject], known: Arrays, value: str, expected: NDArray[Any], prompt: int, unit: str
+) -> Narrowed:
+    """One value computed from those that are known."""
+    runtime, subject = side
+    starts = subject.starts_of(list(known), [value])
+    feeds = subject.feeds(subject.calls[prompt]) | {name: known[name] for name in starts}
+    with runtime.opened_part(subject, starts, [value]) as piece:
+        found = piece(feeds)
+    part = between(subject.proto, starts, [value])
+    nodes = [spell(node.name, node.op_type) for node in part.graph.node]
+    used = {entry.name: feeds[entry.name] for entry in part.graph.input if entry.name in feeds}
+    return Narrowed(value, starts, nodes, used, {value: expected}, found, _difference(expected, found[value], unit))
+
+
+def _difference(expected: NDArray[Any], found: NDArray[Any], unit: str) -> Difference:
+    """Infinite if the shapes differ."""
+    difference = Difference(unit=unit)
+    if expected.shape == found.shape:
+        difference.add(expected, found)
+    else:
+        difference.max_abs = float("inf")
+    return difference
+
+
+def _shared(first: Subject, second: Subject, starts: Sequence[str], end: str) -> list[str]:
+    """The values of a step that both graphs make, in the second one's order."""
+    here, there = set(starts), {name for node in first.wiring.nodes for name in node.output if name}
+    nodes = sorted(second.wiring.behind([end], here))
+    made = [name for i in nodes for name in second.wiring.nodes[i].output if name]
+    reads = _needed(second.wiring, nodes, end)
+    return [name for name in made if name in there and name in reads and _told(first, second, name)]
+
+
+def _needed(wiring: Wiring, nodes: Sequence[int], end: str) -> set[str]:
+    return {name for i in nodes for name in wiring.read[i]} | {end}
+
+
+def _told(first: Subject, second: Subject, name: str) -> bool:
+    """Whether a value's type is known in both, and is a number or a truth in both."""
+    kinds = [subject.types.get(name, 0) for subject in (first, second)]
+    return all(kinds) and onnx.TensorProto.STRING not in kinds
+
+
+def _expected(first: tuple[GraphRuntime, Subject], inputs: Arrays, values: Sequence[str], prompt: int) -> Arrays:
+    """The first runtime's values of a step, all of them from one run."""
+    runtime, subject = first
+    starts = subject.starts_of(list(inputs), values)
+    with runtime.opened_part(subject, starts, values) as piece:
+        return piece(subject.feeds(subject.calls[prompt]) | {name: inputs[name] for name in starts})

@@ -1,0 +1,69 @@
+"""Runtimes by their names: "torch", "ort-cpu:none:threads=1", an execution provider's own name, .."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+
+from mionnx.engine.onnx_runtime import LEVELS, PROVIDERS, Options
+from mionnx.errors import InputError, nearest
+from mionnx.verify.openvino import OpenVino
+from mionnx.verify.ort import OnnxRuntime
+from mionnx.verify.reference import Reference
+from mionnx.verify.runtime import Runtime
+from mionnx.verify.torch_eager import Eager
+from mionnx.verify.web import Web
+
+NAMES = ("torch", "ort-cpu", "ort-cuda", "openvino", "onnxruntime-web", "reference")
+WITH_THREADS = ("torch", "ort-cpu", "openvino")
+PROVIDER = "ExecutionProvider"  # what the full name of every provider of ONNX Runtime ends in
+
+
+def runtime_of(title: str, checkpoint: Path | None = None) -> Runtime:
+    """The runtime of a name.
+
+    Args:
+        title: one of `NAMES`, or an execution provider's full name; then, after colons, an optimisation level of ONNX
+            Runtime ("none", "basic", "extended", "all") and "threads=N".
+        checkpoint: where "torch" finds the weights, if not in the hooked model's folder.
+
+    Raises:
+        InputError: no such runtime, level or setting.
+    """
+    name, *settings = title.split(":")
+    providers = onnxruntime.get_all_providers()
+    if name not in (*NAMES, *providers, *onnxruntime.get_available_providers()):
+        choices = (*NAMES, *providers)
+        raise InputError(f"no runtime {name!r}; there are {', '.join(NAMES)}, and ONNX Runtime's providers by their "
+                         f"full names{nearest(name, choices)}")  # fmt: skip
+    given = _settings(title, name, settings)
+    threads = given.get("threads", 0)
+    if name == "torch":
+        return Eager(title, checkpoint, threads)
+    if name == "openvino":
+        return OpenVino(title, threads)
+    if name in ("onnxruntime-web", "reference"):
+        return Web(title) if name == "onnxruntime-web" else Reference(title)
+    provider = next((short for short in PROVIDERS if name == f"ort-{short}"), name)
+    return OnnxRuntime(title, replace(Options(provider, threads), level=given.get("level", "all")))
+
+
+def _settings(title: str, name: str, settings: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    ort = name.startswith("ort-") or name.endswith(PROVIDER)
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if found.keys() & {"level" if setting in LEVELS else key}:
+            raise InputError(f"runtime {title!r}: {setting!r} is given after another setting of the same thing")
+        if ort and setting in LEVELS:
+            found["level"] = setting
+        elif key == "threads" and value.isdigit() and int(value) and (ort or name in WITH_THREADS):
+            found["threads"] = int(value)
+        else:
+            known = [*(LEVELS if ort else ()), *(["threads=N"] if ort or name in WITH_THREADS else [])]
+            raise InputError(
+                f"runtime {title!r}: {name} has no setting {setting!r}; it has {', '.join(known) or 'none'}"
+                f"{nearest(setting, known)}"
+            )
+    return found

@@ -1,0 +1,77 @@
+"""transformers in torch, eager, as a runtime to compare: the exporter's taps record."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from mionnx.errors import ExportError, MIError, ModelError
+from mionnx.inputs.token_batch import Call
+from mionnx.run import find_model
+from mionnx.verify.graph_under_test import Subject
+from mionnx.verify.runtime import Pass, Runtime, Sink
+
+INSTALL = "pip install 'mionnx[export]'"
+
+
+class Eager(Runtime):
+    """The checkpoint that a hooked model was made from, run by the library that its authors wrote it for.
+
+    The exporter that knows the checkpoint runs it (`open_eagerly`): nothing here imports torch.
+    """
+
+    def __init__(self, title: str, checkpoint: Path | None = None, threads: int = 0) -> None:
+        super().__init__(title)
+        self.checkpoint, self.threads = checkpoint, threads
+
+    def _exporter(self, subject: Subject) -> ModuleType:
+        return find_model.exporter_for(self._folder(subject))
+
+    def _folder(self, subject: Subject) -> Path:
+        return self.checkpoint or subject.model.folder
+
+    def missing(self, subject: Subject) -> str | None:
+        """Whether torch is there, and the checkpoint, and a family that it has; and that nothing is spliced in."""
+        if any(edit.kind == "splice" for edit in subject.plan.edits):
+            return "a splice is an ONNX model, which torch does not run: compare the other runtimes"
+        try:
+            exporter = self._exporter(subject)
+        except (ExportError, ImportError) as error:
+            return f"{error}; name the checkpoint's folder, or {INSTALL}"
+        if not hasattr(exporter, "open_eagerly"):
+            return f"{exporter.__name__} has no eager model of this family: transformers has none"
+        absent = exporter.missing_eagerly(self._folder(subject))
+        return f"{absent}; {INSTALL}, or name the checkpoint's folder" if absent else None
+
+    def facts(self) -> dict[str, str]:
+        """Versions and threads."""
+        from importlib.metadata import version
+
+        names = ("torch", "transformers")
+        return {**{name: version(name) for name in names}, "threads": str(self.threads or "all")}
+
+    @contextmanager
+    def passes(self, subject: Subject, names: Sequence[str]) -> Iterator[Pass]:
+        """See `Runtime.passes`."""
+        exporter, folder = self._exporter(subject), self._folder(subject)
+        with _as_model_errors():
+            opened = exporter.open_eagerly(folder, subject.model.metadata.dtype, self.threads)
+        edits = [(edit, given) for edit, (_, given) in zip(subject.plan.edits, subject.spec.interventions, strict=True)]
+        wanted = {*names}
+
+        def run(call: Call, sink: Sink) -> None:
+            with _as_model_errors():
+                opened(call, edits, lambda name, value: sink(name, value) if name in wanted else None)
+
+        yield run
+
+
+@contextmanager
+def _as_model_errors() -> Iterator[None]:
+    """Errors of torch and transformers are of any class."""
+    try:
+        yield
+    except MIError:
+        raise
+    except Exception as error:
+        raise ModelError(f"transformers cannot run this checkpoint: {type(error).__name__}: {error}") from error
