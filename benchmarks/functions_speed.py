@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from exporters.transformers import export
 from mionnx import MIModel
-from mionnx.run.segment_chain import Chain
+from mionnx.run.segment_chain import SegmentChain
 
 HERE = Path(__file__).parent
 HEAD = ("tokens", "functions at", "segments", "first call", "forward", "mionnx", "mionnx / forward", "TL / mionnx")
@@ -92,7 +92,7 @@ def measure(model: MIModel, bridge: TransformerBridge, length: int, repeats: int
             if np.abs(programs["lens"]() - plain).max() / np.abs(plain).max() > 5e-5:
                 raise SystemExit(f"{name}, {length} tokens: the programs give other logits")
         times = alternate(programs, repeats)
-        chain = next(one for one in reversed(model.variants.open.values()) if isinstance(one, Chain))
+        chain = next(one for one in reversed(model.variants.open.values()) if isinstance(one, SegmentChain))
         own, bare = times["mionnx"], times["forward"]
         milliseconds = [f"{median(seconds) * 1000:.1f} ms" for seconds in (bare, own)]
         ahead = ratio(times["lens"], own) if "lens" in times else "-"

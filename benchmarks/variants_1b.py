@@ -60,7 +60,7 @@ def new_structures(folder: Path, prepack: bool) -> dict[str, float]:
     bare, again = [], []
     compiled = model.compile_graph(variant(model, 0))
     feeds = _feeds(model, ids, variant(model, 0))
-    names = ["logits", *(want.fetched for want in compiled.plan.wants)]
+    names = ["logits", *(want.fetched for want in compiled.plan.captures)]
     for turn in range(15):
         bare.append(seconds(lambda: compiled.session.run(names, feeds)))
         again.append(seconds(lambda turn=turn: model.forward(ids, variant(model, 0, turn))))
@@ -71,11 +71,11 @@ def new_structures(folder: Path, prepack: bool) -> dict[str, float]:
 def _feeds(model: MIModel, ids: np.ndarray, spec: HookSpec) -> dict[str, np.ndarray]:
     from mionnx.bind import plan
     from mionnx.inputs import past
-    from mionnx.inputs.token_batch import make_call
+    from mionnx.inputs.token_batch import make_token_batch
 
-    call = make_call(ids, None, None, model.hooked.metadata.sizes)
+    call = make_token_batch(ids, None, None, model.hooked.metadata.sizes)
     compiled = model.compile_graph(spec)
-    feeds = {**call.feeds(), **past.feeds(model.hooked, None, call)}
+    feeds = {**call.feeds(), **past.past_inputs(model.hooked, None, call)}
     feeds |= plan.values_of(spec, compiled.plan, call, model.hooked)
     read = {entry.name for entry in compiled.session.get_inputs()}
     return {name: value for name, value in feeds.items() if name in read}

@@ -33,13 +33,13 @@ def alone(folder: Path, runtime: str, tokens: int) -> dict[str, float]:
     """One runtime, one prompt, its logits."""
     from mionnx import HookSpec
     from mionnx.graph.hooked_model import HookedModel
-    from mionnx.inputs.token_batch import make_call
-    from mionnx.verify.graph_under_test import Subject
+    from mionnx.inputs.token_batch import make_token_batch
+    from mionnx.verify.graph_under_test import GraphUnderTest
     from mionnx.verify.runtime_names import runtime_of
 
     model = HookedModel.open(folder)
-    call = make_call(prompt(model.metadata.sizes.vocab_size, tokens), None, None, model.metadata.sizes)
-    subject = Subject(model, HookSpec(), ["hook_logits"], [call])
+    call = make_token_batch(prompt(model.metadata.sizes.vocab_size, tokens), None, None, model.metadata.sizes)
+    subject = GraphUnderTest(model, HookSpec(), ["hook_logits"], [call])
     with runtime_of(runtime, folder.parent).passes(subject, ["hook_logits"]) as run:
         run(call, lambda _name, _value: None)
     return {}

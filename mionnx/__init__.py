@@ -38,7 +38,7 @@ from mionnx.inputs.tokens import Tokens
 from mionnx.model import MIModel
 from mionnx.rewrite import Report
 from mionnx.run.generation import Generation
-from mionnx.run.graph_pool import Compiled
+from mionnx.run.graph_pool import OpenGraph as Compiled
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.sampling import sample_token
 from mionnx.run.streamer import TextStreamer

@@ -6,7 +6,7 @@ import pytest
 
 from exporters.transformers import export
 from mionnx import HookPoint, HookSpec, Intervention, MIModel, ModelError
-from mionnx.engine.device import Held
+from mionnx.engine.device import DeviceArray
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,9 +37,9 @@ def test_verify_beside_the_cpu(models):
 def test_captures_and_caches_stay_on_the_device(hooked, models):
     model, ids = MIModel.from_pretrained(hooked("llama"), provider="cuda"), np.arange(3, 15)[None]
     found = model.forward(ids[:, :8], HookSpec().capture("*"), use_cache=True)
-    held = [*found._captured.values(), *(part for layer in found.kv_cache.held() for part in layer)]
-    assert {one.value.device_name() for one in held if isinstance(one, Held)} == {"cuda"}
-    assert all(isinstance(one, Held) for one in held)
+    held = [*found._captured.values(), *(part for layer in found.kv_cache.raw_layers() for part in layer)]
+    assert {one.value.device_name() for one in held if isinstance(one, DeviceArray)} == {"cuda"}
+    assert all(isinstance(one, DeviceArray) for one in held)
     after = model.forward(ids[:, 8:], cache=found.kv_cache).output()
     assert np.abs(after - models("llama").forward(ids).output()[:, 8:]).max() < 2e-3
 

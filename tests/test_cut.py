@@ -9,7 +9,7 @@ from onnx.checker import check_model
 from mionnx import HookSpec
 from mionnx.bind import plan
 from mionnx.graph import onnx_file
-from mionnx.rewrite.apply_plan import rewritten
+from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.rewrite.plan import Outputs
 from mionnx.rewrite.segment import cut
 
@@ -110,7 +110,7 @@ def test_no_node_that_depends_on_the_tokens_stands_in_two_segments(models, famil
     spec = HookSpec()
     for hook in hooks:
         spec.capture(hook)
-    graph, _ = rewritten(hooked.proto, plan.plan_of(spec, hooked, Outputs(carried=False)), hooked.metadata)
+    graph, _ = apply_plan(hooked.proto, plan.plan_of(spec, hooked, Outputs(carried=False)), hooked.metadata)
     weights = {tensor.name for tensor in hooked.proto.graph.initializer}
     seen: list[str] = []
     made = cut(graph, hooks)

@@ -11,14 +11,14 @@ from mionnx import HookPoint, HookSpec, InputError, Intervention, KVCache, MIMod
 from mionnx.engine import onnx_runtime
 from mionnx.engine.device import (
     CPU,
-    Held,
-    Replays,
+    CudaGraphs,
+    DeviceArray,
     copied,
     empty,
     fetch,
     put,
 )
-from mionnx.run.graph_pool import Compiled
+from mionnx.run.graph_pool import OpenGraph
 
 BF16, F32 = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
 
@@ -50,7 +50,7 @@ def test_bfloat16_goes_in_and_comes_out(rounding, shape):
     assert found["half"].shape == found["whole"].shape == shape
     assert np.array_equal(found["half"], half)
     assert np.array_equal(found["whole"], half.astype(np.float32))
-    held = Held(put(half, CPU))
+    held = DeviceArray(put(half, CPU))
     assert (held.shape, held.dtype, held.nbytes) == (shape, ml_dtypes.bfloat16, half.nbytes)
     assert np.array_equal(fetch(put(held, CPU)), half)
     assert np.array_equal(fetch(copied(put(half, CPU), CPU)), half)  # as from and to another device
@@ -61,8 +61,8 @@ def test_what_stays_is_what_would_have_come(family, models, staying, monkeypatch
     model, ids = models(family), np.random.default_rng(0).integers(3, 64, (2, 9))
     spec = HookSpec().capture("*").intervene(HookPoint.ResidPost(0), Intervention.Scale(1.1, positions=[3, -1]))
     held = model.forward(ids[:, :6], spec, use_cache=True)
-    assert isinstance(held._captured[str(HookPoint.ResidPost(1))], Held)
-    assert all(isinstance(part, Held) for layer in held.kv_cache.held() for part in layer)
+    assert isinstance(held._captured[str(HookPoint.ResidPost(1))], DeviceArray)
+    assert all(isinstance(part, DeviceArray) for layer in held.kv_cache.raw_layers() for part in layer)
     after = model.forward(ids[:, 6:], cache=held.kv_cache)
     monkeypatch.undo()
     plain = model.forward(ids[:, :6], spec, use_cache=True)
@@ -115,14 +115,14 @@ def test_replays_give_what_runs_give(family, models, monkeypatch):
     """Buffers of fixed addresses: other values, other shapes, and earlier results that a later run must not change."""
     model, rng = models(family), np.random.default_rng(0)
     calls = []
-    for number in range(Replays.LIMIT + 3):
-        ids = rng.integers(3, 64, (1 + number % 2, 4 + number % (Replays.LIMIT + 1)))
+    for number in range(CudaGraphs.LIMIT + 3):
+        ids = rng.integers(3, 64, (1 + number % 2, 4 + number % (CudaGraphs.LIMIT + 1)))
         vector = rng.normal(size=model.hidden_size)
         spec = HookSpec().capture("blocks.*.hook_resid_post")
         calls.append((ids, spec.intervene(HookPoint.ResidPost(0), Intervention.Add(vector, positions=-1))))
     calls += calls[::2]
     plain = [model.forward(ids, spec, use_cache=True) for ids, spec in calls]
-    monkeypatch.setattr(Compiled, "run", lambda self, outputs, feeds: self._replays.run(outputs, _read(self, feeds)))
+    monkeypatch.setattr(OpenGraph, "run", lambda self, outputs, feeds: self._replays.run(outputs, _read(self, feeds)))
     replayed = [model.forward(ids, spec, use_cache=True) for ids, spec in calls]
     for one, other in zip(plain, replayed, strict=True):
         assert np.array_equal(one.output(), other.output())
@@ -135,7 +135,7 @@ def _read(compiled, feeds):
 
 
 def test_what_is_fed_to_a_replay_is_left_alone(rounding):
-    replays, x = Replays(rounding, CPU), np.ones(3, np.float32)
+    replays, x = CudaGraphs(rounding, CPU), np.ones(3, np.float32)
     half = np.full(3, 2.5, ml_dtypes.bfloat16)
     first = replays.run(["half", "whole"], {"x": x, "y": half})
     second = replays.run(["half", "whole"], {"x": x * 3, "y": half * 2})

@@ -173,7 +173,11 @@ def test_no_array_of_all_features_leaves_the_graph(model, tmp_path):
     sae, _ = case("relu", tmp_path)
     model.features(PROMPT, sae, k=3, follow=[0])
     plan, compiled = [*model.compiled.items()][-1]
-    assert {want.hook.rpartition(".")[2] for want in plan.wants} == {"hook_top_ids", "hook_top_values", "hook_followed"}
+    assert {want.hook.rpartition(".")[2] for want in plan.captures} == {
+        "hook_top_ids",
+        "hook_top_values",
+        "hook_followed",
+    }
     assert not any("blocks.3" in node for nodes in compiled.report.added.values() for node in nodes)
     before = len(model.compiled)
     model.features("three four five six", sae, k=9, follow=[4, 5, 6])

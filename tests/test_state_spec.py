@@ -22,7 +22,7 @@ from mionnx import (
 )
 from mionnx.cli.intervention_syntax import parse_state_knockout, parse_state_steering
 from mionnx.machine import memory
-from mionnx.machine.files import write_whole
+from mionnx.machine.files import write_atomic
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,7 @@ def test_a_damaged_file(tmp_path, old, new):
     assert old in data
     changed = data.replace(old, new)
     length = int.from_bytes(data[:8], "little") + len(changed) - len(data)
-    write_whole(path, length.to_bytes(8, "little") + changed[8:])
+    write_atomic(path, length.to_bytes(8, "little") + changed[8:])
     with pytest.raises((SpecFileError, InterventionError), match=r"spec\.safetensors"):
         HookSpec.load(path)
 

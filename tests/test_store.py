@@ -23,16 +23,16 @@ from families import VOCAB
 from mionnx import HookPoint, HookSpec, InputError, Intervention, MIModel, Options
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine import disk_cache
-from mionnx.machine.disk_cache import Entries, Entry, StoreWarning
+from mionnx.machine.disk_cache import CacheEntry, DiskCache, StoreWarning
 from mionnx.run import prepacked
 
 FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
-def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Entries:
+def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskCache:
     monkeypatch.setattr(disk_cache, "_said", set())
-    return Entries(tmp_path / "store", limit=10**9)
+    return DiskCache(tmp_path / "store", limit=10**9)
 
 
 def writer(text: str = "text", log: Path | None = None, pause: float = 0.0) -> Callable[[Path], dict[str, Any]]:
@@ -64,7 +64,7 @@ def test_twenty_processes_build_each_entry_once(entries, tmp_path):
 
     def work() -> None:
         for key in ("a", "b"):
-            entry = Entries(entries.root).get("graphs", key, writer(key, log, 0.01))
+            entry = DiskCache(entries.root).get("graphs", key, writer(key, log, 0.01))
             assert (entry.path / "2.bin").read_text() == key * 4000
 
     children = [in_child(work) for _ in range(20)]
@@ -79,15 +79,17 @@ def test_a_killed_process_leaves_nothing_broken(entries):
     """Fifty builds, each killed at some moment: afterwards there is a whole entry or none, and the next build works."""
     rng, whole = random.Random(0), 0
     begin = time.monotonic()
-    in_child(lambda: Entries(entries.root).get("graphs", "unhurt", writer("kill", pause=0.002)) and None).join()
+    in_child(lambda: DiskCache(entries.root).get("graphs", "unhurt", writer("kill", pause=0.002)) and None).join()
     taken = time.monotonic() - begin  # on a busy machine a build takes longer
     for number in range(50):
         key = f"entry-{number}"
-        child = in_child(lambda key=key: Entries(entries.root).get("graphs", key, writer("kill", pause=0.002)) and None)
+        child = in_child(
+            lambda key=key: DiskCache(entries.root).get("graphs", key, writer("kill", pause=0.002)) and None
+        )
         time.sleep(rng.uniform(0, 1.5 * taken))
         os.kill(child.pid, signal.SIGKILL)
         child.join()
-        entry = Entry(entries.root / "graphs" / key)
+        entry = CacheEntry(entries.root / "graphs" / key)
         if entry.path.exists():
             whole += 1
             assert entry.faults(thorough=True) == []
@@ -107,8 +109,8 @@ def test_flipped_bytes_are_found_before_they_are_used(entries, file, place):
     at = int(place * (len(data) - 1))
     data[at] ^= 1
     (path / file).write_bytes(data)
-    os.utime(path / file, ns=(0, Entry(path).manifest.get("files", {}).get(file, {}).get("changed", 0)))
-    fresh = Entries(entries.root)
+    os.utime(path / file, ns=(0, CacheEntry(path).manifest.get("files", {}).get(file, {}).get("changed", 0)))
+    fresh = DiskCache(entries.root)
     with pytest.warns(StoreWarning, match="graphs/key is damaged"):
         assert fresh.find("graphs", "key") is None
     assert fresh.get("graphs", "key", writer()).faults(thorough=True) == []
@@ -124,7 +126,7 @@ def test_other_damage_is_found(entries, damage):
     else:
         (path / "1.bin").write_text("text")
     with pytest.warns(StoreWarning, match=r"1\.bin|more\.bin"):
-        assert Entries(entries.root).find("graphs", "key") is None
+        assert DiskCache(entries.root).find("graphs", "key") is None
 
 
 def test_large_files_are_hashed_when_they_changed(entries, monkeypatch):
@@ -133,12 +135,12 @@ def test_large_files_are_hashed_when_they_changed(entries, monkeypatch):
     hashed: list[str] = []
     plain = disk_cache._sha256
     monkeypatch.setattr(disk_cache, "_sha256", lambda file: hashed.append(file.name) or plain(file))
-    assert Entries(entries.root).find("graphs", "key")
+    assert DiskCache(entries.root).find("graphs", "key")
     assert hashed == []
     (path / "1.bin").write_bytes((path / "1.bin").read_bytes())  # another time of change, the same bytes
-    assert Entries(entries.root).find("graphs", "key")
+    assert DiskCache(entries.root).find("graphs", "key")
     assert hashed == ["1.bin"]
-    assert Entry(path).faults(thorough=True) == []
+    assert CacheEntry(path).faults(thorough=True) == []
 
 
 def test_the_oldest_go_first_and_never_what_is_in_use(entries):
@@ -151,7 +153,7 @@ def test_the_oldest_go_first_and_never_what_is_in_use(entries):
     ready = FORK.Event()
 
     def hold() -> None:
-        Entries(entries.root).find("graphs", "used")
+        DiskCache(entries.root).find("graphs", "used")
         os.utime(entries.root / "graphs" / "used", (1, 1))
         ready.set()
         time.sleep(60)
@@ -168,7 +170,7 @@ def test_the_oldest_go_first_and_never_what_is_in_use(entries):
 
 
 def test_building_keeps_the_store_within_its_limit(entries, tmp_path):
-    small = Entries(tmp_path / "small", limit=40_000)
+    small = DiskCache(tmp_path / "small", limit=40_000)
     for key in range(6):
         small.get("graphs", str(key), writer())
         for mark in (tmp_path / "small" / "graphs").glob("*.pins/*"):
@@ -181,7 +183,7 @@ def test_building_keeps_the_store_within_its_limit(entries, tmp_path):
 def test_a_limit_that_is_none(text, monkeypatch, tmp_path):
     monkeypatch.setenv("MIONNX_CACHE_LIMIT", text)
     with pytest.raises(InputError, match="20GB"):
-        Entries(tmp_path)
+        DiskCache(tmp_path)
 
 
 def test_limits_are_sizes():
@@ -397,7 +399,10 @@ def test_open_graphs_are_bounded_by_memory(models):
     for layer in (0, 1, 0):
         model.warm(HookSpec().capture(HookPoint.ResidPost(layer)))
     model.warm(HookSpec())
-    assert [plan.wants[0].hook if plan.wants else None for plan in model.compiled] == ["blocks.0.hook_resid_post", None]
+    assert [plan.captures[0].hook if plan.captures else None for plan in model.compiled] == [
+        "blocks.0.hook_resid_post",
+        None,
+    ]
 
 
 def test_an_unknown_way_is_refused(models):

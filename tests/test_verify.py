@@ -18,7 +18,7 @@ from exporters.transformers import export
 from mionnx import HookError, HookSpec, InputError, Intervention, MIModel, ModelError, SpecFileError, StateKnockoutSpec
 from mionnx.verify.difference import Difference, ulp_distance
 from mionnx.verify.openvino import OpenVino
-from mionnx.verify.recorded_values import Tape
+from mionnx.verify.recorded_values import RecordedValues
 
 PROMPT = "The capital of France is"
 TOLERANCE = 5e-5
@@ -181,11 +181,11 @@ def test_a_recorded_run_says_what_is_another_here(llama, tmp_path):
     assert "another spec" in notes
     with pytest.raises(HookError, match="was not recorded"):
         llama.verify((), ["ort-cpu"], against=path, spec=HookSpec().capture("blocks.0.attn.hook_q"))
-    tape = Tape.open(path)
+    tape = RecordedValues.open(path)
     elsewhere = {**tape.facts, "environment": {**tape.facts["environment"], "processor": "another"}}
     elsewhere["environment"]["versions"] = {**elsewhere["environment"]["versions"], "onnxruntime": "1.0"}
     tape.facts = {}
-    copy = Tape(tmp_path / "values")
+    copy = RecordedValues(tmp_path / "values")
     for name in elsewhere["names"]:
         copy.add(0, name, tape.get(0, name))
     copy.keep(tmp_path / "elsewhere.safetensors", elsewhere)

@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from exporters.transformers.trace import run_eagerly
-from mionnx.bind.selection import Place
+from mionnx.bind.selection import Selection
 from mionnx.errors import ModelError
-from mionnx.inputs.token_batch import Call
+from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.plan import Edit
 from mionnx.spec.intervention import Intervention
 
 Edits = Sequence[tuple[Edit, Intervention]]
 Sink = Callable[[str, NDArray[Any]], None]
-Opened = Callable[[Call, Edits, Sink], None]
+Opened = Callable[[TokenBatch, Edits, Sink], None]
 
 
 def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
@@ -47,7 +47,7 @@ def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
         raise ModelError(f"{folder} is no whole checkpoint: transformers finds no {name!r} in it")
     model.eval()
 
-    def run(call: Call, edits: Edits, sink: Sink) -> None:
+    def run(call: TokenBatch, edits: Edits, sink: Sink) -> None:
         with _threads(threads):
             _run(model, call, edits, sink)
 
@@ -76,7 +76,7 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _run(model: PreTrainedModel, call: Call, edits: Edits, sink: Sink) -> None:
+def _run(model: PreTrainedModel, call: TokenBatch, edits: Edits, sink: Sink) -> None:
     def listen(name: str, value: Tensor, stream: bool) -> Tensor:
         changed = value
         for edit, intervention in edits:
@@ -104,9 +104,9 @@ def _no_past(model: PreTrainedModel, batch: int) -> list[tuple[Tensor, Tensor]]:
     return [(empty, empty) for _ in range(config.num_hidden_layers)]
 
 
-def _apply(value: Tensor, edit: Edit, intervention: Intervention, call: Call) -> Tensor:
+def _apply(value: Tensor, edit: Edit, intervention: Intervention, call: TokenBatch) -> Tensor:
     """An intervention in torch: the changed value where it is selected, the old one elsewhere."""
-    place = Place(edit, intervention, tuple(value.shape), call)
+    place = Selection(edit, intervention, tuple(value.shape), call)
     given = torch.empty(0)
     if intervention.value is not None:
         given = torch.from_numpy(place.value(intervention.value, np.float32).copy()).to(value.dtype)

@@ -4,10 +4,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InterventionError
-from mionnx.inputs.token_batch import Call
+from mionnx.inputs.token_batch import TokenBatch
 
 
-def visible_keys(call: Call, window: int | None) -> NDArray[np.bool_]:
+def visible_keys(call: TokenBatch, window: int | None) -> NDArray[np.bool_]:
     """[batch, seq, total]: the keys each query reads: not padding, not later, and inside the sliding window.
 
     Args:
@@ -22,7 +22,7 @@ def visible_keys(call: Call, window: int | None) -> NDArray[np.bool_]:
     return seen[None] & call.attention_mask.astype(bool)[:, None, :]
 
 
-def refuse_blind_rows(hook: str, blocked: NDArray[np.bool_], call: Call, window: int | None) -> None:
+def refuse_rows_without_keys(hook: str, blocked: NDArray[np.bool_], call: TokenBatch, window: int | None) -> None:
     """Refuse a knockout after which a query has no key left: its softmax would be NaN, or fall on what it may not see.
 
     Args:

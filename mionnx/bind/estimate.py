@@ -11,7 +11,7 @@ from mionnx.bind.selection import heads_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.rewrite.intervene import sequence_axis
-from mionnx.rewrite.plan import Want
+from mionnx.rewrite.plan import CaptureNode
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def estimate_of(model: HookedModel, captures: plan.Captures, dims: Mapping[str, 
     return Estimate(found)
 
 
-def _entry(model: HookedModel, want: Want) -> tuple[Sequence[str | int], int]:
+def _entry(model: HookedModel, want: CaptureNode) -> tuple[Sequence[str | int], int]:
     """The axes of a value, and the bytes of one of its numbers."""
     if want.inner is not None:
         return want.inner.dims, np.dtype(want.inner.dtype).itemsize

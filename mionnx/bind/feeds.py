@@ -5,12 +5,12 @@ from mionnx.bind.rwkv_gates import gates_of
 from mionnx.engine.device import Value
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs import past
-from mionnx.inputs.token_batch import Call, Past
+from mionnx.inputs.token_batch import Past, TokenBatch
 from mionnx.rewrite.plan import Plan
 from mionnx.spec.hook_spec import HookSpec
 
 
-def feeds_of(model: HookedModel, spec: HookSpec, plan: Plan, call: Call, before: Past | None) -> dict[str, Value]:
+def feeds_of(model: HookedModel, spec: HookSpec, plan: Plan, call: TokenBatch, before: Past | None) -> dict[str, Value]:
     """The tokens, what came before them, and the values, positions, masks and gates of a spec.
 
     Args:
@@ -23,6 +23,6 @@ def feeds_of(model: HookedModel, spec: HookSpec, plan: Plan, call: Call, before:
         InputError: a past that does not fit.
         InterventionError: a value, position, head or row that does not fit; see `bind.values_of` and `gates.gates_of`.
     """
-    feeds: dict[str, Value] = {**call.feeds(), **past.feeds(model, before, call)}
+    feeds: dict[str, Value] = {**call.feeds(), **past.past_inputs(model, before, call)}
     feeds |= bind.values_of(spec, plan, call, model)
     return feeds | gates_of(spec, call, model.metadata)

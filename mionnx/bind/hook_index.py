@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from numpy.typing import DTypeLike
 
 from mionnx.bind.splice_check import (
-    Fit,
-    Inner,
+    FittedFragment,
+    InnerHook,
     Site,
-    fit,
+    check_fragment,
     inner_names,
 )
 from mionnx.errors import HookError, InterventionError, nearest
@@ -23,7 +23,7 @@ Dims = list[str | int]
 
 
 @dataclass(frozen=True)
-class Points:
+class HookIndex:
     """Hook points by name.
 
     Attributes:
@@ -33,8 +33,8 @@ class Points:
     """
 
     model: HookedModel
-    inner: Mapping[str, Inner]
-    fits: Mapping[int, Fit]
+    inner: Mapping[str, InnerHook]
+    fits: Mapping[int, FittedFragment]
 
     @property
     def names(self) -> list[str]:
@@ -74,14 +74,14 @@ class Points:
         return self.model.order[outer], 1 + [*self.inner].index(name)
 
 
-def points_of(spec: HookSpec, model: HookedModel) -> Points:
+def index_hooks(spec: HookSpec, model: HookedModel) -> HookIndex:
     """The hook points of a model and of a spec's splices.
 
     Raises:
         HookError: a splice at, or reading from, a hook point that is not there.
         InterventionError: a fragment that does not fit, or two that bring the same hook point.
     """
-    points = Points(model, inner := {}, fits := {})
+    points = HookIndex(model, inner := {}, fits := {})
     for n, (point, intervention) in enumerate(spec.interventions):
         if intervention.fragment is None:
             continue
@@ -93,7 +93,7 @@ def points_of(spec: HookSpec, model: HookedModel) -> Points:
     return points
 
 
-def _fit(points: Points, point: HookPoint, intervention: Intervention) -> Fit:
+def _fit(points: HookIndex, point: HookPoint, intervention: Intervention) -> FittedFragment:
     if intervention.fragment is None:
         raise InterventionError(f"{intervention.kind} at {point} has no fragment")
     if point.derived:
@@ -104,4 +104,4 @@ def _fit(points: Points, point: HookPoint, intervention: Intervention) -> Fit:
         sites.append(Site(source.name, points.axes(source), tuple(points.dims(source))))
         if source.derived or points.place(source.name) >= points.place(point.name):
             raise InterventionError(f"splice at {point}: it can read what comes before it, and {source} does not")
-    return fit(intervention.fragment, onnx_file.opset(points.model.proto), sites)
+    return check_fragment(intervention.fragment, onnx_file.opset(points.model.proto), sites)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mionnx.bind import plan
 from mionnx.errors import InputError
 from mionnx.graph.metadata import Sizes
-from mionnx.inputs.token_batch import Call
+from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, TOP_K, Outputs
 from mionnx.spec.attention_knockout import naturals, whole
 
@@ -48,7 +48,7 @@ class Logits:
         """The positions as a list."""
         return _listed(self.positions)
 
-    def feeds(self, call: Call, sizes: Sizes) -> dict[str, NDArray[Any]]:
+    def feeds(self, call: TokenBatch, sizes: Sizes) -> dict[str, NDArray[Any]]:
         """The inputs that say which part is meant.
 
         Raises:

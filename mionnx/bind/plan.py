@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mionnx.bind.attention_mask import refuse_blind_rows
-from mionnx.bind.hook_index import Points, points_of
-from mionnx.bind.selection import Place, heads_axis, refuse_unread
+from mionnx.bind.attention_mask import refuse_rows_without_keys
+from mionnx.bind.hook_index import HookIndex, index_hooks
+from mionnx.bind.selection import Selection, heads_axis, refuse_unread
 from mionnx.errors import HookError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.inputs.token_batch import Call
+from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.intervene import TOKEN_POSITIONS
-from mionnx.rewrite.plan import Edit, Outputs, Plan, Want
+from mionnx.rewrite.plan import CaptureNode, Edit, Outputs, Plan
 from mionnx.spec.hook_spec import Capture, HookSpec, resolve
 from mionnx.spec.intervention import Intervention
 
 NOWHERE = -2  # in an input of positions: selects no token; -1 is what padding has
 
 
-Captures = dict[Want, Capture]
+Captures = dict[CaptureNode, Capture]
 
 
 def plan_of(
@@ -39,7 +39,7 @@ def plan_of(
         HookError: a hook point that the model does not have.
         InterventionError: a kind or limit that makes no sense there.
     """
-    points = points_of(spec, model)
+    points = index_hooks(spec, model)
     chosen = captures_of(spec, model) if captures is None else captures
     ordered = sorted(chosen, key=lambda want: (points.place(want.hook), not want.before))
     seen: dict[str, int] = {}
@@ -58,8 +58,8 @@ def captures_of(spec: HookSpec, model: HookedModel) -> Captures:
         HookError: a hook point that the model does not have, or one of which different parts are asked for.
         InterventionError: positions or heads where there are none.
     """
-    found: dict[str, tuple[Want, Capture]] = {}
-    points = points_of(spec, model)
+    found: dict[str, tuple[CaptureNode, Capture]] = {}
+    points = index_hooks(spec, model)
     for request in spec.captures:
         if points.inner:  # a splice may bring other hook points tomorrow
             wants = _wants(request, points, resolve(request, points.names))
@@ -77,7 +77,7 @@ def captures_of(spec: HookSpec, model: HookedModel) -> Captures:
     return dict(found.values())
 
 
-def _wants(request: Capture, points: Points, names: Iterable[str]) -> list[Want]:
+def _wants(request: Capture, points: HookIndex, names: Iterable[str]) -> list[CaptureNode]:
     """The values that one request means, which has chosen these names."""
     wants = []
     for name in names:
@@ -87,11 +87,11 @@ def _wants(request: Capture, points: Points, names: Iterable[str]) -> list[Want]
         if request.heads is not None and heads_axis(axes) is None:
             raise InterventionError(f"capture at {name}: axes {list(axes)} have no heads")
         limits = request.positions is not None, request.heads is not None
-        wants.append(Want(name, request.before, *limits, points.inner.get(name)))
+        wants.append(CaptureNode(name, request.before, *limits, points.inner.get(name)))
     return wants
 
 
-def parts_of(captures: Captures, call: Call, model: HookedModel) -> dict[str, NDArray[Any]]:
+def parts_of(captures: Captures, call: TokenBatch, model: HookedModel) -> dict[str, NDArray[Any]]:
     """The inputs that say which parts of captured values are meant.
 
     Raises:
@@ -110,13 +110,13 @@ def parts_of(captures: Captures, call: Call, model: HookedModel) -> dict[str, ND
     return feeds
 
 
-def columns(what: str, positions: Sequence[int], call: Call) -> NDArray[np.int64]:
+def columns(what: str, positions: Sequence[int], call: TokenBatch) -> NDArray[np.int64]:
     """[batch, n]: where in this call the positions of each row's text stand.
 
     Raises:
         InterventionError: one that a row does not have, or that lies in the past.
     """
-    if call.horizon is not None:
+    if call.final_lengths is not None:
         raise InterventionError(f"{what}: a generation computes one position after another; choose them in `forward`")
     try:
         found = [[call.columns([position], row)[0] for position in positions] for row in range(call.batch)]
@@ -125,7 +125,7 @@ def columns(what: str, positions: Sequence[int], call: Call) -> NDArray[np.int64
     return np.array(found, np.int64)
 
 
-def _edit(points: Points, point: HookPoint, intervention: Intervention, index: int) -> Edit:
+def _edit(points: HookIndex, point: HookPoint, intervention: Intervention, index: int) -> Edit:
     """The structure of one intervention, checked against the model."""
     axes, model = points.axes(point), points.model  # refuses a hook point that is not there
     _check_kind(point, axes, intervention.kind, model.metadata.recurrent)
@@ -161,7 +161,7 @@ def _check_kind(point: HookPoint, axes: tuple[str, ...], kind: str, recurrent: b
         )
 
 
-def _check_inner(point: HookPoint, points: Points, kind: str) -> None:
+def _check_inner(point: HookPoint, points: HookIndex, kind: str) -> None:
     """Refuse what could not take effect inside a splice."""
     inner = points.inner.get(point.name)
     if inner is None:
@@ -188,7 +188,7 @@ def dimensions(batch: int, seq: int, total: int) -> dict[str, int]:
     return {"batch": batch, "seq": seq, "seq_q": seq, "seq_k": total, "seq_src": seq}
 
 
-def values_of(spec: HookSpec, plan: Plan, call: Call, model: HookedModel) -> dict[str, NDArray[Any]]:
+def values_of(spec: HookSpec, plan: Plan, call: TokenBatch, model: HookedModel) -> dict[str, NDArray[Any]]:
     """The inputs that carry a spec's values, positions and masks in one call.
 
     Raises:
@@ -196,9 +196,9 @@ def values_of(spec: HookSpec, plan: Plan, call: Call, model: HookedModel) -> dic
             that would be left with no key.
     """
     dims = dimensions(call.batch, call.seq, call.total)
-    points = points_of(spec, model)
+    points = index_hooks(spec, model)
     places = [
-        Place(edit, intervention, shape_of(points.dims(point), dims), call)
+        Selection(edit, intervention, shape_of(points.dims(point), dims), call)
         for edit, (point, intervention) in zip(plan.edits, spec.interventions, strict=True)
     ]
     feeds: dict[str, NDArray[Any]] = {TOKEN_POSITIONS: call.token_positions}
@@ -210,7 +210,7 @@ def values_of(spec: HookSpec, plan: Plan, call: Call, model: HookedModel) -> dic
     return feeds
 
 
-def _inputs(place: Place, dtype: DTypeLike) -> dict[str, NDArray[Any]]:
+def _inputs(place: Selection, dtype: DTypeLike) -> dict[str, NDArray[Any]]:
     edit, intervention = place.edit, place.intervention
     feeds: dict[str, NDArray[Any]] = {}
     if intervention.value is not None:
@@ -241,7 +241,7 @@ def _table(positions: dict[int, list[int]], batch: int) -> NDArray[np.int64]:
     return table
 
 
-def _refuse_blind(places: list[Place], call: Call, model: HookedModel) -> None:
+def _refuse_blind(places: list[Selection], call: TokenBatch, model: HookedModel) -> None:
     """Refuse knockouts that together leave an attention row without a key."""
     blocked: dict[int, NDArray[np.bool_]] = {}
     for place in places:
@@ -251,4 +251,4 @@ def _refuse_blind(places: list[Place], call: Call, model: HookedModel) -> None:
             blocked[layer] = blocked[layer] | here if layer in blocked else here
     for layer, mask in blocked.items():
         window = model.metadata.attention[layer].sliding_window
-        refuse_blind_rows(str(HookPoint.AttnScores(layer)), mask, call, window)
+        refuse_rows_without_keys(str(HookPoint.AttnScores(layer)), mask, call, window)

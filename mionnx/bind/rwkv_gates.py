@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 from mionnx.errors import InterventionError
 from mionnx.graph.hook_points import layer_of
 from mionnx.graph.metadata import Metadata
-from mionnx.inputs.token_batch import Call
-from mionnx.rewrite.plan import Want
+from mionnx.inputs.token_batch import TokenBatch
+from mionnx.rewrite.plan import CaptureNode
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.state_interventions import TERMS, StateKnockoutSpec, StateSteeringSpec
 
 State = StateKnockoutSpec | StateSteeringSpec
 
 
-def gates_of(spec: HookSpec, call: Call, metadata: Metadata) -> dict[str, NDArray[Any]]:
+def gates_of(spec: HookSpec, call: TokenBatch, metadata: Metadata) -> dict[str, NDArray[Any]]:
     """The gates of one call; none where a default will do.
 
     Padding is invisible: rows of unequal length run as they would alone.
@@ -63,7 +63,7 @@ def gates_of(spec: HookSpec, call: Call, metadata: Metadata) -> dict[str, NDArra
     return dict(_changed(factors, metadata))
 
 
-def refuse_idle(spec: HookSpec, wants: Sequence[Want], num_layers: int) -> None:
+def refuse_idle(spec: HookSpec, wants: Sequence[CaptureNode], num_layers: int) -> None:
     """Without logits and states, refuse what happens in layers behind the last capture: nothing would show it.
 
     Raises:
@@ -81,9 +81,9 @@ def refuse_idle(spec: HookSpec, wants: Sequence[Want], num_layers: int) -> None:
             )
 
 
-def _validate(state: State, call: Call, metadata: Metadata) -> None:
+def _validate(state: State, call: TokenBatch, metadata: Metadata) -> None:
     sizes = metadata.sizes
-    reached = call.lengths if call.horizon is None else call.horizon
+    reached = call.lengths if call.final_lengths is None else call.final_lengths
     state.validate(sizes.num_layers, int(reached.min()), sizes.num_heads)
     refuse_terms(state, metadata)
 
@@ -102,9 +102,9 @@ def refuse_terms(state: State, metadata: Metadata) -> None:
         )
 
 
-def _refuse_idle(state: State, call: Call) -> None:
+def _refuse_idle(state: State, call: TokenBatch) -> None:
     """In a single call, a phase without tokens would do nothing; in a generation it may be another step's."""
-    if call.horizon is None and not any(call.columns(state.positions_, row) for row in range(call.batch)):
+    if call.final_lengths is None and not any(call.columns(state.positions_, row) for row in range(call.batch)):
         phases = ", ".join(str(position) for position in state.positions_)
         raise InterventionError(
             f"{state.title}: no token of this call is in the phase {phases!r}; `prompt_length=` says where it begins"
@@ -116,7 +116,7 @@ def _terms(metadata: Metadata) -> list[str]:
 
 
 def _places(
-    state: State, call: Call, metadata: Metadata, heads: Sequence[int]
+    state: State, call: TokenBatch, metadata: Metadata, heads: Sequence[int]
 ) -> Iterator[tuple[NDArray[np.int64], int, int, NDArray[np.int64]]]:
     """Indices into a gate: layers, row, column, heads."""
     layers = np.array(state.target_layers(metadata.sizes.num_layers))[:, None]

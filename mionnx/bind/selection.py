@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from mionnx.errors import InterventionError
 from mionnx.graph.hook_points import HEAD_AXES
-from mionnx.inputs.token_batch import Call
+from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.intervene import sequence_axis
 from mionnx.rewrite.plan import Edit
 from mionnx.spec.intervention import Intervention
@@ -23,7 +23,7 @@ def heads_axis(axes: tuple[str, ...]) -> int | None:
 
 
 @dataclass(frozen=True)
-class Place:
+class Selection:
     """One intervention's place in one call.
 
     Attributes:
@@ -36,7 +36,7 @@ class Place:
     edit: Edit
     intervention: Intervention
     shape: Shape
-    call: Call
+    call: TokenBatch
 
     def _refuse(self, why: str) -> InterventionError:
         return InterventionError(f"{self.edit.kind} at {self.edit.hook}: {why}")
@@ -86,7 +86,7 @@ class Place:
             found = {row: self.call.absolutes(by_row[row], row) for row in self.rows()}
         except LookupError as error:
             raise self._refuse(str(error)) from None
-        if isinstance(given, str) and self.call.horizon is None and not any(found.values()):
+        if isinstance(given, str) and self.call.final_lengths is None and not any(found.values()):
             raise self._refuse(
                 f"no token of this call is in the phase {given!r}; `prompt_length=` says where it begins"
             )
@@ -150,7 +150,7 @@ class Place:
             return np.zeros((1,) * len(self.shape), dtype)  # another step's: selected nowhere in this one
         if self.edit.kind == "knockout":
             given = self.knockout_mask(given)
-        exact = self.edit.kind == "replace" and self.call.horizon is None
+        exact = self.edit.kind == "replace" and self.call.final_lengths is None
         whole = given.shape == self.shape if exact else broadcasts(given.shape, self.shape)
         if not whole and not self.intervention.limited:
             verb = "must be" if self.edit.kind == "replace" else "must broadcast to"
@@ -163,7 +163,7 @@ class Place:
 
         Rows and columns of a mask are columns of the batch, padding included; beyond the mask nothing is knocked out.
         """
-        if self.call.horizon is None or given.ndim < 2:
+        if self.call.final_lengths is None or given.ndim < 2:
             return given
         queries, keys = self.shape[-2:]
         first = self.call.total - self.call.seq
@@ -208,7 +208,7 @@ class Place:
         return np.ascontiguousarray(cast).reshape(value.shape)
 
 
-def refuse_unread(places: Sequence[Place]) -> None:
+def refuse_unread(places: Sequence[Selection]) -> None:
     """Refuse what is done inside a splice at tokens where the splice's output is not put.
 
     Raises:
@@ -222,12 +222,12 @@ def refuse_unread(places: Sequence[Place]) -> None:
                 raise one._refuse(f"the splice at {outer.edit.hook} is limited to other rows or positions")
 
 
-def _meet(one: Place, other: Place) -> bool:
+def _meet(one: Selection, other: Selection) -> bool:
     """Whether two interventions have a token in common; in a generation, in any of its steps."""
     rows, limits = {*one.rows()} & {*other.rows()}, (one.intervention.positions, other.intervention.positions)
     if None in limits or not rows:
         return bool(rows)
-    if one.call.horizon is not None and any(isinstance(limit, str) for limit in limits):
+    if one.call.final_lengths is not None and any(isinstance(limit, str) for limit in limits):
         return limits[0] == limits[1] or not all(isinstance(limit, str) for limit in limits)
     first, second = one.positions() or {}, other.positions() or {}
     return any({*first[row]} & {*second[row]} for row in rows)

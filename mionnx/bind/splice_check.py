@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Inner:
+class InnerHook:
     """A hook point inside a fragment.
 
     Attributes:
@@ -43,7 +43,7 @@ class Inner:
 
 
 @dataclass(frozen=True)
-class Fit:
+class FittedFragment:
     """A fragment's structure as it is put at one hook point.
 
     Attributes:
@@ -54,7 +54,7 @@ class Fit:
     """
 
     sha256: str
-    inner: tuple[Inner, ...]
+    inner: tuple[InnerHook, ...]
     weights: tuple[str, ...]
     proto: onnx.ModelProto = field(compare=False, repr=False)
 
@@ -74,7 +74,7 @@ class Site:
         return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in self.dims)
 
 
-def fit(fragment: Fragment, opset: int, sites: Sequence[Site]) -> Fit:
+def check_fragment(fragment: Fragment, opset: int, sites: Sequence[Site]) -> FittedFragment:
     """Check a fragment against the values that go into it; what was found once is known from then on.
 
     Args:
@@ -92,7 +92,7 @@ def fit(fragment: Fragment, opset: int, sites: Sequence[Site]) -> Fit:
     return fragment.fits[key]
 
 
-def _fit(fragment: Fragment, opset: int, sites: Sequence[Site]) -> Fit:
+def _fit(fragment: Fragment, opset: int, sites: Sequence[Site]) -> FittedFragment:
     where = f"splice at {sites[0].hook}"
     if len(fragment.activations) != len(sites):
         raise InterventionError(
@@ -114,7 +114,7 @@ def _fit(fragment: Fragment, opset: int, sites: Sequence[Site]) -> Fit:
             )
     live = readers(proto, [made])
     inner = tuple(_inner(name, first[name], second[name], sites, name in live) for name in names)
-    return Fit(fragment.sha256, inner, tuple(fragment.weights), proto)
+    return FittedFragment(fragment.sha256, inner, tuple(fragment.weights), proto)
 
 
 def _check_type(where: str, value: onnx.ValueInfoProto, site: Site) -> None:
@@ -174,10 +174,10 @@ def _run(
     return {**found, **{name: feeds[name] for name in names if name in feeds}}
 
 
-def _inner(name: str, first: NDArray[Any], second: NDArray[Any], sites: Sequence[Site], live: bool) -> Inner:
+def _inner(name: str, first: NDArray[Any], second: NDArray[Any], sites: Sequence[Site], live: bool) -> InnerHook:
     pairs = [*zip(first.shape, second.shape, strict=False)] if first.ndim == second.ndim else []
     found = [_axis(name, at, pair, sites[0]) for at, pair in enumerate(pairs)]
-    return Inner(name, tuple(axis for axis, _ in found), tuple(dim for _, dim in found), str(first.dtype), live)
+    return InnerHook(name, tuple(axis for axis, _ in found), tuple(dim for _, dim in found), str(first.dtype), live)
 
 
 def _axis(name: str, at: int, pair: tuple[int, int], site: Site) -> tuple[str, str | int]:
@@ -190,6 +190,6 @@ def _axis(name: str, at: int, pair: tuple[int, int], site: Site) -> tuple[str, s
     return same[0] if same else (f"{name}.{at}", f"{name}.{at}")
 
 
-def inner_names(hook: str, found: Fit | None) -> Iterator[str]:
+def inner_names(hook: str, found: FittedFragment | None) -> Iterator[str]:
     """The names in the graph of the hook points that a fragment at `hook` brings."""
     yield from (f"{hook}.{inner.name}" for inner in found.inner) if found else ()

@@ -10,19 +10,19 @@ from rich.progress import track
 from rich.table import Column, Table
 
 from mionnx.errors import ModelError
-from mionnx.machine.disk_cache import Entries, Entry, size_of
-from mionnx.machine.memory import spell
+from mionnx.machine.disk_cache import CacheEntry, DiskCache, size_of
+from mionnx.machine.memory import format_bytes
 from mionnx.run.find_model import cache_folder
 
 app = typer.Typer(help="The store of prepared bases, rewritten graphs and interrupted sweeps.", no_args_is_help=True)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
-def _entries() -> Entries:
-    return Entries(cache_folder())
+def _entries() -> DiskCache:
+    return DiskCache(cache_folder())
 
 
-def _facts(entry: Entry) -> dict[str, Any]:
+def _facts(entry: CacheEntry) -> dict[str, Any]:
     return {
         "kind": entry.kind,
         "key": entry.path.name,
@@ -44,7 +44,7 @@ def list_(as_json: Json = False) -> None:
     for facts in found:
         what = ", ".join(f"{name} {value}" for name, value in facts["what"].items())
         table.add_row(
-            facts["kind"], facts["key"][:12], spell(facts["bytes"]), facts["used"], "yes" * facts["in_use"], what
+            facts["kind"], facts["key"][:12], format_bytes(facts["bytes"]), facts["used"], "yes" * facts["in_use"], what
         )
     Console().print(table)
 
@@ -64,7 +64,7 @@ def info(as_json: Json = False) -> None:
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
         return
-    held = f"{spell(facts['bytes'])} of {spell(entries.limit)}"
+    held = f"{format_bytes(facts['bytes'])} of {format_bytes(entries.limit)}"
     typer.echo(f"{entries.root}: {len(found)} entries, {held}, {facts['in_use']} in use")
 
 
@@ -90,7 +90,7 @@ def prune(
     """Remove the entries used longest ago until the store is small enough; never one that is in use."""
     entries = _entries()
     removed = entries.prune(size_of(to) if to else None)
-    typer.echo(f"removed {len(removed)} entries; {spell(sum(entry.size for entry in entries.all()))} are left")
+    typer.echo(f"removed {len(removed)} entries; {format_bytes(sum(entry.size for entry in entries.all()))} are left")
 
 
 @app.command()

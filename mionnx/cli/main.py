@@ -38,7 +38,7 @@ from mionnx.errors import InterventionError, MIError, ModelError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.tokens import Tokens
-from mionnx.machine.files import write_whole
+from mionnx.machine.files import write_atomic
 from mionnx.machine.progress import bars
 from mionnx.model import MIModel
 from mionnx.run import find_model
@@ -198,7 +198,7 @@ def run(
     treated = cache.output()[0, -1]
     baseline = opened.forward(tokens).output()[0, -1] if changes else None
     if save:
-        write_whole(save, to_bytes({"logits": cache.output(), **{key: value.copy() for key, value in cache.items()}}))
+        write_atomic(save, to_bytes({"logits": cache.output(), **{key: value.copy() for key, value in cache.items()}}))
     if as_json:
         typer.echo(json.dumps(_as_json(opened, cache, baseline, treated, top), indent=1))
     else:

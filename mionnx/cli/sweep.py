@@ -17,7 +17,7 @@ from mionnx.cli.options import (
     deliver,
 )
 from mionnx.errors import InputError
-from mionnx.machine.memory import spell
+from mionnx.machine.memory import format_bytes
 from mionnx.model import MIModel
 
 STOPPED = 130  # the exit code of a program that was interrupted
@@ -97,7 +97,7 @@ def _announce(ready: Sweep, quiet: bool) -> None:
         found = ready.estimate()
         Console(stderr=True).print(
             f"{found.cells} cells, {found.computed} to compute in {found.calls} calls: about {found.seconds:.1f} s, "
-            f"{spell(found.memory)}",
+            f"{format_bytes(found.memory)}",
             style="dim",
             highlight=False,
         )

@@ -17,14 +17,14 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 
-from mionnx.bind.selection import Place
+from mionnx.bind.selection import Selection
 from mionnx.compile.bake_gates import bake_gates
-from mionnx.compile.token_facts import Calls, replace_input
+from mionnx.compile.token_facts import TokenFacts, replace_input
 from mionnx.errors import InterventionError
 from mionnx.graph.builder import Builder
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata
-from mionnx.inputs.token_batch import Call
+from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.plan import Edit, Plan, Report
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
@@ -59,7 +59,7 @@ def bake(
         for name, where in knobs.items()
         for at in where
     }
-    calls = Calls(graph, report)
+    calls = TokenFacts(graph, report)
     for n, (edit, (_, intervention)) in enumerate(zip(plan.edits, spec.interventions, strict=True)):
         _edit(graph, edit, intervention, shapes[edit.hook], calls, turned.get(n), report)
     bake_gates(graph, spec, metadata, calls, report)
@@ -89,7 +89,7 @@ def _edit(
     edit: Edit,
     intervention: Intervention,
     shape: Sequence[str | int],
-    calls: Calls,
+    calls: TokenFacts,
     knob: gs.Constant | None,
     report: Report,
 ) -> None:
@@ -137,15 +137,15 @@ def _by_row(positions: Any) -> bool:
     return positions is not None and not isinstance(positions, str) and isinstance(positions[0], tuple)
 
 
-def _place(edit: Edit, intervention: Intervention, shape: Sequence[str | int]) -> Place:
+def _place(edit: Edit, intervention: Intervention, shape: Sequence[str | int]) -> Selection:
     """The intervention on one token of one row: what is left of its shape when the call is not known."""
     one = np.ones((1, 1), np.int64)
-    call = Call(one, one, one - 1, horizon=np.array([1]))
+    call = TokenBatch(one, one, one - 1, final_lengths=np.array([1]))
     sizes = tuple(dim if isinstance(dim, int) else 1 for dim in shape)
-    return Place(replace(edit, at_positions=False), replace(intervention, positions=None, rows=None), sizes, call)
+    return Selection(replace(edit, at_positions=False), replace(intervention, positions=None, rows=None), sizes, call)
 
 
-def _fixed(place: Place, intervention: Intervention, dtype: Any) -> NDArray[Any]:
+def _fixed(place: Selection, intervention: Intervention, dtype: Any) -> NDArray[Any]:
     """The value as a constant of any call.
 
     Raises:

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from mionnx.bind.rwkv_gates import refuse_terms
-from mionnx.compile.token_facts import Calls, replace_input
+from mionnx.compile.token_facts import TokenFacts, replace_input
 from mionnx.errors import InterventionError
 from mionnx.graph.builder import Builder
 from mionnx.graph.metadata import Metadata
@@ -25,7 +25,7 @@ GATES = {
 State = StateKnockoutSpec | StateSteeringSpec
 
 
-def bake_gates(graph: gs.Graph, spec: HookSpec, metadata: Metadata, calls: Calls, report: Report) -> None:
+def bake_gates(graph: gs.Graph, spec: HookSpec, metadata: Metadata, calls: TokenFacts, report: Report) -> None:
     """Let the state interventions of a spec take the place of the gates' defaults.
 
     Raises:
@@ -58,7 +58,7 @@ def _check(state: State, metadata: Metadata) -> None:
     refuse_terms(state, metadata)
 
 
-def _padding(build: Builder, layers: int, calls: Calls) -> gs.Tensor:
+def _padding(build: Builder, layers: int, calls: TokenFacts) -> gs.Tensor:
     """[layers, batch, seq, 1]: 1, and 0 at padding."""
     zero = build.constant("zero", 0, np.int64)
     real = build.node("GreaterOrEqual", [calls.positions, zero], "real", np.bool_)
@@ -103,7 +103,7 @@ def _range(build: Builder, step: str, end: gs.Tensor) -> gs.Tensor:
     return build.node("Range", [nought, build.node("Squeeze", [end], f"{step}.end", np.int64), one], step, np.int64)
 
 
-def _factor(build: Builder, step: str, state: State, metadata: Metadata, calls: Calls) -> gs.Tensor:
+def _factor(build: Builder, step: str, state: State, metadata: Metadata, calls: TokenFacts) -> gs.Tensor:
     """[layers, batch, seq, n_heads]: the factor at the state's positions, layers and heads, and 1 elsewhere."""
     sizes = metadata.sizes
     factor = np.ones((sizes.num_layers, 1, 1, sizes.num_heads), np.float32)

@@ -26,7 +26,7 @@ from typing import Any
 import onnx
 
 from mionnx.bind import plan as bind
-from mionnx.bind.hook_index import points_of
+from mionnx.bind.hook_index import index_hooks
 from mionnx.compile.bake import KNOBS, bake
 from mionnx.compile.model_card import card, triton_config
 from mionnx.engine import onnx_runtime
@@ -35,7 +35,7 @@ from mionnx.graph import onnx_file
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
 from mionnx.machine.progress import Progress, silent
-from mionnx.rewrite.apply_plan import rewritten
+from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.rewrite.plan import Outputs, Plan
 from mionnx.rewrite.prune import prune
 from mionnx.spec import spec_file
@@ -150,11 +150,11 @@ def _indices(spec: HookSpec, knobs: Knobs) -> dict[str, list[int]]:
 
 def _compiled(model: HookedModel, plan: Plan, spec: HookSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
     """The graph, its weights still in the hooked model's files."""
-    edited, report = rewritten(model.proto, plan, model.metadata)
+    edited, report = apply_plan(model.proto, plan, model.metadata)
     taken = {*edited.tensors()} & {*knobs}
     if taken:
         raise InterventionError(f"the graph has a value called {taken.pop()!r} already: give the knob another name")
-    points = points_of(spec, model)
+    points = index_hooks(spec, model)
     shapes = {edit.hook: points.dims(HookPoint.parse(edit.hook)) for edit in plan.edits}
     _refuse_large_fragments(spec)
     bake(edited, plan, spec, shapes, model.metadata, knobs, report)
@@ -169,7 +169,7 @@ def _compiled(model: HookedModel, plan: Plan, spec: HookSpec, knobs: dict[str, l
         "spec_sha256": hashlib.sha256(spec_file.serialise(_nameable(spec, plan))).hexdigest(),
         "interventions": [f"{edit.kind} at {edit.hook}" for edit in plan.edits]
         + [state.title for state in (*spec.state_steerings, *spec.state_knockouts)],
-        "captures": [want.output for want in plan.wants],
+        "captures": [want.output for want in plan.captures],
         "knobs": {name: [plan.edits[n].hook for n in where] for name, where in knobs.items()},
     }
     proto.metadata_props.add(key=COMPILED, value=json.dumps(facts))
@@ -188,7 +188,7 @@ def _refuse_large_fragments(spec: HookSpec) -> None:
 def _nameable(spec: HookSpec, plan: Plan) -> HookSpec:
     """The spec with every capture by its name, so that a file can hold it."""
     named = _without_captures(spec)
-    for want in plan.wants:
+    for want in plan.captures:
         named.capture(want.hook, before=want.before)
     return named
 

@@ -12,7 +12,7 @@ from mionnx.rewrite.plan import Report
 NOWHERE = -2  # no token stands there; padding stands at -1
 
 
-class Calls:
+class TokenFacts:
     """What a graph can tell of a call; worked out once, where it is needed."""
 
     def __init__(self, graph: gs.Graph, report: Report) -> None:

@@ -1,7 +1,7 @@
 """Values on the device that computes them: put there, kept there, fetched when they are asked for, and replayed.
 
-On the CPU a result is an array. On any other device it is `Held`: it stays there, is fed again uncopied, and becomes an
-array when somebody looks at it. bfloat16, which ONNX Runtime does not translate from and to numpy, is translated here.
+On the CPU a result is an array. On any other device it is a `DeviceArray`: it stays there, is fed again uncopied, and
+becomes an array when somebody looks at it. bfloat16, which ONNX Runtime does not translate from and to numpy, is translated here.
 """
 
 import ctypes
@@ -20,11 +20,11 @@ from mionnx.errors import ModelError
 BFLOAT16 = onnx.TensorProto.BFLOAT16
 DEVICES = {"CUDAExecutionProvider": "cuda", "TensorrtExecutionProvider": "cuda"}  # others: on the CPU
 GRAPH_ID, NO_GRAPH = "gpu_graph_id", "-1"  # of a run: which CUDA graph it is, or that it is none
-Place = tuple[str, int]  # kind of device, and which of them
-CPU: Place = ("cpu", 0)
+Device = tuple[str, int]  # kind of device, and which of them
+CPU: Device = ("cpu", 0)
 
 
-class Held:
+class DeviceArray:
     """A value where its provider computed it. `np.asarray` fetches it, once.
 
     Attributes:
@@ -32,7 +32,7 @@ class Held:
         place: where it is.
     """
 
-    def __init__(self, value: "onnxruntime.OrtValue", place: Place = CPU) -> None:
+    def __init__(self, value: "onnxruntime.OrtValue", place: Device = CPU) -> None:
         self.value, self.place = value, place
 
     @property
@@ -59,18 +59,18 @@ class Held:
         return np.array(self.array, dtype, copy=copy)
 
 
-Value = NDArray[Any] | Held
+Value = NDArray[Any] | DeviceArray
 
 
-def place_of(provider: str, device_id: int) -> Place:
+def place_of(provider: str, device_id: int) -> Device:
     """Where a provider computes."""
     return (DEVICES[provider], device_id) if provider in DEVICES else CPU
 
 
-def put(value: Any, place: Place) -> "onnxruntime.OrtValue":
+def put(value: Any, place: Device) -> "onnxruntime.OrtValue":
     """An array, or a value that is there already, as ONNX Runtime's own. On the CPU it shares the array's memory."""
-    if isinstance(value, Held | onnxruntime.OrtValue):
-        return value.value if isinstance(value, Held) else value
+    if isinstance(value, DeviceArray | onnxruntime.OrtValue):
+        return value.value if isinstance(value, DeviceArray) else value
     array = np.asarray(value, order="C")
     if array.dtype != ml_dtypes.bfloat16:
         return onnxruntime.OrtValue.ortvalue_from_numpy(array, *place)
@@ -78,7 +78,7 @@ def put(value: Any, place: Place) -> "onnxruntime.OrtValue":
     return here if place == CPU else copied(here, place, empty(array.shape, BFLOAT16, place))
 
 
-def fetch(value: "onnxruntime.OrtValue", place: Place = CPU) -> NDArray[Any]:
+def fetch(value: "onnxruntime.OrtValue", place: Device = CPU) -> NDArray[Any]:
     """A value of ONNX Runtime's as an array."""
     if value.element_type() != BFLOAT16:
         return np.asarray(value.numpy())
@@ -88,7 +88,7 @@ def fetch(value: "onnxruntime.OrtValue", place: Place = CPU) -> NDArray[Any]:
     return found.view(ml_dtypes.bfloat16)
 
 
-def empty(shape: Sequence[int], element_type: int, place: Place) -> "onnxruntime.OrtValue":
+def empty(shape: Sequence[int], element_type: int, place: Device) -> "onnxruntime.OrtValue":
     """Room for a value.
 
     Args:
@@ -100,7 +100,7 @@ def empty(shape: Sequence[int], element_type: int, place: Place) -> "onnxruntime
 
 
 def copied(
-    value: "onnxruntime.OrtValue", place: Place, target: "onnxruntime.OrtValue | None" = None
+    value: "onnxruntime.OrtValue", place: Device, target: "onnxruntime.OrtValue | None" = None
 ) -> "onnxruntime.OrtValue":
     """A bfloat16 value copied by a graph that does nothing else: ONNX Runtime has no other way for it in Python.
 
@@ -120,7 +120,7 @@ def copied(
 
 
 @cache
-def _copier(place: Place) -> "onnxruntime.InferenceSession":
+def _copier(place: Device) -> "onnxruntime.InferenceSession":
     ends = [onnx.helper.make_tensor_value_info(name, BFLOAT16, None) for name in ("from", "to")]
     body = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["from"], ["to"])], "copy", ends[:1], ends[1:])
     model = onnx.helper.make_model(body, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
@@ -129,8 +129,8 @@ def _copier(place: Place) -> "onnxruntime.InferenceSession":
 
 
 def run_at(
-    session: "onnxruntime.InferenceSession", outputs: Sequence[str], feeds: Mapping[str, Any], place: Place
-) -> dict[str, Held]:
+    session: "onnxruntime.InferenceSession", outputs: Sequence[str], feeds: Mapping[str, Any], place: Device
+) -> dict[str, DeviceArray]:
     """Run a session whose results stay where they are computed.
 
     Args:
@@ -149,7 +149,7 @@ def run_at(
         for name in outputs:
             binding.bind_output(name, *place)
         session.run_with_iobinding(binding, run_options())
-        found = [Held(value, place) for value in binding.get_outputs()]
+        found = [DeviceArray(value, place) for value in binding.get_outputs()]
         return dict(zip(outputs, found, strict=True))
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise ModelError(f"ONNX Runtime failed while running the model: {error}") from error
@@ -163,7 +163,7 @@ def run_options(graph: str = NO_GRAPH) -> "onnxruntime.RunOptions":
     return options
 
 
-class Replays:
+class CudaGraphs:
     """Calls of one session by their shapes: each shape has buffers of its own, and is one CUDA graph.
 
     A CUDA graph reads and writes the same addresses every time: inputs are written into the buffers of the first call
@@ -172,7 +172,7 @@ class Replays:
 
     LIMIT = 8  # shapes; beyond, the buffers of the one used longest ago are given up
 
-    def __init__(self, session: "onnxruntime.InferenceSession", place: Place) -> None:
+    def __init__(self, session: "onnxruntime.InferenceSession", place: Device) -> None:
         self.session, self.place = session, place
         self._calls: dict[Any, _Replay] = {}
         self._number = 0
@@ -204,7 +204,7 @@ class _Replay:
         session: "onnxruntime.InferenceSession",
         outputs: Sequence[str],
         arrays: Mapping[str, NDArray[Any]],
-        place: Place,
+        place: Device,
         number: int,
     ) -> None:
         self.session, self.place, self.options = session, place, run_options(str(number))

@@ -90,7 +90,7 @@ class Options:
             raise InputError(f"cuda_graphs=True is for the provider 'cuda', not {self.provider!r}")
 
     @property
-    def place(self) -> device.Place:
+    def place(self) -> device.Device:
         """Where results are computed."""
         return device.place_of(PROVIDERS.get(self.provider, self.provider), self.device_id)
 
@@ -268,7 +268,7 @@ def run(
 
 def run_in_place(
     session: "onnxruntime.InferenceSession", outputs: Sequence[str], feeds: Mapping[str, Any], options: Options
-) -> dict[str, device.Held]:
+) -> dict[str, device.DeviceArray]:
     """As `run`, but the results stay where the provider computes them, so that they can be fed again uncopied.
 
     Args:
@@ -293,10 +293,10 @@ def compute(
     return dict(run_in_place(session, outputs, feeds, options))
 
 
-def resident(arrays: Mapping[str, NDArray[Any]], options: Options) -> dict[str, device.Held]:
+def resident(arrays: Mapping[str, NDArray[Any]], options: Options) -> dict[str, device.DeviceArray]:
     """Arrays put where the provider computes, once for many calls of `run_in_place`."""
     place = options.place
-    return {name: device.Held(device.put(array, place), place) for name, array in arrays.items()}
+    return {name: device.DeviceArray(device.put(array, place), place) for name, array in arrays.items()}
 
 
 def read_by(session: "onnxruntime.InferenceSession") -> dict[str, Any]:

@@ -6,7 +6,7 @@ from functools import cache
 import onnx
 
 
-class Wiring:
+class Dataflow:
     """The nodes of a graph and the values between them.
 
     Attributes:
@@ -20,7 +20,7 @@ class Wiring:
         self.read = [tuple(reads(node)) for node in self.nodes]
         self.following = cache(self._following)
 
-    def behind(self, ends: Iterable[str], known: Collection[str] = ()) -> set[int]:
+    def ancestors(self, ends: Iterable[str], known: Collection[str] = ()) -> set[int]:
         """The nodes that values are computed by, without those behind values that are known."""
         found: set[int] = set()
         waiting = [name for name in ends if name not in known]
@@ -51,8 +51,8 @@ class Wiring:
         Returns:
             names, in the order of the graph.
         """
-        before = self.behind([cut])
-        after = self.behind([end], {cut}) - before
+        before = self.ancestors([cut])
+        after = self.ancestors([end], {cut}) - before
         made = {name for i in before for name in self.nodes[i].output if name in self.following(source)} - {cut}
         read = {name for i in after for name in self.read[i]}
         return sorted(made & read, key=lambda name: self.makers[name])

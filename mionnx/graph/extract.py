@@ -4,10 +4,10 @@ from collections.abc import Collection, Iterable
 
 import onnx
 
-from mionnx.graph.dataflow import Wiring
+from mionnx.graph.dataflow import Dataflow
 
 
-def between(origin: onnx.ModelProto, starts: Collection[str], ends: Iterable[str]) -> onnx.ModelProto:
+def extract(origin: onnx.ModelProto, starts: Collection[str], ends: Iterable[str]) -> onnx.ModelProto:
     """The nodes that compute some values from others, as a model of its own.
 
     What it needs besides, and can compute from the tokens without the values that it starts with, it still computes.
@@ -17,8 +17,8 @@ def between(origin: onnx.ModelProto, starts: Collection[str], ends: Iterable[str
         starts: values that become inputs, before all others.
         ends: values that become outputs, of the model's own shape and type where it says one.
     """
-    wiring, ends = Wiring(origin), list(ends)
-    kept = sorted(wiring.behind(ends, starts))
+    wiring, ends = Dataflow(origin), list(ends)
+    kept = sorted(wiring.ancestors(ends, starts))
     read = {name for i in kept for name in wiring.read[i]} | {*ends}
     graph = origin.graph
     known = {value.name: value for value in (*graph.value_info, *graph.input, *graph.output)}

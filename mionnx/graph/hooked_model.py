@@ -37,7 +37,7 @@ from mionnx.graph.hook_points import DERIVED, HookPoint
 from mionnx.graph.metadata import Metadata
 
 if TYPE_CHECKING:
-    from mionnx.rewrite.plan import Want
+    from mionnx.rewrite.plan import CaptureNode
     from mionnx.spec.hook_spec import Capture
 
 GRAPH = "model.onnx"
@@ -100,7 +100,7 @@ class HookedModel:
         return {name: place for place, name in enumerate(self._points)}
 
     @cached_property
-    def captures(self) -> "dict[tuple[Capture, tuple[str, ...]], list[Want]]":
+    def captures(self) -> "dict[tuple[Capture, tuple[str, ...]], list[CaptureNode]]":
         """What requests to capture, and the names that predicates chose, have meant on this model so far."""
         return {}
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
 from mionnx.errors import InputError, SpecFileError
-from mionnx.machine.files import write_whole
+from mionnx.machine.files import write_atomic
 
 KEY = "mionnx_cache"
 
@@ -24,7 +24,7 @@ def write_cache(path: str | Path, kind: str, tensors: Mapping[str, NDArray[Any]]
     """
     try:
         data = to_bytes({name: np.asarray(value, order="C") for name, value in tensors.items()}, metadata={KEY: kind})
-        write_whole(Path(path), data)
+        write_atomic(Path(path), data)
     except (SafetensorError, SpecFileError) as error:
         raise InputError(f"the cache cannot be saved: {error}") from error
 

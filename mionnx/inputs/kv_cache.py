@@ -18,14 +18,14 @@ from mionnx.engine.device import Value
 from mionnx.errors import InputError
 from mionnx.graph.metadata import Sizes
 from mionnx.inputs.cache_file import read_cache
-from mionnx.inputs.layer_cache import Carried
-from mionnx.inputs.transplant import fitting
+from mionnx.inputs.layer_cache import LayerCache
+from mionnx.inputs.transplant import checked_like
 
 Layer = tuple[NDArray[Any], NDArray[Any]]
 PARTS = ("key", "value")
 
 
-class KVCache(Carried[Layer]):
+class KVCache(LayerCache[Layer]):
     """Keys and values of the tokens seen so far.
 
     Attributes:
@@ -55,7 +55,7 @@ class KVCache(Carried[Layer]):
         """
         own = self.get_layer(layer)
         new = [
-            fitting(old, value, f"the {part}s of layer {layer}")
+            checked_like(old, value, f"the {part}s of layer {layer}")
             for old, value, part in zip(own, (keys, values), PARTS, strict=True)
         ]
         self.put_layer(layer, new)
@@ -128,7 +128,7 @@ class KVCache(Carried[Layer]):
         if self.num_layers != sizes.num_layers:
             raise InputError(f"the cache has {self.num_layers} layers, the model {sizes.num_layers}")
         feeds: dict[str, Value] = {}
-        for i, layer in enumerate(self.held()):
+        for i, layer in enumerate(self.raw_layers()):
             for kind, value in zip(PARTS, layer, strict=True):
                 if value.shape != shape or value.dtype != dtype:
                     raise InputError(

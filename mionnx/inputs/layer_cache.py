@@ -16,8 +16,8 @@ from mionnx.inputs.cache_file import write_cache
 Layer = TypeVar("Layer", bound=Iterable[NDArray[Any]])
 
 
-class Layers(Sequence[Layer]):
-    """Layers where a call left them: each is fetched when it is asked for.
+class LazyLayers(Sequence[Layer]):
+    """LazyLayers where a call left them: each is fetched when it is asked for.
 
     Attributes:
         parts: of every layer, arrays or values on a device.
@@ -37,7 +37,7 @@ class Layers(Sequence[Layer]):
     def __getitem__(self, index: slice) -> Sequence[Layer]: ...
     def __getitem__(self, index: int | slice) -> Layer | Sequence[Layer]:
         if isinstance(index, slice):
-            return Layers(self.parts[index], self.layer_of)
+            return LazyLayers(self.parts[index], self.layer_of)
         number = range(len(self))[index]
         if number not in self._made:
             self._made[number] = self.layer_of(map(np.asarray, self.parts[number]))
@@ -46,15 +46,15 @@ class Layers(Sequence[Layer]):
     def __repr__(self) -> str:
         return f"<{len(self)} layers>"
 
-    def replaced(self, number: int, layer: Layer) -> "Layers[Layer]":
+    def replaced(self, number: int, layer: Layer) -> "LazyLayers[Layer]":
         """The same layers but for one."""
-        new = Layers([tuple(layer) if i == number else parts for i, parts in enumerate(self.parts)], self.layer_of)
+        new = LazyLayers([tuple(layer) if i == number else parts for i, parts in enumerate(self.parts)], self.layer_of)
         new._made = {**self._made, number: layer}
         return new
 
 
 @dataclass
-class Carried(ABC, Generic[Layer]):
+class LayerCache(ABC, Generic[Layer]):
     """What the tokens seen so far leave.
 
     Attributes:
@@ -76,13 +76,13 @@ class Carried(ABC, Generic[Layer]):
         """A layer from its parts."""
 
     @classmethod
-    def left(cls, parts: Sequence[tuple[Value, ...]], attention_mask: NDArray[np.int64]) -> Self:
+    def from_outputs(cls, parts: Sequence[tuple[Value, ...]], attention_mask: NDArray[np.int64]) -> Self:
         """What a call left, wherever that is."""
-        return cls(Layers(parts, cls.layer_of), attention_mask)
+        return cls(LazyLayers(parts, cls.layer_of), attention_mask)
 
-    def held(self) -> Sequence[Iterable[Value]]:
+    def raw_layers(self) -> Sequence[Iterable[Value]]:
         """The parts of every layer, where they are: to be fed again."""
-        return self.layers.parts if isinstance(self.layers, Layers) else self.layers
+        return self.layers.parts if isinstance(self.layers, LazyLayers) else self.layers
 
     @property
     def num_layers(self) -> int:
@@ -113,7 +113,7 @@ class Carried(ABC, Generic[Layer]):
     def put_layer(self, layer: int, parts: Iterable[NDArray[Any]]) -> None:
         """Put other parts in place of a layer's, unchecked."""
         new, layers = self.layer_of(parts), self.layers
-        if isinstance(layers, Layers):
+        if isinstance(layers, LazyLayers):
             self.layers = layers.replaced(layer, new)
         else:
             self.layers = [new if i == layer else one for i, one in enumerate(layers)]

@@ -9,7 +9,7 @@ from mionnx.graph.hooked_model import DTYPES, HookedModel
 from mionnx.inputs import rwkv_state
 from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.rwkv_state import RWKVState
-from mionnx.inputs.token_batch import Call, Past
+from mionnx.inputs.token_batch import Past, TokenBatch
 
 Arrays = dict[str, Value]
 
@@ -33,7 +33,7 @@ def choose(model: HookedModel, cache: Any, initial_state: Any) -> Past | None:
     return given
 
 
-def feeds(model: HookedModel, past: Past | None, call: Call) -> Arrays:
+def past_inputs(model: HookedModel, past: Past | None, call: TokenBatch) -> Arrays:
     """The inputs that carry the past of a call.
 
     Raises:
@@ -48,15 +48,15 @@ def feeds(model: HookedModel, past: Past | None, call: Call) -> Arrays:
     return cache.feeds(sizes, (call.batch, sizes.num_kv_heads, call.total - call.seq, sizes.head_dim), dtype)
 
 
-def carried(model: HookedModel) -> dict[str, str]:
+def present_to_past(model: HookedModel) -> dict[str, str]:
     """The graph's outputs that the next call takes as inputs: output -> input."""
-    names = outputs(model, True)
+    names = present_names(model, True)
     if model.metadata.recurrent:
         return {name: name.replace("present_state.", "past_state.") for name in names}
     return {name: name.replace("present.", "past_key_values.") for name in names}
 
 
-def outputs(model: HookedModel, use_cache: bool) -> list[str]:
+def present_names(model: HookedModel, use_cache: bool) -> list[str]:
     """The names of the graph's outputs to ask for; an RWKV's state is small and always there."""
     layers = model.metadata.sizes.num_layers
     if model.metadata.recurrent:
@@ -64,15 +64,15 @@ def outputs(model: HookedModel, use_cache: bool) -> list[str]:
     return [f"present.{i}.{kind}" for i in range(layers) for kind in ("key", "value")] if use_cache else []
 
 
-def collect(
-    model: HookedModel, found: Mapping[str, Value], call: Call, use_cache: bool
+def take_present(
+    model: HookedModel, found: Mapping[str, Value], call: TokenBatch, use_cache: bool
 ) -> tuple[KVCache | None, RWKVState | None]:
     """What the next call can continue from, out of the outputs of this one."""
     layers = range(model.metadata.sizes.num_layers)
     if model.metadata.recurrent:
         parts = [tuple(found[f"present_state.{i}.{part}"] for part in rwkv_state.PARTS) for i in layers]
-        return None, RWKVState.left(parts, call.attention_mask)
+        return None, RWKVState.from_outputs(parts, call.attention_mask)
     if not use_cache:
         return None, None
     pairs = [(found[f"present.{i}.key"], found[f"present.{i}.value"]) for i in layers]
-    return KVCache.left(pairs, call.attention_mask), None
+    return KVCache.from_outputs(pairs, call.attention_mask), None

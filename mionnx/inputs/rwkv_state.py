@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from mionnx.engine.device import Held, Value
+from mionnx.engine.device import DeviceArray, Value
 from mionnx.errors import InputError
 from mionnx.graph.metadata import Sizes
 from mionnx.inputs.cache_file import read_cache
-from mionnx.inputs.layer_cache import Carried
-from mionnx.inputs.transplant import fitting
+from mionnx.inputs.layer_cache import LayerCache
+from mionnx.inputs.transplant import checked_like
 
 PARTS = ("att_shift", "wkv", "ffn_shift")
 
@@ -39,7 +39,7 @@ class Layer:
         return iter((self.att_shift, self.wkv, self.ffn_shift))
 
 
-class RWKVState(Carried[Layer]):
+class RWKVState(LayerCache[Layer]):
     """The state after the tokens seen so far.
 
     Attributes:
@@ -76,7 +76,7 @@ class RWKVState(Carried[Layer]):
         old = self.get_layer(layer)
         given = (att_shift, wkv, ffn_shift)
         new = [
-            before if value is None else fitting(before, value, f"{part} of layer {layer}")
+            before if value is None else checked_like(before, value, f"{part} of layer {layer}")
             for before, value, part in zip(old, given, PARTS, strict=True)
         ]
         self.put_layer(layer, new)
@@ -147,15 +147,17 @@ class RWKVState(Carried[Layer]):
         shift = (np.dtype(dtype), (batch, sizes.hidden_size))
         wkv = (np.dtype(np.float32), (batch, sizes.num_heads, sizes.head_dim, sizes.head_dim))
         feeds: dict[str, Value] = {}
-        for i, layer in enumerate(self.held()):
+        for i, layer in enumerate(self.raw_layers()):
             for part, (kind, shape), given in zip(PARTS, (shift, wkv, shift), layer, strict=True):
-                value = given if isinstance(given, Held) else np.asarray(given)
+                value = given if isinstance(given, DeviceArray) else np.asarray(given)
                 if value.shape != shape or value.dtype != kind:
                     raise InputError(
                         f"the state's {part} of layer {i} is {value.dtype} {list(value.shape)}, "
                         f"expected {kind} {list(shape)}"
                     )
-                if not isinstance(value, Held) and np.isnan(value).any():  # what a call left is the model's own doing
+                if (
+                    not isinstance(value, DeviceArray) and np.isnan(value).any()
+                ):  # what a call left is the model's own doing
                     raise InputError(f"the state's {part} of layer {i} has NaN")
                 feeds[f"past_state.{i}.{part}"] = value
         return feeds

@@ -18,7 +18,7 @@ Positions = str | Sequence[int | str]
 
 
 @dataclass(frozen=True)
-class Call:
+class TokenBatch:
     """The token inputs of one forward pass.
 
     Attributes:
@@ -35,7 +35,7 @@ class Call:
     attention_mask: NDArray[np.int64]
     position_ids: NDArray[np.int64]
     prompt_lengths: NDArray[np.int64] | None = None
-    horizon: NDArray[np.int64] | None = None
+    final_lengths: NDArray[np.int64] | None = None
 
     @property
     def batch(self) -> int:
@@ -77,14 +77,14 @@ class Call:
         Raises:
             LookupError: the row has no such position, or it lies in the past.
         """
-        length = int((self.lengths if self.horizon is None else self.horizon)[row])
+        length = int((self.lengths if self.final_lengths is None else self.final_lengths)[row])
         end = length if self.prompt_lengths is None else int(self.prompt_lengths[row])
         if not -end <= position < length:
             raise LookupError(
                 f"position {position} does not exist in row {row}, which has {length} tokens (0 to {length - 1})"
             )
         found, first = position + end if position < 0 else position, int(self.lengths[row] - self.real[row].sum())
-        if found < first and self.horizon is None:
+        if found < first and self.final_lengths is None:
             raise LookupError(
                 f"position {found} of row {row} lies in the cached past, where nothing is computed any "
                 f"more; this call computes {first} to {length - 1}"
@@ -119,7 +119,7 @@ class Call:
         here = {int(at): column for column, at in enumerate(self.token_positions[row])}
         return [here.get(at) for at in self.absolutes(given, row)]
 
-    def following(self, ids: NDArray[np.int64]) -> "Call":
+    def following(self, ids: NDArray[np.int64]) -> "TokenBatch":
         """The call after this one, of one token a row.
 
         Args:
@@ -137,13 +137,13 @@ class Call:
         }
 
 
-def make_call(
+def make_token_batch(
     tokens: Any,
     attention_mask: ArrayLike | None,
     cache: Past | None,
     sizes: Sizes,
     prompt_length: int | Sequence[int] | None = None,
-) -> Call:
+) -> TokenBatch:
     """Check and complete the token inputs of a forward pass.
 
     Args:
@@ -170,16 +170,16 @@ def make_call(
         raise InputError(
             f"a text of {int(positions.max()) + 1} tokens, but the model has positions for {sizes.max_positions} only"
         )
-    call = Call(ids, mask, np.ascontiguousarray(positions))
+    call = TokenBatch(ids, mask, np.ascontiguousarray(positions))
     return call if prompt_length is None else replace(call, prompt_lengths=_prompt_lengths(prompt_length, call))
 
 
 def count_rows(tokens: Any) -> int:
-    """How many rows a call on these tokens has; see `make_call`."""
+    """How many rows a call on these tokens has; see `make_token_batch`."""
     return len(_rows(tokens)[0])
 
 
-def _prompt_lengths(given: int | Sequence[int], call: Call) -> NDArray[np.int64]:
+def _prompt_lengths(given: int | Sequence[int], call: TokenBatch) -> NDArray[np.int64]:
     lengths = np.asarray(given)
     if lengths.dtype.kind not in "iu" or lengths.shape not in ((), (call.batch,)):
         raise InputError(f"prompt_length must be an integer, or one for each of the {call.batch} rows, got {given!r}")

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.errors import InputError
 
 
-def fitting(old: NDArray[Any], value: ArrayLike, what: str) -> NDArray[Any]:
+def checked_like(old: NDArray[Any], value: ArrayLike, what: str) -> NDArray[Any]:
     """A value checked against the one that it replaces, in that one's dtype.
 
     Raises:

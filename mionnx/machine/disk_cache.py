@@ -45,7 +45,7 @@ class StoreWarning(UserWarning):
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """One entry on disk."""
 
     path: Path
@@ -112,7 +112,7 @@ class Entry:
         return faults
 
 
-class Entries:
+class DiskCache:
     """All entries under one root.
 
     Attributes:
@@ -125,9 +125,9 @@ class Entries:
         self.limit = _limit() if limit is None else limit
         self._checked: set[Path] = set()
 
-    def find(self, kind: str, key: str) -> Entry | None:
+    def find(self, kind: str, key: str) -> CacheEntry | None:
         """The entry, if it is there and undamaged; one that is damaged is removed, and said."""
-        entry = Entry(self.root / kind / key)
+        entry = CacheEntry(self.root / kind / key)
         try:
             if not entry.path.is_dir():
                 return None
@@ -137,14 +137,14 @@ class Entries:
             _say(f"the store {self.root} cannot be read ({error}): running without it")
             return None
 
-    def get(self, kind: str, key: str, build: Build) -> Entry | None:
+    def get(self, kind: str, key: str, build: Build) -> CacheEntry | None:
         """The entry, built if it is not there; None where the store cannot be written.
 
         Args:
             kind, key: its address; the key is a hash of everything that the result depends on.
             build: writes the files into a folder, and returns what the manifest is to say.
         """
-        entry = Entry(self.root / kind / key)
+        entry = CacheEntry(self.root / kind / key)
         try:
             entry.path.parent.mkdir(parents=True, exist_ok=True)
             with self._lock(entry):
@@ -158,10 +158,10 @@ class Entries:
         self.prune()
         return entry
 
-    def _lock(self, entry: Entry) -> FileLock:
+    def _lock(self, entry: CacheEntry) -> FileLock:
         return FileLock(f"{entry.path}.lock")
 
-    def _usable(self, entry: Entry) -> bool:
+    def _usable(self, entry: CacheEntry) -> bool:
         """Whether the entry is there and whole; marks it as used."""
         if not entry.path.is_dir():
             return False
@@ -175,13 +175,13 @@ class Entries:
         self._mark(entry)
         return True
 
-    def _mark(self, entry: Entry) -> None:
+    def _mark(self, entry: CacheEntry) -> None:
         entry.pins.mkdir(exist_ok=True)
         me = psutil.Process()
         (entry.pins / f"{socket.gethostname()}@{me.pid}@{me.create_time():.2f}").touch()
         os.utime(entry.path)
 
-    def _build(self, entry: Entry, build: Build) -> None:
+    def _build(self, entry: CacheEntry, build: Build) -> None:
         for left in entry.path.parent.glob(f".{entry.path.name}.*.partial"):
             shutil.rmtree(left, ignore_errors=True)  # of a process that was killed: nobody else builds under this lock
         partial = entry.path.with_name(f".{entry.path.name}.{os.getpid()}.partial")
@@ -204,14 +204,14 @@ class Entries:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
-    def all(self) -> list[Entry]:
+    def all(self) -> list[CacheEntry]:
         """Every entry, the one used longest ago first."""
         folders = [path for kind in KINDS for path in (self.root / kind).glob("*") if path.is_dir()]
-        found = [Entry(path) for path in folders if not path.name.startswith(".") and path.suffix != ".pins"]
-        found += [Entry(path) for path in (self.root / SWEEPS).glob("*.safetensors") if path.is_file()]
+        found = [CacheEntry(path) for path in folders if not path.name.startswith(".") and path.suffix != ".pins"]
+        found += [CacheEntry(path) for path in (self.root / SWEEPS).glob("*.safetensors") if path.is_file()]
         return sorted(found, key=lambda entry: entry.used)
 
-    def prune(self, limit: int | None = None) -> list[Entry]:
+    def prune(self, limit: int | None = None) -> list[CacheEntry]:
         """Remove the entries used longest ago until the store is within its limit; never one that is in use.
 
         Returns:
@@ -229,7 +229,7 @@ class Entries:
                 total -= size
         return removed
 
-    def remove(self, entry: Entry) -> bool:
+    def remove(self, entry: CacheEntry) -> bool:
         """Remove one entry, unless a live process uses it; whether it was removed."""
         try:
             if entry.kind == SWEEPS:

@@ -6,7 +6,7 @@ from pathlib import Path
 from mionnx.errors import SpecFileError
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes) -> None:
     """Write a file so that nobody ever sees a part of it.
 
     Raises:

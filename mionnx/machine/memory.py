@@ -41,7 +41,7 @@ def release() -> bool:
     return trim is not None and bool(trim(0))
 
 
-def spell(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Bytes for people: "1.5 GiB"."""
     number, unit = float(size), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

@@ -1,6 +1,6 @@
 """Rewrites: a graph and a plan in, another graph and a report out. One rewrite a file."""
 
 from mionnx.rewrite.apply_plan import rewrite
-from mionnx.rewrite.plan import Edit, Plan, Report, Want
+from mionnx.rewrite.plan import CaptureNode, Edit, Plan, Report
 
-__all__ = ["Edit", "Plan", "Report", "Want", "rewrite"]
+__all__ = ["CaptureNode", "Edit", "Plan", "Report", "rewrite"]

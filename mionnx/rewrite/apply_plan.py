@@ -7,7 +7,7 @@ import onnx_graphsurgeon as gs
 
 from mionnx.errors import InterventionError
 from mionnx.graph import onnx_file
-from mionnx.graph.extract import between
+from mionnx.graph.extract import extract
 from mionnx.graph.metadata import Metadata
 from mionnx.rewrite.capture import capture
 from mionnx.rewrite.intervene import intervene
@@ -30,17 +30,17 @@ def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[by
     Raises:
         InterventionError: an intervention that no output depends on.
     """
-    graph, report = rewritten(origin, plan, metadata)
+    graph, report = apply_plan(origin, plan, metadata)
     return onnx_file.serialise(graph, origin), report
 
 
-def rewritten(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[gs.Graph, Report]:
+def apply_plan(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[gs.Graph, Report]:
     """The same as a graph that can be edited further."""
-    graph, report = onnx_file.edit(between(origin, plan.starts, _ends(plan)) if plan.starts else origin), Report()
+    graph, report = onnx_file.edit(extract(origin, plan.starts, _ends(plan)) if plan.starts else origin), Report()
     intervene(graph, plan.edits, report)
     if plan.starts:
         graph.outputs = [output for output in graph.outputs if output.name == LOGITS]
-    capture(graph, plan.wants, metadata, report)
+    capture(graph, plan.captures, metadata, report)
     restrict(graph, plan, report)
     prune(graph, report)
     _refuse_idle(graph, plan)
@@ -49,7 +49,7 @@ def rewritten(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[
 
 def _ends(plan: Plan) -> list[str]:
     """What a graph that does not begin with the tokens has to compute."""
-    return [*(want.hook for want in plan.wants), *([LOGITS] if plan.outputs.logits else [])]
+    return [*(want.hook for want in plan.captures), *([LOGITS] if plan.outputs.logits else [])]
 
 
 def _refuse_idle(graph: gs.Graph, plan: Plan) -> None:
@@ -67,9 +67,9 @@ def _refuse_idle(graph: gs.Graph, plan: Plan) -> None:
 
 def tail(origin: onnx.ModelProto, hook: str, output: str) -> bytes:
     """The part of a model between a hook point and an output, as a model of its own."""
-    return between(origin, [hook], [output]).SerializeToString()
+    return extract(origin, [hook], [output]).SerializeToString()
 
 
 def parts(origin: onnx.ModelProto, pairs: Sequence[tuple[str, str]]) -> bytes:
     """Several parts of a model side by side, each from one value to another, as a model of its own."""
-    return between(origin, dict.fromkeys(first for first, _ in pairs), [last for _, last in pairs]).SerializeToString()
+    return extract(origin, dict.fromkeys(first for first, _ in pairs), [last for _, last in pairs]).SerializeToString()

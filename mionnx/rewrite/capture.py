@@ -14,11 +14,11 @@ from mionnx.graph.builder import Builder
 from mionnx.graph.hook_points import HEAD_AXES, HookPoint
 from mionnx.graph.metadata import Metadata
 from mionnx.rewrite.intervene import sequence_axis
-from mionnx.rewrite.plan import Report, Want
+from mionnx.rewrite.plan import CaptureNode, Report
 from mionnx.rewrite.rwkv_derived import derive
 
 
-def capture(graph: gs.Graph, wants: Sequence[Want], metadata: Metadata, report: Report) -> None:
+def capture(graph: gs.Graph, wants: Sequence[CaptureNode], metadata: Metadata, report: Report) -> None:
     """Make an output of every wanted value."""
     tensors = graph.tensors()
     for want in wants:
@@ -27,14 +27,14 @@ def capture(graph: gs.Graph, wants: Sequence[Want], metadata: Metadata, report: 
         report.outputs.append(want.fetched)
 
 
-def _part(graph: gs.Graph, want: Want, value: gs.Tensor, report: Report) -> gs.Tensor:
+def _part(graph: gs.Graph, want: CaptureNode, value: gs.Tensor, report: Report) -> gs.Tensor:
     """The positions and heads that are asked for."""
-    if not (want.at_positions or want.by_heads):
+    if not (want.at_positions or want.at_heads):
         return value
     axes = want.axes
     build = Builder(graph, want.hook, f"{want.output}.capture", report)
     part = value
-    if want.by_heads:
+    if want.at_heads:
         heads = build.input(want.heads_input, np.int64, 1)
         axis = next(i for i, name in enumerate(axes) if name in HEAD_AXES)
         part = build.node("Gather", [part, heads], "of_heads", axis=axis)
@@ -54,7 +54,7 @@ def _part(graph: gs.Graph, want: Want, value: gs.Tensor, report: Report) -> gs.T
 
 
 def _value(
-    graph: gs.Graph, want: Want, tensors: Mapping[str, gs.Tensor], metadata: Metadata, report: Report
+    graph: gs.Graph, want: CaptureNode, tensors: Mapping[str, gs.Tensor], metadata: Metadata, report: Report
 ) -> gs.Tensor:
     point = HookPoint.parse(want.hook)
     if point.variant == "AttnResult":

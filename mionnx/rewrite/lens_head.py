@@ -15,7 +15,7 @@ import onnx_graphsurgeon as gs
 
 from mionnx.graph import onnx_file
 from mionnx.graph.builder import Builder
-from mionnx.graph.extract import between
+from mionnx.graph.extract import extract
 from mionnx.rewrite.plan import Report
 
 K, CHOSEN = "mionnx.lens.k", "mionnx.lens.chosen"
@@ -39,7 +39,7 @@ def lens(origin: onnx.ModelProto, hook: str, output: str) -> bytes:
         hook: what becomes the input: the last layer's `hook_resid_post`.
         output: the value of the logits.
     """
-    graph, report = onnx_file.edit(between(origin, [hook], [output])), Report()
+    graph, report = onnx_file.edit(extract(origin, [hook], [output])), Report()
     build = Builder(graph, output, "mionnx.lens", report)
     logits = build.node("Cast", [graph.outputs[0]], "logits", np.float32, to=onnx.TensorProto.FLOAT)
     total = build.node("ReduceLogSumExp", [logits, build.ints("vocab", 2)], "total", keepdims=1)

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, field
 
-from mionnx.bind.splice_check import Fit, Inner, inner_names
+from mionnx.bind.splice_check import FittedFragment, InnerHook, inner_names
 from mionnx.graph.hook_points import HookPoint
 
 
@@ -28,7 +28,7 @@ class Edit:
     axes: tuple[str, ...]
     at_positions: bool = False
     masked: bool = False
-    fit: Fit | None = None
+    fit: FittedFragment | None = None
     reads: str | None = None
 
     @property
@@ -57,22 +57,22 @@ class Edit:
 
 
 @dataclass(frozen=True)
-class Want:
+class CaptureNode:
     """One capture: a hook point, after or before its interventions, whole or in part.
 
     Attributes:
         hook: name of the value.
         before: whether what came in is meant.
         at_positions: whether an input says of which token positions.
-        by_heads: whether an input says of which heads.
+        at_heads: whether an input says of which heads.
         inner: of a hook point that a splice brings, what is known of it.
     """
 
     hook: str
     before: bool = False
     at_positions: bool = False
-    by_heads: bool = False
-    inner: Inner | None = field(default=None, compare=False, repr=False)
+    at_heads: bool = False
+    inner: InnerHook | None = field(default=None, compare=False, repr=False)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ class Want:
     @property
     def fetched(self) -> str:
         """The name of the graph's output; a part of a value cannot have the name of the whole."""
-        return f"{self.output}.part" if self.at_positions or self.by_heads else self.output
+        return f"{self.output}.part" if self.at_positions or self.at_heads else self.output
 
     @property
     def columns_input(self) -> str:
@@ -133,13 +133,13 @@ class Plan:
 
     Attributes:
         edits: interventions, in registration order.
-        wants: captures, in execution order.
+        captures: captures, in execution order.
         outputs: which of the model's own outputs.
         starts: values that are inputs of the graph, which begins with them; none if it begins with the tokens.
     """
 
     edits: tuple[Edit, ...] = ()
-    wants: tuple[Want, ...] = ()
+    captures: tuple[CaptureNode, ...] = ()
     outputs: Outputs = Outputs()
     starts: tuple[str, ...] = ()
 

@@ -49,7 +49,7 @@ def _last(build: Builder, value: gs.Tensor) -> gs.Tensor:
 
 def _positions(graph: gs.Graph, plan: Plan, cut: Callable[[gs.Tensor], gs.Tensor]) -> None:
     """Cut down along the sequence, before the head if that changes nothing else."""
-    hooked = HOOKED in {*(edit.hook for edit in plan.edits), *(want.hook for want in plan.wants)}
+    hooked = HOOKED in {*(edit.hook for edit in plan.edits), *(want.hook for want in plan.captures)}
     head = None if hooked else find_head(graph.tensors()[LOGITS])
     if head is None:
         _after(graph, cut)

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from mionnx.bind.splice_check import HOOK, Fit
+from mionnx.bind.splice_check import HOOK, FittedFragment
 from mionnx.graph.builder import Builder
 from mionnx.graph.onnx_file import edit as editable
 from mionnx.rewrite.plan import Edit
@@ -48,7 +48,7 @@ def _pass(
     return build.node("Cast", [value], step, wanted, out=out, to=number)
 
 
-def _rename(inner: gs.Graph, edit: Edit, fit: Fit) -> None:
+def _rename(inner: gs.Graph, edit: Edit, fit: FittedFragment) -> None:
     """Give every value and node of a fragment a name that no other has, those inside `If`, `Loop` and `Scan` too."""
     known = {one.name: one for one in fit.inner}
     done = set[int]()

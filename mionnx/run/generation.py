@@ -18,10 +18,10 @@ from mionnx.errors import HookError, InputError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs import past
 from mionnx.inputs.token_batch import (
-    Call,
     Past,
+    TokenBatch,
     count_rows,
-    make_call,
+    make_token_batch,
 )
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.hook_cache import HookCache
@@ -117,10 +117,10 @@ def generate(
     before, rows = past.choose(model.hooked, cache, None), count_rows(tokens)
     if before is not None and before.batch == 1 < rows:
         before = before.repeat(rows)  # a prefix of one row serves all prompts
-    call = make_call(tokens, attention_mask, before, model.hooked.metadata.sizes)
+    call = make_token_batch(tokens, attention_mask, before, model.hooked.metadata.sizes)
     _refuse_right_padding(call)
     _refuse_too_long(call, stopping, model.hooked.metadata.sizes.max_positions)
-    call = replace(call, prompt_lengths=call.lengths, horizon=call.lengths + stopping.max_new_tokens - 1)
+    call = replace(call, prompt_lengths=call.lengths, final_lengths=call.lengths + stopping.max_new_tokens - 1)
     _refuse_unreached(spec, stopping)
     run, texts = _Run(model, spec, call, before, logits), _Texts(call, sampling, stopping, model, pad_token_id, seed)
     if streamer:
@@ -134,13 +134,13 @@ def generate(
     return texts.result(run)
 
 
-def _refuse_right_padding(call: Call) -> None:
+def _refuse_right_padding(call: TokenBatch) -> None:
     if not call.real[:, -1].all():
         row = int(np.argmin(call.real[:, -1]))
         raise InputError(f"row {row} is padded on the right: generation continues at the end, so pad on the left")
 
 
-def _refuse_too_long(call: Call, stopping: Stopping, limit: int | None) -> None:
+def _refuse_too_long(call: TokenBatch, stopping: Stopping, limit: int | None) -> None:
     longest = int(call.lengths.max()) + stopping.max_new_tokens - 1  # the last token is never read
     if limit is not None and longest > limit:
         raise InputError(
@@ -162,17 +162,17 @@ def _refuse_unreached(spec: HookSpec, stopping: Stopping) -> None:
 class _Run:
     """The passes through the graph: each feeds the results of the one before."""
 
-    def __init__(self, model: "Runner", spec: HookSpec, call: Call, before: Past | None, logits: bool) -> None:
+    def __init__(self, model: "Runner", spec: HookSpec, call: TokenBatch, before: Past | None, logits: bool) -> None:
         self.model, self.spec, self.call, self.keeps_logits = model, spec, call, logits
         own_logits = [str(point) for point, _ in spec.interventions]
-        own_logits += [want.hook for want in plan.plan_of(spec, model.hooked).wants]
+        own_logits += [want.hook for want in plan.plan_of(spec, model.hooked).captures]
         whole = logits or str(HookPoint.Logits) in own_logits
         self.compiled = model.compile_graph(spec, Outputs(last=not whole))
-        self.captured = {want.output: want.fetched for want in self.compiled.plan.wants}
-        self.axes = {want.hook: want.axes for want in self.compiled.plan.wants}
+        self.captured = {want.output: want.fetched for want in self.compiled.plan.captures}
+        self.axes = {want.hook: want.axes for want in self.compiled.plan.captures}
         self.weights = onnx_runtime.resident(plan.weights_of(spec, self.compiled.plan), model.options)
-        self.memory: dict[str, Any] = past.feeds(model.hooked, before, call)
-        self.carried = past.carried(model.hooked)
+        self.memory: dict[str, Any] = past.past_inputs(model.hooked, before, call)
+        self.carried = past.present_to_past(model.hooked)
         self.parts = plan.parts_of(plan.captures_of(spec, model.hooked), call, model.hooked)
         self.steady: Arrays | None = None
         self.decoding = False
@@ -181,7 +181,7 @@ class _Run:
 
     def _check_every_step(self) -> None:
         """What would not fit a later step is refused before the first one runs."""
-        horizon = self.call.horizon
+        horizon = self.call.final_lengths
         if horizon is not None and (horizon > self.call.lengths).any():
             step = self.call.following(np.zeros(self.call.batch, np.int64))
             plan.values_of(self.spec, self.compiled.plan, step, self.model.hooked)
@@ -220,7 +220,7 @@ class _Run:
     def cache(self) -> Past:
         """What the passes so far leave."""
         found = {output: self.memory[name] for output, name in self.carried.items()}
-        kv_cache, state = past.collect(self.model.hooked, found, self.call, True)
+        kv_cache, state = past.take_present(self.model.hooked, found, self.call, True)
         carried = state if kv_cache is None else kv_cache
         assert carried is not None  # a call that keeps its past has one of the two
         return carried
@@ -230,7 +230,7 @@ class _Texts:
     """The texts as they grow."""
 
     def __init__(
-        self, call: Call, sampling: Sampling, stopping: Stopping, model: "Runner", pad: int, seed: int | None
+        self, call: TokenBatch, sampling: Sampling, stopping: Stopping, model: "Runner", pad: int, seed: int | None
     ) -> None:
         self.sampling, self.stopping, self.model, self.pad = sampling, stopping, model, pad
         self.prompts = [row[real] for row, real in zip(call.input_ids, call.real, strict=True)]

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mionnx.engine import onnx_runtime as session
-from mionnx.engine.device import Replays
+from mionnx.engine.device import CudaGraphs
 from mionnx.errors import InputError, nearest
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.machine import memory
-from mionnx.machine.disk_cache import Entries
+from mionnx.machine.disk_cache import DiskCache
 from mionnx.rewrite import Plan, Report, rewrite
-from mionnx.rewrite.apply_plan import rewritten
+from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.run import find_model, prepacked
-from mionnx.run.segment_chain import Chain, open_chain
+from mionnx.run.segment_chain import SegmentChain, open_segments
 
 UNPACKED = 512  # tokens from which on packing the weights gains little (measured: 1.06 at 8 x 64)
 VARIANT = 2**25  # bytes that a session from a base takes besides the weights it shares, about
@@ -26,7 +26,7 @@ WHEN = ("auto", "always", "ready", "never")
 
 
 @dataclass(frozen=True)
-class Compiled:
+class OpenGraph:
     """One graph of a model, open: the untouched one, or a rewritten one.
 
     Attributes:
@@ -46,8 +46,8 @@ class Compiled:
     options: session.Options
 
     @cached_property
-    def _replays(self) -> Replays:
-        return Replays(self.session, self.options.place)
+    def _replays(self) -> CudaGraphs:
+        return CudaGraphs(self.session, self.options.place)
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, Any]:
         """Run it on those of the feeds that it reads; see `session.compute`."""
@@ -58,18 +58,18 @@ class Compiled:
 
 
 Key = Plan | tuple[Plan, tuple[str, ...]]  # of a graph, or of a chain: where the graph is cut
-Open = TypeVar("Open", Compiled, Chain)
+Open = TypeVar("Open", OpenGraph, SegmentChain)
 
 
-class Variants:
+class GraphPool:
     """The open graphs of one model, in order of last use; the oldest are closed when they are too many or too large."""
 
     def __init__(self, model: HookedModel, options: session.Options) -> None:
         if options.base not in WHEN:
             raise InputError(f"base {options.base!r}; one of {', '.join(WHEN)}{nearest(options.base, WHEN)}")
         self.model, self.options = model, options
-        self.open: dict[Key, Compiled | Chain] = {}
-        self._base: prepacked.Base | None = None
+        self.open: dict[Key, OpenGraph | SegmentChain] = {}
+        self._base: prepacked.PrepackedModel | None = None
         self._looked = False
         self._opened = 0
 
@@ -79,10 +79,10 @@ class Variants:
         return sum(onnx_file.locations(self.model.proto).values())
 
     @cached_property
-    def _entries(self) -> Entries:
-        return Entries(find_model.cache_folder())
+    def _entries(self) -> DiskCache:
+        return DiskCache(find_model.cache_folder())
 
-    def get(self, plan: Plan, tokens: int = 0) -> Compiled:
+    def get(self, plan: Plan, tokens: int = 0) -> OpenGraph:
         """The open graph of a plan, opened if it is not.
 
         Args:
@@ -91,7 +91,7 @@ class Variants:
         """
         return self._recent(plan, lambda: self._make(plan), tokens)
 
-    def chain(self, plan: Plan, hooks: tuple[str, ...], tokens: int = 0) -> Chain:
+    def chain(self, plan: Plan, hooks: tuple[str, ...], tokens: int = 0) -> SegmentChain:
         """The open graphs of a plan that is cut at hook points, opened if they are not.
 
         Args:
@@ -118,7 +118,7 @@ class Variants:
         self._base = self._base or prepacked.make(self.model, self.options, self._entries)
         return self._base is not None
 
-    def _find_base(self) -> prepacked.Base | None:
+    def _find_base(self) -> prepacked.PrepackedModel | None:
         if self.options.base == "never" or self._base is not None:
             return self._base
         if self.options.base == "always" and not self._looked:
@@ -131,34 +131,34 @@ class Variants:
         self._looked = True
         return self._base
 
-    def _make(self, plan: Plan) -> Compiled:
+    def _make(self, plan: Plan) -> OpenGraph:
         base = self._find_base()
         if base is not None and base.serves(plan, self.model):
             model, report = self._rewritten(base, plan)
             opened = session.open_session(model, base.folder, self.options, optimised=True)
-            return Compiled(plan, opened, report, None if plan.empty else model, VARIANT, self.options)
+            return OpenGraph(plan, opened, report, None if plan.empty else model, VARIANT, self.options)
         folder = self.model.folder
         if plan.empty:
             opened = session.open_session(folder / GRAPH, folder, self.options)
-            return Compiled(plan, opened, Report(), None, self.weights, self.options)
+            return OpenGraph(plan, opened, Report(), None, self.weights, self.options)
         self._opened += 1
         model, report = rewrite(self.model.proto, plan, self.model.metadata)
         cost = sum(onnx_file.locations(onnx_file.parse(model)).values()) if plan.starts else self.weights
         opened = session.open_session(model, folder, self.options)
-        return Compiled(plan, opened, report, model, cost, self.options)
+        return OpenGraph(plan, opened, report, model, cost, self.options)
 
-    def _make_chain(self, plan: Plan, hooks: tuple[str, ...]) -> Chain:
+    def _make_chain(self, plan: Plan, hooks: tuple[str, ...]) -> SegmentChain:
         base, metadata = self._find_base(), self.model.metadata
         if base is not None and base.serves(plan, self.model):
-            made = rewritten(base.proto, plan, metadata)
+            made = apply_plan(base.proto, plan, metadata)
             place, optimised, cost = (base.proto, base.folder), True, VARIANT
         else:
             self._opened += 1
-            made = rewritten(self.model.proto, plan, metadata)
+            made = apply_plan(self.model.proto, plan, metadata)
             place, optimised, cost = (self.model.proto, self.model.folder), False, self.weights
-        return open_chain(made, plan, hooks, *place, self.options, optimised=optimised, cost=cost)
+        return open_segments(made, plan, hooks, *place, self.options, optimised=optimised, cost=cost)
 
-    def _rewritten(self, base: prepacked.Base, plan: Plan) -> tuple[bytes, Report]:
+    def _rewritten(self, base: prepacked.PrepackedModel, plan: Plan) -> tuple[bytes, Report]:
         """A base's graph rewritten, from the store if it is there."""
         if plan.empty:
             return base.proto.SerializeToString(), Report()
@@ -168,7 +168,7 @@ class Variants:
             made.append(rewrite(base.proto, plan, self.model.metadata))
             (folder / GRAPH).write_bytes(made[0][0])
             (folder / "report.json").write_text(made[0][1].to_json())
-            return {"model": self.model.folder.name, "edits": len(plan.edits), "captures": len(plan.wants)}
+            return {"model": self.model.folder.name, "edits": len(plan.edits), "captures": len(plan.captures)}
 
         key = hashlib.sha256(f"{base.folder.name} {version('mionnx')} {plan!r}".encode()).hexdigest()[:32]
         entry = self._entries.get("graphs", key, build)

@@ -27,7 +27,7 @@ from mionnx.graph import onnx_file
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine import cpu, memory
-from mionnx.machine.disk_cache import Entries
+from mionnx.machine.disk_cache import DiskCache
 from mionnx.rewrite import Plan
 
 GRAPH, DATA = "base.onnx", "base.data"
@@ -37,7 +37,7 @@ WORTHWHILE = 64 * 2**20  # bytes of weights: below, packing them again is quicke
 
 
 @dataclass(frozen=True)
-class Base:
+class PrepackedModel:
     """A base on disk.
 
     Attributes:
@@ -70,7 +70,7 @@ class Base:
 def _needed(plan: Plan, model: HookedModel) -> list[str]:
     names = [hook for edit in plan.edits for hook in (edit.hook, edit.reads) if hook is not None]
     names += plan.starts
-    for want in plan.wants:
+    for want in plan.captures:
         point = HookPoint.parse(want.hook)
         if not point.derived:
             names.append(want.hook)
@@ -103,13 +103,13 @@ def possible(options: onnx_runtime.Options) -> bool:
     return options.provider_name() == onnx_runtime.PROVIDERS["cpu"] and options.level == "all"
 
 
-def find(model: HookedModel, options: onnx_runtime.Options, entries: Entries) -> Base | None:
+def find(model: HookedModel, options: onnx_runtime.Options, entries: DiskCache) -> PrepackedModel | None:
     """The base, if there is one already."""
     entry = entries.find("bases", key_of(model, options)) if possible(options) else None
     return _opened(entry.path, model) if entry else None
 
 
-def make(model: HookedModel, options: onnx_runtime.Options, entries: Entries) -> Base | None:
+def make(model: HookedModel, options: onnx_runtime.Options, entries: DiskCache) -> PrepackedModel | None:
     """The base, made if there is none; None where the store cannot hold it."""
     if not possible(options):
         return None
@@ -126,16 +126,16 @@ def make(model: HookedModel, options: onnx_runtime.Options, entries: Entries) ->
     return _opened(entry.path, model) if entry else None
 
 
-def _refuse_full(model: HookedModel, folder: Path, entries: Entries) -> None:
+def _refuse_full(model: HookedModel, folder: Path, entries: DiskCache) -> None:
     needed = int(ROOM * sum(onnx_file.locations(model.proto).values()))
     free = min(shutil.disk_usage(folder).free, entries.limit)
     if needed > free:
-        room = f"needs {memory.spell(needed)}, and there is room for {memory.spell(free)}"
+        room = f"needs {memory.format_bytes(needed)}, and there is room for {memory.format_bytes(free)}"
         raise OSError(f"a base of {model.folder.name} {room}")
 
 
-def _opened(folder: Path, model: HookedModel) -> Base:
-    return Base(folder, tuple(onnx_file.interface(model.proto)[1]))
+def _opened(folder: Path, model: HookedModel) -> PrepackedModel:
+    return PrepackedModel(folder, tuple(onnx_file.interface(model.proto)[1]))
 
 
 def _all_out(model: HookedModel) -> bytes:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.errors import InputError
-from mionnx.inputs.token_batch import make_call
+from mionnx.inputs.token_batch import make_token_batch
 from mionnx.run.runner import Prompt, Runner
 
 
@@ -43,7 +43,7 @@ def one_text(model: Runner, prompt: Prompt) -> Text:
     Raises:
         InputError: several, or none that the model can run on.
     """
-    call = make_call(model._ids(prompt), None, None, model.hooked.metadata.sizes)
+    call = make_token_batch(model._ids(prompt), None, None, model.hooked.metadata.sizes)
     if call.batch != 1:
         raise InputError(f"one prompt is read at a time, and {call.batch} were given: call once for each")
     return Text(call.input_ids[0], [spell(model, token) for token in call.input_ids[0].tolist()])

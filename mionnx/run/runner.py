@@ -20,7 +20,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs import past
 from mionnx.inputs.rwkv_state import RWKVState
-from mionnx.inputs.token_batch import Call, Past, make_call
+from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.inputs.tokens import (
     Tokens,
     load_tokenizer,
@@ -39,7 +39,7 @@ from mionnx.run.generation import (
     Streamer,
     generate,
 )
-from mionnx.run.graph_pool import Compiled, Variants
+from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.sampling import Sampling
 from mionnx.spec.hook_spec import HookSpec
@@ -61,7 +61,7 @@ class Runner:
         self.hooked = hooked
         self.options = options or onnx_runtime.Options()
         self.options.provider_name()
-        self.variants = Variants(hooked, self.options)
+        self.variants = GraphPool(hooked, self.options)
 
     @classmethod
     def from_pretrained(
@@ -170,7 +170,7 @@ class Runner:
         except TokenizerError:
             return False
 
-    def compile_graph(self, hooks: HookSpec | None = None, outputs: Outputs | None = None) -> Compiled:
+    def compile_graph(self, hooks: HookSpec | None = None, outputs: Outputs | None = None) -> OpenGraph:
         """The open graph for a spec's structure; rewritten and opened if there is none yet.
 
         Args:
@@ -183,10 +183,10 @@ class Runner:
         return self.variants.get(bind.plan_of(hooks or HookSpec(), self.hooked, outputs))
 
     @property
-    def compiled(self) -> Mapping[Plan, Compiled]:
+    def compiled(self) -> Mapping[Plan, OpenGraph]:
         """The graphs that are open, the one used longest ago first; chains of cut graphs are not among them."""
         found = self.variants.open.items()
-        return {plan: one for plan, one in found if isinstance(plan, Plan) and isinstance(one, Compiled)}
+        return {plan: one for plan, one in found if isinstance(plan, Plan) and isinstance(one, OpenGraph)}
 
     def warm(self, hooks: HookSpec, logits: "bool | Logits" = True) -> None:
         """Open the graph of a spec now, so that the first `forward` with such a structure does not wait for it."""
@@ -251,18 +251,18 @@ class Runner:
         outputs = part.outputs(carried) if logits else Outputs(logits=False, carried=carried)
         chosen = bind.captures_of(spec, self.hooked)
         plan = bind.plan_of(spec, self.hooked, outputs, chosen)
-        call = make_call(self._ids(tokens), attention_mask, before, self.hooked.metadata.sizes, prompt_length)
+        call = make_token_batch(self._ids(tokens), attention_mask, before, self.hooked.metadata.sizes, prompt_length)
         compiled = self.variants.get(plan, call.batch * call.seq)
         if not carried:
-            refuse_idle(spec, compiled.plan.wants, self.num_layers)
+            refuse_idle(spec, compiled.plan.captures, self.num_layers)
         feeds = feeds_of(self.hooked, spec, compiled.plan, call, before)
         feeds |= {**bind.parts_of(chosen, call, self.hooked), **part.feeds(call, self.hooked.metadata.sizes)}
         self._refuse_too_large(chosen, call)
-        wants, carries = compiled.plan.wants, past.outputs(self.hooked, use_cache) if carried else []
+        wants, carries = compiled.plan.captures, past.present_names(self.hooked, use_cache) if carried else []
         names = [*(["logits"] if logits else []), *([TOP_IDS] if part.top_k is not None else [])]
         found = compiled.run([*names, *(want.fetched for want in wants), *carries], feeds)
         kept = {want.output: found[want.fetched] for want in wants}
-        after = past.collect(self.hooked, found, call, use_cache) if carries else (None, None)
+        after = past.take_present(self.hooked, found, call, use_cache) if carries else (None, None)
         return HookCache(found.get("logits"), kept, *after, found.get(TOP_IDS))
 
     def _ids(self, tokens: Prompt) -> Any:
@@ -360,7 +360,7 @@ class Runner:
             raise InputError(f"token {token}; the vocabulary is 0 to {self.vocab_size - 1}")
         return int(token)
 
-    def _refuse_too_large(self, captures: bind.Captures, call: Call) -> None:
+    def _refuse_too_large(self, captures: bind.Captures, call: TokenBatch) -> None:
         peak = (
             estimate_of(self.hooked, captures, bind.dimensions(call.batch, call.seq, call.total)).peak
             if captures
@@ -368,7 +368,7 @@ class Runner:
         )
         if peak > SMALL and peak > (free := memory.available()):
             raise InputError(
-                f"the captures of this spec need {memory.spell(peak)}, and {memory.spell(free)} of memory are free: "
+                f"the captures of this spec need {memory.format_bytes(peak)}, and {memory.format_bytes(free)} of memory are free: "
                 "capture fewer layers, or run the text in pieces"
             )
 

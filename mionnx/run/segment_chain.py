@@ -33,7 +33,7 @@ Between = Callable[[str, NDArray[Any]], NDArray[Any]]
 
 
 @dataclass(frozen=True)
-class Link:
+class OpenSegment:
     """One open segment.
 
     Attributes:
@@ -54,7 +54,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Chain:
+class SegmentChain:
     """A model cut at hook points, open.
 
     Attributes:
@@ -66,7 +66,7 @@ class Chain:
     """
 
     plan: Plan
-    links: tuple[Link, ...]
+    links: tuple[OpenSegment, ...]
     report: Report
     cost: int
     options: session.Options
@@ -97,7 +97,7 @@ class Chain:
         return {name: np.asarray(value) for name, value in kept.items()}
 
 
-def open_chain(
+def open_segments(
     rewritten: tuple[gs.Graph, Report],
     plan: Plan,
     hooks: tuple[str, ...],
@@ -107,7 +107,7 @@ def open_chain(
     *,
     optimised: bool,
     cost: int,
-) -> Chain:
+) -> SegmentChain:
     """Cut a graph and open the segments.
 
     Args:
@@ -126,21 +126,21 @@ def open_chain(
     graph, report = rewritten
     segments = cut(graph, hooks)
     each = replace(options, threads=_threads(options.threads, len(segments)))
-    links: list[Link] = []
+    links: list[OpenSegment] = []
     later: set[str] = set()
     for segment in reversed(segments):
         model = onnx_file.to_proto(segment.graph, origin, {}).SerializeToString()
         opened = session.open_session(model, folder, each, optimised, spinning=False)
         links.append(_link(segment, opened, later))
         later.update(segment.inputs)
-    return Chain(plan, tuple(reversed(links)), report, cost + LINK * len(links), options)
+    return SegmentChain(plan, tuple(reversed(links)), report, cost + LINK * len(links), options)
 
 
-def _link(segment: Segment, opened: Any, later: set[str]) -> Link:
+def _link(segment: Segment, opened: Any, later: set[str]) -> OpenSegment:
     outputs = (*segment.hooks, *segment.others)
     done = tuple(name for name in (*segment.inputs, *outputs) if name not in later)
     defaults = tuple(entry.name for entry in opened.get_overridable_initializers())
-    return Link(opened, segment.inputs, defaults, segment.hooks, outputs, done)
+    return OpenSegment(opened, segment.inputs, defaults, segment.hooks, outputs, done)
 
 
 def _threads(asked: int, count: int) -> int:

@@ -30,7 +30,7 @@ from safetensors.numpy import save as to_bytes
 
 from mionnx.errors import MIError, SpecFileError
 from mionnx.graph.hook_points import HookPoint
-from mionnx.machine.files import write_whole
+from mionnx.machine.files import write_atomic
 from mionnx.spec.hook_spec import Capture, HookSpec
 from mionnx.spec.intervention import KINDS, Intervention
 from mionnx.spec.state_interventions import (
@@ -52,7 +52,7 @@ def save(spec: HookSpec, path: str | Path) -> None:
     Raises:
         SpecFileError: a capture by predicate, a dtype that safetensors does not have, or a file that cannot be written.
     """
-    write_whole(Path(path), serialise(spec))
+    write_atomic(Path(path), serialise(spec))
 
 
 def serialise(spec: HookSpec) -> bytes:

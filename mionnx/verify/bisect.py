@@ -9,13 +9,13 @@ import numpy as np
 
 from mionnx.errors import InputError, ModelError, RuntimeMissingError
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.inputs.token_batch import Call
+from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify.compare import Settings, Side, record, unit_of
-from mionnx.verify.graph_under_test import Subject
+from mionnx.verify.graph_under_test import GraphUnderTest
 from mionnx.verify.narrow_fault import Narrowed, narrow
-from mionnx.verify.recorded_values import Tape
+from mionnx.verify.recorded_values import RecordedValues
 from mionnx.verify.report import write_report
 from mionnx.verify.runtime import GraphRuntime
 from mionnx.verify.runtime_names import runtime_of
@@ -73,7 +73,7 @@ class Bisection:
 
 def bisect(
     model: HookedModel,
-    call: Call,
+    call: TokenBatch,
     titles: list[str],
     folder: Path | None,
     spec: HookSpec | None,
@@ -87,7 +87,7 @@ def bisect(
     first, second = _sides(model, call, titles, spec or HookSpec(), other)
     least = _tolerance(tolerance, model, other)
     with tempfile.TemporaryDirectory() as scratch:
-        record(first, tape := Tape(Path(scratch) / "first"), Settings(least, False, 0, None, progress))
+        record(first, tape := RecordedValues(Path(scratch) / "first"), Settings(least, False, 0, None, progress))
         found, largest = _coarse(first, second, tape, least, progress)
         if found is None:
             return Bisection(first.title, second.title, None, [], [], None, 0.0, 0.0, largest, least)
@@ -108,7 +108,7 @@ def _tolerance(given: float | None, model: HookedModel, other: HookedModel | Non
 
 
 def _sides(
-    model: HookedModel, call: Call, titles: list[str], spec: HookSpec, other: HookedModel | None
+    model: HookedModel, call: TokenBatch, titles: list[str], spec: HookSpec, other: HookedModel | None
 ) -> tuple[Side, Side]:
     wanted = (1, 2) if other else (2,)
     if len(titles) not in wanted:
@@ -116,13 +116,13 @@ def _sides(
     names = names_of(model, COARSE, spec)
     if other is not None:
         names = [name for name in names if name in other.order]
-    subject = Subject(model, spec, names, [call], "this model" if other else "")
-    beside = Subject(other, spec, names, [call], "other model") if other else subject
+    subject = GraphUnderTest(model, spec, names, [call], "this model" if other else "")
+    beside = GraphUnderTest(other, spec, names, [call], "other model") if other else subject
     sides = [Side(one, _runtime(title, one)) for title, one in zip((titles * 2)[:2], (subject, beside), strict=True)]
     return sides[0], sides[1]
 
 
-def _runtime(title: str, subject: Subject) -> GraphRuntime:
+def _runtime(title: str, subject: GraphUnderTest) -> GraphRuntime:
     runtime = runtime_of(title)
     if not isinstance(runtime, GraphRuntime):
         raise InputError(f"{title} runs models as a whole: bisect needs runtimes that run parts of a graph")
@@ -133,7 +133,7 @@ def _runtime(title: str, subject: Subject) -> GraphRuntime:
 
 
 def _coarse(
-    first: Side, second: Side, tape: Tape, tolerance: float, progress: Progress
+    first: Side, second: Side, tape: RecordedValues, tolerance: float, progress: Progress
 ) -> tuple[str | None, tuple[float, str]]:
     """The first step that differs by itself, and the largest difference of one up to there."""
     runtime, names = second.graph_runtime, second.subject.names
@@ -148,7 +148,7 @@ def _coarse(
     return None, largest
 
 
-def _fine(first: Side, second: Side, tape: Tape, name: str, tolerance: float) -> Narrowed:
+def _fine(first: Side, second: Side, tape: RecordedValues, name: str, tolerance: float) -> Narrowed:
     """The nodes of a step that differ; all of them, if no value inside does by itself."""
     one, other, subject = first.graph_runtime, second.graph_runtime, second.subject
     assert one is not None

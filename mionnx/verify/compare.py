@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from mionnx.errors import InputError, InterventionError, ModelError
 from mionnx.graph.hook_points import HookPoint
-from mionnx.inputs.token_batch import Call
+from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress
 from mionnx.rewrite.intervene import sequence_axis
 from mionnx.verify.difference import Difference, LogitDifference, coarser
 from mionnx.verify.environment import environment
-from mionnx.verify.graph_under_test import LOGITS, Subject
+from mionnx.verify.graph_under_test import LOGITS, GraphUnderTest
 from mionnx.verify.narrow_fault import narrow
-from mionnx.verify.recorded_values import Tape
+from mionnx.verify.recorded_values import RecordedValues
 from mionnx.verify.result import Beside, Fault, Row
 from mionnx.verify.runtime import GraphRuntime, Pass, Runtime
 from mionnx.verify.step_error import local_difference, nodes_of
@@ -45,9 +45,9 @@ class Side:
         title: what it is called in the result.
     """
 
-    subject: Subject
+    subject: GraphUnderTest
     runtime: Runtime | None
-    tape: Tape | None = None
+    tape: RecordedValues | None = None
     greedy: list[Ids] = field(default_factory=list)
     recorded: str = ""
 
@@ -136,7 +136,7 @@ def stream(side: Side, look: Callable[[int, str, NDArray[Any]], None], progress:
     progress(side.title, len(groups), len(groups))
 
 
-def record(side: Side, tape: Tape, settings: Settings) -> None:
+def record(side: Side, tape: RecordedValues, settings: Settings) -> None:
     """Put a side's values on a tape as they are made, and have it continue the prompts."""
     side.tape = tape
 
@@ -163,7 +163,7 @@ def choose(side: Side, settings: Settings) -> list[Ids]:
         return []
 
 
-def _continued(run: Pass, subject: Subject, call: Call, count: int) -> Ids:
+def _continued(run: Pass, subject: GraphUnderTest, call: TokenBatch, count: int) -> Ids:
     """[batch, n]."""
     ids = np.zeros((call.batch, 0), np.int64)
     limit = subject.model.metadata.sizes.max_positions
@@ -173,7 +173,7 @@ def _continued(run: Pass, subject: Subject, call: Call, count: int) -> Ids:
     return ids
 
 
-def _likeliest(run: Pass, call: Call) -> Ids:
+def _likeliest(run: Pass, call: TokenBatch) -> Ids:
     """The likeliest next token of each row, [batch, 1]."""
     found: list[Ids] = []
 
@@ -196,7 +196,7 @@ def compare(first: Side, second: Side, scratch: Path, settings: Settings) -> Bes
     found, logits = {name: Difference(unit=unit) for name in names}, LogitDifference()
     whole = second.graph_runtime is None
     if whole and first.graph_runtime is not None and settings.local:
-        second.tape = Tape(scratch / "second")
+        second.tape = RecordedValues(scratch / "second")
     _compare_values(first, second, found, logits, settings)
     if settings.greedy:
         second.greedy = choose(second, settings)
@@ -248,7 +248,7 @@ def _same_choices(one: Sequence[Ids], other: Sequence[Ids]) -> float | None:
     return same / max(1, total)
 
 
-def _stepping(first: Side, second: Side) -> tuple[Side, Tape] | None:
+def _stepping(first: Side, second: Side) -> tuple[Side, RecordedValues] | None:
     """Which side runs the steps, and whose values it is fed; None if neither can."""
     if second.graph_runtime is not None and first.tape is not None:
         return second, first.tape
@@ -297,8 +297,8 @@ def _refined(first: Side, second: Side, fault: Fault, scratch: Path, settings: S
         for point in model.hook_points()
         if not point.derived and begin < model.order[point.name] <= model.order[fault.hook]
     ]
-    subject = Subject(model, side.subject.spec, [*known, *inner], side.subject.calls)
-    tape, unit = Tape(scratch / "inner"), unit_of(first, second)
+    subject = GraphUnderTest(model, side.subject.spec, [*known, *inner], side.subject.calls)
+    tape, unit = RecordedValues(scratch / "inner"), unit_of(first, second)
     record(Side(subject, whole.runtime), tape, replace(settings, greedy=0))
     for place, name in enumerate(inner, len(known)):
         assert side.graph_runtime is not None

@@ -8,24 +8,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.inputs.token_batch import Call
+from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress
 from mionnx.verify.compare import Side, stream
 from mionnx.verify.difference import Difference
-from mionnx.verify.graph_under_test import Subject
-from mionnx.verify.recorded_values import Tape
+from mionnx.verify.graph_under_test import GraphUnderTest
+from mionnx.verify.recorded_values import RecordedValues
 from mionnx.verify.result import BATCH, ONE_THREAD, TWICE, Repeat
 from mionnx.verify.runtime import Runtime
 from mionnx.verify.runtime_names import WITH_THREADS, runtime_of
 
 
-def repeats(runtime: Runtime, subject: Subject, checkpoint: Path | None, progress: Progress) -> Iterator[Repeat]:
+def repeats(runtime: Runtime, subject: GraphUnderTest, checkpoint: Path | None, progress: Progress) -> Iterator[Repeat]:
     """Run a subject again in each way that a runtime has.
 
     A batch is the prompt and the same prompt backwards: rows of one length need no padding, and differ.
     """
     with TemporaryDirectory() as scratch:
-        tape = Tape(Path(scratch) / "first")
+        tape = RecordedValues(Path(scratch) / "first")
         stream(Side(subject, runtime), tape.add, progress)
         yield _repeat(runtime.title, TWICE, runtime, subject, subject, tape, progress)
         name, *settings = runtime.title.split(":")
@@ -33,19 +33,25 @@ def repeats(runtime: Runtime, subject: Subject, checkpoint: Path | None, progres
         if with_threads and not any(setting.startswith("threads=") for setting in settings):
             single = runtime_of(f"{runtime.title}:threads=1", checkpoint)
             yield _repeat(runtime.title, ONE_THREAD, single, subject, subject, tape, progress)
-        doubled = Subject(subject.model, subject.spec, subject.names, [_doubled(call) for call in subject.calls])
+        doubled = GraphUnderTest(subject.model, subject.spec, subject.names, [_doubled(call) for call in subject.calls])
         yield _repeat(runtime.title, BATCH, runtime, doubled, subject, tape, progress)
 
 
-def _doubled(call: Call) -> Call:
+def _doubled(call: TokenBatch) -> TokenBatch:
     """Where a text ends, and how far it can reach, stay as they are."""
     ids = np.concatenate([call.input_ids, call.input_ids[:, ::-1]])
-    ends = [None if length is None else np.tile(length, 2) for length in (call.prompt_lengths, call.horizon)]
-    return Call(ids, np.ones_like(ids), np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy(), *ends)
+    ends = [None if length is None else np.tile(length, 2) for length in (call.prompt_lengths, call.final_lengths)]
+    return TokenBatch(ids, np.ones_like(ids), np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy(), *ends)
 
 
 def _repeat(
-    title: str, what: str, runtime: Runtime, subject: Subject, first: Subject, tape: Tape, progress: Progress
+    title: str,
+    what: str,
+    runtime: Runtime,
+    subject: GraphUnderTest,
+    first: GraphUnderTest,
+    tape: RecordedValues,
+    progress: Progress,
 ) -> Repeat:
     found = {name: Difference(unit=subject.model.metadata.dtype) for name in first.names}
 

@@ -10,7 +10,7 @@ import onnxruntime
 from mionnx.graph import onnx_file
 from mionnx.machine import cpu
 from mionnx.spec import spec_file
-from mionnx.verify.graph_under_test import Subject
+from mionnx.verify.graph_under_test import GraphUnderTest
 from mionnx.verify.runtime import Runtime
 
 PACKAGES = ("mionnx", "onnxruntime", "onnxruntime-gpu", "onnx", "numpy", "openvino", "torch", "transformers")
@@ -40,7 +40,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def hashes(subject: Subject) -> dict[str, str]:
+def hashes(subject: GraphUnderTest) -> dict[str, str]:
     """SHA-256 of the graph that runs, of the bytes of its weights, and of the spec."""
     held = sha256()
     for name in sorted(onnx_file.locations(subject.model.proto)):

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from mionnx.bind import plan as bind
 from mionnx.bind.rwkv_gates import gates_of
 from mionnx.graph import onnx_file
-from mionnx.graph.dataflow import Wiring
-from mionnx.graph.extract import between
+from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs import past
-from mionnx.inputs.token_batch import Call, make_call
+from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 from mionnx.rewrite import Plan, rewrite
 from mionnx.rewrite.plan import Outputs
 from mionnx.spec.hook_spec import HookSpec
@@ -29,7 +29,7 @@ LOGITS = "hook_logits"
 GROUP = 2**24  # bytes of values that are fetched together
 
 
-class Subject:
+class GraphUnderTest:
     """One model with one spec on some prompts.
 
     Attributes:
@@ -41,7 +41,7 @@ class Subject:
     """
 
     def __init__(
-        self, model: HookedModel, spec: HookSpec, names: Sequence[str], calls: Sequence[Call], title: str = ""
+        self, model: HookedModel, spec: HookSpec, names: Sequence[str], calls: Sequence[TokenBatch], title: str = ""
     ) -> None:
         self.model, self.names, self.calls, self.title = model, list(names), list(calls), title
         self.spec = HookSpec().extend(spec)
@@ -70,9 +70,9 @@ class Subject:
         return onnx.shape_inference.infer_shapes(proto)
 
     @cached_property
-    def wiring(self) -> Wiring:
+    def wiring(self) -> Dataflow:
         """Which node of the graph reads what."""
-        return Wiring(self.proto)
+        return Dataflow(self.proto)
 
     @cached_property
     def types(self) -> dict[str, int]:
@@ -86,13 +86,13 @@ class Subject:
         made, _ = rewrite(self.model.proto, plan, self.model.metadata)
         return sha256(onnx_file.parse(made).SerializeToString(deterministic=True)).hexdigest()
 
-    def feeds(self, call: Call) -> Arrays:
+    def feeds(self, call: TokenBatch) -> Arrays:
         """The inputs of one call: tokens, an empty past, and the spec's values.
 
         Raises:
             InterventionError: the spec does not fit the call.
         """
-        nothing = past.feeds(self.model, None, call)
+        nothing = past.past_inputs(self.model, None, call)
         found: Arrays = {**call.feeds(), **{name: np.asarray(value) for name, value in nothing.items()}}
         found |= bind.values_of(self.spec, self.plan, call, self.model)
         return found | gates_of(self.spec, call, self.model.metadata)
@@ -100,13 +100,13 @@ class Subject:
     def starts_of(self, known: Collection[str], ends: Iterable[str]) -> list[str]:
         """Those of some known values that others are computed from, when all that is known is taken as it is."""
         ends = [*ends]
-        kept = self.wiring.behind(ends, known)
+        kept = self.wiring.ancestors(ends, known)
         read = {name for node in kept for name in self.wiring.read[node]}
         return [name for name in known if name in read]
 
     def part(self, starts: Sequence[str], ends: Sequence[str]) -> onnx.ModelProto:
         """The nodes between some values and others, as a model of its own; bfloat16 is float32 at its borders."""
-        return widened(between(self.proto, starts, ends))
+        return widened(extract(self.proto, starts, ends))
 
     def groups(self, names: Sequence[str]) -> Iterator[list[str]]:
         """Names in groups whose values have at most `GROUP` bytes together, or one of a larger value."""
@@ -122,11 +122,11 @@ class Subject:
         if group:
             yield group
 
-    def _bytes(self, name: str, call: Call) -> int:
+    def _bytes(self, name: str, call: TokenBatch) -> int:
         dims = bind.dimensions(call.batch, call.seq, call.total)
         return 4 * prod(bind.shape_of(self.model.axes(HookPoint.parse(name)), dims))
 
-    def longer(self, call: Call, ids: NDArray[np.int64]) -> Call:
+    def longer(self, call: TokenBatch, ids: NDArray[np.int64]) -> TokenBatch:
         """A call with tokens after its prompt.
 
         Args:
@@ -134,8 +134,8 @@ class Subject:
             ids: [batch, n].
         """
         both = np.concatenate([call.input_ids, ids], axis=1)
-        made = make_call(both, None, None, self.model.metadata.sizes, [call.seq] * call.batch)
-        return replace(made, horizon=call.horizon)
+        made = make_token_batch(both, None, None, self.model.metadata.sizes, [call.seq] * call.batch)
+        return replace(made, final_lengths=call.final_lengths)
 
 
 def widened(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -13,10 +13,10 @@ from typing import Any
 import onnx
 from numpy.typing import NDArray
 
-from mionnx.graph.dataflow import Wiring
-from mionnx.graph.extract import between
+from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.extract import extract
 from mionnx.verify.difference import Difference, coarser
-from mionnx.verify.graph_under_test import Arrays, Subject
+from mionnx.verify.graph_under_test import Arrays, GraphUnderTest
 from mionnx.verify.runtime import GraphRuntime
 from mionnx.verify.step_error import spell
 
@@ -44,8 +44,8 @@ class Narrowed:
 
 
 def narrow(
-    first: tuple[GraphRuntime, Subject],
-    second: tuple[GraphRuntime, Subject],
+    first: tuple[GraphRuntime, GraphUnderTest],
+    second: tuple[GraphRuntime, GraphUnderTest],
     inputs: Arrays,
     end: str,
     prompt: int,
@@ -79,7 +79,7 @@ def narrow(
 
 
 def _together(
-    side: tuple[GraphRuntime, Subject],
+    side: tuple[GraphRuntime, GraphUnderTest],
     inputs: Arrays,
     values: Sequence[str],
     wanted: Arrays,
@@ -103,7 +103,7 @@ def _together(
 
 
 def _run(
-    side: tuple[GraphRuntime, Subject], known: Arrays, value: str, expected: NDArray[Any], prompt: int, unit: str
+    side: tuple[GraphRuntime, GraphUnderTest], known: Arrays, value: str, expected: NDArray[Any], prompt: int, unit: str
 ) -> Narrowed:
     """One value computed from those that are known."""
     runtime, subject = side
@@ -111,7 +111,7 @@ def _run(
     feeds = subject.feeds(subject.calls[prompt]) | {name: known[name] for name in starts}
     with runtime.opened_part(subject, starts, [value]) as piece:
         found = piece(feeds)
-    part = between(subject.proto, starts, [value])
+    part = extract(subject.proto, starts, [value])
     nodes = [spell(node.name, node.op_type) for node in part.graph.node]
     used = {entry.name: feeds[entry.name] for entry in part.graph.input if entry.name in feeds}
     return Narrowed(value, starts, nodes, used, {value: expected}, found, _difference(expected, found[value], unit))
@@ -127,26 +127,26 @@ def _difference(expected: NDArray[Any], found: NDArray[Any], unit: str) -> Diffe
     return difference
 
 
-def _shared(first: Subject, second: Subject, starts: Sequence[str], end: str) -> list[str]:
+def _shared(first: GraphUnderTest, second: GraphUnderTest, starts: Sequence[str], end: str) -> list[str]:
     """The values of a step that both graphs make, in the second one's order."""
     here, there = set(starts), {name for node in first.wiring.nodes for name in node.output if name}
-    nodes = sorted(second.wiring.behind([end], here))
+    nodes = sorted(second.wiring.ancestors([end], here))
     made = [name for i in nodes for name in second.wiring.nodes[i].output if name]
     reads = _needed(second.wiring, nodes, end)
     return [name for name in made if name in there and name in reads and _told(first, second, name)]
 
 
-def _needed(wiring: Wiring, nodes: Sequence[int], end: str) -> set[str]:
+def _needed(wiring: Dataflow, nodes: Sequence[int], end: str) -> set[str]:
     return {name for i in nodes for name in wiring.read[i]} | {end}
 
 
-def _told(first: Subject, second: Subject, name: str) -> bool:
+def _told(first: GraphUnderTest, second: GraphUnderTest, name: str) -> bool:
     """Whether a value's type is known in both, and is a number or a truth in both."""
     kinds = [subject.types.get(name, 0) for subject in (first, second)]
     return all(kinds) and onnx.TensorProto.STRING not in kinds
 
 
-def _expected(first: tuple[GraphRuntime, Subject], inputs: Arrays, values: Sequence[str], prompt: int) -> Arrays:
+def _expected(first: tuple[GraphRuntime, GraphUnderTest], inputs: Arrays, values: Sequence[str], prompt: int) -> Arrays:
     """The first runtime's values of a step, all of them from one run."""
     runtime, subject = first
     starts = subject.starts_of(list(inputs), values)

@@ -14,7 +14,7 @@ import onnx
 
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
-from mionnx.verify.graph_under_test import Arrays, Subject
+from mionnx.verify.graph_under_test import Arrays, GraphUnderTest
 from mionnx.verify.runtime import GraphRuntime, Piece
 
 
@@ -29,7 +29,7 @@ class OpenVino(GraphRuntime):
         self._copies: dict[Path, tempfile.TemporaryDirectory[str]] = {}
         self._numbers = count()
 
-    def missing(self, subject: Subject) -> str | None:
+    def missing(self, subject: GraphUnderTest) -> str | None:
         """Whether OpenVINO is installed."""
         return None if find_spec("openvino") else "OpenVINO is not installed: pip install openvino"
 

@@ -9,7 +9,7 @@ import onnx
 from mionnx.engine import onnx_runtime
 from mionnx.engine.onnx_runtime import Options
 from mionnx.errors import ModelError, RuntimeMissingError
-from mionnx.verify.graph_under_test import Subject
+from mionnx.verify.graph_under_test import GraphUnderTest
 from mionnx.verify.runtime import GraphRuntime, Piece
 
 INSTALL = {"cuda": "pip install onnxruntime-gpu, on a machine with an NVIDIA GPU"}
@@ -30,7 +30,7 @@ class OnnxRuntime(GraphRuntime):
         super().__init__(title)
         self.options = options
 
-    def missing(self, subject: Subject) -> str | None:
+    def missing(self, subject: GraphUnderTest) -> str | None:
         """Why the provider cannot be had."""
         try:
             self.options.provider_name()

@@ -9,14 +9,19 @@ import numpy as np
 
 from mionnx.errors import HookError, InputError
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.inputs.token_batch import Call, make_call
+from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 from mionnx.verify.compare import Settings, Side
-from mionnx.verify.recorded_values import Tape
+from mionnx.verify.recorded_values import RecordedValues
 
 
 def as_recorded(
-    tape: Tape, calls: Sequence[Call], names: list[str], prompts: Sequence[str], model: HookedModel, settings: Settings
-) -> tuple[list[Call], list[str], Sequence[str], Settings]:
+    tape: RecordedValues,
+    calls: Sequence[TokenBatch],
+    names: list[str],
+    prompts: Sequence[str],
+    model: HookedModel,
+    settings: Settings,
+) -> tuple[list[TokenBatch], list[str], Sequence[str], Settings]:
     """Prompts, hook points and positions of a recorded run, which those asked for may not contradict."""
     kept = tape.facts
     ids = [np.array(row, np.int64) for row in kept["prompts"]]
@@ -31,7 +36,7 @@ def as_recorded(
     absent = [name for name in names if name not in kept["names"]]
     if absent:
         raise HookError(f"{absent[0]} was not recorded in {tape.path}; it has {', '.join(kept['names'])}")
-    made = [make_call(row, None, None, model.metadata.sizes) for row in ids]
+    made = [make_token_batch(row, None, None, model.metadata.sizes) for row in ids]
     greedy = min(settings.greedy, kept["count"])
     if greedy < settings.greedy:
         settings.notes.append(f"{greedy} tokens were chosen after each prompt when it was recorded, and are here")

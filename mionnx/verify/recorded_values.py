@@ -30,7 +30,7 @@ DTYPES = {code: name for name, code in CODES.items()}
 FACTS = ("title", "texts", "prompts", "names", "positions", "count", "greedy", "dtype", "hashes", "environment")
 
 
-class Tape:
+class RecordedValues:
     """Values by prompt and hook point, in a file.
 
     Attributes:
@@ -100,7 +100,7 @@ class Tape:
             partial.unlink(missing_ok=True)
 
     @classmethod
-    def open(cls, path: Path) -> "Tape":
+    def open(cls, path: Path) -> "RecordedValues":
         """Open what `keep` wrote, every byte of it checked.
 
         Raises:

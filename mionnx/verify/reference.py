@@ -11,14 +11,14 @@ from onnx.reference import ReferenceEvaluator
 from mionnx.compile.package import embed
 from mionnx.errors import ModelError
 from mionnx.graph.validate import graphs
-from mionnx.verify.graph_under_test import Arrays, Subject
+from mionnx.verify.graph_under_test import Arrays, GraphUnderTest
 from mionnx.verify.runtime import GraphRuntime, Piece
 
 
 class Reference(GraphRuntime):
     """Slow, and holds its weights in memory; an oracle where others disagree."""
 
-    def missing(self, subject: Subject) -> str | None:
+    def missing(self, subject: GraphUnderTest) -> str | None:
         """Whether the graph has what onnx's evaluator does not implement; onnx itself is always there."""
         for graph in graphs(subject.proto):
             for node in graph.node:

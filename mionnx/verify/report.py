@@ -11,7 +11,7 @@ from mionnx.compile.package import embed
 from mionnx.errors import ModelError
 from mionnx.verify.compare import Side
 from mionnx.verify.environment import environment
-from mionnx.verify.graph_under_test import Subject
+from mionnx.verify.graph_under_test import GraphUnderTest
 from mionnx.verify.narrow_fault import Narrowed
 
 PROGRAM = '''"""Runs both sides on inputs.npz as they were compared, and prints how far each is from what was seen:
@@ -69,7 +69,7 @@ def write_report(folder: Path, found: str, part: Narrowed, first: Side, second: 
         raise ModelError(f"cannot write {folder}: {error}") from error
 
 
-def _standing(subject: Subject, part: Narrowed) -> onnx.ModelProto:
+def _standing(subject: GraphUnderTest, part: Narrowed) -> onnx.ModelProto:
     """The part with its weights inside. The first model may lack a value that the second one starts from."""
     made = {name for node in subject.wiring.nodes for name in node.output}
     proto = subject.part([name for name in part.starts if name in made], [part.value])

@@ -10,11 +10,11 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from mionnx.inputs.token_batch import Call
-from mionnx.verify.graph_under_test import Arrays, Subject
+from mionnx.inputs.token_batch import TokenBatch
+from mionnx.verify.graph_under_test import Arrays, GraphUnderTest
 
 Sink = Callable[[str, NDArray[Any]], None]
-Pass = Callable[[Call, Sink], None]
+Pass = Callable[[TokenBatch, Sink], None]
 Piece = Callable[[Arrays], Arrays]
 
 
@@ -29,7 +29,7 @@ class Runtime(ABC):
         self.title = title
 
     @abstractmethod
-    def missing(self, subject: Subject) -> str | None:
+    def missing(self, subject: GraphUnderTest) -> str | None:
         """Why it cannot run here, and what would install it; None if it can."""
 
     @abstractmethod
@@ -37,10 +37,10 @@ class Runtime(ABC):
         """Versions and options."""
 
     @abstractmethod
-    def passes(self, subject: Subject, names: Sequence[str]) -> AbstractContextManager[Pass]:
+    def passes(self, subject: GraphUnderTest, names: Sequence[str]) -> AbstractContextManager[Pass]:
         """Opens the subject; the function hands each named value of a call to the sink, in any order."""
 
-    def groups(self, subject: Subject, names: Sequence[str]) -> Iterator[list[str]]:
+    def groups(self, subject: GraphUnderTest, names: Sequence[str]) -> Iterator[list[str]]:
         """The names in groups that are run for together."""
         yield list(names)
 
@@ -57,23 +57,23 @@ class GraphRuntime(Runtime):
         """Opens a model whose weights lie in a folder; the function runs it, and gives all its outputs."""
 
     @contextmanager
-    def passes(self, subject: Subject, names: Sequence[str]) -> Iterator[Pass]:
+    def passes(self, subject: GraphUnderTest, names: Sequence[str]) -> Iterator[Pass]:
         """See `Runtime.passes`."""
         with self.opened_part(subject, (), names) as piece:
 
-            def run(call: Call, sink: Sink) -> None:
+            def run(call: TokenBatch, sink: Sink) -> None:
                 found = piece(subject.feeds(call))
                 for name in names:
                     sink(name, found.pop(name))
 
             yield run
 
-    def groups(self, subject: Subject, names: Sequence[str]) -> Iterator[list[str]]:
+    def groups(self, subject: GraphUnderTest, names: Sequence[str]) -> Iterator[list[str]]:
         """Small ones: a runtime keeps every output until the run is over."""
         return subject.groups(names)
 
     @contextmanager
-    def opened_part(self, subject: Subject, starts: Sequence[str], ends: Sequence[str]) -> Iterator[Piece]:
+    def opened_part(self, subject: GraphUnderTest, starts: Sequence[str], ends: Sequence[str]) -> Iterator[Piece]:
         """Opens the part of a subject's graph between some values and others."""
         with self.opened_proto(subject.part(starts, ends), subject.model.folder) as piece:
             yield piece

@@ -7,13 +7,13 @@ The second part alone is had by feeding the step what the other runtime had ther
 from collections.abc import Sequence
 
 from mionnx.verify.difference import Difference
-from mionnx.verify.graph_under_test import Subject
-from mionnx.verify.recorded_values import Tape
+from mionnx.verify.graph_under_test import GraphUnderTest
+from mionnx.verify.recorded_values import RecordedValues
 from mionnx.verify.runtime import GraphRuntime
 
 
 def local_difference(
-    runtime: GraphRuntime, subject: Subject, tape: Tape, known: Sequence[str], end: str, unit: str
+    runtime: GraphRuntime, subject: GraphUnderTest, tape: RecordedValues, known: Sequence[str], end: str, unit: str
 ) -> Difference:
     """The difference that one step makes.
 
@@ -36,10 +36,10 @@ def local_difference(
     return found
 
 
-def nodes_of(subject: Subject, known: Sequence[str], end: str) -> list[str]:
+def nodes_of(subject: GraphUnderTest, known: Sequence[str], end: str) -> list[str]:
     """The nodes of a step, as `name (operator)`, in the order in which they run."""
     wiring = subject.wiring
-    return [spell(wiring.nodes[i].name, wiring.nodes[i].op_type) for i in sorted(wiring.behind([end], known))]
+    return [spell(wiring.nodes[i].name, wiring.nodes[i].op_type) for i in sorted(wiring.ancestors([end], known))]
 
 
 def spell(name: str, operator: str) -> str:

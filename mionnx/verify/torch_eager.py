@@ -6,9 +6,9 @@ from pathlib import Path
 from types import ModuleType
 
 from mionnx.errors import ExportError, MIError, ModelError
-from mionnx.inputs.token_batch import Call
+from mionnx.inputs.token_batch import TokenBatch
 from mionnx.run import find_model
-from mionnx.verify.graph_under_test import Subject
+from mionnx.verify.graph_under_test import GraphUnderTest
 from mionnx.verify.runtime import Pass, Runtime, Sink
 
 INSTALL = "pip install 'mionnx[export]'"
@@ -24,13 +24,13 @@ class Eager(Runtime):
         super().__init__(title)
         self.checkpoint, self.threads = checkpoint, threads
 
-    def _exporter(self, subject: Subject) -> ModuleType:
+    def _exporter(self, subject: GraphUnderTest) -> ModuleType:
         return find_model.exporter_for(self._folder(subject))
 
-    def _folder(self, subject: Subject) -> Path:
+    def _folder(self, subject: GraphUnderTest) -> Path:
         return self.checkpoint or subject.model.folder
 
-    def missing(self, subject: Subject) -> str | None:
+    def missing(self, subject: GraphUnderTest) -> str | None:
         """Whether torch is there, and the checkpoint, and a family that it has; and that nothing is spliced in."""
         if any(edit.kind == "splice" for edit in subject.plan.edits):
             return "a splice is an ONNX model, which torch does not run: compare the other runtimes"
@@ -51,7 +51,7 @@ class Eager(Runtime):
         return {**{name: version(name) for name in names}, "threads": str(self.threads or "all")}
 
     @contextmanager
-    def passes(self, subject: Subject, names: Sequence[str]) -> Iterator[Pass]:
+    def passes(self, subject: GraphUnderTest, names: Sequence[str]) -> Iterator[Pass]:
         """See `Runtime.passes`."""
         exporter, folder = self._exporter(subject), self._folder(subject)
         with _as_model_errors():
@@ -59,7 +59,7 @@ class Eager(Runtime):
         edits = [(edit, given) for edit, (_, given) in zip(subject.plan.edits, subject.spec.interventions, strict=True)]
         wanted = {*names}
 
-        def run(call: Call, sink: Sink) -> None:
+        def run(call: TokenBatch, sink: Sink) -> None:
             with _as_model_errors():
                 opened(call, edits, lambda name, value: sink(name, value) if name in wanted else None)
 

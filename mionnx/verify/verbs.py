@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mionnx.errors import InputError
-from mionnx.inputs.token_batch import Call, make_call
+from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 from mionnx.machine.progress import Progress, silent
 from mionnx.run.runner import Prompt, Runner
 from mionnx.spec.hook_spec import HookSpec
@@ -110,8 +110,8 @@ class Verifies(Runner):
         hooked = other.hooked if other else None
         return bisect(self.hooked, self._call(prompt), list(runtimes), _path(folder), spec, hooked, tolerance, progress)
 
-    def _call(self, prompt: Prompt) -> Call:
-        call = make_call(self._ids(prompt), None, None, self.hooked.metadata.sizes)
+    def _call(self, prompt: Prompt) -> TokenBatch:
+        call = make_token_batch(self._ids(prompt), None, None, self.hooked.metadata.sizes)
         if not call.real.all():
             raise InputError("texts of unequal length in one prompt: give each as a prompt of its own")
         return call

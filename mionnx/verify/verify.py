@@ -12,16 +12,16 @@ from mionnx.bind import plan
 from mionnx.errors import HookError, InputError, InterventionError, ModelError, RuntimeMissingError, SpecFileError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.inputs.token_batch import Call
+from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress, silent
-from mionnx.rewrite.plan import Want
+from mionnx.rewrite.plan import CaptureNode
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify.compare import Settings, Side, compare, record
 from mionnx.verify.determinism import repeats
 from mionnx.verify.environment import environment, hashes
-from mionnx.verify.graph_under_test import LOGITS, Subject
+from mionnx.verify.graph_under_test import LOGITS, GraphUnderTest
 from mionnx.verify.recorded import as_recorded, keep, other_machine
-from mionnx.verify.recorded_values import Tape
+from mionnx.verify.recorded_values import RecordedValues
 from mionnx.verify.result import Beside, Repeat, Verification
 from mionnx.verify.runtime import GraphRuntime, Runtime
 from mionnx.verify.runtime_names import runtime_of
@@ -85,20 +85,24 @@ def names_of(model: HookedModel, hooks: str | Sequence[str], spec: HookSpec) -> 
     return sorted(chosen, key=lambda name: model.order[name])
 
 
-def _plain(want: Want) -> bool:
+def _plain(want: CaptureNode) -> bool:
     """Whether a pattern may mean a value: not one that derives from others, nor one inside a splice."""
     return want.inner is None and not HookPoint.parse(want.hook).derived
 
 
 def verify(
-    model: HookedModel, calls: Sequence[Call], prompts: Sequence[str], request: Request, progress: Progress = silent
+    model: HookedModel,
+    calls: Sequence[TokenBatch],
+    prompts: Sequence[str],
+    request: Request,
+    progress: Progress = silent,
 ) -> Verification:
     """See `MIModel.verify`."""
     _check(request, calls)
     spec = request.spec or HookSpec()
     names = names_of(model, HOOKS if request.hooks is None else request.hooks, spec)
     notes: list[str] = []
-    tape = Tape.open(request.against) if request.against else None
+    tape = RecordedValues.open(request.against) if request.against else None
     tolerance = _tolerance(request, model, tape)
     settings = Settings(tolerance, request.local, request.greedy, request.positions, progress, notes)
     if tape is not None:
@@ -109,7 +113,7 @@ def verify(
     if settings.positions is not None:
         notes.append(f"positions {list(settings.positions)} only: what steps add by themselves is not measured")
     calls = [_with_horizon(call, settings.greedy) for call in calls]
-    subject = Subject(model, spec, names, calls, "this model" if request.other else "")
+    subject = GraphUnderTest(model, spec, names, calls, "this model" if request.other else "")
     runtimes, skipped = _runtimes(request, subject)
     hashed = hashes(subject) if request.record or tape else {"graph": subject.graph_hash()}
     with tempfile.TemporaryDirectory() as scratch:
@@ -124,7 +128,7 @@ def verify(
                         list(prompts), hashed, where, found)  # fmt: skip
 
 
-def _check(request: Request, calls: Sequence[Call]) -> None:
+def _check(request: Request, calls: Sequence[TokenBatch]) -> None:
     if isinstance(request.runtimes, str) or not request.runtimes:
         raise InputError(f"runtimes must be a list of names, got {request.runtimes!r}")
     double = [title for title in request.runtimes if list(request.runtimes).count(title) > 1]
@@ -155,18 +159,18 @@ def _check_positions(positions: Sequence[int] | None) -> None:
         raise InputError(f"positions must be a list of integers, at least one, got {positions!r}")
 
 
-def _with_horizon(call: Call, greedy: int) -> Call:
+def _with_horizon(call: TokenBatch, greedy: int) -> TokenBatch:
     """The call as the first step of a continuation, as `generate` makes it; interventions may reach into the rest."""
-    return replace(call, prompt_lengths=call.lengths, horizon=call.lengths + greedy - 1) if greedy > 1 else call
+    return replace(call, prompt_lengths=call.lengths, final_lengths=call.lengths + greedy - 1) if greedy > 1 else call
 
 
-def _tolerance(request: Request, model: HookedModel, tape: Tape | None) -> float:
+def _tolerance(request: Request, model: HookedModel, tape: RecordedValues | None) -> float:
     dtypes = [model.metadata.dtype, *([request.other.metadata.dtype] if request.other else [])]
     dtypes += [tape.facts["dtype"]] if tape else []
     return max(TOLERANCES[dtype] for dtype in dtypes) if request.tolerance is None else request.tolerance
 
 
-def _title(model: HookedModel, subject: Subject) -> str:
+def _title(model: HookedModel, subject: GraphUnderTest) -> str:
     count = len(subject.calls)
     changes = subject.spec.num_interventions()
     steered = f", {changes} intervention{'s' * (changes != 1)}" if changes else ""
@@ -176,7 +180,7 @@ def _title(model: HookedModel, subject: Subject) -> str:
     )
 
 
-def _runtimes(request: Request, subject: Subject) -> tuple[list[Runtime], dict[str, str]]:
+def _runtimes(request: Request, subject: GraphUnderTest) -> tuple[list[Runtime], dict[str, str]]:
     """Those that can run here, and why the others cannot.
 
     Raises:
@@ -198,9 +202,9 @@ def _runtimes(request: Request, subject: Subject) -> tuple[list[Runtime], dict[s
 
 
 def _first(
-    subject: Subject,
+    subject: GraphUnderTest,
     runtimes: Sequence[Runtime],
-    tape: Tape | None,
+    tape: RecordedValues | None,
     hashed: dict[str, str],
     notes: list[str],
     scratch: Path,
@@ -209,7 +213,7 @@ def _first(
     """What all are compared with, the sides that remain, and where the first one ran."""
     sides = [Side(subject, runtime) for runtime in runtimes]
     if tape is None:
-        record(sides[0], Tape(scratch / "first"), settings)
+        record(sides[0], RecordedValues(scratch / "first"), settings)
         return sides[0], sides[1:], environment(runtimes[0])
     kept = tape.facts
     notes += [
@@ -242,7 +246,7 @@ def _all_compared(
 
 
 def _repeats(
-    runtime: Runtime, subject: Subject, request: Request, failed: dict[str, str], settings: Settings
+    runtime: Runtime, subject: GraphUnderTest, request: Request, failed: dict[str, str], settings: Settings
 ) -> Iterator[Repeat]:
     try:
         yield from repeats(runtime, subject, request.checkpoint, settings.progress)
@@ -253,7 +257,11 @@ def _repeats(
 
 
 def _others(
-    request: Request, names: Sequence[str], runtimes: Sequence[Runtime], subject: Subject, skipped: dict[str, str]
+    request: Request,
+    names: Sequence[str],
+    runtimes: Sequence[Runtime],
+    subject: GraphUnderTest,
+    skipped: dict[str, str],
 ) -> list[Side]:
     """The second model in every runtime that can run it."""
     if request.other is None:
@@ -261,7 +269,9 @@ def _others(
     missing = [name for name in names if name not in request.other.order]
     if missing:
         raise HookError(f"{request.other.folder.name} has no hook point {missing[0]!r}: choose hooks that both have")
-    sides = [Side(Subject(request.other, subject.spec, names, subject.calls, "other model"), one) for one in runtimes]
+    sides = [
+        Side(GraphUnderTest(request.other, subject.spec, names, subject.calls, "other model"), one) for one in runtimes
+    ]
     why = {side.title: runtime.missing(side.subject) for side, runtime in zip(sides, runtimes, strict=True)}
     skipped |= {title: reason for title, reason in why.items() if reason is not None}
     return [side for side in sides if why[side.title] is None]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mionnx.compile.package import embed
 from mionnx.errors import ModelError
-from mionnx.verify.graph_under_test import Arrays, Subject
+from mionnx.verify.graph_under_test import Arrays, GraphUnderTest
 from mionnx.verify.runtime import GraphRuntime, Piece
 
 SERVER = Path(__file__).with_name("web.mjs")
@@ -34,7 +34,7 @@ def node_folder() -> Path | None:
 class Web(GraphRuntime):
     """onnxruntime-web with one thread; weights travel inside the model, so it can have 2 GiB at most."""
 
-    def missing(self, subject: Subject) -> str | None:
+    def missing(self, subject: GraphUnderTest) -> str | None:
         """Whether Node and onnxruntime-web are there."""
         if shutil.which("node") is None:
             return "Node is not installed: install Node 20, then `npm install onnxruntime-web`"

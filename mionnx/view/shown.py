@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mionnx.errors import SpecFileError
-from mionnx.machine.files import write_whole
+from mionnx.machine.files import write_atomic
 from mionnx.view.figure import to_png
 from mionnx.view.page import plain
 
@@ -45,7 +45,7 @@ class Shown(ABC):
         made = {".html": self._html, ".png": self._png, ".json": self._json}.get(Path(path).suffix.lower())
         if made is None:
             raise SpecFileError(f"{path}: a result is saved as .html, .png or .json")
-        write_whole(Path(path), made())
+        write_atomic(Path(path), made())
         return Path(path)
 
     def _html(self) -> bytes:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InputError
-from mionnx.machine.memory import spell
+from mionnx.machine.memory import format_bytes
 from mionnx.view import Shown, new_figure, render
 from mionnx.view.figure import spelled
 
@@ -101,7 +101,7 @@ class AttentionPatterns(Shown):
         if size > MOST:
             raise InputError(
                 f"a page of {len(self.layers)} layers, {len(self.heads)} heads and {len(self.tokens)} tokens would "
-                f"hold {spell(size)} of weights, and {spell(MOST)} are the most: choose layers= or heads="
+                f"hold {format_bytes(size)} of weights, and {format_bytes(MOST)} are the most: choose layers= or heads="
             )
 
     def figure(self) -> "Figure":

@@ -40,8 +40,9 @@ class Heads(Runner):
     ) -> HeadScores:
         """How much each head attends like a previous-token, duplicate-token and induction head.
 
-        Measured on random sequences that are repeated once; see `mionnx.analysis.attention.repeated_sequences`. Rows
-        run in batches small enough for 64 MiB of patterns. Of an RWKV model, the effective attention is taken for the pattern.
+        Measured on random sequences that are repeated once; see `mionnx.analysis.attention.repeated_sequences`.
+        Rows run in batches small enough for 64 MiB of patterns. Of an RWKV model, the effective attention is taken for
+        the pattern.
 
         Args:
             kinds: which kinds, in the order of the result.

@@ -21,8 +21,9 @@ class Attribution(Shown):
     """Direct logit attribution at one position: the logit, or a difference of two, as a sum over components.
 
     The final norm is taken as the linear map that it is at this position's stream (see
-    `mionnx.analysis.attribution.linear_norm`), so that contributions add up exactly. What a component does through later layers is not in its contribution: this is its
-    direct effect. With a soft cap (Gemma 2) the logits are those before it.
+    `mionnx.analysis.attribution.linear_norm`), so that contributions add up exactly. What a component does through
+    later layers is not in its contribution: this is its direct effect. With a soft cap (Gemma 2) the
+    logits are those before it.
 
     Attributes:
         labels: of the components in the order in which they are added: "embed", "pos_embed", "L0H0", "0_attn_bias",

@@ -8,15 +8,15 @@ from numpy.typing import NDArray
 from mionnx.analysis.python_hooks.hook import Hook, HookFunction, spelled
 from mionnx.errors import InterventionError
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.inputs.token_batch import Call
+from mionnx.inputs.token_batch import TokenBatch
 
 SCORES = "AttnScores"
 
 
 def apply(
-    model: HookedModel, call: Call, hook: Hook, functions: list[HookFunction], value: NDArray[Any]
+    model: HookedModel, call: TokenBatch, hook: Hook, functions: list[HookFunction], value: NDArray[Any]
 ) -> NDArray[Any]:
-    """Call the functions at one hook point in order, each on what the one before left.
+    """TokenBatch the functions at one hook point in order, each on what the one before left.
 
     Args:
         model: the hooked model.
@@ -70,7 +70,9 @@ def _own(found: NDArray[Any]) -> bool:
     return bool(found.flags.c_contiguous and found.flags.writeable and found.flags.owndata)
 
 
-def _refuse_numbers(model: HookedModel, call: Call, hook: Hook, function: HookFunction, value: NDArray[Any]) -> None:
+def _refuse_numbers(
+    model: HookedModel, call: TokenBatch, hook: Hook, function: HookFunction, value: NDArray[Any]
+) -> None:
     """Refuse what would make NaN of everything after it."""
     scores = hook.point.variant == SCORES
     if not np.isfinite(value).all():
@@ -85,7 +87,7 @@ def _refuse_numbers(model: HookedModel, call: Call, hook: Hook, function: HookFu
         _refuse_blind(call, hook, function, value)
 
 
-def _refuse_blind(call: Call, hook: Hook, function: HookFunction, scores: NDArray[Any]) -> None:
+def _refuse_blind(call: TokenBatch, hook: Hook, function: HookFunction, scores: NDArray[Any]) -> None:
     """A query whose every key is masked would attend to all of them alike, those after it included."""
     blind = (scores <= np.finfo(scores.dtype).min).all(axis=-1) & call.real[:, None, :]
     if blind.any():

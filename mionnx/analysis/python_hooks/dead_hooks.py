@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InterventionError
-from mionnx.graph.dataflow import Wiring
+from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import DERIVED, VARIANTS, HookPoint
 from mionnx.graph.hooked_model import HookedModel
 
@@ -26,7 +26,7 @@ def idle(model: HookedModel, hooks: Collection[str], returned: Collection[str]) 
     doubtful = [name for name in hooks if "logits" not in ends or HookPoint.parse(name).variant == STATE]
     if not returned or not doubtful or any(_of_a_splice(name) for name in returned):
         return set()
-    wiring = Wiring(model.proto)
+    wiring = Dataflow(model.proto)
     return {
         name for name in doubtful if name not in ends and wiring.following(name).isdisjoint({*ends, *hooks} - {name})
     }

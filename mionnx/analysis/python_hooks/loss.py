@@ -7,12 +7,12 @@ from numpy.typing import NDArray
 from scipy.special import logsumexp
 
 from mionnx.errors import InputError, nearest
-from mionnx.inputs.token_batch import Call
+from mionnx.inputs.token_batch import TokenBatch
 
 RETURN_TYPES = ("logits", "loss", "loss per token", "both")
 
 
-def loss_per_token(logits: NDArray[Any], call: Call) -> NDArray[np.float64]:
+def loss_per_token(logits: NDArray[Any], call: TokenBatch) -> NDArray[np.float64]:
     """How badly each token was foreseen: -log softmax(logits[t])[token t + 1], in nats.
 
     Args:
@@ -36,7 +36,7 @@ def loss_per_token(logits: NDArray[Any], call: Call) -> NDArray[np.float64]:
     return found
 
 
-def given_as(return_type: str | None, logits: NDArray[Any] | None, call: Call) -> Any:
+def given_as(return_type: str | None, logits: NDArray[Any] | None, call: TokenBatch) -> Any:
     """What a call returns: "logits", "loss", "loss per token", "both" (logits and loss), or None."""
     if return_type is None or logits is None:
         return None

@@ -20,8 +20,8 @@ from mionnx.bind.rwkv_gates import refuse_idle
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs import past
 from mionnx.inputs.rwkv_state import RWKVState
-from mionnx.inputs.token_batch import Call, Past, make_call
-from mionnx.rewrite.plan import Outputs, Want
+from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
+from mionnx.rewrite.plan import CaptureNode, Outputs
 from mionnx.run.hook_cache import HookCache
 from mionnx.spec.hook_spec import Capture, HookSpec
 
@@ -44,11 +44,11 @@ class Text:
     initial_state: RWKVState | None = None
     prompt_length: Any = None
 
-    def call(self, model: "Runner") -> Call:
+    def call(self, model: "Runner") -> TokenBatch:
         """The tokens as inputs of the graph."""
         before = past.choose(model.hooked, self.cache, self.initial_state)
         sizes = model.hooked.metadata.sizes
-        return make_call(self.tokens, self.attention_mask, before, sizes, self.prompt_length)
+        return make_token_batch(self.tokens, self.attention_mask, before, sizes, self.prompt_length)
 
 
 def run(
@@ -82,15 +82,15 @@ def run(
     before = past.choose(hooked, text.cache, text.initial_state)
     carried = logits and hooked.metadata.recurrent
     chosen = bind.captures_of(spec, hooked)
-    cuts = {Want(name): Capture(HookPoint.parse(name)) for name in functions}
+    cuts = {CaptureNode(name): Capture(HookPoint.parse(name)) for name in functions}
     plan = bind.plan_of(spec, hooked, Outputs(logits=logits, carried=carried), {**cuts, **chosen})
     if not logits:
-        refuse_idle(spec, plan.wants, model.num_layers)
+        refuse_idle(spec, plan.captures, model.num_layers)
     feeds = {**feeds_of(hooked, spec, plan, call, before), **bind.parts_of(chosen, call, hooked)}
     chain = model.variants.chain(plan, tuple(functions), call.batch * call.seq)
     hooks = {name: Hook(HookPoint.parse(name)) for name in functions}
-    kept = [want for want in plan.wants if want in chosen]
-    carries = past.outputs(hooked, False) if carried else []
+    kept = [want for want in plan.captures if want in chosen]
+    carries = past.present_names(hooked, False) if carried else []
     returned = [*(["logits"] if logits else []), *(want.hook for want in kept), *(carries if state else [])]
     unseen = idle(hooked, functions, returned)
 
@@ -102,7 +102,7 @@ def run(
 
     wanted = {*(["logits"] if logits else []), *(want.fetched for want in kept), *carries}
     found = chain.run(wanted, feeds, between)
-    after = past.collect(hooked, found, call, False) if carried else (None, None)
+    after = past.take_present(hooked, found, call, False) if carried else (None, None)
     return HookCache(found.get("logits"), {want.output: found[want.fetched] for want in kept}, *after)
 
 

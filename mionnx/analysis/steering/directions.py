@@ -15,7 +15,7 @@ from safetensors.numpy import save as to_bytes
 from mionnx.analysis.steering.contrast import Separation, cosines
 from mionnx.errors import HookError, InterventionError, SpecFileError, nearest
 from mionnx.graph.hook_points import HookPoint, layer_of, short_names
-from mionnx.machine.files import write_whole
+from mionnx.machine.files import write_atomic
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention, Positions
 from mionnx.view import Shown, empty_figure, render
@@ -198,7 +198,7 @@ class Directions(Shown):
         if self.separation is not None:
             tensors |= {name: np.asarray(value) for name, value in vars(self.separation).items()}
         declared = json.dumps({"hook": self.hook, "method": self.method, "pairs": self.pairs})
-        write_whole(Path(path), to_bytes(tensors, metadata={"mionnx_directions": FORMAT, "declaration": declared}))
+        write_atomic(Path(path), to_bytes(tensors, metadata={"mionnx_directions": FORMAT, "declaration": declared}))
         return Path(path)
 
     @classmethod

@@ -3,7 +3,7 @@
 Rows that are patched at layer 7 start at layer 7: they join the others there, and all go on together. The pieces are
 opened once, whatever the sweep asks for, and their weights are together those of one model.
 
-1. A piece starts at the residual stream before its layer, and at whatever else crosses there (`Wiring.crossing`).
+1. A piece starts at the residual stream before its layer, and at whatever else crosses there (`Dataflow.crossing`).
 2. Where only the last position is read in the end, the last layer is two pieces: attention at all positions; what
    follows it, and the head, at the last position alone.
 3. A text of which the first tokens are the same as in a run that is known already continues from that run's keys and
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from mionnx.engine import onnx_runtime
 from mionnx.engine.onnx_runtime import Options
-from mionnx.graph.dataflow import Wiring
+from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import DTYPES, HookedModel
 from mionnx.inputs.rwkv_state import RWKVState
-from mionnx.rewrite.plan import LOGIT_TOKENS, Edit, Outputs, Plan, Want
-from mionnx.run.graph_pool import Compiled, Variants
+from mionnx.rewrite.plan import LOGIT_TOKENS, CaptureNode, Edit, Outputs, Plan
+from mionnx.run.graph_pool import GraphPool, OpenGraph
 
 Arrays = dict[str, NDArray[Any]]
 EMBED = "hook_embed"
@@ -64,7 +64,7 @@ class Pieces:
         self.model = model
         base = "ready" if options.base == "auto" else options.base
         graphs = 8 * (sizes.num_layers + 3)
-        self.variants = Variants(model, replace(options, prepack=False, base=base, max_graphs=graphs))
+        self.variants = GraphPool(model, replace(options, prepack=False, base=base, max_graphs=graphs))
         self.layers = sizes.num_layers
         self.end = str(HookPoint.ResidPost(self.layers - 1))
         self._crossings: dict[int, tuple[str, ...]] = {}
@@ -80,8 +80,8 @@ class Pieces:
         return self._crossings[layer]
 
     @cached_property
-    def _wiring(self) -> Wiring:
-        return Wiring(self.model.proto)
+    def _wiring(self) -> Dataflow:
+        return Dataflow(self.model.proto)
 
     @cached_property
     def parted(self) -> tuple[str, ...]:
@@ -125,7 +125,7 @@ class Pieces:
             text: the tokens.
             stream: what `starts(layer)` names.
             edits: interventions with the inputs that they read.
-            wants: values to capture.
+            captures: values to capture.
 
         Returns:
             what `starts(layer + 1)` names, and the captures.
@@ -160,9 +160,9 @@ class Pieces:
         feeds = {**stream, **({} if tokens is None else {LOGIT_TOKENS: tokens})}
         return self.run(text, feeds, edits or {}, outputs=outputs, starts=tuple(stream))["logits"]
 
-    def open(self, starts: tuple[str, ...], edits: Sequence[Edit], wants: Sequence[str], outputs: Outputs) -> Compiled:
+    def open(self, starts: tuple[str, ...], edits: Sequence[Edit], wants: Sequence[str], outputs: Outputs) -> OpenGraph:
         """The piece that begins with some values, and gives others."""
-        return self.variants.get(Plan(tuple(edits), tuple(map(Want, wants)), outputs, starts))
+        return self.variants.get(Plan(tuple(edits), tuple(map(CaptureNode, wants)), outputs, starts))
 
     def run(
         self,

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from mionnx.errors import InputError
-from mionnx.machine.files import write_whole
+from mionnx.machine.files import write_atomic
 
 EVERY = 5.0  # seconds between two writes
 MARK = "mionnx_sweep"
@@ -66,7 +66,7 @@ class Kept:
             SpecFileError: it cannot be written.
         """
         if self.path is not None:
-            write_whole(self.path, save({"values": self.values}, {MARK: self.key}))
+            write_atomic(self.path, save({"values": self.values}, {MARK: self.key}))
             self._written = time.monotonic()
 
     def missing(self, pair: int) -> NDArray[np.int64]:

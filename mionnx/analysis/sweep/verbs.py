@@ -25,7 +25,7 @@ from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Prompt, Setting, Sweep
 from mionnx.errors import InputError, nearest
 from mionnx.graph.hook_points import HookPoint
-from mionnx.inputs.token_batch import make_call
+from mionnx.inputs.token_batch import make_token_batch
 from mionnx.machine.disk_cache import SWEEPS
 from mionnx.machine.files import make_folder
 from mionnx.machine.progress import Progress, bars
@@ -242,7 +242,7 @@ class Sweeps(Runner):
 
     def _rows(self, prompts: Given) -> list[Ids]:
         """Prompts as ids, [seq] each, without padding."""
-        call = make_call(self._ids(prompts), None, None, self.hooked.metadata.sizes)
+        call = make_token_batch(self._ids(prompts), None, None, self.hooked.metadata.sizes)
         return [ids[real] for ids, real in zip(call.input_ids, call.real, strict=True)]
 
     def _grid(
