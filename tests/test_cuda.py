@@ -37,7 +37,7 @@ def test_verify_beside_the_cpu(models):
 def test_captures_and_caches_stay_on_the_device(hooked, models):
     model, ids = MIModel.from_pretrained(hooked("llama"), provider="cuda"), np.arange(3, 15)[None]
     found = model.forward(ids[:, :8], HookSpec().capture("*"), use_cache=True)
-    held = [*found._captured.values(), *(part for layer in found.kv_cache.raw_layers() for part in layer)]
+    held = [*found._captured.values(), *(part for layer in found.kv_cache.held() for part in layer)]
     assert {one.value.device_name() for one in held if isinstance(one, DeviceArray)} == {"cuda"}
     assert all(isinstance(one, DeviceArray) for one in held)
     after = model.forward(ids[:, 8:], cache=found.kv_cache).output()

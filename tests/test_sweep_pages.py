@@ -124,7 +124,8 @@ def test_wrong_arguments_are_said(message, arguments):
 def test_an_interrupted_command_keeps_what_it_has(tmp_path, monkeypatch):
     monkeypatch.setenv("MIONNX_CACHE", str(tmp_path))
     program = (
-        "import signal, sys, time; from mionnx.analysis.sweep import patched_runs as engine; from mionnx.cli import main as cli\n"
+        "import signal, sys, time; from mionnx.analysis.sweep import patched_runs as engine\n"
+        "from mionnx.cli import main as cli\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in a background job
         "real = engine.Patched._chunk\n"
         "def slow(self, waiting):\n    print('chunk', flush=True); time.sleep(1); return real(self, waiting)[:1]\n"

@@ -128,7 +128,7 @@ class KVCache(LayerCache[Layer]):
         if self.num_layers != sizes.num_layers:
             raise InputError(f"the cache has {self.num_layers} layers, the model {sizes.num_layers}")
         feeds: dict[str, Value] = {}
-        for i, layer in enumerate(self.raw_layers()):
+        for i, layer in enumerate(self.held()):
             for kind, value in zip(PARTS, layer, strict=True):
                 if value.shape != shape or value.dtype != dtype:
                     raise InputError(

@@ -76,11 +76,11 @@ class LayerCache(ABC, Generic[Layer]):
         """A layer from its parts."""
 
     @classmethod
-    def from_outputs(cls, parts: Sequence[tuple[Value, ...]], attention_mask: NDArray[np.int64]) -> Self:
+    def left(cls, parts: Sequence[tuple[Value, ...]], attention_mask: NDArray[np.int64]) -> Self:
         """What a call left, wherever that is."""
         return cls(LazyLayers(parts, cls.layer_of), attention_mask)
 
-    def raw_layers(self) -> Sequence[Iterable[Value]]:
+    def held(self) -> Sequence[Iterable[Value]]:
         """The parts of every layer, where they are: to be fed again."""
         return self.layers.parts if isinstance(self.layers, LazyLayers) else self.layers
 

@@ -71,8 +71,8 @@ def take_present(
     layers = range(model.metadata.sizes.num_layers)
     if model.metadata.recurrent:
         parts = [tuple(found[f"present_state.{i}.{part}"] for part in rwkv_state.PARTS) for i in layers]
-        return None, RWKVState.from_outputs(parts, call.attention_mask)
+        return None, RWKVState.left(parts, call.attention_mask)
     if not use_cache:
         return None, None
     pairs = [(found[f"present.{i}.key"], found[f"present.{i}.value"]) for i in layers]
-    return KVCache.from_outputs(pairs, call.attention_mask), None
+    return KVCache.left(pairs, call.attention_mask), None

@@ -147,7 +147,7 @@ class RWKVState(LayerCache[Layer]):
         shift = (np.dtype(dtype), (batch, sizes.hidden_size))
         wkv = (np.dtype(np.float32), (batch, sizes.num_heads, sizes.head_dim, sizes.head_dim))
         feeds: dict[str, Value] = {}
-        for i, layer in enumerate(self.raw_layers()):
+        for i, layer in enumerate(self.held()):
             for part, (kind, shape), given in zip(PARTS, (shift, wkv, shift), layer, strict=True):
                 value = given if isinstance(given, DeviceArray) else np.asarray(given)
                 if value.shape != shape or value.dtype != kind:
@@ -155,9 +155,8 @@ class RWKVState(LayerCache[Layer]):
                         f"the state's {part} of layer {i} is {value.dtype} {list(value.shape)}, "
                         f"expected {kind} {list(shape)}"
                     )
-                if (
-                    not isinstance(value, DeviceArray) and np.isnan(value).any()
-                ):  # what a call left is the model's own doing
+                # what a call left is the model's own doing
+                if not isinstance(value, DeviceArray) and np.isnan(value).any():
                     raise InputError(f"the state's {part} of layer {i} has NaN")
                 feeds[f"past_state.{i}.{part}"] = value
         return feeds

@@ -368,8 +368,8 @@ class Runner:
         )
         if peak > SMALL and peak > (free := memory.available()):
             raise InputError(
-                f"the captures of this spec need {memory.format_bytes(peak)}, and {memory.format_bytes(free)} of memory are free: "
-                "capture fewer layers, or run the text in pieces"
+                f"the captures of this spec need {memory.format_bytes(peak)}, and "
+                f"{memory.format_bytes(free)} of memory are free: capture fewer layers, or run the text in pieces"
             )
 
     def report(self, hooks: HookSpec) -> Report:
