@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.special import log_softmax
 
 from mionnx.errors import InputError
+from mionnx.run.sampling import logit_vector
 
 
 @dataclass(frozen=True)
@@ -77,22 +78,3 @@ class StateAblationResult(AblationResult):
         baseline_logits, ablated_logits: [vocab].
         spec: the `StateKnockoutSpec` or `StateSteeringSpec`, for the record.
     """
-
-
-def logit_vector(logits: ArrayLike) -> NDArray[np.float64]:
-    """The logits of one position, [vocab], in float64.
-
-    Raises:
-        InputError: another shape, NaN, or no finite largest one.
-    """
-    try:
-        array = np.asarray(logits, np.float64)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"logits are no array of numbers: {error}") from error
-    if array.ndim != 1 or array.size == 0:
-        raise InputError(f"logits of one position are [vocab], got shape {list(array.shape)}")
-    if np.isnan(array).any():
-        raise InputError(f"logits have NaN, first at token {int(np.argmax(np.isnan(array)))}")
-    if not np.isfinite(array.max()):
-        raise InputError(f"logits may be -inf, but not all of them, and not inf; the largest is {array.max()}")
-    return array

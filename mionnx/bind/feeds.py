@@ -2,10 +2,10 @@
 
 from mionnx.bind import plan as bind
 from mionnx.bind.rwkv_gates import gates_of
-from mionnx.engine.device import Value
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs import past
 from mionnx.inputs.token_batch import Past, TokenBatch
+from mionnx.inputs.value import Value
 from mionnx.rewrite.plan import Plan
 from mionnx.spec.hook_spec import HookSpec
 

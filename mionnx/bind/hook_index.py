@@ -5,15 +5,10 @@ from dataclasses import dataclass
 
 from numpy.typing import DTypeLike
 
-from mionnx.bind.splice_check import (
-    FittedFragment,
-    InnerHook,
-    Site,
-    check_fragment,
-    inner_names,
-)
+from mionnx.bind.splice_check import Site, check_fragment
 from mionnx.errors import HookError, InterventionError, nearest
 from mionnx.graph import onnx_file
+from mionnx.graph.fitted_fragment import FittedFragment, InnerHook, inner_names
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.spec.hook_spec import HookSpec

@@ -4,8 +4,8 @@ It is run on random values of two sizes: what comes out must have the shape of w
 inside that changes with the batch or the text is that axis.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,48 +15,12 @@ from numpy.typing import NDArray
 
 from mionnx.engine import onnx_runtime
 from mionnx.errors import InterventionError, MIError
+from mionnx.graph.fitted_fragment import HOOK, FittedFragment, InnerHook
 from mionnx.graph.fragment import Fragment, readers
 
-HOOK = "hook_"
 # Sizes that dynamic axes have in the two runs; the n-th of a value's dynamic axes has the n-th of them.
 SIZES = ((2, 3), (5, 7), (11, 13))
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class InnerHook:
-    """A hook point inside a fragment.
-
-    Attributes:
-        name: of the value, as the fragment has it.
-        axes: the names of its axes.
-        dims: a number for each axis, or its name where it is dynamic.
-        dtype: numpy's name.
-        live: whether the fragment's output depends on it.
-    """
-
-    name: str
-    axes: tuple[str, ...]
-    dims: tuple[str | int, ...] = field(compare=False, repr=False)
-    dtype: str = "float32"
-    live: bool = True
-
-
-@dataclass(frozen=True)
-class FittedFragment:
-    """A fragment's structure as it is put at one hook point.
-
-    Attributes:
-        sha256: of the structure.
-        inner: the hook points it brings.
-        weights: the names of its inputs after the activations.
-        proto: the structure, in the model's opset.
-    """
-
-    sha256: str
-    inner: tuple[InnerHook, ...]
-    weights: tuple[str, ...]
-    proto: onnx.ModelProto = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -188,8 +152,3 @@ def _axis(name: str, at: int, pair: tuple[int, int], site: Site) -> tuple[str, s
         here = [axis for axis, dim in same[:1] if outer[at : at + 1] and axis == outer[at][0]]
         return (here[0] if here else f"{name}.{at}"), pair[0]
     return same[0] if same else (f"{name}.{at}", f"{name}.{at}")
-
-
-def inner_names(hook: str, found: FittedFragment | None) -> Iterator[str]:
-    """The names in the graph of the hook points that a fragment at `hook` brings."""
-    yield from (f"{hook}.{inner.name}" for inner in found.inner) if found else ()

@@ -24,8 +24,9 @@ from mionnx.errors import InterventionError
 from mionnx.graph.builder import Builder
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata
+from mionnx.graph.report import Report
 from mionnx.inputs.token_batch import TokenBatch
-from mionnx.rewrite.plan import Edit, Plan, Report
+from mionnx.rewrite.plan import Edit, Plan
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 

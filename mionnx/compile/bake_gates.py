@@ -12,7 +12,7 @@ from mionnx.compile.token_facts import TokenFacts, replace_input
 from mionnx.errors import InterventionError
 from mionnx.graph.builder import Builder
 from mionnx.graph.metadata import Metadata
-from mionnx.rewrite.plan import Report
+from mionnx.graph.report import Report
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 

@@ -6,8 +6,8 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from mionnx.graph.builder import Builder
+from mionnx.graph.report import Report
 from mionnx.rewrite.intervene import TOKEN_POSITIONS, token_positions
-from mionnx.rewrite.plan import Report
 
 NOWHERE = -2  # no token stands there; padding stands at -1
 

@@ -1,7 +1,8 @@
 """Values on the device that computes them: put there, kept there, fetched when they are asked for, and replayed.
 
 On the CPU a result is an array. On any other device it is a `DeviceArray`: it stays there, is fed again uncopied, and
-becomes an array when somebody looks at it. bfloat16, which ONNX Runtime does not translate from and to numpy, is translated here.
+becomes an array when somebody looks at it. bfloat16, which ONNX Runtime does not translate from and to numpy, is
+translated here.
 """
 
 import ctypes

@@ -7,7 +7,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from numpy.typing import DTypeLike
 
-from mionnx.rewrite.plan import Report
+from mionnx.graph.report import Report
 
 
 class Builder:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -35,10 +35,6 @@ from mionnx.errors import HookError, ModelError, nearest
 from mionnx.graph import onnx_file, validate
 from mionnx.graph.hook_points import DERIVED, HookPoint
 from mionnx.graph.metadata import Metadata
-
-if TYPE_CHECKING:
-    from mionnx.rewrite.plan import CaptureNode
-    from mionnx.spec.hook_spec import Capture
 
 GRAPH = "model.onnx"
 # What is kept beside a graph, where the checkpoint has it: the config, and what tokenizers are made of.
@@ -100,7 +96,7 @@ class HookedModel:
         return {name: place for place, name in enumerate(self._points)}
 
     @cached_property
-    def captures(self) -> "dict[tuple[Capture, tuple[str, ...]], list[CaptureNode]]":
+    def captures(self) -> dict[Any, Any]:
         """What requests to capture, and the names that predicates chose, have meant on this model so far."""
         return {}
 

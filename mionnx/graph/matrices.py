@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mionnx.errors import HookError, ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import DTYPES, HookedModel
-from mionnx.rewrite.restrict_outputs import LOGITS, head_and_tail
+from mionnx.graph.output_head import LOGITS, head_and_tail
 
 Matrix = NDArray[Any]
 SHAPING = frozenset({"Reshape", "Squeeze", "Unsqueeze"})  # what leaves every number as it is

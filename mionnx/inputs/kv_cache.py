@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from mionnx.engine.device import Value
 from mionnx.errors import InputError
 from mionnx.graph.metadata import Sizes
 from mionnx.inputs.cache_file import read_cache
 from mionnx.inputs.layer_cache import LayerCache
 from mionnx.inputs.transplant import checked_like
+from mionnx.inputs.value import Value
 
 Layer = tuple[NDArray[Any], NDArray[Any]]
 PARTS = ("key", "value")

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.engine.device import Value
 from mionnx.errors import InputError
 from mionnx.inputs.cache_file import write_cache
+from mionnx.inputs.value import Value
 
 Layer = TypeVar("Layer", bound=Iterable[NDArray[Any]])
 

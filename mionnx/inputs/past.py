@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mionnx.engine.device import Value
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import DTYPES, HookedModel
 from mionnx.inputs import rwkv_state
 from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch
+from mionnx.inputs.value import Value
 
 Arrays = dict[str, Value]
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from mionnx.engine.device import DeviceArray, Value
 from mionnx.errors import InputError
 from mionnx.graph.metadata import Sizes
 from mionnx.inputs.cache_file import read_cache
 from mionnx.inputs.layer_cache import LayerCache
 from mionnx.inputs.transplant import checked_like
+from mionnx.inputs.value import Value
 
 PARTS = ("att_shift", "wkv", "ffn_shift")
 
@@ -149,14 +149,14 @@ class RWKVState(LayerCache[Layer]):
         feeds: dict[str, Value] = {}
         for i, layer in enumerate(self.held()):
             for part, (kind, shape), given in zip(PARTS, (shift, wkv, shift), layer, strict=True):
-                value = given if isinstance(given, DeviceArray) else np.asarray(given)
+                value: Value = given if hasattr(given, "__array__") else np.asarray(given)
                 if value.shape != shape or value.dtype != kind:
                     raise InputError(
                         f"the state's {part} of layer {i} is {value.dtype} {list(value.shape)}, "
                         f"expected {kind} {list(shape)}"
                     )
                 # what a call left is the model's own doing
-                if not isinstance(value, DeviceArray) and np.isnan(value).any():
+                if isinstance(value, np.ndarray) and np.isnan(value).any():
                     raise InputError(f"the state's {part} of layer {i} has NaN")
                 feeds[f"past_state.{i}.{part}"] = value
         return feeds

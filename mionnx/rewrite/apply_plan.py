@@ -9,11 +9,13 @@ from mionnx.errors import InterventionError
 from mionnx.graph import onnx_file
 from mionnx.graph.extract import extract
 from mionnx.graph.metadata import Metadata
+from mionnx.graph.output_head import LOGITS
+from mionnx.graph.report import Report
 from mionnx.rewrite.capture import capture
 from mionnx.rewrite.intervene import intervene
-from mionnx.rewrite.plan import Plan, Report
+from mionnx.rewrite.plan import Plan
 from mionnx.rewrite.prune import prune
-from mionnx.rewrite.restrict_outputs import LOGITS, restrict
+from mionnx.rewrite.restrict_outputs import restrict
 
 
 def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[bytes, Report]:

@@ -13,8 +13,9 @@ import onnx_graphsurgeon as gs
 from mionnx.graph.builder import Builder
 from mionnx.graph.hook_points import HEAD_AXES, HookPoint
 from mionnx.graph.metadata import Metadata
+from mionnx.graph.report import Report
 from mionnx.rewrite.intervene import sequence_axis
-from mionnx.rewrite.plan import CaptureNode, Report
+from mionnx.rewrite.plan import CaptureNode
 from mionnx.rewrite.rwkv_derived import derive
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from mionnx.graph.builder import Builder
-from mionnx.rewrite.plan import Edit, Report
+from mionnx.graph.report import Report
+from mionnx.rewrite.plan import Edit
 from mionnx.rewrite.splice import splice
 
 TOKEN_POSITIONS = "mionnx.token_positions"

@@ -16,7 +16,7 @@ import onnx_graphsurgeon as gs
 from mionnx.graph import onnx_file
 from mionnx.graph.builder import Builder
 from mionnx.graph.extract import extract
-from mionnx.rewrite.plan import Report
+from mionnx.graph.report import Report
 
 K, CHOSEN = "mionnx.lens.k", "mionnx.lens.chosen"
 # What a lens gives, by name: shapes are [1 + n, positions], with k or chosen tokens behind for those that have them.

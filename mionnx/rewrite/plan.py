@@ -1,9 +1,8 @@
 """What shapes a rewritten graph: the hooks, the kinds, which limits there are. Never a value."""
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
-from mionnx.bind.splice_check import FittedFragment, InnerHook, inner_names
+from mionnx.graph.fitted_fragment import FittedFragment, InnerHook, inner_names
 from mionnx.graph.hook_points import HookPoint
 
 
@@ -152,33 +151,3 @@ class Plan:
     def inner(self) -> set[str]:
         """The hook points that splices bring, which the model's own graph does not have."""
         return {name for edit in self.edits for name in inner_names(edit.hook, edit.fit)}
-
-
-@dataclass
-class Report:
-    """What a rewrite did: nodes added and removed, by name, and what became input or output."""
-
-    added: dict[str, list[str]] = field(default_factory=dict)
-    removed: list[str] = field(default_factory=list)
-    inputs: list[str] = field(default_factory=list)
-    outputs: list[str] = field(default_factory=list)
-
-    def add(self, where: str, node: str) -> None:
-        """Note a node added at a hook point."""
-        self.added.setdefault(where, []).append(node)
-
-    def to_json(self) -> str:
-        """As text."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> "Report":
-        """What `to_json` wrote."""
-        return Report(**json.loads(text))
-
-    def __str__(self) -> str:
-        lines = [f"at {where}: {', '.join(nodes)}" for where, nodes in self.added.items()]
-        lines += [f"removed: {len(self.removed)} nodes that nothing reads any more"] if self.removed else []
-        lines += [f"new inputs: {', '.join(self.inputs)}"] if self.inputs else []
-        lines += [f"new outputs: {', '.join(self.outputs)}"] if self.outputs else []
-        return "\n".join(lines) or "the graph is untouched"

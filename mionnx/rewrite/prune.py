@@ -2,7 +2,7 @@
 
 import onnx_graphsurgeon as gs
 
-from mionnx.rewrite.plan import Report
+from mionnx.graph.report import Report
 
 
 def prune(graph: gs.Graph, report: Report) -> None:

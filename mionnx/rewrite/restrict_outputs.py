@@ -13,10 +13,11 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from mionnx.graph.builder import Builder
-from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, TOP_IDS, TOP_K, Plan, Report
+from mionnx.graph.output_head import LOGITS, find_head, head_and_tail
+from mionnx.graph.report import Report
+from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, TOP_IDS, TOP_K, Plan
 
-ELEMENTWISE = frozenset({"Identity", "Cast", "Mul", "Div", "Add", "Tanh", "CastLike"})
-LOGITS, HOOKED = "logits", "hook_logits"
+HOOKED = "hook_logits"
 
 
 def restrict(graph: gs.Graph, plan: Plan, report: Report) -> None:
@@ -113,23 +114,3 @@ def _forget_shape(graph: gs.Graph) -> None:
         value = graph.tensors().get(name)
         if value is not None and not isinstance(value, gs.Constant):
             value.shape = ["batch", "mionnx.seq", "mionnx.vocab"]
-
-
-def find_head(value: gs.Tensor) -> gs.Node | None:
-    """The matrix product that a value comes from, number by number."""
-    return head_and_tail(value)[0]
-
-
-def head_and_tail(value: gs.Tensor) -> tuple[gs.Node | None, list[gs.Node]]:
-    """The matrix product that a value comes from, and the nodes after it, which work on each number alone."""
-    passed: list[gs.Node] = []
-    while value.inputs:
-        node = value.inputs[0]
-        if node.op in ("MatMul", "Gemm"):
-            return node, passed
-        computed = [entry for entry in node.inputs if entry.inputs]
-        if node.op not in ELEMENTWISE or len(computed) != 1:
-            break
-        passed.append(node)
-        value = computed[0]
-    return None, passed

@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from mionnx.bind.splice_check import HOOK, FittedFragment
 from mionnx.graph.builder import Builder
+from mionnx.graph.fitted_fragment import HOOK, FittedFragment
 from mionnx.graph.onnx_file import edit as editable
 from mionnx.rewrite.plan import Edit
 

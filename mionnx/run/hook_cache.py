@@ -10,9 +10,9 @@ from mionnx.errors import HookError, nearest
 from mionnx.graph.hook_points import HookPoint, layer_of, short_names
 
 if TYPE_CHECKING:
-    from mionnx.engine.device import Value
     from mionnx.inputs.kv_cache import KVCache
     from mionnx.inputs.rwkv_state import RWKVState
+    from mionnx.inputs.value import Value
 
 Key = HookPoint | str | tuple[str, int]
 

@@ -7,7 +7,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import log_softmax, softmax
 
-from mionnx.analysis.ablation import logit_vector
 from mionnx.errors import InputError
 
 Row = NDArray[np.float64]
@@ -109,3 +108,22 @@ def sample_token(logits: ArrayLike, temperature: float = 0.0, seed: int | None =
     with np.errstate(over="ignore"):  # at a tiny temperature all but the likeliest become -inf, which is right
         probabilities = np.exp(log_softmax((vector - vector.max()) / temperature))
     return int(np.random.default_rng(seed).choice(len(vector), p=probabilities / probabilities.sum()))
+
+
+def logit_vector(logits: ArrayLike) -> NDArray[np.float64]:
+    """The logits of one position, [vocab], in float64.
+
+    Raises:
+        InputError: another shape, NaN, or no finite largest one.
+    """
+    try:
+        array = np.asarray(logits, np.float64)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"logits are no array of numbers: {error}") from error
+    if array.ndim != 1 or array.size == 0:
+        raise InputError(f"logits of one position are [vocab], got shape {list(array.shape)}")
+    if np.isnan(array).any():
+        raise InputError(f"logits have NaN, first at token {int(np.argmax(np.isnan(array)))}")
+    if not np.isfinite(array.max()):
+        raise InputError(f"logits may be -inf, but not all of them, and not inf; the largest is {array.max()}")
+    return array

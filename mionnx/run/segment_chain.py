@@ -19,9 +19,10 @@ import psutil
 from numpy.typing import NDArray
 
 from mionnx.engine import onnx_runtime as session
-from mionnx.engine.device import Value
 from mionnx.graph import onnx_file
-from mionnx.rewrite.plan import Plan, Report
+from mionnx.graph.report import Report
+from mionnx.inputs.value import Value
+from mionnx.rewrite.plan import Plan
 from mionnx.rewrite.segment import Segment, cut
 
 THREADS = 512  # of all sessions of a chain together: each has its own, and systems limit their number

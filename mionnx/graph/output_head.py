@@ -1,0 +1,26 @@
+"""The output head: the matrix product that the logits come from."""
+
+import onnx_graphsurgeon as gs
+
+ELEMENTWISE = frozenset({"Identity", "Cast", "Mul", "Div", "Add", "Tanh", "CastLike"})
+LOGITS = "logits"
+
+
+def find_head(value: gs.Tensor) -> gs.Node | None:
+    """The matrix product that a value comes from, number by number."""
+    return head_and_tail(value)[0]
+
+
+def head_and_tail(value: gs.Tensor) -> tuple[gs.Node | None, list[gs.Node]]:
+    """The matrix product that a value comes from, and the nodes after it, which work on each number alone."""
+    passed: list[gs.Node] = []
+    while value.inputs:
+        node = value.inputs[0]
+        if node.op in ("MatMul", "Gemm"):
+            return node, passed
+        computed = [entry for entry in node.inputs if entry.inputs]
+        if node.op not in ELEMENTWISE or len(computed) != 1:
+            break
+        passed.append(node)
+        value = computed[0]
+    return None, passed
