@@ -15,6 +15,7 @@ import onnx_graphsurgeon as gs
 
 from mionnx.graph.builder import Builder
 from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.io_names import STATE
 
 # In the order in which the body reads them: (name of the value, whether it is a column vector there).
 _PER_TOKEN = {
@@ -59,7 +60,8 @@ class _Recurrence:
     def states(self, out: gs.Variable) -> gs.Variable:
         """[batch, seq, n_heads, key, value]: the state after each token."""
         self.values.pop("r")
-        return self._scan(self.tensors[f"past_state.{self.layer}.wkv"], self._vectors(), out)
+        _, wkv, _ = STATE.layer_inputs(self.layer or 0)
+        return self._scan(self.tensors[wkv], self._vectors(), out)
 
     def effective(self, out: gs.Variable | None) -> gs.Variable:
         """[batch, n_heads, seq_q, seq_src]."""
