@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from mionnx.graph.axes import heads_axis, sequence_axis
 from mionnx.graph.builder import Builder
-from mionnx.graph.hook_points import HEAD_AXES, HookPoint
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.report import Report
-from mionnx.rewrite.intervene import sequence_axis
 from mionnx.rewrite.plan import CaptureNode
 from mionnx.rewrite.rwkv_derived import derive
 
@@ -37,8 +37,7 @@ def _part(graph: gs.Graph, want: CaptureNode, value: gs.Tensor, report: Report) 
     part = value
     if want.at_heads:
         heads = build.input(want.heads_input, np.int64, 1)
-        axis = next(i for i, name in enumerate(axes) if name in HEAD_AXES)
-        part = build.node("Gather", [part, heads], "of_heads", axis=axis)
+        part = build.node("Gather", [part, heads], "of_heads", axis=heads_axis(axes))
     if want.at_positions:
         axis = sequence_axis(axes)
         columns = build.input(want.columns_input, np.int64, 2)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from mionnx.graph.axes import sequence_axis
 from mionnx.graph.builder import Builder
 from mionnx.graph.report import Report
 from mionnx.rewrite.plan import Edit
@@ -123,11 +124,6 @@ def _at_positions(build: Builder, edit: Edit, positions: gs.Variable) -> gs.Vari
     kept = {0, sequence_axis(edit.axes)}
     others = [axis for axis in range(len(edit.axes)) if axis not in kept]
     return build.node("Unsqueeze", [here, build.ints("others", *others)], "at", dtype=np.bool_)
-
-
-def sequence_axis(axes: Sequence[str]) -> int:
-    """The axis along which a value has one entry a token of this call; the query axis of scores and patterns."""
-    return axes.index("seq_q") if "seq_q" in axes else axes.index("seq")
 
 
 def token_positions(graph: gs.Graph, report: Report) -> gs.Variable:

@@ -16,6 +16,7 @@ from mionnx.bind.logit_selection import Logits
 from mionnx.bind.rwkv_gates import refuse_idle
 from mionnx.engine import onnx_runtime
 from mionnx.errors import InputError, TokenizerError
+from mionnx.graph.axes import dynamic_sizes
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs import past
@@ -377,9 +378,7 @@ class Runner:
 
     def _refuse_too_large(self, captures: bind.Captures, call: TokenBatch) -> None:
         peak = (
-            estimate_of(self.hooked, captures, bind.dimensions(call.batch, call.seq, call.total)).peak
-            if captures
-            else 0
+            estimate_of(self.hooked, captures, dynamic_sizes(call.batch, call.seq, call.total)).peak if captures else 0
         )
         if peak > SMALL and peak > (free := memory.available()):
             raise InputError(
@@ -399,7 +398,7 @@ class Runner:
             batch, seq: of the call.
             past: tokens in the cache.
         """
-        return estimate_of(self.hooked, bind.captures_of(hooks, self.hooked), bind.dimensions(batch, seq, past + seq))
+        return estimate_of(self.hooked, bind.captures_of(hooks, self.hooked), dynamic_sizes(batch, seq, past + seq))
 
     def __repr__(self) -> str:
         sizes = self.hooked.metadata.sizes
