@@ -1,5 +1,6 @@
 """`MIModel`: a hooked model with everything that can be done to it."""
 
+from functools import cached_property
 from pathlib import Path
 
 from mionnx.analysis.attention.attention_verbs import AttentionVerbs
@@ -7,7 +8,7 @@ from mionnx.analysis.attention.head_scores import Heads
 from mionnx.analysis.attribution.attribution_verbs import AttributionVerbs
 from mionnx.analysis.features.verbs import Features
 from mionnx.analysis.lens.lens_verbs import LensVerbs
-from mionnx.analysis.python_hooks.model import Functions
+from mionnx.analysis.python_hooks import hooked_calls, residual, transformer_lens
 from mionnx.analysis.steering.verbs import Steering
 from mionnx.analysis.sweep.verbs import Sweeps
 from mionnx.compile.package import Knobs, Packaging, compile_spec
@@ -17,18 +18,39 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify import Verifies
 
 
-class MIModel(
-    Functions, Heads, Sweeps, LensVerbs, AttributionVerbs, AttentionVerbs, Steering, Features, Verifies, Runner
-):
+class MIModel(Heads, Sweeps, LensVerbs, AttributionVerbs, AttentionVerbs, Steering, Features, Verifies, Runner):
     """A language model whose activations can be read and changed.
 
-    Each base class holds the verbs of one kind; `Runner` has `forward` and `generate`.
+    Each verb is a function of a model, in the module that it is taken from here; `Runner` has `forward` and `generate`.
 
     Example:
         model = MIModel.from_pretrained("models/world-llama")
         cache = model.forward("The capital of France is", HookSpec().capture("blocks.*.attn.hook_pattern"))
         cache["pattern", 2].shape  # (1, n_heads, seq, seq)
     """
+
+    # Python functions at hook points
+    __call__ = hooked_calls.call
+    run_with_hooks = hooked_calls.run_with_hooks
+    run_with_cache = hooked_calls.run_with_cache
+    # one prompt's residual stream
+    capture_residuals = residual.capture_residuals
+    forward_with_capture = residual.forward_with_capture
+    forward_ablate = residual.forward_ablate
+    forward_steer = residual.forward_steer
+    patch_activations = residual.patch_activations
+    generate_with_hooks = residual.generate_with_hooks
+    # TransformerLens's names for sizes, hook points, matrices and tokens
+    cfg = cached_property(transformer_lens.cfg)
+    hook_dict = cached_property(transformer_lens.hook_dict)
+    W_E = cached_property(transformer_lens.W_E)
+    W_U = cached_property(transformer_lens.W_U)
+    b_U = cached_property(transformer_lens.b_U)  # noqa: N815
+    W_O = cached_property(transformer_lens.W_O)
+    to_tokens = transformer_lens.to_tokens
+    to_str_tokens = transformer_lens.to_str_tokens
+    to_string = transformer_lens.to_string
+    to_single_token = transformer_lens.to_single_token
 
     def compile(
         self,

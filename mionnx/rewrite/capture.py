@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from mionnx.graph.axes import heads_axis, sequence_axis
 from mionnx.graph.builder import Builder, write
-from mionnx.graph.hook_points import HEAD_AXES, HookPoint
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.report import Report
-from mionnx.rewrite.intervene import sequence_axis
 from mionnx.rewrite.plan import CaptureNode
 from mionnx.rewrite.rwkv_derived import derive
 
@@ -36,8 +36,7 @@ def _part(graph: gs.Graph, want: CaptureNode, value: gs.Tensor, report: Report) 
     op = Builder(graph, want.hook, f"{want.output}.capture", report)
     part = value
     if want.at_heads:
-        axis = next(i for i, name in enumerate(axes) if name in HEAD_AXES)
-        part = op.Gather(part, op.input(want.heads_input, np.int64, 1), axis=axis)
+        part = op.Gather(part, op.input(want.heads_input, np.int64, 1), axis=heads_axis(axes))
     if want.at_positions:
         axis = sequence_axis(axes)
         others = [i for i in range(len(axes)) if i not in (0, axis)]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from mionnx.graph.axes import sequence_axis
 from mionnx.graph.builder import Builder, write
 from mionnx.graph.report import Report
 from mionnx.rewrite.plan import Edit
@@ -116,11 +117,6 @@ def among(op: Builder, positions: gs.Tensor, wanted: gs.Tensor) -> gs.Variable:
     equal = op.Equal(op.Unsqueeze(positions, [2]), op.Unsqueeze(wanted, [1]))
     any_equal = op.ReduceMax(op.Cast(equal, to=np.int32), [2], keepdims=0)
     return op.Cast(any_equal, to=np.bool_)
-
-
-def sequence_axis(axes: Sequence[str]) -> int:
-    """The axis along which a value has one entry a token of this call; the query axis of scores and patterns."""
-    return axes.index("seq_q") if "seq_q" in axes else axes.index("seq")
 
 
 def token_positions(graph: gs.Graph, report: Report) -> gs.Variable:
