@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from mionnx.analysis.attention.attention import AttentionPatterns
+from mionnx.analysis.attention.attention_patterns import AttentionPatterns
 from mionnx.analysis.attribution.attribution import Attribution
 from mionnx.analysis.lens.lens import LensResult, label_of
 from mionnx.cli.options import (
