@@ -120,9 +120,9 @@ def test_results_are_read_and_shown(llama, tmp_path, chromium):
     page = chromium(found.save(tmp_path / "a.html"))
     assert page.troubles == []
     assert page.locator("h2").all_text_contents() == ["Induction", "Previous token"]
-    assert page.locator(".map td").count() == 2 * 32
+    assert page.locator(".heat td").count() == 2 * 32
     layer, head, score = top[0]
-    page.locator(".map").first.locator("tr").nth(layer).locator("td").nth(head).hover()
+    page.locator(".heat").first.locator("tr").nth(layer).locator("td").nth(head).hover()
     assert page.locator("#tip").text_content().startswith(f"layer {layer}, head {head}\n{score:.4g}"[:22])
     figure = found.figure()
     images = [axes.get_images()[0].get_array() for axes in figure.axes if axes.get_images()]
@@ -135,7 +135,7 @@ def test_a_large_model_is_shown_whole(chromium, tmp_path):
     page = chromium(found.save(tmp_path / "large.html"))
     assert page.troubles == []
     assert page.locator("h1").text_content() == "Heads of <b>large</b>"
-    assert page.locator(".map td").count() == 3 * 80 * 64
+    assert page.locator(".heat td").count() == 3 * 80 * 64
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert max(found.figure().get_size_inches()) < 24
 
