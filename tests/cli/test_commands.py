@@ -15,7 +15,7 @@ from mionnx import HookSpec, Intervention
 def test_the_demo_shows_real_effects(tmp_path):
     output = succeeded("demo", "--pages", tmp_path / "pages")
     titles = ("Attention patterns", "Logit lens", "knockout", "patching", "Head ablation", "Induction heads")
-    titles = (*titles, "Direct logit attribution", "Steering", "RWKV state knockout", "Runtimes beside one another")
+    titles = (*titles, "Direct logit attribution", "Steering", "RWKV state knockout", "Agreement of runtimes")
     for number, title in enumerate(titles, 1):
         assert f"{number}. " in output
         assert title in output
