@@ -1,0 +1,149 @@
+"""Results that stay where they are computed, buffers that are used again, bfloat16: the paths of a GPU, on the CPU."""
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper
+
+from mionnx import HookPoint, HookSpec, InputError, Intervention, KVCache, MIModel, ModelError, Options
+from mionnx.engine import onnx_runtime
+from mionnx.engine.device import CPU, CudaGraphs, DeviceArray, copied, empty, fetch, put
+from mionnx.run.graph_pool import OpenGraph
+
+BF16, F32 = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
+
+
+@pytest.fixture
+def staying(monkeypatch):
+    """Results are held, as on another device."""
+    monkeypatch.setattr(onnx_runtime, "compute", onnx_runtime.run_in_place)
+
+
+@pytest.fixture(scope="module")
+def rounding():
+    """A graph that has bfloat16 inputs and outputs: x as bfloat16, and y back as float32."""
+    nodes = [helper.make_node("Cast", ["x"], ["half"], to=BF16), helper.make_node("Cast", ["y"], ["whole"], to=F32)]
+    ends = [helper.make_tensor_value_info(name, kind, None) for name, kind in (("x", F32), ("y", BF16))]
+    outs = [helper.make_tensor_value_info(name, kind, None) for name, kind in (("half", BF16), ("whole", F32))]
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", ends, outs), opset_imports=[helper.make_opsetid("", 21)], ir_version=10
+    )
+    return onnxruntime.InferenceSession(model.SerializeToString())
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 0, 5), ()])
+def test_bfloat16_goes_in_and_comes_out(rounding, shape):
+    values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    half = np.asarray(values).astype(ml_dtypes.bfloat16)
+    found = onnx_runtime.run(rounding, ["half", "whole"], {"x": np.asarray(values), "y": half, "unread": half})
+    assert found["half"].dtype == ml_dtypes.bfloat16
+    assert found["half"].shape == found["whole"].shape == shape
+    assert np.array_equal(found["half"], half)
+    assert np.array_equal(found["whole"], half.astype(np.float32))
+    held = DeviceArray(put(half, CPU))
+    assert (held.shape, held.dtype, held.nbytes) == (shape, ml_dtypes.bfloat16, half.nbytes)
+    assert np.array_equal(fetch(put(held, CPU)), half)
+    assert np.array_equal(fetch(copied(put(half, CPU), CPU)), half)  # as from and to another device
+    assert np.array_equal(fetch(copied(put(half, CPU), CPU, empty(shape, BF16, CPU))), half)
+
+
+def test_what_stays_is_what_would_have_come(family, models, staying, monkeypatch):
+    model, ids = models(family), np.random.default_rng(0).integers(3, 64, (2, 9))
+    spec = HookSpec().capture("*").intervene(HookPoint.ResidPost(0), Intervention.Scale(1.1, positions=[3, -1]))
+    held = model.forward(ids[:, :6], spec, use_cache=True)
+    assert isinstance(held._captured[str(HookPoint.ResidPost(1))], DeviceArray)
+    assert all(isinstance(part, DeviceArray) for layer in held.kv_cache.held() for part in layer)
+    after = model.forward(ids[:, 6:], cache=held.kv_cache)
+    monkeypatch.undo()
+    plain = model.forward(ids[:, :6], spec, use_cache=True)
+    assert [*held] == [*plain]
+    assert all(np.array_equal(held[name], plain[name], equal_nan=True) for name in plain)
+    assert np.array_equal(held.output(), plain.output())
+    assert held["resid_post", 1] is held["resid_post", 1]  # fetched once
+    assert repr(held) == repr(plain)
+    assert np.array_equal(after.output(), model.forward(ids[:, 6:], cache=plain.kv_cache).output())
+
+
+def test_a_cache_that_stays_can_be_changed_and_saved(models, staying, tmp_path):
+    model, ids = models("llama"), np.arange(3, 9)[None]
+    cache = model.forward(ids, use_cache=True).kv_cache
+    before = cache.get_layer(0)
+    cache.clear_layer(1)
+    assert cache.get_layer(0) is before
+    assert not cache.get_layer(1)[0].any()
+    assert len(cache.layers[:1]) == 1
+    assert cache.layers[-1] is cache.get_layer(1)
+    cache.save(tmp_path / "cache.safetensors")
+    again = KVCache.load(tmp_path / "cache.safetensors")
+    next_ids = np.array([[9]])
+    assert np.array_equal(model.forward(next_ids, cache=again).output(), model.forward(next_ids, cache=cache).output())
+
+
+def test_a_recurrent_state_that_stays(rwkv, staying, monkeypatch):
+    model, ids = rwkv("7-fla"), np.arange(1, 10)[None]
+    held = model.forward(ids[:, :5])
+    after = model.forward(ids[:, 5:], initial_state=held.state)
+    monkeypatch.undo()
+    plain = model.forward(ids[:, 5:], initial_state=model.forward(ids[:, :5]).state)
+    assert np.array_equal(after.output(), plain.output())
+
+
+def test_functions_see_arrays_where_values_stay(models, staying, monkeypatch):
+    model, ids, seen = models("gpt2"), np.arange(3, 9)[None], []
+
+    def hook(value, hook):
+        seen.append(type(value))
+        return value * 0.5
+
+    held = model.run_with_hooks(ids, [("blocks.0.hook_resid_post", hook)])
+    monkeypatch.undo()
+    assert seen == [np.ndarray]
+    assert np.array_equal(held, model.run_with_hooks(ids, [("blocks.0.hook_resid_post", hook)]))
+
+
+def test_replays_give_what_runs_give(family, models, monkeypatch):
+    """Buffers of fixed addresses: other values, other shapes, and earlier results that a later run must not change."""
+    model, rng = models(family), np.random.default_rng(0)
+    calls = []
+    for number in range(CudaGraphs.LIMIT + 3):
+        ids = rng.integers(3, 64, (1 + number % 2, 4 + number % (CudaGraphs.LIMIT + 1)))
+        vector = rng.normal(size=model.hidden_size)
+        spec = HookSpec().capture("blocks.*.hook_resid_post")
+        calls.append((ids, spec.intervene(HookPoint.ResidPost(0), Intervention.Add(vector, positions=-1))))
+    calls += calls[::2]
+    plain = [model.forward(ids, spec, use_cache=True) for ids, spec in calls]
+    monkeypatch.setattr(OpenGraph, "run", lambda self, outputs, feeds: self._replays.run(outputs, _read(self, feeds)))
+    replayed = [model.forward(ids, spec, use_cache=True) for ids, spec in calls]
+    for one, other in zip(plain, replayed, strict=True):
+        assert np.array_equal(one.output(), other.output())
+        assert all(np.array_equal(one[name], other[name]) for name in one)
+        assert np.array_equal(one.kv_cache.get_layer(0)[0], other.kv_cache.get_layer(0)[0])
+
+
+def _read(compiled, feeds):
+    return {name: value for name, value in feeds.items() if name in onnx_runtime.read_by(compiled.session)}
+
+
+def test_what_is_fed_to_a_replay_is_left_alone(rounding):
+    replays, x = CudaGraphs(rounding, CPU), np.ones(3, np.float32)
+    half = np.full(3, 2.5, ml_dtypes.bfloat16)
+    first = replays.run(["half", "whole"], {"x": x, "y": half})
+    second = replays.run(["half", "whole"], {"x": x * 3, "y": half * 2})
+    known = [(x, 1), (half, 2.5), (first["half"], 1), (first["whole"], 2.5), (second["half"], 3), (second["whole"], 5)]
+    assert [float(array[0]) for array, _ in known] == [number for _, number in known]
+    with pytest.raises(ModelError, match="ONNX Runtime failed"):
+        replays.run(["half", "whole"], {"x": x})
+
+
+def test_cuda_graphs_are_refused_where_there_are_none(models):
+    with pytest.raises(InputError, match="provider 'cuda'"):
+        Options(cuda_graphs=True)
+    with pytest.raises(InputError, match="cuda_graphs=True"):
+        Options("cuda", provider_options={"enable_cuda_graph": "1"})
+    with pytest.raises(InputError, match="cuda_graphs=True is for"):
+        MIModel.from_pretrained(models("llama").hooked.folder, cuda_graphs=True)
+    graphs = Options("cuda", provider_options={"device_id": 1}, cuda_graphs=True)
+    assert graphs.of_provider == {"device_id": "1", "enable_cuda_graph": "1"}
+    assert graphs.place == ("cuda", 1)
