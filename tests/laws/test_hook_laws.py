@@ -212,7 +212,7 @@ def test_the_report_names_every_added_node(models):
     spec = HookSpec().capture("blocks.0.attn.hook_result")
     spec.intervene(HookPoint.ResidPost(0), Intervention.Add(np.ones(64), positions=-1))
     report = models("llama").report(spec)
-    assert "blocks.0.hook_resid_post.0.add.changed:Add" in report.added["blocks.0.hook_resid_post"]
+    assert "blocks.0.hook_resid_post.0.add.Add" in report.added["blocks.0.hook_resid_post"]
     assert "blocks.0.attn.hook_result" in report.added
     assert report.inputs == ["blocks.0.hook_resid_post.0.add.positions", "blocks.0.hook_resid_post.0.add.value"]
     assert report.outputs == ["blocks.0.attn.hook_result"]
