@@ -100,7 +100,8 @@ class Fragment:
     def evaluate(self, *activations: NDArray[Any]) -> NDArray[Any]:
         """Run the fragment on arrays with onnx's reference evaluator: slow, and independent of any runtime."""
         feeds = {value.name: array for value, array in zip(self.activations, activations, strict=True)}
-        return ReferenceEvaluator(self.structure).run(None, {**feeds, **self.weights})[0]
+        outputs: Any = ReferenceEvaluator(self.structure).run(None, {**feeds, **self.weights})
+        return outputs[0]
 
     def to_bytes(self) -> bytes:
         """The fragment as one ONNX model, weights inside.

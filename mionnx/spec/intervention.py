@@ -9,7 +9,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from mionnx.errors import InterventionError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.spec.kinds import KINDS, add, knockout, project_out, replace, scale, splice, zero
-from mionnx.spec.kinds.kind import Array, Change, Kind
+from mionnx.spec.kinds.kind import Array, Change, Kind, ValueShape
 
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made", bound="Intervention")
@@ -104,6 +104,11 @@ class Intervention(Change, metaclass=_Constructors):
     def limited(self) -> bool:
         """Whether any of `positions`, `heads`, `rows` is given."""
         return any(limit is not None for limit in (self.positions, self.heads, self.rows))
+
+    @property
+    def varies_by_step(self) -> bool:
+        """Whether the inputs of its values and positions differ from one step of a generation to the next."""
+        return self.positions is not None or self.rules.shape is ValueShape.ATTENTION_MASK
 
     def to_entry(self, point: HookPoint) -> dict[str, Any]:
         """The entry in a spec file, for an intervention at `point`; values are stored beside it."""

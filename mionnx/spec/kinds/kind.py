@@ -123,6 +123,10 @@ class Kind(ABC):
     def reference(self, x: Array, *values: Any) -> Array:
         """Compute in numpy what the nodes have to equal; arguments as for `nodes`."""
 
+    def rank(self, activation: int) -> int:
+        """The rank of the value inputs, at an activation of some rank."""
+        return 2 if self.shape is ValueShape.DIRECTIONS else activation
+
     def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> "Kind":
         """The kind at a hook point, with the structure that it has there.
 
