@@ -1,24 +1,21 @@
 """`MIModel`: a hooked model with everything that can be done to it."""
 
 from functools import cached_property
-from pathlib import Path
 
-from mionnx.analysis.attention.attention_verbs import AttentionVerbs
-from mionnx.analysis.attention.head_scores import Heads
+from mionnx.analysis.attention import attention_patterns
+from mionnx.analysis.attention import head_scores as heads
 from mionnx.analysis.attribution.attribution_verbs import AttributionVerbs
 from mionnx.analysis.features.verbs import Features
 from mionnx.analysis.lens.lens_verbs import LensVerbs
 from mionnx.analysis.python_hooks import hooked_calls, residual, transformer_lens
 from mionnx.analysis.steering.verbs import Steering
 from mionnx.analysis.sweep.verbs import Sweeps
-from mionnx.compile.package import Knobs, Packaging, compile_spec
-from mionnx.machine.progress import bars
+from mionnx.compile import compile_model
 from mionnx.run.runner import Runner
-from mionnx.spec.hook_spec import HookSpec
-from mionnx.verify import Verifies
+from mionnx.verify import verbs as comparing
 
 
-class MIModel(Heads, Sweeps, LensVerbs, AttributionVerbs, AttentionVerbs, Steering, Features, Verifies, Runner):
+class MIModel(Sweeps, LensVerbs, AttributionVerbs, Steering, Features, Runner):
     """A language model whose activations can be read and changed.
 
     Each verb is a function of a model, in the module that it is taken from here; `Runner` has `forward` and `generate`.
@@ -29,6 +26,9 @@ class MIModel(Heads, Sweeps, LensVerbs, AttributionVerbs, AttentionVerbs, Steeri
         cache["pattern", 2].shape  # (1, n_heads, seq, seq)
     """
 
+    # attention heads
+    attention = attention_patterns.attention
+    head_scores = heads.head_scores
     # Python functions at hook points
     __call__ = hooked_calls.call
     run_with_hooks = hooked_calls.run_with_hooks
@@ -52,51 +52,7 @@ class MIModel(Heads, Sweeps, LensVerbs, AttributionVerbs, AttentionVerbs, Steeri
     to_string = transformer_lens.to_string
     to_single_token = transformer_lens.to_single_token
 
-    def compile(
-        self,
-        hooks: HookSpec,
-        folder: str | Path,
-        *,
-        knobs: Knobs | None = None,
-        captures: bool = True,
-        last_logits: bool = False,
-        weights: str | None = None,
-        target: str = "generic",
-        layout: str = "plain",
-    ) -> Path:
-        """Write a folder with one plain ONNX model in which a spec's interventions are baked in.
-
-        See `mionnx.compile.package`.
-
-        A call of the compiled graph that token 0 stands in is the prompt's: negative positions count from its end, and
-        "generated" means the tokens of later calls.
-
-        Args:
-            hooks: the spec. Values must be the same for all tokens they apply to.
-            folder: made new.
-            knobs: name of an input -> the hook points whose interventions it turns (None: all that can be): it
-                multiplies what is added or projected out, by default 1, or is the factor of a scale.
-            captures: keep the spec's captures as outputs.
-            last_logits: logits of the last position only.
-            weights, target, layout: see `mionnx.compile.package.Packaging`.
-
-        Returns:
-            the folder.
-
-        Raises:
-            HookError, InterventionError: a spec that does not fit the model, or that only a single call can have.
-            ModelError: the folder exists or cannot be written.
-            RuntimeMissingError: the target's provider is not installed.
-        """
-        packaging = Packaging(weights, target, layout)
-        with bars() as progress:
-            return compile_spec(
-                self.hooked,
-                hooks,
-                folder,
-                knobs=knobs,
-                captures=captures,
-                last_logits=last_logits,
-                packaging=packaging,
-                progress=progress,
-            )
+    # deployment, reproducibility
+    compile = compile_model.compile_model
+    verify = comparing.verify
+    bisect = comparing.bisect
