@@ -96,16 +96,6 @@ class HookedModel:
         return {name: place for place, name in enumerate(self._points)}
 
     @cached_property
-    def captures(self) -> dict[Any, Any]:
-        """What requests to capture, and the names that predicates chose, have meant on this model so far."""
-        return {}
-
-    @cached_property
-    def entries(self) -> "dict[str, tuple[Sequence[str | int], int]]":
-        """The axes of hook points that were asked for so far, and the bytes of one number there."""
-        return {}
-
-    @cached_property
     def _points(self) -> dict[str, HookPoint]:
         points: list[HookPoint] = []
         for name in self.metadata.hooks:

@@ -9,17 +9,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 from tokenizers import Tokenizer
 
-from mionnx.bind import plan as bind
-from mionnx.bind.estimate import Estimate, estimate_of
-from mionnx.bind.feeds import feeds_of
+from mionnx.bind.bound_spec import Binder, BoundSpec
+from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
-from mionnx.bind.rwkv_gates import refuse_idle
 from mionnx.engine import onnx_runtime
 from mionnx.errors import InputError, TokenizerError
-from mionnx.graph.axes import dynamic_sizes
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.inputs import past
+from mionnx.inputs.past import choose_past
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.inputs.tokens import (
@@ -32,7 +29,7 @@ from mionnx.inputs.world_tokenizer import WorldTokenizer
 from mionnx.machine import memory
 from mionnx.machine.progress import bars
 from mionnx.rewrite import Plan, Report
-from mionnx.rewrite.plan import TOP_IDS, Outputs
+from mionnx.rewrite.plan import Outputs
 from mionnx.run import find_model
 from mionnx.run.generation import (
     Generation,
@@ -41,7 +38,7 @@ from mionnx.run.generation import (
     generate,
 )
 from mionnx.run.graph_pool import GraphPool, OpenGraph
-from mionnx.run.hook_cache import HookCache
+from mionnx.run.hook_cache import HookCache, collect
 from mionnx.run.sampling import Sampling
 from mionnx.spec.hook_spec import HookSpec
 
@@ -64,6 +61,7 @@ class Runner:
         self.options = options or onnx_runtime.Options()
         self.options.provider_name()
         self.variants = GraphPool(hooked, self.options)
+        self.binder = Binder(hooked)
         self._opened: dict[Any, Any] = {}
 
     @classmethod
@@ -183,7 +181,7 @@ class Runner:
         Raises:
             HookError, InterventionError: the spec does not fit the model.
         """
-        return self.variants.get(bind.plan_of(hooks or HookSpec(), self.hooked, outputs))
+        return self.variants.get(self.binder.bind(hooks or HookSpec(), outputs).plan)
 
     def opened(self, kind: Callable[[HookedModel, onnx_runtime.Options], T]) -> T:
         """Return the one instance of a class that opens parts of this model; made on first use.
@@ -256,30 +254,18 @@ class Runner:
             InputError, TokenizerError: tokens, mask or cache that the model cannot run on.
             HookError, InterventionError: the spec would not take effect as asked.
         """
-        spec = hooks or HookSpec()
-        before, part = (
-            past.choose(self.hooked, cache, initial_state),
-            logits if isinstance(logits, Logits) else Logits(),
-        )
-        carried = use_cache or bool(logits)
+        spec, part = hooks or HookSpec(), logits if isinstance(logits, Logits) else Logits()
+        past = choose_past(self.hooked, cache, initial_state)
         if not (logits or use_cache or spec.captures):
             raise InputError("logits=False and no captures: nothing would be computed")
+        carried = use_cache or bool(logits)
         outputs = part.outputs(carried) if logits else Outputs(logits=False, carried=carried)
-        chosen = bind.captures_of(spec, self.hooked)
-        plan = bind.plan_of(spec, self.hooked, outputs, chosen)
-        call = make_token_batch(self._ids(tokens), attention_mask, before, self.hooked.metadata.sizes, prompt_length)
-        compiled = self.variants.get(plan, call.batch * call.seq)
-        if not carried:
-            refuse_idle(spec, compiled.plan.captures, self.num_layers)
-        feeds = feeds_of(self.hooked, spec, compiled.plan, call, before)
-        feeds |= {**bind.parts_of(chosen, call, self.hooked), **part.feeds(call, self.hooked.metadata.sizes)}
-        self._refuse_too_large(chosen, call)
-        wants, carries = compiled.plan.captures, past.present_names(self.hooked, use_cache) if carried else []
-        names = [*(["logits"] if logits else []), *([TOP_IDS] if part.top_k is not None else [])]
-        found = compiled.run([*names, *(want.fetched for want in wants), *carries], feeds)
-        kept = {want.output: found[want.fetched] for want in wants}
-        after = past.take_present(self.hooked, found, call, use_cache) if carries else (None, None)
-        return HookCache(found.get("logits"), kept, *after, found.get(TOP_IDS))
+        bound = self.binder.bind(spec, outputs, logits=part)
+        batch = make_token_batch(self._ids(tokens), attention_mask, past, self.hooked.metadata.sizes, prompt_length)
+        inputs = bound.inputs(batch, past)
+        _refuse_too_large(bound, batch)
+        graph = self.variants.get(bound.plan, batch.batch * batch.seq)
+        return collect(bound, batch, graph.run(bound.outputs(use_cache), inputs), use_cache)
 
     def _ids(self, tokens: Prompt) -> Any:
         if isinstance(tokens, str):
@@ -376,16 +362,6 @@ class Runner:
             raise InputError(f"token {token}; the vocabulary is 0 to {self.vocab_size - 1}")
         return int(token)
 
-    def _refuse_too_large(self, captures: bind.Captures, call: TokenBatch) -> None:
-        peak = (
-            estimate_of(self.hooked, captures, dynamic_sizes(call.batch, call.seq, call.total)).peak if captures else 0
-        )
-        if peak > SMALL and peak > (free := memory.available()):
-            raise InputError(
-                f"the captures of this spec need {memory.format_bytes(peak)}, and "
-                f"{memory.format_bytes(free)} of memory are free: capture fewer layers, or run the text in pieces"
-            )
-
     def report(self, hooks: HookSpec) -> Report:
         """What a spec makes of the graph: which nodes are added where."""
         return self.compile_graph(hooks).report
@@ -398,13 +374,22 @@ class Runner:
             batch, seq: of the call.
             past: tokens in the cache.
         """
-        return estimate_of(self.hooked, bind.captures_of(hooks, self.hooked), dynamic_sizes(batch, seq, past + seq))
+        return self.binder.bind(hooks).estimate(batch, seq, past + seq)
 
     def __repr__(self) -> str:
         sizes = self.hooked.metadata.sizes
         return (
             f"{type(self).__name__}({self.hooked.metadata.family}, {sizes.num_layers} layers, {sizes.num_heads} heads, "
             f"hidden {sizes.hidden_size}, vocabulary {sizes.vocab_size}, {self.options.provider})"
+        )
+
+
+def _refuse_too_large(bound: BoundSpec, batch: TokenBatch) -> None:
+    peak = bound.estimate(batch.batch, batch.seq, batch.total).peak if bound.captures else 0
+    if peak > SMALL and peak > (free := memory.available()):
+        raise InputError(
+            f"the captures of this spec need {memory.format_bytes(peak)}, and "
+            f"{memory.format_bytes(free)} of memory are free: capture fewer layers, or run the text in pieces"
         )
 
 
