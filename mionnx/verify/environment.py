@@ -5,8 +5,7 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import onnxruntime
-
+from mionnx.engine.onnx_runtime import installed_providers
 from mionnx.graph import onnx_file
 from mionnx.machine import cpu
 from mionnx.spec import spec_file
@@ -26,7 +25,7 @@ def environment(runtime: Runtime) -> dict[str, Any]:
         "system": platform.platform(),
         "processor": cpu.name(),
         "features": cpu.features(),
-        "providers": onnxruntime.get_available_providers(),
+        "providers": installed_providers(),
     }
 
 
