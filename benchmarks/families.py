@@ -20,11 +20,11 @@ from tables import present
 from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+sys.path.insert(0, str(HERE.parent / "tests" / "shared"))
 
 from families import CONFIGS, make_checkpoint  # noqa: E402
+from family_batches import KINDS, batch, difference, forward, interventions  # noqa: E402
 from oracle import Inputs, run  # noqa: E402
-from test_families import KINDS, batch, difference, forward, interventions  # noqa: E402
 
 from exporters.transformers import export  # noqa: E402
 from mionnx import HookPoint, HookSpec, MIModel  # noqa: E402

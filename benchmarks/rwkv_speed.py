@@ -32,7 +32,7 @@ COLUMNS = ("model", "threads", "what", "rwkv package", "mionnx", "ratio")
 
 def measure(version: int, threads: int, hidden: int, layers: int, repeats: int) -> list[dict[str, float | str]]:
     """One process' rows: seconds of both programs for each prefill length and for decoding after it."""
-    sys.path.insert(0, str(HERE.parent / "tests"))
+    sys.path.insert(0, str(HERE.parent / "tests" / "shared"))
     import torch
     from rwkv.model import RWKV
     from rwkv_checkpoints import blinkdl, write

@@ -15,6 +15,7 @@ import torch
 from families import CONFIGS, make_checkpoint
 from filelock import FileLock
 from playwright.sync_api import Page, sync_playwright
+from repository import REPOSITORY, SHARED
 from rwkv_checkpoints import write
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -23,7 +24,6 @@ from exporters.transformers import export
 from mionnx import MIModel
 
 torch.set_num_threads(1)
-REPOSITORY = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="session")
@@ -147,8 +147,8 @@ def beside_lens(environment: Callable[[str], Path]) -> Callable[..., dict[str, A
     python = environment("transformer-lens==4.3.0")
 
     def run(program: str, *arguments: object) -> dict[str, Any]:
-        command = [python, REPOSITORY / "tests" / program, *map(str, arguments)]
-        known = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+        command = [python, SHARED / program, *map(str, arguments)]
+        known = os.pathsep.join([str(REPOSITORY), str(SHARED)])
         ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": known})
         assert ran.returncode == 0, ran.stderr[-3000:]
         return json.loads(ran.stdout.splitlines()[-1])

@@ -7,10 +7,9 @@ from math import prod
 import numpy as np
 
 from mionnx.bind import plan
-from mionnx.bind.selection import heads_axis
+from mionnx.graph.axes import heads_axis, sequence_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.rewrite.intervene import sequence_axis
 from mionnx.rewrite.plan import CaptureNode
 
 
@@ -37,7 +36,7 @@ class Estimate:
 
 
 def estimate_of(model: HookedModel, captures: plan.Captures, dims: Mapping[str, int]) -> Estimate:
-    """What captures will cost in a call of these sizes (see `bind.dimensions`)."""
+    """What captures will cost in a call of these sizes (see `axes.dynamic_sizes`)."""
     found = {}
     for want, request in captures.items():
         axes, size = _entry(model, want)

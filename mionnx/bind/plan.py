@@ -3,7 +3,7 @@
 All that can be wrong with a spec is found here, before anything runs.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from mionnx.bind.attention_mask import refuse_rows_without_keys
 from mionnx.bind.hook_index import HookIndex, index_hooks
-from mionnx.bind.selection import Selection, heads_axis, refuse_unread
+from mionnx.bind.selection import Selection, refuse_unread
 from mionnx.errors import HookError, InterventionError
+from mionnx.graph.axes import dynamic_sizes, has_sequence, heads_axis, shape_of
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch
@@ -82,7 +83,7 @@ def _wants(request: Capture, points: HookIndex, names: Iterable[str]) -> list[Ca
     wants = []
     for name in names:
         axes = points.axes(HookPoint.parse(name))
-        if request.positions is not None and not {"seq", "seq_q"} & {*axes}:
+        if request.positions is not None and not has_sequence(axes):
             raise InterventionError(f"capture at {name}: axes {list(axes)} have no positions to choose from")
         if request.heads is not None and heads_axis(axes) is None:
             raise InterventionError(f"capture at {name}: axes {list(axes)} have no heads")
@@ -130,7 +131,7 @@ def _edit(points: HookIndex, point: HookPoint, intervention: Intervention, index
     axes, model = points.axes(point), points.model  # refuses a hook point that is not there
     _check_kind(point, axes, intervention.kind, model.metadata.recurrent)
     _check_inner(point, points, intervention.kind)
-    if intervention.positions is not None and not {"seq", "seq_q"} & {*axes}:
+    if intervention.positions is not None and not has_sequence(axes):
         raise InterventionError(f"{intervention.kind} at {point}: axes {list(axes)} have no positions to choose from")
     if intervention.heads is not None and heads_axis(axes) is None:
         with_heads = [name for name in model.metadata.hooks if heads_axis(HookPoint.parse(name).axes or ())]
@@ -168,7 +169,7 @@ def _check_inner(point: HookPoint, points: HookIndex, kind: str) -> None:
         return
     if not inner.live:
         raise InterventionError(f"{kind} at {point}: what its splice gives does not depend on it; it can be captured")
-    if inner.axes[:1] != ("batch",) or not {*filter(_named, inner.dims)} <= {*dimensions(1, 1, 1)}:
+    if inner.axes[:1] != ("batch",) or not {*filter(_named, inner.dims)} <= {*dynamic_sizes(1, 1, 1)}:
         raise InterventionError(f"{kind} at {point}: its axes {list(inner.axes)} must begin with batch and be known")
     if np.dtype(inner.dtype).kind in "iubSU":
         raise InterventionError(f"{kind} at {point}: its numbers are {inner.dtype}; it can be captured")
@@ -178,16 +179,6 @@ def _named(dim: str | int) -> bool:
     return isinstance(dim, str)
 
 
-def shape_of(axes: Sequence[str | int], dims: Mapping[str, int]) -> tuple[int, ...]:
-    """A hook point's shape, from its axes and the sizes of the dynamic ones."""
-    return tuple(axis if isinstance(axis, int) else dims[axis] for axis in axes)
-
-
-def dimensions(batch: int, seq: int, total: int) -> dict[str, int]:
-    """The dynamic sizes of a call by the names of the axes that have them."""
-    return {"batch": batch, "seq": seq, "seq_q": seq, "seq_k": total, "seq_src": seq}
-
-
 def values_of(spec: HookSpec, plan: Plan, call: TokenBatch, model: HookedModel) -> dict[str, NDArray[Any]]:
     """The inputs that carry a spec's values, positions and masks in one call.
 
@@ -195,7 +186,7 @@ def values_of(spec: HookSpec, plan: Plan, call: TokenBatch, model: HookedModel) 
         InterventionError: a value that does not fit, a position, head or row that does not exist, or an attention row
             that would be left with no key.
     """
-    dims = dimensions(call.batch, call.seq, call.total)
+    dims = dynamic_sizes(call.batch, call.seq, call.total)
     points = index_hooks(spec, model)
     places = [
         Selection(edit, intervention, shape_of(points.dims(point), dims), call)

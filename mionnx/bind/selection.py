@@ -8,18 +8,12 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mionnx.errors import InterventionError
-from mionnx.graph.hook_points import HEAD_AXES
+from mionnx.graph.axes import format_shape, heads_axis, sequence_axis
 from mionnx.inputs.token_batch import TokenBatch
-from mionnx.rewrite.intervene import sequence_axis
 from mionnx.rewrite.plan import Edit
 from mionnx.spec.intervention import Intervention
 
 Shape = tuple[int, ...]
-
-
-def heads_axis(axes: tuple[str, ...]) -> int | None:
-    """The axis of a value that counts heads; None if it has none."""
-    return next((i for i, axis in enumerate(axes) if axis in HEAD_AXES), None)
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ class Selection:
     @property
     def spelled(self) -> str:
         """For messages: the shape with the names of its axes."""
-        return "[" + ", ".join(f"{axis}={dim}" for axis, dim in zip(self.edit.axes, self.shape, strict=True)) + "]"
+        return format_shape(self.edit.axes, self.shape)
 
     def rows(self) -> list[int]:
         """The batch rows it applies to.

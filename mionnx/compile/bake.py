@@ -119,13 +119,12 @@ def _edit(
     if knob is None:
         _become(graph, value, array)
         return
-    build = Builder(graph, edit.hook, f"{edit.prefix}.knob", report)
-    strength = knob if np.dtype(dtype) == np.float32 else build.node("Cast", [knob], "cast", dtype, to=_number(dtype))
+    op = Builder(graph, edit.hook, f"{edit.prefix}.knob", report)
+    strength = knob if np.dtype(dtype) == np.float32 else op.Cast(knob, to=dtype)
     if edit.kind == "scale":
         replace_input(graph, value, strength)
         return
-    constant = gs.Constant(f"{value.name}.full", array)
-    turned = build.node("Mul", [constant, strength], "turned", dtype)
+    turned = op.Mul(array, strength)
     if edit.kind == "project_out":  # x - strength (x D^T) D: the directions enter twice, the strength once
         along = next(node for node in graph.nodes if node.name == f"{edit.prefix}.along:MatMul")
         along.inputs[1] = turned
@@ -163,25 +162,20 @@ def _fixed(place: Selection, intervention: Intervention, dtype: Any) -> NDArray[
 
 def _mask(graph: gs.Graph, edit: Edit, given: NDArray[Any], report: Report) -> gs.Tensor:
     """A knockout mask in place: rows and columns of the whole text, those beyond it zero."""
-    build = Builder(graph, edit.hook, f"{edit.prefix}.mask", report)
+    op = Builder(graph, edit.hook, f"{edit.prefix}.mask", report)
     dtype = graph.tensors()[edit.value_input].dtype
     full = given.astype(dtype).reshape((1,) * (len(edit.axes) - given.ndim) + given.shape)
     full = np.pad(full, [(0, 0)] * (full.ndim - 2) + [(0, int(size > 1)) for size in full.shape[-2:]])
-    mask: gs.Tensor = build.constant("whole", full, dtype)
+    mask: gs.Tensor = op.constant(full)
     tensors = graph.tensors()
-    total = build.node("Shape", [tensors["attention_mask"]], "total", np.int64, start=1, end=2)
-    seq = build.node("Shape", [tensors["input_ids"]], "seq", np.int64, start=1, end=2)
-    nought, one = build.constant("nought", 0, np.int64), build.constant("one", 1, np.int64)
-    keys = build.node("Range", [nought, build.node("Squeeze", [total], "keys"), one], "columns", np.int64)
-    first = build.node("Squeeze", [build.node("Sub", [total, seq], "first")], "past")
-    end = build.node("Squeeze", [total], "end")
-    queries = build.node("Range", [first, end, one], "rows", np.int64)
-    for axis, index, step in ((-2, queries, "queries"), (-1, keys, "keys_in")):
-        size = full.shape[axis]
-        if size > 1:
-            last = build.constant(f"{step}.last", size - 1, np.int64)
-            inside = build.node("Min", [index, last], step, np.int64)
-            mask = build.node("Gather", [mask, inside], f"{step}.gathered", dtype, axis=full.ndim + axis)
+    total = op.Shape(tensors["attention_mask"], start=1, end=2)
+    seq = op.Shape(tensors["input_ids"], start=1, end=2)
+    keys = op.Range(0, op.Squeeze(total), 1)
+    queries = op.Range(op.Squeeze(op.Sub(total, seq)), op.Squeeze(total), 1)
+    for axis, index in ((-2, queries), (-1, keys)):
+        if full.shape[axis] > 1:
+            inside = op.Min(index, full.shape[axis] - 1)
+            mask = op.Gather(mask, inside, axis=full.ndim + axis)
     return mask
 
 
@@ -189,9 +183,3 @@ def _become(graph: gs.Graph, variable: gs.Variable, array: NDArray[Any]) -> None
     """Let an input be a constant."""
     graph.inputs = [entry for entry in graph.inputs if entry is not variable]
     variable.to_constant(np.ascontiguousarray(array))
-
-
-def _number(dtype: Any) -> int:
-    import onnx
-
-    return int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))

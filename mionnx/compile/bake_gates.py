@@ -13,6 +13,7 @@ from mionnx.errors import InterventionError
 from mionnx.graph.builder import Builder
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.report import Report
+from mionnx.rewrite.intervene import among
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
@@ -38,14 +39,14 @@ def bake_gates(graph: gs.Graph, spec: HookSpec, metadata: Metadata, calls: Token
     for term, name in GATES.items() if states else ():
         if term == "erase" and not metadata.has_removal:
             continue
-        build = Builder(graph, name, f"mionnx.{name}", report)
-        gate = _padding(build, metadata.sizes.num_layers, calls)
+        op = Builder(graph, name, f"mionnx.{name}", report)
+        gate = _padding(op, metadata.sizes.num_layers, calls)
         for n, state in enumerate(states):
             if term in state.terms:
-                gate = build.node("Mul", [gate, _factor(build, f"{n}", state, metadata, calls)], f"{n}.product")
+                gate = op.Mul(gate, _factor(op, f"{n}", state, metadata, calls))
         if term in ("decay", "token_shift"):
-            gate = build.node("Cast", [gate], "kept", np.bool_, to=9)
-        _take_over(graph, name, _distances(build, gate) if term == "token_shift" else gate)
+            gate = op.Cast(gate, to=np.bool_)
+        _take_over(graph, name, _distances(op, gate) if term == "token_shift" else gate)
 
 
 def _check(state: State, metadata: Metadata) -> None:
@@ -58,52 +59,37 @@ def _check(state: State, metadata: Metadata) -> None:
     refuse_terms(state, metadata)
 
 
-def _padding(build: Builder, layers: int, calls: TokenFacts) -> gs.Tensor:
+def _padding(op: Builder, layers: int, calls: TokenFacts) -> gs.Tensor:
     """[layers, batch, seq, 1]: 1, and 0 at padding."""
-    zero = build.constant("zero", 0, np.int64)
-    real = build.node("GreaterOrEqual", [calls.positions, zero], "real", np.bool_)
-    wide = build.node("Unsqueeze", [real, build.ints("real.axes", 0, 3)], "real.wide", np.bool_)
-    ones = build.constant("ones", np.ones((layers, 1, 1, 1)), np.float32)
-    return build.node("Where", [wide, ones, build.constant("nought", 0, np.float32)], "padding", np.float32)
+    real = op.Unsqueeze(op.GreaterOrEqual(calls.positions, 0), [0, 3])
+    return op.Where(real, np.ones((layers, 1, 1, 1), np.float32), np.float32(0))
 
 
-def _distances(build: Builder, gate: gs.Tensor) -> gs.Tensor:
+def _distances(op: Builder, gate: gs.Tensor) -> gs.Tensor:
     """[layers, batch, seq + 1]: how far back the last token lies that each one may see; see `mionnx.bind.rwkv_gates`.
 
     The n-th visible token's column is looked up at n, the number of visible tokens before the one that asks: no more
     work than one pass over the text, where comparing all pairs of tokens would take its square.
 
     Args:
-        build: the graph.
+        op: at the gate.
         gate: bool [layers, batch, seq, 1 or n_heads], the same for all heads: whether later tokens may see a token.
     """
-    seen = build.node("Gather", [gate, build.constant("head", 0, np.int64)], "seen", np.bool_, axis=3)
-    one, last = build.ints("one", 1), build.constant("last", 2, np.int64)
-    ranks = build.node("CumSum", [build.node("Cast", [seen], "marks", np.int64, to=7), last], "ranks", np.int64)
-    shape = build.node("Shape", [seen], "shape", np.int64)
-    seq = build.node("Gather", [shape, build.ints("seq.axis", 2)], "seq", np.int64, axis=0)
-    columns = _range(build, "columns", seq)
-    after = build.node("Add", [seq, one], "after", np.int64)
-    beyond = build.node("Add", [columns, after], "beyond", np.int64)  # of unseen tokens: nobody asks there
-    slots = build.node("Where", [seen, ranks, beyond], "slots", np.int64)
-    none = build.constant("none", -1, np.int64)
-    doubled = build.node("Mul", [shape, build.ints("twice", 1, 1, 2)], "doubled", np.int64)
-    longer = build.node("Add", [doubled, build.ints("two", 0, 0, 2)], "longer", np.int64)
-    empty = build.node("Expand", [none, longer], "empty", np.int64)
-    spread = build.node("Expand", [columns, shape], "spread", np.int64)
-    table = build.node("ScatterElements", [empty, slots, spread], "table", np.int64, axis=2)
-    asked = build.node("Pad", [ranks, build.ints("pads", 0, 0, 1, 0, 0, 0)], "asked", np.int64)
-    before = build.node("GatherElements", [table, asked], "before", np.int64, axis=2)
-    return build.node("Sub", [_range(build, "entries", after), before], "distance", np.int64)
+    seen = op.Gather(gate, 0, axis=3)
+    ranks = op.CumSum(op.Cast(seen, to=np.int64), 2)
+    shape = op.Shape(seen)
+    seq = op.Gather(shape, [2], axis=0)
+    columns = op.Range(0, op.Squeeze(seq), 1)
+    after = op.Add(seq, [1])
+    beyond = op.Add(columns, after)  # for unseen tokens: nobody asks there
+    slots = op.Where(seen, ranks, beyond)
+    empty = op.Expand(-1, op.Add(op.Mul(shape, [1, 1, 2]), [0, 0, 2]))
+    table = op.ScatterElements(empty, slots, op.Expand(columns, shape), axis=2)
+    before = op.GatherElements(table, op.Pad(ranks, [0, 0, 1, 0, 0, 0]), axis=2)
+    return op.Sub(op.Range(0, op.Squeeze(after), 1), before)
 
 
-def _range(build: Builder, step: str, end: gs.Tensor) -> gs.Tensor:
-    """0 to an end, which is a tensor of one entry."""
-    nought, one = build.constant(f"{step}.from", 0, np.int64), build.constant(f"{step}.step", 1, np.int64)
-    return build.node("Range", [nought, build.node("Squeeze", [end], f"{step}.end", np.int64), one], step, np.int64)
-
-
-def _factor(build: Builder, step: str, state: State, metadata: Metadata, calls: TokenFacts) -> gs.Tensor:
+def _factor(op: Builder, step: str, state: State, metadata: Metadata, calls: TokenFacts) -> gs.Tensor:
     """[layers, batch, seq, n_heads]: the factor at the state's positions, layers and heads, and 1 elsewhere."""
     sizes = metadata.sizes
     factor = np.ones((sizes.num_layers, 1, 1, sizes.num_heads), np.float32)
@@ -112,16 +98,9 @@ def _factor(build: Builder, step: str, state: State, metadata: Metadata, calls: 
         heads, scale = list(state.target_heads(sizes.num_heads)), state.scale
     for layer in state.target_layers(sizes.num_layers):
         factor[layer, 0, 0, heads] = scale
-    chosen = calls.chosen(f"{build.prefix}.{step}", state.positions_)
-    each = build.node("Unsqueeze", [calls.positions, build.ints(f"{step}.last", 2)], f"{step}.each", np.int64)
-    among = build.node("Unsqueeze", [chosen, build.ints(f"{step}.middle", 1)], f"{step}.among", np.int64)
-    hits = build.node("Equal", [each, among], f"{step}.equal", dtype=np.bool_)
-    numbers = build.node("Cast", [hits], f"{step}.hits", np.int32, to=6)
-    found = build.node("ReduceMax", [numbers, build.ints(f"{step}.over", 2)], f"{step}.any", keepdims=0)
-    at = build.node("Cast", [found], f"{step}.here", np.bool_, to=9)
-    wide = build.node("Unsqueeze", [at, build.ints(f"{step}.axes", 0, 3)], f"{step}.at", np.bool_)
-    one, full = build.constant(f"{step}.one", 1, np.float32), build.constant(f"{step}.factor", factor, np.float32)
-    return build.node("Where", [wide, full, one], f"{step}.where", np.float32)
+    chosen = calls.chosen(f"{op.prefix}.{step}", state.positions_)
+    here = op.Unsqueeze(among(op, calls.positions, chosen), [0, 3])
+    return op.Where(here, factor, np.float32(1))
 
 
 def _take_over(graph: gs.Graph, name: str, gate: gs.Tensor | None) -> None:

@@ -17,7 +17,7 @@ class TokenFacts:
 
     def __init__(self, graph: gs.Graph, report: Report) -> None:
         self.graph, self.report = graph, report
-        self.build = Builder(graph, TOKEN_POSITIONS, "mionnx.call", report)
+        self.op = Builder(graph, TOKEN_POSITIONS, "mionnx.call", report)
         self._known: dict[str, gs.Tensor] = {}
 
     @property
@@ -34,51 +34,37 @@ class TokenFacts:
     def length(self) -> gs.Tensor:
         """[batch, 1]: how many tokens each row's text has by now."""
         if "length" not in self._known:
-            last = self.build.node("ReduceMax", [self.positions, self.build.ints("axis", 1)], "last", keepdims=1)
-            self._known["length"] = self.build.node("Add", [last, self.build.constant("one", 1, np.int64)], "length")
+            last = self.op.ReduceMax(self.positions, [1], keepdims=1)
+            self._known["length"] = self.op.Add(last, 1)
         return self._known["length"]
 
     @property
     def is_prompt(self) -> gs.Tensor:
         """[batch, 1]: whether this call is the prompt's."""
         if "is_prompt" not in self._known:
-            first = self.build.node(
-                "Equal", [self.positions, self.build.constant("zero", 0, np.int64)], "first", dtype=np.bool_
-            )
-            numbers = self.build.node("Cast", [first], "firsts", np.int32, to=6)
-            found = self.build.node("ReduceMax", [numbers, self.build.ints("across", 1)], "any_first", keepdims=1)
-            self._known["is_prompt"] = self.build.node("Cast", [found], "is_prompt", np.bool_, to=9)
+            first = self.op.Cast(self.op.Equal(self.positions, 0), to=np.int32)
+            self._known["is_prompt"] = self.op.Cast(self.op.ReduceMax(first, [1], keepdims=1), to=np.bool_)
         return self._known["is_prompt"]
 
     def chosen(self, prefix: str, positions: Sequence[int | str]) -> gs.Tensor:
         """[batch or 1, n]: the absolute positions that are meant in this call, NOWHERE for those that are not in it."""
-        build = Builder(self.graph, prefix, prefix, self.report)
+        op = Builder(self.graph, prefix, prefix, self.report)
         numbers = [position for position in positions if not isinstance(position, str)]
         parts: list[gs.Tensor] = []
-        nowhere = build.constant("nowhere", NOWHERE, np.int64)
         if numbers:
-            table = build.constant("table", [numbers], np.int64)
-            parts.append(table)
+            parts = [op.constant([numbers])]
             if min(numbers) < 0:
-                ahead = build.constant("ahead", [[number >= 0 for number in numbers]], np.bool_)
-                counted = build.node("Add", [self.length, table], "counted")
-                there = build.node("Where", [self.is_prompt, counted, nowhere], "there", np.int64)
-                parts = [build.node("Where", [ahead, table, there], "absolute", np.int64)]
+                counted = op.Where(self.is_prompt, op.Add(self.length, [numbers]), NOWHERE)
+                ahead = op.constant([[number >= 0 for number in numbers]])
+                parts = [op.Where(ahead, [numbers], counted, dtype=np.int64)]
         for phase in dict.fromkeys(position for position in positions if isinstance(position, str)):
-            real = build.node(
-                "GreaterOrEqual", [self.positions, build.constant("zero", 0, np.int64)], f"{phase}.real", dtype=np.bool_
-            )
-            now = self.is_prompt
-            if phase == "generated":
-                now = build.node("Not", [now], "generated.now")
-            both = build.node("And", [real, now], f"{phase}.both")
-            parts.append(build.node("Where", [both, self.positions, nowhere], f"{phase}.at", np.int64))
+            real = op.GreaterOrEqual(self.positions, 0)
+            now = op.Not(self.is_prompt) if phase == "generated" else self.is_prompt
+            parts.append(op.Where(op.And(real, now), self.positions, NOWHERE))
         if len(parts) == 1:
             return parts[0]
-        rows = build.node("Shape", [self.positions], "rows", np.int64, start=0, end=1)
-        wide = build.node("Concat", [rows, build.ints("one", 1)], "wide", axis=0)
-        spread = [build.node("Expand", [part, wide], f"spread.{i}", np.int64) for i, part in enumerate(parts)]
-        return build.node("Concat", spread, "all", np.int64, axis=1)
+        wide = op.Concat(op.Shape(self.positions, start=0, end=1), [1], axis=0)
+        return op.Concat(*(op.Expand(part, wide) for part in parts), axis=1)
 
 
 def replace_input(graph: gs.Graph, variable: gs.Tensor, by: gs.Tensor) -> None:

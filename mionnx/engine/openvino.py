@@ -4,7 +4,8 @@
 2. Its snippets join the nodes of an attention in one kernel, unless a value between them is an output: captured scores
    or patterns would move the last bits of the logits. They are turned off, unless `fast` allows them.
 3. It takes an input that has a default for a constant: defaults are taken out of the graph, and fed.
-4. It follows no symbolic link out of the graph's own folder: the weight files are linked into a temporary one.
+4. Its TopK needs a `k` whose shape is known: it is declared.
+5. It follows no symbolic link out of the graph's own folder: the weight files are linked into a temporary one.
 """
 
 import os
@@ -86,6 +87,7 @@ class OpenVino(Engine):
         if any(value.type.tensor_type.elem_type == BFLOAT16 for value in (*proto.graph.input, *proto.graph.output)):
             raise ModelError("OpenVINO takes and gives no bfloat16 in Python: use engine='onnxruntime', or float32")
         inputs, defaults = inputs_of(proto), _take_defaults(proto)
+        _declare_counts(proto)
         file = self._weights(folder, proto) / f"{next(self._numbers)}.onnx"
         try:
             file.write_bytes(proto.SerializeToString())
@@ -130,6 +132,14 @@ def _take_defaults(proto: onnx.ModelProto) -> Arrays:
     del proto.graph.initializer[:]
     proto.graph.initializer.extend(tensor for tensor in tensors if tensor.name not in names)
     return {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in tensors if tensor.name in names}
+
+
+def _declare_counts(proto: onnx.ModelProto) -> None:
+    """Write down that the `k` of every TopK is one number, as the standard says."""
+    counts = {node.input[1] for node in proto.graph.node if node.op_type == "TopK"}
+    for value in proto.graph.input:
+        if value.name in counts:
+            value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, value.type.tensor_type.elem_type, [1]))
 
 
 def _same(source: Path, target: Path) -> bool:

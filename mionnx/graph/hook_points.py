@@ -67,8 +67,6 @@ DERIVED = {
     "RwkvEffectiveAttn": "RwkvState",
     "RwkvEffectiveAttnRaw": "RwkvState",
 }
-# The names of axes that count heads.
-HEAD_AXES = ("n_heads", "n_kv_heads")
 # Derived values so large that a pattern like "*" does not mean them; one that names them does.
 ON_REQUEST = frozenset({"RwkvStates", "RwkvEffectiveAttn", "RwkvEffectiveAttnRaw"})
 

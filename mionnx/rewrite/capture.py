@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from mionnx.graph.builder import Builder
-from mionnx.graph.hook_points import HEAD_AXES, HookPoint
+from mionnx.graph.axes import heads_axis, sequence_axis
+from mionnx.graph.builder import Builder, write
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.report import Report
-from mionnx.rewrite.intervene import sequence_axis
 from mionnx.rewrite.plan import CaptureNode
 from mionnx.rewrite.rwkv_derived import derive
 
@@ -33,22 +33,17 @@ def _part(graph: gs.Graph, want: CaptureNode, value: gs.Tensor, report: Report) 
     if not (want.at_positions or want.at_heads):
         return value
     axes = want.axes
-    build = Builder(graph, want.hook, f"{want.output}.capture", report)
+    op = Builder(graph, want.hook, f"{want.output}.capture", report)
     part = value
     if want.at_heads:
-        heads = build.input(want.heads_input, np.int64, 1)
-        axis = next(i for i, name in enumerate(axes) if name in HEAD_AXES)
-        part = build.node("Gather", [part, heads], "of_heads", axis=axis)
+        part = op.Gather(part, op.input(want.heads_input, np.int64, 1), axis=heads_axis(axes))
     if want.at_positions:
         axis = sequence_axis(axes)
-        columns = build.input(want.columns_input, np.int64, 2)
         others = [i for i in range(len(axes)) if i not in (0, axis)]
-        wide = build.node("Unsqueeze", [columns, build.ints("others", *others)], "wide", np.int64)
-        shape = build.node("Shape", [part], "shape", np.int64)
-        ones = build.constant("kept", [int(i not in (0, axis)) for i in range(len(axes))], np.bool_)
-        target = build.node("Where", [ones, shape, build.ints("one", *[1] * len(axes))], "target", np.int64)
-        index = build.node("Expand", [wide, target], "index", np.int64)
-        part = build.node("GatherElements", [part, index], "at_positions", axis=axis)
+        wide = op.Unsqueeze(op.input(want.columns_input, np.int64, 2), others)
+        whole = op.constant([i in others for i in range(len(axes))])
+        target = op.Where(whole, op.Shape(part), [1] * len(axes))
+        part = op.GatherElements(part, op.Expand(wide, target), axis=axis)
     part.name = want.fetched
     part.shape = [f"{want.output}.capture:{axis}" for axis in range(len(axes))]
     return part
@@ -66,7 +61,7 @@ def _value(
         return tensors[want.output]
     value = tensors[want.hook]  # wanted before, but nothing intervenes here: before and after are the same
     before = gs.Variable(want.output, dtype=value.dtype, shape=value.shape)
-    return Builder(graph, want.hook, want.output, report).node("Identity", [value], "copy", out=before)
+    return write(Builder(graph, want.hook, want.output, report).Identity(value), before)
 
 
 def _result(
@@ -78,13 +73,11 @@ def _result(
     projection's bias, is the attention's output.
     """
     sizes, attention = metadata.sizes, metadata.attention[point.layer or 0]
-    build = Builder(graph, point.name, point.name, report)
+    op = Builder(graph, point.name, point.name, report)
     z, weight = tensors[str(HookPoint.AttnZ(point.layer or 0))], tensors[attention.output_projection]
     if not attention.output_is_rows:
-        weight = build.node("Transpose", [weight], "rows", dtype=z.dtype, perm=[1, 0])
-    shape = build.ints("shape", sizes.num_heads, sizes.head_dim, sizes.hidden_size)
-    heads = build.node("Reshape", [weight, shape], "heads", dtype=z.dtype)
-    by_head = build.node("Transpose", [z], "by_head", perm=[0, 2, 1, 3])
-    shares = build.node("MatMul", [by_head, heads], "shares")
+        weight = op.Transpose(weight, perm=[1, 0])
+    heads = op.Reshape(weight, [sizes.num_heads, sizes.head_dim, sizes.hidden_size])
+    shares = op.MatMul(op.Transpose(z, perm=[0, 2, 1, 3]), heads)
     out = gs.Variable(point.name, dtype=np.dtype(z.dtype), shape=["batch", "seq", sizes.num_heads, sizes.hidden_size])
-    return build.node("Transpose", [shares], "result", out=out, perm=[0, 2, 1, 3])
+    return write(op.Transpose(shares, perm=[0, 2, 1, 3]), out)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from mionnx.graph.builder import Builder
+from mionnx.graph.axes import sequence_axis
+from mionnx.graph.builder import Builder, write
 from mionnx.graph.report import Report
 from mionnx.rewrite.plan import Edit
 from mionnx.rewrite.splice import splice
@@ -29,8 +30,8 @@ def intervene(graph: gs.Graph, edits: Sequence[Edit], report: Report) -> None:
         current = _detach(graph, value)
         here = [edit for edit in edits if edit.hook == hook]
         for edit in here:
-            out = value if edit is here[-1] else None
-            current = _insert(Builder(graph, hook, edit.prefix, report), edit, current, positions, out)
+            current = _insert(Builder(graph, hook, edit.prefix, report), edit, current, positions)
+        write(current, value)
 
 
 def _detach(graph: gs.Graph, value: gs.Variable) -> gs.Variable:
@@ -39,57 +40,48 @@ def _detach(graph: gs.Graph, value: gs.Variable) -> gs.Variable:
     if not value.inputs:  # the graph starts with it
         graph.inputs = [before if entry is value else entry for entry in graph.inputs]
         return before
-    producer = value.inputs[0]
-    producer.outputs[next(i for i, output in enumerate(producer.outputs) if output is value)] = before
-    return before
+    return write(value, before)
 
 
-def _insert(
-    build: Builder, edit: Edit, old: gs.Variable, positions: gs.Variable | None, out: gs.Variable | None
-) -> gs.Variable:
-    selection = _selection(build, edit, positions)
-    changed = _KINDS[edit.kind](build, edit, old, out if selection is None else None)
-    if selection is None:
-        return changed
-    return build.node("Where", [selection, changed, old], "result", dtype=old.dtype, out=out)
+def _insert(op: Builder, edit: Edit, old: gs.Variable, positions: gs.Variable | None) -> gs.Variable:
+    selection = _selection(op, edit, positions)
+    changed = _KINDS[edit.kind](op, edit, old)
+    return changed if selection is None else op.Where(selection, changed, old, dtype=old.dtype)
 
 
-def _value(build: Builder, edit: Edit, old: gs.Variable, rank: int | None = None) -> gs.Variable:
-    return build.input(edit.value_input, old.dtype, len(edit.axes) if rank is None else rank)
+def _value(op: Builder, edit: Edit, old: gs.Variable, rank: int | None = None) -> gs.Variable:
+    return op.input(edit.value_input, old.dtype, len(edit.axes) if rank is None else rank)
 
 
-def _replace(build: Builder, edit: Edit, old: gs.Variable, out: gs.Variable | None) -> gs.Variable:
-    return build.node("Identity", [_value(build, edit, old)], "changed", out=out)
+def _replace(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
+    return op.Identity(_value(op, edit, old))
 
 
-def _add(build: Builder, edit: Edit, old: gs.Variable, out: gs.Variable | None) -> gs.Variable:
-    return build.node("Add", [old, _value(build, edit, old)], "changed", out=out)
+def _add(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
+    return op.Add(old, _value(op, edit, old))
 
 
-def _scale(build: Builder, edit: Edit, old: gs.Variable, out: gs.Variable | None) -> gs.Variable:
+def _scale(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
+    scaled = op.Mul(old, _value(op, edit, old))
     if not edit.hook.endswith(".hook_scores"):
-        return build.node("Mul", [old, _value(build, edit, old)], "changed", out=out)
+        return scaled
     # Masked scores are the dtype's lowest number; scaled up they would be -inf, and a row of them (padding) NaN.
-    lowest = build.constant("lowest", np.finfo(old.dtype).min, old.dtype)
-    scaled = build.node("Mul", [old, _value(build, edit, old)], "scaled")
-    return build.node("Max", [scaled, lowest], "changed", out=out)
+    return op.Max(scaled, op.constant(np.finfo(old.dtype).min, old.dtype))
 
 
-def _zero(build: Builder, edit: Edit, old: gs.Variable, out: gs.Variable | None) -> gs.Variable:
+def _zero(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
     # Not a product with 0: that would keep NaN and infinity.
-    shape = build.node("Shape", [old], "shape", dtype=np.int64)
-    return build.node("Expand", [build.constant("zero", 0, old.dtype), shape], "changed", out=out)
+    return op.Expand(op.constant(0, old.dtype), op.Shape(old))
 
 
-def _project_out(build: Builder, edit: Edit, old: gs.Variable, out: gs.Variable | None) -> gs.Variable:
+def _project_out(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
     """x - (x D^T) D, with the orthonormal directions D as [k, width]."""
-    directions = _value(build, edit, old, rank=2)
-    turned = build.node("Transpose", [directions], "turned", perm=[1, 0])
-    along = build.node("MatMul", [build.node("MatMul", [old, turned], "coefficients"), directions], "along")
-    return build.node("Sub", [old, along], "changed", out=out)
+    directions = _value(op, edit, old, rank=2)
+    coefficients = op.MatMul(old, op.Transpose(directions, perm=[1, 0]))
+    return op.Sub(old, op.MatMul(coefficients, directions, name="along"))
 
 
-_KINDS: dict[str, Callable[[Builder, Edit, gs.Variable, gs.Variable | None], gs.Variable]] = {
+_KINDS: dict[str, Callable[[Builder, Edit, gs.Variable], gs.Variable]] = {
     "replace": _replace,
     "add": _add,
     "knockout": _add,
@@ -100,48 +92,40 @@ _KINDS: dict[str, Callable[[Builder, Edit, gs.Variable, gs.Variable | None], gs.
 }
 
 
-def _selection(build: Builder, edit: Edit, positions: gs.Variable | None) -> gs.Variable | None:
+def _selection(op: Builder, edit: Edit, positions: gs.Variable | None) -> gs.Variable | None:
     """Where the edit applies: bool, broadcast to the value; None if everywhere."""
     chosen = []
     if edit.at_positions:
-        chosen.append(_at_positions(build, edit, positions))
+        chosen.append(_at_positions(op, edit, positions))
     if edit.masked:
-        chosen.append(build.input(edit.mask_input, np.bool_, len(edit.axes)))
+        chosen.append(op.input(edit.mask_input, np.bool_, len(edit.axes)))
     if len(chosen) == 2:
-        return build.node("And", chosen, "where_both", dtype=np.bool_)
+        return op.And(*chosen)
     return chosen[0] if chosen else None
 
 
-def _at_positions(build: Builder, edit: Edit, positions: gs.Variable) -> gs.Variable:
+def _at_positions(op: Builder, edit: Edit, positions: gs.Variable) -> gs.Variable:
     """[batch, seq] of the tokens at the edit's positions, with axes of 1 wherever the value has another axis."""
-    wanted = build.input(edit.positions_input, np.int64, 2)
-    each = build.node("Unsqueeze", [positions, build.ints("last", 2)], "each")
-    among = build.node("Unsqueeze", [wanted, build.ints("middle", 1)], "among")
-    hits = build.node("Cast", [build.node("Equal", [each, among], "equal", dtype=np.bool_)], "hits", np.int32, to=6)
-    any_hit = build.node("ReduceMax", [hits, build.ints("over", 2)], "any", keepdims=0)
-    here = build.node("Cast", [any_hit], "here", np.bool_, to=9)
-    kept = {0, sequence_axis(edit.axes)}
-    others = [axis for axis in range(len(edit.axes)) if axis not in kept]
-    return build.node("Unsqueeze", [here, build.ints("others", *others)], "at", dtype=np.bool_)
+    wanted = op.input(edit.positions_input, np.int64, 2)
+    selected = {0, sequence_axis(edit.axes)}
+    here = among(op, positions, wanted)
+    return op.Unsqueeze(here, [axis for axis in range(len(edit.axes)) if axis not in selected])
 
 
-def sequence_axis(axes: Sequence[str]) -> int:
-    """The axis along which a value has one entry a token of this call; the query axis of scores and patterns."""
-    return axes.index("seq_q") if "seq_q" in axes else axes.index("seq")
+def among(op: Builder, positions: gs.Tensor, wanted: gs.Tensor) -> gs.Variable:
+    """[batch, seq] bool: the tokens at positions [batch, seq] that are among those wanted, [batch or 1, n]."""
+    equal = op.Equal(op.Unsqueeze(positions, [2]), op.Unsqueeze(wanted, [1]))
+    any_equal = op.ReduceMax(op.Cast(equal, to=np.int32), [2], keepdims=0)
+    return op.Cast(any_equal, to=np.bool_)
 
 
 def token_positions(graph: gs.Graph, report: Report) -> gs.Variable:
     """[batch, seq]: each token's position in its own row's text, -1 for padding."""
     tensors = graph.tensors()
-    build = Builder(graph, TOKEN_POSITIONS, TOKEN_POSITIONS, report)
+    op = Builder(graph, TOKEN_POSITIONS, TOKEN_POSITIONS, report)
     if "attention_mask" not in tensors:  # a recurrent model has no use for a mask or positions of its own
-        return build.input(TOKEN_POSITIONS, np.int64, 2)
+        return op.input(TOKEN_POSITIONS, np.int64, 2)
     mask, ids, positions = (tensors[name] for name in ("attention_mask", "input_ids", "position_ids"))
-    total = build.node("Shape", [mask], "total", np.int64, start=1, end=2)
-    seq = build.node("Shape", [ids], "seq", np.int64, start=1, end=2)
-    first = build.node("Sub", [total, seq], "first")
-    end = build.ints("end", np.iinfo(np.int64).max)
-    tokens = build.node("Slice", [mask, first, end, build.ints("axis", 1)], "tokens")
-    real = build.node("Cast", [tokens], "real", np.bool_, to=9)
-    padding = build.constant("padding", -1, np.int64)
-    return build.node("Where", [real, positions, padding], "of_tokens", np.int64)
+    first = op.Sub(op.Shape(mask, start=1, end=2), op.Shape(ids, start=1, end=2))
+    tokens = op.Slice(mask, first, [np.iinfo(np.int64).max], [1])
+    return op.Where(op.Cast(tokens, to=np.bool_), positions, -1, name="of_tokens")

@@ -40,63 +40,49 @@ def lens(origin: onnx.ModelProto, hook: str, output: str) -> bytes:
         output: the value of the logits.
     """
     graph, report = onnx_file.edit(extract(origin, [hook], [output])), Report()
-    build = Builder(graph, output, "mionnx.lens", report)
-    logits = build.node("Cast", [graph.outputs[0]], "logits", np.float32, to=onnx.TensorProto.FLOAT)
-    total = build.node("ReduceLogSumExp", [logits, build.ints("vocab", 2)], "total", keepdims=1)
-    made = Distribution(logits, total)
+    op = Builder(graph, output, "mionnx.lens", report)
+    logits = op.Cast(graph.outputs[0], to=np.float32)
+    distribution = Distribution(logits, op.ReduceLogSumExp(logits, [2], keepdims=1))
     graph.outputs = []
-    _largest(build, made)
-    _chosen(build, made)
-    _spread(build, made)
+    _largest(op, distribution)
+    _chosen(op, distribution)
+    _spread(op, distribution)
     graph.cleanup().toposort()
     return onnx_file.serialise(graph, origin)
 
 
-def _give(build: Builder, step: str, value: gs.Tensor, dtype: type, last: str | None = None) -> None:
+def _output(op: Builder, name: str, value: gs.Tensor, last: str | None = None) -> None:
     """Make a value an output."""
-    value.name, value.dtype = f"{build.prefix}.{step}", np.dtype(dtype)
+    value.name = f"{op.prefix}.{name}"
     value.shape = ["mionnx.entries", "mionnx.positions", *([last] if last else [])]
-    build.graph.outputs.append(value)
+    op.graph.outputs.append(value)
 
 
-def _largest(build: Builder, made: Distribution) -> None:
-    """The k largest log-probabilities."""
-    k = build.input(K, np.int64, 1)
-    values, ids = gs.Variable("mionnx.lens.values", dtype=np.float32), gs.Variable("mionnx.lens.ids", dtype=np.int64)
-    build.node("TopK", [made.logits, k], "largest", out=ids, before=[values], axis=2)
-    _give(build, "top", build.node("Sub", [values, made.total], "top"), np.float32, "mionnx.k")
-    _give(build, "top_ids", ids, np.int64, "mionnx.k")
+def _largest(op: Builder, distribution: Distribution) -> None:
+    """The k largest log-probabilities and their tokens."""
+    values, ids = op.TopK(distribution.logits, op.input(K, np.int64, 1), axis=2, outputs=2)
+    _output(op, "top", op.Sub(values, distribution.total), "mionnx.k")
+    _output(op, "top_ids", ids, "mionnx.k")
 
 
-def _chosen(build: Builder, made: Distribution) -> None:
-    """Of chosen tokens the log-probability, and the rank: how many tokens have a larger logit."""
-    chosen = build.input(CHOSEN, np.int64, 2)  # [positions, n]
-    shape = build.node("Shape", [made.logits], "entries", np.int64, start=0, end=1)
-    target = build.node("Concat", [shape, build.node("Shape", [chosen], "each", np.int64)], "target", axis=0)
-    index = build.node("Expand", [chosen, target], "index")
-    theirs = build.node("GatherElements", [made.logits, index], "theirs", np.float32, axis=2)
-    _give(build, "log_probs", build.node("Sub", [theirs, made.total], "log_probs"), np.float32, "mionnx.n")
-    every = build.node("Unsqueeze", [made.logits, build.ints("one", 3)], "every")
-    beside = build.node("Unsqueeze", [theirs, build.ints("all", 2)], "beside")
-    above = build.node("Greater", [every, beside], "above", np.bool_)
-    counted = build.node("Cast", [above], "counted", np.int32, to=onnx.TensorProto.INT32)
-    rank = build.node("ReduceSum", [counted, build.ints("tokens", 2)], "sum", keepdims=0)
-    wide = build.node("Cast", [rank], "ranks", np.int64, to=onnx.TensorProto.INT64)
-    _give(build, "ranks", wide, np.int64, "mionnx.n")
+def _chosen(op: Builder, distribution: Distribution) -> None:
+    """Log-probabilities of chosen tokens, and their ranks: how many tokens have a larger logit."""
+    logits, chosen = distribution.logits, op.input(CHOSEN, np.int64, 2)  # [positions, n]
+    target = op.Concat(op.Shape(logits, start=0, end=1), op.Shape(chosen), axis=0)
+    theirs = op.GatherElements(logits, op.Expand(chosen, target), axis=2)
+    _output(op, "log_probs", op.Sub(theirs, distribution.total), "mionnx.n")
+    larger = op.Greater(op.Unsqueeze(logits, [3]), op.Unsqueeze(theirs, [2]))
+    rank = op.ReduceSum(op.Cast(larger, to=np.int32), [2], keepdims=0)
+    _output(op, "ranks", op.Cast(rank, to=np.int64), "mionnx.n")
 
 
-def _spread(build: Builder, made: Distribution) -> None:
-    """Entropy, H = log Z - sum p x, and the divergence from the first entry, sum p0 (x0 - x) - log Z0 + log Z."""
-    logits, axis, zero = made.logits, build.ints("last", 2), build.ints("first", 0)
-    chances = build.node("Softmax", [logits], "chances", axis=2)
-    mean = build.node("ReduceSum", [build.node("Mul", [chances, logits], "weighted"), axis], "mean", keepdims=0)
-    total = build.node("Squeeze", [made.total, axis], "flat")
-    _give(build, "entropy", build.node("Sub", [total, mean], "entropy"), np.float32)
-    first, likely, sum_first = (
-        build.node("Slice", [value, zero, build.ints(f"{name}.end", 1), zero], f"{name}.first")
-        for name, value in (("logits", logits), ("chances", chances), ("total", total))
-    )
-    apart = build.node("Mul", [likely, build.node("Sub", [first, logits], "difference")], "apart")
-    gap = build.node("ReduceSum", [apart, axis], "gap", keepdims=0)
-    sums = build.node("Sub", [total, sum_first], "sums")
-    _give(build, "divergence", build.node("Add", [gap, sums], "divergence"), np.float32)
+def _spread(op: Builder, distribution: Distribution) -> None:
+    """Entropy, H = log Z - sum p x, and KL divergence from the first entry, sum p0 (x0 - x) - log Z0 + log Z."""
+    logits = distribution.logits
+    probabilities = op.Softmax(logits, axis=2)
+    mean = op.ReduceSum(op.Mul(probabilities, logits), [2], keepdims=0)
+    total = op.Squeeze(distribution.total, [2])
+    _output(op, "entropy", op.Sub(total, mean))
+    first, likely, first_total = (op.Slice(value, [0], [1], [0]) for value in (logits, probabilities, total))
+    gap = op.ReduceSum(op.Mul(likely, op.Sub(first, logits)), [2], keepdims=0)
+    _output(op, "divergence", op.Add(gap, op.Sub(total, first_total)))

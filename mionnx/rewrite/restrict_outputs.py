@@ -18,6 +18,7 @@ from mionnx.graph.report import Report
 from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, TOP_IDS, TOP_K, Plan
 
 HOOKED = "hook_logits"
+END = np.iinfo(np.int64).max  # of a slice: up to the last entry
 
 
 def restrict(graph: gs.Graph, plan: Plan, report: Report) -> None:
@@ -28,24 +29,18 @@ def restrict(graph: gs.Graph, plan: Plan, report: Report) -> None:
     if not wanted.logits:
         graph.outputs = [output for output in graph.outputs if output.name != LOGITS]
         return
-    build = Builder(graph, LOGITS, "mionnx.logits", report)
+    op = Builder(graph, LOGITS, "mionnx.logits", report)
     if wanted.last:
-        _positions(graph, plan, lambda value: _last(build, value))
+        _positions(graph, plan, lambda value: op.Slice(value, [-1], [END], [1]))
     if wanted.at_positions:
-        columns = build.input(LOGIT_COLUMNS, np.int64, 2)
-        at = build.node("Unsqueeze", [columns, build.ints("each", 2)], "at", np.int64)
-        _positions(graph, plan, lambda value: build.node("GatherND", [value, at], "chosen", batch_dims=1))
+        at = op.Unsqueeze(op.input(LOGIT_COLUMNS, np.int64, 2), [2])
+        _positions(graph, plan, lambda value: op.GatherND(value, at, batch_dims=1))
     if wanted.of_tokens:
-        tokens = build.input(LOGIT_TOKENS, np.int64, 1)
-        if not (wanted.only_these and _cut_head(graph, build, tokens)):
-            _after(graph, lambda value: build.node("Gather", [value, tokens], "of_tokens", axis=2))
+        tokens = op.input(LOGIT_TOKENS, np.int64, 1)
+        if not (wanted.only_these and _cut_head(graph, op, tokens)):
+            _after(graph, lambda value: op.Gather(value, tokens, axis=2))
     if wanted.ranked:
-        _rank(graph, build)
-
-
-def _last(build: Builder, value: gs.Tensor) -> gs.Tensor:
-    end = build.ints("end", np.iinfo(np.int64).max)
-    return build.node("Slice", [value, build.ints("start", -1), end, build.ints("axis", 1)], "last")
+        _rank(graph, op)
 
 
 def _positions(graph: gs.Graph, plan: Plan, cut: Callable[[gs.Tensor], gs.Tensor]) -> None:
@@ -59,7 +54,7 @@ def _positions(graph: gs.Graph, plan: Plan, cut: Callable[[gs.Tensor], gs.Tensor
     _forget_shape(graph)
 
 
-def _cut_head(graph: gs.Graph, build: Builder, tokens: gs.Tensor) -> bool:
+def _cut_head(graph: gs.Graph, op: Builder, tokens: gs.Tensor) -> bool:
     """Multiply by the weights of some tokens alone; False where the head has another form."""
     head, passed = head_and_tail(graph.tensors()[LOGITS])
     vectors = [entry for node in passed for entry in node.inputs if isinstance(entry, gs.Constant) and entry.shape]
@@ -68,10 +63,9 @@ def _cut_head(graph: gs.Graph, build: Builder, tokens: gs.Tensor) -> bool:
     weight = head.inputs[1]
     turned = weight.inputs[0] if weight.inputs else None
     if turned is not None and turned.op == "Transpose" and isinstance(turned.inputs[0], gs.Constant):
-        rows = build.node("Gather", [turned.inputs[0], tokens], "their_rows", axis=0)
-        head.inputs[1] = build.node("Transpose", [rows], "their_weights", perm=[1, 0])
+        head.inputs[1] = op.Transpose(op.Gather(turned.inputs[0], tokens, axis=0), perm=[1, 0])
     elif isinstance(weight, gs.Constant):
-        head.inputs[1] = build.node("Gather", [weight, tokens], "their_weights", axis=1)
+        head.inputs[1] = op.Gather(weight, tokens, axis=1)
     else:
         return False
     _forget_shape(graph)
@@ -90,19 +84,18 @@ def _after(graph: gs.Graph, cut: Callable[[gs.Tensor], gs.Tensor]) -> gs.Variabl
     return made
 
 
-def _rank(graph: gs.Graph, build: Builder) -> None:
-    k = build.input(TOP_K, np.int64, 1)
-    ids = gs.Variable(TOP_IDS, dtype=np.dtype(np.int64), shape=["batch", "mionnx.seq", "mionnx.k"])
+def _rank(graph: gs.Graph, op: Builder) -> None:
+    k, ids = op.input(TOP_K, np.int64, 1), []
 
     def largest(value: gs.Tensor) -> gs.Tensor:
-        values = gs.Variable("mionnx.logits.top", dtype=value.dtype)
-        graph.nodes.append(gs.Node("TopK", "mionnx.logits.top:TopK", {"axis": 2}, [value, k], [values, ids]))
-        build.report.add(LOGITS, "mionnx.logits.top:TopK")
+        values, tokens = op.TopK(value, k, axis=2, outputs=2, name="top")
+        ids.append(tokens)
         return values
 
     _after(graph, largest)
-    graph.outputs.append(ids)
-    build.report.outputs.append(TOP_IDS)
+    ids[0].name, ids[0].shape = TOP_IDS, ["batch", "mionnx.seq", "mionnx.k"]
+    graph.outputs += ids
+    op.report.outputs.append(TOP_IDS)
 
 
 def _forget_shape(graph: gs.Graph) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from mionnx.graph.builder import Builder
+from mionnx.graph.builder import Builder, write
 from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.report import Report
 
 # In the order in which the body reads them: (name of the value, whether it is a column vector there).
 _PER_TOKEN = {
@@ -27,27 +28,26 @@ _PER_TOKEN = {
 }
 
 
-def derive(build: Builder, point: HookPoint, tensors: Mapping[str, gs.Tensor]) -> gs.Variable:
+def derive(op: Builder, point: HookPoint, tensors: Mapping[str, gs.Tensor]) -> gs.Variable:
     """The nodes of one derived value.
 
     Args:
-        build: at the hook point.
+        op: at the hook point.
         point: hook_states, hook_effective_attn or hook_effective_attn_raw of a layer.
         tensors: the values of the graph.
     """
-    out = gs.Variable(point.name, dtype=np.dtype(np.float32), shape=list(point.axes or ()))
-    scan = _Recurrence(build, point, tensors)
-    if point.variant == "RwkvStates":
-        return scan.states(out)
-    raw = scan.effective(out if point.variant == "RwkvEffectiveAttnRaw" else None)
-    return raw if point.variant == "RwkvEffectiveAttnRaw" else _share(build, raw, out)
+    recurrence = _Recurrence(op, point, tensors)
+    value = recurrence.states() if point.variant == "RwkvStates" else recurrence.effective()
+    if point.variant == "RwkvEffectiveAttn":
+        value = _share(op, value)
+    return write(value, gs.Variable(point.name, dtype=np.dtype(np.float32), shape=list(point.axes or ())))
 
 
 class _Recurrence:
     """One layer's recurrence, step by step, on the values that the model's own reads."""
 
-    def __init__(self, build: Builder, point: HookPoint, tensors: Mapping[str, gs.Tensor]) -> None:
-        self.build, self.layer, self.tensors = build, point.layer, tensors
+    def __init__(self, op: Builder, point: HookPoint, tensors: Mapping[str, gs.Tensor]) -> None:
+        self.op, self.layer, self.tensors = op, point.layer, tensors
         where = f"blocks.{point.layer}.rwkv"
         self.bonus = tensors.get(f"{where}.bonus")
         self.values = {
@@ -56,94 +56,69 @@ class _Recurrence:
             if f"{where}.{name}" in tensors
         }
 
-    def states(self, out: gs.Variable) -> gs.Variable:
+    def states(self) -> gs.Variable:
         """[batch, seq, n_heads, key, value]: the state after each token."""
         self.values.pop("r")
-        return self._scan(self.tensors[f"past_state.{self.layer}.wkv"], self._vectors(), out)
+        return self._scan(self.tensors[f"past_state.{self.layer}.wkv"], self._vectors())
 
-    def effective(self, out: gs.Variable | None) -> gs.Variable:
+    def effective(self) -> gs.Variable:
         """[batch, n_heads, seq_q, seq_src]."""
-        build, keys = self.build, self.values["k"][0]
+        op, keys = self.op, self.values["k"][0]
         unit = self._unit_values(keys)
         vectors = {**self._vectors(), "v": unit}
         # [batch, n_heads, key, seq_src], zeros: one key's vector times one row of the unit values, times 0
-        first = build.node("Gather", [vectors["k"], build.constant("first", 0, np.int64)], "first_key", axis=1)
-        row = build.node("Gather", [unit, build.constant("first_row", 0, np.int64)], "first_unit", axis=1)
-        outer = build.node("Mul", [first, row], "outer")
-        empty = build.node("Expand", [self._zero(), build.node("Shape", [outer], "extent", np.int64)], "empty")
-        weights = self._scan(empty, vectors, None)  # [batch, seq_q, n_heads, 1, seq_src]
+        first_key, first_row = op.Gather(vectors["k"], 0, axis=1), op.Gather(unit, 0, axis=1)
+        empty = op.Expand(op.constant([0], np.float32), op.Shape(op.Mul(first_key, first_row)))
+        weights = self._scan(empty, vectors)  # [batch, seq_q, n_heads, 1, seq_src]
         if self.bonus is not None:
-            own = build.node("Unsqueeze", [self.bonus, build.ints("bonus_axis", 4)], "bonus")
-            own = build.node("Mul", [own, unit], "own")
-            weights = build.node("Add", [weights, own], "with_own")
-        flat = build.node("Squeeze", [weights, build.ints("row_axis", 3)], "by_query")
-        return build.node("Transpose", [flat], "raw", out=out, perm=[0, 2, 1, 3])
-
-    def _zero(self) -> gs.Constant:
-        return self.build.constant("zero", [0], np.float32)
+            weights = op.Add(weights, op.Mul(op.Unsqueeze(self.bonus, [4]), unit))
+        return op.Transpose(op.Squeeze(weights, [3]), perm=[0, 2, 1, 3])
 
     def _unit_values(self, keys: gs.Tensor) -> gs.Variable:
         """[1, seq, 1, 1, seq]: the identity, a row a token."""
-        build = self.build
-        seq = build.node("Shape", [keys], "seq", np.int64, start=1, end=2)
-        count = build.node("Squeeze", [seq], "count")
-        one, start = build.constant("one", 1, np.int64), build.constant("start", 0, np.int64)
-        at = build.node("Range", [start, count, one], "at")
-        rows = build.node("Unsqueeze", [at, build.ints("rows_axis", 1)], "rows")
-        equal = build.node("Equal", [rows, at], "equal", np.bool_)
-        unit = build.node("Cast", [equal], "identity", np.float32, to=1)
-        return build.node("Unsqueeze", [unit, build.ints("unit_axes", 0, 2, 3)], "unit")
+        op = self.op
+        tokens = op.Range(0, op.Squeeze(op.Shape(keys, start=1, end=2)), 1)
+        equal = op.Equal(op.Unsqueeze(tokens, [1]), tokens)
+        return op.Unsqueeze(op.Cast(equal, to=np.float32), [0, 2, 3])
 
     def _vectors(self) -> dict[str, gs.Variable]:
         """What the body reads, as column or row vectors: [batch, seq, n_heads, head_dim, 1] or [..., 1, head_dim]."""
         return {
-            short: self.build.node(
-                "Unsqueeze", [value, self.build.ints(f"{short}_axis", -1 if column else -2)], f"{short}_vector"
-            )
-            for short, (value, column) in self.values.items()
+            short: self.op.Unsqueeze(value, [-1 if column else -2]) for short, (value, column) in self.values.items()
         }
 
-    def _scan(self, start: gs.Tensor, vectors: dict[str, gs.Variable], out: gs.Variable | None) -> gs.Variable:
-        body = self._body(list(vectors))
-        last = gs.Variable(f"{self.build.prefix}.last", dtype=np.dtype(np.float32))
-        return self.build.node(
-            "Scan",
-            [start, *vectors.values()],
-            "scanned",
-            dtype=np.float32,
-            out=out,
-            before=[last],
-            body=body,
+    def _scan(self, start: gs.Tensor, vectors: dict[str, gs.Variable]) -> gs.Variable:
+        _, scanned = self.op.Scan(
+            start,
+            *vectors.values(),
+            outputs=2,
+            dtype=np.dtype(np.float32),
+            body=self._body(list(vectors)),
             num_scan_inputs=len(vectors),
             scan_input_axes=[1] * len(vectors),
             scan_output_axes=[1],
         )
+        return scanned
 
     def _body(self, names: list[str]) -> gs.Graph:
         """One token: the state after it, and what is read from that."""
-        prefix, nodes = f"{self.build.prefix}.body", []
-
-        def node(op: str, inputs: list[gs.Variable], step: str) -> gs.Variable:
-            result = gs.Variable(f"{prefix}.{step}", dtype=np.dtype(np.float32))
-            nodes.append(gs.Node(op, f"{prefix}.{step}:{op}", {}, inputs, [result]))
-            return result
-
-        before = gs.Variable(f"{prefix}.before", dtype=np.dtype(np.float32))
-        at = {name: gs.Variable(f"{prefix}.{name}", dtype=np.dtype(np.float32)) for name in names}
-        state = node("Add", [node("Mul", [at["d"], before], "kept"), node("Mul", [at["k"], at["v"]], "written")], "sum")
+        prefix = f"{self.op.prefix}.body"
+        before, *read = (gs.Variable(f"{prefix}.{name}", dtype=np.dtype(np.float32)) for name in ("before", *names))
+        at = dict(zip(names, read, strict=True))
+        body = gs.Graph(inputs=[before, *read], name=prefix, opset=self.op.graph.opset)
+        op = Builder(body, prefix, prefix, Report())
+        state = op.Add(op.Mul(at["d"], before), op.Mul(at["k"], at["v"]), name="sum")
         if "a" in at:
-            read = node("MatMul", [at["a"], before], "read")
-            state = node("Add", [state, node("Mul", [at["b"], read], "erased")], "after")
-        if "r" not in at:
-            result = node("Identity", [state], "state")
+            state = op.Add(state, op.Mul(at["b"], op.MatMul(at["a"], before)), name="after")
+        if "r" in at:  # RWKV-6 reads the state before its token, RWKV-7 the one after
+            result = op.MatMul(at["r"], state if "a" in at else before, name="out")
         else:
-            # RWKV-6 reads the state before its token, RWKV-7 the one after
-            result = node("MatMul", [at["r"], state if "a" in at else before], "out")
-        return gs.Graph(nodes, [before, *at.values()], [state, result], name=prefix, opset=self.build.graph.opset)
+            result = op.Identity(state, name="state")
+        body.outputs = [state, result]
+        return body
 
 
-def _share(build: Builder, raw: gs.Variable, out: gs.Variable) -> gs.Variable:
-    positive = build.node("Relu", [raw], "positive")
-    total = build.node("ReduceSum", [positive, build.ints("over", -1)], "total", keepdims=1)
-    least = build.constant("least", np.finfo(np.float32).tiny, np.float32)
-    return build.node("Div", [positive, build.node("Max", [total, least], "divisor")], "share", out=out)
+def _share(op: Builder, raw: gs.Variable) -> gs.Variable:
+    positive = op.Relu(raw)
+    total = op.ReduceSum(positive, [-1], keepdims=1)
+    return op.Div(positive, op.Max(total, op.constant(np.finfo(np.float32).tiny, np.float32)))

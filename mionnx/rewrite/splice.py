@@ -7,16 +7,16 @@
 """
 
 import numpy as np
-import onnx
 import onnx_graphsurgeon as gs
+from numpy.typing import DTypeLike
 
-from mionnx.graph.builder import Builder
+from mionnx.graph.builder import Builder, write
 from mionnx.graph.fitted_fragment import HOOK, FittedFragment
 from mionnx.graph.onnx_file import edit as editable
 from mionnx.rewrite.plan import Edit
 
 
-def splice(build: Builder, edit: Edit, old: gs.Variable, out: gs.Variable | None) -> gs.Variable:
+def splice(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
     """Insert a fragment; its output, of the value's dtype."""
     fit = edit.fit
     if fit is None:
@@ -26,26 +26,22 @@ def splice(build: Builder, edit: Edit, old: gs.Variable, out: gs.Variable | None
     activations = [tensor for tensor in inner.inputs if tensor.name not in fit.weights]
     made = inner.outputs[0]
     _rename(inner, edit, fit)
-    build.graph.inputs += weights
-    build.report.inputs += [tensor.name for tensor in weights]
-    given = [old] if edit.reads is None else [old, build.graph.tensors()[edit.reads]]
-    for number, (value, into) in enumerate(zip(given, activations, strict=True)):
-        _pass(build, value, f"in.{number}", into)
+    op.graph.inputs += weights
+    op.report.inputs += [tensor.name for tensor in weights]
+    given = [old] if edit.reads is None else [old, op.graph.tensors()[edit.reads]]
+    for value, into in zip(given, activations, strict=True):
+        write(_cast(op, value, into.dtype), into)
     for node in inner.nodes:
-        build.graph.nodes.append(node)
-        build.report.add(edit.hook, node.name)
-    return _pass(build, made, "changed", out, old.dtype)
+        op.graph.nodes.append(node)
+        op.report.add(edit.hook, node.name)
+    return _cast(op, made, old.dtype)
 
 
-def _pass(
-    build: Builder, value: gs.Tensor, step: str, out: gs.Variable | None, dtype: np.dtype | None = None
-) -> gs.Variable:
+def _cast(op: Builder, value: gs.Tensor, dtype: DTypeLike) -> gs.Variable:
     """A value under another name, cast if its dtype is another."""
-    wanted = np.dtype(dtype if out is None or out.dtype is None else out.dtype)
-    if value.dtype is None or np.dtype(value.dtype) == wanted:
-        return build.node("Identity", [value], step, wanted, out=out)
-    number = int(onnx.helper.np_dtype_to_tensor_dtype(wanted))
-    return build.node("Cast", [value], step, wanted, out=out, to=number)
+    if value.dtype is None or np.dtype(value.dtype) == np.dtype(dtype):
+        return op.Identity(value, dtype=np.dtype(dtype))
+    return op.Cast(value, to=np.dtype(dtype))
 
 
 def _rename(inner: gs.Graph, edit: Edit, fit: FittedFragment) -> None:

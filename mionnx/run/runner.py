@@ -1,9 +1,9 @@
 """`Runner`: a hooked model that runs. `mionnx.MIModel` adds the analyses."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,6 +17,7 @@ from mionnx.bind.rwkv_gates import refuse_idle
 from mionnx.engine.engines import ready_engine
 from mionnx.engine.options import ONNX_RUNTIME, Options
 from mionnx.errors import InputError, TokenizerError
+from mionnx.graph.axes import dynamic_sizes
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs import past
@@ -47,6 +48,7 @@ from mionnx.spec.hook_spec import HookSpec
 
 SMALL = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
 Prompt = str | Sequence[str] | Tokens | Sequence[Tokens] | ArrayLike
+T = TypeVar("T")
 
 
 class Runner:
@@ -62,6 +64,7 @@ class Runner:
         self.hooked = hooked
         self.options = options or Options()
         self.variants = GraphPool(hooked, self.options)
+        self._opened: dict[Any, Any] = {}
 
     @classmethod
     def from_pretrained(
@@ -186,6 +189,19 @@ class Runner:
             HookError, InterventionError: the spec does not fit the model.
         """
         return self.variants.get(bind.plan_of(hooks or HookSpec(), self.hooked, outputs))
+
+    def opened(self, kind: Callable[[HookedModel, onnx_runtime.Options], T]) -> T:
+        """Return the one instance of a class that opens parts of this model; made on first use.
+
+        Args:
+            kind: a class that is made from a hooked model and options.
+
+        Example:
+            lens = model.opened(Lens)
+        """
+        if kind not in self._opened:
+            self._opened[kind] = kind(self.hooked, self.options)
+        return self._opened[kind]
 
     @property
     def compiled(self) -> Mapping[Plan, OpenGraph]:
@@ -367,9 +383,7 @@ class Runner:
 
     def _refuse_too_large(self, captures: bind.Captures, call: TokenBatch) -> None:
         peak = (
-            estimate_of(self.hooked, captures, bind.dimensions(call.batch, call.seq, call.total)).peak
-            if captures
-            else 0
+            estimate_of(self.hooked, captures, dynamic_sizes(call.batch, call.seq, call.total)).peak if captures else 0
         )
         if peak > SMALL and peak > (free := memory.available()):
             raise InputError(
@@ -389,7 +403,7 @@ class Runner:
             batch, seq: of the call.
             past: tokens in the cache.
         """
-        return estimate_of(self.hooked, bind.captures_of(hooks, self.hooked), bind.dimensions(batch, seq, past + seq))
+        return estimate_of(self.hooked, bind.captures_of(hooks, self.hooked), dynamic_sizes(batch, seq, past + seq))
 
     def __repr__(self) -> str:
         sizes = self.hooked.metadata.sizes

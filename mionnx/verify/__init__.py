@@ -2,6 +2,5 @@
 
 from mionnx.verify.bisect import Bisection
 from mionnx.verify.result import Beside, Fault, Repeat, Row, Verification
-from mionnx.verify.verbs import Verifies
 
-__all__ = ["Beside", "Bisection", "Fault", "Repeat", "Row", "Verification", "Verifies"]
+__all__ = ["Beside", "Bisection", "Fault", "Repeat", "Row", "Verification"]

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InputError, InterventionError, ModelError
+from mionnx.graph.axes import has_sequence, sequence_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress
-from mionnx.rewrite.intervene import sequence_axis
 from mionnx.verify.difference import Difference, LogitDifference, coarser
 from mionnx.verify.environment import environment
 from mionnx.verify.graph_under_test import LOGITS, GraphUnderTest
@@ -102,7 +102,7 @@ def part_of(name: str, value: NDArray[Any], positions: Sequence[int] | None) -> 
         InputError: a position that the prompt does not have.
     """
     axes = HookPoint.parse(name).axes or ()
-    if positions is None or not {"seq", "seq_q"} & {*axes}:
+    if positions is None or not has_sequence(axes):
         return value
     axis = sequence_axis(axes)
     try:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from mionnx.bind import plan as bind
 from mionnx.bind.rwkv_gates import gates_of
 from mionnx.graph import onnx_file
+from mionnx.graph.axes import dynamic_sizes, shape_of
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
@@ -123,8 +124,8 @@ class GraphUnderTest:
             yield group
 
     def _bytes(self, name: str, call: TokenBatch) -> int:
-        dims = bind.dimensions(call.batch, call.seq, call.total)
-        return 4 * prod(bind.shape_of(self.model.axes(HookPoint.parse(name)), dims))
+        dims = dynamic_sizes(call.batch, call.seq, call.total)
+        return 4 * prod(shape_of(self.model.axes(HookPoint.parse(name)), dims))
 
     def longer(self, call: TokenBatch, ids: NDArray[np.int64]) -> TokenBatch:
         """A call with tokens after its prompt.

@@ -1,4 +1,6 @@
-"""The verbs of a model about reproducibility: `verify` and `bisect`."""
+"""Verbs of a model about reproducibility: `verify` and `bisect`."""
+
+from __future__ import annotations
 
 import json
 from collections.abc import Sequence
@@ -10,111 +12,114 @@ from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 from mionnx.machine.progress import Progress, silent
 from mionnx.run.runner import Prompt, Runner
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.verify.bisect import Bisection, bisect
+from mionnx.verify.bisect import Bisection
+from mionnx.verify.bisect import bisect as bisect_graph
 from mionnx.verify.result import Verification
-from mionnx.verify.verify import Request, verify
+from mionnx.verify.verify import Request
+from mionnx.verify.verify import verify as compare_runtimes
 
 
-class Verifies(Runner):
-    """Where runtimes, machines, dtypes or two models disagree, and by how much."""
+def verify(
+    model: Runner,
+    prompts: Sequence[Prompt] | str = (),
+    runtimes: Sequence[str] = ("ort-cpu", "ort-cpu:none", "reference"),
+    *,
+    hooks: str | Sequence[str] | None = None,
+    spec: HookSpec | None = None,
+    other: Runner | None = None,
+    record: str | Path | None = None,
+    against: str | Path | None = None,
+    tolerance: float | None = None,
+    local: bool = True,
+    greedy: int = 8,
+    positions: Sequence[int] | None = None,
+    repeat: bool = False,
+    checkpoint: str | Path | None = None,
+    progress: Progress = silent,
+) -> Verification:
+    """Run this model in several runtimes and compare them hook point by hook point.
 
-    def verify(
-        self,
-        prompts: Sequence[Prompt] | str = (),
-        runtimes: Sequence[str] = ("ort-cpu", "ort-cpu:none", "reference"),
-        *,
-        hooks: str | Sequence[str] | None = None,
-        spec: HookSpec | None = None,
-        other: Runner | None = None,
-        record: str | Path | None = None,
-        against: str | Path | None = None,
-        tolerance: float | None = None,
-        local: bool = True,
-        greedy: int = 8,
-        positions: Sequence[int] | None = None,
-        repeat: bool = False,
-        checkpoint: str | Path | None = None,
-        progress: Progress = silent,
-    ) -> Verification:
-        """Run this model in several runtimes and compare them hook point by hook point.
+    Memory stays below twice what one runtime takes, however many hook points are compared: values lie on disk. Only
+    narrowing a fault down to its nodes holds the values of its one step.
 
-        Memory stays below twice what one runtime takes, however many hook points are compared: values lie on disk. Only
-        narrowing a fault down to its nodes holds the values of its one step.
+    Args:
+        prompts: texts, or ids [seq] or [batch, seq] each; each runs by itself, without padding.
+        runtimes: "torch" (transformers, eager), "ort-cpu", "ort-cuda", "openvino", "onnxruntime-web", "reference"
+            (onnx's own evaluator) or an ONNX Runtime provider's full name; "ort-cpu:none", ":basic", ":extended",
+            ":all" set the optimisation level, ":threads=1" the threads. All are compared with the first.
+        hooks: globs of hook points (those that derive from others by their full names only); `hook_logits` is
+            always compared. If left out, the residual streams, or what was recorded.
+        spec: interventions, in force in every runtime (torch is left out where one is a splice); its captures are
+            compared too.
+        other: a second model, run in each of the runtimes as well: another dtype of the same checkpoint, say.
+        record: write the first runtime's values to this safetensors file, for another machine.
+        against: compare with such a file instead of the first runtime; prompts may be left out.
+        tolerance: largest difference, as a share of the hook point's largest value, that is agreement; by default
+            5e-5 in float32, 5e-3 in float16, 4e-2 in bfloat16.
+        local: measure what each step between hook points adds by itself, and find the first that adds too much.
+        greedy: tokens to choose greedily after each prompt, and compare.
+        positions: compare (and record) these positions of each prompt only.
+        repeat: say which runtimes are bit-identical when this model is run again, on one thread, and with a row in
+            a batch, at all positions.
+        checkpoint: where "torch" finds the weights, if the hooked model's folder has not all of them; not with
+            `other`.
+        progress: called as (stage, done, total).
 
-        Args:
-            prompts: texts, or ids [seq] or [batch, seq] each; each runs by itself, without padding.
-            runtimes: "torch" (transformers, eager), "ort-cpu", "ort-cuda", "openvino", "onnxruntime-web", "reference"
-                (onnx's own evaluator) or an ONNX Runtime provider's full name; "ort-cpu:none", ":basic", ":extended",
-                ":all" set the optimisation level, ":threads=1" the threads. All are compared with the first.
-            hooks: globs of hook points (those that derive from others by their full names only); `hook_logits` is
-                always compared. If left out, the residual streams, or what was recorded.
-            spec: interventions, in force in every runtime (torch is left out where one is a splice); its captures are
-                compared too.
-            other: a second model, run in each of the runtimes as well: another dtype of the same checkpoint, say.
-            record: write the first runtime's values to this safetensors file, for another machine.
-            against: compare with such a file instead of the first runtime; prompts may be left out.
-            tolerance: largest difference, as a share of the hook point's largest value, that is agreement; by default
-                5e-5 in float32, 5e-3 in float16, 4e-2 in bfloat16.
-            local: measure what each step between hook points adds by itself, and find the first that adds too much.
-            greedy: tokens to choose greedily after each prompt, and compare.
-            positions: compare (and record) these positions of each prompt only.
-            repeat: say which runtimes are bit-identical when this model is run again, on one thread, and with a row in
-                a batch, at all positions.
-            checkpoint: where "torch" finds the weights, if the hooked model's folder has not all of them; not with
-                `other`.
-            progress: called as (stage, done, total).
+    Raises:
+        InputError: an unknown runtime, no prompts, a tolerance that is none.
+        HookError: a hook point that the model does not have.
+        RuntimeMissingError: fewer runtimes can run here than a comparison needs.
+        ModelError: a runtime cannot run the model.
+        SpecFileError: a recorded run that cannot be written, or is damaged.
+    """
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    request = Request(
+        runtimes, hooks, spec, other.hooked if other else None, _path(against), _path(record), tolerance, local,
+        greedy, positions, repeat, _path(checkpoint),
+    )  # fmt: skip
+    calls = [_call(model, prompt) for prompt in texts]
+    return compare_runtimes(model.hooked, calls, [_shown(prompt) for prompt in texts], request, progress)
 
-        Raises:
-            InputError: an unknown runtime, no prompts, a tolerance that is none.
-            HookError: a hook point that the model does not have.
-            RuntimeMissingError: fewer runtimes can run here than a comparison needs.
-            ModelError: a runtime cannot run the model.
-            SpecFileError: a recorded run that cannot be written, or is damaged.
-        """
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        request = Request(
-            runtimes, hooks, spec, other.hooked if other else None, _path(against), _path(record), tolerance, local,
-            greedy, positions, repeat, _path(checkpoint),
-        )  # fmt: skip
-        calls = [self._call(prompt) for prompt in texts]
-        return verify(self.hooked, calls, [_shown(prompt) for prompt in texts], request, progress)
 
-    def bisect(
-        self,
-        prompt: Prompt,
-        runtimes: Sequence[str] = ("ort-cpu", "ort-cpu:none"),
-        *,
-        folder: str | Path | None = None,
-        spec: HookSpec | None = None,
-        other: Runner | None = None,
-        tolerance: float | None = None,
-        progress: Progress = silent,
-    ) -> Bisection:
-        """Find the smallest part of the graph whose inputs agree in two runtimes and whose output does not.
+def bisect(
+    model: Runner,
+    prompt: Prompt,
+    runtimes: Sequence[str] = ("ort-cpu", "ort-cpu:none"),
+    *,
+    folder: str | Path | None = None,
+    spec: HookSpec | None = None,
+    other: Runner | None = None,
+    tolerance: float | None = None,
+    progress: Progress = silent,
+) -> Bisection:
+    """Find the smallest part of the graph whose inputs agree in two runtimes and whose output does not.
 
-        Args:
-            prompt: a text, or ids.
-            runtimes: two that run graphs (not "torch"), or one if `other` is given.
-            folder: made new, if there is such a part: it as `model.onnx`, its inputs, both outputs, and a program that
-                shows the difference; for a bug report.
-            spec: interventions, in force in both.
-            other: a second model instead of a second runtime.
-            tolerance: see `verify`; 0 finds the first node that does not give the same bits.
-            progress: called as (stage, done, total).
+    Args:
+        prompt: a text, or ids.
+        runtimes: two that run graphs (not "torch"), or one if `other` is given.
+        folder: made new, if there is such a part: it as `model.onnx`, its inputs, both outputs, and a program that
+            shows the difference; for a bug report.
+        spec: interventions, in force in both.
+        other: a second model instead of a second runtime.
+        tolerance: see `verify`; 0 finds the first node that does not give the same bits.
+        progress: called as (stage, done, total).
 
-        Raises:
-            InputError: a runtime that cannot run a part of a graph, or not two sides.
-            RuntimeMissingError: a runtime that is not installed.
-            ModelError: the folder exists, or a runtime cannot run the model.
-        """
-        hooked = other.hooked if other else None
-        return bisect(self.hooked, self._call(prompt), list(runtimes), _path(folder), spec, hooked, tolerance, progress)
+    Raises:
+        InputError: a runtime that cannot run a part of a graph, or not two sides.
+        RuntimeMissingError: a runtime that is not installed.
+        ModelError: the folder exists, or a runtime cannot run the model.
+    """
+    hooked = other.hooked if other else None
+    return bisect_graph(
+        model.hooked, _call(model, prompt), list(runtimes), _path(folder), spec, hooked, tolerance, progress
+    )
 
-    def _call(self, prompt: Prompt) -> TokenBatch:
-        call = make_token_batch(self._ids(prompt), None, None, self.hooked.metadata.sizes)
-        if not call.real.all():
-            raise InputError("texts of unequal length in one prompt: give each as a prompt of its own")
-        return call
+
+def _call(model: Runner, prompt: Prompt) -> TokenBatch:
+    call = make_token_batch(model._ids(prompt), None, None, model.hooked.metadata.sizes)
+    if not call.real.all():
+        raise InputError("texts of unequal length in one prompt: give each as a prompt of its own")
+    return call
 
 
 def read_prompts(path: Path) -> list[Any]:

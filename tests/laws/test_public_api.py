@@ -38,7 +38,16 @@ def _signature(what: Any) -> dict[str, str] | None:
 def _members(cls: type) -> dict[str, Any]:
     """Public attributes of a class: a method's parameters; None for a property or a plain value."""
     names = [name for name in dir(cls) if not name.startswith("_")]
-    return {name: _signature(getattr(cls, name)) if callable(getattr(cls, name)) else None for name in names}
+    return {name: _member(cls, name) if callable(getattr(cls, name)) else None for name in names}
+
+
+def _member(cls: type, name: str) -> dict[str, str] | None:
+    """A member's parameters; the first one of a method is "self", whatever it is called: no call names it."""
+    found = _signature(getattr(cls, name))
+    if not found or not inspect.isfunction(inspect.getattr_static(cls, name)):
+        return found
+    first, *others = found
+    return {"self": found[first], **{other: found[other] for other in others}}
 
 
 def _name(what: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from mionnx.errors import HookError
+from mionnx.graph.axes import format_shape
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.spec.hook_spec import Capture, Predicate, resolve
@@ -81,4 +82,4 @@ def _pair(entry: Any) -> tuple[Where, HookFunction]:
 def spelled(model: HookedModel, name: str, value: NDArray[Any]) -> str:
     """For messages: a value's shape with the names of its axes."""
     axes: Sequence[str | int] = HookPoint.parse(name).axes or model.axes(HookPoint.parse(name))
-    return "[" + ", ".join(f"{axis}={size}" for axis, size in zip(axes, value.shape, strict=True)) + "]"
+    return format_shape(axes, value.shape)

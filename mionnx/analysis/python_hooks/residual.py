@@ -22,144 +22,152 @@ Layers = int | Iterable[int]
 Steer = tuple[int, ArrayLike, float]  # layer, vector [hidden], strength
 
 
-class Residuals(Runner):
-    """Capture, ablation, steering and patching of the residual stream, on one prompt."""
+def capture_residuals(model: Runner, prompt: Prompt, layers: Layers) -> Streams:
+    """The last token's residual stream after layers: layer -> [hidden].
 
-    def capture_residuals(self, prompt: Prompt, layers: Layers) -> Streams:
-        """The last token's residual stream after layers: layer -> [hidden].
+    Raises:
+        HookError: a layer that the model does not have.
+        InputError: several prompts.
+    """
+    return _last_residuals(model, prompt, HookSpec(), layers)
 
-        Raises:
-            HookError: a layer that the model does not have.
-            InputError: several prompts.
-        """
-        return self._last_residuals(prompt, HookSpec(), layers)
 
-    def forward_with_capture(self, prompt: Prompt, layers: Layers) -> Streams:
-        """All tokens' residual stream after layers: layer -> [seq, hidden].
+def forward_with_capture(model: Runner, prompt: Prompt, layers: Layers) -> Streams:
+    """All tokens' residual stream after layers: layer -> [seq, hidden].
 
-        Raises:
-            HookError, InputError: as `capture_residuals`.
-        """
-        points = self._points(layers)
-        cache = self._forward_one(prompt, _capturing(HookSpec(), points, None))
-        return {layer: cache[point][0] for layer, point in points.items()}
+    Raises:
+        HookError, InputError: as `capture_residuals`.
+    """
+    points = _points(model, layers)
+    cache = _forward_one(model, prompt, _capturing(HookSpec(), points, None))
+    return {layer: cache[point][0] for layer, point in points.items()}
 
-    def forward_ablate(self, prompt: Prompt, ablate_layers: Layers, capture_layers: Layers) -> Streams:
-        """The same as `capture_residuals`, with the residual stream set to zero after some layers.
 
-        Raises:
-            HookError, InputError: as `capture_residuals`.
-            InterventionError: an ablation behind all captured layers.
-        """
-        return self._last_residuals(prompt, self._ablation(ablate_layers), capture_layers)
+def forward_ablate(model: Runner, prompt: Prompt, ablate_layers: Layers, capture_layers: Layers) -> Streams:
+    """The same as `capture_residuals`, with the residual stream set to zero after some layers.
 
-    def forward_steer(self, prompt: Prompt, steers: Sequence[Steer], capture_layers: Layers) -> Streams:
-        """The same as `capture_residuals`, with vectors added to the last token's residual stream.
+    Raises:
+        HookError, InputError: as `capture_residuals`.
+        InterventionError: an ablation behind all captured layers.
+    """
+    return _last_residuals(model, prompt, _ablation(model, ablate_layers), capture_layers)
 
-        Args:
-            prompt: one text.
-            steers: (layer, vector [hidden], strength): strength times the vector is added after the layer.
-            capture_layers: after which layers to read.
 
-        Raises:
-            HookError, InputError: as `capture_residuals`.
-            InterventionError: a vector of another shape, or a layer behind all captured ones.
-        """
-        return self._last_residuals(prompt, self._steering(steers, [-1]), capture_layers)
+def forward_steer(model: Runner, prompt: Prompt, steers: Sequence[Steer], capture_layers: Layers) -> Streams:
+    """The same as `capture_residuals`, with vectors added to the last token's residual stream.
 
-    def patch_activations(
-        self, donor: Prompt, recipient: Prompt, at: Sequence[tuple[int, int]], capture_layers: Layers
-    ) -> Streams:
-        """The same as `capture_residuals` on a recipient, with tokens' residual streams taken from a donor.
+    Args:
+        prompt: one text.
+        steers: (layer, vector [hidden], strength): strength times the vector is added after the layer.
+        capture_layers: after which layers to read.
 
-        Args:
-            donor, recipient: one text each; their lengths may differ.
-            at: (layer, position): the donor's stream after this layer at this position takes the place of the
-                recipient's there. Negative positions are counted from the end of each text.
-            capture_layers: after which layers to read.
+    Raises:
+        HookError, InputError: as `capture_residuals`.
+        InterventionError: a vector of another shape, or a layer behind all captured ones.
+    """
+    return _last_residuals(model, prompt, _steering(model, steers, [-1]), capture_layers)
 
-        Raises:
-            HookError, InputError: as `capture_residuals`.
-            InterventionError: a position that one of the texts does not have, or a layer behind all captured ones.
-        """
-        given = self.forward_with_capture(donor, [layer for layer, _ in at])
-        spec = HookSpec()
-        for layer, position in at:
-            length = len(given[layer])
-            if not -length <= position < length:
-                raise InterventionError(f"position {position}: the donor has the positions 0 to {length - 1}")
-            spec.intervene(HookPoint.ResidPost(layer), Intervention.Replace(given[layer][position], positions=position))
-        return self._last_residuals(recipient, spec, capture_layers)
 
-    def generate_with_hooks(
-        self,
-        prompt: Prompt,
-        max_new_tokens: int,
-        ablate_layers: Layers | None = None,
-        steers: Sequence[Steer] | None = None,
-    ) -> tuple[str, list[int]]:
-        """Continue a prompt greedily, with ablations and steering in force at every step.
+def patch_activations(
+    model: Runner, donor: Prompt, recipient: Prompt, at: Sequence[tuple[int, int]], capture_layers: Layers
+) -> Streams:
+    """The same as `capture_residuals` on a recipient, with tokens' residual streams taken from a donor.
 
-        Args:
-            prompt: one text.
-            max_new_tokens: at most so many.
-            ablate_layers: after these, the residual stream of every token is zero.
-            steers: as for `forward_steer`: added at the last token of the prompt, and at every new one.
+    Args:
+        donor, recipient: one text each; their lengths may differ.
+        at: (layer, position): the donor's stream after this layer at this position takes the place of the
+            recipient's there. Negative positions are counted from the end of each text.
+        capture_layers: after which layers to read.
 
-        Returns:
-            the continuation, as text and as ids.
+    Raises:
+        HookError, InputError: as `capture_residuals`.
+        InterventionError: a position that one of the texts does not have, or a layer behind all captured ones.
+    """
+    given = forward_with_capture(model, donor, [layer for layer, _ in at])
+    spec = HookSpec()
+    for layer, position in at:
+        length = len(given[layer])
+        if not -length <= position < length:
+            raise InterventionError(f"position {position}: the donor has the positions 0 to {length - 1}")
+        spec.intervene(HookPoint.ResidPost(layer), Intervention.Replace(given[layer][position], positions=position))
+    return _last_residuals(model, recipient, spec, capture_layers)
 
-        Raises:
-            HookError, InputError, InterventionError: as the other verbs.
-            TokenizerError: the model has no tokenizer to make a text with.
-        """
-        spec = self._ablation(ablate_layers) if ablate_layers is not None else HookSpec()
-        where: list[int | str] = [-1] if max_new_tokens == 1 else [-1, "generated"]
-        spec.extend(self._steering(steers or (), where))
-        made = self.generate(self._one_prompt(prompt), spec, max_new_tokens=max_new_tokens)
-        ids = made.new_ids[0].tolist()
-        return self.tokenizer.decode(ids), ids
 
-    def _ablation(self, layers: Layers) -> HookSpec:
-        spec = HookSpec()
-        for point in self._points(layers).values():
-            spec.intervene(point, Intervention.Zero())
-        return spec
+def generate_with_hooks(
+    model: Runner,
+    prompt: Prompt,
+    max_new_tokens: int,
+    ablate_layers: Layers | None = None,
+    steers: Sequence[Steer] | None = None,
+) -> tuple[str, list[int]]:
+    """Continue a prompt greedily, with ablations and steering in force at every step.
 
-    def _steering(self, steers: Sequence[Steer], positions: Sequence[int | str]) -> HookSpec:
-        spec = HookSpec()
-        for layer, vector, strength in steers:
-            given = np.asarray(vector)
-            if given.shape != (self.hidden_size,):
-                raise InterventionError(f"a steering vector is [hidden={self.hidden_size}], got {list(given.shape)}")
-            for point in self._points(layer).values():
-                for position in positions:
-                    spec.intervene(point, Intervention.Add(given * strength, positions=position))
-        return spec
+    Args:
+        prompt: one text.
+        max_new_tokens: at most so many.
+        ablate_layers: after these, the residual stream of every token is zero.
+        steers: as for `forward_steer`: added at the last token of the prompt, and at every new one.
 
-    def _last_residuals(self, prompt: Prompt, spec: HookSpec, layers: Layers) -> Streams:
-        points = self._points(layers)
-        cache = self._forward_one(prompt, _capturing(spec, points, -1))
-        return {layer: cache[point][0, 0] for layer, point in points.items()}
+    Returns:
+        the continuation, as text and as ids.
 
-    def _forward_one(self, prompt: Prompt, spec: HookSpec) -> Any:
-        return self.forward(self._one_prompt(prompt), spec, logits=False)
+    Raises:
+        HookError, InputError, InterventionError: as the other verbs.
+        TokenizerError: the model has no tokenizer to make a text with.
+    """
+    spec = _ablation(model, ablate_layers) if ablate_layers is not None else HookSpec()
+    where: list[int | str] = [-1] if max_new_tokens == 1 else [-1, "generated"]
+    spec.extend(_steering(model, steers or (), where))
+    made = model.generate(_one_prompt(model, prompt), spec, max_new_tokens=max_new_tokens)
+    ids = made.new_ids[0].tolist()
+    return model.tokenizer.decode(ids), ids
 
-    def _one_prompt(self, prompt: Prompt) -> Any:
-        tokens = self._ids(prompt)
-        if count_rows(tokens) != 1:
-            raise InputError(f"one prompt is expected, got {count_rows(tokens)}")
-        return tokens
 
-    def _points(self, layers: Layers) -> dict[int, HookPoint]:
-        """Layer -> the hook point after it."""
-        given = [layers] if isinstance(layers, int | np.integer) else list(layers)
-        if not given:
-            raise HookError("no layers are given")
-        for layer in given:
-            if not isinstance(layer, int | np.integer) or not 0 <= layer < self.num_layers:
-                raise HookError(f"layer {layer!r}: the model has the layers 0 to {self.num_layers - 1}")
-        return {int(layer): HookPoint.ResidPost(layer) for layer in given}
+def _ablation(model: Runner, layers: Layers) -> HookSpec:
+    spec = HookSpec()
+    for point in _points(model, layers).values():
+        spec.intervene(point, Intervention.Zero())
+    return spec
+
+
+def _steering(model: Runner, steers: Sequence[Steer], positions: Sequence[int | str]) -> HookSpec:
+    spec = HookSpec()
+    for layer, vector, strength in steers:
+        given = np.asarray(vector)
+        if given.shape != (model.hidden_size,):
+            raise InterventionError(f"a steering vector is [hidden={model.hidden_size}], got {list(given.shape)}")
+        for point in _points(model, layer).values():
+            for position in positions:
+                spec.intervene(point, Intervention.Add(given * strength, positions=position))
+    return spec
+
+
+def _last_residuals(model: Runner, prompt: Prompt, spec: HookSpec, layers: Layers) -> Streams:
+    points = _points(model, layers)
+    cache = _forward_one(model, prompt, _capturing(spec, points, -1))
+    return {layer: cache[point][0, 0] for layer, point in points.items()}
+
+
+def _forward_one(model: Runner, prompt: Prompt, spec: HookSpec) -> Any:
+    return model.forward(_one_prompt(model, prompt), spec, logits=False)
+
+
+def _one_prompt(model: Runner, prompt: Prompt) -> Any:
+    tokens = model._ids(prompt)
+    if count_rows(tokens) != 1:
+        raise InputError(f"one prompt is expected, got {count_rows(tokens)}")
+    return tokens
+
+
+def _points(model: Runner, layers: Layers) -> dict[int, HookPoint]:
+    """Layer -> the hook point after it."""
+    given = [layers] if isinstance(layers, int | np.integer) else list(layers)
+    if not given:
+        raise HookError("no layers are given")
+    for layer in given:
+        if not isinstance(layer, int | np.integer) or not 0 <= layer < model.num_layers:
+            raise HookError(f"layer {layer!r}: the model has the layers 0 to {model.num_layers - 1}")
+    return {int(layer): HookPoint.ResidPost(layer) for layer in given}
 
 
 def _capturing(spec: HookSpec, points: dict[int, HookPoint], positions: int | None) -> HookSpec:

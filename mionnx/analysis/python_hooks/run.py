@@ -73,7 +73,7 @@ def run(
         logits and captures; a capture sees what the functions made.
 
     Raises:
-        HookError, InterventionError, InputError: see `Functions.run_with_hooks`.
+        HookError, InterventionError, InputError: see `run_with_hooks`.
     """
     functions = register(model.hooked, fwd_hooks)
     if not functions:

@@ -11,7 +11,7 @@ from mionnx.analysis.sweep.clean_run import Record, record
 from mionnx.analysis.sweep.grid import Grid
 from mionnx.analysis.sweep.layer_graphs import Pieces
 from mionnx.errors import InputError
-from mionnx.rewrite.intervene import sequence_axis
+from mionnx.graph.axes import sequence_axis
 
 Ids = NDArray[np.int64]
 Arrays = dict[str, NDArray[Any]]

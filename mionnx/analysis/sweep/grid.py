@@ -8,11 +8,10 @@ from fnmatch import fnmatchcase
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.bind.selection import heads_axis
 from mionnx.errors import HookError, InputError, nearest
+from mionnx.graph.axes import has_sequence, heads_axis, sequence_axis
 from mionnx.graph.hook_points import VARIANTS, HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.rewrite.intervene import sequence_axis
 
 AXES = ("layer", "position", "head", "source")
 
@@ -101,7 +100,7 @@ def make_grid(
     if not isinstance(over, Iterable):
         raise InputError(f"over={over!r} names no axes; it is one or several of {', '.join(AXES)}")
     axes, names = variant.axes or (), (over,) if isinstance(over, str) else tuple(over)
-    has = {"layer": True, "position": bool({"seq", "seq_q"} & {*axes}), "head": heads_axis(axes) is not None}
+    has = {"layer": True, "position": has_sequence(axes), "head": heads_axis(axes) is not None}
     has["source"] = "seq_k" in axes
     for name in names:
         if not has.get(name, False):

@@ -22,9 +22,9 @@ from mionnx.analysis.sweep.grid import Grid
 from mionnx.analysis.sweep.layer_graphs import Arrays, Pieces, Text
 from mionnx.analysis.sweep.metric import Metric
 from mionnx.errors import InputError, ModelError
+from mionnx.graph.axes import has_sequence, sequence_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine import memory
-from mionnx.rewrite.intervene import sequence_axis
 from mionnx.rewrite.plan import Edit
 
 TOKENS = 4096  # that one call computes at most: more gains nothing, and takes memory
@@ -241,7 +241,7 @@ class Climb:
         edit = Edit(hook, "replace", 0, axes, masked=True)
         first = self.seq - 1 if narrow else self.start
         shape = list(self.patched.base.values[hook].shape)
-        along = sequence_axis(axes) if {"seq", "seq_q"} & {*axes} else None
+        along = sequence_axis(axes) if has_sequence(axes) else None
         donor = self.patched.donors[hook]
         if along is not None:
             shape[along] -= first

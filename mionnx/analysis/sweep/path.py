@@ -19,8 +19,8 @@ from mionnx.analysis.sweep.layer_graphs import Arrays
 from mionnx.analysis.sweep.metric import Metric
 from mionnx.analysis.sweep.patched_runs import Cells, Climb, Patched
 from mionnx.analysis.sweep.receivers import Receivers
-from mionnx.bind.selection import heads_axis
 from mionnx.errors import InputError
+from mionnx.graph.axes import heads_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.rewrite.plan import Edit
 

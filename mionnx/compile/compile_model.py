@@ -1,0 +1,69 @@
+"""`MIModel.compile`: a model with a spec's interventions baked in, written to a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from mionnx.compile.package import Knobs, Packaging, compile_spec
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.machine.progress import bars
+from mionnx.spec.hook_spec import HookSpec
+
+
+class Hooked(Protocol):
+    """Anything that has a hooked model, such as `MIModel`."""
+
+    hooked: HookedModel
+
+
+def compile_model(
+    model: Hooked,
+    hooks: HookSpec,
+    folder: str | Path,
+    *,
+    knobs: Knobs | None = None,
+    captures: bool = True,
+    last_logits: bool = False,
+    weights: str | None = None,
+    target: str = "generic",
+    layout: str = "plain",
+) -> Path:
+    """Write a folder with one plain ONNX model in which a spec's interventions are baked in.
+
+    `mionnx.compile.package` describes the folder. A call of the compiled graph that starts at token 0 is the prompt:
+    negative positions count from its end, and "generated" means the tokens of later calls.
+
+    Args:
+        hooks: the spec. Values must be the same for all tokens they apply to.
+        folder: path of a folder that does not exist yet.
+        knobs: name of a graph input -> the hook points whose interventions it scales (None: all that have a strength).
+            The input multiplies what is added or projected out, by default by 1, or is the factor of a scale.
+        captures: keep the spec's captures as outputs.
+        last_logits: return the logits of the last position only.
+        weights, target, layout: see `mionnx.compile.package.Packaging`.
+
+    Returns:
+        the folder.
+
+    Raises:
+        HookError, InterventionError: a spec that does not fit the model, or that only a single call can have.
+        ModelError: the folder exists or cannot be written.
+        RuntimeMissingError: the target's provider is not installed.
+
+    Example:
+        spec = HookSpec().intervene("blocks.1.attn.hook_z", Intervention.Zero(heads=[3]))
+        folder = model.compile(spec, "without-head-3")
+    """
+    packaging = Packaging(weights, target, layout)
+    with bars() as progress:
+        return compile_spec(
+            model.hooked,
+            hooks,
+            folder,
+            knobs=knobs,
+            captures=captures,
+            last_logits=last_logits,
+            packaging=packaging,
+            progress=progress,
+        )

@@ -1,0 +1,197 @@
+"""Sweeps that are interrupted, resumed and estimated: what is kept, for which metric, and what is left to do."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from repository import REPOSITORY
+from sweep_metrics import OTHER, ROWS, SAME, of_token
+from sweep_pairs import SEQ, prompts
+from typer.testing import CliRunner
+
+from mionnx.analysis.sweep.fingerprint import mark_of
+from mionnx.analysis.sweep.patched_runs import Shortcuts
+from mionnx.cli.main import app
+from mionnx.errors import InputError
+
+CLEAN, CORRUPTED = prompts(14)
+
+
+def test_an_interrupted_sweep_goes_on_where_it_stopped(models, tmp_path):
+    model, (clean, corrupted) = models("llama"), prompts(12)
+    kwargs = {"answer": 5, "versus": 9, "shortcuts": Shortcuts(batch=False), "resume": tmp_path / "sweep.safetensors"}
+    seen = []
+
+    def stop(stage, done, total):
+        seen.append(done)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.patch_sweep(clean, corrupted, progress=stop, **kwargs)
+    again = []
+    found = model.patch_sweep(clean, corrupted, progress=lambda stage, done, total: again.append(done), **kwargs)
+    assert again[0] == seen[-1] + 1
+    assert again[-1] == 2 * SEQ
+    assert (found.values == model.patch_sweep(clean, corrupted, **{**kwargs, "resume": False}).values).all()
+    with pytest.raises(InputError, match="another sweep"):
+        model.patch_sweep(clean, corrupted, "resid_mid", **kwargs)
+    (tmp_path / "sweep.safetensors").write_bytes(b"damaged")
+    with pytest.raises(InputError, match="no file of a sweep"):
+        model.patch_sweep(clean, corrupted, **kwargs)
+
+
+def test_the_store_keeps_an_interrupted_sweep_and_forgets_a_finished_one(models, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIONNX_CACHE", str(tmp_path))
+    model, (clean, corrupted) = models("llama"), prompts(12)
+
+    def stop(stage, done, total):
+        raise KeyboardInterrupt
+
+    kwargs = {"answer": 5, "versus": 9, "shortcuts": Shortcuts(batch=False), "resume": True}
+    with pytest.raises(KeyboardInterrupt):
+        model.patch_sweep(clean, corrupted, progress=stop, **kwargs)
+    assert len(list((tmp_path / "sweeps").iterdir())) == 1
+    assert np.isfinite(model.patch_sweep(clean, corrupted, **kwargs).values).all()
+    assert list((tmp_path / "sweeps").iterdir()) == []
+
+
+def test_a_sweep_that_fails_leaves_nothing_in_the_store(models, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIONNX_CACHE", str(tmp_path))
+    model, (clean, corrupted) = models("llama"), prompts(12)
+
+    def fail(stage, done, total):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        model.patch_sweep(clean, corrupted, metric=of_token(4), progress=fail, resume=True)
+    assert list((tmp_path / "sweeps").iterdir()) == []
+
+
+def test_the_store_knows_interrupted_sweeps(models, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIONNX_CACHE", str(tmp_path))
+    model, (clean, corrupted) = models("llama"), prompts(12)
+
+    def stop(stage, done, total):
+        raise KeyboardInterrupt
+
+    def interrupted() -> Path:
+        with pytest.raises(KeyboardInterrupt):
+            model.patch_sweep(clean, corrupted, metric=of_token(4), progress=stop, resume=True)
+        (file,) = (tmp_path / "sweeps").iterdir()
+        return file
+
+    def command(*arguments: str) -> str:
+        return CliRunner().invoke(app, ["cache", *arguments], catch_exceptions=False).output
+
+    file = interrupted()
+    (entry,) = [one for one in json.loads(command("ls", "--json")) if one["kind"] == "sweeps"]
+    assert entry["bytes"] == file.stat().st_size
+    assert entry["key"] == file.name
+    assert "every entry is whole" in command("verify")
+    assert f"removed {len(json.loads(command('ls', '--json')))} entries" in command("prune", "--to", "0B")
+    assert not file.exists()
+    assert interrupted() == file
+    command("clear")
+    assert not file.exists()
+
+
+def test_the_estimate_counts_what_is_computed(models):
+    model, (clean, corrupted) = models("llama"), prompts(13)
+    estimates = []
+    found = model.patch_sweep(
+        clean, corrupted, "z", ("layer", "head", "position"), answer=5, versus=9,
+        before=lambda sweep: estimates.append(sweep.estimate()),
+    )  # fmt: skip
+    (estimate,) = estimates
+    assert estimate.cells == found.values.size == 2 * 4 * SEQ
+    assert estimate.computed == found.cost["cells"] - found.cost["without effect"] < estimate.cells
+    assert estimate.calls >= 1
+
+
+@pytest.mark.parametrize("kind", ["patch", "ablation", "paths"])
+def test_the_estimate_is_of_the_size_of_what_it_takes(shipped, kind):
+    """Sixty tokens, so that there is something to time; the sessions are opened by a first sweep."""
+    (clean, corrupted), seen = prompts(13, seq=60), []
+    given = {"over": ("layer", "head"), "answer": 5, "versus": 9, "metric": "logit_diff"}
+
+    def sweep(**more):
+        if kind == "ablation":
+            return shipped.ablation_sweep(clean, "z", **given, **more)
+        if kind == "patch":
+            return shipped.patch_sweep(clean, corrupted, "z", **given, **more)
+        return shipped.path_patch(clean, corrupted, "all", "z", **given, **more)
+
+    sweep()
+    estimates = []
+    found = sweep(before=lambda ready: estimates.append((ready.estimate(), seen.append(ready))))
+    assert found.cost["seconds"] / 5 < estimates[0][0].seconds < 5 * found.cost["seconds"]
+    record = seen[0]._first[0].base
+    assert estimates[0][0].memory > record.nbytes > 4 * 60 * shipped.hidden_size * shipped.num_layers
+
+
+def test_the_estimate_counts_the_vocabulary_and_what_is_kept(shipped, tmp_path):
+    estimates, kept = [], {"resume": tmp_path / "kept", "shortcuts": Shortcuts(batch=False)}
+    stops = iter([None, None, KeyboardInterrupt()])
+
+    def stop(stage, done, total):
+        if error := next(stops, None):
+            raise error
+
+    def take(sweep):
+        estimates.append((sweep.estimate(), sweep._first[0].row_bytes(1)))
+
+    for metric in ({"metric": "probability", "answer": 5}, {"metric": "logit_diff", "answer": 5, "versus": 9}):
+        shipped.patch_sweep(CLEAN, CORRUPTED, before=take, **metric)
+    assert estimates[0][1] - estimates[1][1] == (shipped.vocab_size - 2) * (4 + 4 * 8)
+    assert estimates[0][0].memory > estimates[1][0].memory
+    with pytest.raises(KeyboardInterrupt):
+        shipped.patch_sweep(CLEAN, CORRUPTED, answer=5, versus=9, progress=stop, before=take, **kept)
+    shipped.patch_sweep(CLEAN, CORRUPTED, answer=5, versus=9, before=take, **kept)
+    shipped.patch_sweep(CLEAN, CORRUPTED, answer=5, versus=9, before=take, **kept)
+    computed = [estimate.computed for estimate, _ in estimates[2:]]
+    assert computed == [computed[0], computed[0] - 3, 0]
+    assert estimates[-1][0].seconds == 0
+
+
+def test_metrics_are_told_apart_by_what_they_compute():
+    for name, make in SAME.items():
+        assert mark_of(make()) == mark_of(make()), name
+    for name, (one, other) in OTHER.items():
+        assert mark_of(one) != mark_of(other), name
+    before = mark_of(SAME["array"]())
+    ROWS[0] += 1
+    try:
+        assert mark_of(SAME["array"]()) != before
+    finally:
+        ROWS[0] -= 1
+
+
+def test_metrics_are_the_same_in_another_process():
+    program = (
+        "import json, sys; sys.path.insert(0, 'tests/shared'); import sweep_metrics as t; "
+        "from mionnx.analysis.sweep.fingerprint import mark_of; "
+        "print(json.dumps({name: mark_of(make()) for name, make in t.SAME.items()}))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    assert json.loads(ran.stdout) == {name: mark_of(make()) for name, make in SAME.items()}
+
+
+class Counting:
+    def __call__(self, logits):
+        return logits[:, 0]
+
+
+def test_a_sweep_is_resumed_with_its_own_metric_only(models, tmp_path):
+    model, (clean, corrupted) = models("llama"), prompts(12)
+    kept = {"over": ("layer",), "resume": tmp_path / "sweep.safetensors"}
+    model.patch_sweep(clean, corrupted, metric=of_token(4), **kept)
+    with pytest.raises(InputError, match="another sweep"):
+        model.patch_sweep(clean, corrupted, metric=of_token(5), **kept)
+    for wrong in (Counting(), Counting().__call__, lambda logits: logits[:, model.num_layers]):
+        with pytest.raises(InputError, match="cannot be resumed"):
+            model.patch_sweep(clean, corrupted, metric=wrong, **kept)
+    assert model.patch_sweep(clean, corrupted, over=("layer",), metric=Counting()).values.shape == (2,)

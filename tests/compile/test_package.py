@@ -1,0 +1,359 @@
+"""Compiled intervention graphs: run without mionnx, they give what mionnx gives."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from families import VOCAB
+from repository import REPOSITORY, SHARED
+
+from mionnx import (
+    HookPoint,
+    HookSpec,
+    InputError,
+    Intervention,
+    InterventionError,
+    KnockoutSpec,
+    MIModel,
+    ModelError,
+    RuntimeMissingError,
+    StateKnockoutSpec,
+    StateSteeringSpec,
+    create_knockout_mask,
+)
+
+NEW = 5
+RUNNER = SHARED / "runner.py"
+DIRECTION = np.cos(np.arange(64)).astype(np.float32)
+
+
+def batch(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.random.default_rng(rows).integers(3, VOCAB, (rows, 7))
+    mask = np.ones_like(ids)
+    for row in range(rows - 1):
+        mask[row, : 3 - row] = 0
+    return ids, mask
+
+
+def feeds_of(model: MIModel, ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:
+    """What the graph of a prompt is fed."""
+    feeds = {"input_ids": ids, "attention_mask": mask, "position_ids": np.maximum(mask.cumsum(1) - 1, 0)}
+    for i in range(model.num_layers):
+        for part in ("key", "value"):
+            empty = np.zeros((len(ids), model.num_kv_heads, 0, model.head_dim), np.float32)
+            feeds[f"past_key_values.{i}.{part}"] = empty
+    return feeds
+
+
+def run_alone(graph: Path, feeds: dict[str, np.ndarray], folder: Path, new: int = NEW) -> dict[str, np.ndarray]:
+    """The outputs of a process that has onnxruntime and numpy only: "{step}/{output}"."""
+    np.savez(folder / "feeds.npz", **feeds)
+    files = [str(path) for path in (graph, folder / "feeds.npz", folder / "out.npz")]
+    ran = subprocess.run([sys.executable, "-I", str(RUNNER), *files, str(new)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return dict(np.load(folder / "out.npz"))
+
+
+def everything(model: MIModel) -> HookSpec:
+    """Every kind, every limit that a compiled graph can have."""
+    edge = create_knockout_mask(KnockoutSpec().edge(4, 2).edge(8, 5), model.num_heads, 9)
+    head = np.sin(np.arange(model.head_dim))
+    return (
+        HookSpec()
+        .intervene(HookPoint.ResidPost(0), Intervention.Add(DIRECTION, positions=[1, -1, 8]))
+        .intervene(HookPoint.ResidPost(0), Intervention.Scale(1.25))
+        .intervene(HookPoint.AttnZ(1), Intervention.Zero(heads=1, positions="prompt"))
+        .intervene(HookPoint.AttnScores(1), Intervention.Knockout(edge))
+        .intervene(HookPoint.MlpOut(0), Intervention.Scale(0.5, positions="generated"))
+        .intervene(HookPoint.ResidPre(1), Intervention.ProjectOut(DIRECTION, positions=-2))
+        .intervene(HookPoint.AttnV(0), Intervention.Replace(head[None, None], heads=1, positions=2))
+        .intervene("hook_final_norm", Intervention.Replace(DIRECTION, positions=5))
+        .capture(HookPoint.AttnPattern(1))
+        .capture(HookPoint.ResidPost(0), before=True)
+    )
+
+
+def test_a_compiled_graph_gives_the_same_bits(family, models, tmp_path):
+    """One call of a left-padded batch: logits and captures, with every intervention baked in, bit for bit."""
+    model, (ids, mask) = models(family), batch(3)
+    spec = everything(model)
+    found = model.compile(spec, tmp_path / "out")
+    plain = HookSpec()
+    for point, edit in spec.interventions:  # one call has no generated tokens, and of a mask only what it covers
+        if edit.positions == "generated" or edit.positions == (5,):
+            continue
+        if edit.kind == "knockout":
+            edit = Intervention.Knockout(edit.value[..., :7, :7])
+        if edit.positions == (1, -1, 8):
+            edit = Intervention.Add(DIRECTION, positions=[1, -1])
+        plain.intervene(point, edit)
+    plain.capture(HookPoint.AttnPattern(1)).capture(HookPoint.ResidPost(0), before=True)
+    plain.intervene("hook_final_norm", Intervention.Replace(DIRECTION, positions=5, rows=2))
+    expected = model.forward(ids, plain, attention_mask=mask, use_cache=True)
+    alone = run_alone(found / "model.onnx", feeds_of(model, ids, mask), tmp_path, new=0)
+    real = mask.astype(bool)
+    assert np.array_equal(alone["0/logits"][real], expected.output()[real])
+    assert np.array_equal(
+        alone["0/blocks.0.hook_resid_post.before"][real], expected[f"{HookPoint.ResidPost(0)}.before"][real]
+    )
+    ours, theirs = (np.moveaxis(a, 2, 1)[real] for a in (alone["0/blocks.1.attn.hook_pattern"], expected["pattern", 1]))
+    assert np.array_equal(ours, theirs)
+
+
+def test_decoding_with_a_compiled_graph_is_generating(family, models, tmp_path):
+    """Positions of the prompt, of new tokens, phases and masks hold step by step, as in `generate`."""
+    model, (ids, mask) = models(family), batch(3)
+    spec = everything(model)
+    alone = run_alone(model.compile(spec, tmp_path / "out") / "model.onnx", feeds_of(model, ids, mask), tmp_path)
+    found = model.generate(ids, spec, attention_mask=mask, max_new_tokens=NEW + 1, eos_token_id=[], output_logits=True)
+    for step, cache in enumerate(found.steps):
+        ours, theirs = alone[f"{step}/logits"][:, -1], cache.output()[:, -1]
+        assert np.abs(ours - theirs).max() / max(1, np.abs(theirs).max()) < 5e-5
+
+
+@pytest.mark.parametrize("layout", ["6-pth", "7-fla"])
+def test_a_compiled_recurrent_graph(rwkv, layout, tmp_path):
+    """State interventions take the place of the gates' defaults; the positions of tokens stay an input."""
+    model = rwkv(layout)
+    spec = (
+        HookSpec()
+        .set_state_steering(StateSteeringSpec(2.0).positions([1, 3]).head(1))
+        .set_state_steering(StateSteeringSpec(0.5).position("generated").layer(0))
+        .set_state_knockout(StateKnockoutSpec().positions([3, -1]).layer(1).decay())
+        .intervene(HookPoint.ResidPost(0), Intervention.Scale(1.5, positions=[2, 7]))
+        .intervene(HookPoint.RwkvK(1), Intervention.Scale(0.5, heads=0))
+    )
+    if layout[0] == "7":
+        spec.set_state_knockout(StateKnockoutSpec(terms=["erase"]).position(2))
+    ids = np.random.default_rng(0).integers(0, VOCAB, (2, 6))
+    found = model.compile(spec, tmp_path / "out")
+    session = onnxruntime.InferenceSession(str(found / "model.onnx"))
+    feeds = {"input_ids": ids, "mionnx.token_positions": np.arange(6)[None].repeat(2, 0)}
+    for entry in session.get_inputs():
+        if entry.name.startswith("past_state"):
+            feeds[entry.name] = np.zeros([2 if isinstance(dim, str) else dim for dim in entry.shape], np.float32)
+    alone = run_alone(found / "model.onnx", feeds, tmp_path)
+    steps = model.generate(ids, spec, max_new_tokens=NEW + 1, eos_token_id=[], output_logits=True).steps
+    assert np.array_equal(alone["0/logits"], steps[0].output())
+    for step, cache in enumerate(steps):
+        theirs = cache.output()[:, -1]
+        assert np.abs(alone[f"{step}/logits"][:, -1] - theirs).max() / max(1, np.abs(theirs).max()) < 5e-5
+    assert "state_write" not in {entry.name for entry in session.get_overridable_initializers()}
+
+
+PACKAGINGS = [
+    {"weights": "embedded"},
+    {"weights": "alongside"},
+    {"weights": "referenced"},
+    {"target": "ort-cpu"},
+    {"target": "ort-cpu", "weights": "embedded"},
+    {"target": "web"},
+    {"layout": "triton"},
+    {"last_logits": True},
+    {"captures": False},
+]
+
+
+@pytest.mark.parametrize("how", PACKAGINGS, ids=lambda how: " ".join(map(str, how.values())))
+def test_every_packaging_runs_and_says_what_it_is(how, models, tmp_path):
+    model, (ids, mask) = models("llama"), batch(1)
+    spec = HookSpec().intervene(HookPoint.ResidPost(0), Intervention.Add(DIRECTION)).capture("*.hook_pattern")
+    folder = model.compile(spec, tmp_path / "steered", **how)
+    at = folder / "steered" / "1" if how.get("layout") == "triton" else folder
+    moved = tmp_path / "elsewhere" / "of another name"
+    shutil.copytree(at, moved)
+    shutil.rmtree(folder) if "layout" not in how else None
+    alone = run_alone(moved / "model.onnx", feeds_of(model, ids, mask), tmp_path, new=0)
+    expected = model.forward(ids, spec)
+    assert np.array_equal(alone["0/logits"][:, -1], expected.output()[:, -1])
+    assert alone["0/logits"].shape[1] == (1 if "last_logits" in how else ids.shape[1])
+    assert ("0/blocks.1.attn.hook_pattern" in alone) == ("captures" not in how)
+    proto = onnx.load(moved / "model.onnx", load_external_data=False)
+    domains = {node.domain for node in proto.graph.node}
+    assert (domains == {""}) == (how.get("target") != "ort-cpu")
+    embedded = how.get("weights") == "embedded" or how.get("target") == "web"
+    kinds = {tensor.data_location for tensor in proto.graph.initializer}
+    assert (onnx.TensorProto.EXTERNAL not in kinds) == embedded
+    facts = json.loads({entry.key: entry.value for entry in proto.metadata_props}["mionnx.compiled"])
+    assert facts["interventions"] == ["add at blocks.0.hook_resid_post"]
+    assert facts["weights_sha256"] == model.hooked.metadata.weights_sha256
+    text = (moved / "model.onnx").read_bytes()
+    assert str(tmp_path).encode() not in text
+    rest = folder / "steered" if "layout" in how else moved
+    card = (rest / "README.md").read_text()
+    assert "not the original model" in card
+    assert "| add | `blocks.0.hook_resid_post` | float32 [64] |" in card
+    again = HookSpec.load(str(rest / "spec.safetensors"))
+    assert np.array_equal(again.interventions[0][1].value, DIRECTION)
+    if "target" not in how:
+        onnx.checker.check_model(str(moved / "model.onnx"), full_check=True)
+
+
+def test_triton_reads_the_layout(models, tmp_path):
+    """`config.pbtxt` in Triton's own schema: names, types and dimensions of all inputs and outputs."""
+    spec = HookSpec().intervene(HookPoint.ResidPost(0), Intervention.Add(DIRECTION))
+    folder = models("llama").compile(spec, tmp_path / "steered", layout="triton", knobs={"strength": None})
+    text = (folder / "steered" / "config.pbtxt").read_text()
+    session = onnxruntime.InferenceSession(str(folder / "steered" / "1" / "model.onnx"))
+    assert 'name: "steered"\nbackend: "onnxruntime"\nmax_batch_size: 0\n' in text
+    for entry in session.get_inputs():
+        dims = ", ".join("-1" if isinstance(dim, str) else str(dim) for dim in entry.shape)
+        kind = {"tensor(int64)": "INT64", "tensor(float)": "FP32"}[entry.type]
+        assert f'input [ {{ name: "{entry.name}" data_type: TYPE_{kind} dims: [ {dims} ]' in text
+    assert 'name: "strength" data_type: TYPE_FP32 dims: [ 1 ] reshape { shape: [ ] } optional: true' in text
+    assert text.count("output [") == len(session.get_outputs())
+
+
+@pytest.mark.parametrize(
+    ("spec", "at"),
+    [
+        (
+            lambda s: (
+                HookSpec()
+                .intervene(HookPoint.ResidPost(0), Intervention.Add(s * DIRECTION, positions=[0, -1]))
+                .intervene(HookPoint.ResidPost(1), Intervention.Add(s * DIRECTION[::-1].copy()))
+            ),
+            1.0,
+        ),
+        (lambda s: HookSpec().intervene(HookPoint.MlpOut(0), Intervention.Scale(s, positions=2)), 0.25),
+    ],
+    ids=["add", "scale"],
+)
+def test_a_knob_turns_its_interventions(spec, at, models, tmp_path):
+    """At its default the compiled graph is the spec bit for bit; turned, it is the spec of that strength."""
+    model, (ids, mask) = models("llama"), batch(1)
+    folder = model.compile(spec(at), tmp_path / "out", knobs={"strength": None})
+    feeds = feeds_of(model, ids, mask)
+    for strength in (None, 0.0, 0.5, -2.0):
+        given = {} if strength is None else {"strength": np.array(strength, np.float32)}
+        found = run_alone(folder / "model.onnx", {**feeds, **given}, tmp_path, new=0)["0/logits"]
+        expected = model.forward(ids, spec(at if strength is None else strength)).output()
+        assert np.array_equal(found, expected), strength
+    assert "strength" in (folder / "README.md").read_text()
+
+
+def test_a_knob_of_a_projection(models, tmp_path):
+    """x - s (x D^T) D: at 1 the direction is gone, at 0 nothing happens."""
+    model, (ids, mask) = models("llama"), batch(1)
+    last = HookPoint.ResidPost(1)
+    spec = HookSpec().intervene(last, Intervention.ProjectOut(DIRECTION)).capture(last).capture(last, before=True)
+    folder = model.compile(spec, tmp_path / "out", knobs={"removal": [last]})
+    unit = DIRECTION / np.linalg.norm(DIRECTION)
+    for strength in (None, 0.0, 0.5):
+        given = {} if strength is None else {"removal": np.array(strength, np.float32)}
+        found = run_alone(folder / "model.onnx", {**feeds_of(model, ids, mask), **given}, tmp_path, new=0)
+        before, after = found[f"0/{last}.before"], found[f"0/{last}"]
+        left = 1 - (1.0 if strength is None else strength)
+        assert np.abs(after @ unit - left * (before @ unit)).max() < 1e-5
+        if strength == 0:
+            assert np.array_equal(after, before)
+
+
+REFUSED = {
+    "rows": (Intervention.Zero(rows=0), {}, InterventionError, "any batch"),
+    "positions a row": (Intervention.Zero(positions=[[0], [1]]), {}, InterventionError, "any batch"),
+    "a value a token": (Intervention.Replace(np.zeros((1, 7, 64))), {}, InterventionError, "texts of any length"),
+    "a part": (Intervention.Add(np.zeros((2, 64)), positions=[0, 1]), {}, InterventionError, "of its own"),
+    "width": (Intervention.Add(np.zeros(7)), {}, InterventionError, "hidden=64"),
+    "no strength": (Intervention.Zero(), {"knobs": {"s": None}}, InterventionError, "zero at blocks.0.hook_resid_post"),
+    "zero's knob": (
+        Intervention.Zero(),
+        {"knobs": {"s": "blocks.0.hook_resid_post"}},
+        InterventionError,
+        "has no strength",
+    ),
+    "nothing there": (
+        Intervention.Scale(2.0),
+        {"knobs": {"s": "blocks.1.hook_resid_post"}},
+        InterventionError,
+        "scale at blocks.0.hook_resid_post",
+    ),
+    "taken": (Intervention.Scale(2.0), {"knobs": {"logits": None}}, InterventionError, "another name"),
+    "two knobs": (Intervention.Scale(2.0), {"knobs": {"a": None, "b": None}}, InterventionError, "one knob"),
+    "weights": (Intervention.Zero(), {"weights": "inside"}, InputError, "embedded"),
+    "target": (Intervention.Zero(), {"target": "ort-cpi"}, InputError, "did you mean 'ort-cpu'"),
+    "layout": (Intervention.Zero(), {"layout": "flat"}, InputError, "optimum"),
+    "links": (Intervention.Zero(), {"target": "ort-cpu", "weights": "referenced"}, InputError, "anew"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_only_one_call_can_have_is_refused(what, models, tmp_path):
+    edit, how, kind, named = REFUSED[what]
+    with pytest.raises(kind) as caught:
+        models("llama").compile(HookSpec().intervene(HookPoint.ResidPost(0), edit), tmp_path / "out", **how)
+    assert named in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("layout", ["6-pth", "7-fla"])
+def test_invisible_tokens_and_padding_in_a_compiled_recurrent_graph(rwkv, layout, tmp_path):
+    """What later tokens are mixed with is worked out in the graph, layer by layer, over calls, and around padding."""
+    model = rwkv(layout)
+    spec = (
+        HookSpec()
+        .set_state_knockout(StateKnockoutSpec().positions([0, 2, 3]).invisible())
+        .set_state_knockout(StateKnockoutSpec().positions([-1, 1]).token_shift().layer(1))
+        .set_state_steering(StateSteeringSpec(0.5).position("generated"))
+    )
+    ids = np.random.default_rng(0).integers(0, VOCAB, (3, 6))
+    mask = np.array([[1] * 6, [0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
+    found = model.compile(spec, tmp_path / "out")
+    feeds = {"input_ids": ids, "mionnx.token_positions": np.where(mask, mask.cumsum(1) - 1, -1)}
+    session = onnxruntime.InferenceSession(str(found / "model.onnx"))
+    for entry in session.get_inputs():
+        if entry.name.startswith("past_state"):
+            feeds[entry.name] = np.zeros([3 if isinstance(dim, str) else dim for dim in entry.shape], np.float32)
+    alone = run_alone(found / "model.onnx", feeds, tmp_path)
+    found = model.generate(ids, spec, attention_mask=mask, max_new_tokens=NEW + 1, eos_token_id=[], output_logits=True)
+    real = mask.astype(bool)
+    assert np.array_equal(alone["0/logits"][real], found.steps[0].output()[real])
+    for step, cache in enumerate(found.steps):
+        theirs = cache.output()[:, -1]
+        assert np.abs(alone[f"{step}/logits"][:, -1] - theirs).max() / max(1, np.abs(theirs).max()) < 5e-5
+    assert not session.get_overridable_initializers()
+
+
+def test_nothing_is_overwritten_and_nothing_half_written(models, tmp_path, monkeypatch):
+    model, spec = models("llama"), HookSpec().intervene("hook_embed", Intervention.Scale(2.0))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ModelError, match="exists already"):
+        model.compile(spec, tmp_path / "out")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(ModelError, match="No space left"):
+        model.compile(spec, tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.skipif("CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="CUDA is installed here")
+def test_a_target_whose_provider_is_missing_is_refused(models, tmp_path):
+    with pytest.raises(RuntimeMissingError, match="CUDAExecutionProvider"):
+        models("llama").compile(HookSpec(), tmp_path / "out", target="ort-cuda")
+
+
+def test_the_command_line_compiles_what_python_compiles(tmp_path):
+    """The same graph, and a knob by name."""
+    source = REPOSITORY / "models" / "world-llama"
+    command = [sys.executable, "-m", "mionnx", "compile", str(source), "-o", str(tmp_path / "cli")]
+    options = ["--scale", "blocks.2.hook_attn_out=0.5", "--capture", "*.hook_pattern", "--knob", "strength"]
+    ran = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "1 intervention baked in" in ran.stdout
+    spec = HookSpec().intervene(HookPoint.AttnOut(2), Intervention.Scale(0.5)).capture("*.hook_pattern")
+    model = MIModel.from_pretrained(source)
+    folder = model.compile(spec, tmp_path / "python", knobs={"strength": ["blocks.2.hook_attn_out"]})
+    graphs = [onnx.load(path / "model.onnx", load_external_data=False).graph for path in (folder, tmp_path / "cli")]
+    assert graphs[0] == graphs[1]
+    again = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert again.returncode == 1
+    assert "exists already" in again.stderr.replace("\n", " ")

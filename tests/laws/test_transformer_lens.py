@@ -1,0 +1,37 @@
+"""The same numbers as TransformerLens, on the same weights; it runs in a virtual environment of its own."""
+
+import os
+import subprocess
+
+import pytest
+from repository import REPOSITORY, SHARED
+
+pytestmark = pytest.mark.slow
+TOLERANCE = 5e-5
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_every_patching_sweep(beside_lens, checkpoint, hooked, family):
+    found = beside_lens("lens_sweeps.py", checkpoint(family), hooked(family), REPOSITORY / "models" / "world-llama")
+    assert len(found) == 15
+    for name, figures in found.items():
+        assert figures["apart"] < TOLERANCE < figures["effect"] / 100, name
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "analysis/attribution/test_attribution.py::test_what_transformer_lens_gives",
+        "analysis/python_hooks/test_run_with_hooks.py::test_the_same_functions_in_transformer_lens",
+    ],
+)
+def test_what_skips_without_it(environment, test):
+    """Tests that need TransformerLens in their own process are skipped elsewhere; here they run."""
+    python = environment("transformer-lens==4.3.0")
+    # Variables of this run's workers would send it to their folders.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    known = {**kept, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(SHARED)])}
+    command = [python, "-m", "pytest", "-p", "no:cacheprovider", f"{REPOSITORY}/tests/{test}"]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=known)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert "skipped" not in ran.stdout

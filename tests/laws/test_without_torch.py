@@ -1,0 +1,72 @@
+"""A machine that only runs graphs needs neither torch nor transformers."""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from repository import REPOSITORY
+
+from mionnx import HookSpec, Intervention
+
+HEAVY = {"torch", "transformers", "optimum", "exporters", "onnxscript"}
+SLOW = {"matplotlib", "huggingface_hub", "scipy.stats", "openvino"}  # to import; where they are needed, they are
+
+RUN = """
+import json, sys, importlib.util
+import numpy as np
+from mionnx import HookSpec, Intervention, MIModel
+assert not any(importlib.util.find_spec(name) for name in ("torch", "transformers", "optimum", "onnxscript"))
+spec = HookSpec().capture("blocks.1.attn.hook_pattern").intervene("hook_embed", Intervention.Scale(1.5, positions=-1))
+cache = MIModel.from_pretrained(sys.argv[1], threads=1).forward(np.arange(3, 12), spec)
+np.savez(sys.argv[2], logits=cache.output(), pattern=cache["pattern", 1])
+print(json.dumps(sorted(name for name in sys.modules if name in ("torch", "transformers"))))
+"""
+
+
+def test_a_clean_environment_runs_a_hooked_model(hooked, models, tmp_path):
+    """pip install of the package alone, in a new virtual environment; the same bits as here."""
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    for part in ("mionnx", "exporters"):  # a copy: building leaves a folder behind
+        shutil.copytree(REPOSITORY / part, tmp_path / "source" / part)
+    for part in ("pyproject.toml", "README.md"):
+        shutil.copyfile(REPOSITORY / part, tmp_path / "source" / part)
+    subprocess.run([python, "-m", "pip", "install", "-q", f"{tmp_path}/source[cpu]"], check=True)
+    result = tmp_path / "result.npz"
+    subprocess.run([python, "-c", RUN, hooked("llama"), result], check=True, cwd=tmp_path)
+    found = np.load(result)
+    spec = (
+        HookSpec().capture("blocks.1.attn.hook_pattern").intervene("hook_embed", Intervention.Scale(1.5, positions=-1))
+    )
+    here = models("llama").forward(np.arange(3, 12), spec)
+    assert np.array_equal(found["logits"], here.output())
+    assert np.array_equal(found["pattern"], here["pattern", 1])
+
+
+def test_importing_brings_in_nothing_heavy():
+    code = "import json, sys, mionnx, mionnx.cli; print(json.dumps(sorted(sys.modules)))"
+    output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert not (HEAVY | SLOW) & set(json.loads(output))
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "mionnx").rglob("*.py")), ids=lambda path: path.name)
+def test_no_module_imports_anything_heavy(path: Path):
+    tree = ast.parse(path.read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not HEAVY & {name.partition(".")[0] for name in imported}
+
+
+def test_without_onnxruntime_the_error_says_what_to_install(tmp_path):
+    (tmp_path / "onnxruntime.py").write_text("raise ImportError('hidden', name='onnxruntime')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", "import mionnx"], capture_output=True, text=True, env=environment)
+    assert run.returncode != 0
+    assert "pip install 'mionnx[cpu]'" in run.stderr
+    assert "mionnx[gpu]" in run.stderr

@@ -1,0 +1,79 @@
+"""Batches for every family, mionnx on them, and every intervention that a hook point allows."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from families import VOCAB, WINDOW
+from oracle import Inputs, Outcome
+
+from mionnx import HookPoint, HookSpec, Intervention, MIModel
+
+SEQ = WINDOW + 6
+MASKED = np.finfo(np.float32).min / 2
+
+
+def batch(kind: str) -> Inputs:
+    """A batch of 2 or 3 rows, longer than the sliding window; "left" and "right" have padding, "past" a past."""
+    rows = 3 if kind in ("left", "right") else 2
+    ids = np.random.default_rng(len(kind)).integers(3, VOCAB, (rows, SEQ))
+    mask = np.ones_like(ids)
+    if kind == "left":
+        mask[0, :4] = mask[1, :1] = 0
+    if kind == "right":
+        mask[0, -4:] = mask[1, -1:] = 0
+    if kind == "left past":
+        mask[0, :3] = 0
+    return Inputs(ids, mask, past=WINDOW + 1 if "past" in kind else 0)
+
+
+KINDS = ("plain", "left", "right", "past", "left past")
+
+
+def forward(model: MIModel, inputs: Inputs, spec: HookSpec) -> Outcome:
+    """mionnx on the same inputs."""
+    past = None
+    if inputs.past:
+        first = slice(None, inputs.past)
+        past = model.forward(inputs.ids[:, first], attention_mask=inputs.mask[:, first], use_cache=True).kv_cache
+    rest = slice(inputs.past, None)
+    cache = model.forward(inputs.ids[:, rest], spec, attention_mask=inputs.mask, cache=past, use_cache=True)
+    return Outcome(cache.output(), dict(cache), list(cache.kv_cache.layers))
+
+
+def difference(point: HookPoint, one: np.ndarray, other: np.ndarray, inputs: Inputs) -> float:
+    """The largest difference at tokens that are no padding, and at keys that are not masked."""
+    axis = point.axes.index("seq_q" if "seq_q" in point.axes else "seq")
+    one, other = (np.moveaxis(array, axis, 1)[inputs.real] for array in (one, other))
+    seen = (one > MASKED) | (other > MASKED)
+    return float(np.abs(one[seen] - other[seen]).max())
+
+
+def interventions(point: HookPoint, shape: tuple[int, ...], whole: bool = True) -> Iterator[Intervention]:
+    """Every kind that a hook point allows, plain and limited in every way that it allows.
+
+    If not `whole`, every kind plain, and every limit with some of the kinds.
+    """
+    for place, kinds in enumerate(limited(point, shape)):
+        yield from kinds if whole or not place else kinds[place % 3 :: 3]
+
+
+def limited(point: HookPoint, shape: tuple[int, ...]) -> Iterator[list[Intervention]]:
+    """Every kind, first without a limit, then with one limit after the other."""
+    rng = np.random.default_rng(shape[-1])
+    has_heads = any(axis in ("n_heads", "n_kv_heads") for axis in point.axes)
+    limits: list[dict] = [{}, {"positions": [-1, -3]}, {"rows": [1]}]
+    limits += [{"heads": [0]}, {"heads": [1], "positions": [-2], "rows": [0]}] if has_heads else []
+    for limit in limits:
+        made = [
+            Intervention.Add(rng.normal(0, 0.1, shape[-1:]), **limit),
+            Intervention.Scale(1.25, **limit),
+            Intervention.Replace(rng.normal(0, 0.3, shape).astype(np.float32), **limit),
+            Intervention.Zero(**limit),
+        ]
+        if point.axes[-1] != "seq_k":
+            made.append(Intervention.ProjectOut(rng.normal(0, 1, (2, shape[-1])), **limit))
+        if point.variant == "AttnScores":
+            mask = np.zeros(shape, np.float32)
+            mask[..., -1, -2] = mask[..., -2, 1] = mask[..., -3, -4] = -np.inf
+            made.append(Intervention.Knockout(mask, **limit))
+        yield made
