@@ -190,7 +190,7 @@ class Runner:
         """
         return self.variants.get(bind.plan_of(hooks or HookSpec(), self.hooked, outputs))
 
-    def opened(self, kind: Callable[[HookedModel, onnx_runtime.Options], T]) -> T:
+    def opened(self, kind: Callable[[HookedModel, Options], T]) -> T:
         """Return the one instance of a class that opens parts of this model; made on first use.
 
         Args:
