@@ -3,7 +3,7 @@
 from rich.markup import escape
 from rich.table import Table
 
-from mionnx.analysis.attention.attention import AttentionPatterns
+from mionnx.analysis.attention.attention_patterns import AttentionPatterns
 from mionnx.cli.options import Html, Json, Model, Numbers, Png, Position, Prompt, Provider, deliver
 from mionnx.model import MIModel
 
