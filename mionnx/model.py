@@ -11,6 +11,7 @@ from mionnx.analysis.python_hooks import hooked_calls, residual, transformer_len
 from mionnx.analysis.steering.verbs import Steering
 from mionnx.analysis.sweep.verbs import Sweeps
 from mionnx.compile import compile_model
+from mionnx.run import generation
 from mionnx.run.runner import Runner
 from mionnx.verify import verbs as comparing
 
@@ -18,7 +19,7 @@ from mionnx.verify import verbs as comparing
 class MIModel(Sweeps, LensVerbs, AttributionVerbs, Steering, Features, Runner):
     """A language model whose activations can be read and changed.
 
-    Each verb is a function of a model, in the module that it is taken from here; `Runner` has `forward` and `generate`.
+    Each verb is a function of a model, in the module that it is taken from here; `Runner` has `forward`.
 
     Example:
         model = MIModel.from_pretrained("models/world-llama")
@@ -26,6 +27,7 @@ class MIModel(Sweeps, LensVerbs, AttributionVerbs, Steering, Features, Runner):
         cache["pattern", 2].shape  # (1, n_heads, seq, seq)
     """
 
+    generate = generation.generate
     # attention heads
     attention = attention_patterns.attention
     head_scores = heads.head_scores

@@ -82,13 +82,12 @@ class BoundSpec:
             InputError: a past that does not fit, or tokens and a top_k outside the vocabulary.
             InterventionError: see `values`, `rwkv_gates.gates_of` and `values.capture_inputs`.
         """
-        return self.step_inputs(batch, past_inputs(self.model, past, batch), self.values(batch))
+        edits = {**self.values(batch), **self.weights}
+        return self.step_inputs(batch, past_inputs(self.model, past, batch), edits)
 
-    def step_inputs(
-        self, batch: TokenBatch, past: Mapping[str, Value], values: Mapping[str, NDArray[Any]]
-    ) -> dict[str, Value]:
-        """All inputs of one pass, from the past's inputs and `values`; see `inputs`."""
-        inputs: dict[str, Value] = {**batch.feeds(), **past, **values, **self.weights}
+    def step_inputs(self, batch: TokenBatch, past: Mapping[str, Value], edits: Mapping[str, Value]) -> dict[str, Value]:
+        """All inputs of one pass, with those of the past, and of `values` and `weights`, at hand; see `inputs`."""
+        inputs: dict[str, Value] = {**batch.feeds(), **past, **edits}
         inputs |= gates_of(self.spec, batch, self.model.metadata)
         inputs |= capture_inputs(self.captures, batch)
         return inputs if self.logits is None else {**inputs, **self.logits.feeds(batch, self.model.metadata.sizes)}
@@ -128,8 +127,8 @@ class Binder:
         hooks = index_hooks(spec, self.model)
         captures = self._captures(spec, hooks)
         nodes = [capture.node for capture in captures]
-        if cuts := [node for node in map(CaptureNode, cuts) if node not in nodes]:
-            nodes = sorted([*cuts, *nodes], key=lambda node: in_order(hooks, node))
+        if added := [node for node in map(CaptureNode, cuts) if node not in nodes]:
+            nodes = sorted([*added, *nodes], key=lambda node: in_order(hooks, node))
         outputs = outputs or Outputs()
         if not (outputs.logits or outputs.carried):
             refuse_idle(spec, nodes, self.model.metadata.sizes.num_layers)

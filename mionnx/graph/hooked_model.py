@@ -20,11 +20,9 @@ The format, on one page:
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np

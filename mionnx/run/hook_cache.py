@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from mionnx.errors import HookError, nearest
 from mionnx.graph.hook_points import HookPoint, layer_of, short_names
-
 from mionnx.inputs.past import take_present
 from mionnx.rewrite.plan import TOP_IDS
 

@@ -5,14 +5,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import numpy as np
 from numpy.typing import ArrayLike
 from tokenizers import Tokenizer
 
 from mionnx.bind.bound_spec import Binder, BoundSpec
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
-from mionnx.engine import onnx_runtime
+from mionnx.engine.engines import ready_engine
+from mionnx.engine.options import ONNX_RUNTIME, Options
 from mionnx.errors import InputError, TokenizerError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
@@ -31,15 +31,8 @@ from mionnx.machine.progress import bars
 from mionnx.rewrite import Plan, Report
 from mionnx.rewrite.plan import Outputs
 from mionnx.run import find_model
-from mionnx.run.generation import (
-    Generation,
-    Stopping,
-    Streamer,
-    generate,
-)
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache, collect
-from mionnx.run.sampling import Sampling
 from mionnx.spec.hook_spec import HookSpec
 
 SMALL = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
@@ -56,10 +49,9 @@ class Runner:
         variants: the open graphs; specs that differ in values only share one.
     """
 
-    def __init__(self, hooked: HookedModel, options: onnx_runtime.Options | None = None) -> None:
+    def __init__(self, hooked: HookedModel, options: Options | None = None) -> None:
         self.hooked = hooked
-        self.options = options or onnx_runtime.Options()
-        self.options.provider_name()
+        self.options = options or Options()
         self.variants = GraphPool(hooked, self.options)
         self.binder = Binder(hooked)
         self._opened: dict[Any, Any] = {}
@@ -77,6 +69,7 @@ class Runner:
         base: str = "auto",
         provider_options: Mapping[str, str | int] | None = None,
         cuda_graphs: bool = False,
+        engine: str = ONNX_RUNTIME,
     ) -> Self:
         """Open a model.
 
@@ -86,16 +79,18 @@ class Runner:
             dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto". A hooked model has its
                 own already.
             provider: "cpu", "cuda", or any execution provider's name.
-            threads: threads inside one operator; 0 lets ONNX Runtime choose.
+            threads: threads inside one operator; 0 lets the engine choose.
             fast: allow fusions that change the last bits of the logits when something inside them is captured.
             prepack, base, provider_options, cuda_graphs: see `mionnx.Options`.
+            engine: "onnxruntime", "openvino", "onnxruntime-web" or "reference" (onnx's own evaluator).
 
         Raises:
             ModelError: no model there, or a damaged one.
             ExportError: a checkpoint that cannot be exported.
-            RuntimeMissingError: the provider is not installed.
+            InputError: an unknown engine, or a setting that it does not have.
+            RuntimeMissingError: the engine or the provider is not installed.
         """
-        options = onnx_runtime.Options(
+        options = Options(
             provider,
             threads,
             fast,
@@ -103,7 +98,9 @@ class Runner:
             base=base,
             provider_options=provider_options or {},
             cuda_graphs=cuda_graphs,
+            engine=engine,
         )
+        ready_engine(options)  # refused before a checkpoint is exported
         with bars() as progress:
             folder = find_model.find_model(source, dtype, progress)
         return cls(HookedModel.open(folder), options)
@@ -183,7 +180,7 @@ class Runner:
         """
         return self.variants.get(self.binder.bind(hooks or HookSpec(), outputs).plan)
 
-    def opened(self, kind: Callable[[HookedModel, onnx_runtime.Options], T]) -> T:
+    def opened(self, kind: Callable[[HookedModel, Options], T]) -> T:
         """Return the one instance of a class that opens parts of this model; made on first use.
 
         Args:
@@ -274,89 +271,6 @@ class Runner:
             return [self.tokenize(str(text)) for text in tokens]
         return tokens
 
-    def generate(
-        self,
-        tokens: Prompt,
-        hooks: HookSpec | None = None,
-        *,
-        max_new_tokens: int = 20,
-        min_new_tokens: int = 0,
-        do_sample: bool = False,
-        temperature: float = 1.0,
-        top_k: int = 50,
-        top_p: float = 1.0,
-        repetition_penalty: float = 1.0,
-        eos_token_id: int | Sequence[int] | None = None,
-        pad_token_id: int | None = None,
-        stop_strings: str | Sequence[str] | None = None,
-        seed: int | None = None,
-        attention_mask: ArrayLike | None = None,
-        cache: Past | None = None,
-        streamer: Streamer | None = None,
-        output_logits: bool = False,
-    ) -> Generation:
-        """Continue prompts, with a spec's interventions in force at every step; names are those of transformers.
-
-        Args:
-            tokens: prompts, as `forward` takes them; ids that are padded must be so on the left.
-            hooks: interventions apply to every token, or to absolute positions, to positions counted back from the
-                prompt's end, or to the phase "prompt" or "generated"; captures are made at every step.
-            max_new_tokens, min_new_tokens: how many tokens a row gets, the end-of-text token included.
-            do_sample: sample; otherwise the likeliest token is taken. `temperature`, `top_k` (0: all) and `top_p` apply
-                to sampling only.
-            repetition_penalty: above 1 makes tokens that stand in the text less likely.
-            eos_token_id: tokens that end a row; the checkpoint's own if left out, none if empty.
-            pad_token_id: what rows that have ended are fed; it never appears in the result.
-            stop_strings: end a row when its new text contains one of these.
-            seed: of the sampling; the same seed gives the same tokens, whatever else is in the batch.
-            attention_mask: [batch, seq], 1 for tokens and 0 for padding.
-            cache: of a prefix (`HookCache.kv_cache`, `HookCache.state`, `Generation.cache`); one of a single row serves
-                several prompts.
-            streamer: told of every token: `put(ids)`, `end()`; see `TextStreamer`.
-            output_logits: keep all logits, as `Generation.steps[i].output()`.
-
-        Raises:
-            InputError: prompts, cache or parameters that nothing can be generated from.
-            HookError, InterventionError: the spec would not take effect as asked.
-        """
-        stopping = Stopping(
-            _count("max_new_tokens", max_new_tokens, 1),
-            _count("min_new_tokens", min_new_tokens, 0),
-            self._end_tokens(eos_token_id),
-            self._stop_strings(stop_strings),
-        )
-        sampling = Sampling(do_sample, temperature, top_k, top_p, repetition_penalty)
-        if not do_sample and ((temperature, top_k, top_p) != (1.0, 50, 1.0) or seed is not None):
-            raise InputError("temperature, top_k, top_p and seed apply to sampling only: give do_sample=True too")
-        if stopping.min_new_tokens > stopping.max_new_tokens:
-            raise InputError(f"min_new_tokens={min_new_tokens} is above max_new_tokens={max_new_tokens}")
-        pad = pad_token_id if pad_token_id is not None else next(iter(stopping.eos_token_ids), 0)
-        return generate(
-            self,
-            self._ids(tokens),
-            hooks or HookSpec(),
-            sampling,
-            stopping,
-            pad_token_id=self._known(pad),
-            seed=seed,
-            attention_mask=attention_mask,
-            cache=cache,
-            streamer=streamer,
-            logits=output_logits,
-        )
-
-    def _end_tokens(self, given: int | Sequence[int] | None) -> tuple[int, ...]:
-        found = self.hooked.end_tokens() if given is None else given
-        return tuple(self._known(token) for token in ([found] if isinstance(found, int) else found))
-
-    def _stop_strings(self, given: str | Sequence[str] | None) -> tuple[str, ...]:
-        strings = (given,) if isinstance(given, str) else tuple(given or ())
-        if not all(isinstance(string, str) and string for string in strings):
-            raise InputError(f"stop_strings must be texts of at least one character, got {given!r}")
-        if strings and not self.has_tokenizer:
-            raise TokenizerError(f"{self.hooked.folder} has no tokenizer to find stop_strings with: use eos_token_id")
-        return strings
-
     def _known(self, token: int) -> int:
         if not 0 <= token < self.vocab_size:
             raise InputError(f"token {token}; the vocabulary is 0 to {self.vocab_size - 1}")
@@ -391,9 +305,3 @@ def _refuse_too_large(bound: BoundSpec, batch: TokenBatch) -> None:
             f"the captures of this spec need {memory.format_bytes(peak)}, and "
             f"{memory.format_bytes(free)} of memory are free: capture fewer layers, or run the text in pieces"
         )
-
-
-def _count(name: str, value: int, least: int) -> int:
-    if not isinstance(value, int | np.integer) or value < least:
-        raise InputError(f"{name} must be an integer of {least} or above, got {value!r}")
-    return int(value)

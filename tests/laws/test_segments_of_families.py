@@ -3,7 +3,7 @@
 import pytest
 
 from mionnx import HookSpec
-from mionnx.bind import plan
+from mionnx.bind.bound_spec import bind
 from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.rewrite.plan import Outputs
 from mionnx.rewrite.segment import cut
@@ -16,7 +16,7 @@ def test_no_node_that_depends_on_the_tokens_stands_in_two_segments(models, famil
     spec = HookSpec()
     for hook in hooks:
         spec.capture(hook)
-    graph, _ = apply_plan(hooked.proto, plan.plan_of(spec, hooked, Outputs(carried=False)), hooked.metadata)
+    graph, _ = apply_plan(hooked.proto, bind(spec, hooked, Outputs(carried=False)).plan, hooked.metadata)
     weights = {tensor.name for tensor in hooked.proto.graph.initializer}
     seen: list[str] = []
     made = cut(graph, hooks)

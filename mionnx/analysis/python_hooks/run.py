@@ -20,7 +20,6 @@ from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.hook_cache import HookCache, collect
-from mionnx.spec.capture import Capture
 from mionnx.spec.hook_spec import HookSpec
 
 if TYPE_CHECKING:
@@ -77,7 +76,9 @@ def run(
     if not functions:
         return _plain(model, text, spec, logits)
     hooked, batch = model.hooked, text.batch(model)
-    bound = model.binder.bind(spec, Outputs(logits=logits, carried=logits and hooked.metadata.recurrent), cuts=functions)
+    bound = model.binder.bind(
+        spec, Outputs(logits=logits, carried=logits and hooked.metadata.recurrent), cuts=functions
+    )
     inputs = bound.inputs(batch, choose_past(hooked, text.cache, text.initial_state))
     chain = model.variants.chain(bound.plan, tuple(functions), batch.batch * batch.seq)
     hooks = {name: Hook(HookPoint.parse(name)) for name in functions}
