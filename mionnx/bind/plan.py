@@ -1,5 +1,6 @@
 """The structure of a spec on a model: its edits and captures, checked against the model's hook points."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,16 +32,19 @@ class BoundCapture:
     itemsize: int
 
 
-def bind_captures(spec: HookSpec, hooks: HookIndex) -> tuple[BoundCapture, ...]:
-    """The values that a spec's captures mean on a model, in execution order.
+Chosen = tuple[Capture, tuple[str, ...]]  # a request, and the names that it means if they are known already
+
+
+def bind_captures(requests: Iterable[Chosen], hooks: HookIndex) -> tuple[BoundCapture, ...]:
+    """The values that requests to capture mean on a model, in execution order.
 
     Raises:
         HookError: a hook point that the model does not have, or one captured in two different parts.
         InterventionError: positions or heads where there are none.
     """
     captures: dict[str, BoundCapture] = {}
-    for request in spec.captures:
-        for name in resolve(request, hooks.names):
+    for request, names in requests:
+        for name in names or resolve(request, hooks.names):
             capture = _capture(request, hooks, HookPoint.parse(name))
             other = captures.setdefault(capture.node.output, capture).request
             if (other.positions, other.heads) != (request.positions, request.heads):
