@@ -83,7 +83,7 @@ def _refuse_row_hooks(model: Runner, spec: HookSpec) -> None:
     for point, one in spec.interventions:
         own = isinstance(one.positions, tuple) and any(isinstance(entry, tuple) for entry in one.positions)
         rank = len(point.axes or model.hooked.axes(point))
-        each = one.value is not None and one.value.ndim == rank and len(one.value) > 1
+        each = any(value.ndim == rank and len(value) > 1 for value in one.values)
         if own or each or one.rows is not None:
             raise InterventionError(
                 f"{one.kind} at {point} says something of each row: head_scores draws its rows and runs them in "
