@@ -18,7 +18,7 @@ from mionnx.analysis.steering.directions import Direction, Directions
 from mionnx.analysis.steering.dose import DoseResponse
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
-from mionnx.engine.onnx_runtime import Options
+from mionnx.engine.options import Options
 from mionnx.errors import (
     ExportError,
     HookError,

@@ -7,7 +7,8 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 
-from mionnx.engine import onnx_runtime
+from mionnx.engine.engines import open_program
+from mionnx.engine.options import Options
 from mionnx.errors import HookError
 from mionnx.graph import onnx_file
 from mionnx.graph.hook_points import HookPoint
@@ -21,12 +22,12 @@ PLAIN = frozenset({"Add", "Reshape", "Identity", "Cast", "Squeeze", "Unsqueeze"}
 
 
 class Norms:
-    """Parts of one model's graph, open as one session, that each take [n, hidden] to [n, hidden]."""
+    """Parts of one model's graph, open as one program, that each take [n, hidden] to [n, hidden]."""
 
-    def __init__(self, hooked: HookedModel, options: onnx_runtime.Options, pairs: Sequence[Part]) -> None:
+    def __init__(self, hooked: HookedModel, options: Options, pairs: Sequence[Part]) -> None:
         self.pairs, self.hidden = list(pairs), hooked.metadata.sizes.hidden_size
-        self._session = onnx_runtime.open_session(parts(hooked.proto, self.pairs), hooked.folder, options)
-        self._ranks = {entry.name: len(entry.shape) for entry in self._session.get_inputs()}
+        self._program = open_program(parts(hooked.proto, self.pairs), hooked.folder, options)
+        self._ranks = {name: entry.rank for name, entry in self._program.inputs.items()}
 
     def run(self, part: Part, rows: NDArray[Any]) -> NDArray[Any]:
         """One of the parts on rows [n, hidden]; the others run on zeros."""
@@ -34,7 +35,7 @@ class Norms:
         ids = np.zeros((1, len(rows)), np.int64)  # some families read the shape of the tokens
         feeds = {"input_ids": ids, "attention_mask": ids + 1, "position_ids": ids}
         feeds |= {name: self._shaped(name, np.zeros_like(rows)) for name, _ in self.pairs}
-        found = onnx_runtime.run(self._session, [last], {**feeds, first: self._shaped(first, rows)})
+        found = self._program.run([last], {**feeds, first: self._shaped(first, rows)})
         return found[last].reshape(-1, self.hidden)
 
     def _shaped(self, name: str, rows: NDArray[Any]) -> NDArray[Any]:

@@ -10,7 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.analysis.lens.lens import LensResult
 from mionnx.analysis.lens.nearest_tokens import cosines, largest, products
 from mionnx.analysis.lens.readout import Lens, Readout
-from mionnx.engine import onnx_runtime
+from mionnx.engine.engine import Program
+from mionnx.engine.engines import open_program
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph import matrices
 from mionnx.graph.hook_points import HookPoint
@@ -280,9 +281,9 @@ class LensVerbs(Runner):
         return found
 
     @cached_property
-    def _head(self) -> Any:
+    def _head(self) -> Program:
         model = tail(self.hooked.proto, self._last, str(HookPoint.Logits))
-        return onnx_runtime.open_session(model, self.hooked.folder, self.options)
+        return open_program(model, self.hooked.folder, self.options)
 
     def project_to_vocab(self, residual: ArrayLike) -> NDArray[Any]:
         """The logits that a residual stream would have, were it the last: final norm, head, soft cap.
@@ -301,7 +302,7 @@ class LensVerbs(Runner):
         rows = given.reshape(1, -1, self.hidden_size).astype(DTYPES[self.hooked.metadata.dtype])
         ids = np.zeros(rows.shape[:2], np.int64)  # some families' last nodes read the shape of the tokens
         feeds = {"input_ids": ids, "attention_mask": ids + 1, "position_ids": ids, self._last: rows}
-        logits = onnx_runtime.run(self._head, [str(HookPoint.Logits)], feeds)[str(HookPoint.Logits)]
+        logits = self._head.run([str(HookPoint.Logits)], feeds)[str(HookPoint.Logits)]
         return logits.reshape(*given.shape[:-1], self.vocab_size)
 
 

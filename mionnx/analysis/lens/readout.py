@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.engine import onnx_runtime
+from mionnx.engine.engines import open_program
+from mionnx.engine.options import Options
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import DTYPES, HookedModel
@@ -44,13 +45,13 @@ class Readout:
 
 
 class Lens:
-    """The part of one model behind its last layer, open as a session that gives no logits."""
+    """The part of one model behind its last layer, open as a program that gives no logits."""
 
-    def __init__(self, hooked: HookedModel, options: onnx_runtime.Options) -> None:
+    def __init__(self, hooked: HookedModel, options: Options) -> None:
         self.hooked, self.sizes = hooked, hooked.metadata.sizes
         self.hook = str(HookPoint.ResidPost(self.sizes.num_layers - 1))
         graph = lens(hooked.proto, self.hook, str(HookPoint.Logits))
-        self._session = onnx_runtime.open_session(graph, hooked.folder, options)
+        self._program = open_program(graph, hooked.folder, options)
 
     def read(self, reference: NDArray[Any], streams: NDArray[Any], chosen: NDArray[np.int64], k: int) -> Readout:
         """Read streams.
@@ -97,4 +98,4 @@ class Lens:
         feeds = {"input_ids": ids, "attention_mask": ids + 1, "position_ids": ids, CHOSEN: chosen, K: np.array([k])}
         feeds[self.hook] = given.astype(DTYPES[self.hooked.metadata.dtype])
         names = [f"mionnx.lens.{name}" for name in OUTPUTS]
-        return list(onnx_runtime.run(self._session, names, feeds).values())
+        return list(self._program.run(names, feeds).values())

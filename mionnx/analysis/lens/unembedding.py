@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.engine import onnx_runtime
+from mionnx.engine.engines import open_program
+from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import DTYPES, HookedModel
@@ -21,7 +22,7 @@ class Unembedding:
     is no part of it: logits are then those before the cap.
     """
 
-    def __init__(self, hooked: HookedModel, options: onnx_runtime.Options) -> None:
+    def __init__(self, hooked: HookedModel, options: Options) -> None:
         self.hooked, self.options = hooked, options
         self.head: Head = head(hooked)
 
@@ -47,10 +48,10 @@ class Unembedding:
 
     def _run(self, first: str, last: str, given: NDArray[Any]) -> NDArray[np.float64]:
         graph = tail(self.hooked.proto, first, last)
-        opened = onnx_runtime.open_session(graph, self.hooked.folder, self.options)
+        program = open_program(graph, self.hooked.folder, self.options)
         ids = np.zeros(given.shape[:2], np.int64)
         feeds = {"input_ids": ids, "attention_mask": ids + 1, "position_ids": ids, first: given}
-        return onnx_runtime.run(opened, [last], feeds)[last].astype(np.float64)
+        return program.run([last], feeds)[last].astype(np.float64)
 
     def directions(self, ids: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
         """[..., hidden] of tokens [...]: what y is multiplied with, the factor included."""
