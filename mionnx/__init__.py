@@ -10,7 +10,7 @@ from mionnx.analysis.attention.head_scores_result import HeadScores
 from mionnx.analysis.attribution.attribution import Attribution
 from mionnx.analysis.features.activations import FeatureActivations
 from mionnx.analysis.features.sae import SAE
-from mionnx.analysis.lens.lens import LensResult
+from mionnx.analysis.lens.lens_result import LensResult
 from mionnx.analysis.python_hooks.hook import Hook
 from mionnx.analysis.python_hooks.sizes import ModelSizes
 from mionnx.analysis.steering.calibration import SteeringCalibration

@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from mionnx.analysis.attention.attention import AttentionPatterns
 from mionnx.analysis.attribution.attribution import Attribution
-from mionnx.analysis.lens.lens import LensResult, label_of
+from mionnx.analysis.lens.lens_result import LensResult, label_of
 from mionnx.cli.options import (
     Html,
     Json,
