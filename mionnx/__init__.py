@@ -15,7 +15,7 @@ from mionnx.analysis.python_hooks.hook import Hook
 from mionnx.analysis.python_hooks.sizes import ModelSizes
 from mionnx.analysis.steering.calibration import SteeringCalibration
 from mionnx.analysis.steering.directions import Direction, Directions
-from mionnx.analysis.steering.dose import DoseResponse
+from mionnx.analysis.steering.dose_result import DoseResponse
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
 from mionnx.engine.onnx_runtime import Options

@@ -6,18 +6,20 @@ from mionnx.analysis.attention.attention_verbs import AttentionVerbs
 from mionnx.analysis.attention.head_scores import Heads
 from mionnx.analysis.attribution import attribute as attribution
 from mionnx.analysis.attribution import residual_stack, stack_attribution
-from mionnx.analysis.features.verbs import Features
+from mionnx.analysis.features import active_features
 from mionnx.analysis.lens import logit_lens as lens
 from mionnx.analysis.lens import token_vectors, track
 from mionnx.analysis.python_hooks import hooked_calls, residual, transformer_lens
-from mionnx.analysis.steering.verbs import Steering
+from mionnx.analysis.steering import calibration
+from mionnx.analysis.steering import contrast as contrasting
+from mionnx.analysis.steering import dose_response as dosing
 from mionnx.analysis.sweep.verbs import Sweeps
 from mionnx.compile import compile_model
 from mionnx.run.runner import Runner
 from mionnx.verify import verbs as comparing
 
 
-class MIModel(Heads, Sweeps, AttentionVerbs, Steering, Features, Runner):
+class MIModel(Heads, Sweeps, AttentionVerbs, Runner):
     """A language model whose activations can be read and changed.
 
     Each verb is a function of a model, in the module that it is taken from here; `Runner` has `forward` and `generate`.
@@ -47,6 +49,11 @@ class MIModel(Heads, Sweeps, AttentionVerbs, Steering, Features, Runner):
     apply_ln_to_stack = stack_attribution.apply_ln_to_stack
     logit_attrs = stack_attribution.logit_attrs
     get_logit_diff = stack_attribution.get_logit_diff
+    # steering, and features of sparse autoencoders
+    contrast = contrasting.contrast
+    calibrate = calibration.calibrate
+    dose_response = dosing.dose_response
+    features = active_features.features
     # Python functions at hook points
     __call__ = hooked_calls.call
     run_with_hooks = hooked_calls.run_with_hooks

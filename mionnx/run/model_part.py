@@ -11,7 +11,7 @@ from mionnx.graph.hooked_model import DTYPES, HookedModel
 
 
 class ModelPart:
-    """A graph that was cut out of one model, open with that model's weights.
+    """A subgraph of one model, open with that model's weights.
 
     Attributes:
         dtype: of the model's activations.

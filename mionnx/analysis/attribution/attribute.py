@@ -30,7 +30,7 @@ def attribute(
     position: int = -1,
     hooks: HookSpec | None = None,
 ) -> Attribution:
-    """Decompose a logit, or one token's lead over another, into each component's direct contribution.
+    """Decompose a logit, or one token's lead over another, into direct contributions.
 
     The parts are the embeddings, every head, the rest of the attention outputs (biases), the MLPs, and the biases of
     the final norm and the head. Heads go through a norm behind the attention (Gemma 2) as through the final one.
@@ -112,7 +112,7 @@ def _components(model: Runner, cache: HookCache) -> dict[str, Vector]:
 
 
 def _head_shares(model: Runner, cache: HookCache, layer: int) -> Vector:
-    """[head, hidden]: each head's share of the stream, through the norm behind the attention if any."""
+    """[head, hidden]: each head's share of the stream, behind the attention's norm if any."""
     shares = cache[HookPoint.AttnResult(layer)][0, 0]
     graphs = model.opened(NormGraphs)
     if layer not in graphs.output_norms:

@@ -32,7 +32,7 @@ def layer_of(hooked: HookedModel, layer: int | None) -> int:
 
 
 def input_of(hooked: HookedModel, layer: int, mlp_input: bool) -> str:
-    """The hook point of the stream at the input of a layer's attention or MLP, or of the final norm.
+    """The stream's hook point at the input of a layer's attention or MLP, or of the final norm.
 
     Raises:
         InputError: there is no MLP behind the last layer.

@@ -23,7 +23,7 @@ PLAIN = frozenset({"Add", "Reshape", "Identity", "Cast", "Squeeze", "Unsqueeze"}
 
 
 class NormGraphs:
-    """The norms of one model, each as a graph from [n, hidden] to [n, hidden] that is opened on first use."""
+    """The norms of one model, each a graph from [n, hidden] to [n, hidden], opened on first use."""
 
     def __init__(self, hooked: HookedModel, options: Options) -> None:
         self.hooked, self.options = hooked, options

@@ -58,7 +58,7 @@ def decompose_resid(
     pos_slice: PosSlice = None,
     incl_embeds: bool = True,
 ) -> Labelled:
-    """The outputs that were added to the stream before a layer; with mode "all" they sum to its input.
+    """Everything added to the stream before a layer; with mode "all" it sums to its input.
 
     Args:
         source: prompts or a cache, see `mionnx.analysis.attribution.residual_stack`.
@@ -164,7 +164,7 @@ def stack_head_results(
 def cache_of(
     model: Runner, source: Source, names: Sequence[str], layer: int, mlp_input: bool, with_norm_input: bool
 ) -> HookCache:
-    """The captures of these names, and the input of the norm before a layer: from a cache, or by a forward pass.
+    """Captures by name, and the input of the norm before a layer; runs the model for a prompt.
 
     Raises:
         HookError: a cache that lacks captures.

@@ -30,7 +30,7 @@ def apply_ln_to_stack(
     pos_slice: PosSlice = None,
     weighted: bool = True,
 ) -> NDArray[np.float32]:
-    """Contributions of stream parts to the output of a norm, its scale held at the actual stream's.
+    """Contributions of stream parts to a norm's output, its scale held at the actual stream's.
 
     The parts of a sum that is the stream add up to the norm's output less its bias; see
     `mionnx.analysis.attribution.linear_norm`.

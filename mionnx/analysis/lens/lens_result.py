@@ -20,7 +20,7 @@ READABLE = 200  # positions from which on a figure's cells are too many for word
 
 @dataclass(frozen=True, repr=False)
 class LensResult(Shown):
-    """The logit lens over one text: each layer's residual stream read by the final norm and head.
+    """The logit lens over one text: residual streams read by the model's final norm and head.
 
     nostalgebraist, "interpreting GPT: the logit lens", 2020.
 

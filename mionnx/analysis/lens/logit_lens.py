@@ -47,7 +47,7 @@ def logit_lens(
     points: str | Sequence[str] = "resid_post",
     tokens: Sequence[int | str] = (),
 ) -> LensResult | list[Any]:
-    """Read each layer's residual stream with the model's own final norm, head, soft cap and softmax.
+    """Read residual streams with the model's own final norm, head, soft cap and softmax.
 
     All of it happens inside a graph that returns the k largest probabilities and those of chosen tokens, in blocks:
     [layers, seq, vocab] is never held.

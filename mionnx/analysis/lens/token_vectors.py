@@ -19,7 +19,7 @@ from mionnx.spec.hook_spec import HookSpec
 
 
 class Vocabulary:
-    """The embedding and the unembedding of one model; the numbers stay in their file until they are read."""
+    """The embedding and the unembedding of one model, memory-mapped."""
 
     def __init__(self, hooked: HookedModel, options: Options) -> None:
         self.hooked = hooked

@@ -16,10 +16,10 @@ from mionnx.run.model_part import ModelPart
 
 
 class Unembedding:
-    """The linear part of a model's head: logits = factor (W_U^T y + bias) + offset, y the final norm's output.
+    """The linear part of a model's head: logits = factor (W_U^T y + bias) + offset.
 
-    The factor (Cohere's `logit_scale`) and the offset are found by running what follows the matrix product. A soft cap
-    is no part of it: logits are then those before the cap.
+    y is the final norm's output. The factor (Cohere's `logit_scale`) and the offset are found by running the nodes
+    behind the matrix product. A soft cap is no part of it: logits are then those before the cap.
     """
 
     def __init__(self, hooked: HookedModel, options: Options) -> None:
@@ -51,7 +51,7 @@ class Unembedding:
         return part.run([last], {first: values.astype(part.dtype)}, values.shape[:2])[last].astype(np.float64)
 
     def directions(self, ids: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
-        """The directions [..., hidden] of tokens [...]: what y is multiplied with, the factor included."""
+        """Directions [..., hidden] of tokens [...]; times y they give logits less the offset."""
         columns = np.ascontiguousarray(np.moveaxis(self.head.weight[:, ids], 0, -1))
         return columns.astype(np.float64) * self._line[0]
 
