@@ -2,8 +2,8 @@
 
 from functools import cached_property
 
-from mionnx.analysis.attention.attention_verbs import AttentionVerbs
-from mionnx.analysis.attention.head_scores import Heads
+from mionnx.analysis.attention import attention_patterns
+from mionnx.analysis.attention import head_scores as heads
 from mionnx.analysis.attribution import attribute as attribution
 from mionnx.analysis.attribution import residual_stack, stack_attribution
 from mionnx.analysis.features import active_features
@@ -13,13 +13,13 @@ from mionnx.analysis.python_hooks import hooked_calls, residual, transformer_len
 from mionnx.analysis.steering import calibration
 from mionnx.analysis.steering import contrast as contrasting
 from mionnx.analysis.steering import dose_response as dosing
-from mionnx.analysis.sweep.verbs import Sweeps
+from mionnx.analysis.sweep import ablating, patching
 from mionnx.compile import compile_model
 from mionnx.run.runner import Runner
 from mionnx.verify import verbs as comparing
 
 
-class MIModel(Heads, Sweeps, AttentionVerbs, Runner):
+class MIModel(Runner):
     """A language model whose activations can be read and changed.
 
     Each verb is a function of a model, in the module that it is taken from here; `Runner` has `forward` and `generate`.
@@ -30,6 +30,13 @@ class MIModel(Heads, Sweeps, AttentionVerbs, Runner):
         cache["pattern", 2].shape  # (1, n_heads, seq, seq)
     """
 
+    # causal analysis, cell by cell
+    patch_sweep = patching.patch_sweep
+    path_patch = patching.path_patch
+    ablation_sweep = ablating.ablation_sweep
+    # attention heads
+    attention = attention_patterns.attention
+    head_scores = heads.head_scores
     # layers read as predictions, and tokens as vectors
     logit_lens = lens.logit_lens
     project_to_vocab = lens.project_to_vocab

@@ -14,14 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 
 from mionnx.bind.selection import Selection
 from mionnx.compile.bake_gates import bake_gates
 from mionnx.compile.token_facts import TokenFacts, replace_input
 from mionnx.errors import InterventionError
-from mionnx.graph.builder import Builder
+from mionnx.graph.builder import Builder, Constant, Graph, Tensor, Variable
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.report import Report
@@ -29,12 +28,12 @@ from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.plan import Edit, Plan
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
-
-KNOBS = {"add": 1.0, "project_out": 1.0, "scale": None}  # kind -> the knob's default; None: the factor itself
+from mionnx.spec.kinds import KINDS
+from mionnx.spec.kinds.kind import ValueShape
 
 
 def bake(
-    graph: gs.Graph,
+    graph: Graph,
     plan: Plan,
     spec: HookSpec,
     shapes: Mapping[str, Sequence[str | int]],
@@ -67,31 +66,31 @@ def bake(
     graph.toposort()
 
 
-def _knob(graph: gs.Graph, name: str, where: Sequence[tuple[HookPoint, Intervention]], report: Report) -> gs.Constant:
+def _knob(graph: Graph, name: str, where: Sequence[tuple[HookPoint, Intervention]], report: Report) -> Constant:
     """A knob's default, as a constant that becomes an input when the graph is written."""
     defaults = set()
     for point, intervention in where:
-        value = np.asarray(intervention.value)
-        if intervention.kind not in KNOBS or (intervention.kind == "scale" and value.size != 1):
+        strength = intervention.rules.strength(*intervention.values)
+        if strength is None:
+            having = ", ".join(kind.name for kind in KINDS.values() if kind.has_strength)
             raise InterventionError(
-                f"knob {name!r}: {intervention.kind} at {point} has no strength; kinds that do: add, project_out, and "
-                "scale by one factor"
+                f"knob {name!r}: {intervention.kind} at {point} has no strength; kinds that do: {having} (scale by one "
+                "factor)"
             )
-        fixed = KNOBS[intervention.kind]
-        defaults.add(float(value.item()) if fixed is None else fixed)
+        defaults.add(strength)
     if len(defaults) != 1:
         raise InterventionError(f"knob {name!r} has several defaults, {sorted(defaults)}: give each a knob of its own")
     report.inputs.append(name)
-    return gs.Constant(name, np.array(defaults.pop(), np.float32))
+    return Constant(name, np.array(defaults.pop(), np.float32))
 
 
 def _edit(
-    graph: gs.Graph,
+    graph: Graph,
     edit: Edit,
     intervention: Intervention,
     shape: Sequence[str | int],
     calls: TokenFacts,
-    knob: gs.Constant | None,
+    knob: Constant | None,
     report: Report,
 ) -> None:
     if intervention.rows is not None or _by_row(intervention.positions):
@@ -109,28 +108,32 @@ def _edit(
     if intervention.fragment is not None:
         for name, array in intervention.fragment.weights.items():
             _become(graph, tensors[edit.weight_input(name)], array)
-    if intervention.value is None:
+    _values(graph, place, [tensors[name] for name in edit.value_inputs], knob, report)
+
+
+def _values(graph: Graph, place: Selection, inputs: Sequence[Variable], knob: Constant | None, report: Report) -> None:
+    """Let the inputs of values be constants, or constants at a strength."""
+    edit, rules = place.edit, place.intervention.rules
+    if rules.shape is ValueShape.ATTENTION_MASK:
+        (mask,) = place.intervention.values
+        replace_input(graph, inputs[0], _mask(graph, edit, mask, report))
         return
-    value, dtype = tensors[edit.value_input], tensors[edit.value_input].dtype
-    if edit.kind == "knockout":
-        replace_input(graph, value, _mask(graph, edit, intervention.value, report))
-        return
-    array = _fixed(place, intervention, dtype)
+    arrays = _fixed(place, inputs[0].dtype) if inputs else ()
     if knob is None:
-        _become(graph, value, array)
+        for variable, array in zip(inputs, arrays, strict=True):
+            _become(graph, variable, array)
         return
+    ((variable,), (array,)) = inputs, arrays
     op = Builder(graph, edit.hook, f"{edit.prefix}.knob", report)
-    strength = knob if np.dtype(dtype) == np.float32 else op.Cast(knob, to=dtype)
-    if edit.kind == "scale":
-        replace_input(graph, value, strength)
+    strength = knob if np.dtype(variable.dtype) == np.float32 else op.Cast(knob, to=variable.dtype)
+    turned = rules.with_strength(op, array, strength)
+    if rules.strength_step is None:
+        replace_input(graph, variable, turned)
         return
-    turned = op.Mul(array, strength)
-    if edit.kind == "project_out":  # x - strength (x D^T) D: the directions enter twice, the strength once
-        along = next(node for node in graph.nodes if node.name == f"{edit.prefix}.along:MatMul")
-        along.inputs[1] = turned
-        _become(graph, value, array)
-        return
-    replace_input(graph, value, turned)
+    step = f"{edit.prefix}.{rules.strength_step}:"
+    node = next(node for node in graph.nodes if node.name.startswith(step))
+    node.inputs = [turned if entry is variable else entry for entry in node.inputs]
+    _become(graph, variable, array)
 
 
 def _by_row(positions: Any) -> bool:
@@ -145,14 +148,14 @@ def _place(edit: Edit, intervention: Intervention, shape: Sequence[str | int]) -
     return Selection(replace(edit, at_positions=False), replace(intervention, positions=None, rows=None), sizes, call)
 
 
-def _fixed(place: Selection, intervention: Intervention, dtype: Any) -> NDArray[Any]:
-    """The value as a constant of any call.
+def _fixed(place: Selection, dtype: Any) -> tuple[NDArray[Any], ...]:
+    """The values as constants of any call.
 
     Raises:
         InterventionError: it has several entries along an axis that is another in every call.
     """
     try:
-        return place.value(np.asarray(intervention.value), dtype)
+        return place.values(dtype)
     except InterventionError as error:
         raise InterventionError(
             f"{error}; a compiled graph serves texts of any length, so a value has one entry for all tokens: give each "
@@ -160,13 +163,13 @@ def _fixed(place: Selection, intervention: Intervention, dtype: Any) -> NDArray[
         ) from None
 
 
-def _mask(graph: gs.Graph, edit: Edit, given: NDArray[Any], report: Report) -> gs.Tensor:
+def _mask(graph: Graph, edit: Edit, given: NDArray[Any], report: Report) -> Tensor:
     """A knockout mask in place: rows and columns of the whole text, those beyond it zero."""
     op = Builder(graph, edit.hook, f"{edit.prefix}.mask", report)
     dtype = graph.tensors()[edit.value_input].dtype
     full = given.astype(dtype).reshape((1,) * (len(edit.axes) - given.ndim) + given.shape)
     full = np.pad(full, [(0, 0)] * (full.ndim - 2) + [(0, int(size > 1)) for size in full.shape[-2:]])
-    mask: gs.Tensor = op.constant(full)
+    mask: Tensor = op.constant(full)
     tensors = graph.tensors()
     total = op.Shape(tensors["attention_mask"], start=1, end=2)
     seq = op.Shape(tensors["input_ids"], start=1, end=2)
@@ -179,7 +182,7 @@ def _mask(graph: gs.Graph, edit: Edit, given: NDArray[Any], report: Report) -> g
     return mask
 
 
-def _become(graph: gs.Graph, variable: gs.Variable, array: NDArray[Any]) -> None:
+def _become(graph: Graph, variable: Variable, array: NDArray[Any]) -> None:
     """Let an input be a constant."""
     graph.inputs = [entry for entry in graph.inputs if entry is not variable]
     variable.to_constant(np.ascontiguousarray(array))

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.engine import onnx_runtime
+from mionnx.engine.engines import open_program
+from mionnx.engine.options import Options
 from mionnx.graph.hooked_model import DTYPES, HookedModel
 
 
@@ -18,10 +19,10 @@ class ModelPart:
         ranks: input -> number of axes.
     """
 
-    def __init__(self, graph: bytes, hooked: HookedModel, options: onnx_runtime.Options) -> None:
-        self._session = onnx_runtime.open_session(graph, hooked.folder, options)
+    def __init__(self, graph: bytes, hooked: HookedModel, options: Options) -> None:
+        self._program = open_program(graph, hooked.folder, options)
         self.dtype = DTYPES[hooked.metadata.dtype]
-        self.ranks = {entry.name: len(entry.shape) for entry in self._session.get_inputs()}
+        self.ranks = {name: entry.rank for name, entry in self._program.inputs.items()}
 
     def run(
         self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], tokens: tuple[int, ...]
@@ -39,4 +40,4 @@ class ModelPart:
         """
         ids = np.zeros(tokens, np.int64)
         blank = {"input_ids": ids, "attention_mask": ids + 1, "position_ids": ids}
-        return onnx_runtime.run(self._session, outputs, {**blank, **feeds})
+        return self._program.run(outputs, {**blank, **feeds})

@@ -5,11 +5,9 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import onnxruntime
-
+from mionnx.engine.onnx_runtime import installed_providers
 from mionnx.graph import onnx_file
 from mionnx.machine import cpu
-from mionnx.spec import spec_file
 from mionnx.verify.graph_under_test import GraphUnderTest
 from mionnx.verify.runtime import Runtime
 
@@ -26,7 +24,7 @@ def environment(runtime: Runtime) -> dict[str, Any]:
         "system": platform.platform(),
         "processor": cpu.name(),
         "features": cpu.features(),
-        "providers": onnxruntime.get_available_providers(),
+        "providers": installed_providers(),
     }
 
 
@@ -50,5 +48,5 @@ def hashes(subject: GraphUnderTest) -> dict[str, str]:
     return {
         "graph": subject.graph_hash(),
         "weights": held.hexdigest(),
-        "spec": sha256(spec_file.serialise(subject.spec)).hexdigest(),
+        "spec": sha256(subject.spec.to_bytes()).hexdigest(),
     }

@@ -8,7 +8,7 @@ import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 
 from mionnx.analysis.attribution.linear_norm import LinearNorm, linearise
-from mionnx.engine.onnx_runtime import Options
+from mionnx.engine.options import Options
 from mionnx.errors import HookError
 from mionnx.graph import onnx_file
 from mionnx.graph.hook_points import HookPoint

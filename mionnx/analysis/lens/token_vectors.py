@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mionnx.analysis.lens.logit_lens import Scored
 from mionnx.analysis.lens.nearest_tokens import cosines, largest, products
-from mionnx.engine.onnx_runtime import Options
+from mionnx.engine.options import Options
 from mionnx.errors import InputError
 from mionnx.graph import matrices
 from mionnx.graph.hook_points import HookPoint

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.engine.onnx_runtime import Options
+from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel

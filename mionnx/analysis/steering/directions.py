@@ -18,7 +18,8 @@ from mionnx.analysis.steering.hook_template import template_of
 from mionnx.errors import HookError, InterventionError, SpecFileError
 from mionnx.machine.files import write_atomic
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.spec.intervention import Intervention, Positions
+from mionnx.spec.intervention import Intervention
+from mionnx.spec.limits import Positions
 from mionnx.view import Shown, empty_figure, render
 
 if TYPE_CHECKING:

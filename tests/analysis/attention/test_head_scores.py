@@ -40,7 +40,7 @@ def test_scores_are_means_of_the_eager_models_attention(models, references, fami
     """Written out token by token on torch's patterns; and the same however the rows are batched."""
     model, period = models(family), 7
     found = model.head_scores(batch=3, period=period, seed=5, tokens=range(3, 60))
-    ids = repeats(np.arange(3, 60), model._special()[0], 3, period, 5).ids
+    ids = repeats(np.arange(3, 60), head_scores.special_tokens(model)[0], 3, period, 5).ids
     values = run(references(family), Inputs(ids, np.ones_like(ids))).values
     expected = np.zeros_like(found.values)
     for layer in range(model.num_layers):
@@ -96,7 +96,7 @@ def test_interventions_are_in_force(llama):
 def test_a_recurrent_model_is_scored_by_its_effective_attention():
     model = MIModel.from_pretrained(REPOSITORY / "models" / "world-rwkv7")
     found = model.head_scores(batch=2, period=8)
-    ids = repeats(np.setdiff1d(np.arange(model.vocab_size), model._special()[1]), [], 2, 8, 0).ids
+    ids = repeats(np.setdiff1d(np.arange(model.vocab_size), head_scores.special_tokens(model)[1]), [], 2, 8, 0).ids
     cache = model.forward(ids, HookSpec().capture("*hook_effective_attn"))
     at = np.arange(8, 16)
     assert np.allclose(found["previous_token"], cache.stack("effective_attn")[:, :, :, at, at - 1].mean((1, 3)))

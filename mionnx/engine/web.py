@@ -1,0 +1,133 @@
+"""The engine onnxruntime-web: WASM under Node, in a process of its own for each graph."""
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from mionnx.engine.engine import Arrays, Engine, Program, inputs_of
+from mionnx.engine.options import Options
+from mionnx.errors import ModelError
+from mionnx.graph import onnx_file
+
+SERVER = Path(__file__).with_name("web.mjs")
+FOLDER = "MIONNX_NODE"  # an environment variable: the folder whose node_modules has onnxruntime-web
+PACKAGE = Path("node_modules") / "onnxruntime-web" / "package.json"
+
+
+def node_folder() -> Path | None:
+    """The folder whose `node_modules` has onnxruntime-web: `MIONNX_NODE`, or the current one or one above it."""
+    chosen = os.environ.get(FOLDER)
+    folders = [Path(chosen)] if chosen else [Path.cwd(), *Path.cwd().parents]
+    return next((folder for folder in folders if (folder / PACKAGE).is_file()), None)
+
+
+class WebProgram(Program):
+    """A process of Node's that has one model open.
+
+    Attributes:
+        native: the `subprocess.Popen`.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.inputs = inputs_of(model)
+        self._scratch = tempfile.TemporaryDirectory()
+        file = Path(self._scratch.name) / "model.onnx"
+        file.write_bytes(model.SerializeToString())
+        command = ["node", str(SERVER), str((node_folder() or Path()).resolve())]
+        pipe = subprocess.PIPE
+        self.native = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        self._finalizer = weakref.finalize(self, _end, self.native, self._scratch)
+        _ask(self.native, {"open": str(file)})
+
+    def close(self) -> None:
+        """End the process."""
+        self._finalizer()
+
+    def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
+        """See `Program.run`."""
+        arrays = {name: np.asarray(value) for name, value in feeds.items() if name in self.inputs}
+        return _run(self.native, Path(self._scratch.name), arrays, list(outputs))
+
+
+def _end(node: "subprocess.Popen[str]", scratch: "tempfile.TemporaryDirectory[str]") -> None:
+    node.kill()
+    node.communicate()
+    scratch.cleanup()
+
+
+class Web(Engine):
+    """onnxruntime-web with one thread; weights travel inside the model, which can have 2 GiB at most."""
+
+    name = "onnxruntime-web"
+
+    def missing(self, options: Options) -> str | None:
+        """Whether Node and onnxruntime-web are there."""
+        if shutil.which("node") is None:
+            return "Node is not installed: install Node 20, then `npm install onnxruntime-web`"
+        if node_folder() is None:
+            return (
+                f"onnxruntime-web is not in the current folder's node_modules, nor in {FOLDER}'s: "
+                "npm install onnxruntime-web"
+            )
+        return None
+
+    def facts(self, options: Options) -> dict[str, str]:
+        """Versions of onnxruntime-web and of Node."""
+        node = subprocess.run(["node", "--version"], capture_output=True, text=True).stdout.strip()
+        package = json.loads(((node_folder() or Path()) / PACKAGE).read_text())
+        return {"onnxruntime-web": package["version"], "node": node, "threads": "1"}
+
+    def open(
+        self, model: Path | bytes, folder: Path, options: Options, *, optimised: bool = False, spinning: bool = True
+    ) -> WebProgram:
+        """See `Engine.open`."""
+        proto = onnx_file.parse(model) if isinstance(model, bytes) else onnx_file.read(model)
+        onnx_file.embed(proto, folder)
+        return WebProgram(proto)
+
+
+def _ask(node: "subprocess.Popen[str]", question: Mapping[str, Any]) -> dict[str, Any]:
+    assert node.stdin is not None
+    assert node.stdout is not None
+    assert node.stderr is not None
+    try:
+        node.stdin.write(json.dumps(question) + "\n")
+        node.stdin.flush()
+    except OSError:
+        raise ModelError(f"onnxruntime-web ended: {node.stderr.read()[-500:]}") from None
+    for line in node.stdout:
+        if line.startswith("@"):
+            answer = json.loads(line[1:])
+            if "error" in answer:
+                raise ModelError(f"onnxruntime-web: {answer['error']}")
+            return answer
+    raise ModelError(f"onnxruntime-web ended: {node.stderr.read()[-500:]}")
+
+
+def _run(node: "subprocess.Popen[str]", scratch: Path, feeds: Arrays, names: list[str]) -> Arrays:
+    given, start = [], 0
+    with (scratch / "feeds").open("wb") as file:
+        for name, array in feeds.items():
+            data = np.ascontiguousarray(array).tobytes()
+            place = {"start": start, "end": start + len(data)}
+            given.append({"name": name, "type": str(array.dtype), "dims": list(array.shape), **place})
+            file.write(data)
+            start += len(data)
+    question = {"run": str(scratch / "feeds"), "feeds": given, "out": str(scratch / "out"), "names": names}
+    found = _ask(node, question)["found"]
+    data = (scratch / "out").read_bytes()
+    return {entry["name"]: _array(entry, data) for entry in found}
+
+
+def _array(entry: Mapping[str, Any], data: bytes) -> NDArray[Any]:
+    return np.frombuffer(data[entry["start"] : entry["end"]], entry["type"]).reshape(entry["dims"])
