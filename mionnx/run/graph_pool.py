@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.machine import memory
 from mionnx.machine.disk_cache import DiskCache
+from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan, Report, rewrite
 from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.run import find_model, prepacked
@@ -23,6 +23,7 @@ from mionnx.run.segment_chain import SegmentChain, open_segments
 
 UNPACKED = 512  # tokens from which on packing the weights gains little (measured: 1.06 at 8 x 64)
 VARIANT = 2**25  # bytes that a session from a base takes besides the weights it shares, about
+REWRITING = ("mionnx.rewrite", "mionnx.graph", "mionnx.spec.kinds")  # a change there may change a rewritten graph
 WHEN = ("auto", "always", "ready", "never")
 
 
@@ -167,9 +168,13 @@ class GraphPool:
             (folder / "report.json").write_text(made[0][1].to_json())
             return {"model": self.model.folder.name, "edits": len(plan.edits), "captures": len(plan.captures)}
 
-        key = hashlib.sha256(f"{base.folder.name} {version('mionnx')} {plan!r}".encode()).hexdigest()[:32]
-        entry = self._entries.get("graphs", key, build)
+        entry = self._entries.get("graphs", _key_of(base, plan), build)
         if made or entry is None:
             return made[0] if made else rewrite(base.proto, plan, self.model.metadata)
         report = Report.from_json((entry.path / "report.json").read_text())
         return (entry.path / GRAPH).read_bytes(), report
+
+
+def _key_of(base: prepacked.PrepackedModel, plan: Plan) -> str:
+    """Key of a rewritten graph on disk: the base, the plan, and the sources that rewrite."""
+    return hashlib.sha256(f"{base.folder.name} {source_digest(*REWRITING)} {plan!r}".encode()).hexdigest()[:32]

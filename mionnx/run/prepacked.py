@@ -29,10 +29,11 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine import cpu, memory
 from mionnx.machine.disk_cache import DiskCache
+from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan
 
 GRAPH, DATA = "base.onnx", "base.data"
-FORMAT = 2
+PREPARING = ("mionnx.run.prepacked", "mionnx.engine.onnx_runtime")  # a change there may change a base
 ROOM = 2.3  # of a base, in sizes of the weights
 WORTHWHILE = 64 * 2**20  # bytes of weights: below, packing them again is quicker than looking for a base
 
@@ -88,7 +89,7 @@ def key_of(model: HookedModel, options: Options) -> str:
     files = sorted({str(model.folder / location) for location in onnx_file.locations(model.proto)})
     stats = [(Path(file).stat().st_size, Path(file).stat().st_mtime_ns) for file in files]
     facts = {
-        "format": FORMAT,
+        "sources": source_digest(*PREPARING),
         "graph": hashlib.sha256(model.proto.SerializeToString(deterministic=True)).hexdigest(),
         "weights": [model.metadata.weights_sha256, stats],
         "onnxruntime": onnx_runtime.version(),
