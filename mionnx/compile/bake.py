@@ -14,14 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 
 from mionnx.bind.selection import Selection
 from mionnx.compile.bake_gates import bake_gates
 from mionnx.compile.token_facts import TokenFacts, replace_input
 from mionnx.errors import InterventionError
-from mionnx.graph.builder import Builder
+from mionnx.graph.builder import Builder, Constant, Graph, Tensor, Variable
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.report import Report
@@ -34,7 +33,7 @@ KNOBS = {"add": 1.0, "project_out": 1.0, "scale": None}  # kind -> the knob's de
 
 
 def bake(
-    graph: gs.Graph,
+    graph: Graph,
     plan: Plan,
     spec: HookSpec,
     shapes: Mapping[str, Sequence[str | int]],
@@ -67,7 +66,7 @@ def bake(
     graph.toposort()
 
 
-def _knob(graph: gs.Graph, name: str, where: Sequence[tuple[HookPoint, Intervention]], report: Report) -> gs.Constant:
+def _knob(graph: Graph, name: str, where: Sequence[tuple[HookPoint, Intervention]], report: Report) -> Constant:
     """A knob's default, as a constant that becomes an input when the graph is written."""
     defaults = set()
     for point, intervention in where:
@@ -82,16 +81,16 @@ def _knob(graph: gs.Graph, name: str, where: Sequence[tuple[HookPoint, Intervent
     if len(defaults) != 1:
         raise InterventionError(f"knob {name!r} has several defaults, {sorted(defaults)}: give each a knob of its own")
     report.inputs.append(name)
-    return gs.Constant(name, np.array(defaults.pop(), np.float32))
+    return Constant(name, np.array(defaults.pop(), np.float32))
 
 
 def _edit(
-    graph: gs.Graph,
+    graph: Graph,
     edit: Edit,
     intervention: Intervention,
     shape: Sequence[str | int],
     calls: TokenFacts,
-    knob: gs.Constant | None,
+    knob: Constant | None,
     report: Report,
 ) -> None:
     if intervention.rows is not None or _by_row(intervention.positions):
@@ -160,13 +159,13 @@ def _fixed(place: Selection, intervention: Intervention, dtype: Any) -> NDArray[
         ) from None
 
 
-def _mask(graph: gs.Graph, edit: Edit, given: NDArray[Any], report: Report) -> gs.Tensor:
+def _mask(graph: Graph, edit: Edit, given: NDArray[Any], report: Report) -> Tensor:
     """A knockout mask in place: rows and columns of the whole text, those beyond it zero."""
     op = Builder(graph, edit.hook, f"{edit.prefix}.mask", report)
     dtype = graph.tensors()[edit.value_input].dtype
     full = given.astype(dtype).reshape((1,) * (len(edit.axes) - given.ndim) + given.shape)
     full = np.pad(full, [(0, 0)] * (full.ndim - 2) + [(0, int(size > 1)) for size in full.shape[-2:]])
-    mask: gs.Tensor = op.constant(full)
+    mask: Tensor = op.constant(full)
     tensors = graph.tensors()
     total = op.Shape(tensors["attention_mask"], start=1, end=2)
     seq = op.Shape(tensors["input_ids"], start=1, end=2)
@@ -179,7 +178,7 @@ def _mask(graph: gs.Graph, edit: Edit, given: NDArray[Any], report: Report) -> g
     return mask
 
 
-def _become(graph: gs.Graph, variable: gs.Variable, array: NDArray[Any]) -> None:
+def _become(graph: Graph, variable: Variable, array: NDArray[Any]) -> None:
     """Let an input be a constant."""
     graph.inputs = [entry for entry in graph.inputs if entry is not variable]
     variable.to_constant(np.ascontiguousarray(array))

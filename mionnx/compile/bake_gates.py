@@ -5,12 +5,11 @@ is invisible there too.
 """
 
 import numpy as np
-import onnx_graphsurgeon as gs
 
 from mionnx.bind.rwkv_gates import refuse_terms
 from mionnx.compile.token_facts import TokenFacts, replace_input
 from mionnx.errors import InterventionError
-from mionnx.graph.builder import Builder
+from mionnx.graph.builder import Builder, Graph, Tensor
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.report import Report
 from mionnx.rewrite.intervene import among
@@ -26,7 +25,7 @@ GATES = {
 State = StateKnockoutSpec | StateSteeringSpec
 
 
-def bake_gates(graph: gs.Graph, spec: HookSpec, metadata: Metadata, calls: TokenFacts, report: Report) -> None:
+def bake_gates(graph: Graph, spec: HookSpec, metadata: Metadata, calls: TokenFacts, report: Report) -> None:
     """Let the state interventions of a spec take the place of the gates' defaults.
 
     Raises:
@@ -59,13 +58,13 @@ def _check(state: State, metadata: Metadata) -> None:
     refuse_terms(state, metadata)
 
 
-def _padding(op: Builder, layers: int, calls: TokenFacts) -> gs.Tensor:
+def _padding(op: Builder, layers: int, calls: TokenFacts) -> Tensor:
     """[layers, batch, seq, 1]: 1, and 0 at padding."""
     real = op.Unsqueeze(op.GreaterOrEqual(calls.positions, 0), [0, 3])
     return op.Where(real, np.ones((layers, 1, 1, 1), np.float32), np.float32(0))
 
 
-def _distances(op: Builder, gate: gs.Tensor) -> gs.Tensor:
+def _distances(op: Builder, gate: Tensor) -> Tensor:
     """[layers, batch, seq + 1]: how far back the last token lies that each one may see; see `mionnx.bind.rwkv_gates`.
 
     The n-th visible token's column is looked up at n, the number of visible tokens before the one that asks: no more
@@ -89,7 +88,7 @@ def _distances(op: Builder, gate: gs.Tensor) -> gs.Tensor:
     return op.Sub(op.Range(0, op.Squeeze(after), 1), before)
 
 
-def _factor(op: Builder, step: str, state: State, metadata: Metadata, calls: TokenFacts) -> gs.Tensor:
+def _factor(op: Builder, step: str, state: State, metadata: Metadata, calls: TokenFacts) -> Tensor:
     """[layers, batch, seq, n_heads]: the factor at the state's positions, layers and heads, and 1 elsewhere."""
     sizes = metadata.sizes
     factor = np.ones((sizes.num_layers, 1, 1, sizes.num_heads), np.float32)
@@ -103,7 +102,7 @@ def _factor(op: Builder, step: str, state: State, metadata: Metadata, calls: Tok
     return op.Where(here, factor, np.float32(1))
 
 
-def _take_over(graph: gs.Graph, name: str, gate: gs.Tensor | None) -> None:
+def _take_over(graph: Graph, name: str, gate: Tensor | None) -> None:
     tensors = graph.tensors()
     if gate is None or name not in tensors:
         raise InterventionError(f"the graph has no gate {name}")

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 import numpy as np
-import onnx_graphsurgeon as gs
 
-from mionnx.graph.builder import Builder
+from mionnx.graph.builder import Builder, Graph, Tensor
 from mionnx.graph.report import Report
 from mionnx.rewrite.intervene import TOKEN_POSITIONS, token_positions
 
@@ -15,13 +14,13 @@ NOWHERE = -2  # no token stands there; padding stands at -1
 class TokenFacts:
     """What a graph can tell of a call; worked out once, where it is needed."""
 
-    def __init__(self, graph: gs.Graph, report: Report) -> None:
+    def __init__(self, graph: Graph, report: Report) -> None:
         self.graph, self.report = graph, report
         self.op = Builder(graph, TOKEN_POSITIONS, "mionnx.call", report)
-        self._known: dict[str, gs.Tensor] = {}
+        self._known: dict[str, Tensor] = {}
 
     @property
-    def positions(self) -> gs.Tensor:
+    def positions(self) -> Tensor:
         """[batch, seq]: each token's position in its row's text, -1 for padding."""
         if "positions" not in self._known:
             found = self.graph.tensors().get(f"{TOKEN_POSITIONS}.of_tokens") or self.graph.tensors().get(
@@ -31,7 +30,7 @@ class TokenFacts:
         return self._known["positions"]
 
     @property
-    def length(self) -> gs.Tensor:
+    def length(self) -> Tensor:
         """[batch, 1]: how many tokens each row's text has by now."""
         if "length" not in self._known:
             last = self.op.ReduceMax(self.positions, [1], keepdims=1)
@@ -39,18 +38,18 @@ class TokenFacts:
         return self._known["length"]
 
     @property
-    def is_prompt(self) -> gs.Tensor:
+    def is_prompt(self) -> Tensor:
         """[batch, 1]: whether this call is the prompt's."""
         if "is_prompt" not in self._known:
             first = self.op.Cast(self.op.Equal(self.positions, 0), to=np.int32)
             self._known["is_prompt"] = self.op.Cast(self.op.ReduceMax(first, [1], keepdims=1), to=np.bool_)
         return self._known["is_prompt"]
 
-    def chosen(self, prefix: str, positions: Sequence[int | str]) -> gs.Tensor:
+    def chosen(self, prefix: str, positions: Sequence[int | str]) -> Tensor:
         """[batch or 1, n]: the absolute positions that are meant in this call, NOWHERE for those that are not in it."""
         op = Builder(self.graph, prefix, prefix, self.report)
         numbers = [position for position in positions if not isinstance(position, str)]
-        parts: list[gs.Tensor] = []
+        parts: list[Tensor] = []
         if numbers:
             parts = [op.constant([numbers])]
             if min(numbers) < 0:
@@ -67,7 +66,7 @@ class TokenFacts:
         return op.Concat(*(op.Expand(part, wide) for part in parts), axis=1)
 
 
-def replace_input(graph: gs.Graph, variable: gs.Tensor, by: gs.Tensor) -> None:
+def replace_input(graph: Graph, variable: Tensor, by: Tensor) -> None:
     """Let every reader of an input read something else."""
     graph.inputs = [entry for entry in graph.inputs if entry is not variable]
     for node in [*variable.outputs]:

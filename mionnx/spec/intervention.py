@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.errors import HookError, InterventionError, nearest
 from mionnx.graph.fragment import Fragment
 from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.onnx_file import ModelProto
 
 Positions = int | str | Sequence[int] | Sequence[Sequence[int]]
 # The phases of a text: what was given, and what `generate` made of it (or, in `forward`, what follows prompt_length).
@@ -171,7 +171,7 @@ class Intervention:
     @classmethod
     def Splice(
         cls,
-        fragment: "Fragment | onnx.ModelProto | bytes | str | Path",
+        fragment: "Fragment | ModelProto | bytes | str | Path",
         *,
         reads: HookPoint | str | None = None,
         positions: Positions | None = None,

@@ -9,7 +9,8 @@ from onnx.checker import check_model
 from mionnx import HookSpec
 from mionnx.bind import plan
 from mionnx.graph import onnx_file
-from mionnx.rewrite.apply_plan import apply_plan
+from mionnx.graph.extract import extract
+from mionnx.rewrite import rewrite
 from mionnx.rewrite.plan import Outputs
 from mionnx.rewrite.segment import cut
 
@@ -42,8 +43,8 @@ g (float[3] x, int64[1] count) => (float[3] y)
 
 def segments_of(text: str, hooks: list[str]):
     proto = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text))
-    made = cut(onnx_file.edit(proto), hooks)
-    return proto, made, [onnx_file.to_proto(segment.graph, proto, {}) for segment in made]
+    made = cut(proto, hooks)
+    return proto, made, [segment.model for segment in made]
 
 
 def run(protos, feeds, between=lambda name, value: value, hooks=()):
@@ -83,7 +84,7 @@ def test_a_hook_behind_another_begins_a_segment_and_sees_it_changed():
 def test_what_is_made_of_weights_alone_does_not_cross_a_cut():
     """Each segment that needs the turned matrix has it; the late product stands where it is read."""
     _, made, _ = segments_of(TWO_PATHS, ["a"])
-    ops = [[node.op for node in segment.graph.nodes] for segment in made]
+    ops = [[node.op_type for node in segment.model.graph.node] for segment in made]
     assert ops == [["Transpose", "MatMul"], ["Transpose", "Relu", "Neg", "MatMul", "Add", "Add"]]
     assert set(made[1].inputs) == {"a", "x"}
 
@@ -97,10 +98,8 @@ def test_what_the_body_of_a_loop_reads_from_outside_crosses_too():
 
 def test_without_an_output_left_there_is_no_last_segment():
     proto = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(TWO_PATHS))
-    graph = onnx_file.edit(proto)
-    graph.outputs = [graph.tensors()["left"]]
-    graph.cleanup().toposort()
-    assert [segment.hooks for segment in cut(graph, ["a", "left"])] == [("a",), ("left",)]
+    part = extract(proto, ["x"], ["left"])
+    assert [segment.hooks for segment in cut(part, ["a", "left"])] == [("a",), ("left",)]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -110,19 +109,20 @@ def test_no_node_that_depends_on_the_tokens_stands_in_two_segments(models, famil
     spec = HookSpec()
     for hook in hooks:
         spec.capture(hook)
-    graph, _ = apply_plan(hooked.proto, plan.plan_of(spec, hooked, Outputs(carried=False)), hooked.metadata)
+    model, _ = rewrite(hooked.proto, plan.plan_of(spec, hooked, Outputs(carried=False)), hooked.metadata)
+    proto = onnx_file.parse(model)
     weights = {tensor.name for tensor in hooked.proto.graph.initializer}
     seen: list[str] = []
-    made = cut(graph, hooks)
+    made = cut(proto, hooks)
     for segment in made:
         still = set(weights)
-        for node in segment.graph.nodes:
-            if all(value.name in still for value in node.inputs):
-                still |= {output.name for output in node.outputs}
+        for node in segment.model.graph.node:
+            if still.issuperset(node.input):
+                still.update(node.output)
             else:
-                seen.append(node.outputs[0].name)
+                seen.append(node.output[0])
     assert len(seen) == len(set(seen))
-    assert {*seen} | {node.outputs[0].name for node in graph.nodes if node.op in ("Transpose", "Constant")} >= {
-        node.outputs[0].name for node in graph.nodes
+    assert {*seen} | {node.output[0] for node in proto.graph.node if node.op_type in ("Transpose", "Constant")} >= {
+        node.output[0] for node in proto.graph.node
     }
     assert [name for segment in made for name in segment.hooks] == hooks

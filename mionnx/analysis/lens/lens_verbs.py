@@ -13,9 +13,9 @@ from mionnx.analysis.lens.readout import Lens, Readout
 from mionnx.engine import onnx_runtime
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph import matrices
+from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import DTYPES
-from mionnx.rewrite.apply_plan import tail
 from mionnx.run.prompt import (
     Text,
     is_stream,
@@ -281,7 +281,7 @@ class LensVerbs(Runner):
 
     @cached_property
     def _head(self) -> Any:
-        model = tail(self.hooked.proto, self._last, str(HookPoint.Logits))
+        model = extract(self.hooked.proto, [self._last], [str(HookPoint.Logits)]).SerializeToString()
         return onnx_runtime.open_session(model, self.hooked.folder, self.options)
 
     def project_to_vocab(self, residual: ArrayLike) -> NDArray[Any]:

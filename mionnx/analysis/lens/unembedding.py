@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from mionnx.engine import onnx_runtime
 from mionnx.errors import ModelError
+from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import DTYPES, HookedModel
 from mionnx.graph.matrices import Head, head
-from mionnx.rewrite.apply_plan import tail
 
 
 class Unembedding:
@@ -46,7 +46,7 @@ class Unembedding:
         return self._run(self.head.product, str(HookPoint.Logits), given)[0, 0]
 
     def _run(self, first: str, last: str, given: NDArray[Any]) -> NDArray[np.float64]:
-        graph = tail(self.hooked.proto, first, last)
+        graph = extract(self.hooked.proto, [first], [last]).SerializeToString()
         opened = onnx_runtime.open_session(graph, self.hooked.folder, self.options)
         ids = np.zeros(given.shape[:2], np.int64)
         feeds = {"input_ids": ids, "attention_mask": ids + 1, "position_ids": ids, first: given}
