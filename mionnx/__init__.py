@@ -5,7 +5,7 @@ capture and where to intervene; the graph is rewritten and runs in ONNX Runtime.
 """
 
 from mionnx.analysis.ablation import AblationResult, StateAblationResult, TokenChange
-from mionnx.analysis.attention.attention import AttentionPatterns
+from mionnx.analysis.attention.attention_patterns import AttentionPatterns
 from mionnx.analysis.attention.head_scores_result import HeadScores
 from mionnx.analysis.attribution.attribution import Attribution
 from mionnx.analysis.features.activations import FeatureActivations

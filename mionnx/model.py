@@ -2,8 +2,8 @@
 
 from functools import cached_property
 
-from mionnx.analysis.attention.attention_verbs import AttentionVerbs
-from mionnx.analysis.attention.head_scores import Heads
+from mionnx.analysis.attention import attention_patterns
+from mionnx.analysis.attention import head_scores as heads
 from mionnx.analysis.attribution.attribution_verbs import AttributionVerbs
 from mionnx.analysis.features.verbs import Features
 from mionnx.analysis.lens.lens_verbs import LensVerbs
@@ -15,7 +15,7 @@ from mionnx.run.runner import Runner
 from mionnx.verify import verbs as comparing
 
 
-class MIModel(Heads, Sweeps, LensVerbs, AttributionVerbs, AttentionVerbs, Steering, Features, Runner):
+class MIModel(Sweeps, LensVerbs, AttributionVerbs, Steering, Features, Runner):
     """A language model whose activations can be read and changed.
 
     Each verb is a function of a model, in the module that it is taken from here; `Runner` has `forward` and `generate`.
@@ -26,6 +26,9 @@ class MIModel(Heads, Sweeps, LensVerbs, AttributionVerbs, AttentionVerbs, Steeri
         cache["pattern", 2].shape  # (1, n_heads, seq, seq)
     """
 
+    # attention heads
+    attention = attention_patterns.attention
+    head_scores = heads.head_scores
     # Python functions at hook points
     __call__ = hooked_calls.call
     run_with_hooks = hooked_calls.run_with_hooks

@@ -12,6 +12,7 @@ from exporters.rwkv.checkpoint import Shape
 from exporters.rwkv.layers import Shared, channel_mix, time_mix6, time_mix7
 from exporters.rwkv.layouts import Layout
 from exporters.rwkv.recurrence import CHUNK, Length
+from mionnx.graph.io_names import STATE as STATE_NAMES
 
 
 def build_network(layout: Layout, tensors: Mapping[str, Stored], shape: Shape, dtype: ir.DataType) -> Build:
@@ -41,13 +42,10 @@ def build_network(layout: Layout, tensors: Mapping[str, Stored], shape: Shape, d
     logits.type, logits.shape = ir.TensorType(dtype), ir.Shape([*residual[:2], shape.vocab_size])
     _output(build, "logits", logits, logits.shape)
     for layer, parts in enumerate(after):
-        for name, value, dims in zip(_PARTS, parts, _state_dims(shape), strict=True):
-            _output(build, f"present_state.{layer}.{name}", value, ir.Shape(dims))
+        for name, value, dims in zip(STATE_NAMES.layer_outputs(layer), parts, _state_dims(shape), strict=True):
+            _output(build, name, value, ir.Shape(dims))
     _name_apart(graph, {*build.hooks, *build.parameters, *build.constants})
     return build
-
-
-_PARTS = ("att_shift", "wkv", "ffn_shift")
 
 
 def _state_dims(shape: Shape) -> list[list[str | int]]:
@@ -58,8 +56,8 @@ def _state_dims(shape: Shape) -> list[list[str | int]]:
 def _state_inputs(build: Build, layer: int) -> tuple[ir.Value, ...]:
     dtypes = (build.dtype, STATE, build.dtype)
     return tuple(
-        build.builder.input(f"past_state.{layer}.{name}", dtype, dims)
-        for name, dtype, dims in zip(_PARTS, dtypes, _state_dims(build.shape), strict=True)
+        build.builder.input(name, dtype, dims)
+        for name, dtype, dims in zip(STATE_NAMES.layer_inputs(layer), dtypes, _state_dims(build.shape), strict=True)
     )
 
 

@@ -1,6 +1,6 @@
-"""A checkpoint run by transformers in eager torch, every hook point's value handed on: the oracle of the graph."""
+"""The oracle of the graph: a checkpoint run by transformers in eager torch, with a listener at every hook point."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from exporters.transformers.trace import run_eagerly
-from mionnx.bind.selection import Selection
 from mionnx.errors import ModelError
-from mionnx.inputs.token_batch import TokenBatch
-from mionnx.rewrite.plan import Edit
-from mionnx.spec.intervention import Intervention
 
-Edits = Sequence[tuple[Edit, Intervention]]
-Sink = Callable[[str, NDArray[Any]], None]
-Opened = Callable[[TokenBatch, Edits, Sink], None]
+TokenInputs = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]  # token ids, attention mask, positions: [batch, seq] each
+# Takes a hook point's name and value (bfloat16 as float32); returns the changed value, or None to keep it.
+Listener = Callable[[str, NDArray[Any]], NDArray[Any] | None]
+Opened = Callable[[TokenInputs, Listener], None]
 
 
 def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
@@ -33,7 +30,7 @@ def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
         threads: of torch; 0 leaves them.
 
     Returns:
-        a function that runs one call without a past, and hands on what each hook point has after its interventions.
+        a function that runs one token batch without a past, and calls a listener at every hook point.
 
     Raises:
         ModelError: weights are missing.
@@ -47,9 +44,9 @@ def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
         raise ModelError(f"{folder} is no whole checkpoint: transformers finds no {name!r} in it")
     model.eval()
 
-    def run(call: TokenBatch, edits: Edits, sink: Sink) -> None:
+    def run(inputs: TokenInputs, listen: Listener) -> None:
         with _threads(threads):
-            _run(model, call, edits, sink)
+            _run(model, inputs, listen)
 
     return run
 
@@ -76,19 +73,15 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _run(model: PreTrainedModel, call: TokenBatch, edits: Edits, sink: Sink) -> None:
-    def listen(name: str, value: Tensor, stream: bool) -> Tensor:
-        changed = value
-        for edit, intervention in edits:
-            if edit.hook == name:
-                changed = _apply(changed, edit, intervention, call)
-        if stream and changed is not value:
-            changed = value.copy_(changed)
-        sink(name, _array(changed))
-        return changed
+def _run(model: PreTrainedModel, inputs: TokenInputs, listen: Listener) -> None:
+    def tap(name: str, value: Tensor, stream: bool) -> Tensor:
+        result = listen(name, _array(value))
+        if result is None:
+            return value
+        changed = torch.from_numpy(np.array(result)).to(value.dtype)
+        return value.copy_(changed) if stream else changed
 
-    inputs = (torch.from_numpy(array) for array in (call.input_ids, call.attention_mask, call.position_ids))
-    run_eagerly(model, listen, *inputs, _no_past(model, call.batch))
+    run_eagerly(model, tap, *map(torch.from_numpy, inputs), _no_past(model, len(inputs[0])))
 
 
 def _array(value: Tensor) -> NDArray[Any]:
@@ -102,23 +95,3 @@ def _no_past(model: PreTrainedModel, batch: int) -> list[tuple[Tensor, Tensor]]:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     empty = torch.zeros(batch, heads, 0, width, dtype=model.dtype)
     return [(empty, empty) for _ in range(config.num_hidden_layers)]
-
-
-def _apply(value: Tensor, edit: Edit, intervention: Intervention, call: TokenBatch) -> Tensor:
-    """An intervention in torch: the changed value where it is selected, the old one elsewhere."""
-    place = Selection(edit, intervention, tuple(value.shape), call)
-    given = torch.empty(0)
-    if intervention.value is not None:
-        given = torch.from_numpy(place.value(intervention.value, np.float32).copy()).to(value.dtype)
-    if edit.kind == "zero":
-        changed = torch.zeros_like(value)
-    elif edit.kind == "scale":
-        changed = value * given
-    elif edit.kind == "replace":
-        changed = given.expand_as(value)
-    elif edit.kind == "project_out":
-        rows = given.reshape(-1, given.shape[-1])
-        changed = value - torch.einsum("...w,kw,kv->...v", value, rows, rows)
-    else:  # add, and a knockout's mask, which is added to the scores
-        changed = value + given
-    return torch.where(torch.from_numpy(place.selected()), changed, value)

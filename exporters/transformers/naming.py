@@ -11,6 +11,7 @@
 import onnx_ir as ir
 
 from exporters.transformers.trace import MARKER_DOMAIN
+from mionnx.graph.io_names import KEYS_AND_VALUES
 
 
 def name_hooks(graph: ir.Graph) -> list[str]:
@@ -66,7 +67,7 @@ def _identity(graph: ir.Graph, marker: ir.Node, source: ir.Value) -> ir.Value:
 def name_dimensions(graph: ir.Graph) -> None:
     """Call the dynamic axes by their names everywhere: batch, seq, past, total (past and seq together)."""
     inputs = {value.name: value for value in graph.inputs}
-    past = next(value for name, value in inputs.items() if name.startswith("past_key_values"))
+    past = next(value for name, value in inputs.items() if name.startswith(KEYS_AND_VALUES.past))
     symbols = {
         str(value.shape[axis]): name
         for value, axis, name in (

@@ -23,6 +23,7 @@ from exporters.transformers.sizes import rope_parameters
 from exporters.transformers.taps import ATTENTION, TappedCache, attached
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.io_names import KEYS_AND_VALUES
 
 OPSET = 23
 MARKER_DOMAIN = "mionnx"
@@ -135,12 +136,6 @@ def _example(skeleton: PreTrainedModel, kv_heads: int, head_dim: int, dtype: tor
     return ids(SEQ), ids(PAST + SEQ), ids(SEQ), past
 
 
-def cache_names(num_layers: int) -> tuple[list[str], list[str]]:
-    """The names of the cache's inputs and outputs, as optimum and ONNX Runtime's tools spell them."""
-    parts = [(i, kind) for i in range(num_layers) for kind in ("key", "value")]
-    return [f"past_key_values.{i}.{kind}" for i, kind in parts], [f"present.{i}.{kind}" for i, kind in parts]
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """The exporter tells what it cannot find (torchvision) and what it deprecates: not the caller's business."""
@@ -167,7 +162,7 @@ def trace(config: Any, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Trac
         example = _example(skeleton, kv_heads, head_dim, dtype)
     two = {0: dynamic, 1: dynamic}
     cached = {0: dynamic, 2: dynamic}
-    inputs, outputs = cache_names(len(example[3]))
+    inputs, outputs = KEYS_AND_VALUES.inputs(len(example[3])), KEYS_AND_VALUES.outputs(len(example[3]))
     try:
         with _quiet(), torch.no_grad():
             program = torch.onnx.export(

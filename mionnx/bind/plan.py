@@ -20,8 +20,10 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.intervene import TOKEN_POSITIONS
 from mionnx.rewrite.plan import CaptureNode, Edit, Outputs, Plan
-from mionnx.spec.hook_spec import Capture, HookSpec, resolve
+from mionnx.spec.capture import Capture, resolve
+from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
+from mionnx.spec.kinds.kind import ValueShape
 
 NOWHERE = -2  # in an input of positions: selects no token; -1 is what padding has
 
@@ -129,7 +131,8 @@ def columns(what: str, positions: Sequence[int], call: TokenBatch) -> NDArray[np
 def _edit(points: HookIndex, point: HookPoint, intervention: Intervention, index: int) -> Edit:
     """The structure of one intervention, checked against the model."""
     axes, model = points.axes(point), points.model  # refuses a hook point that is not there
-    _check_kind(point, axes, intervention.kind, model.metadata.recurrent)
+    _refuse_derived(point, model.metadata.recurrent)
+    kind = intervention.rules.at(point, axes, model.metadata.recurrent)
     _check_inner(point, points, intervention.kind)
     if intervention.positions is not None and not has_sequence(axes):
         raise InterventionError(f"{intervention.kind} at {point}: axes {list(axes)} have no positions to choose from")
@@ -140,26 +143,14 @@ def _edit(points: HookIndex, point: HookPoint, intervention: Intervention, index
             f"{intervention.kind} at {point}: axes {list(axes)} have no heads; hook points that do: {', '.join(near)}"
         )
     masked = intervention.heads is not None or intervention.rows is not None
-    return Edit(point.name, intervention.kind, index, axes, intervention.positions is not None, masked)
+    return Edit(point.name, kind, index, axes, intervention.positions is not None, masked)
 
 
-def _check_kind(point: HookPoint, axes: tuple[str, ...], kind: str, recurrent: bool) -> None:
+def _refuse_derived(point: HookPoint, recurrent: bool) -> None:
     layer = point.layer or 0
     if point.derived:
         instead = HookPoint.RwkvK(layer) if recurrent else HookPoint.AttnZ(layer)
         raise InterventionError(f"{point} is derived and can only be captured; intervene at {instead} instead")
-    if kind == "knockout" and recurrent:
-        raise InterventionError(
-            f"knockout at {point}: a recurrent model has no attention scores; use HookSpec.set_state_knockout"
-        )
-    if kind == "knockout" and point.variant != "AttnScores":
-        raise InterventionError(
-            f"knockout at {point}: a knockout mask is added before the softmax, at {HookPoint.AttnScores(layer)}"
-        )
-    if kind == "project_out" and axes[-1] == "seq_k":
-        raise InterventionError(
-            f"project_out at {point}: its last axis is keys, not features; nearest: {HookPoint.AttnZ(layer)}"
-        )
 
 
 def _check_inner(point: HookPoint, points: HookIndex, kind: str) -> None:
@@ -202,10 +193,8 @@ def values_of(spec: HookSpec, plan: Plan, call: TokenBatch, model: HookedModel) 
 
 
 def _inputs(place: Selection, dtype: DTypeLike) -> dict[str, NDArray[Any]]:
-    edit, intervention = place.edit, place.intervention
-    feeds: dict[str, NDArray[Any]] = {}
-    if intervention.value is not None:
-        feeds[edit.value_input] = place.value(intervention.value, dtype)
+    edit = place.edit
+    feeds = dict(zip(edit.value_inputs, place.values(dtype), strict=True))
     positions = place.positions()
     if positions is not None:
         feeds[edit.positions_input] = _table(positions, place.call.batch)
@@ -237,7 +226,8 @@ def _refuse_blind(places: list[Selection], call: TokenBatch, model: HookedModel)
     blocked: dict[int, NDArray[np.bool_]] = {}
     for place in places:
         layer, mask = HookPoint.parse(place.edit.hook).layer, place.intervention.value
-        if place.edit.kind == "knockout" and layer is not None and mask is not None:
+        knocks_out = place.intervention.rules.shape is ValueShape.ATTENTION_MASK
+        if knocks_out and layer is not None and mask is not None:
             here = np.isneginf(place.knockout_mask(mask)) & place.selected()
             blocked[layer] = blocked[layer] | here if layer in blocked else here
     for layer, mask in blocked.items():

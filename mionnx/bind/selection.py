@@ -12,6 +12,7 @@ from mionnx.graph.axes import format_shape, heads_axis, sequence_axis
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.plan import Edit
 from mionnx.spec.intervention import Intervention
+from mionnx.spec.kinds.kind import ValueShape
 
 Shape = tuple[int, ...]
 
@@ -129,28 +130,37 @@ class Selection:
             at[row, self._here(row)] = True
         return at
 
-    def value(self, given: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
-        """The intervention's value as the graph takes it: of the activation's dtype and rank.
+    def values(self, dtype: DTypeLike) -> tuple[NDArray[Any], ...]:
+        """The intervention's values as the graph takes them: of the activation's dtype and rank.
 
         Raises:
             InterventionError: a shape that fits neither the activation nor the selected part, or a number beyond the
                 dtype's range.
         """
-        if self.edit.kind == "project_out":
-            if given.shape[-1] != self.shape[-1]:
-                raise self._refuse(f"direction of width {given.shape[-1]}, the value is {self.spelled}")
-            return self._cast(given, dtype)
+        return tuple(self._shaped(value, dtype) for value in self.intervention.values)
+
+    def _shaped(self, value: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
+        form = self.intervention.rules.shape
+        if form is ValueShape.DIRECTIONS:
+            if value.shape[-1] != self.shape[-1]:
+                raise self._refuse(f"direction of width {value.shape[-1]}, the value is {self.spelled}")
+            return self._cast(value, dtype)
         if self.intervention.positions is not None and not any(self._here(row) for row in self.rows()):
             return np.zeros((1,) * len(self.shape), dtype)  # another step's: selected nowhere in this one
-        if self.edit.kind == "knockout":
-            given = self.knockout_mask(given)
-        exact = self.edit.kind == "replace" and self.call.final_lengths is None
-        whole = given.shape == self.shape if exact else broadcasts(given.shape, self.shape)
+        if form is ValueShape.ATTENTION_MASK:
+            value = self.knockout_mask(value)
+        exact = form is ValueShape.EXACT and self.call.final_lengths is None
+        whole = value.shape == self.shape if exact else broadcasts(value.shape, self.shape)
         if not whole and not self.intervention.limited:
-            verb = "must be" if self.edit.kind == "replace" else "must broadcast to"
-            raise self._refuse(f"value of shape {list(given.shape)} {verb} {self.spelled}")
-        full = self._cast(given if whole else self._scattered(given), dtype)
+            verb = "must be" if form is ValueShape.EXACT else "must broadcast to"
+            raise self._refuse(f"value of shape {list(value.shape)} {verb} {self.spelled}")
+        full = self._cast(value if whole else self._scattered(value), dtype)
         return full.reshape((1,) * (len(self.shape) - full.ndim) + full.shape)
+
+    def applied(self, activation: NDArray[Any]) -> NDArray[Any]:
+        """The activation after the intervention, computed in numpy by the kind's reference."""
+        changed = self.edit.kind.reference(activation, *self.values(activation.dtype))
+        return np.where(self.selected(), changed, activation)
 
     def knockout_mask(self, given: NDArray[Any]) -> NDArray[Any]:
         """In a step of a generation, the part of a mask that falls on the step's queries and keys.

@@ -1,4 +1,4 @@
-"""The command line's part about the store: `mionnx cache ls|info|verify|prune|clear`."""
+"""The commands `mionnx cache ls|info|verify|prune|clear`: the disk cache."""
 
 import json
 from datetime import UTC, datetime
@@ -9,16 +9,19 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
 
+from mionnx.cli.options import Json
 from mionnx.errors import ModelError
 from mionnx.machine.disk_cache import CacheEntry, DiskCache, size_of
 from mionnx.machine.memory import format_bytes
 from mionnx.run.find_model import cache_folder
 
-app = typer.Typer(help="The store of prepared bases, rewritten graphs and interrupted sweeps.", no_args_is_help=True)
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+app = typer.Typer(
+    help="Show and tidy the disk cache: prepacked models, rewritten graphs, interrupted sweeps.",
+    no_args_is_help=True,
+)
 
 
-def _entries() -> DiskCache:
+def _cache() -> DiskCache:
     return DiskCache(cache_folder())
 
 
@@ -35,13 +38,13 @@ def _facts(entry: CacheEntry) -> dict[str, Any]:
 
 @app.command("ls")
 def list_(as_json: Json = False) -> None:
-    """List the entries, the one used longest ago first."""
-    found = [_facts(entry) for entry in _entries().all()]
+    """List the entries, least recently used first."""
+    listed = [_facts(entry) for entry in _cache().all()]
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json.dumps(listed, indent=1))
         return
     table = Table("kind", Column("key", no_wrap=True), Column("size", justify="right"), "last used", "in use", "what")
-    for facts in found:
+    for facts in listed:
         what = ", ".join(f"{name} {value}" for name, value in facts["what"].items())
         table.add_row(
             facts["kind"], facts["key"][:12], format_bytes(facts["bytes"]), facts["used"], "yes" * facts["in_use"], what
@@ -51,28 +54,31 @@ def list_(as_json: Json = False) -> None:
 
 @app.command()
 def info(as_json: Json = False) -> None:
-    """Say where the store is, how large it is and may become."""
-    entries = _entries()
-    found = entries.all()
+    """Print the cache folder, its size and its limit."""
+    cache = _cache()
+    entries = cache.all()
     facts: dict[str, Any] = {
-        "folder": str(entries.root),
-        "entries": len(found),
-        "bytes": sum(entry.size for entry in found),
-        "limit": entries.limit,
-        "in_use": sum(entry.in_use for entry in found),
+        "folder": str(cache.root),
+        "entries": len(entries),
+        "bytes": sum(entry.size for entry in entries),
+        "limit": cache.limit,
+        "in_use": sum(entry.in_use for entry in entries),
     }
     if as_json:
         typer.echo(json.dumps(facts, indent=1))
         return
-    held = f"{format_bytes(facts['bytes'])} of {format_bytes(entries.limit)}"
-    typer.echo(f"{entries.root}: {len(found)} entries, {held}, {facts['in_use']} in use")
+    size = f"{format_bytes(facts['bytes'])} of {format_bytes(cache.limit)}"
+    typer.echo(f"{cache.root}: {len(entries)} entries, {size}, {facts['in_use']} in use")
 
 
 @app.command()
 def verify() -> None:
-    """Hash every file of every entry; exit code 1 if one is damaged. It is made again when it is needed."""
+    """Hash every file of every entry; exit code 1 if one is damaged.
+
+    A damaged entry is made again when it is needed.
+    """
     faulty = 0
-    for entry in track(_entries().all(), "verifying", console=Console(stderr=True)):
+    for entry in track(_cache().all(), "verifying", console=Console(stderr=True)):
         for fault in entry.faults(thorough=True):
             typer.echo(f"{entry.kind}/{entry.path.name}: {fault}")
             faulty += 1
@@ -84,19 +90,19 @@ def verify() -> None:
 @app.command()
 def prune(
     to: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Such as 5GB; the store's own limit if left out.")
+        str | None, typer.Option(metavar="SIZE", help="Such as 5GB; the cache's own limit if left out.")
     ] = None,
 ) -> None:
-    """Remove the entries used longest ago until the store is small enough; never one that is in use."""
-    entries = _entries()
-    removed = entries.prune(size_of(to) if to else None)
-    typer.echo(f"removed {len(removed)} entries; {format_bytes(sum(entry.size for entry in entries.all()))} are left")
+    """Remove the least recently used entries until the cache fits; never one in use."""
+    cache = _cache()
+    removed = cache.prune(size_of(to) if to else None)
+    typer.echo(f"removed {len(removed)} entries; {format_bytes(sum(entry.size for entry in cache.all()))} are left")
 
 
 @app.command()
 def clear() -> None:
-    """Remove every entry that no live process uses. Exported models stay."""
-    entries = _entries()
-    before = entries.all()
-    removed = sum(entries.remove(entry) for entry in before)
+    """Remove every entry that no live process uses; exported models stay."""
+    cache = _cache()
+    before = cache.all()
+    removed = sum(cache.remove(entry) for entry in before)
     typer.echo(f"removed {removed} entries" + (f"; {len(before) - removed} are in use" * (removed < len(before))))

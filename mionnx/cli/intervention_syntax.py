@@ -27,7 +27,8 @@ from safetensors import SafetensorError, safe_open
 
 from mionnx.errors import InterventionError, SpecFileError, nearest
 from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
-from mionnx.spec.intervention import PHASES, Intervention
+from mionnx.spec.intervention import Intervention
+from mionnx.spec.limits import PHASES
 from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
 LIMITS = ("positions", "heads", "rows")

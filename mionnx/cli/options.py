@@ -1,29 +1,48 @@
-"""What commands of the command line have in common: options, and how a result is delivered."""
+"""Options that several commands share, comma-separated numbers, and delivery of a result."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console, RenderableType
 
+from mionnx.errors import InputError
 from mionnx.view import Shown
 
-Model = Annotated[str, typer.Argument(help="A hooked model's folder, a Hugging Face checkpoint's folder, or a Hub id.")]
+Model = Annotated[str, typer.Argument(help="Folder of a hooked model or a Hugging Face checkpoint, or a Hub id.")]
+Prompt = Annotated[str, typer.Argument(help="The prompt.")]
+Position = Annotated[int, typer.Option(help="Token of the prompt: from 0, or negative from its end.")]
+Numbers = Annotated[list[int] | None, typer.Option(metavar="NUMBER", help="Only this one; may be repeated.")]
+Captures = Annotated[list[str] | None, typer.Option("--capture", metavar="HOOK", help="Capture; globs allowed.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-Provider = Annotated[str, typer.Option(help="cpu, cuda, or the name of any execution provider.")]
+Provider = Annotated[str, typer.Option(help="cpu, cuda, or the full name of an execution provider.")]
 SpecFile = Annotated[Path | None, typer.Option(help="A saved HookSpec to begin with.")]
-Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write one HTML page that works offline.")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page that works offline.")]
 Png = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture.")]
+Number = TypeVar("Number", int, float)
+
+
+def numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
+    """Parse the comma-separated numbers of an option.
+
+    Raises:
+        InputError: a part is not a number of this kind.
+    """
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"--{option} {text!r}: numbers with commas between, as 0,1") from None
 
 
 def deliver(
     result: Shown, table: Callable[[], RenderableType], html: Path | None, png: Path | None, as_json: bool
 ) -> None:
-    """Write the files that are asked for, and print the result: as JSON, or as a table.
+    """Write the requested files, then print the result as JSON or as a table.
 
     Raises:
-        SpecFileError: a file has another ending, or cannot be written.
+        BadParameter: a file has another ending.
+        SpecFileError: a file cannot be written.
     """
     for path, ending in ((html, ".html"), (png, ".png")):
         if path is not None:

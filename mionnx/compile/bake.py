@@ -28,8 +28,8 @@ from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.plan import Edit, Plan
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
-
-KNOBS = {"add": 1.0, "project_out": 1.0, "scale": None}  # kind -> the knob's default; None: the factor itself
+from mionnx.spec.kinds import KINDS
+from mionnx.spec.kinds.kind import ValueShape
 
 
 def bake(
@@ -70,14 +70,14 @@ def _knob(graph: Graph, name: str, where: Sequence[tuple[HookPoint, Intervention
     """A knob's default, as a constant that becomes an input when the graph is written."""
     defaults = set()
     for point, intervention in where:
-        value = np.asarray(intervention.value)
-        if intervention.kind not in KNOBS or (intervention.kind == "scale" and value.size != 1):
+        strength = intervention.rules.strength(*intervention.values)
+        if strength is None:
+            having = ", ".join(kind.name for kind in KINDS.values() if kind.has_strength)
             raise InterventionError(
-                f"knob {name!r}: {intervention.kind} at {point} has no strength; kinds that do: add, project_out, and "
-                "scale by one factor"
+                f"knob {name!r}: {intervention.kind} at {point} has no strength; kinds that do: {having} (scale by one "
+                "factor)"
             )
-        fixed = KNOBS[intervention.kind]
-        defaults.add(float(value.item()) if fixed is None else fixed)
+        defaults.add(strength)
     if len(defaults) != 1:
         raise InterventionError(f"knob {name!r} has several defaults, {sorted(defaults)}: give each a knob of its own")
     report.inputs.append(name)
@@ -108,28 +108,32 @@ def _edit(
     if intervention.fragment is not None:
         for name, array in intervention.fragment.weights.items():
             _become(graph, tensors[edit.weight_input(name)], array)
-    if intervention.value is None:
+    _values(graph, place, [tensors[name] for name in edit.value_inputs], knob, report)
+
+
+def _values(graph: Graph, place: Selection, inputs: Sequence[Variable], knob: Constant | None, report: Report) -> None:
+    """Let the inputs of values be constants, or constants at a strength."""
+    edit, rules = place.edit, place.intervention.rules
+    if rules.shape is ValueShape.ATTENTION_MASK:
+        (mask,) = place.intervention.values
+        replace_input(graph, inputs[0], _mask(graph, edit, mask, report))
         return
-    value, dtype = tensors[edit.value_input], tensors[edit.value_input].dtype
-    if edit.kind == "knockout":
-        replace_input(graph, value, _mask(graph, edit, intervention.value, report))
-        return
-    array = _fixed(place, intervention, dtype)
+    arrays = _fixed(place, inputs[0].dtype) if inputs else ()
     if knob is None:
-        _become(graph, value, array)
+        for variable, array in zip(inputs, arrays, strict=True):
+            _become(graph, variable, array)
         return
+    ((variable,), (array,)) = inputs, arrays
     op = Builder(graph, edit.hook, f"{edit.prefix}.knob", report)
-    strength = knob if np.dtype(dtype) == np.float32 else op.Cast(knob, to=dtype)
-    if edit.kind == "scale":
-        replace_input(graph, value, strength)
+    strength = knob if np.dtype(variable.dtype) == np.float32 else op.Cast(knob, to=variable.dtype)
+    turned = rules.with_strength(op, array, strength)
+    if rules.strength_step is None:
+        replace_input(graph, variable, turned)
         return
-    turned = op.Mul(array, strength)
-    if edit.kind == "project_out":  # x - strength (x D^T) D: the directions enter twice, the strength once
-        along = next(node for node in graph.nodes if node.name == f"{edit.prefix}.along:MatMul")
-        along.inputs[1] = turned
-        _become(graph, value, array)
-        return
-    replace_input(graph, value, turned)
+    step = f"{edit.prefix}.{rules.strength_step}:"
+    node = next(node for node in graph.nodes if node.name.startswith(step))
+    node.inputs = [turned if entry is variable else entry for entry in node.inputs]
+    _become(graph, variable, array)
 
 
 def _by_row(positions: Any) -> bool:
@@ -144,14 +148,14 @@ def _place(edit: Edit, intervention: Intervention, shape: Sequence[str | int]) -
     return Selection(replace(edit, at_positions=False), replace(intervention, positions=None, rows=None), sizes, call)
 
 
-def _fixed(place: Selection, intervention: Intervention, dtype: Any) -> NDArray[Any]:
-    """The value as a constant of any call.
+def _fixed(place: Selection, dtype: Any) -> tuple[NDArray[Any], ...]:
+    """The values as constants of any call.
 
     Raises:
         InterventionError: it has several entries along an axis that is another in every call.
     """
     try:
-        return place.value(np.asarray(intervention.value), dtype)
+        return place.values(dtype)
     except InterventionError as error:
         raise InterventionError(
             f"{error}; a compiled graph serves texts of any length, so a value has one entry for all tokens: give each "

@@ -87,9 +87,11 @@ def _rows(values: Typed) -> str:
 def _value(edit: Intervention) -> str:
     if edit.fragment is not None:
         return f"an ONNX fragment of {len(edit.fragment.structure.graph.node)} nodes"
-    if edit.value is None:
-        return ""
-    return f"{edit.value.item():g}" if edit.value.size == 1 else f"{edit.value.dtype} {list(edit.value.shape)}"
+    return ", ".join(
+        ("" if name == "value" else f"{name} ")
+        + (f"{value.item():g}" if value.size == 1 else f"{value.dtype} {list(value.shape)}")
+        for name, value in zip(edit.rules.values, edit.values, strict=True)
+    )
 
 
 def _limits(edit: Intervention) -> str:

@@ -27,7 +27,7 @@ import onnx
 
 from mionnx.bind import plan as bind
 from mionnx.bind.hook_index import index_hooks
-from mionnx.compile.bake import KNOBS, bake
+from mionnx.compile.bake import bake
 from mionnx.compile.model_card import card, triton_config
 from mionnx.engine import onnx_runtime
 from mionnx.errors import InputError, InterventionError, ModelError, nearest
@@ -39,7 +39,6 @@ from mionnx.machine.progress import Progress, silent
 from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.rewrite.plan import Outputs, Plan
 from mionnx.rewrite.prune import prune
-from mionnx.spec import spec_file
 from mionnx.spec.hook_spec import HookSpec
 
 COMPILED = "mionnx.compiled"
@@ -134,7 +133,7 @@ def _indices(spec: HookSpec, knobs: Knobs) -> dict[str, list[int]]:
         hooks = [where] if isinstance(where, str | HookPoint) else where
         places = [(n, point, edit) for n, (point, edit) in enumerate(spec.interventions)]
         if hooks is None:
-            found[name] = [n for n, _, edit in places if edit.kind in KNOBS]
+            found[name] = [n for n, _, edit in places if edit.rules.has_strength]
             missing = [] if found[name] else ["*"]
         else:
             names = [str(hook) for hook in hooks]
@@ -167,7 +166,7 @@ def _compiled(model: HookedModel, plan: Plan, spec: HookSpec, knobs: dict[str, l
         "mionnx": version("mionnx"),
         "graph_sha256": hashlib.sha256(model.proto.SerializeToString(deterministic=True)).hexdigest(),
         "weights_sha256": model.metadata.weights_sha256,
-        "spec_sha256": hashlib.sha256(spec_file.serialise(_nameable(spec, plan))).hexdigest(),
+        "spec_sha256": hashlib.sha256(_nameable(spec, plan).to_bytes()).hexdigest(),
         "interventions": [f"{edit.kind} at {edit.hook}" for edit in plan.edits]
         + [state.title for state in (*spec.state_steerings, *spec.state_knockouts)],
         "captures": [want.output for want in plan.captures],

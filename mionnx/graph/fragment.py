@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
@@ -23,13 +23,14 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from onnx.inliner import inline_local_functions
 from onnx.numpy_helper import from_array, to_array
+from onnx.reference import ReferenceEvaluator
 
 from mionnx.errors import InterventionError
 from mionnx.graph import onnx_file, validate
 
 FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
 LARGEST = 2**31 - 2**16  # bytes of one protobuf message
-Source = "Fragment | onnx.ModelProto | bytes | str | Path"
+Source: TypeAlias = "Fragment | onnx.ModelProto | bytes | str | Path"
 
 
 class Fragment:
@@ -54,7 +55,7 @@ class Fragment:
         self._check()
 
     @classmethod
-    def of(cls, source: "Fragment | onnx.ModelProto | bytes | str | Path") -> "Fragment":
+    def of(cls, source: Source) -> "Fragment":
         """A fragment from a file, the bytes of one, or a model.
 
         Raises:
@@ -95,6 +96,12 @@ class Fragment:
     def size(self) -> int:
         """Bytes of the weights."""
         return sum(array.nbytes for array in self.weights.values())
+
+    def evaluate(self, *activations: NDArray[Any]) -> NDArray[Any]:
+        """Run the fragment on arrays with onnx's reference evaluator: slow, and independent of any runtime."""
+        feeds = {value.name: array for value, array in zip(self.activations, activations, strict=True)}
+        outputs: Any = ReferenceEvaluator(self.structure).run(None, {**feeds, **self.weights})
+        return outputs[0]
 
     def to_bytes(self) -> bytes:
         """The fragment as one ONNX model, weights inside.

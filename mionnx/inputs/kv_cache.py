@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from mionnx.errors import InputError
+from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.graph.metadata import Sizes
 from mionnx.inputs.cache_file import read_cache
-from mionnx.inputs.layer_cache import LayerCache
-from mionnx.inputs.transplant import checked_like
+from mionnx.inputs.layer_cache import LayerCache, checked_like
 from mionnx.inputs.value import Value
 
 Layer = tuple[NDArray[Any], NDArray[Any]]
-PARTS = ("key", "value")
+PARTS = KEYS_AND_VALUES.parts
 
 
 class KVCache(LayerCache[Layer]):
@@ -129,13 +129,13 @@ class KVCache(LayerCache[Layer]):
             raise InputError(f"the cache has {self.num_layers} layers, the model {sizes.num_layers}")
         feeds: dict[str, Value] = {}
         for i, layer in enumerate(self.held()):
-            for kind, value in zip(PARTS, layer, strict=True):
+            for kind, name, value in zip(PARTS, KEYS_AND_VALUES.layer_inputs(i), layer, strict=True):
                 if value.shape != shape or value.dtype != dtype:
                     raise InputError(
                         f"the cache's {kind}s of layer {i} are {value.dtype} {list(value.shape)}, "
                         f"expected {np.dtype(dtype)} {list(shape)}"
                     )
-                feeds[f"past_key_values.{i}.{kind}"] = value
+                feeds[name] = value
         return feeds
 
     @staticmethod

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from mionnx.errors import InputError
 from mionnx.inputs.cache_file import write_cache
@@ -141,3 +141,17 @@ class LayerCache(ABC, Generic[Layer]):
             for part, value in zip(self.PARTS, layer, strict=True)
         }
         write_cache(path, self.KIND, {**parts, "attention_mask": self.attention_mask})
+
+
+def checked_like(old: NDArray[Any], value: ArrayLike, what: str) -> NDArray[Any]:
+    """A value checked against the one that it replaces, in that one's dtype.
+
+    Raises:
+        InputError: another shape, or NaN.
+    """
+    given = np.asarray(value)
+    if given.shape != old.shape:
+        raise InputError(f"{what} must be {list(old.shape)}, got {list(given.shape)}")
+    if np.isnan(given.astype(np.float32)).any():
+        raise InputError(f"{what} must not have NaN")
+    return given.astype(old.dtype)

@@ -5,7 +5,7 @@ from typing import Any
 
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import DTYPES, HookedModel
-from mionnx.inputs import rwkv_state
+from mionnx.graph.io_names import cache_names
 from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch
@@ -50,29 +50,27 @@ def past_inputs(model: HookedModel, past: Past | None, call: TokenBatch) -> Arra
 
 def present_to_past(model: HookedModel) -> dict[str, str]:
     """The graph's outputs that the next call takes as inputs: output -> input."""
-    names = present_names(model, True)
-    if model.metadata.recurrent:
-        return {name: name.replace("present_state.", "past_state.") for name in names}
-    return {name: name.replace("present.", "past_key_values.") for name in names}
+    names, layers = cache_names(model.metadata.recurrent), model.metadata.sizes.num_layers
+    return dict(zip(names.outputs(layers), names.inputs(layers), strict=True))
 
 
 def present_names(model: HookedModel, use_cache: bool) -> list[str]:
     """The names of the graph's outputs to ask for; an RWKV's state is small and always there."""
-    layers = model.metadata.sizes.num_layers
-    if model.metadata.recurrent:
-        return rwkv_state.outputs(layers)
-    return [f"present.{i}.{kind}" for i in range(layers) for kind in ("key", "value")] if use_cache else []
+    recurrent, layers = model.metadata.recurrent, model.metadata.sizes.num_layers
+    return cache_names(recurrent).outputs(layers) if recurrent or use_cache else []
 
 
 def take_present(
     model: HookedModel, found: Mapping[str, Value], call: TokenBatch, use_cache: bool
 ) -> tuple[KVCache | None, RWKVState | None]:
     """What the next call can continue from, out of the outputs of this one."""
-    layers = range(model.metadata.sizes.num_layers)
-    if model.metadata.recurrent:
-        parts = [tuple(found[f"present_state.{i}.{part}"] for part in rwkv_state.PARTS) for i in layers]
-        return None, RWKVState.left(parts, call.attention_mask)
-    if not use_cache:
+    recurrent = model.metadata.recurrent
+    if not (recurrent or use_cache):
         return None, None
-    pairs = [(found[f"present.{i}.key"], found[f"present.{i}.value"]) for i in layers]
-    return KVCache.left(pairs, call.attention_mask), None
+    names = cache_names(recurrent)
+    parts = [
+        tuple(found[name] for name in names.layer_outputs(layer)) for layer in range(model.metadata.sizes.num_layers)
+    ]
+    if recurrent:
+        return None, RWKVState.left(parts, call.attention_mask)
+    return KVCache.left(parts, call.attention_mask), None

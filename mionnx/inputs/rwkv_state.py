@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from mionnx.errors import InputError
+from mionnx.graph.io_names import STATE
 from mionnx.graph.metadata import Sizes
 from mionnx.inputs.cache_file import read_cache
-from mionnx.inputs.layer_cache import LayerCache
-from mionnx.inputs.transplant import checked_like
+from mionnx.inputs.layer_cache import LayerCache, checked_like
 from mionnx.inputs.value import Value
 
-PARTS = ("att_shift", "wkv", "ffn_shift")
+PARTS = STATE.parts
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,8 @@ class RWKVState(LayerCache[Layer]):
         wkv = (np.dtype(np.float32), (batch, sizes.num_heads, sizes.head_dim, sizes.head_dim))
         feeds: dict[str, Value] = {}
         for i, layer in enumerate(self.held()):
-            for part, (kind, shape), given in zip(PARTS, (shift, wkv, shift), layer, strict=True):
+            names = STATE.layer_inputs(i)
+            for part, name, (kind, shape), given in zip(PARTS, names, (shift, wkv, shift), layer, strict=True):
                 value: Value = given if hasattr(given, "__array__") else np.asarray(given)
                 if value.shape != shape or value.dtype != kind:
                     raise InputError(
@@ -158,10 +159,5 @@ class RWKVState(LayerCache[Layer]):
                 # what a call left is the model's own doing
                 if isinstance(value, np.ndarray) and np.isnan(value).any():
                     raise InputError(f"the state's {part} of layer {i} has NaN")
-                feeds[f"past_state.{i}.{part}"] = value
+                feeds[name] = value
         return feeds
-
-
-def outputs(num_layers: int) -> list[str]:
-    """The names of the graph's outputs that hold the state after a call."""
-    return [f"present_state.{i}.{part}" for i in range(num_layers) for part in PARTS]

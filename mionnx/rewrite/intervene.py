@@ -7,7 +7,7 @@
 5. A splice brings hook points of its own: it is inserted before what is done at those.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -30,7 +30,7 @@ def intervene(graph: gs.Graph, edits: Sequence[Edit], report: Report) -> None:
         current = _detach(graph, value)
         here = [edit for edit in edits if edit.hook == hook]
         for edit in here:
-            current = _insert(Builder(graph, hook, edit.prefix, report), edit, current, positions)
+            current = _insert(EditBuilder(graph, edit, report), current, positions)
         write(current, value)
 
 
@@ -43,53 +43,24 @@ def _detach(graph: gs.Graph, value: gs.Variable) -> gs.Variable:
     return write(value, before)
 
 
-def _insert(op: Builder, edit: Edit, old: gs.Variable, positions: gs.Variable | None) -> gs.Variable:
+def _insert(op: "EditBuilder", old: gs.Variable, positions: gs.Variable | None) -> gs.Variable:
+    edit = op.edit
     selection = _selection(op, edit, positions)
-    changed = _KINDS[edit.kind](op, edit, old)
+    rank = edit.kind.rank(len(edit.axes))
+    changed = edit.kind.nodes(op, old, *(op.input(name, old.dtype, rank) for name in edit.value_inputs))
     return changed if selection is None else op.Where(selection, changed, old, dtype=old.dtype)
 
 
-def _value(op: Builder, edit: Edit, old: gs.Variable, rank: int | None = None) -> gs.Variable:
-    return op.input(edit.value_input, old.dtype, len(edit.axes) if rank is None else rank)
+class EditBuilder(Builder):
+    """Adds the nodes of one edit; `op.fragment(x)` is the output of its fragment."""
 
+    def __init__(self, graph: gs.Graph, edit: Edit, report: Report) -> None:
+        super().__init__(graph, edit.hook, edit.prefix, report)
+        self.edit = edit
 
-def _replace(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
-    return op.Identity(_value(op, edit, old))
-
-
-def _add(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
-    return op.Add(old, _value(op, edit, old))
-
-
-def _scale(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
-    scaled = op.Mul(old, _value(op, edit, old))
-    if not edit.hook.endswith(".hook_scores"):
-        return scaled
-    # Masked scores are the dtype's lowest number; scaled up they would be -inf, and a row of them (padding) NaN.
-    return op.Max(scaled, op.constant(np.finfo(old.dtype).min, old.dtype))
-
-
-def _zero(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
-    # Not a product with 0: that would keep NaN and infinity.
-    return op.Expand(op.constant(0, old.dtype), op.Shape(old))
-
-
-def _project_out(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
-    """x - (x D^T) D, with the orthonormal directions D as [k, width]."""
-    directions = _value(op, edit, old, rank=2)
-    coefficients = op.MatMul(old, op.Transpose(directions, perm=[1, 0]))
-    return op.Sub(old, op.MatMul(coefficients, directions, name="along"))
-
-
-_KINDS: dict[str, Callable[[Builder, Edit, gs.Variable], gs.Variable]] = {
-    "replace": _replace,
-    "add": _add,
-    "knockout": _add,
-    "scale": _scale,
-    "zero": _zero,
-    "project_out": _project_out,
-    "splice": splice,
-}
+    def fragment(self, x: gs.Variable) -> gs.Variable:
+        """Insert the edit's fragment behind `x`."""
+        return splice(self, self.edit, x)
 
 
 def _selection(op: Builder, edit: Edit, positions: gs.Variable | None) -> gs.Variable | None:

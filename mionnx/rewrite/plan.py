@@ -1,9 +1,36 @@
 """What shapes a rewritten graph: the hooks, the kinds, which limits there are. Never a value."""
 
 from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 from mionnx.graph.fitted_fragment import FittedFragment, InnerHook, inner_names
 from mionnx.graph.hook_points import HookPoint
+
+
+class EditKind(Protocol):
+    """A kind of intervention, as far as it shapes the graph; hashable, its `repr` is part of cache keys.
+
+    `mionnx.spec.kinds.kind.Kind` is one.
+
+    Attributes:
+        name: part of the names of nodes and inputs.
+        values: names of the values, each of which becomes a graph input.
+    """
+
+    name: ClassVar[str]
+    values: ClassVar[tuple[str, ...]]
+
+    def rank(self, activation: int) -> int:
+        """The rank of the values, at an activation of some rank."""
+        ...
+
+    def nodes(self, op: Any, x: Any, *values: Any) -> Any:
+        """Add the nodes that change an activation; the changed activation."""
+        ...
+
+    def reference(self, x: Any, *values: Any) -> Any:
+        """Compute in numpy what the nodes have to equal."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -12,7 +39,7 @@ class Edit:
 
     Attributes:
         hook: name of the value it changes.
-        kind: a key of `mionnx.spec.intervention.KINDS`.
+        kind: builds its nodes.
         index: which of the interventions at this hook point it is, from 0.
         axes: the names of the value's axes.
         at_positions: whether an input says at which token positions it applies.
@@ -22,7 +49,7 @@ class Edit:
     """
 
     hook: str
-    kind: str
+    kind: EditKind
     index: int
     axes: tuple[str, ...]
     at_positions: bool = False
@@ -33,12 +60,18 @@ class Edit:
     @property
     def prefix(self) -> str:
         """What the names of its inputs and nodes begin with."""
-        return f"{self.hook}.{self.index}.{self.kind}"
+        return f"{self.hook}.{self.index}.{self.kind.name}"
+
+    @property
+    def value_inputs(self) -> tuple[str, ...]:
+        """The inputs of its values, in the order of the kind's."""
+        return tuple(f"{self.prefix}.{name}" for name in self.kind.values)
 
     @property
     def value_input(self) -> str:
-        """The input of its value."""
-        return f"{self.prefix}.value"
+        """The input of its value, of a kind that has one."""
+        (name,) = self.value_inputs
+        return name
 
     @property
     def positions_input(self) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from mionnx.graph.builder import Builder
+from mionnx.graph.io_names import KEYS_AND_VALUES, STATE
 from mionnx.graph.output_head import LOGITS, find_head, head_and_tail
 from mionnx.graph.report import Report
 from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, TOP_IDS, TOP_K, Plan
@@ -25,7 +26,9 @@ def restrict(graph: gs.Graph, plan: Plan, report: Report) -> None:
     """Cut the model's own outputs down to those of a plan."""
     wanted = plan.outputs
     if not wanted.carried:
-        graph.outputs = [output for output in graph.outputs if not output.name.startswith("present")]
+        graph.outputs = [
+            output for output in graph.outputs if not output.name.startswith((KEYS_AND_VALUES.present, STATE.present))
+        ]
     if not wanted.logits:
         graph.outputs = [output for output in graph.outputs if output.name != LOGITS]
         return

@@ -15,6 +15,7 @@ import onnx_graphsurgeon as gs
 
 from mionnx.graph.builder import Builder, write
 from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.io_names import STATE
 from mionnx.graph.report import Report
 
 # In the order in which the body reads them: (name of the value, whether it is a column vector there).
@@ -59,7 +60,8 @@ class _Recurrence:
     def states(self) -> gs.Variable:
         """[batch, seq, n_heads, key, value]: the state after each token."""
         self.values.pop("r")
-        return self._scan(self.tensors[f"past_state.{self.layer}.wkv"], self._vectors())
+        _, wkv, _ = STATE.layer_inputs(self.layer or 0)
+        return self._scan(self.tensors[wkv], self._vectors())
 
     def effective(self) -> gs.Variable:
         """[batch, n_heads, seq_q, seq_src]."""

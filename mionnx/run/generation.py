@@ -212,8 +212,7 @@ class _Run:
         if self.steady is not None:
             return self.steady
         values = plan.values_of(self.spec, self.compiled.plan, self.call, self.model.hooked)
-        limited = any(edit.at_positions or edit.kind == "knockout" for edit in self.compiled.plan.edits)
-        if self.decoding and not limited:
+        if self.decoding and not any(one.varies_by_step for _, one in self.spec.interventions):
             self.steady = values
         return values
 

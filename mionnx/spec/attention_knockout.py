@@ -115,6 +115,33 @@ def whole(what: str, value: int) -> int:
         raise InterventionError(f"a {what} is an integer, got {value!r}") from None
 
 
+def parse_edges(text: str) -> KnockoutSpec:
+    """Edges as a command line writes them: QUERY>KEY, comma separated, `*` for all of one side.
+
+    Raises:
+        InterventionError: what was not understood.
+    """
+    spec = KnockoutSpec()
+    for edge in text.split(","):
+        query, arrow, key = edge.partition(">")
+        if not arrow or query == key == "*":
+            raise InterventionError(f"{edge!r} is no edge: write QUERY>KEY, with * for all of one side")
+        if query == "*":
+            spec.to_position(_parsed(key, text))
+        elif key == "*":
+            spec.from_position(_parsed(query, text))
+        else:
+            spec.edge(_parsed(query, text), _parsed(key, text))
+    return spec
+
+
+def _parsed(number: str, text: str) -> int:
+    try:
+        return int(number)
+    except ValueError:
+        raise InterventionError(f"{text!r}: {number!r} is no integer") from None
+
+
 def create_knockout_mask(spec: KnockoutSpec, n_heads: int, seq_len: int, dtype: DTypeLike = np.float32) -> NDArray:
     """The mask of a knockout, to be added to attention scores.
 

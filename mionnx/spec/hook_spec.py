@@ -1,42 +1,23 @@
 """`HookSpec`: the one object that says what to capture and where to intervene."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
-from mionnx.errors import HookError, InterventionError, nearest
+from mionnx.errors import HookError, InterventionError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.files import write_atomic
+from mionnx.spec import spec_file
 from mionnx.spec.attention_knockout import naturals, whole
-from mionnx.spec.intervention import Intervention
+from mionnx.spec.capture import Capture, Predicate, is_glob
+from mionnx.spec.intervention import Intervention, find_kind
 from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
 Hook = HookPoint | str
-Predicate = Callable[[str], bool]
-
-
-@dataclass(frozen=True)
-class Capture:
-    """One request to capture: a hook point, a glob over names, or a predicate on them; whole, or in part."""
-
-    what: HookPoint | str | Predicate
-    before: bool = False
-    positions: tuple[int, ...] | None = None
-    heads: tuple[int, ...] | None = None
-
-    def selects(self, name: str) -> bool:
-        """Whether a hook point of this name is meant."""
-        if isinstance(self.what, HookPoint):
-            return self.what.name == name
-        if not isinstance(self.what, str):
-            return bool(self.what(name))
-        return fnmatchcase(name, self.what) and (_names_one(self.what) or not HookPoint.parse(name).on_request)
-
-    def __str__(self) -> str:
-        return getattr(self.what, "__name__", None) or str(self.what)
 
 
 @dataclass
@@ -76,7 +57,7 @@ class HookSpec:
         Raises:
             InterventionError: positions or heads that are no integers.
         """
-        what = hook if callable(hook) or _is_glob(hook) else HookPoint.parse(hook)
+        what = hook if callable(hook) or is_glob(hook) else HookPoint.parse(hook)
         request = Capture(what, before, _limit("positions", positions), _limit("heads", heads))
         if request not in self.captures:
             self.captures.append(request)
@@ -90,7 +71,7 @@ class HookSpec:
         """
         if not isinstance(intervention, Intervention):
             raise HookError(f"intervene({str(hook)!r}, ...) takes an Intervention, got {type(intervention).__name__}")
-        if _is_glob(hook):
+        if is_glob(hook):
             raise HookError(f"intervene takes one hook point, and {hook!r} is a pattern: call it once for each")
         self.interventions.append((HookPoint.parse(hook), intervention))
         return self
@@ -142,55 +123,83 @@ class HookSpec:
         return any(point.name == str(hook) for point, _ in self.interventions)
 
     def save(self, path: str) -> None:
-        """Write the spec as one safetensors file; see `mionnx.spec.spec_file`."""
-        from mionnx.spec.spec_file import save
+        """Write the spec as one safetensors file; see `mionnx.spec.spec_file`.
 
-        save(self, path)
+        Raises:
+            SpecFileError: a capture by predicate, a dtype that safetensors does not have, or a file that cannot be
+                written.
+
+        Example:
+            HookSpec().capture("hook_embed").save("spec.safetensors")
+        """
+        write_atomic(Path(path), self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """The bytes of the file that `save` writes; equal specs have equal bytes.
+
+        Raises:
+            SpecFileError: a capture by predicate, or a dtype that safetensors does not have.
+        """
+        tensors = {
+            f"interventions.{n}.{name}": array
+            for n, (_, intervention) in enumerate(self.interventions)
+            for name, array in intervention.rules.stored(intervention).items()
+        }
+        declaration = {
+            "captures": [request.to_entry() for request in self.captures],
+            "interventions": [intervention.to_entry(point) for point, intervention in self.interventions],
+            "state_knockouts": [knockout.to_entry() for knockout in self.state_knockouts],
+            "state_steerings": [steering.to_entry() for steering in self.state_steerings],
+        }
+        return spec_file.serialise(declaration, tensors)
 
     @staticmethod
     def load(path: str) -> "HookSpec":
-        """Read a spec that `save` wrote; see `mionnx.spec.spec_file`."""
-        from mionnx.spec.spec_file import load
+        """Read a spec that `save` wrote; see `mionnx.spec.spec_file`.
 
-        return load(path)
+        Raises:
+            SpecFileError: the file is missing, damaged, or of another version.
+            InterventionError: a value in it that no intervention may have (NaN, infinity), or a limit that is none.
+            HookError: an intervention at a pattern.
+
+        Example:
+            spec = HookSpec.load("spec.safetensors")
+        """
+        return spec_file.load(path, _declared)
 
 
-Kind = TypeVar("Kind")
+Spec = TypeVar("Spec")
 
 
-def _of(kind: type[Kind], spec: object) -> Kind:
+def _of(kind: type[Spec], spec: object) -> Spec:
     if not isinstance(spec, kind):
         raise HookError(f"expected a {kind.__name__}, got {type(spec).__name__}")
     return deepcopy(spec)  # what the caller chains onto it later is not part of this spec
 
 
-def _limit(what: str, given: int | Iterable[int] | None) -> tuple[int, ...] | None:
-    if given is None:
+def _limit(what: str, indices: int | Iterable[int] | None) -> tuple[int, ...] | None:
+    if indices is None:
         return None
-    found = [given] if isinstance(given, int | np.integer) else list(given)
-    kept = tuple(whole(what, entry) for entry in found) if what == "positions" else tuple(naturals(what, found))
-    if not kept:
+    entries = [indices] if isinstance(indices, int | np.integer) else list(indices)
+    limit = tuple(whole(what, entry) for entry in entries) if what == "positions" else tuple(naturals(what, entries))
+    if not limit:
         raise InterventionError(f"a capture of no {what} would be empty")
-    return kept
+    return limit
 
 
-def _is_glob(hook: object) -> bool:
-    return isinstance(hook, str) and any(character in hook for character in "*?[")
-
-
-def _names_one(glob: str) -> bool:
-    """Whether a pattern says something about the name itself, after the last dot: `*.hook_eff*` does, `*` does not."""
-    return bool(glob.rpartition(".")[2].removeprefix("hook_").strip("*?"))
-
-
-def resolve(request: Capture, names: Iterable[str]) -> list[str]:
-    """The hook points of a model that a capture means.
-
-    Raises:
-        HookError: none; the message names the nearest one.
-    """
-    names = list(names)
-    found = [name for name in names if request.selects(name)]
-    if not found:
-        raise HookError(f"the model has no hook point {str(request)!r}{nearest(str(request), names)}")
-    return found
+def _declared(declaration: dict[str, Any], tensors: dict[str, np.ndarray]) -> HookSpec:
+    """The spec of a declaration; takes the tensors that it uses out of `tensors`."""
+    spec = HookSpec()
+    for entry in declaration["captures"]:
+        if not isinstance(entry["before"], bool):
+            raise ValueError(f"before must be true or false, got {entry['before']!r}")
+        spec.capture(entry["hook"], before=entry["before"], positions=entry.get("positions"), heads=entry.get("heads"))
+    for n, entry in enumerate(declaration["interventions"]):
+        names = find_kind(entry["kind"]).stored_values
+        values = {name: tensors.pop(f"interventions.{n}.{name}") for name in names}
+        spec.intervene(entry["hook"], Intervention.from_entry(entry, values))
+    for entry in declaration.get("state_knockouts", []):
+        spec.set_state_knockout(StateKnockoutSpec.from_entry(entry))
+    for entry in declaration.get("state_steerings", []):
+        spec.set_state_steering(StateSteeringSpec.from_entry(entry))
+    return spec

@@ -13,13 +13,13 @@ later positions are what they would be had the token never been there.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from mionnx.errors import InterventionError, nearest
 from mionnx.spec.attention_knockout import LayerTargets, naturals, whole
-from mionnx.spec.intervention import PHASES
+from mionnx.spec.limits import PHASES
 
 TERMS = ("write", "erase", "decay", "token_shift")
 
@@ -56,6 +56,23 @@ class StateTargets(LayerTargets):
     def title(self) -> str:
         """What messages call it."""
         return "state knockout" if isinstance(self, StateKnockoutSpec) else "state steering"
+
+    def to_entry(self) -> dict[str, Any]:
+        """The entry of these targets in a spec file."""
+        return {"positions": self.positions_, "layers": self.layers_, "terms": self.terms}
+
+    def _targeting(self, entry: dict[str, Any]) -> Self:
+        """Take positions, layers and terms from an entry.
+
+        Raises:
+            ValueError: unknown terms.
+        """
+        terms = entry["terms"]
+        if not isinstance(terms, list) or not {*terms} <= {*TERMS}:
+            raise ValueError(f"terms must be among {', '.join(TERMS)}, got {terms!r}")
+        self.terms = terms
+        self.positions(entry["positions"])
+        return self if entry["layers"] is None else self.layers(entry["layers"])
 
     def validate(self, num_layers: int, seq_len: int, num_heads: int | None = None) -> None:
         """Check against a model and a text, before anything runs.
@@ -97,6 +114,11 @@ def _position(given: int | str) -> int | str:
 class StateKnockoutSpec(StateTargets):
     """Leave out what tokens write into the recurrent state: `StateKnockoutSpec().position(0).layer(12)`."""
 
+    @classmethod
+    def from_entry(cls, entry: dict[str, Any]) -> Self:
+        """The knockout of an entry in a spec file."""
+        return cls()._targeting(entry)
+
     def decay(self) -> Self:
         """Do not let the state decay at these tokens either."""
         return self._with("decay")
@@ -130,6 +152,16 @@ class StateSteeringSpec(StateTargets):
         if not np.isfinite(self.scale):
             raise InterventionError(f"state steering: the scale must be finite, got {scale}")
         self.heads_ = None
+
+    def to_entry(self) -> dict[str, Any]:
+        """The entry of the steering in a spec file."""
+        return {**super().to_entry(), "scale": self.scale, "heads": self.heads_}
+
+    @classmethod
+    def from_entry(cls, entry: dict[str, Any]) -> Self:
+        """The steering of an entry in a spec file."""
+        steering = cls(entry["scale"])._targeting(entry)
+        return steering if entry["heads"] is None else steering.heads(entry["heads"])
 
     def head(self, head: int) -> Self:
         """Add one head; all heads by default."""

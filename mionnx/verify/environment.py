@@ -9,7 +9,6 @@ import onnxruntime
 
 from mionnx.graph import onnx_file
 from mionnx.machine import cpu
-from mionnx.spec import spec_file
 from mionnx.verify.graph_under_test import GraphUnderTest
 from mionnx.verify.runtime import Runtime
 
@@ -50,5 +49,5 @@ def hashes(subject: GraphUnderTest) -> dict[str, str]:
     return {
         "graph": subject.graph_hash(),
         "weights": held.hexdigest(),
-        "spec": sha256(spec_file.serialise(subject.spec)).hexdigest(),
+        "spec": sha256(subject.spec.to_bytes()).hexdigest(),
     }

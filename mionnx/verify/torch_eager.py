@@ -1,11 +1,16 @@
 """transformers in torch, eager, as a runtime to compare: the exporter's taps record."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from numpy.typing import NDArray
+
+from mionnx.bind.selection import Selection
 from mionnx.errors import ExportError, MIError, ModelError
+from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.run import find_model
 from mionnx.verify.graph_under_test import GraphUnderTest
@@ -32,7 +37,7 @@ class Eager(Runtime):
 
     def missing(self, subject: GraphUnderTest) -> str | None:
         """Whether torch is there, and the checkpoint, and a family that it has; and that nothing is spliced in."""
-        if any(edit.kind == "splice" for edit in subject.plan.edits):
+        if any(edit.fit is not None for edit in subject.plan.edits):
             return "a splice is an ONNX model, which torch does not run: compare the other runtimes"
         try:
             exporter = self._exporter(subject)
@@ -56,14 +61,31 @@ class Eager(Runtime):
         exporter, folder = self._exporter(subject), self._folder(subject)
         with _as_model_errors():
             opened = exporter.open_eagerly(folder, subject.model.metadata.dtype, self.threads)
-        edits = [(edit, given) for edit, (_, given) in zip(subject.plan.edits, subject.spec.interventions, strict=True)]
         wanted = {*names}
 
         def run(call: TokenBatch, sink: Sink) -> None:
             with _as_model_errors():
-                opened(call, edits, lambda name, value: sink(name, value) if name in wanted else None)
+                opened((call.input_ids, call.attention_mask, call.position_ids), _listener(subject, call, sink, wanted))
 
         yield run
+
+
+def _listener(
+    subject: GraphUnderTest, call: TokenBatch, sink: Sink, wanted: set[str]
+) -> Callable[[str, NDArray[Any]], NDArray[Any] | None]:
+    """Apply a spec's interventions by their numpy references, and record what is wanted."""
+    pairs = [*zip(subject.plan.edits, (one for _, one in subject.spec.interventions), strict=True)]
+
+    def listen(name: str, value: NDArray[Any]) -> NDArray[Any] | None:
+        here = [Selection(edit, one, value.shape, call) for edit, one in pairs if edit.hook == name]
+        for selection in here:  # bfloat16 comes as float32
+            dtype = subject.model.dtype(HookPoint.parse(name))
+            value = selection.applied(value.astype(dtype)).astype(value.dtype)
+        if name in wanted:
+            sink(name, value)
+        return value if here else None
+
+    return listen
 
 
 @contextmanager

@@ -9,15 +9,7 @@ from onnx import helper
 
 from mionnx import HookPoint, HookSpec, InputError, Intervention, KVCache, MIModel, ModelError, Options
 from mionnx.engine import onnx_runtime
-from mionnx.engine.device import (
-    CPU,
-    CudaGraphs,
-    DeviceArray,
-    copied,
-    empty,
-    fetch,
-    put,
-)
+from mionnx.engine.device import CPU, CudaGraphs, DeviceArray, copied, empty, fetch, put
 from mionnx.run.graph_pool import OpenGraph
 
 BF16, F32 = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT

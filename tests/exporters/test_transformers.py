@@ -16,12 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from exporters.transformers import export, recognises
-from mionnx import (
-    ExportError,
-    HookSpec,
-    MIModel,
-    ModelError,
-)
+from mionnx import ExportError, HookSpec, MIModel, ModelError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.progress import silent
 from mionnx.run import find_model

@@ -3,15 +3,9 @@
 import numpy as np
 import onnx
 import onnxruntime
-import pytest
 from onnx.checker import check_model
 
-from mionnx import HookSpec
-from mionnx.bind import plan
-from mionnx.graph import onnx_file
 from mionnx.graph.extract import extract
-from mionnx.rewrite import rewrite
-from mionnx.rewrite.plan import Outputs
 from mionnx.rewrite.segment import cut
 
 TWO_PATHS = """<ir_version: 10, opset_import: ["" : 21]>
@@ -100,29 +94,3 @@ def test_without_an_output_left_there_is_no_last_segment():
     proto = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(TWO_PATHS))
     part = extract(proto, ["x"], ["left"])
     assert [segment.hooks for segment in cut(part, ["a", "left"])] == [("a",), ("left",)]
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_no_node_that_depends_on_the_tokens_stands_in_two_segments(models, family):
-    hooked = models(family).hooked
-    hooks = list(hooked.metadata.hooks)
-    spec = HookSpec()
-    for hook in hooks:
-        spec.capture(hook)
-    model, _ = rewrite(hooked.proto, plan.plan_of(spec, hooked, Outputs(carried=False)), hooked.metadata)
-    proto = onnx_file.parse(model)
-    weights = {tensor.name for tensor in hooked.proto.graph.initializer}
-    seen: list[str] = []
-    made = cut(proto, hooks)
-    for segment in made:
-        still = set(weights)
-        for node in segment.model.graph.node:
-            if still.issuperset(node.input):
-                still.update(node.output)
-            else:
-                seen.append(node.output[0])
-    assert len(seen) == len(set(seen))
-    assert {*seen} | {node.output[0] for node in proto.graph.node if node.op_type in ("Transpose", "Constant")} >= {
-        node.output[0] for node in proto.graph.node
-    }
-    assert [name for segment in made for name in segment.hooks] == hooks

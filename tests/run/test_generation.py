@@ -7,7 +7,7 @@ from families import CONFIGS, VOCAB, WINDOW
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import Inputs, run
-from rwkv_checkpoints import LAYERS, blinkdl, run_package
+from rwkv_checkpoints import blinkdl, run_package
 from transformers import GenerationConfig
 
 from mionnx import (
@@ -17,14 +17,11 @@ from mionnx import (
     InputError,
     Intervention,
     InterventionError,
-    KVCache,
     MIModel,
     StateKnockoutSpec,
     StateSteeringSpec,
-    TextStreamer,
     TokenizerError,
 )
-from mionnx.inputs.world_tokenizer import WorldTokenizer
 from mionnx.rewrite.plan import Outputs
 
 TOLERANCE = 5e-5
@@ -317,27 +314,6 @@ def test_sampling_is_repeatable_row_by_row(models):
     assert lists(narrow.new_ids) == lists(greedy.new_ids)
 
 
-class Recorder:
-    def __init__(self) -> None:
-        self.puts: list[list] = []
-        self.ended = False
-
-    def put(self, value: np.ndarray) -> None:
-        self.puts.append(value.tolist())
-
-    def end(self) -> None:
-        self.ended = True
-
-
-def test_a_streamer_is_told_of_every_token(models):
-    model, (ids, _) = models("gpt2"), prompts(2)
-    streamer = Recorder()
-    found = model.generate(ids, max_new_tokens=5, eos_token_id=[], streamer=streamer)
-    assert streamer.puts[0] == ids.tolist()
-    assert np.array(streamer.puts[1:]).T.tolist() == lists(found.new_ids)
-    assert streamer.ended
-
-
 @pytest.fixture(scope="module")
 def world() -> MIModel:
     from repository import REPOSITORY
@@ -364,35 +340,6 @@ def test_texts_stop_at_strings_and_ends(world, world_rwkv):
         ended = model.generate("one two three", max_new_tokens=6, eos_token_id=int(free.new_ids[0][1]))
         assert ended.new_texts[0].split()[:2] == ["four", "five"]
         assert len(ended.new_ids[0]) == 2
-
-
-def test_the_streamer_prints_what_is_returned(world, world_rwkv):
-    for model in (world, world_rwkv):
-        pieces: list[str] = []
-        found = model.generate(
-            "The capital of France is", max_new_tokens=6, streamer=TextStreamer(model.tokenizer, pieces.append)
-        )
-        assert "".join(pieces) == found.new_texts[0]
-        assert len(pieces) > 1
-
-
-def test_a_streamer_holds_back_parts_of_a_character(tmp_path):
-    """A character of several byte tokens is written once it is whole; what never becomes whole, at the end."""
-    vocabulary = tmp_path / "rwkv_vocab_bytes.txt"
-    vocabulary.write_text("".join(f"{byte + 1} {bytes([byte])!r} 1\n" for byte in range(256)))
-    tokenizer = WorldTokenizer.from_file(vocabulary)
-    ids = tokenizer.encode("a é東").ids
-    assert len(ids) == 7
-    pieces: list[str] = []
-    streamer = TextStreamer(tokenizer, pieces.append)
-    for token in [1, *ids]:
-        streamer.put(np.array([token]))
-    streamer.end()
-    assert pieces == ["a", " ", "é", "東"]
-    for token in [1, *ids[:3]]:
-        streamer.put(np.array([token]))
-    streamer.end()
-    assert pieces[4:] == ["a", " ", "\ufffd"]
 
 
 def test_steering_moves_the_text(world):
@@ -469,127 +416,3 @@ def test_a_phase_that_a_call_has_not_is_refused(models):
 
 
 # -- surgery
-
-
-@pytest.mark.parametrize("family_", ["llama", "gpt2", "gemma2", "mixtral"])
-def test_a_layer_from_a_donor_equals_torch_on_the_same_tensors(family_, models, references):
-    """Recipient and donor are two prompts; the next tokens are run on the mixture in both programs."""
-    model, reference = models(family_), references(family_)
-    (ids, mask), (others, _) = prompts(2, 9, 1), prompts(2, 9, 2)
-    own, donor = (model.forward(tokens, attention_mask=mask, use_cache=True).kv_cache for tokens in (ids, others))
-    mixed = KVCache(list(own.layers), own.attention_mask)
-    mixed.clone_layer_from(donor, 1)
-    mixed.clone_layer_position_range(donor, 0, 5, 8)
-    after = np.array([[11, 12], [13, 14]])
-    found = model.forward(after, cache=mixed).output()
-    full = np.concatenate([mask, np.ones((2, 2), np.int64)], axis=1)
-    past = [tuple(torch.from_numpy(part.copy()) for part in layer) for layer in _mixture(reference, ids, others, mask)]
-    expected = _continued(reference, after, full, past)
-    assert np.abs(found - expected).max() / max(1, np.abs(expected).max()) < TOLERANCE
-    assert np.abs(found - model.forward(after, cache=own).output()).max() > 1e-3
-
-
-def _mixture(reference, ids, others, mask) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The same transplant on the tensors that torch computed."""
-    own, donor = (run(reference, Inputs(tokens, mask)).cache for tokens in (ids, others))
-    first = [part.copy() for part in own[0]]
-    for part, other in zip(first, donor[0], strict=True):
-        part[:, :, 5:8] = other[:, :, 5:8]
-    return [tuple(first), donor[1]]
-
-
-def _continued(reference, ids: np.ndarray, mask: np.ndarray, past) -> np.ndarray:
-    from exporters.transformers.trace import run_eagerly
-
-    positions = torch.from_numpy(np.maximum(mask.cumsum(1) - 1, 0)[:, -ids.shape[1] :].copy())
-    logits, _ = run_eagerly(
-        reference, lambda name, value, stream: value, torch.from_numpy(ids), torch.from_numpy(mask), positions, past
-    )
-    return logits.numpy()
-
-
-def test_a_trimmed_cache_is_that_of_the_shorter_text(models):
-    model, ids = models("llama"), np.arange(10, 20)[None]
-    cache = model.forward(ids, use_cache=True).kv_cache
-    cache.trim_to(6)
-    short = model.forward(ids[:, :6], use_cache=True).kv_cache
-    assert cache.seq_len == 6
-    assert np.abs(model.forward([[5]], cache=cache).output() - model.forward([[5]], cache=short).output()).max() < 1e-5
-    one = model.generate([[5]], cache=cache, max_new_tokens=4, eos_token_id=[])
-    assert lists(one.new_ids) == lists(model.generate([[*ids[0, :6], 5]], max_new_tokens=4, eos_token_id=[]).new_ids)
-
-
-def test_a_cleared_layer_holds_zeros(models):
-    model, ids = models("llama"), np.arange(10, 16)[None]
-    cache = model.forward(ids, use_cache=True).kv_cache
-    before = cache.get_layer(1)
-    cache.clear_layer(0)
-    assert not cache.get_layer(0)[0].any()
-    assert not cache.get_layer(0)[1].any()
-    assert cache.get_layer(1) is before
-    cache.set_layer(0, *before)
-    assert np.array_equal(cache.get_layer(0)[1], before[1])
-
-
-@pytest.mark.parametrize("name", ["llama", "6-pth"])
-def test_a_cache_is_saved_whole(name, models, rwkv, tmp_path):
-    model = models(name) if name == "llama" else rwkv(name)
-    found = model.forward(np.arange(10, 16)[None], use_cache=True)
-    cache = found.state or found.kv_cache
-    cache.save(tmp_path / "cache.safetensors")
-    loaded = type(cache).load(tmp_path / "cache.safetensors")
-    assert np.array_equal(model.forward([[5]], cache=loaded).output(), model.forward([[5]], cache=cache).output())
-    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "cache.safetensors").read_bytes()[:-9])
-    with pytest.raises(InputError, match="cut"):
-        type(cache).load(tmp_path / "cut.safetensors")
-    with pytest.raises(InputError, match="missing"):
-        type(cache).load(tmp_path / "missing.safetensors")
-    with pytest.raises(InputError):
-        cache.save(tmp_path / "nowhere" / "cache.safetensors")
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_a_state_from_a_donor_equals_the_loop(rwkv, version):
-    """The float64 loop takes layer 1's state from another text too."""
-    from rwkv_loop import Gates, Loop
-
-    model = rwkv(f"{version}-pth")
-    ids, others, after = ([*range(s, s + 9)] for s in (10, 30, 50))
-    tensors = {name: tensor.numpy().astype(np.float64) for name, tensor in blinkdl(version).items()}
-    loops = [Loop(tensors, version), Loop(tensors, version)]
-    for oracle, text in zip(loops, (ids, others), strict=True):
-        oracle.run(text)
-    states = [loops[0].states[0], loops[1].states[1]]
-    own, donor = (model.forward(text).state for text in (ids, others))
-    own.clone_layer_from(donor, 1)
-    expected = loops[0].run(after, Gates.ones(LAYERS, len(after), 2), states=states)
-    found = model.forward(after, initial_state=own).output()[0]
-    assert np.abs(found - expected).max() / max(1, np.abs(expected).max()) < TOLERANCE
-    with pytest.raises(InputError, match="clone_layer_from"):
-        own.clone_layer_position_range(donor, 0, 0, 2)
-    with pytest.raises(InputError, match="hook_states"):
-        own.trim_to(3)
-
-
-def test_surgery_that_does_not_fit_is_refused(models):
-    model = models("llama")
-    cache = model.forward([[3, 4, 5]], use_cache=True).kv_cache
-    longer = model.forward([[3, 4, 5, 6]], use_cache=True).kv_cache
-    keys, values = cache.get_layer(0)
-    for change, named in (
-        (lambda: cache.get_layer(2), "0 to 1"),
-        (lambda: cache.get_layer(-1), "0 to 1"),
-        (lambda: cache.clone_layer_from(longer, 0), "layer 0"),
-        (lambda: cache.set_layer(0, keys[..., :3], values), "keys of layer 0"),
-        (lambda: cache.set_layer(0, keys, values * np.nan), "values of layer 0"),
-        (lambda: cache.clone_layer_position_range(longer, 0, 2, 4), "this cache, which holds 3"),
-        (lambda: cache.clone_layer_position_range(longer, 0, 2, 2), "positions 2 up to 2"),
-        (lambda: cache.trim_to(4), "holds 3"),
-        (lambda: cache.repeat(2).repeat(2), "one row"),
-        (lambda: model.forward([[3]], cache=models("gpt2").forward([[3]], use_cache=True).kv_cache), "cache"),
-        (lambda: model.generate([[3], [4]], cache=cache.repeat(3)), "3 rows"),
-    ):
-        with pytest.raises(InputError) as caught:
-            change()
-        assert named in str(caught.value)
-    assert np.array_equal(cache.get_layer(0)[0], keys)

@@ -15,6 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from mionnx import InputError, sample_token
 from mionnx.run.sampling import Sampling
 
 VOCAB = 40
@@ -72,3 +73,20 @@ def test_greedy_takes_the_likeliest_and_ties_go_to_the_lowest_id():
     assert (
         Sampling(repetition_penalty=3).choose(np.array([0.0, 2.0, 1.9]), np.array([1]), np.random.default_rng(0)) == 2
     )
+
+
+class TestSampling:
+    def test_ties_go_to_the_lowest_id(self):
+        assert sample_token([1.0, 3.0, 3.0, 2.0]) == 1
+
+    def test_samples_follow_the_distribution_and_the_seed(self):
+        logits, temperature = np.log([0.5, 0.3, 0.2]), 1.0
+        drawn = [sample_token(logits, temperature, seed) for seed in range(3000)]
+        assert drawn == [sample_token(logits, temperature, seed) for seed in range(3000)]
+        counts = np.bincount(drawn, minlength=3)
+        assert chisquare(counts, [1500, 900, 600]).pvalue > 1e-4
+
+    @pytest.mark.parametrize("temperature", [-1, np.nan, np.inf])
+    def test_bad_temperatures(self, temperature):
+        with pytest.raises(InputError, match="temperature"):
+            sample_token([0.0], temperature)

@@ -1,4 +1,6 @@
-"""`Heads`: what kinds of attention heads a model has."""
+"""`head_scores`: attention of every head to where a previous-token, duplicate-token or induction head looks."""
+
+from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
@@ -24,104 +26,103 @@ from mionnx.spec.hook_spec import HookSpec
 CAPTURED = 2**26  # bytes of patterns that are held at once, where one row takes less
 
 
-class Heads(Runner):
-    """Analyses of attention heads."""
+def head_scores(
+    model: Runner,
+    kinds: str | Sequence[str] = KINDS,
+    *,
+    batch: int = 8,
+    period: int = 24,
+    seed: int = 0,
+    tokens: Iterable[int] | None = None,
+    hooks: HookSpec | None = None,
+    progress: Progress = silent,
+) -> HeadScores:
+    """How much each head attends like a previous-token, duplicate-token and induction head.
 
-    def head_scores(
-        self,
-        kinds: str | Sequence[str] = KINDS,
-        *,
-        batch: int = 8,
-        period: int = 24,
-        seed: int = 0,
-        tokens: Iterable[int] | None = None,
-        hooks: HookSpec | None = None,
-        progress: Progress = silent,
-    ) -> HeadScores:
-        """How much each head attends like a previous-token, duplicate-token and induction head.
+    Measured on random sequences that are repeated once; see `mionnx.analysis.attention.repeated_sequences`.
+    Rows run in batches small enough for 64 MiB of patterns. Of an RWKV model, the effective attention is taken for
+    the pattern.
 
-        Measured on random sequences that are repeated once; see `mionnx.analysis.attention.repeated_sequences`.
-        Rows run in batches small enough for 64 MiB of patterns. Of an RWKV model, the effective attention is taken for
-        the pattern.
+    Args:
+        kinds: which kinds, in the order of the result.
+        batch: how many sequences.
+        period: tokens of a sequence.
+        seed: of the sequences.
+        tokens: the ids to draw from; all but special tokens if left out.
+        hooks: interventions that are in force meanwhile, in every row alike.
+        progress: called as (stage, rows done, rows).
 
-        Args:
-            kinds: which kinds, in the order of the result.
-            batch: how many sequences.
-            period: tokens of a sequence.
-            seed: of the sequences.
-            tokens: the ids to draw from; all but special tokens if left out.
-            hooks: interventions that are in force meanwhile, in every row alike.
-            progress: called as (stage, rows done, rows).
+    Raises:
+        InterventionError: `hooks` means some of the rows, or has another value for each.
+        InputError: an unknown kind, sequences too long for the model, or too few tokens to draw from.
+        HookError: `hooks` captures something, or the model has no attention patterns.
+    """
+    chosen, made = check_kinds(kinds), _repeats(model, tokens, batch, period, seed)
+    points = _pattern_hooks(model)
+    spec = HookSpec().extend(hooks or HookSpec())
+    _refuse_row_hooks(model, spec)
+    for point in points:
+        spec.capture(point, positions=made.queries)
+    rows = max(1, CAPTURED // model.estimate(spec, 1, made.ids.shape[1]).total)
+    totals = np.zeros((len(chosen), len(points), model.num_heads))
+    progress("attention patterns", 0, batch)
+    done = 0
+    for ids in made.chunks(rows):
+        cache = model.forward(ids, spec, logits=False)
+        for layer, point in enumerate(points):
+            totals[:, layer] += [attention_to(kind, cache[point], made) for kind in chosen]
+        done += len(ids)
+        progress("attention patterns", done, batch)
+    return HeadScores(chosen, totals / batch, made.chance, period, batch, model.hooked.folder.resolve().name)
 
-        Raises:
-            InterventionError: `hooks` means some of the rows, or has another value for each.
-            InputError: an unknown kind, sequences too long for the model, or too few tokens to draw from.
-            HookError: `hooks` captures something, or the model has no attention patterns.
-        """
-        chosen, made = check_kinds(kinds), self._repeats(tokens, batch, period, seed)
-        points = self._patterns()
-        spec = HookSpec().extend(hooks or HookSpec())
-        self._check(spec)
-        for point in points:
-            spec.capture(point, positions=made.queries)
-        rows = max(1, CAPTURED // self.estimate(spec, 1, made.ids.shape[1]).total)
-        totals = np.zeros((len(chosen), len(points), self.num_heads))
-        progress("attention patterns", 0, batch)
-        done = 0
-        for ids in made.chunks(rows):
-            cache = self.forward(ids, spec, logits=False)
-            for layer, point in enumerate(points):
-                totals[:, layer] += [attention_to(kind, cache[point], made) for kind in chosen]
-            done += len(ids)
-            progress("attention patterns", done, batch)
-        return HeadScores(chosen, totals / batch, made.chance, period, batch, self.hooked.folder.resolve().name)
 
-    def _check(self, spec: HookSpec) -> None:
-        """Refuse what would depend on how rows are put together."""
-        if spec.captures:
-            raise HookError("hooks of head_scores are interventions: it captures what it needs itself")
-        for point, one in spec.interventions:
-            own = isinstance(one.positions, tuple) and any(isinstance(entry, tuple) for entry in one.positions)
-            rank = len(point.axes or self.hooked.axes(point))
-            each = one.value is not None and one.value.ndim == rank and len(one.value) > 1
-            if own or each or one.rows is not None:
-                raise InterventionError(
-                    f"{one.kind} at {point} says something of each row: head_scores draws its rows and runs them in "
-                    "batches, and the hooks must hold for all of them alike"
-                )
-
-    def _patterns(self) -> list[HookPoint]:
-        make = HookPoint.RwkvEffectiveAttn if self.hooked.metadata.recurrent else HookPoint.AttnPattern
-        points = [make(layer) for layer in range(self.num_layers)]
-        missing = [point for point in points if point not in self.hook_points()]
-        if missing:
-            raise HookError(f"the model has no hook point {missing[0].name!r}: its heads cannot be scored")
-        return points
-
-    def _repeats(self, tokens: Iterable[int] | None, batch: int, period: int, seed: int) -> Repeats:
-        prefix, special = self._special()
-        if tokens is None:
-            candidates = np.setdiff1d(np.arange(self.vocab_size), special)
-        else:
-            given = np.asarray(tokens if isinstance(tokens, str | Sequence | np.ndarray) else list(tokens))
-            if given.ndim != 1 or given.dtype.kind not in "iu":
-                raise InputError(f"tokens={tokens!r}: the ids to draw from are integers, [count]")
-            candidates = np.unique([self._known(token) for token in given]).astype(np.int64)
-        made = repeats(candidates, prefix, batch, period, seed)
-        limit = self.hooked.metadata.sizes.max_positions
-        if limit is not None and made.ids.shape[1] > limit:
-            raise InputError(
-                f"period={period}: {made.ids.shape[1]} tokens, but the model has positions for {limit} only"
+def _refuse_row_hooks(model: Runner, spec: HookSpec) -> None:
+    """Refuse what would depend on how rows are put together."""
+    if spec.captures:
+        raise HookError("hooks of head_scores are interventions: it captures what it needs itself")
+    for point, one in spec.interventions:
+        own = isinstance(one.positions, tuple) and any(isinstance(entry, tuple) for entry in one.positions)
+        rank = len(point.axes or model.hooked.axes(point))
+        each = any(value.ndim == rank and len(value) > 1 for value in one.values)
+        if own or each or one.rows is not None:
+            raise InterventionError(
+                f"{one.kind} at {point} says something of each row: head_scores draws its rows and runs them in "
+                "batches, and the hooks must hold for all of them alike"
             )
-        return made
 
-    def _special(self) -> tuple[list[int], NDArray[np.int64]]:
-        """The ids that the tokenizer puts before every text, and those that are no text."""
-        ends = self.hooked.end_tokens()
-        if not self.has_tokenizer:
-            return [], np.array(ends, np.int64)
-        decoder = getattr(self.tokenizer, "get_added_tokens_decoder", None)  # a World tokenizer adds none
-        special = [token for token, entry in decoder().items() if entry.special] if decoder else []
-        encoded = self.tokenizer.encode("a")
-        marked = zip(encoded.ids, getattr(encoded, "special_tokens_mask", ()), strict=False)
-        return [token for token, _ in takewhile(itemgetter(1), marked)], np.array([*ends, *special], np.int64)
+
+def _pattern_hooks(model: Runner) -> list[HookPoint]:
+    make = HookPoint.RwkvEffectiveAttn if model.hooked.metadata.recurrent else HookPoint.AttnPattern
+    points = [make(layer) for layer in range(model.num_layers)]
+    missing = [point for point in points if point not in model.hook_points()]
+    if missing:
+        raise HookError(f"the model has no hook point {missing[0].name!r}: its heads cannot be scored")
+    return points
+
+
+def _repeats(model: Runner, tokens: Iterable[int] | None, batch: int, period: int, seed: int) -> Repeats:
+    prefix, special = special_tokens(model)
+    if tokens is None:
+        candidates = np.setdiff1d(np.arange(model.vocab_size), special)
+    else:
+        given = np.asarray(tokens if isinstance(tokens, str | Sequence | np.ndarray) else list(tokens))
+        if given.ndim != 1 or given.dtype.kind not in "iu":
+            raise InputError(f"tokens={tokens!r}: the ids to draw from are integers, [count]")
+        candidates = np.unique([model._known(token) for token in given]).astype(np.int64)
+    made = repeats(candidates, prefix, batch, period, seed)
+    limit = model.hooked.metadata.sizes.max_positions
+    if limit is not None and made.ids.shape[1] > limit:
+        raise InputError(f"period={period}: {made.ids.shape[1]} tokens, but the model has positions for {limit} only")
+    return made
+
+
+def special_tokens(model: Runner) -> tuple[list[int], NDArray[np.int64]]:
+    """The ids that the tokenizer puts before every text, and those that are no text."""
+    ends = model.hooked.end_tokens()
+    if not model.has_tokenizer:
+        return [], np.array(ends, np.int64)
+    decoder = getattr(model.tokenizer, "get_added_tokens_decoder", None)  # a World tokenizer adds none
+    special = [token for token, entry in decoder().items() if entry.special] if decoder else []
+    encoded = model.tokenizer.encode("a")
+    marked = zip(encoded.ids, getattr(encoded, "special_tokens_mask", ()), strict=False)
+    return [token for token, _ in takewhile(itemgetter(1), marked)], np.array([*ends, *special], np.int64)

@@ -15,7 +15,8 @@ from mionnx.analysis.steering.directions import Direction
 from mionnx.errors import HookError, InputError, InterventionError, nearest
 from mionnx.graph.fragment import Fragment, written
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.spec.intervention import Intervention, Positions
+from mionnx.spec.intervention import Intervention
+from mionnx.spec.limits import Positions
 
 ERROR = ("kept", "dropped")
 CLAMP = """<ir_version: 10, opset_import: ["": 21]>

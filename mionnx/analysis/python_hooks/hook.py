@@ -10,7 +10,7 @@ from mionnx.errors import HookError
 from mionnx.graph.axes import format_shape
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.spec.hook_spec import Capture, Predicate, resolve
+from mionnx.spec.capture import Capture, Predicate, resolve
 
 HookFunction = Callable[..., Any]  # (activation, hook=Hook) -> array or None
 Where = HookPoint | str | Predicate

@@ -23,7 +23,8 @@ from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.rewrite.plan import CaptureNode, Outputs
 from mionnx.run.hook_cache import HookCache
-from mionnx.spec.hook_spec import Capture, HookSpec
+from mionnx.spec.capture import Capture
+from mionnx.spec.hook_spec import HookSpec
 
 if TYPE_CHECKING:
     from mionnx.run.runner import Runner

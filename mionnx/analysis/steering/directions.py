@@ -17,7 +17,8 @@ from mionnx.errors import HookError, InterventionError, SpecFileError, nearest
 from mionnx.graph.hook_points import HookPoint, layer_of, short_names
 from mionnx.machine.files import write_atomic
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.spec.intervention import Intervention, Positions
+from mionnx.spec.intervention import Intervention
+from mionnx.spec.limits import Positions
 from mionnx.view import Shown, empty_figure, render
 
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ from mionnx.inputs.tokens import Tokens
 from mionnx.machine.progress import Progress, silent
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.spec.intervention import Intervention, Positions
+from mionnx.spec.intervention import Intervention
+from mionnx.spec.limits import Positions
 
 ROWS = 32  # of one call
 CUTS = 15  # strengths tried at once between two others

@@ -23,6 +23,7 @@ from mionnx.engine.onnx_runtime import Options
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import DTYPES, HookedModel
+from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.rewrite.plan import LOGIT_TOKENS, CaptureNode, Edit, Outputs, Plan
 from mionnx.run.graph_pool import GraphPool, OpenGraph
@@ -95,8 +96,7 @@ class Pieces:
         key = rotated if rotated in self.model.metadata.hooks else plain
         if key not in self.model.metadata.hooks:
             return {}
-        past = f"past_key_values.{layer}"
-        return {key: f"{past}.key", str(HookPoint.AttnV(layer)): f"{past}.value"}
+        return dict(zip((key, str(HookPoint.AttnV(layer))), KEYS_AND_VALUES.layer_inputs(layer), strict=True))
 
     def last_of(self, text: Text) -> Text:
         """The same text, of which what follows attention is computed at the last position alone.
@@ -191,7 +191,7 @@ class Pieces:
             "position_ids": np.broadcast_to(np.arange(text.start, total), ids.shape),
         }
         for entry in opened.get_inputs():
-            if entry.name.startswith("past_key_values."):
+            if entry.name.startswith(f"{KEYS_AND_VALUES.past}."):
                 feeds[entry.name] = self._past(entry.name, text)
         if self.model.metadata.recurrent:
             sizes, dtype = self.model.metadata.sizes, DTYPES[self.model.metadata.dtype]

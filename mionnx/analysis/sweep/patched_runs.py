@@ -26,6 +26,7 @@ from mionnx.graph.axes import has_sequence, sequence_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine import memory
 from mionnx.rewrite.plan import Edit
+from mionnx.spec.kinds import KINDS
 
 TOKENS = 4096  # that one call computes at most: more gains nothing, and takes memory
 FEW = 512  # tokens below which a call is worth filling with rows that begin later
@@ -238,7 +239,7 @@ class Climb:
         if layer not in self.grid.layers:
             return {}
         hook, axes = self.grid.hook(layer), self.grid.axes
-        edit = Edit(hook, "replace", 0, axes, masked=True)
+        edit = Edit(hook, KINDS["replace"], 0, axes, masked=True)
         first = self.seq - 1 if narrow else self.start
         shape = list(self.patched.base.values[hook].shape)
         along = sequence_axis(axes) if has_sequence(axes) else None

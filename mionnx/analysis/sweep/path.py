@@ -23,6 +23,7 @@ from mionnx.errors import InputError
 from mionnx.graph.axes import heads_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.rewrite.plan import Edit
+from mionnx.spec.kinds import KINDS
 
 # What a sender writes into the stream, and how many stages after the beginning of its layer that is read.
 STREAM = {"ResidPre": 0, "ResidMid": 1, "ResidPost": 2}
@@ -165,7 +166,7 @@ class _Walk(Climb):
         edits: dict[Edit, Arrays] = {}
         for name in receivers:
             axes = HookPoint.parse(name).axes or ()
-            edit = Edit(name, "replace", 0, axes, masked=True)
+            edit = Edit(name, KINDS["replace"], 0, axes, masked=True)
             mask = np.ones([1] * len(axes), bool)
             heads, axis = self.receivers.heads[name], heads_axis(axes)
             if heads is not None and axis is not None:

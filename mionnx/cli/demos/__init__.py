@@ -1,1 +1,1 @@
-"""Worked examples of the command line."""
+"""Worked examples of `mionnx demo`; each prints results that it computes, none is written down beforehand."""

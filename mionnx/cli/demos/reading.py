@@ -1,7 +1,4 @@
-"""Worked examples of reading a model, run on one that knows the capitals of countries and who gives what to whom.
-
-Nothing in them is written down beforehand; with a folder, each also writes its page and picture there.
-"""
+"""Worked examples of the logit lens and of direct logit attribution."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +10,7 @@ from rich.table import Table
 
 from mionnx.analysis.lens.lens import label_of
 from mionnx.bind.logit_selection import Logits
-from mionnx.cli.demos.sweep import keep
+from mionnx.cli.demos.sweep import write
 from mionnx.errors import HookError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.spec.hook_spec import HookSpec
@@ -27,42 +24,42 @@ GIFT = "When Mary and John went to the store , John gave a drink to"
 
 
 def lens(model: "MIModel", console: Console, folder: Path | None = None) -> None:
-    """What the stream after each layer predicts at the last position, and how far that is from the answer."""
+    """Apply the logit lens to the last position: top tokens, rank and KL divergence by layer."""
     result = model.logit_lens(CAPITAL, k=3, tokens=["Berlin"])
     answer = result.spell(int(result.answers[-1]))
-    table = Table("after", "likeliest next tokens", escape(f"P({answer!r})"), "rank", "KL from the last (nats)")
+    table = Table("after", "top tokens", escape(f"P({answer!r})"), "rank", "KL from the last layer (nats)")
     for i, point in enumerate(result.points):
-        likeliest = ", ".join(f"{result.spell(token)!r} {chance:.3f}" for token, chance in result.best(i, -1))
+        best = ", ".join(f"{result.spell(token)!r} {probability:.3f}" for token, probability in result.best(i, -1))
         rank, gap = str(result.answer_rank[i, -1]), f"{result.divergence[i, -1]:.3f}"
-        table.add_row(label_of(point), escape(likeliest), f"{result.answer_probability[i, -1]:.4f}", rank, gap)
-    console.print(f"{CAPITAL!r} ... {answer!r} is the likeliest from {result.converged[-1]} on:")
+        table.add_row(label_of(point), escape(best), f"{result.answer_probability[i, -1]:.4f}", rank, gap)
+    console.print(f"{CAPITAL!r}: {answer!r} is the top token from {result.converged[-1]} on.")
     console.print(table)
-    keep(result, folder, "lens", console)
+    write(result, folder, "lens", console)
 
 
 def attribution(model: "MIModel", console: Console, folder: Path | None = None) -> None:
-    """Which heads raise the answer's logit directly, beside what zeroing each does to it."""
+    """Compare the direct contributions of heads to a logit with the effect of zeroing them."""
     tokens = model.tokenize(GIFT)
     result = model.attribute(tokens)
     heads, effects = result.heads, ablated(model, GIFT, result.answer)
     if heads is None:
-        raise HookError(f"{model.hooked.metadata.family}: heads have no shares in the stream to attribute a logit to")
-    table = Table("head", "contribution to the logit", "what the logit loses without the head", "its place of all")
-    places = np.argsort(np.argsort(-np.abs(effects), axis=None)).reshape(effects.shape)
+        raise HookError(f"{model.hooked.metadata.family}: the stream has no heads to attribute a logit to")
+    table = Table("head", "direct contribution", "logit lost when the head is zeroed", "rank of that effect")
+    ranks = np.argsort(np.argsort(-np.abs(effects), axis=None)).reshape(effects.shape)
     for flat in np.argsort(-np.abs(heads), axis=None)[:5]:
         layer, head = map(int, np.unravel_index(flat, heads.shape))
-        cells = (f"{heads[layer, head]:+.3f}", f"{effects[layer, head]:+.3f}", str(places[layer, head] + 1))
+        cells = (f"{heads[layer, head]:+.3f}", f"{effects[layer, head]:+.3f}", str(ranks[layer, head] + 1))
         table.add_row(f"layer {layer}, head {head}", *cells)
     console.print(
-        f"{GIFT!r} ... {result.answer!r}: its logit of {result.logit:.3f} is the sum of {len(result.labels)} "
-        f"components (less {abs(result.total - result.logit):.1e}); the heads that contribute most:"
+        f"{GIFT!r}: the logit of {result.answer!r}, {result.logit:.3f}, is the sum of {len(result.labels)} components "
+        f"(error {abs(result.total - result.logit):.1e}). The heads with the largest contributions:"
     )
     console.print(table)
-    keep(result, folder, "attribution", console)
+    write(result, folder, "attribution", console)
 
 
 def ablated(model: "MIModel", prompt: str, answer: str) -> np.ndarray:
-    """[layer, head]: what the answer's logit loses when a head is zeroed at the last position."""
+    """[layer, head]: decrease of the answer's logit when a head is zeroed at the last position."""
     token, chosen = model.token_id(answer), Logits(positions=-1, tokens=model.token_id(answer))
     baseline = model.forward(prompt).output()[0, -1, token]
     effects = np.zeros((model.num_layers, model.num_heads))

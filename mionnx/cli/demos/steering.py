@@ -1,4 +1,4 @@
-"""The worked example of steering: from one country's capital to another's, and to none."""
+"""The worked example of steering: a direction from France to Germany, added and removed."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.special import softmax
 
-from mionnx.cli.demos.sweep import keep
+from mionnx.cli.demos.sweep import write
 from mionnx.spec.hook_spec import HookSpec
 
 if TYPE_CHECKING:
@@ -27,39 +27,42 @@ PROMPT = FRAMES[0].format("France")
 
 
 def show(model: "MIModel", console: Console, folder: Path | None = None) -> None:
-    """Make a direction from prompts about two countries, steer with it, and remove it.
+    """Compute a direction from prompts about two countries, steer with it, and project it out.
 
     Args:
-        model: that knows capitals.
-        console: what is said goes there.
-        folder: where the pages and pictures go; nowhere if left out.
+        model: a model that knows capitals.
+        console: destination of the output.
+        folder: destination of pages and pictures; none are written if left out.
     """
     positive, negative = ([frame.format(country) for frame in FRAMES] for country in ("Germany", "France"))
     directions = model.contrast(positive, negative)
-    console.print(f"What {len(FRAMES)} prompts about Germany differ in from those about France, at the last token:")
-    table = Table("layer", "length", "share of the differences", "told apart, held out", "cosine with the next")
-    known, cosines = directions.separation, [*directions.convergence(), np.nan]
+    console.print(f"Mean difference of {len(FRAMES)} prompts about Germany and about France, at the last token:")
+    table = Table("layer", "norm", "share of differences", "held-out accuracy", "cosine with next layer")
+    separation, cosines = directions.separation, [*directions.convergence(), np.nan]
     for i, layer in enumerate(directions.layers):
-        cells = [directions.norms[i], *((known.explained[i], known.held_out[i]) if known else (np.nan, np.nan))]
+        cells = [
+            directions.norms[i],
+            *((separation.explained[i], separation.held_out[i]) if separation else (np.nan, np.nan)),
+        ]
         table.add_row(
             str(layer), *(f"{cell:.2f}" for cell in cells), "" if i + 1 == len(cosines) else f"{cosines[i]:.2f}"
         )
     console.print(table)
     layer = directions.best_layer
-    found = model.dose_response(PROMPT, directions[layer], np.linspace(0, 2, 9), positions=-1, bisect=1e-3)
+    response = model.dose_response(PROMPT, directions[layer], np.linspace(0, 2, 9), positions=-1, bisect=1e-3)
     console.print(f"Layer {layer}'s direction, added to the last token of {PROMPT!r}:")
     table = Table(
-        "strength", "of the stream", "likeliest token", f"P({found.names[int(found.targets[0])]!r})", "KL (nats)"
+        "strength", "of the stream", "top token", f"P({response.names[int(response.targets[0])]!r})", "KL (nats)"
     )
-    for n, strength in enumerate(found.strengths):
-        shown = f"{found.probabilities[0, n]:.3f}", f"{found.kl[0, n]:.3f}"
-        table.add_row(f"{strength:g}", f"{100 * found.share * strength:.0f} %", repr(found.top()[n]), *shown)
+    for n, strength in enumerate(response.strengths):
+        shown = f"{response.probabilities[0, n]:.3f}", f"{response.kl[0, n]:.3f}"
+        table.add_row(f"{strength:g}", f"{100 * response.share * strength:.0f} %", repr(response.top()[n]), *shown)
     console.print(table)
-    flip = found.flips[0]
+    flip = response.flips[0]
     console.print(f"The answer flips at {f'strength {flip:.3f}' if np.isfinite(flip) else 'none of these strengths'}.")
     _ablate(model, console, directions.ablation_spec())
-    keep(directions, folder, "directions", console)
-    keep(found, folder, "dose", console)
+    write(directions, folder, "directions", console)
+    write(response, folder, "dose", console)
 
 
 def _ablate(model: "MIModel", console: Console, spec: HookSpec) -> None:
@@ -68,5 +71,5 @@ def _ablate(model: "MIModel", console: Console, spec: HookSpec) -> None:
     names = [repr(model.tokenizer.decode([token])) for token in (answer, now)]
     console.print(
         f"With each layer's direction projected out of the stream, P({names[0]}) falls from {before[answer]:.3f} to "
-        f"{after[answer]:.3f}; the likeliest token is {names[1]}, with {after[now]:.3f}."
+        f"{after[answer]:.3f}; the top token is {names[1]}, with {after[now]:.3f}."
     )

@@ -1,7 +1,4 @@
-"""Worked examples of sweeps, run on a model that knows capitals, who gives what to whom, and repeated sequences.
-
-Nothing in them is written down beforehand; with a folder, each also writes its page and picture there.
-"""
+"""Worked examples of patching, ablation and induction heads."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,20 +20,22 @@ GIFT, OTHER = (f"When Mary and John went to the store , {giver} gave a drink to"
 
 
 def patching(model: "MIModel", console: Console, folder: Path | None = None) -> None:
-    """Put the residual stream of one prompt into another, one layer and position at a time."""
-    found = model.patch_sweep(FRANCE, GERMANY, "resid_mid")
-    console.print(f"The stream of {FRANCE!r} put into {GERMANY!r}, one place at a time; 1 is the whole way back:")
-    console.print(found.table())
-    console.print(f"{found.facts()}; {found.cost['without effect']:.0f} of {found.values.size} cells cannot matter.")
-    keep(found, folder, "patching", console)
+    """Patch the residual stream of one prompt into another, one layer and position at a time."""
+    sweep = model.patch_sweep(FRANCE, GERMANY, "resid_mid")
+    console.print(f"The stream of {FRANCE!r}, patched into {GERMANY!r} at one layer and position; 1 is full recovery:")
+    console.print(sweep.table())
+    console.print(
+        f"{sweep.facts()}; {sweep.cost['without effect']:.0f} of {sweep.values.size} cells cannot have an effect."
+    )
+    write(sweep, folder, "patching", console)
 
 
 def heads_of_the_answer(model: "MIModel", console: Console, folder: Path | None = None) -> None:
-    """Zero one head after the other; then the ones that patching finds, together."""
-    found = model.ablation_sweep(GIFT)
-    console.print(f"{GIFT!r}, one head zeroed at a time:")
-    console.print(found.table())
-    keep(found, folder, "ablation", console)
+    """Zero each head by itself; then, together, the four with the largest patching effect."""
+    sweep = model.ablation_sweep(GIFT)
+    console.print(f"{GIFT!r}, each head zeroed by itself:")
+    console.print(sweep.table())
+    write(sweep, folder, "ablation", console)
     path = model.patch_sweep(GIFT, OTHER, "z", ("layer", "head"), direction="noising")
     chosen = np.transpose(np.unravel_index(np.argsort(path.effect, axis=None)[:4], path.values.shape)).tolist()
     spec = HookSpec()
@@ -46,16 +45,16 @@ def heads_of_the_answer(model: "MIModel", console: Console, folder: Path | None 
     answer = int(before.argmax())
     names = ", ".join(f"{layer}.{head}" for layer, head in chosen)
     console.print(
-        f"Without the heads {names}, which carry the name by patching, P({spell(model, answer)}) falls from "
-        f"{before[answer]:.3f} to {after[answer]:.3f}; the likeliest is {spell(model, int(after.argmax()))}."
+        f"Without heads {names}, which have the largest patching effects, P({quoted(model, answer)}) falls from "
+        f"{before[answer]:.3f} to {after[answer]:.3f}; the top token is {quoted(model, int(after.argmax()))}."
     )
 
 
 def induction(model: "MIModel", console: Console, folder: Path | None = None) -> None:
-    """Which heads attend as induction heads do, and what becomes of repeated sequences without them."""
+    """Find induction heads, and measure the prediction of repeated sequences without them."""
     scores = model.head_scores()
     console.print(scores.table(3))
-    keep(scores, folder, "heads", console)
+    write(scores, folder, "heads", console)
     best = [(layer, head) for layer, head, score in scores.top("induction", 4) if score > 0.5]
     words = np.random.default_rng(0).permutation(np.arange(20, min(400, model.vocab_size)))[:16]
     spec = HookSpec()
@@ -63,22 +62,22 @@ def induction(model: "MIModel", console: Console, folder: Path | None = None) ->
         spec.intervene(HookPoint.AttnZ(layer), Intervention.Zero(heads=head))
     rates = []
     for hooks in (None, spec):
-        foreseen = model.forward(np.tile(words, 2), hooks).output()[0, 16:-1].argmax(-1)
-        rates.append(float((foreseen == words[1:]).mean()))
+        predicted = model.forward(np.tile(words, 2), hooks).output()[0, 16:-1].argmax(-1)
+        rates.append(float((predicted == words[1:]).mean()))
     names = ", ".join(f"{layer}.{head}" for layer, head in best)
     console.print(
-        f"A sequence of 16 random tokens, given twice: {rates[0]:.0%} of its second half is foreseen; without the "
-        f"heads {names}, {rates[1]:.0%}."
+        f"A sequence of 16 random tokens, repeated: {rates[0]:.0%} of the repetition is predicted; without heads "
+        f"{names}, {rates[1]:.0%}."
     )
 
 
-def keep(result: "Shown", folder: Path | None, name: str, console: Console) -> None:
-    """Write a result's page and picture."""
+def write(result: "Shown", folder: Path | None, name: str, console: Console) -> None:
+    """Write a result's page and picture, if there is a folder for them."""
     if folder is not None:
         console.print(f"the page: {result.save(folder / f'{name}.html')}", highlight=False)
         result.save(folder / f"{name}.png")
 
 
-def spell(model: "MIModel", token: int) -> str:
+def quoted(model: "MIModel", token: int) -> str:
     """A token as text, quoted."""
     return repr(model.tokenizer.decode([token], skip_special_tokens=False))

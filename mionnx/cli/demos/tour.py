@@ -1,7 +1,6 @@
-"""The worked examples, run on a model that knows the capitals of countries and who gives what to whom.
+"""The tour: every worked example, run on the first model that has its hook points.
 
-Each example is a function of a model that prints what it did and what came out; nothing in it is written down
-beforehand.
+An example is a function of a model, a console and a folder for its page and picture. Add one with `example`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from scipy.special import softmax
 
 from mionnx.analysis.ablation import AblationResult, StateAblationResult
 from mionnx.cli.demos import reading, steering, sweep
-from mionnx.cli.demos.sweep import keep, spell
+from mionnx.cli.demos.sweep import quoted, write
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.files import make_folder
 from mionnx.model import MIModel
@@ -26,33 +25,33 @@ from mionnx.verify.result import WIDE
 
 CAPITAL = "The capital of France is"
 Example = Callable[[MIModel, Console, Path | None], None]
-# title, example, and the hook point that it needs
+# title, example, a hook point that the model must have
 EXAMPLES: list[tuple[str, Example, Callable[[int], HookPoint]]] = []
 
 
-def example(title: str, needed: Callable[[int], HookPoint]) -> Callable[[Example], Example]:
-    """Put a function among the examples."""
+def example(title: str, requires: Callable[[int], HookPoint]) -> Callable[[Example], Example]:
+    """Register a function as an example."""
 
-    def put(function: Example) -> Example:
-        EXAMPLES.append((title, function, needed))
+    def register(function: Example) -> Example:
+        EXAMPLES.append((title, function, requires))
         return function
 
-    return put
+    return register
 
 
 def run_all(models: Sequence[MIModel], console: Console, folder: Path | None = None) -> None:
-    """Run every example on the first of the models that has its hook points; those that none has are left out.
+    """Run every example on the first model that has its hook points.
 
     Args:
-        models: in the order of preference.
-        console: what is said goes there.
-        folder: where pages and pictures go; nowhere if left out.
+        models: in the order of preference; an example that fits none is left out.
+        console: destination of the output.
+        folder: destination of pages and pictures; none are written if left out.
     """
     if folder is not None:
         make_folder(folder)
     number, announced = 0, None
-    for title, function, needed in EXAMPLES:
-        model = next((model for model in models if needed(0) in model.hook_points()), None)
+    for title, function, requires in EXAMPLES:
+        model = next((model for model in models if requires(0) in model.hook_points()), None)
         if model is None:
             continue
         if model is not announced:
@@ -64,18 +63,18 @@ def run_all(models: Sequence[MIModel], console: Console, folder: Path | None = N
 
 @example("Attention patterns", HookPoint.AttnPattern)
 def attention_patterns(model: MIModel, console: Console, folder: Path | None) -> None:
-    """Where the last token looks in the layer and head that look most at the country."""
+    """Show the attention of the head that attends most to the country, at the last token."""
     tokens = model.tokenize(CAPITAL)
     (country,) = tokens.positions_of("France")
     cache = model.forward(tokens, HookSpec().capture("blocks.*.attn.hook_pattern"))
-    looks = cache.stack("pattern")[:, 0, :, -1, country]  # [layer, head]
-    layer, head = map(int, np.unravel_index(looks.argmax(), looks.shape))
+    weights = cache.stack("pattern")[:, 0, :, -1, country]  # [layer, head]
+    layer, head = map(int, np.unravel_index(weights.argmax(), weights.shape))
     shape = list(cache["pattern", layer].shape)
     console.print(f"{CAPITAL!r}: blocks.{layer}.attn.hook_pattern is {shape} (batch, n_heads, seq_q, seq_k).")
-    table = Table("what the last token reads", *tokens.pieces, title=f"layer {layer}, head {head}")
-    table.add_row("attention", *(f"{weight:.2f}" for weight in cache["pattern", layer][0, head, -1]))
+    table = Table("key", *tokens.pieces, title=f"attention of the last token, layer {layer}, head {head}")
+    table.add_row("weight", *(f"{weight:.2f}" for weight in cache["pattern", layer][0, head, -1]))
     console.print(table)
-    keep(model.attention(tokens), folder, "attention", console)
+    write(model.attention(tokens), folder, "attention", console)
 
 
 example("Logit lens over the residual stream", HookPoint.ResidPost)(reading.lens)
@@ -89,16 +88,16 @@ def attention_knockout(model: MIModel, console: Console, _: Path | None) -> None
     edge = KnockoutSpec().edge(len(tokens) - 1, country)
     mask = create_knockout_mask(edge, model.num_heads, len(tokens))
     baseline = model.forward(tokens).output()[0, -1]
-    table = Table("knocked out in", "likeliest next token", "KL from the baseline (nats)")
+    table = Table("knocked out in", "top token", "KL divergence (nats)")
     for layers in [*([layer] for layer in range(model.num_layers)), list(range(model.num_layers))]:
         spec = HookSpec()
         for layer in layers:
             spec.intervene(HookPoint.AttnScores(layer), Intervention.Knockout(mask))
         result = AblationResult(baseline, model.forward(tokens, spec).output()[0, -1], edge)
         where = f"layer {layers[0]}" if len(layers) == 1 else "every layer"
-        best = spell(model, int(result.ablated_logits.argmax()))
+        best = quoted(model, int(result.ablated_logits.argmax()))
         table.add_row(where, best, f"{result.kl_divergence():.4f}")
-    console.print(f"The last token of {CAPITAL!r} can no longer read {'France'!r}:")
+    console.print(f"The last token of {CAPITAL!r} can no longer attend to {'France'!r}:")
     console.print(table)
 
 
@@ -111,12 +110,12 @@ example("Steering from France to Germany", HookPoint.ResidPost)(steering.show)
 
 @example("RWKV state knockout", HookPoint.RwkvState)
 def state_knockout(model: MIModel, console: Console, _: Path | None) -> None:
-    """Leave out what the country writes into the recurrent state, layer by layer and in all layers."""
+    """Drop the country's writes to the recurrent state, layer by layer and in all layers."""
     tokens = model.tokenize(CAPITAL)
     (country,) = tokens.positions_of("France")
     baseline = model.forward(tokens).output()[0, -1]
     answer = int(baseline.argmax())
-    table = Table("knocked out in", "likeliest next token", "KL (nats)", f"P({spell(model, answer)})")
+    table = Table("knocked out in", "top token", "KL divergence (nats)", f"P({quoted(model, answer)})")
     for layer in [*range(model.num_layers), None]:
         spec = StateKnockoutSpec().position(country)
         if layer is not None:
@@ -124,17 +123,17 @@ def state_knockout(model: MIModel, console: Console, _: Path | None) -> None:
         ablated = model.forward(tokens, HookSpec().set_state_knockout(spec)).output()[0, -1]
         result = StateAblationResult(baseline, ablated, spec)
         where = "every layer" if layer is None else f"layer {layer}"
-        best, chance = spell(model, int(ablated.argmax())), softmax(ablated)[answer]
-        table.add_row(where, best, f"{result.kl_divergence():.4f}", f"{chance:.3f}")
-    console.print(f"{'France'!r} in {CAPITAL!r} writes nothing into the state:")
+        top, probability = quoted(model, int(ablated.argmax())), softmax(ablated)[answer]
+        table.add_row(where, top, f"{result.kl_divergence():.4f}", f"{probability:.3f}")
+    console.print(f"{'France'!r} in {CAPITAL!r} no longer writes to the state:")
     console.print(table)
 
 
-@example("Runtimes beside one another", HookPoint.ResidPost)
+@example("Agreement of runtimes", HookPoint.ResidPost)
 def runtimes(model: MIModel, console: Console, folder: Path | None) -> None:
-    """ONNX Runtime with and without its optimisations, and onnx's own evaluator, hook point by hook point."""
-    found = model.verify([CAPITAL], ["ort-cpu", "ort-cpu:none", "reference"], hooks="blocks.*.hook_resid_post")
-    console.print(f"{CAPITAL!r} in each runtime, every layer's residual stream and the logits:")
-    console.print(found.table(console.width >= WIDE))
-    console.print(found.summary(), highlight=False)
-    keep(found, folder, "verify", console)
+    """Compare ONNX Runtime, with and without optimisation, and onnx's reference evaluator."""
+    result = model.verify([CAPITAL], ["ort-cpu", "ort-cpu:none", "reference"], hooks="blocks.*.hook_resid_post")
+    console.print(f"{CAPITAL!r} in each runtime: every layer's residual stream, and the logits:")
+    console.print(result.table(console.width >= WIDE))
+    console.print(result.summary(), highlight=False)
+    write(result, folder, "verify", console)

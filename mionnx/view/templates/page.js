@@ -46,6 +46,13 @@ function readable(colour) {
   return red * 0.299 + green * 0.587 + blue * 0.114 > 150 ? "#111" : "#fff";
 }
 
+// Colours an element; its text becomes black or white, whichever can be read on it.
+function paint(target, colour) {
+  target.style.background = colour;
+  target.style.color = readable(colour);
+  return target;
+}
+
 const tip = element("div");
 tip.id = "tip";
 document.body.append(tip);

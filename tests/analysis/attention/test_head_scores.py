@@ -40,7 +40,7 @@ def test_scores_are_means_of_the_eager_models_attention(models, references, fami
     """Written out token by token on torch's patterns; and the same however the rows are batched."""
     model, period = models(family), 7
     found = model.head_scores(batch=3, period=period, seed=5, tokens=range(3, 60))
-    ids = repeats(np.arange(3, 60), model._special()[0], 3, period, 5).ids
+    ids = repeats(np.arange(3, 60), head_scores.special_tokens(model)[0], 3, period, 5).ids
     values = run(references(family), Inputs(ids, np.ones_like(ids))).values
     expected = np.zeros_like(found.values)
     for layer in range(model.num_layers):
@@ -96,7 +96,7 @@ def test_interventions_are_in_force(llama):
 def test_a_recurrent_model_is_scored_by_its_effective_attention():
     model = MIModel.from_pretrained(REPOSITORY / "models" / "world-rwkv7")
     found = model.head_scores(batch=2, period=8)
-    ids = repeats(np.setdiff1d(np.arange(model.vocab_size), model._special()[1]), [], 2, 8, 0).ids
+    ids = repeats(np.setdiff1d(np.arange(model.vocab_size), head_scores.special_tokens(model)[1]), [], 2, 8, 0).ids
     cache = model.forward(ids, HookSpec().capture("*hook_effective_attn"))
     at = np.arange(8, 16)
     assert np.allclose(found["previous_token"], cache.stack("effective_attn")[:, :, :, at, at - 1].mean((1, 3)))
@@ -120,9 +120,9 @@ def test_results_are_read_and_shown(llama, tmp_path, chromium):
     page = chromium(found.save(tmp_path / "a.html"))
     assert page.troubles == []
     assert page.locator("h2").all_text_contents() == ["Induction", "Previous token"]
-    assert page.locator(".map td").count() == 2 * 32
+    assert page.locator(".heat td").count() == 2 * 32
     layer, head, score = top[0]
-    page.locator(".map").first.locator("tr").nth(layer).locator("td").nth(head).hover()
+    page.locator(".heat").first.locator("tr").nth(layer).locator("td").nth(head).hover()
     assert page.locator("#tip").text_content().startswith(f"layer {layer}, head {head}\n{score:.4g}"[:22])
     figure = found.figure()
     images = [axes.get_images()[0].get_array() for axes in figure.axes if axes.get_images()]
@@ -135,7 +135,7 @@ def test_a_large_model_is_shown_whole(chromium, tmp_path):
     page = chromium(found.save(tmp_path / "large.html"))
     assert page.troubles == []
     assert page.locator("h1").text_content() == "Heads of <b>large</b>"
-    assert page.locator(".map td").count() == 3 * 80 * 64
+    assert page.locator(".heat td").count() == 3 * 80 * 64
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert max(found.figure().get_size_inches()) < 24
 

@@ -15,12 +15,7 @@ from stream_oracle import Stream
 from mionnx import HookError, HookPoint, HookSpec, InputError, Intervention, Logits, MIModel, ModelError
 from mionnx.analysis.attribution.attribution import Attribution
 from mionnx.analysis.attribution.linear_norm import freeze
-from mionnx.analysis.attribution.norm_graphs import (
-    Norms,
-    final_norm,
-    input_norm,
-    output_norms,
-)
+from mionnx.analysis.attribution.norm_graphs import Norms, final_norm, input_norm, output_norms
 
 FAMILIES = ("gpt2", "llama", "gemma2")
 LLAMA = REPOSITORY / "models" / "world-llama"

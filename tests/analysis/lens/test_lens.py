@@ -237,7 +237,7 @@ def test_the_page_shows_the_table_and_executes_no_token(world, chromium, tmp_pat
     assert cells.nth(19).text_content() == "Paris"
     assert page.locator("td.settled").count() == 5
     assert "is" in page.locator("#title").text_content()
-    page.locator("#colour").select_option(label="rank of the answer (0: likeliest)")
+    page.locator("#colour").select_option(label="rank of the answer (0: top token)")
     cells.nth(3).click()
     assert "France" in page.locator("#title").text_content()
     assert "Berlin" in page.locator("#legend").text_content()

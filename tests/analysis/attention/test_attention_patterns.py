@@ -11,7 +11,7 @@ from nasty import NASTY
 from repository import REPOSITORY
 
 from mionnx import HookPoint, HookSpec, InputError, Intervention, MIModel
-from mionnx.analysis.attention.attention import AttentionPatterns
+from mionnx.analysis.attention.attention_patterns import AttentionPatterns
 
 LLAMA, RWKV = (REPOSITORY / "models" / name for name in ("world-llama", "world-rwkv7"))
 PROMPT = "The capital of France is"

@@ -1,6 +1,9 @@
-"""`AttentionPatterns`: which token reads which, in every layer and head."""
+"""`attention`: the attention patterns of one text, in every layer and head, as `AttentionPatterns`."""
+
+from __future__ import annotations
 
 import base64
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InputError
+from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.memory import format_bytes
+from mionnx.run.prompt import one_text
+from mionnx.run.runner import Prompt, Runner
+from mionnx.spec.hook_spec import HookSpec
 from mionnx.view import Shown, new_figure, render
 from mionnx.view.figure import spelled
 
@@ -104,7 +111,7 @@ class AttentionPatterns(Shown):
                 f"hold {format_bytes(size)} of weights, and {format_bytes(MOST)} are the most: choose layers= or heads="
             )
 
-    def figure(self) -> "Figure":
+    def figure(self) -> Figure:
         """All heads side by side, a row a layer; one head alone with its tokens."""
         if self.patterns.shape[:2] == (1, 1):
             return self._single()
@@ -125,7 +132,7 @@ class AttentionPatterns(Shown):
         figure.colorbar(image, fraction=0.03, label="weight" + (" (square-root scale)" if size > WORDS else ""))
         return figure
 
-    def _single(self) -> "Figure":
+    def _single(self) -> Figure:
         count = len(self.tokens)
         side = 1.6 + min(12.0, 0.35 * max(count, 6))
         figure, axes = new_figure(side + 0.8, side)
@@ -139,3 +146,43 @@ class AttentionPatterns(Shown):
         axes.set_title(f"layer {self.layers[0]}, head {self.heads[0]}", fontsize=10)
         figure.colorbar(image, fraction=0.04, label="weight")
         return figure
+
+
+def attention(
+    model: Runner,
+    prompt: Prompt,
+    layers: int | Sequence[int] | None = None,
+    heads: int | Sequence[int] | None = None,
+    *,
+    hooks: HookSpec | None = None,
+) -> AttentionPatterns:
+    """Which token reads which, to be looked through head by head.
+
+    Args:
+        prompt: one text, or ids.
+        layers, heads: which; all if left out.
+        hooks: interventions to run the prompt with.
+
+    Raises:
+        InputError: several prompts, no such layer or head, or captures among the hooks.
+    """
+    text = one_text(model, prompt)
+    chosen, shown = _checked("layer", layers, model.num_layers), _checked("head", heads, model.num_heads)
+    spec = HookSpec().extend(hooks or HookSpec())
+    if spec.captures:
+        raise InputError("the hooks given to `attention` are interventions: what it captures are the patterns")
+    effective = model.hooked.metadata.recurrent
+    point: Callable[[int], HookPoint] = HookPoint.RwkvEffectiveAttn if effective else HookPoint.AttnPattern
+    for layer in chosen:
+        spec.capture(point(layer), heads=shown)
+    cache = model.forward(text.ids, spec, logits=False)
+    patterns = np.stack([cache[point(layer)][0].astype(np.float32) for layer in chosen])
+    return AttentionPatterns(text.tokens, chosen, shown, patterns, effective)
+
+
+def _checked(what: str, given: int | Sequence[int] | None, count: int) -> list[int]:
+    wanted = range(count) if given is None else [given] if isinstance(given, int | np.integer) else given
+    found = [int(one) for one in wanted if isinstance(one, int | np.integer) and 0 <= one < count]
+    if len(found) != len(wanted) or not found or len({*found}) != len(found):
+        raise InputError(f"{what}s {given!r}: the model has the {what}s 0 to {count - 1}; name each once")
+    return found

@@ -1,0 +1,78 @@
+"""The command `mionnx compile`: interventions baked into a plain ONNX model."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mionnx.cli.intervention_options import Interventions, takes_interventions
+from mionnx.cli.options import Captures, Model
+from mionnx.compile.package import Packaging, compile_spec
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.machine.progress import bars
+from mionnx.run import find_model
+from mionnx.spec.hook_spec import HookSpec
+
+Knobs = Annotated[
+    list[str] | None, typer.Option("--knob", metavar="NAME[=HOOK]", help="Keep a strength as an input with a default.")
+]
+
+
+@takes_interventions(without=("knockout",))
+def compile_(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to create.")],
+    interventions: Interventions,
+    capture: Captures = None,
+    knob: Knobs = None,
+    last_logits: Annotated[bool, typer.Option(help="Compute logits of the last position only.")] = False,
+    weights: Annotated[str | None, typer.Option(help="embedded, alongside (as files), or referenced (links).")] = None,
+    target: Annotated[str, typer.Option(help="generic, ort-cpu, ort-cuda or web.")] = "generic",
+    optimum: Annotated[bool, typer.Option(help="Write the layout of optimum's ORTModelForCausalLM.")] = False,
+    triton: Annotated[bool, typer.Option(help="Write the layout of a Triton Inference Server repository.")] = False,
+) -> None:
+    """Bake interventions into a plain ONNX model that runs without mionnx.
+
+    Interventions are written as for `mionnx run`, or come from a saved HookSpec. A knob without HOOK controls every
+    strength that can be one.
+
+    Example:
+
+    mionnx compile models/world-llama -o no-attention --scale "blocks.2.hook_attn_out=0" --knob strength
+    """
+    if optimum and triton:
+        raise typer.BadParameter("give either --optimum or --triton")
+    with bars() as progress:
+        hooked = HookedModel.open(find_model.find_model(model, "float32", progress))
+    spec = interventions.spec(hooked.metadata.sizes.num_heads, 1)
+    for hook in capture or ():
+        spec.capture(hook)
+    packaging = Packaging(weights, target, "optimum" if optimum else "triton" if triton else "plain")
+    with bars() as progress:
+        folder = compile_spec(
+            hooked,
+            spec,
+            output,
+            knobs=_knobs(knob or []),
+            last_logits=last_logits,
+            packaging=packaging,
+            progress=progress,
+        )
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    typer.echo(
+        f"{folder}: {_changes(spec)} baked in, {size / 2**20:.1f} MiB, {packaging.target}, weights {packaging.placed}"
+    )
+
+
+def _knobs(texts: list[str]) -> dict[str, list[str] | None]:
+    """Name -> the hook points whose strengths it controls; None for all."""
+    knobs: dict[str, list[str] | None] = {}
+    for text in texts:
+        name, _, hook = text.partition("=")
+        knobs[name] = [*(knobs.get(name) or []), hook] if hook else None
+    return knobs
+
+
+def _changes(spec: HookSpec) -> str:
+    count = spec.num_interventions() + len(spec.state_knockouts) + len(spec.state_steerings)
+    return f"{count} intervention{'s' * (count != 1)}"

@@ -1,0 +1,47 @@
+"""The command `mionnx export`: a checkpoint becomes a hooked model."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.machine.progress import bars
+from mionnx.run import find_model
+
+DTYPES = "float32, float16, bfloat16, or auto for the checkpoint's own."
+
+
+def export(
+    source: Annotated[str, typer.Argument(help="Folder of a Hugging Face checkpoint, or a Hub id.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to create for the model.")] = None,
+    copy: Annotated[bool, typer.Option(help="Copy the weights instead of linking them.")] = False,
+    in_place: Annotated[bool, typer.Option(help="Write model.onnx beside the checkpoint's own weights.")] = False,
+    dtype: Annotated[str, typer.Option(help=DTYPES)] = "float32",
+) -> None:
+    """Export a checkpoint as a hooked model.
+
+    A hooked model is an ONNX graph whose activations carry their hook names. Weights already in the dtype are
+    hard-linked, not copied. onnx's own checker and loader refuse files with several hard links: --copy makes a folder
+    for them.
+
+    Example: mionnx export meta-llama/Llama-3.2-1B -o llama-hooked
+    """
+    if (output is None) == (not in_place) or (in_place and copy):
+        raise typer.BadParameter("give either --output FOLDER, with or without --copy, or --in-place")
+    begin = time.monotonic()
+    folder = find_model.checkpoint_folder(source)
+    with bars() as progress:
+        if output is None:
+            find_model.export_in_place(folder, dtype, progress)
+        else:
+            find_model.export(folder, output, dtype, progress, copy)
+    hooked = HookedModel.open(output or folder)
+    size = (hooked.folder / "model.onnx").stat().st_size
+    metadata = hooked.metadata
+    typer.echo(
+        f"{hooked.folder}: {metadata.family}, {metadata.sizes.num_layers} layers, "
+        f"{len(hooked.hook_points())} hook points, {metadata.dtype}, graph {size / 1024:.0f} KiB, "
+        f"{time.monotonic() - begin:.1f} s"
+    )

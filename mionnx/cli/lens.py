@@ -1,0 +1,58 @@
+"""The command `mionnx lens`: predictions of every layer at one position."""
+
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.markup import escape
+from rich.table import Column, Table
+
+from mionnx.analysis.lens.lens import LensResult, label_of
+from mionnx.cli.options import Html, Json, Model, Numbers, Png, Position, Prompt, Provider, deliver
+from mionnx.model import MIModel
+
+
+def lens(
+    model: Model,
+    prompt: Prompt,
+    token: Annotated[list[str] | None, typer.Option(help="A further token to follow; may be repeated.")] = None,
+    position: Position = -1,
+    top: Annotated[int, typer.Option(min=1, help="Number of top tokens.")] = 5,
+    layers: Numbers = None,
+    html: Html = None,
+    png: Png = None,
+    as_json: Json = False,
+    provider: Provider = "cpu",
+) -> None:
+    """Show the next token that every layer would predict, were it the last (the logit lens).
+
+    The table is of one position; page, picture and JSON hold all.
+
+    Example: mionnx lens models/world-llama "The capital of France is" --token Berlin --html lens.html
+    """
+    opened = MIModel.from_pretrained(model, provider=provider, prepack=False)
+    result = opened.logit_lens(opened.tokenize(prompt), k=top, layers=layers, tokens=token or ())
+    index = result.at(position)
+    deliver(result, lambda: lens_table(result, index), html, png, as_json)
+
+
+def lens_table(result: LensResult, index: int) -> Table:
+    """Top tokens, probabilities, rank, entropy and KL divergence by layer, at one position."""
+    answer = result.spell(int(result.answers[index]))
+    words = [answer, *(result.spell(token) for token in result.tracked)]
+    table = Table(
+        "after",
+        "top tokens",
+        *(Column(escape(f"P({word!r})"), justify="right") for word in words),
+        Column("rank", justify="right"),
+        Column("entropy", justify="right"),
+        Column("KL from the last layer", justify="right"),
+        title=escape(f"position {result.positions[index]}, after {result.tokens[index]!r}"),
+    )
+    for i, point in enumerate(result.points):
+        best = ", ".join(f"{result.spell(one)!r} {probability:.3f}" for one, probability in result.best(i, index))
+        probabilities = [f"{probability:.4f}" for probability in np.exp(result.readout.log_probs[i, index])]
+        facts = [str(result.answer_rank[i, index])]
+        facts += [f"{values[i, index]:.3f}" for values in (result.entropy, result.divergence)]
+        table.add_row(label_of(point), escape(best), *probabilities, *facts)
+    return table

@@ -1,0 +1,107 @@
+"""The command `mionnx run`: one forward pass, with and without interventions."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+from safetensors.numpy import save as to_bytes
+from scipy.special import softmax
+
+from mionnx.analysis.ablation import AblationResult
+from mionnx.cli.intervention_options import Interventions, takes_interventions
+from mionnx.cli.options import Captures, Json, Model, Prompt, Provider
+from mionnx.machine.files import write_atomic
+from mionnx.model import MIModel
+from mionnx.run.hook_cache import HookCache
+
+Logits = NDArray[Any]  # [vocab]
+
+
+@takes_interventions()
+def run(
+    model: Model,
+    prompt: Prompt,
+    interventions: Interventions,
+    capture: Captures = None,
+    top: Annotated[int, typer.Option(min=1, help="Number of next tokens to show.")] = 5,
+    save: Annotated[Path | None, typer.Option(help="Write captures and logits to a safetensors file.")] = None,
+    as_json: Json = False,
+    provider: Provider = "cpu",
+) -> None:
+    """Run a prompt without and with interventions, and compare the next tokens.
+
+    Prints the top tokens side by side, and the KL divergence of the two distributions.
+
+    An intervention is written HOOK[=VALUE][@LIMITS]. A value is a number, FILE.safetensors:KEY[*FACTOR], or for
+    --knockout edges QUERY>KEY; limits are positions=..;heads=..;rows=.. State interventions of RWKV models have limits
+    only: positions=..;layers=..;terms=.. (or heads=.. for --state-steering).
+
+    Examples:
+
+    mionnx run models/world-llama "The capital of France is" --zero "blocks.1.attn.hook_z@heads=3"
+
+    mionnx run models/world-llama "The capital of France is" --knockout "blocks.2.attn.hook_scores=-1>3"
+
+    mionnx run models/world-rwkv7 "The capital of France is" --state-knockout "positions=3;layers=1"
+    """
+    opened = MIModel.from_pretrained(model, provider=provider, prepack=False)  # each graph runs once
+    tokens = opened.tokenize(prompt)
+    spec = interventions.spec(opened.num_heads, len(tokens))
+    changes = spec.num_interventions() + len(spec.state_knockouts) + len(spec.state_steerings)
+    for hook in capture or ():
+        spec.capture(hook)
+    cache = opened.forward(tokens, spec)
+    treated = cache.output()[0, -1]
+    baseline = opened.forward(tokens).output()[0, -1] if changes else None
+    if save:
+        write_atomic(save, to_bytes({"logits": cache.output(), **{key: value.copy() for key, value in cache.items()}}))
+    if as_json:
+        typer.echo(json.dumps(_as_json(opened, cache, baseline, treated, top), indent=1))
+    else:
+        _print(opened, cache, baseline, treated, top)
+
+
+def _top_tokens(model: MIModel, logits: Logits, top: int) -> list[tuple[str, float]]:
+    """The most likely next tokens with their probabilities."""
+    probabilities = softmax(logits.astype(np.float64))
+    order = np.argsort(-probabilities, kind="stable")[:top]
+    return [(model.tokenizer.decode([int(i)], skip_special_tokens=False), float(probabilities[i])) for i in order]
+
+
+def _print(model: MIModel, cache: HookCache, baseline: Logits | None, treated: Logits, top: int) -> None:
+    console = Console()
+    columns = [_top_tokens(model, logits, top) for logits in (baseline, treated) if logits is not None]
+    titles = ["next token"] if baseline is None else ["baseline", "treated"]
+    table = Table(*(heading for title in titles for heading in (title, "probability")))
+    for cells in zip(*columns, strict=True):
+        table.add_row(*(text for token, probability in cells for text in (repr(token), f"{probability:.4f}")))
+    console.print(table)
+    if baseline is not None:
+        console.print(f"KL(baseline || treated) = {AblationResult(baseline, treated).kl_divergence():.6f} nats")
+    if cache:
+        _print_captures(console, cache)
+
+
+def _print_captures(console: Console, cache: HookCache) -> None:
+    table = Table(Column("captured", no_wrap=True), "shape", "mean", "deviation")
+    for name, value in cache.items():
+        unmasked = value[value > np.finfo(value.dtype).min / 2].astype(np.float64)  # masked scores say nothing
+        table.add_row(name, escape(str(list(value.shape))), f"{unmasked.mean():.4g}", f"{unmasked.std():.4g}")
+    console.print(table)
+
+
+def _as_json(model: MIModel, cache: HookCache, baseline: Logits | None, treated: Logits, top: int) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "top": _top_tokens(model, treated, top),
+        "captures": {name: list(value.shape) for name, value in cache.items()},
+    }
+    if baseline is not None:
+        result["baseline"] = _top_tokens(model, baseline, top)
+        result["kl_divergence"] = AblationResult(baseline, treated).kl_divergence()
+    return result

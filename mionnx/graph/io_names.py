@@ -1,0 +1,43 @@
+"""Names of the graph's inputs and outputs for the past, as optimum and ONNX Runtime's tools write them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CacheNames:
+    """One tensor per layer and part, an input before a pass and an output after it.
+
+    Attributes:
+        past: prefix of the inputs.
+        present: prefix of the outputs.
+        parts: the tensors of one layer, in the order of the graph.
+    """
+
+    past: str
+    present: str
+    parts: tuple[str, ...]
+
+    def layer_inputs(self, layer: int) -> tuple[str, ...]:
+        """The inputs of one layer: "past_key_values.0.key", "past_key_values.0.value"."""
+        return tuple(f"{self.past}.{layer}.{part}" for part in self.parts)
+
+    def layer_outputs(self, layer: int) -> tuple[str, ...]:
+        """The outputs of one layer: "present.0.key", "present.0.value"."""
+        return tuple(f"{self.present}.{layer}.{part}" for part in self.parts)
+
+    def inputs(self, num_layers: int) -> list[str]:
+        """The inputs of all layers."""
+        return [name for layer in range(num_layers) for name in self.layer_inputs(layer)]
+
+    def outputs(self, num_layers: int) -> list[str]:
+        """The outputs of all layers, in the order of the inputs."""
+        return [name for layer in range(num_layers) for name in self.layer_outputs(layer)]
+
+
+KEYS_AND_VALUES = CacheNames("past_key_values", "present", ("key", "value"))
+STATE = CacheNames("past_state", "present_state", ("att_shift", "wkv", "ffn_shift"))
+
+
+def cache_names(recurrent: bool) -> CacheNames:
+    """The names of a recurrent model's state, or of a transformer's keys and values."""
+    return STATE if recurrent else KEYS_AND_VALUES

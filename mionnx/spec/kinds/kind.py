@@ -1,0 +1,241 @@
+"""`Kind`: the base of intervention kinds. Whatever mionnx has to know about a kind is asked here."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, Protocol
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mionnx.errors import InterventionError
+from mionnx.graph.fragment import Fragment
+from mionnx.graph.hook_points import HookPoint
+from mionnx.spec.limits import Indices, Positions, check_indices, check_positions
+
+Array = NDArray[Any]
+
+
+class ValueShape(Enum):
+    """How the shape of a kind's values relates to the activation's."""
+
+    BROADCAST = "broadcasts to the activation, or to the part that the limits select"
+    EXACT = "the activation's own shape; with limits, one that broadcasts to the selected part"
+    DIRECTIONS = "[k, width]: directions along the activation's last axis"
+    ATTENTION_MASK = "broadcasts to [batch, n_heads, seq_q, seq_k] of the whole text, past included"
+
+
+class Operators(Protocol):
+    """Nodes added as calls, `op.Mul(a, b)`; see `mionnx.graph.builder.Builder`."""
+
+    def __getattr__(self, operator: str) -> Callable[..., Any]: ...
+
+    def fragment(self, x: Any) -> Any:
+        """Insert the fragment of a splice behind `x`; its output."""
+        ...
+
+
+class ValueReader(Protocol):
+    """What a command line knows where it reads a value: the prompt's length and the model's heads."""
+
+    n_heads: int
+    seq_len: int
+
+    def array(self, text: str) -> Array:
+        """A number, or a tensor of a file."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """The data of one intervention; see `mionnx.spec.intervention.Intervention`."""
+
+    kind: str
+    value: Array | None = None
+    positions: tuple[Any, ...] | str | None = None
+    heads: tuple[int, ...] | None = None
+    rows: tuple[int, ...] | None = None
+    fragment: Fragment | None = None
+    reads: str | None = None
+    several: tuple[Array, ...] = ()
+
+    @property
+    def values(self) -> tuple[Array, ...]:
+        """The values, in the order of the kind's `values`."""
+        return self.several if self.value is None else (self.value,)
+
+
+@dataclass(frozen=True)
+class Kind(ABC):
+    """One kind of intervention: its nodes, the numpy reference they must equal, and the rules for its values.
+
+    A subclass is a frozen dataclass in a file of its own in this folder, where `KINDS` finds it. Its fields, if it has
+    any, are structure: they shape the graph and are part of cache keys through `repr`. Values are never part of it.
+
+    Attributes:
+        name: in specs, files and reports.
+        values: names of its value inputs; a single one is called "value".
+        shape: how values relate to the activation's shape.
+        infinities: name of a value -> the infinity that it may hold.
+        infinity_remedy: what the refusal of another infinity advises.
+        spelling: the value on the command line, "" without one; None if the kind has no option.
+        of_prompt: whether reading the spelling needs the length of a prompt.
+        has_fragment: whether an ONNX fragment takes the place of values.
+        has_strength: whether a compiled graph can have its strength as an input; see `strength`.
+        strength_step: node whose input is multiplied by the strength, by its name; None: the value itself is.
+    """
+
+    name: ClassVar[str]
+    values: ClassVar[tuple[str, ...]] = ("value",)
+    shape: ClassVar[ValueShape] = ValueShape.BROADCAST
+    infinities: ClassVar[Mapping[str, float]] = {}
+    infinity_remedy: ClassVar[str] = "only Knockout takes -inf, at hook_scores"
+    spelling: ClassVar[str | None] = "VALUE"
+    of_prompt: ClassVar[bool] = False
+    has_fragment: ClassVar[bool] = False
+    has_strength: ClassVar[bool] = False
+    strength_step: ClassVar[str | None] = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @classmethod
+    @abstractmethod
+    def make(cls, *args: Any, **options: Any) -> Change:
+        """The public constructor; `Intervention.{class name}` has its signature and docstring."""
+
+    @abstractmethod
+    def nodes(self, op: Operators, x: Any, *values: Any) -> Any:
+        """Add the nodes that change an activation.
+
+        Args:
+            op: adds nodes.
+            x: the activation.
+            values: graph inputs, one for each name in `values`, of the activation's dtype.
+
+        Returns:
+            the changed activation.
+        """
+
+    @abstractmethod
+    def reference(self, x: Array, *values: Any) -> Array:
+        """Compute in numpy what the nodes have to equal; arguments as for `nodes`."""
+
+    def rank(self, activation: int) -> int:
+        """The rank of the value inputs, at an activation of some rank."""
+        return 2 if self.shape is ValueShape.DIRECTIONS else activation
+
+    def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> "Kind":
+        """The kind at a hook point, with the structure that it has there.
+
+        Args:
+            point: the hook point.
+            axes: the names of its axes.
+            recurrent: whether the model is recurrent.
+
+        Raises:
+            InterventionError: the kind makes no sense there.
+        """
+        return self
+
+    def strength(self, *values: Array) -> float | None:
+        """The default of a strength input; None if these values have no strength."""
+        return 1.0 if self.has_strength else None
+
+    def with_strength(self, op: Operators, value: Any, strength: Any) -> Any:
+        """The value at a strength, as a node."""
+        return op.Mul(value, strength)
+
+    def read(self, text: str, reader: ValueReader) -> Sequence[Any]:
+        """The constructor's arguments from their spelling on the command line.
+
+        Raises:
+            InterventionError: what was not understood.
+        """
+        return [reader.array(text)] if self.values else []
+
+    def check(self, values: tuple[Array, ...]) -> tuple[Array, ...]:
+        """The values as the kind holds them.
+
+        Raises:
+            InterventionError: values that contradict each other, or that this kind cannot have.
+        """
+        return values
+
+    @property
+    def title(self) -> str:
+        """Name of the public constructor."""
+        return type(self).__name__
+
+    @property
+    def stored_values(self) -> tuple[str, ...]:
+        """Names of the tensors of a spec file."""
+        return self.values
+
+    def stored(self, change: Change) -> dict[str, Array]:
+        """The tensors of a spec file, by the names in `stored_values`."""
+        # Not ascontiguousarray: it adds an axis.
+        return {name: np.asarray(value, order="C") for name, value in zip(self.values, change.values, strict=True)}
+
+    def restored(self, tensors: Mapping[str, Array], reads: str | None, **limits: Any) -> Change:
+        """The change of tensors in a spec file.
+
+        Raises:
+            ValueError: tensors that no constructor makes.
+            InterventionError: see `change`.
+        """
+        return self.change([tensors[name] for name in self.values], **limits)
+
+    def change(
+        self, values: Sequence[ArrayLike], positions: Positions | None, heads: Indices | None, rows: Indices | None
+    ) -> Change:
+        """One intervention of this kind, its values and limits checked.
+
+        Raises:
+            InterventionError: no numbers, none at all, NaN, a forbidden infinity, or limits that are none.
+        """
+        named = zip(self.values, values, strict=True)
+        arrays = self.check(tuple(self._checked(name, self._numbers(name, value)) for name, value in named))
+        limits = check_positions(positions), check_indices("heads", heads), check_indices("rows", rows)
+        if self.values == ("value",):
+            return Change(self.name, arrays[0], *limits)
+        return Change(self.name, None, *limits, several=arrays)
+
+    def _numbers(self, name: str, value: ArrayLike) -> Array:
+        what = _in_words(name)
+        try:
+            array = np.array(value)  # a copy: what the caller does to their array later is not part of the spec
+        except (TypeError, ValueError) as error:  # rows of unequal length, or a tensor that numpy cannot read
+            raise InterventionError(f"{self}: {what} is no array of numbers: {error}") from error
+        if array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16":
+            raise InterventionError(f"{self}: {what} must be numbers, got dtype {array.dtype}")
+        return array
+
+    def _checked(self, name: str, array: Array) -> Array:
+        what = _in_words(name)
+        if array.size == 0:
+            raise InterventionError(f"{self}: {what} is empty (shape {list(array.shape)})")
+        numbers = array.astype(np.float64)
+        if np.isnan(numbers).any():
+            raise InterventionError(f"{self}: {what} has NaN at {np.argwhere(np.isnan(numbers))[0].tolist()}")
+        forbidden = np.isinf(numbers) & (numbers != self.infinities.get(name, np.nan))
+        if forbidden.any():
+            where = np.argwhere(np.isinf(numbers))[0].tolist()
+            raise InterventionError(f"{self}: {what} is infinite at {where}; {self.infinity_remedy}")
+        return array
+
+
+def _in_words(name: str) -> str:
+    return "the value" if name == "value" else name
+
+
+def at_scores(point: HookPoint) -> bool:
+    """Whether a value is masked attention scores, whose masked entries are the lowest number of the dtype."""
+    return point.name.endswith(".hook_scores")
+
+
+def lowest(dtype: Any) -> Any:
+    """The lowest finite number of a dtype: attention scores hold it where they are masked."""
+    return ml_dtypes.finfo(np.dtype(dtype)).min

@@ -1,0 +1,74 @@
+"""`Intervention.Knockout`: attention edges removed before the softmax."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from mionnx.errors import InterventionError
+from mionnx.graph.hook_points import HookPoint
+from mionnx.spec.attention_knockout import create_knockout_mask, parse_edges
+from mionnx.spec.kinds.kind import Array, Change, Kind, Operators, ValueReader, ValueShape
+from mionnx.spec.limits import Indices, Positions
+
+
+@dataclass(frozen=True)
+class Knockout(Kind):
+    """Remove attention edges before the softmax."""
+
+    name = "knockout"
+    shape = ValueShape.ATTENTION_MASK
+    infinities = {"value": -np.inf}  # noqa: RUF012
+    spelling = "QUERY>KEY,..."
+    of_prompt = True
+
+    @classmethod
+    def make(
+        cls,
+        mask: ArrayLike,
+        *,
+        positions: Positions | None = None,
+        heads: Indices | None = None,
+        rows: Indices | None = None,
+    ) -> Change:
+        """Add a mask of 0 (keep) and -inf (knock out) to attention scores, before the softmax.
+
+        Args:
+            mask: broadcastable to [batch, n_heads, seq_q, seq_k]; `create_knockout_mask` makes one.
+            positions, heads, rows: queries, heads and rows that it applies to.
+
+        Raises:
+            InterventionError: another number than 0 and -inf.
+
+        Example:
+            Intervention.Knockout(create_knockout_mask(KnockoutSpec().edge(-1, 3), model.num_heads, len(tokens)))
+        """
+        return cls().change([mask], positions, heads, rows)
+
+    def check(self, values: tuple[Array, ...]) -> tuple[Array, ...]:
+        if not np.isin(values[0].astype(np.float64), (0.0, -np.inf)).all():
+            raise InterventionError(f"{self}: a mask holds 0 (keep) and -inf (knock out) only; Add takes other numbers")
+        return values
+
+    def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> "Knockout":
+        if recurrent:
+            raise InterventionError(
+                f"knockout at {point}: a recurrent model has no attention scores; use HookSpec.set_state_knockout"
+            )
+        if point.variant != "AttnScores":
+            raise InterventionError(
+                f"knockout at {point}: a knockout mask is added before the softmax, at "
+                f"{HookPoint.AttnScores(point.layer or 0)}"
+            )
+        return self
+
+    def read(self, text: str, reader: ValueReader) -> Sequence[Any]:
+        return [create_knockout_mask(parse_edges(text), reader.n_heads, reader.seq_len)]
+
+    def nodes(self, op: Operators, x: Any, value: Any) -> Any:
+        return op.Add(x, value)
+
+    def reference(self, x: Array, value: Array) -> Array:
+        return x + value

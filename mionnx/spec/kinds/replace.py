@@ -1,0 +1,48 @@
+"""`Intervention.Replace`: another tensor in place of the activation."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from mionnx.spec.kinds.kind import Array, Change, Kind, Operators, ValueShape
+from mionnx.spec.limits import Indices, Positions
+
+
+@dataclass(frozen=True)
+class Replace(Kind):
+    """Put a tensor in place of the activation."""
+
+    name = "replace"
+    shape = ValueShape.EXACT
+
+    @classmethod
+    def make(
+        cls,
+        tensor: ArrayLike,
+        *,
+        positions: Positions | None = None,
+        heads: Indices | None = None,
+        rows: Indices | None = None,
+    ) -> Change:
+        """Put `tensor` in place of the value (activation patching).
+
+        Args:
+            tensor: of the value's shape. With `positions`, `heads` or `rows` it may instead have the selected part's
+                shape, or one that broadcasts to it (a [hidden] vector at chosen positions).
+            positions, heads, rows: limits; everywhere if none is given.
+
+        Raises:
+            InterventionError: NaN or infinity in the tensor.
+
+        Example:
+            Intervention.Replace(clean["resid_post", 2][:, -1], positions=-1)
+        """
+        return cls().change([tensor], positions, heads, rows)
+
+    def nodes(self, op: Operators, x: Any, value: Any) -> Any:
+        return op.Identity(value)
+
+    def reference(self, x: Array, value: Array) -> Array:
+        return np.broadcast_to(value, x.shape)

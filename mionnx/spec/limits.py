@@ -1,0 +1,53 @@
+"""Limits of an intervention, checked: token positions, heads, batch rows."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mionnx.errors import InterventionError, nearest
+
+Positions = int | str | Sequence[int] | Sequence[Sequence[int]]
+Indices = int | Iterable[int]
+# Phases of a text: the prompt, and what `generate` added to it (or, in `forward`, what follows prompt_length).
+PHASES = ("prompt", "generated")
+
+
+def check_indices(what: str, indices: Indices | None) -> tuple[int, ...] | None:
+    """Indices as a tuple; None stays None.
+
+    Raises:
+        InterventionError: none at all, something else than integers, or negative ones that are no positions.
+    """
+    if indices is None:
+        return None
+    indices = _plain(indices)
+    entries = tuple(indices) if isinstance(indices, Iterable) else (indices,)
+    if not entries or not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in entries):
+        raise InterventionError(f"{what} must be one or more integers, got {indices!r}")
+    if what != "positions" and min(entries) < 0:
+        raise InterventionError(f"{what} are counted from 0, got {indices!r}")
+    return tuple(int(i) for i in entries)
+
+
+def check_positions(positions: Positions | None) -> tuple[Any, ...] | str | None:
+    """Positions as a tuple, as a tuple of one tuple a batch row, or a phase by name.
+
+    Raises:
+        InterventionError: an unknown phase, or something else than integers.
+    """
+    positions = _plain(positions)
+    if isinstance(positions, str):
+        if positions not in PHASES:
+            raise InterventionError(f"no phase {positions!r}, only {' and '.join(PHASES)}{nearest(positions, PHASES)}")
+        return positions
+    if not isinstance(positions, Iterable):
+        return check_indices("positions", positions)
+    entries: list[Any] = list(positions)
+    if entries and not any(entry is None or isinstance(entry, int | np.integer) for entry in entries):
+        return tuple(check_indices("positions", row) for row in entries)
+    return check_indices("positions", entries)
+
+
+def _plain(limit: Any) -> Any:
+    return limit.tolist() if isinstance(limit, np.ndarray) else limit

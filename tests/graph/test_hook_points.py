@@ -1,0 +1,50 @@
+"""Hook points: names, layers and variants."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mionnx import HookError, HookPoint
+from mionnx.graph.hook_points import VARIANTS
+
+
+class TestHookPoint:
+    @given(st.sampled_from(sorted(VARIANTS)), st.integers(0, 200))
+    def test_strings_and_variants_are_two_spellings_of_one_thing(self, variant, layer):
+        made = getattr(HookPoint, variant)
+        point = made if isinstance(made, HookPoint) else made(layer)
+        assert HookPoint.parse(str(point)) == point
+        assert hash(HookPoint.parse(str(point))) == hash(point)
+        assert point.variant == variant
+        assert eval(repr(point)) == point
+        assert len(point.axes) in (3, 4, 5)
+        assert point.axes[0] == "batch"
+
+    def test_the_names_of_the_specification(self):
+        names = {
+            HookPoint.Embed: "hook_embed",
+            HookPoint.ResidPre(3): "blocks.3.hook_resid_pre",
+            HookPoint.AttnQ(0): "blocks.0.attn.hook_q",
+            HookPoint.AttnK(0): "blocks.0.attn.hook_k",
+            HookPoint.AttnV(0): "blocks.0.attn.hook_v",
+            HookPoint.AttnScores(11): "blocks.11.attn.hook_scores",
+            HookPoint.AttnPattern(5): "blocks.5.attn.hook_pattern",
+            HookPoint.AttnOut(1): "blocks.1.hook_attn_out",
+            HookPoint.ResidMid(1): "blocks.1.hook_resid_mid",
+            HookPoint.MlpPre(1): "blocks.1.mlp.hook_pre",
+            HookPoint.MlpPost(1): "blocks.1.mlp.hook_post",
+            HookPoint.MlpOut(1): "blocks.1.hook_mlp_out",
+            HookPoint.ResidPost(1): "blocks.1.hook_resid_post",
+            HookPoint.FinalNorm: "hook_final_norm",
+        }
+        assert {point: str(point) for point in names} == names
+
+    @pytest.mark.parametrize("name", ["blocks.x.hook_q", "blocks.01.attn.hook_q", "blocks.1.hook_q", "anything", ""])
+    def test_an_unknown_string_is_custom(self, name):
+        point = HookPoint.parse(name)
+        assert point == HookPoint.Custom(name)
+        assert (str(point), point.axes, point.layer) == (name, None, None)
+
+    def test_layers_are_counted_from_zero(self):
+        with pytest.raises(HookError, match="counted from 0"):
+            HookPoint.AttnQ(-1)

@@ -1,0 +1,194 @@
+"""Prepacked models: the optimised graph on disk, which changes no bit."""
+
+import os
+import resource
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from families import VOCAB
+
+from mionnx import HookPoint, HookSpec, InputError, Intervention, MIModel, Options
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.machine import disk_cache
+from mionnx.machine.disk_cache import StoreWarning
+from mionnx.run import prepacked
+
+
+def spec_of(model: MIModel) -> HookSpec:
+    return (
+        HookSpec()
+        .capture("*")
+        .intervene(HookPoint.ResidPost(0), Intervention.Add(np.linspace(-1, 1, model.hidden_size), positions=[1, -1]))
+        .intervene(HookPoint.MlpOut(1), Intervention.Scale(0.5))
+    )
+
+
+def equal(one, other) -> bool:
+    return np.array_equal(one.output(), other.output()) and all(np.array_equal(one[k], other[k]) for k in other)
+
+
+@pytest.fixture
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MIONNX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(disk_cache, "_said", set())
+    return tmp_path / "cache"
+
+
+def test_a_base_changes_no_bit(family, models, own_store):
+    """Logits and every capture, with and without interventions, from a base and the plain way; derived values too."""
+    plain = models(family)
+    model = MIModel(plain.hooked, Options(threads=1, base="always"))
+    ids = np.random.default_rng(0).integers(3, VOCAB, (2, 9))
+    for spec in (HookSpec(), HookSpec().capture("*"), spec_of(plain)):
+        assert equal(model.forward(ids, spec), plain.forward(ids, spec))
+    assert (
+        model.generate(ids, max_new_tokens=4).new_ids[0].tolist()
+        == plain.generate(ids, max_new_tokens=4).new_ids[0].tolist()
+    )
+    assert len(list((own_store / "bases").glob("*/base.onnx"))) == 1
+    assert len(list((own_store / "graphs").glob("*/model.onnx"))) >= 1
+    again = MIModel(plain.hooked, Options(threads=1, base="always"))
+    assert equal(again.forward(ids, spec_of(plain)), plain.forward(ids, spec_of(plain)))
+    assert str(again.report(spec_of(plain))) == str(model.report(spec_of(plain)))
+
+
+@pytest.mark.parametrize("layout", ["6-pth", "7-fla"])
+def test_a_base_of_a_recurrent_model_changes_no_bit(rwkv, layout, own_store):
+    plain = rwkv(layout)
+    model = MIModel(plain.hooked, Options(threads=1, base="always"))
+    for length in (1, 5, 20):
+        ids = np.random.default_rng(length).integers(0, VOCAB, length)
+        for spec in (HookSpec(), HookSpec().capture("*").intervene("hook_embed", Intervention.Scale(1.5))):
+            assert equal(model.forward(ids, spec), plain.forward(ids, spec))
+
+
+def test_without_packing_a_graph_is_the_same_to_rounding(models, own_store):
+    plain = models("llama")
+    model = MIModel(plain.hooked, Options(threads=1, base="always", prepack=False))
+    ids = np.arange(10, 19)[None]
+    spec = spec_of(plain)
+    found, expected = model.forward(ids, spec), plain.forward(ids, spec)
+    assert np.abs(found.output() - expected.output()).max() < 5e-6
+    nothing = HookSpec().capture("*").intervene("hook_embed", Intervention.Add(0.0))  # the null law holds within
+    assert np.array_equal(model.forward(ids, nothing).output(), model.forward(ids).output())
+
+
+def test_a_base_keeps_weights_as_the_checkpoint_has_them(models, own_store):
+    """[out, in], which unpacked products read faster; the transposition is a part of the product, same bits."""
+    plain = models("llama")
+    model = MIModel(plain.hooked, Options(threads=1, base="always"))
+    ids, spec = np.arange(10, 19)[None], HookSpec().capture("blocks.*.attn.hook_result").capture("blocks.*.mlp.*")
+    assert equal(model.forward(ids, spec), plain.forward(ids, spec))
+    graph = onnx.load(next(own_store.glob("bases/*/base.onnx")), load_external_data=False).graph
+    shapes = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
+    assert shapes["model.layers.0.mlp.up_proj.weight"] == [96, 64]
+    turned = {name for node in graph.node if node.op_type == "Transpose" for name in node.input}
+    assert not turned & shapes.keys()
+
+
+def test_other_weights_have_another_base(models, hooked, tmp_path):
+    import shutil
+
+    shutil.copytree(hooked("llama"), tmp_path / "copy")
+    options = Options()
+    one = prepacked.key_of(HookedModel.open(tmp_path / "copy"), options)
+    assert prepacked.key_of(HookedModel.open(tmp_path / "copy"), options) == one
+    os.utime(tmp_path / "copy" / "model.safetensors", (1, 1))
+    assert prepacked.key_of(HookedModel.open(tmp_path / "copy"), options) != one
+    assert prepacked.key_of(HookedModel.open(tmp_path / "copy"), Options(fast=True)) != prepacked.key_of(
+        HookedModel.open(tmp_path / "copy"), options
+    )
+
+
+def test_a_damaged_base_is_made_again(models, own_store):
+    plain, ids = models("llama"), np.arange(10, 15)[None]
+    expected = plain.forward(ids, spec_of(plain))
+    MIModel(plain.hooked, Options(threads=1, base="always")).prepare()
+    (data,) = (own_store / "bases").glob("*/base.data")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 255
+    data.write_bytes(content)
+    with pytest.warns(StoreWarning, match=r"base\.data was changed"):
+        found = MIModel(plain.hooked, Options(threads=1, base="always")).forward(ids, spec_of(plain))
+    assert equal(found, expected)
+
+
+def test_a_store_that_cannot_be_written_is_said_once(models, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("MIONNX_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(disk_cache, "_said", set())
+    plain, ids = models("llama"), np.arange(10, 15)[None]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = MIModel(plain.hooked, Options(threads=1, base="always"))
+        assert equal(model.forward(ids, spec_of(plain)), plain.forward(ids, spec_of(plain)))
+        assert not model.prepare()
+    (one,) = [one for one in said if one.category is StoreWarning]
+    assert "running without it" in str(one.message)
+
+
+FULL = """
+import signal, sys, warnings
+import numpy as np
+import onnx
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+from mionnx import HookSpec, MIModel, Options
+from mionnx.graph.hooked_model import HookedModel
+model = MIModel(HookedModel.open(__import__("pathlib").Path(sys.argv[1])), Options(threads=1, base="always"))
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    logits = model.forward(np.arange(10, 15)[None], HookSpec().capture("*")).output()
+print(len(said), str(said[0].message)[:60])
+np.save(sys.argv[2], logits) if len(sys.argv) > 2 else print(float(np.abs(logits).sum()))
+"""
+
+
+def test_a_disk_that_is_full(models, hooked, tmp_path):
+    """Files that may not grow beyond 64 KiB: the base cannot be written, the model runs without it."""
+    environment = {**os.environ, "MIONNX_CACHE": str(tmp_path / "cache")}
+    ran = subprocess.run(
+        [sys.executable, "-c", FULL, str(hooked("llama"))],
+        capture_output=True,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16)),
+    )
+    assert ran.returncode == 0, ran.stderr
+    said, total = ran.stdout.splitlines()
+    assert said.startswith("1 the store")
+    expected = models("llama").forward(np.arange(10, 15)[None]).output()
+    assert float(total) == pytest.approx(float(np.abs(expected).sum()), rel=1e-6)
+    assert list((tmp_path / "cache").rglob("base.*")) == []
+
+
+def test_a_base_that_has_no_room_is_not_begun(models, own_store, monkeypatch):
+    monkeypatch.setenv("MIONNX_CACHE_LIMIT", "100KB")
+    plain = models("llama")
+    with pytest.warns(StoreWarning, match="there is room for 100"):
+        assert not MIModel(plain.hooked, Options(base="always")).prepare()
+
+
+def test_the_second_structure_of_a_large_model_makes_a_base(models, own_store, monkeypatch):
+    monkeypatch.setattr(prepacked, "WORTHWHILE", 1)
+    model, ids = MIModel(models("llama").hooked, Options(threads=1)), np.arange(10, 15)[None]
+    model.forward(ids)
+    model.forward(ids, HookSpec().capture("hook_embed"))
+    assert not (own_store / "bases").exists()
+    model.warm(HookSpec().capture(HookPoint.ResidPost(0)))
+    assert len(list((own_store / "bases").glob("*/base.onnx"))) == 1
+    other = MIModel(models("llama").hooked, Options(threads=1))
+    other.forward(ids, HookSpec().capture("hook_embed"))
+    assert other.compile_graph(HookSpec().capture("hook_embed")).cost < 2**26
+    never = MIModel(models("llama").hooked, Options(threads=1, base="never"))
+    never.forward(ids, HookSpec().capture("hook_embed"))
+    assert never.compile_graph(HookSpec().capture("hook_embed")).cost == never.variants.weights
+
+
+def test_an_unknown_way_is_refused(models):
+    with pytest.raises(InputError, match="did you mean 'always'"):
+        MIModel(models("llama").hooked, Options(base="alway"))
