@@ -81,7 +81,7 @@ separator (`<eos>`), or after about 100 words of other sentences.
 
 ## Examples
 
-The likeliest next words, with their probabilities:
+The most likely next words, with their probabilities:
 
 {examples}
 
@@ -108,14 +108,14 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def top_words(logits: Logits, world: World, prompt: str, count: int = 3) -> list[tuple[str, float]]:
-    """Return the likeliest next words of a prompt with their probabilities, best first."""
+    """Return the most likely next words of a prompt with their probabilities, best first."""
     last = logits(np.array([world.encode(prompt.split())]))[0, -1].astype(np.float64)
     shares = np.exp(last - last.max()) / np.exp(last - last.max()).sum()
     return [(world.vocabulary[index], float(shares[index])) for index in shares.argsort()[::-1][:count]]
 
 
 def examples_table(logits: Logits, world: World) -> str:
-    """Return the example prompts with their likeliest next words."""
+    """Return the example prompts with their most likely next words."""
     rows = [
         [f"`{prompt}`", ", ".join(f"`{word}` {share:.3f}" for word, share in top_words(logits, world, prompt))]
         for prompt in EXAMPLES

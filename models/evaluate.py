@@ -56,7 +56,7 @@ def _padded(world: World, rows: Sequence[Words]) -> Ids:
 
 
 def _batch_hits(logits: Logits, world: World, probes: Sequence[Probe], befores: Sequence[Words]) -> list[bool]:
-    """For every target of every probe, whether the likeliest word at the position before it is the target."""
+    """For every target of every probe, whether the most likely word at the position before it is the target."""
     ids = _padded(world, [(*before, *probe.words) for probe, before in zip(probes, befores, strict=True)])
     correct = logits(ids)[:, :-1].argmax(-1) == ids[:, 1:]
     return [

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.engine import onnx_runtime
+from mionnx.engine.engines import open_program
+from mionnx.engine.options import Options
 from mionnx.errors import InterventionError, MIError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.fitted_fragment import HOOK, FittedFragment, InnerHook
@@ -126,8 +127,8 @@ def _run(
     asked = [name for name in names if name not in feeds and name != made]
     model = with_outputs(proto, dict.fromkeys(asked))
     try:
-        opened = onnx_runtime.open_session(model, Path(), onnx_runtime.Options(prepack=False))
-        found = onnx_runtime.run(opened, [made, *asked], feeds)
+        program = open_program(model, Path(), Options(prepack=False))
+        found = program.run([made, *asked], feeds)
     except MIError as error:
         raise InterventionError(f"{where}: the fragment does not run on such values: {error}") from error
     return {**found, **{name: feeds[name] for name in names if name in feeds}}

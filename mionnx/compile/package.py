@@ -30,6 +30,7 @@ from mionnx.bind.hook_index import index_hooks
 from mionnx.compile.bake import bake
 from mionnx.compile.model_card import card, triton_config
 from mionnx.engine import onnx_runtime
+from mionnx.engine.options import Options
 from mionnx.errors import InputError, InterventionError, ModelError, nearest
 from mionnx.graph import onnx_file
 from mionnx.graph.builder import to_proto
@@ -199,36 +200,24 @@ def _write_model(
     provider = TARGETS[packaging.target]
     if provider is not None:
         _check_size(proto, packaging)
-        onnx_runtime.optimise(proto.SerializeToString(), model.folder, at / GRAPH, DATA, onnx_runtime.Options(provider))
+        onnx_runtime.optimise(proto.SerializeToString(), model.folder, at / GRAPH, DATA, Options(provider))
         written = onnx.load(at / GRAPH, load_external_data=False)
         del written.metadata_props[:]
         written.metadata_props.extend(proto.metadata_props)
         if packaging.placed == "embedded":
-            embed(written, at)
+            onnx_file.embed(written, at)
             (at / DATA).unlink(missing_ok=True)
         (at / GRAPH).write_bytes(written.SerializeToString())
         return
     if packaging.placed == "embedded":
         _check_size(proto, packaging)
-        embed(proto, model.folder)
+        onnx_file.embed(proto, model.folder)
     else:
         for done, name in enumerate(files := onnx_file.locations(proto)):
             progress(f"writing {name}", done, len(files))
             (at / name).parent.mkdir(parents=True, exist_ok=True)
             _place((model.folder / name).resolve(), at / name, packaging.placed)
     (at / GRAPH).write_bytes(proto.SerializeToString())
-
-
-def embed(proto: onnx.ModelProto, folder: Path) -> None:
-    """Put weights into the graph itself. onnx's own function refuses files that have several hard links."""
-    for tensor in proto.graph.initializer:
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            entry = {item.key: item.value for item in tensor.external_data}
-            with (folder / entry["location"]).open("rb") as file:
-                file.seek(int(entry.get("offset", 0)))
-                tensor.raw_data = file.read(int(entry["length"]))
-            del tensor.external_data[:]
-            tensor.data_location = onnx.TensorProto.DEFAULT
 
 
 def _check_size(proto: onnx.ModelProto, packaging: Packaging) -> None:

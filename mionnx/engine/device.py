@@ -13,9 +13,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
+import onnxruntime
 from numpy.typing import DTypeLike, NDArray
 
-from mionnx.engine.ort import onnxruntime
 from mionnx.errors import ModelError
 
 BFLOAT16 = onnx.TensorProto.BFLOAT16
@@ -33,7 +33,7 @@ class DeviceArray:
         place: where it is.
     """
 
-    def __init__(self, value: "onnxruntime.OrtValue", place: Device = CPU) -> None:
+    def __init__(self, value: onnxruntime.OrtValue, place: Device = CPU) -> None:
         self.value, self.place = value, place
 
     @property
@@ -68,7 +68,7 @@ def place_of(provider: str, device_id: int) -> Device:
     return (DEVICES[provider], device_id) if provider in DEVICES else CPU
 
 
-def put(value: Any, place: Device) -> "onnxruntime.OrtValue":
+def put(value: Any, place: Device) -> onnxruntime.OrtValue:
     """An array, or a value that is there already, as ONNX Runtime's own. On the CPU it shares the array's memory."""
     if isinstance(value, DeviceArray | onnxruntime.OrtValue):
         return value.value if isinstance(value, DeviceArray) else value
@@ -79,7 +79,7 @@ def put(value: Any, place: Device) -> "onnxruntime.OrtValue":
     return here if place == CPU else copied(here, place, empty(array.shape, BFLOAT16, place))
 
 
-def fetch(value: "onnxruntime.OrtValue", place: Device = CPU) -> NDArray[Any]:
+def fetch(value: onnxruntime.OrtValue, place: Device = CPU) -> NDArray[Any]:
     """A value of ONNX Runtime's as an array."""
     if value.element_type() != BFLOAT16:
         return np.asarray(value.numpy())
@@ -89,7 +89,7 @@ def fetch(value: "onnxruntime.OrtValue", place: Device = CPU) -> NDArray[Any]:
     return found.view(ml_dtypes.bfloat16)
 
 
-def empty(shape: Sequence[int], element_type: int, place: Device) -> "onnxruntime.OrtValue":
+def empty(shape: Sequence[int], element_type: int, place: Device) -> onnxruntime.OrtValue:
     """Room for a value.
 
     Args:
@@ -101,8 +101,8 @@ def empty(shape: Sequence[int], element_type: int, place: Device) -> "onnxruntim
 
 
 def copied(
-    value: "onnxruntime.OrtValue", place: Device, target: "onnxruntime.OrtValue | None" = None
-) -> "onnxruntime.OrtValue":
+    value: onnxruntime.OrtValue, place: Device, target: onnxruntime.OrtValue | None = None
+) -> onnxruntime.OrtValue:
     """A bfloat16 value copied by a graph that does nothing else: ONNX Runtime has no other way for it in Python.
 
     Args:
@@ -121,7 +121,7 @@ def copied(
 
 
 @cache
-def _copier(place: Device) -> "onnxruntime.InferenceSession":
+def _copier(place: Device) -> onnxruntime.InferenceSession:
     ends = [onnx.helper.make_tensor_value_info(name, BFLOAT16, None) for name in ("from", "to")]
     body = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["from"], ["to"])], "copy", ends[:1], ends[1:])
     model = onnx.helper.make_model(body, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
@@ -130,7 +130,7 @@ def _copier(place: Device) -> "onnxruntime.InferenceSession":
 
 
 def run_at(
-    session: "onnxruntime.InferenceSession", outputs: Sequence[str], feeds: Mapping[str, Any], place: Device
+    session: onnxruntime.InferenceSession, outputs: Sequence[str], feeds: Mapping[str, Any], place: Device
 ) -> dict[str, DeviceArray]:
     """Run a session whose results stay where they are computed.
 
@@ -157,72 +157,8 @@ def run_at(
 
 
 @cache
-def run_options(graph: str = NO_GRAPH) -> "onnxruntime.RunOptions":
+def run_options(graph: str = NO_GRAPH) -> onnxruntime.RunOptions:
     """Of a run: which CUDA graph it is, or that it is none, where a session makes graphs at all."""
     options = onnxruntime.RunOptions()
     options.add_run_config_entry(GRAPH_ID, graph)
     return options
-
-
-class CudaGraphs:
-    """Calls of one session by their shapes: each shape has buffers of its own, and is one CUDA graph.
-
-    A CUDA graph reads and writes the same addresses every time: inputs are written into the buffers of the first call
-    of that shape, and results are copied out of them. On other providers the same is an ordinary run.
-    """
-
-    LIMIT = 8  # shapes; beyond, the buffers of the one used longest ago are given up
-
-    def __init__(self, session: "onnxruntime.InferenceSession", place: Device) -> None:
-        self.session, self.place = session, place
-        self._calls: dict[Any, _Replay] = {}
-        self._number = 0
-
-    def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-        """As `run_at`, with arrays as results."""
-        arrays = {name: np.asarray(value) for name, value in feeds.items()}
-        key = (tuple(outputs), *sorted((name, array.shape, array.dtype.str) for name, array in arrays.items()))
-        call = self._calls.pop(key, None)
-        try:
-            if call is None:
-                self._number += 1
-                call = _Replay(self.session, outputs, arrays, self.place, self._number)
-            self._calls[key] = call  # last in the order of the dictionary: the one used most recently
-            while len(self._calls) > self.LIMIT:
-                del self._calls[next(iter(self._calls))]
-            return call.run(arrays)
-        except ModelError:
-            raise
-        except Exception as error:  # ONNX Runtime's errors share no base class
-            raise ModelError(f"ONNX Runtime failed while replaying a CUDA graph: {error}") from error
-
-
-class _Replay:
-    """The calls of one shape."""
-
-    def __init__(
-        self,
-        session: "onnxruntime.InferenceSession",
-        outputs: Sequence[str],
-        arrays: Mapping[str, NDArray[Any]],
-        place: Device,
-        number: int,
-    ) -> None:
-        self.session, self.place, self.options = session, place, run_options(str(number))
-        self.inputs = {name: put(array.copy(), place) for name, array in arrays.items()}
-        first = run_at(session, outputs, self.inputs, place)
-        self.outputs = {name: empty(held.shape, held.value.element_type(), place) for name, held in first.items()}
-        self.binding = session.io_binding()
-        for name, value in self.inputs.items():
-            self.binding.bind_ortvalue_input(name, value)
-        for name, value in self.outputs.items():
-            self.binding.bind_ortvalue_output(name, value)
-
-    def run(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        for name, array in arrays.items():
-            if array.dtype == ml_dtypes.bfloat16:
-                copied(put(array, CPU), self.place, self.inputs[name])
-            else:
-                self.inputs[name].update_inplace(np.asarray(array, order="C"))
-        self.session.run_with_iobinding(self.binding, self.options)
-        return {name: fetch(value, self.place).copy() for name, value in self.outputs.items()}

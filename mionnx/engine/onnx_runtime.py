@@ -1,19 +1,23 @@
-"""ONNX Runtime sessions: the only place that opens one."""
+"""The engine ONNX Runtime: the one place that opens its sessions."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import onnxruntime
 from numpy.typing import NDArray
 
 from mionnx.engine import device
-from mionnx.engine.ort import onnxruntime
-from mionnx.errors import InputError, ModelError, RuntimeMissingError, nearest
+from mionnx.engine.cuda_graphs import CudaGraphs
+from mionnx.engine.engine import Arrays, Engine, Input, Program
+from mionnx.engine.options import ONNX_RUNTIME, Options
+from mionnx.errors import ModelError, RuntimeMissingError
 from mionnx.machine import memory
 
-PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # These fusions move the last bits when a tensor inside them becomes an output: an observation would change the result.
 UNSTABLE_FUSIONS = (
     "SkipLayerNormFusion",
@@ -29,95 +33,159 @@ FOLDING = "ConstantFolding"
 # Threads spin while they wait for work, and by default go on for some 50 ms after a run: the next graph then runs twice
 # as long on the processors that they hold (25 -> 57 ms for one token of GPT-2 124M, two graphs by turns).
 STOP_SPINNING = "session.force_spinning_stop"
-CUDA_GRAPH = "enable_cuda_graph"
-BFLOAT16 = "tensor(bfloat16)"
-LEVELS = {
+OPTIMISATION = {
     "none": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
     "basic": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
     "extended": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "all": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
+NUMPY = {"float": np.float32, "double": np.float64, "bfloat16": ml_dtypes.bfloat16, "string": np.object_}
+INSTALL = {"cuda": "pip install onnxruntime-gpu, on a machine with an NVIDIA GPU"}
+
+SOURCE = """import onnxruntime
+
+options = onnxruntime.SessionOptions()
+options.intra_op_num_threads = {threads}
+options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.{level}
+session = onnxruntime.InferenceSession(path, options, providers={providers}, disabled_optimizers={disabled})
+return session.run(None, feeds)[0]"""
 
 
-@dataclass(frozen=True)
-class Options:
-    """How sessions of a model are opened.
+class OrtProgram(Program):
+    """A session.
 
     Attributes:
-        provider: "cpu", "cuda", or the name of any execution provider of the installed ONNX Runtime.
-        threads: threads inside one operator; 0 lets ONNX Runtime choose.
-        fast: allow fusions that change the last bits of the logits when something inside them is captured.
-        max_graphs: how many rewritten graphs stay open; beyond, the one used longest ago is closed.
-        max_bytes: how much memory open graphs may take together, by what their weights take; half of the machine's if
-            it is 0.
-        prepack: let sessions pack their weights. Without, a graph opens several times faster and runs slower on fewer
-            than some 500 tokens: for structures that run once each, and for large batches. None lets the first call
-            decide: packed, unless it has 512 tokens or more. The last bits differ between the two, so one model object
-            uses one of them for all.
-        base: open graphs from a prepared base (see `mionnx.run.prepacked`): "auto" uses one that is there, and makes
-            one for the
-            second rewritten graph of a model with more than 64 MiB of weights; "always"; "ready" makes none, and uses
-            one that is there; "never".
-        provider_options: of the provider, as ONNX Runtime names them: `{"device_id": 1, "gpu_mem_limit": 2**34}`.
-        level: how far graphs are optimised: "none", "basic", "extended" or "all".
-        cuda_graphs: let every shape of `forward`'s calls be one CUDA graph, launched as a whole: faster where a small
-            structure runs many times on other values. For the provider "cuda", and graphs without control flow. What
-            is captured is then copied to the CPU at once.
+        native: the `onnxruntime.InferenceSession`.
+        options: settings that it was opened with.
     """
 
-    provider: str = "cpu"
-    threads: int = 0
-    fast: bool = False
-    max_graphs: int = 64
-    max_bytes: int = 0
-    prepack: bool | None = None
-    base: str = "auto"
-    provider_options: Mapping[str, str | int] = field(default_factory=dict)
-    level: str = "all"
-    cuda_graphs: bool = False
+    def __init__(self, session: onnxruntime.InferenceSession, options: Options) -> None:
+        self.native, self.options, self.place = session, options, options.place
+        required = {entry.name: _input(entry, False) for entry in session.get_inputs()}
+        self.inputs = required | {entry.name: _input(entry, True) for entry in session.get_overridable_initializers()}
+        dtypes = [entry.dtype for entry in self.inputs.values()]
+        dtypes += [_dtype(entry.type) for entry in session.get_outputs()]
+        self._bfloat16 = ml_dtypes.bfloat16 in dtypes
 
-    def __post_init__(self) -> None:
-        """Refuse what no session can be opened with.
+    def _read(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in feeds.items() if name in self.inputs}
 
-        Raises:
-            InputError: a level that is not one of `LEVELS`, or CUDA graphs where there are none.
-        """
-        if self.level not in LEVELS:
-            raise InputError(f"no optimisation level {self.level!r}; there are {', '.join(LEVELS)}")
-        if CUDA_GRAPH in self.provider_options:
-            raise InputError(f"{CUDA_GRAPH} replays what was computed before unless inputs are fixed: cuda_graphs=True")
-        if self.cuda_graphs and PROVIDERS.get(self.provider, self.provider) != PROVIDERS["cuda"]:
-            raise InputError(f"cuda_graphs=True is for the provider 'cuda', not {self.provider!r}")
+    def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
+        """See `Program.run`."""
+        arrays = {name: np.asarray(value) for name, value in self._read(feeds).items()}
+        if self._bfloat16:
+            results = device.run_at(self.native, outputs, arrays, device.CPU)
+            return {name: result.array for name, result in results.items()}
+        try:
+            values = self.native.run(list(outputs), arrays, device.run_options())
+        except Exception as error:  # ONNX Runtime's errors share no base class
+            raise ModelError(f"ONNX Runtime failed while running the model: {error}") from error
+        return dict(zip(outputs, values, strict=True))
 
-    @property
-    def place(self) -> device.Device:
-        """Where results are computed."""
-        return device.place_of(PROVIDERS.get(self.provider, self.provider), self.device_id)
+    def run_on_device(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, device.DeviceArray]:
+        """See `Program.run_on_device`; the CPU is such a device too."""
+        return device.run_at(self.native, outputs, self._read(feeds), self.place)
 
-    @property
-    def of_provider(self) -> dict[str, str]:
-        """The provider's options, as ONNX Runtime takes them."""
-        given = {key: str(value) for key, value in self.provider_options.items()}
-        return {**given, CUDA_GRAPH: "1"} if self.cuda_graphs else given
+    @cached_property
+    def cuda_graphs(self) -> CudaGraphs:
+        """The calls of this session that are CUDA graphs."""
+        return CudaGraphs(self.native, self.place)
 
-    @property
-    def device_id(self) -> int:
-        """Which of several devices."""
-        return int(self.provider_options.get("device_id", 0))
+    def compute(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Program.compute`."""
+        if self.options.cuda_graphs:
+            return dict(self.cuda_graphs.run(outputs, self._read(feeds)))
+        return dict(self.run(outputs, feeds) if self.place == device.CPU else self.run_on_device(outputs, feeds))
 
-    def provider_name(self) -> str:
-        """The provider's full name.
+    def resident(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+        """See `Program.resident`."""
+        return {name: device.DeviceArray(device.put(array, self.place), self.place) for name, array in arrays.items()}
 
-        Raises:
-            RuntimeMissingError: the installed ONNX Runtime does not have it.
-        """
-        name = PROVIDERS.get(self.provider, self.provider)
-        available = onnxruntime.get_available_providers()
-        if name not in available:
-            raise RuntimeMissingError(
-                f"no {name} in this ONNX Runtime, which has {', '.join(available)}{nearest(name, available)}"
-            )
-        return name
+
+def _input(entry: Any, optional: bool) -> Input:
+    return Input(_dtype(entry.type), len(entry.shape), optional)
+
+
+def _dtype(kind: str) -> "np.dtype[Any]":
+    """The dtype of "tensor(float)"; an object for what is no tensor of numbers."""
+    name = kind.removeprefix("tensor(").removesuffix(")")
+    try:
+        return np.dtype(NUMPY.get(name, name))
+    except TypeError:
+        return np.dtype(np.object_)
+
+
+class OnnxRuntime(Engine):
+    """ONNX Runtime, on any of its execution providers."""
+
+    name = ONNX_RUNTIME
+    prepacks = True
+    settings = ("provider", "threads", "fast", "prepack", "base", "provider_options", "level", "cuda_graphs")
+
+    def missing(self, options: Options) -> str | None:
+        """Why the provider cannot be had."""
+        try:
+            options.provider_name()
+        except RuntimeMissingError as error:
+            install = INSTALL.get(options.provider, "a build of ONNX Runtime that has this provider")
+            return f"{error}; what would install it: {install}"
+        return None
+
+    def facts(self, options: Options) -> dict[str, str]:
+        """Version, provider, level and threads."""
+        return {
+            "onnxruntime": version(),
+            "provider": options.provider_name(),
+            "level": options.level,
+            "threads": str(options.threads or "all"),
+        }
+
+    def source(self, options: Options) -> str:
+        """See `Engine.source`."""
+        providers = [(options.provider_name(), {key: str(value) for key, value in options.provider_options.items()})]
+        level, disabled = OPTIMISATION[options.level].name, list(UNSTABLE_FUSIONS)
+        return SOURCE.format(threads=options.threads, level=level, providers=providers, disabled=disabled)
+
+    def open(
+        self, model: Path | bytes, folder: Path, options: Options, *, optimised: bool = False, spinning: bool = True
+    ) -> OrtProgram:
+        """See `Engine.open`."""
+        settings = _settings(folder, options)
+        if not spinning:
+            settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        if optimised:
+            settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            settings.add_session_config_entry("session.prepack.enable_parallel", "1")
+        return _program(model, folder, settings, options, optimised)
+
+    @contextmanager
+    def opened_alone(self, model: Path | bytes, folder: Path, options: Options) -> Iterator[Program]:
+        """See `Engine.opened_alone`: ONNX Runtime gives the CPU what a provider does not take."""
+        settings = _settings(folder, options)
+        settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        program = _program(model, folder, settings, options)
+        assigned: list[Any] = getattr(program.native, "get_provider_graph_assignment_info", list)()  # since 1.24
+        name, providers = options.provider_name(), {part.ep_name for part in assigned}
+        if providers and name not in providers:
+            others = ", ".join(sorted(providers))
+            raise ModelError(f"{name} takes no part of this model: ONNX Runtime gave it to {others}")
+        yield program
+
+
+def _program(
+    model: Path | bytes,
+    folder: Path,
+    settings: onnxruntime.SessionOptions,
+    options: Options,
+    optimised: bool = False,
+) -> OrtProgram:
+    if options.prepack is False:
+        settings.add_session_config_entry("session.disable_prepacking", "1")
+    unpacked = options.prepack is False and not optimised
+    session = _open(model, folder, settings, options, [FOLDING] if unpacked else [])
+    if options.prepack is not False:
+        memory.release()  # the buffers in which weights were packed, tens of megabytes for each session
+    return OrtProgram(session, options)
 
 
 def version() -> str:
@@ -125,56 +193,21 @@ def version() -> str:
     return str(onnxruntime.__version__)
 
 
-def open_session(
-    model: Path | bytes,
-    folder: Path,
-    options: Options,
-    optimised: bool = False,
-    assigned: bool = False,
-    spinning: bool = True,
-) -> "onnxruntime.InferenceSession":
-    """Open a session.
-
-    Args:
-        model: a file, or the bytes of a model whose external data lie in `folder`.
-        folder: the hooked model's folder, or the base's.
-        options: provider, threads, fusions, packing.
-        optimised: whether the graph is one that ONNX Runtime has optimised already.
-        assigned: whether it remembers which provider has which nodes, for `assigned`.
-        spinning: whether its threads keep the processor while they wait during a run.
-
-    Raises:
-        ModelError: ONNX Runtime refuses the model.
-        RuntimeMissingError: the provider is not there.
-    """
-    settings = _settings(folder, options)
-    if assigned:
-        settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    if not spinning:
-        settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    if optimised:
-        settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        settings.add_session_config_entry("session.prepack.enable_parallel", "1")
-    if options.prepack is False:
-        settings.add_session_config_entry("session.disable_prepacking", "1")
-    unpacked = options.prepack is False and not optimised
-    opened = _open(model, folder, settings, options, [FOLDING] if unpacked else [])
-    if options.prepack is not False:
-        memory.release()  # the buffers in which weights were packed, tens of megabytes for each session
-    return opened
+def installed_providers() -> list[str]:
+    """Execution providers of the installed ONNX Runtime."""
+    return list(onnxruntime.get_available_providers())
 
 
-def assigned(session: "onnxruntime.InferenceSession") -> set[str]:
-    """The providers that have nodes of a session opened to remember it; none where ONNX Runtime cannot tell."""
-    told: list[Any] = getattr(session, "get_provider_graph_assignment_info", list)()  # since 1.24
-    return {part.ep_name for part in told}
+def known_providers() -> list[str]:
+    """Execution providers that ONNX Runtime knows, installed or not."""
+    return list(onnxruntime.get_all_providers())
 
 
-def _settings(folder: Path, options: Options) -> "onnxruntime.SessionOptions":
+def _settings(folder: Path, options: Options) -> onnxruntime.SessionOptions:
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = options.threads
     settings.log_severity_level = 3
-    settings.graph_optimization_level = LEVELS[options.level]
+    settings.graph_optimization_level = OPTIMISATION[options.level]
     settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     settings.add_session_config_entry(STOP_SPINNING, "1")
     return settings
@@ -183,10 +216,10 @@ def _settings(folder: Path, options: Options) -> "onnxruntime.SessionOptions":
 def _open(
     model: Path | bytes,
     folder: Path,
-    settings: "onnxruntime.SessionOptions",
+    settings: onnxruntime.SessionOptions,
     options: Options,
     without: Sequence[str] = (),
-) -> "onnxruntime.InferenceSession":
+) -> onnxruntime.InferenceSession:
     try:
         return onnxruntime.InferenceSession(
             model if isinstance(model, bytes) else str(model),
@@ -221,7 +254,7 @@ def optimise(model: bytes, folder: Path, path: Path, data: str, options: Options
     _open(model, folder, settings, options)
 
 
-def _write_to(settings: "onnxruntime.SessionOptions", path: Path, data: str) -> None:
+def _write_to(settings: onnxruntime.SessionOptions, path: Path, data: str) -> None:
     """Have the optimised model written while it is opened."""
     settings.optimized_model_filepath = str(path)
     settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", data)
@@ -245,60 +278,3 @@ def prepare(model: bytes, folder: Path, path: Path, data: str, options: Options)
     _write_to(settings, path, data)
     settings.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
     _open(model, folder, settings, options, [FOLDING])
-
-
-def run(
-    session: "onnxruntime.InferenceSession", outputs: Sequence[str], feeds: Mapping[str, Any]
-) -> dict[str, NDArray[Any]]:
-    """Run a session on those of the feeds that its graph reads.
-
-    Raises:
-        ModelError: ONNX Runtime failed while running.
-    """
-    entries = read_by(session)
-    given = {name: np.asarray(value) for name, value in feeds.items() if name in entries}
-    if any(entry.type == BFLOAT16 for entry in (*entries.values(), *session.get_outputs())):
-        return {name: held.array for name, held in device.run_at(session, outputs, given, device.CPU).items()}
-    try:
-        found = session.run(list(outputs), given, device.run_options())
-    except Exception as error:  # ONNX Runtime's errors share no base class
-        raise ModelError(f"ONNX Runtime failed while running the model: {error}") from error
-    return dict(zip(outputs, found, strict=True))
-
-
-def run_in_place(
-    session: "onnxruntime.InferenceSession", outputs: Sequence[str], feeds: Mapping[str, Any], options: Options
-) -> dict[str, device.DeviceArray]:
-    """As `run`, but the results stay where the provider computes them, so that they can be fed again uncopied.
-
-    Args:
-        session: a session of these options.
-        outputs: names.
-        feeds: arrays, or results of an earlier call.
-        options: what the session was opened with.
-
-    Raises:
-        ModelError: ONNX Runtime failed while running.
-    """
-    entries = read_by(session)
-    return device.run_at(session, outputs, {k: v for k, v in feeds.items() if k in entries}, options.place)
-
-
-def compute(
-    session: "onnxruntime.InferenceSession", outputs: Sequence[str], feeds: Mapping[str, Any], options: Options
-) -> dict[str, Any]:
-    """Run a session: results on the CPU are arrays, those on another device stay there until they are looked at."""
-    if options.place == device.CPU:
-        return dict(run(session, outputs, feeds))
-    return dict(run_in_place(session, outputs, feeds, options))
-
-
-def resident(arrays: Mapping[str, NDArray[Any]], options: Options) -> dict[str, device.DeviceArray]:
-    """Arrays put where the provider computes, once for many calls of `run_in_place`."""
-    place = options.place
-    return {name: device.DeviceArray(device.put(array, place), place) for name, array in arrays.items()}
-
-
-def read_by(session: "onnxruntime.InferenceSession") -> dict[str, Any]:
-    """What a session can be fed, by name."""
-    return {entry.name: entry for entry in (*session.get_inputs(), *session.get_overridable_initializers())}

@@ -75,6 +75,18 @@ def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
         raise ModelError(f"cannot read {name} in {folder / entry['location']}: {error}") from error
 
 
+def embed(proto: onnx.ModelProto, folder: Path) -> None:
+    """Put weights into the graph itself. onnx's own function refuses files that have several hard links."""
+    for tensor in proto.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            entry = {item.key: item.value for item in tensor.external_data}
+            with (folder / entry["location"]).open("rb") as file:
+                file.seek(int(entry.get("offset", 0)))
+                tensor.raw_data = file.read(int(entry["length"]))
+            del tensor.external_data[:]
+            tensor.data_location = onnx.TensorProto.DEFAULT
+
+
 def value_ranks(proto: onnx.ModelProto) -> dict[str, int | None]:
     """The values that nodes of the graph make, with their ranks where these are written down."""
     ranks: dict[str, int | None] = {output: None for node in proto.graph.node for output in node.output}

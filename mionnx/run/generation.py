@@ -13,7 +13,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from mionnx.bind import plan
 from mionnx.bind.rwkv_gates import gates_of
-from mionnx.engine import onnx_runtime
 from mionnx.errors import HookError, InputError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs import past
@@ -170,7 +169,7 @@ class _Run:
         self.compiled = model.compile_graph(spec, Outputs(last=not whole))
         self.captured = {want.output: want.fetched for want in self.compiled.plan.captures}
         self.axes = {want.hook: want.axes for want in self.compiled.plan.captures}
-        self.weights = onnx_runtime.resident(plan.weights_of(spec, self.compiled.plan), model.options)
+        self.weights = self.compiled.program.resident(plan.weights_of(spec, self.compiled.plan))
         self.memory: dict[str, Any] = past.past_inputs(model.hooked, before, call)
         self.carried = past.present_to_past(model.hooked)
         self.parts = plan.parts_of(plan.captures_of(spec, model.hooked), call, model.hooked)
@@ -199,7 +198,7 @@ class _Run:
         feeds |= {**self._values(), **self.weights, **self.parts}
         feeds |= gates_of(self.spec, self.call, hooked.metadata)
         outputs = ["logits", *self.captured.values(), *self.carried]
-        found = onnx_runtime.run_in_place(self.compiled.session, outputs, feeds, self.model.options)
+        found = self.compiled.program.run_on_device(outputs, feeds)
         self.memory = {name: found[output] for output, name in self.carried.items()}
         logits = np.asarray(found["logits"])
         if self.captured or self.keeps_logits:

@@ -1,59 +1,57 @@
-"""From a plan to an open session: the pristine graph or a prepared base, rewritten, from the store or made now."""
+"""`GraphPool`: open graphs of one model, by plan; a graph is rewritten, or read from disk, when it is first used."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mionnx.engine import onnx_runtime as session
-from mionnx.engine.device import CudaGraphs
+from mionnx.engine.engine import Program
+from mionnx.engine.engines import ready_engine
+from mionnx.engine.options import Options
 from mionnx.errors import InputError, nearest
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.machine import memory
 from mionnx.machine.disk_cache import DiskCache
+from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan, Report, rewrite
 from mionnx.run import find_model, prepacked
 from mionnx.run.segment_chain import SegmentChain, open_segments
 
 UNPACKED = 512  # tokens from which on packing the weights gains little (measured: 1.06 at 8 x 64)
 VARIANT = 2**25  # bytes that a session from a base takes besides the weights it shares, about
+REWRITING = ("mionnx.rewrite", "mionnx.graph", "mionnx.spec.kinds")  # a change there may change a rewritten graph
 WHEN = ("auto", "always", "ready", "never")
 
 
-@dataclass(frozen=True)
 class OpenGraph:
     """One graph of a model, open: the untouched one, or a rewritten one.
 
     Attributes:
-        plan: what was asked of it.
-        session: ONNX Runtime's session.
+        plan: the structure that was asked for.
+        program: the open graph, in whichever engine.
         report: which nodes were added where.
         model: the rewritten model's bytes, weights not included; None for the untouched graph, which is on disk.
-        cost: bytes of memory that it takes, about.
-        options: what its session was opened with.
+        cost: approximate bytes of memory.
+        options: settings that it was opened with.
     """
 
-    plan: Plan
-    session: Any
-    report: Report
-    model: bytes | None
-    cost: int
-    options: session.Options
+    def __init__(
+        self, plan: Plan, session: Program, report: Report, model: bytes | None, cost: int, options: Options
+    ) -> None:
+        self.plan, self.program, self.report = plan, session, report
+        self.model, self.cost, self.options = model, cost, options
 
-    @cached_property
-    def _replays(self) -> CudaGraphs:
-        return CudaGraphs(self.session, self.options.place)
+    @property
+    def session(self) -> Any:
+        """The engine's own object: an `onnxruntime.InferenceSession`, unless another engine was chosen."""
+        return self.program.native
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """Run it on those of the feeds that it reads; see `session.compute`."""
-        if self.options.cuda_graphs:
-            read = session.read_by(self.session)
-            return dict(self._replays.run(outputs, {name: value for name, value in feeds.items() if name in read}))
-        return session.compute(self.session, outputs, feeds, self.options)
+        """Run it on those of the feeds that it reads; see `Program.compute`."""
+        return self.program.compute(outputs, feeds)
 
 
 Key = Plan | tuple[Plan, tuple[str, ...]]  # of a graph, or of a chain: where the graph is cut
@@ -63,10 +61,10 @@ Open = TypeVar("Open", OpenGraph, SegmentChain)
 class GraphPool:
     """The open graphs of one model, in order of last use; the oldest are closed when they are too many or too large."""
 
-    def __init__(self, model: HookedModel, options: session.Options) -> None:
+    def __init__(self, model: HookedModel, options: Options) -> None:
         if options.base not in WHEN:
             raise InputError(f"base {options.base!r}; one of {', '.join(WHEN)}{nearest(options.base, WHEN)}")
-        self.model, self.options = model, options
+        self.model, self.options, self.engine = model, options, ready_engine(options)
         self.open: dict[Key, OpenGraph | SegmentChain] = {}
         self._base: prepacked.PrepackedModel | None = None
         self._looked = False
@@ -101,7 +99,7 @@ class GraphPool:
         return self._recent((plan, hooks), lambda: self._make_chain(plan, hooks), tokens)
 
     def _recent(self, key: Key, make: Callable[[], Open], tokens: int) -> Open:
-        if self.options.prepack is None:
+        if self.options.prepack is None and self.engine.prepacks:
             self.options = replace(self.options, prepack=tokens < UNPACKED)
         found: Any = self.open.pop(key, None) or make()
         self.open[key] = found  # last in the order of the dictionary: the one used most recently
@@ -134,16 +132,16 @@ class GraphPool:
         base = self._find_base()
         if base is not None and base.serves(plan, self.model):
             model, report = self._rewritten(base, plan)
-            opened = session.open_session(model, base.folder, self.options, optimised=True)
+            opened = self.engine.open(model, base.folder, self.options, optimised=True)
             return OpenGraph(plan, opened, report, None if plan.empty else model, VARIANT, self.options)
         folder = self.model.folder
         if plan.empty:
-            opened = session.open_session(folder / GRAPH, folder, self.options)
+            opened = self.engine.open(folder / GRAPH, folder, self.options)
             return OpenGraph(plan, opened, Report(), None, self.weights, self.options)
         self._opened += 1
         model, report = rewrite(self.model.proto, plan, self.model.metadata)
         cost = sum(onnx_file.locations(onnx_file.parse(model)).values()) if plan.starts else self.weights
-        opened = session.open_session(model, folder, self.options)
+        opened = self.engine.open(model, folder, self.options)
         return OpenGraph(plan, opened, report, model, cost, self.options)
 
     def _make_chain(self, plan: Plan, hooks: tuple[str, ...]) -> SegmentChain:
@@ -155,8 +153,17 @@ class GraphPool:
             self._opened += 1
             model, report = rewrite(self.model.proto, plan, metadata)
             folder, optimised, cost = self.model.folder, False, self.weights
-        proto = onnx_file.parse(model)
-        return open_segments(proto, report, plan, hooks, folder, self.options, optimised=optimised, cost=cost)
+        return open_segments(
+            onnx_file.parse(model),
+            report,
+            plan,
+            hooks,
+            folder,
+            self.options,
+            self.engine,
+            optimised=optimised,
+            cost=cost,
+        )
 
     def _rewritten(self, base: prepacked.PrepackedModel, plan: Plan) -> tuple[bytes, Report]:
         """A base's graph rewritten, from the store if it is there."""
@@ -170,9 +177,13 @@ class GraphPool:
             (folder / "report.json").write_text(made[0][1].to_json())
             return {"model": self.model.folder.name, "edits": len(plan.edits), "captures": len(plan.captures)}
 
-        key = hashlib.sha256(f"{base.folder.name} {version('mionnx')} {plan!r}".encode()).hexdigest()[:32]
-        entry = self._entries.get("graphs", key, build)
+        entry = self._entries.get("graphs", _key_of(base, plan), build)
         if made or entry is None:
             return made[0] if made else rewrite(base.proto, plan, self.model.metadata)
         report = Report.from_json((entry.path / "report.json").read_text())
         return (entry.path / GRAPH).read_bytes(), report
+
+
+def _key_of(base: prepacked.PrepackedModel, plan: Plan) -> str:
+    """Key of a rewritten graph on disk: the base, the plan, and the sources that rewrite."""
+    return hashlib.sha256(f"{base.folder.name} {source_digest(*REWRITING)} {plan!r}".encode()).hexdigest()[:32]

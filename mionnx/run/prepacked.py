@@ -19,16 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from mionnx.engine import onnx_runtime
+from mionnx.engine.options import ONNX_RUNTIME, PROVIDERS, Options
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine import cpu, memory
 from mionnx.machine.disk_cache import DiskCache
+from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan
 
 GRAPH, DATA = "base.onnx", "base.data"
-FORMAT = 2
+PREPARING = ("mionnx.run.prepacked", "mionnx.engine.onnx_runtime")  # a change there may change a base
 ROOM = 2.3  # of a base, in sizes of the weights
 WORTHWHILE = 64 * 2**20  # bytes of weights: below, packing them again is quicker than looking for a base
 
@@ -79,12 +81,12 @@ def _needed(plan: Plan, model: HookedModel) -> list[str]:
     return names
 
 
-def key_of(model: HookedModel, options: onnx_runtime.Options) -> str:
+def key_of(model: HookedModel, options: Options) -> str:
     """The hash of everything that a base depends on."""
     files = sorted({str(model.folder / location) for location in onnx_file.locations(model.proto)})
     stats = [(Path(file).stat().st_size, Path(file).stat().st_mtime_ns) for file in files]
     facts = {
-        "format": FORMAT,
+        "sources": source_digest(*PREPARING),
         "graph": hashlib.sha256(model.proto.SerializeToString(deterministic=True)).hexdigest(),
         "weights": [model.metadata.weights_sha256, stats],
         "onnxruntime": onnx_runtime.version(),
@@ -95,18 +97,19 @@ def key_of(model: HookedModel, options: onnx_runtime.Options) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def possible(options: onnx_runtime.Options) -> bool:
+def possible(options: Options) -> bool:
     """Whether bases are of use: weights are packed on a CPU only, and a base is fully optimised."""
-    return options.provider_name() == onnx_runtime.PROVIDERS["cpu"] and options.level == "all"
+    cpu_only = options.engine == ONNX_RUNTIME and options.provider_name() == PROVIDERS["cpu"]
+    return cpu_only and options.level == "all"
 
 
-def find(model: HookedModel, options: onnx_runtime.Options, entries: DiskCache) -> PrepackedModel | None:
+def find(model: HookedModel, options: Options, entries: DiskCache) -> PrepackedModel | None:
     """The base, if there is one already."""
     entry = entries.find("bases", key_of(model, options)) if possible(options) else None
     return _opened(entry.path, model) if entry else None
 
 
-def make(model: HookedModel, options: onnx_runtime.Options, entries: DiskCache) -> PrepackedModel | None:
+def make(model: HookedModel, options: Options, entries: DiskCache) -> PrepackedModel | None:
     """The base, made if there is none; None where the store cannot hold it."""
     if not possible(options):
         return None

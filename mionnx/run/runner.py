@@ -14,7 +14,8 @@ from mionnx.bind.estimate import Estimate, estimate_of
 from mionnx.bind.feeds import feeds_of
 from mionnx.bind.logit_selection import Logits
 from mionnx.bind.rwkv_gates import refuse_idle
-from mionnx.engine import onnx_runtime
+from mionnx.engine.engines import ready_engine
+from mionnx.engine.options import ONNX_RUNTIME, Options
 from mionnx.errors import InputError, TokenizerError
 from mionnx.graph.axes import dynamic_sizes
 from mionnx.graph.hook_points import HookPoint
@@ -59,10 +60,9 @@ class Runner:
         variants: the open graphs; specs that differ in values only share one.
     """
 
-    def __init__(self, hooked: HookedModel, options: onnx_runtime.Options | None = None) -> None:
+    def __init__(self, hooked: HookedModel, options: Options | None = None) -> None:
         self.hooked = hooked
-        self.options = options or onnx_runtime.Options()
-        self.options.provider_name()
+        self.options = options or Options()
         self.variants = GraphPool(hooked, self.options)
         self._opened: dict[Any, Any] = {}
 
@@ -79,6 +79,7 @@ class Runner:
         base: str = "auto",
         provider_options: Mapping[str, str | int] | None = None,
         cuda_graphs: bool = False,
+        engine: str = ONNX_RUNTIME,
     ) -> Self:
         """Open a model.
 
@@ -88,16 +89,18 @@ class Runner:
             dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto". A hooked model has its
                 own already.
             provider: "cpu", "cuda", or any execution provider's name.
-            threads: threads inside one operator; 0 lets ONNX Runtime choose.
+            threads: threads inside one operator; 0 lets the engine choose.
             fast: allow fusions that change the last bits of the logits when something inside them is captured.
             prepack, base, provider_options, cuda_graphs: see `mionnx.Options`.
+            engine: "onnxruntime", "openvino", "onnxruntime-web" or "reference" (onnx's own evaluator).
 
         Raises:
             ModelError: no model there, or a damaged one.
             ExportError: a checkpoint that cannot be exported.
-            RuntimeMissingError: the provider is not installed.
+            InputError: an unknown engine, or a setting that it does not have.
+            RuntimeMissingError: the engine or the provider is not installed.
         """
-        options = onnx_runtime.Options(
+        options = Options(
             provider,
             threads,
             fast,
@@ -105,7 +108,9 @@ class Runner:
             base=base,
             provider_options=provider_options or {},
             cuda_graphs=cuda_graphs,
+            engine=engine,
         )
+        ready_engine(options)  # refused before a checkpoint is exported
         with bars() as progress:
             folder = find_model.find_model(source, dtype, progress)
         return cls(HookedModel.open(folder), options)
@@ -185,7 +190,7 @@ class Runner:
         """
         return self.variants.get(bind.plan_of(hooks or HookSpec(), self.hooked, outputs))
 
-    def opened(self, kind: Callable[[HookedModel, onnx_runtime.Options], T]) -> T:
+    def opened(self, kind: Callable[[HookedModel, Options], T]) -> T:
         """Return the one instance of a class that opens parts of this model; made on first use.
 
         Args:

@@ -16,7 +16,8 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from mionnx.engine import onnx_runtime as session
+from mionnx.engine.engine import Engine, Program
+from mionnx.engine.options import Options
 from mionnx.graph.onnx_file import ModelProto
 from mionnx.graph.report import Report
 from mionnx.inputs.value import Value
@@ -36,7 +37,7 @@ class OpenSegment:
     """One open segment.
 
     Attributes:
-        session: ONNX Runtime's session.
+        program: the segment, open in an engine.
         inputs: what is fed to it.
         defaults: inputs that may be left out (an RWKV's gates).
         hooks: the hooked values that it makes, in execution order.
@@ -44,7 +45,7 @@ class OpenSegment:
         done: what no later link reads.
     """
 
-    session: Any
+    program: Program
     inputs: tuple[str, ...]
     defaults: tuple[str, ...]
     hooks: tuple[str, ...]
@@ -68,7 +69,7 @@ class SegmentChain:
     links: tuple[OpenSegment, ...]
     report: Report
     cost: int
-    options: session.Options
+    options: Options
 
     def run(self, wanted: Collection[str], feeds: Mapping[str, Value], between: Between) -> Arrays:
         """Run all links in order.
@@ -86,7 +87,7 @@ class SegmentChain:
         for link in self.links:
             given = (*link.inputs, *(name for name in link.defaults if name in feeds))
             read = {name: values[name] for name in given}
-            found = session.compute(link.session, link.outputs, read, self.options)
+            found = link.program.compute(link.outputs, read)
             for hook in link.hooks:
                 found[hook] = between(hook, np.asarray(found[hook]))
             kept |= {name: found[name] for name in found.keys() & wanted}
@@ -102,7 +103,8 @@ def open_segments(
     plan: Plan,
     hooks: tuple[str, ...],
     folder: Path,
-    options: session.Options,
+    options: Options,
+    engine: Engine,
     *,
     optimised: bool,
     cost: int,
@@ -115,6 +117,7 @@ def open_segments(
         hooks: where to cut, in execution order.
         folder: of its weights.
         options: how sessions are opened.
+        engine: what runs them.
         optimised: whether the graph is one that ONNX Runtime has optimised already.
         cost: bytes that one session of the whole graph takes, about.
 
@@ -122,21 +125,21 @@ def open_segments(
         ModelError: ONNX Runtime refuses a segment.
     """
     segments = cut(model, hooks)
-    each = replace(options, threads=_threads(options.threads, len(segments)))
+    each = replace(options, threads=_threads(options.threads, len(segments)), cuda_graphs=False)
     links: list[OpenSegment] = []
     later: set[str] = set()
     for segment in reversed(segments):
         part = segment.model.SerializeToString()
-        opened = session.open_session(part, folder, each, optimised, spinning=False)
-        links.append(_link(segment, opened, later))
+        program = engine.open(part, folder, each, optimised=optimised, spinning=False)
+        links.append(_link(segment, program, later))
         later.update(segment.inputs)
     return SegmentChain(plan, tuple(reversed(links)), report, cost + LINK * len(links), options)
 
 
-def _link(segment: Segment, opened: Any, later: set[str]) -> OpenSegment:
+def _link(segment: Segment, program: Program, later: set[str]) -> OpenSegment:
     outputs = (*segment.hooks, *segment.others)
     done = tuple(name for name in (*segment.inputs, *outputs) if name not in later)
-    return OpenSegment(opened, segment.inputs, segment.defaults, segment.hooks, outputs, done)
+    return OpenSegment(program, segment.inputs, segment.defaults, segment.hooks, outputs, done)
 
 
 def _threads(asked: int, count: int) -> int:

@@ -5,8 +5,7 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import onnxruntime
-
+from mionnx.engine.onnx_runtime import installed_providers
 from mionnx.graph import onnx_file
 from mionnx.machine import cpu
 from mionnx.verify.graph_under_test import GraphUnderTest
@@ -25,7 +24,7 @@ def environment(runtime: Runtime) -> dict[str, Any]:
         "system": platform.platform(),
         "processor": cpu.name(),
         "features": cpu.features(),
-        "providers": onnxruntime.get_available_providers(),
+        "providers": installed_providers(),
     }
 
 

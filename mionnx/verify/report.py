@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from mionnx.compile.package import embed
 from mionnx.errors import ModelError
+from mionnx.graph import onnx_file
 from mionnx.verify.compare import Side
 from mionnx.verify.environment import environment
 from mionnx.verify.graph_under_test import GraphUnderTest
@@ -73,14 +73,14 @@ def _standing(subject: GraphUnderTest, part: Narrowed) -> onnx.ModelProto:
     """The part with its weights inside. The first model may lack a value that the second one starts from."""
     made = {name for node in subject.wiring.nodes for name in node.output}
     proto = subject.part([name for name in part.starts if name in made], [part.value])
-    embed(proto, subject.model.folder)
+    onnx_file.embed(proto, subject.model.folder)
     return proto
 
 
 def _program(first: Side, second: Side, files: Mapping[str, Side]) -> str:
     functions, sides = [], []
     for name, side in (("first", first), ("second", second)):
-        source = side.graph_runtime.program() if side.graph_runtime else None
+        source = side.graph_runtime.source() if side.graph_runtime else None
         if source is None:
             functions.append(f"# {side.title} is not run from Python")
             continue

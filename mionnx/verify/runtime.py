@@ -10,6 +10,8 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
+from mionnx.engine.engines import engine_of
+from mionnx.engine.options import Options
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.verify.graph_under_test import Arrays, GraphUnderTest
 
@@ -46,15 +48,34 @@ class Runtime(ABC):
 
 
 class GraphRuntime(Runtime):
-    """A runtime that reads ONNX, and so can run any part of a graph."""
+    """An engine with its options: it reads ONNX, and so can run any part of a graph.
 
-    def program(self) -> str | None:
+    Attributes:
+        options: settings, the engine's name among them.
+    """
+
+    def __init__(self, title: str, options: Options) -> None:
+        super().__init__(title)
+        self.options, self.engine = options, engine_of(options)
+
+    def missing(self, subject: GraphUnderTest) -> str | None:
+        """See `Runtime.missing`."""
+        return self.engine.missing(self.options) or self.engine.refuses(subject.proto)
+
+    def facts(self) -> dict[str, str]:
+        """See `Runtime.facts`."""
+        return self.engine.facts(self.options)
+
+    def source(self) -> str | None:
         """The body of a Python function of (path, feeds) that runs a model as this does; None if Python cannot."""
-        return None
+        return self.engine.source(self.options)
 
-    @abstractmethod
-    def opened(self, proto: onnx.ModelProto, folder: Path) -> AbstractContextManager[Piece]:
-        """Opens a model whose weights lie in a folder; the function runs it, and gives all its outputs."""
+    @contextmanager
+    def opened(self, proto: onnx.ModelProto, folder: Path) -> Iterator[Piece]:
+        """A function that runs a model, its weights in a folder, and gives all its outputs."""
+        names = [value.name for value in proto.graph.output]
+        with self.engine.opened_alone(proto.SerializeToString(), folder, self.options) as program:
+            yield lambda feeds: program.run(names, feeds)
 
     @contextmanager
     def passes(self, subject: GraphUnderTest, names: Sequence[str]) -> Iterator[Pass]:

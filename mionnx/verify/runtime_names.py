@@ -1,21 +1,16 @@
 """Runtimes by their names: "torch", "ort-cpu:none:threads=1", an execution provider's own name, .."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
-
-from mionnx.engine.onnx_runtime import LEVELS, PROVIDERS, Options
+from mionnx.engine.onnx_runtime import installed_providers, known_providers
+from mionnx.engine.options import LEVELS, PROVIDERS, Options
 from mionnx.errors import InputError, nearest
-from mionnx.verify.openvino import OpenVino
-from mionnx.verify.ort import OnnxRuntime
-from mionnx.verify.reference import Reference
-from mionnx.verify.runtime import Runtime
+from mionnx.verify.runtime import GraphRuntime, Runtime
 from mionnx.verify.torch_eager import Eager
-from mionnx.verify.web import Web
 
 NAMES = ("torch", "ort-cpu", "ort-cuda", "openvino", "onnxruntime-web", "reference")
+OTHER_ENGINES = ("openvino", "onnxruntime-web", "reference")
 WITH_THREADS = ("torch", "ort-cpu", "openvino")
 PROVIDER = "ExecutionProvider"  # what the full name of every provider of ONNX Runtime ends in
 
@@ -32,8 +27,8 @@ def runtime_of(title: str, checkpoint: Path | None = None) -> Runtime:
         InputError: no such runtime, level or setting.
     """
     name, *settings = title.split(":")
-    providers = onnxruntime.get_all_providers()
-    if name not in (*NAMES, *providers, *onnxruntime.get_available_providers()):
+    providers = known_providers()
+    if name not in (*NAMES, *providers, *installed_providers()):
         choices = (*NAMES, *providers)
         raise InputError(f"no runtime {name!r}; there are {', '.join(NAMES)}, and ONNX Runtime's providers by their "
                          f"full names{nearest(name, choices)}")  # fmt: skip
@@ -41,12 +36,10 @@ def runtime_of(title: str, checkpoint: Path | None = None) -> Runtime:
     threads = given.get("threads", 0)
     if name == "torch":
         return Eager(title, checkpoint, threads)
-    if name == "openvino":
-        return OpenVino(title, threads)
-    if name in ("onnxruntime-web", "reference"):
-        return Web(title) if name == "onnxruntime-web" else Reference(title)
+    if name in OTHER_ENGINES:
+        return GraphRuntime(title, Options(threads=threads, fast=name == "openvino", engine=name))
     provider = next((short for short in PROVIDERS if name == f"ort-{short}"), name)
-    return OnnxRuntime(title, replace(Options(provider, threads), level=given.get("level", "all")))
+    return GraphRuntime(title, Options(provider, threads, level=given.get("level", "all")))
 
 
 def _settings(title: str, name: str, settings: list[str]) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import pytest
 from onnx import helper
 
 from mionnx import HookPoint, HookSpec, InputError, Intervention, KVCache, MIModel, ModelError, Options
-from mionnx.engine import onnx_runtime
-from mionnx.engine.device import CPU, CudaGraphs, DeviceArray, copied, empty, fetch, put
-from mionnx.run.graph_pool import OpenGraph
+from mionnx.engine.cuda_graphs import CudaGraphs
+from mionnx.engine.device import CPU, DeviceArray, copied, empty, fetch, put
+from mionnx.engine.onnx_runtime import OrtProgram
 
 BF16, F32 = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
 
@@ -18,7 +18,7 @@ BF16, F32 = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
 @pytest.fixture
 def staying(monkeypatch):
     """Results are held, as on another device."""
-    monkeypatch.setattr(onnx_runtime, "compute", onnx_runtime.run_in_place)
+    monkeypatch.setattr(OrtProgram, "compute", OrtProgram.run_on_device)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def rounding():
 def test_bfloat16_goes_in_and_comes_out(rounding, shape):
     values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     half = np.asarray(values).astype(ml_dtypes.bfloat16)
-    found = onnx_runtime.run(rounding, ["half", "whole"], {"x": np.asarray(values), "y": half, "unread": half})
+    found = OrtProgram(rounding, Options()).run(["half", "whole"], {"x": np.asarray(values), "y": half, "unread": half})
     assert found["half"].dtype == ml_dtypes.bfloat16
     assert found["half"].shape == found["whole"].shape == shape
     assert np.array_equal(found["half"], half)
@@ -114,7 +114,7 @@ def test_replays_give_what_runs_give(family, models, monkeypatch):
         calls.append((ids, spec.intervene(HookPoint.ResidPost(0), Intervention.Add(vector, positions=-1))))
     calls += calls[::2]
     plain = [model.forward(ids, spec, use_cache=True) for ids, spec in calls]
-    monkeypatch.setattr(OpenGraph, "run", lambda self, outputs, feeds: self._replays.run(outputs, _read(self, feeds)))
+    monkeypatch.setattr(OrtProgram, "compute", _replayed)
     replayed = [model.forward(ids, spec, use_cache=True) for ids, spec in calls]
     for one, other in zip(plain, replayed, strict=True):
         assert np.array_equal(one.output(), other.output())
@@ -122,8 +122,8 @@ def test_replays_give_what_runs_give(family, models, monkeypatch):
         assert np.array_equal(one.kv_cache.get_layer(0)[0], other.kv_cache.get_layer(0)[0])
 
 
-def _read(compiled, feeds):
-    return {name: value for name, value in feeds.items() if name in onnx_runtime.read_by(compiled.session)}
+def _replayed(program, outputs, feeds):
+    return program.cuda_graphs.run(outputs, {name: value for name, value in feeds.items() if name in program.inputs})
 
 
 def test_what_is_fed_to_a_replay_is_left_alone(rounding):

@@ -1,35 +1,108 @@
-"""The README's code runs, in its order, and prints what the README says."""
+"""Every README runs: its Python in its order, its commands; links lead somewhere, and rooms name all of their files."""
 
 import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from repository import REPOSITORY
+from typer.main import get_command
+from typer.testing import CliRunner
 
-TEXT = (REPOSITORY / "README.md").read_text()
+from mionnx.cli.main import app
+
+ROOMS = ("mionnx", "exporters", "benchmarks", "models", "tests")
+READMES = [REPOSITORY / "README.md", *sorted(path for room in ROOMS for path in (REPOSITORY / room).rglob("README.md"))]
+PYTHON = re.compile(r"```python\n(.*?)```(?:(?:\n\nprints)?\n\n```\n(.*?)```)?", re.S)
+SHELL = re.compile(r"```sh\n(.*?)```(?:\n\n```\n(.*?)```)?", re.S)
+NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]\d+)?")
+# A command with one of these needs more than the models that ship.
+PLACEHOLDER = re.compile(r"[A-Z_]{4,}|\.\.\.|.*\.(safetensors|gguf|txt)")
+COMMANDS = get_command(app).commands
 
 
-NUMBER = re.compile(r"-?\d+\.\d+")
+def name_of(path: Path) -> str:
+    return str(path.parent.relative_to(REPOSITORY))
 
 
-def test_the_python_runs_and_prints_what_is_shown(monkeypatch, capsys):
+def python_blocks(path: Path) -> list[tuple[str, str]]:
+    """Each block of Python with the output that is shown after it, or ""."""
+    return PYTHON.findall(path.read_text())
+
+
+def commands(path: Path) -> Iterator[tuple[list[str], str]]:
+    """Each `mionnx` command of a README, split into words, and the output that is shown after it if it stands alone."""
+    for block, shown in SHELL.findall(path.read_text()):
+        lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+        lines = [words for words in lines if words[:1] == ["mionnx"]]
+        for words in lines:
+            yield words, shown if len(lines) == 1 else ""
+
+
+def same(printed: str, shown: str) -> None:
     """Words exactly, fractions to the last digit that is shown but one."""
+    assert NUMBER.sub("#", printed) == NUMBER.sub("#", shown)
+    for one, other in zip(NUMBER.findall(printed), NUMBER.findall(shown), strict=True):
+        assert float(one) == pytest.approx(float(other), abs=1e-3)
+
+
+@pytest.mark.parametrize("readme", READMES, ids=name_of)
+def test_the_python_runs_and_prints_what_is_shown(
+    readme: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(REPOSITORY)
-    blocks = re.findall(r"```python\n(.*?)```(?:(?:\n\nprints)?\n\n```\n(.*?)```)?", TEXT, re.S)
-    assert len(blocks) >= 10
-    assert sum(bool(shown) for _, shown in blocks) >= 4
-    namespace, everything = {}, ""
-    for block, shown in blocks:
+    namespace: dict[str, Any] = {}
+    for block, shown in python_blocks(readme):
         exec(block, namespace)
         printed = capsys.readouterr().out
-        everything += printed
         if shown:
-            assert NUMBER.sub("#", printed) == NUMBER.sub("#", shown)
-            for one, other in zip(NUMBER.findall(printed), NUMBER.findall(shown), strict=True):
-                assert float(one) == pytest.approx(float(other), abs=1e-3)
-    assert "did you mean 'blocks.2.hook_resid_post'" in everything
-    assert float(everything.split()[-1]) < 5e-5
+            same(printed, shown)
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:mionnx|exporters|benchmarks|models)/[\w/.-]+)`", TEXT))))
-def test_the_files_it_names_exist(path):
-    assert (REPOSITORY / path).exists()
+def test_the_readmes_hold_the_examples() -> None:
+    """As many blocks as the one README had before the rooms, and the shown refusal names the nearest hook point."""
+    blocks = [block for readme in READMES for block in python_blocks(readme)]
+    assert len(blocks) >= 25
+    assert sum(bool(shown) for _, shown in blocks) >= 18
+    assert any("did you mean 'blocks.2.hook_resid_post'" in shown for _, shown in blocks)
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        pytest.param(*found, id=f"{name_of(path)}-{' '.join(found[0][1:3])}")
+        for path in READMES
+        for found in commands(path)
+    ],
+)
+def test_the_commands_run(words: list[str], shown: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Options exist; a command that needs only the models that ship succeeds, and prints what is shown."""
+    _, name, *arguments = words
+    known = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+    assert {word.partition("=")[0] for word in arguments if re.match(r"--?[a-z]", word)} <= known
+    if any(PLACEHOLDER.fullmatch(word) for word in arguments):
+        return
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").symlink_to(REPOSITORY / "models")
+    ran = CliRunner(env={"COLUMNS": "120"}).invoke(app, [name, *arguments])
+    assert ran.exit_code == 0, ran.output
+    if shown and name != "verify":  # where runtimes differ most, other machines differ
+        same(ran.stdout, shown)
+
+
+@pytest.mark.parametrize("readme", READMES, ids=name_of)
+def test_its_links_and_the_files_it_names_exist(readme: Path) -> None:
+    text = re.sub(r"```.*?```", "", readme.read_text(), flags=re.S)
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"\w+:|#", link)]
+    assert [link for link in links if not (readme.parent / link.partition("#")[0]).exists()] == []
+    named = re.findall(r"`((?:mionnx|exporters|benchmarks|models|tests)/[\w/.-]+)`", text)
+    assert [path for path in named if not (REPOSITORY / path).exists()] == []
+
+
+@pytest.mark.parametrize("readme", [path for path in READMES if "mionnx" in name_of(path)], ids=name_of)
+def test_a_room_names_all_of_its_files(readme: Path) -> None:
+    text = readme.read_text()
+    files = {path.stem for path in readme.parent.glob("*.py")} - {"__init__"}
+    assert {stem for stem in files if not re.search(rf"\b{stem}\b", text)} == set()

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 
 from exporters.transformers import export
 from mionnx import HookError, HookSpec, InputError, Intervention, MIModel, ModelError, SpecFileError, StateKnockoutSpec
+from mionnx.engine.openvino import OpenVino
 from mionnx.verify.difference import Difference, ulp_distance
-from mionnx.verify.openvino import OpenVino
 from mionnx.verify.recorded_values import RecordedValues
 
 PROMPT = "The capital of France is"
@@ -289,10 +289,10 @@ def test_a_provider_without_kernels_for_a_dtype_is_said_to_fail(checkpoint, tmp_
 
 
 def test_a_runtime_that_fails_takes_nothing_from_the_others(llama, monkeypatch):
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise ModelError("out of order")
 
-    monkeypatch.setattr(OpenVino, "opened", fails)
+    monkeypatch.setattr(OpenVino, "open", fails)
     found = llama.verify([PROMPT], ["ort-cpu", "openvino", "ort-cpu:none"], greedy=0)
     assert [beside.title for beside in found.besides] == ["ort-cpu:none"]
     assert found.failed == {"openvino": "out of order"}
@@ -368,8 +368,8 @@ import resource, sys
 import numpy as np
 from mionnx import HookSpec, MIModel
 from mionnx.inputs.token_batch import make_token_batch
-from mionnx.verify.runtime_names import runtime_of
 from mionnx.verify.graph_under_test import GraphUnderTest
+from mionnx.verify.runtime_names import runtime_of
 
 model = MIModel.from_pretrained(sys.argv[1])
 ids = np.random.default_rng(0).integers(3, 100, (1, 640))

@@ -1,17 +1,19 @@
-"""The norms of a model as functions of their own: where each begins and ends in the graph, and running it alone."""
+"""`NormGraphs`: the norms of a model, found in its graph and run by themselves."""
 
-from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.engine import onnx_runtime
+from mionnx.analysis.attribution.linear_norm import LinearNorm, linearise
+from mionnx.engine.options import Options
 from mionnx.errors import HookError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.run.model_part import ModelPart
 
 Part = tuple[str, str]  # the names of the values that a part of the graph begins and ends with
 PRODUCTS = ("MatMul", "Gemm")
@@ -19,27 +21,44 @@ PRODUCTS = ("MatMul", "Gemm")
 PLAIN = frozenset({"Add", "Reshape", "Identity", "Cast", "Squeeze", "Unsqueeze"})
 
 
-class Norms:
-    """Parts of one model's graph, open as one session, that each take [n, hidden] to [n, hidden]."""
+class NormGraphs:
+    """The norms of one model, each a graph from [n, hidden] to [n, hidden], opened on first use."""
 
-    def __init__(self, hooked: HookedModel, options: onnx_runtime.Options, pairs: Sequence[Part]) -> None:
-        self.pairs, self.hidden = list(pairs), hooked.metadata.sizes.hidden_size
-        starts, ends = dict.fromkeys(first for first, _ in self.pairs), [last for _, last in self.pairs]
-        model = extract(hooked.proto, starts, ends).SerializeToString()
-        self._session = onnx_runtime.open_session(model, hooked.folder, options)
-        self._ranks = {entry.name: len(entry.shape) for entry in self._session.get_inputs()}
+    def __init__(self, hooked: HookedModel, options: Options) -> None:
+        self.hooked, self.options = hooked, options
+        self._open: dict[tuple[Part, ...], ModelPart] = {}
 
-    def run(self, part: Part, rows: NDArray[Any]) -> NDArray[Any]:
-        """One of the parts on rows [n, hidden]; the others run on zeros."""
-        first, last = part
-        ids = np.zeros((1, len(rows)), np.int64)  # some families read the shape of the tokens
-        feeds = {"input_ids": ids, "attention_mask": ids + 1, "position_ids": ids}
-        feeds |= {name: self._shaped(name, np.zeros_like(rows)) for name, _ in self.pairs}
-        found = onnx_runtime.run(self._session, [last], {**feeds, first: self._shaped(first, rows)})
-        return found[last].reshape(-1, self.hidden)
+    @cached_property
+    def output_norms(self) -> dict[int, Part]:
+        """See `output_norms`."""
+        return output_norms(self.hooked)
 
-    def _shaped(self, name: str, rows: NDArray[Any]) -> NDArray[Any]:
-        return rows if self._ranks[name] == 2 else rows[None]
+    def run(self, part: Part, rows: NDArray[Any], beside: tuple[Part, ...] = ()) -> NDArray[Any]:
+        """Run one norm.
+
+        Args:
+            part: where the norm begins and ends.
+            rows: [n, hidden].
+            beside: the norms to open as one graph with it, itself among them; the others run on zeros.
+        """
+        group = beside or (part,)
+        if group not in self._open:
+            starts, ends = dict.fromkeys(first for first, _ in group), [last for _, last in group]
+            model = extract(self.hooked.proto, starts, ends).SerializeToString()
+            self._open[group] = ModelPart(model, self.hooked, self.options)
+        graph = self._open[group]
+        feeds = {first: rows if first == part[0] else np.zeros_like(rows) for first, _ in group}
+        shaped = {name: array if graph.ranks[name] == 2 else array[None] for name, array in feeds.items()}
+        return graph.run([part[1]], shaped, (1, len(rows)))[part[1]].reshape(rows.shape)
+
+    def linear(self, part: Part, stream: NDArray[Any], beside: tuple[Part, ...] = ()) -> LinearNorm:
+        """The linear map that one norm is at a stream [..., hidden].
+
+        Raises:
+            ModelError: this part of the graph is no LayerNorm or RMSNorm.
+        """
+        name = f"{self.hooked.metadata.family}: what lies between {part[0]} and {part[1]}"
+        return linearise(lambda rows: self.run(part, rows, beside), stream, name)
 
 
 def final_norm(hooked: HookedModel) -> Part:
@@ -75,9 +94,9 @@ def _products(flow: Dataflow, end: str, start: str) -> set[int]:
 
 
 def output_norms(hooked: HookedModel) -> dict[int, Part]:
-    """Layer -> the part that changes its attention output on the way to the stream (a norm, a factor).
+    """Layer -> the norm or factor behind its attention, where there is one.
 
-    It begins where the heads' shares have been added up, and ends in `hook_attn_out`.
+    The part begins where the heads' shares have been added up, and ends in `hook_attn_out`.
     """
     flow, norms = Dataflow(hooked.proto), {}
     for layer in range(len(hooked.metadata.attention)):

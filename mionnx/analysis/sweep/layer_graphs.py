@@ -1,25 +1,25 @@
-"""A model in pieces, each a graph of its own: the embedding, one piece a layer, and the head.
+"""A model in graphs, each a graph of its own: the embedding, one piece a layer, and the head.
 
-Rows that are patched at layer 7 start at layer 7: they join the others there, and all go on together. The pieces are
+Rows that are patched at layer 7 start at layer 7: they join the others there, and all go on together. The graphs are
 opened once, whatever the sweep asks for, and their weights are together those of one model.
 
 1. A piece starts at the residual stream before its layer, and at whatever else crosses there (`Dataflow.crossings`).
-2. Where only the last position is read in the end, the last layer is two pieces: attention at all positions; what
+2. Where only the last position is read in the end, the last layer is two graphs: attention at all positions; what
    follows it, and the head, at the last position alone.
 3. A text of which the first tokens are the same as in a run that is known already continues from that run's keys and
    values.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.engine import onnx_runtime
-from mionnx.engine.onnx_runtime import Options
+from mionnx.engine.engine import Program
+from mionnx.engine.options import Options
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import DTYPES, HookedModel
@@ -52,8 +52,8 @@ class Text:
         return len(self.ids)
 
 
-class Pieces:
-    """The pieces of one model.
+class LayerGraphs:
+    """The graphs of one model.
 
     Attributes:
         model: the hooked model.
@@ -63,9 +63,7 @@ class Pieces:
     def __init__(self, model: HookedModel, options: Options) -> None:
         sizes = model.metadata.sizes
         self.model = model
-        base = "ready" if options.base == "auto" else options.base
-        graphs = 8 * (sizes.num_layers + 3)
-        self.variants = GraphPool(model, replace(options, prepack=False, base=base, max_graphs=graphs))
+        self.variants = GraphPool(model, options.for_many_graphs(8 * (sizes.num_layers + 3)))
         self.layers = sizes.num_layers
         self.end = str(HookPoint.ResidPost(self.layers - 1))
 
@@ -179,9 +177,9 @@ class Pieces:
         for inputs in edits.values():
             given |= inputs
         names = ["logits"] if outputs else list(wants)
-        return onnx_runtime.run(piece.session, names, {**self._context(text, piece.session), **given})
+        return piece.program.run(names, {**self._context(text, piece.program), **given})
 
-    def _context(self, text: Text, opened: Any) -> Arrays:
+    def _context(self, text: Text, program: Program) -> Arrays:
         """Tokens, masks and the past, as far as a piece reads them."""
         total = text.ids.shape[1]
         ids = text.ids[:, text.start :]
@@ -190,9 +188,9 @@ class Pieces:
             "attention_mask": np.ones((text.rows, total), np.int64),
             "position_ids": np.broadcast_to(np.arange(text.start, total), ids.shape),
         }
-        for entry in opened.get_inputs():
-            if entry.name.startswith(f"{KEYS_AND_VALUES.past}."):
-                feeds[entry.name] = self._past(entry.name, text)
+        for name in program.inputs:
+            if name.startswith(f"{KEYS_AND_VALUES.past}."):
+                feeds[name] = self._past(name, text)
         if self.model.metadata.recurrent:
             sizes, dtype = self.model.metadata.sizes, DTYPES[self.model.metadata.dtype]
             start = RWKVState.empty(sizes, text.rows, dtype).feeds(sizes, text.rows, dtype)

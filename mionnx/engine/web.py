@@ -1,12 +1,12 @@
-"""onnxruntime-web on WASM under Node as a runtime to compare."""
+"""The engine onnxruntime-web: WASM under Node, in a process of its own for each graph."""
 
 import json
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from mionnx.compile.package import embed
+from mionnx.engine.engine import Arrays, Engine, Program, inputs_of
+from mionnx.engine.options import Options
 from mionnx.errors import ModelError
-from mionnx.verify.graph_under_test import Arrays, GraphUnderTest
-from mionnx.verify.runtime import GraphRuntime, Piece
+from mionnx.graph import onnx_file
 
 SERVER = Path(__file__).with_name("web.mjs")
 FOLDER = "MIONNX_NODE"  # an environment variable: the folder whose node_modules has onnxruntime-web
@@ -27,14 +27,50 @@ PACKAGE = Path("node_modules") / "onnxruntime-web" / "package.json"
 def node_folder() -> Path | None:
     """The folder whose `node_modules` has onnxruntime-web: `MIONNX_NODE`, or the current one or one above it."""
     chosen = os.environ.get(FOLDER)
-    places = [Path(chosen)] if chosen else [Path.cwd(), *Path.cwd().parents]
-    return next((place for place in places if (place / PACKAGE).is_file()), None)
+    folders = [Path(chosen)] if chosen else [Path.cwd(), *Path.cwd().parents]
+    return next((folder for folder in folders if (folder / PACKAGE).is_file()), None)
 
 
-class Web(GraphRuntime):
-    """onnxruntime-web with one thread; weights travel inside the model, so it can have 2 GiB at most."""
+class WebProgram(Program):
+    """A process of Node's that has one model open.
 
-    def missing(self, subject: GraphUnderTest) -> str | None:
+    Attributes:
+        native: the `subprocess.Popen`.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.inputs = inputs_of(model)
+        self._scratch = tempfile.TemporaryDirectory()
+        file = Path(self._scratch.name) / "model.onnx"
+        file.write_bytes(model.SerializeToString())
+        command = ["node", str(SERVER), str((node_folder() or Path()).resolve())]
+        pipe = subprocess.PIPE
+        self.native = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        self._finalizer = weakref.finalize(self, _end, self.native, self._scratch)
+        _ask(self.native, {"open": str(file)})
+
+    def close(self) -> None:
+        """End the process."""
+        self._finalizer()
+
+    def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
+        """See `Program.run`."""
+        arrays = {name: np.asarray(value) for name, value in feeds.items() if name in self.inputs}
+        return _run(self.native, Path(self._scratch.name), arrays, list(outputs))
+
+
+def _end(node: "subprocess.Popen[str]", scratch: "tempfile.TemporaryDirectory[str]") -> None:
+    node.kill()
+    node.communicate()
+    scratch.cleanup()
+
+
+class Web(Engine):
+    """onnxruntime-web with one thread; weights travel inside the model, which can have 2 GiB at most."""
+
+    name = "onnxruntime-web"
+
+    def missing(self, options: Options) -> str | None:
         """Whether Node and onnxruntime-web are there."""
         if shutil.which("node") is None:
             return "Node is not installed: install Node 20, then `npm install onnxruntime-web`"
@@ -45,32 +81,19 @@ class Web(GraphRuntime):
             )
         return None
 
-    def facts(self) -> dict[str, str]:
+    def facts(self, options: Options) -> dict[str, str]:
         """Versions of onnxruntime-web and of Node."""
         node = subprocess.run(["node", "--version"], capture_output=True, text=True).stdout.strip()
         package = json.loads(((node_folder() or Path()) / PACKAGE).read_text())
         return {"onnxruntime-web": package["version"], "node": node, "threads": "1"}
 
-    @contextmanager
-    def opened(self, proto: onnx.ModelProto, folder: Path) -> Iterator[Piece]:
-        """A session in a process of Node's; see `GraphRuntime.opened`."""
-        held = onnx.ModelProto()
-        held.CopyFrom(proto)
-        embed(held, folder)
-        names = [value.name for value in proto.graph.output]
-        command = ["node", str(SERVER), str((node_folder() or Path()).resolve())]
-        with tempfile.TemporaryDirectory() as scratch:
-            model = Path(scratch) / "model.onnx"
-            model.write_bytes(held.SerializeToString())
-            del held
-            with subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            ) as node:
-                try:
-                    _ask(node, {"open": str(model)})
-                    yield lambda feeds: _run(node, Path(scratch), feeds, names)
-                finally:
-                    node.kill()
+    def open(
+        self, model: Path | bytes, folder: Path, options: Options, *, optimised: bool = False, spinning: bool = True
+    ) -> WebProgram:
+        """See `Engine.open`."""
+        proto = onnx_file.parse(model) if isinstance(model, bytes) else onnx_file.read(model)
+        onnx_file.embed(proto, folder)
+        return WebProgram(proto)
 
 
 def _ask(node: "subprocess.Popen[str]", question: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,76 @@
+"""CUDA graphs: calls of one session that are recorded once a shape, and launched as a whole from then on."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from mionnx.engine.device import CPU, Device, copied, empty, fetch, put, run_at, run_options
+from mionnx.errors import ModelError
+
+
+class CudaGraphs:
+    """Calls of one session by their shapes: each shape has buffers of its own, and is one CUDA graph.
+
+    A CUDA graph reads and writes the same addresses every time: inputs are written into the buffers of the first call
+    of that shape, and results are copied out of them. On other providers the same is an ordinary run.
+    """
+
+    LIMIT = 8  # shapes; beyond, the buffers of the one used longest ago are given up
+
+    def __init__(self, session: onnxruntime.InferenceSession, place: Device) -> None:
+        self.session, self.place = session, place
+        self._calls: dict[Any, _Replay] = {}
+        self._number = 0
+
+    def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+        """As `run_at`, with arrays as results."""
+        arrays = {name: np.asarray(value) for name, value in feeds.items()}
+        key = (tuple(outputs), *sorted((name, array.shape, array.dtype.str) for name, array in arrays.items()))
+        call = self._calls.pop(key, None)
+        try:
+            if call is None:
+                self._number += 1
+                call = _Replay(self.session, outputs, arrays, self.place, self._number)
+            self._calls[key] = call  # last in the order of the dictionary: the one used most recently
+            while len(self._calls) > self.LIMIT:
+                del self._calls[next(iter(self._calls))]
+            return call.run(arrays)
+        except ModelError:
+            raise
+        except Exception as error:  # ONNX Runtime's errors share no base class
+            raise ModelError(f"ONNX Runtime failed while replaying a CUDA graph: {error}") from error
+
+
+class _Replay:
+    """The calls of one shape."""
+
+    def __init__(
+        self,
+        session: onnxruntime.InferenceSession,
+        outputs: Sequence[str],
+        arrays: Mapping[str, NDArray[Any]],
+        place: Device,
+        number: int,
+    ) -> None:
+        self.session, self.place, self.options = session, place, run_options(str(number))
+        self.inputs = {name: put(array.copy(), place) for name, array in arrays.items()}
+        first = run_at(session, outputs, self.inputs, place)
+        self.outputs = {name: empty(held.shape, held.value.element_type(), place) for name, held in first.items()}
+        self.binding = session.io_binding()
+        for name, value in self.inputs.items():
+            self.binding.bind_ortvalue_input(name, value)
+        for name, value in self.outputs.items():
+            self.binding.bind_ortvalue_output(name, value)
+
+    def run(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        for name, array in arrays.items():
+            if array.dtype == ml_dtypes.bfloat16:
+                copied(put(array, CPU), self.place, self.inputs[name])
+            else:
+                self.inputs[name].update_inplace(np.asarray(array, order="C"))
+        self.session.run_with_iobinding(self.binding, self.options)
+        return {name: fetch(value, self.place).copy() for name, value in self.outputs.items()}

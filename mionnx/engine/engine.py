@@ -1,0 +1,150 @@
+"""`Engine` opens a graph as a `Program`; a program runs it. Nothing outside this room knows an engine's own objects."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from mionnx.engine.options import Options
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of a program.
+
+    Attributes:
+        dtype: its numbers' dtype.
+        rank: number of axes; None if the graph does not say.
+        optional: whether it has a default, and may be left out.
+    """
+
+    dtype: "np.dtype[Any]"
+    rank: int | None
+    optional: bool = False
+
+
+class Program(ABC):
+    """One graph, open in one engine.
+
+    Attributes:
+        native: the engine's own object.
+        inputs: everything that can be fed, by name.
+    """
+
+    native: Any
+    inputs: Mapping[str, Input]
+
+    @abstractmethod
+    def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
+        """Run the graph, and give some of its outputs as arrays.
+
+        Args:
+            outputs: names.
+            feeds: arrays, or values of `run_on_device`; names that the graph does not read are left out.
+
+        Raises:
+            ModelError: the engine failed while running.
+        """
+
+    def run_on_device(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """As `run`, but results stay where the engine computes them, to be fed again without a copy."""
+        return dict(self.run(outputs, feeds))
+
+    def compute(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """As `run` where the engine computes on the CPU; on another device as `run_on_device`."""
+        return dict(self.run(outputs, feeds))
+
+    def resident(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+        """Arrays put where the engine computes, once for many runs."""
+        return dict(arrays)
+
+    def close(self) -> None:
+        """End what Python's garbage collector would not end; most programs have nothing of the kind."""
+        return
+
+
+class Engine(ABC):
+    """Something that runs ONNX graphs.
+
+    Attributes:
+        name: of the engine, as users write it.
+        settings: the fields of `Options` that it has, besides those of every engine.
+        prepacks: whether it packs weights when it opens a graph (`Options.prepack`).
+    """
+
+    name: ClassVar[str]
+    settings: ClassVar[tuple[str, ...]] = ()
+    prepacks: ClassVar[bool] = False
+
+    @abstractmethod
+    def missing(self, options: Options) -> str | None:
+        """Why it cannot run on this machine, and what would install it; None if it can."""
+
+    def refuses(self, model: onnx.ModelProto) -> str | None:
+        """Why it cannot run this graph, where that is known before it is opened; None if it may."""
+        return None
+
+    @abstractmethod
+    def facts(self, options: Options) -> dict[str, str]:
+        """Versions and options, for the record of a comparison."""
+
+    def source(self, options: Options) -> str | None:
+        """The body of a Python function of (path, feeds) that runs a model in this engine; None if Python cannot."""
+        return None
+
+    @abstractmethod
+    def open(
+        self, model: Path | bytes, folder: Path, options: Options, *, optimised: bool = False, spinning: bool = True
+    ) -> Program:
+        """Open a graph.
+
+        Args:
+            model: a file, or the bytes of a model whose external data lie in `folder`.
+            folder: the hooked model's folder, or the base's.
+            options: settings.
+            optimised: whether the graph is one that this engine has optimised already.
+            spinning: whether its threads keep the processor while they wait during a run.
+
+        Raises:
+            ModelError: the engine refuses the model.
+        """
+
+    @contextmanager
+    def opened_alone(self, model: Path | bytes, folder: Path, options: Options) -> Iterator[Program]:
+        """A program that is closed in the end, all of it run by what the options name and by nothing in its stead.
+
+        Raises:
+            ModelError: the engine refuses the model, or would run it elsewhere.
+        """
+        program = self.open(model, folder, options)
+        try:
+            yield program
+        finally:
+            program.close()
+
+
+def numpy_dtype(element_type: int) -> "np.dtype[Any]":
+    """The numpy dtype of ONNX's number for one."""
+    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(element_type))
+
+
+def inputs_of(model: onnx.ModelProto) -> dict[str, Input]:
+    """The inputs of a graph, read from the graph itself."""
+    defaults = {tensor.name for tensor in model.graph.initializer}
+    tensors = {value.name: value.type.tensor_type for value in model.graph.input}
+    return {
+        name: Input(
+            numpy_dtype(tensor.elem_type),
+            len(tensor.shape.dim) if tensor.HasField("shape") else None,
+            name in defaults,
+        )
+        for name, tensor in tensors.items()
+    }

@@ -1,0 +1,55 @@
+"""The table of engines. A new engine is one file of this room and one entry here."""
+
+from dataclasses import fields
+from pathlib import Path
+
+from mionnx.engine.engine import Engine, Program
+from mionnx.engine.onnx_runtime import OnnxRuntime
+from mionnx.engine.openvino import OpenVino
+from mionnx.engine.options import ONNX_RUNTIME, Options
+from mionnx.engine.reference import Reference
+from mionnx.engine.web import Web
+from mionnx.errors import InputError, RuntimeMissingError, nearest
+
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (OnnxRuntime(), OpenVino(), Web(), Reference())}
+COMMON = ("engine", "max_graphs", "max_bytes")  # settings of the pool of open graphs, whatever opens them
+
+
+def engine_of(options: Options) -> Engine:
+    """The engine that some options name.
+
+    Raises:
+        InputError: no such engine, or a setting that it does not have.
+    """
+    engine = ENGINES.get(options.engine)
+    if engine is None:
+        raise InputError(
+            f"no engine {options.engine!r}; there are {', '.join(ENGINES)}{nearest(options.engine, ENGINES)}"
+        )
+    plain = Options(engine=options.engine)
+    for setting in fields(Options):
+        name = setting.name
+        if name not in (*COMMON, *engine.settings) and getattr(options, name) != getattr(plain, name):
+            raise InputError(
+                f"engine={engine.name!r} has no {name}={getattr(options, name)!r}: leave it out, or use "
+                f"engine={ONNX_RUNTIME!r}"
+            )
+    return engine
+
+
+def ready_engine(options: Options) -> Engine:
+    """As `engine_of`, and it can run on this machine.
+
+    Raises:
+        InputError: see `engine_of`.
+        RuntimeMissingError: the engine, or its provider, is not installed; the message says what would install it.
+    """
+    engine = engine_of(options)
+    if why := engine.missing(options):
+        raise RuntimeMissingError(why)
+    return engine
+
+
+def open_program(model: bytes, folder: Path, options: Options) -> Program:
+    """Open a graph in the engine that some options name; see `Engine.open`."""
+    return engine_of(options).open(model, folder, options)

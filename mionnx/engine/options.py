@@ -1,0 +1,105 @@
+"""`Options`: the engine that runs a model's graphs, and how it opens them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import onnxruntime
+
+from mionnx.engine import device
+from mionnx.errors import InputError, RuntimeMissingError, nearest
+
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+LEVELS = ("none", "basic", "extended", "all")
+CUDA_GRAPH = "enable_cuda_graph"
+ONNX_RUNTIME = "onnxruntime"  # the engine that has all of these options
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings with which a model's graphs are opened.
+
+    All but `threads`, `fast`, `max_graphs` and `max_bytes` are for the engine "onnxruntime".
+
+    Attributes:
+        provider: "cpu", "cuda", or the name of any execution provider of the installed ONNX Runtime.
+        threads: threads inside one operator; 0 lets the engine choose.
+        fast: allow fusions that change the last bits of the logits when something inside them is captured.
+        max_graphs: number of rewritten graphs that stay open; beyond, the least recently used one is closed.
+        max_bytes: memory that open graphs may take together, counted as the bytes of their weights; half of the
+            machine's memory if it is 0.
+        prepack: let sessions pack their weights. Without, a graph opens several times faster and runs slower on fewer
+            than some 500 tokens: for structures that run once each, and for large batches. None lets the first call
+            decide: packed, unless it has 512 tokens or more. The last bits differ between the two, so one model object
+            uses one of them for all.
+        base: open graphs from a prepared base (see `mionnx.run.prepacked`): "auto" uses one that is there, and makes
+            one for the second rewritten graph of a model with more than 64 MiB of weights; "always"; "ready" makes
+            none, and uses one that is there; "never".
+        provider_options: of the provider, as ONNX Runtime names them: `{"device_id": 1, "gpu_mem_limit": 2**34}`.
+        level: graph optimisation level: "none", "basic", "extended" or "all".
+        cuda_graphs: let every shape of `forward`'s calls be one CUDA graph, launched as a whole: faster where a small
+            structure runs many times on other values. For the provider "cuda", and graphs without control flow. What
+            is captured is then copied to the CPU at once.
+        engine: "onnxruntime", "openvino", "onnxruntime-web" or "reference"; see `mionnx.engine.engines`.
+    """
+
+    provider: str = "cpu"
+    threads: int = 0
+    fast: bool = False
+    max_graphs: int = 64
+    max_bytes: int = 0
+    prepack: bool | None = None
+    base: str = "auto"
+    provider_options: Mapping[str, str | int] = field(default_factory=dict)
+    level: str = "all"
+    cuda_graphs: bool = False
+    engine: str = ONNX_RUNTIME
+
+    def __post_init__(self) -> None:
+        """Refuse what no session can be opened with.
+
+        Raises:
+            InputError: a level that is not one of `LEVELS`, or CUDA graphs where there are none.
+        """
+        if self.level not in LEVELS:
+            raise InputError(f"no optimisation level {self.level!r}; there are {', '.join(LEVELS)}")
+        if CUDA_GRAPH in self.provider_options:
+            raise InputError(f"{CUDA_GRAPH} replays what was computed before unless inputs are fixed: cuda_graphs=True")
+        if self.cuda_graphs and PROVIDERS.get(self.provider, self.provider) != PROVIDERS["cuda"]:
+            raise InputError(f"cuda_graphs=True is for the provider 'cuda', not {self.provider!r}")
+
+    @property
+    def place(self) -> device.Device:
+        """The device that computes the results."""
+        return device.place_of(PROVIDERS.get(self.provider, self.provider), self.device_id)
+
+    @property
+    def of_provider(self) -> dict[str, str]:
+        """The provider's options, as ONNX Runtime takes them."""
+        settings = {key: str(value) for key, value in self.provider_options.items()}
+        return {**settings, CUDA_GRAPH: "1"} if self.cuda_graphs else settings
+
+    @property
+    def device_id(self) -> int:
+        """Number of the device, where there are several."""
+        return int(self.provider_options.get("device_id", 0))
+
+    def provider_name(self) -> str:
+        """The provider's full name.
+
+        Raises:
+            RuntimeMissingError: the installed ONNX Runtime does not have it.
+        """
+        name = PROVIDERS.get(self.provider, self.provider)
+        available = onnxruntime.get_available_providers()
+        if name not in available:
+            raise RuntimeMissingError(
+                f"no {name} in this ONNX Runtime, which has {', '.join(available)}{nearest(name, available)}"
+            )
+        return name
+
+    def for_many_graphs(self, max_graphs: int) -> "Options":
+        """The same for structures that run once each: weights are not packed, and no base is made for them."""
+        if self.engine != ONNX_RUNTIME:
+            return replace(self, max_graphs=max_graphs)
+        base = "ready" if self.base == "auto" else self.base
+        return replace(self, prepack=False, base=base, max_graphs=max_graphs)

@@ -1,0 +1,74 @@
+"""The engine of the ONNX standard itself: onnx's `ReferenceEvaluator`, in numpy."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx.reference import ReferenceEvaluator
+
+from mionnx.engine.engine import Arrays, Engine, Program, inputs_of
+from mionnx.engine.options import Options
+from mionnx.errors import ModelError
+from mionnx.graph import onnx_file
+from mionnx.graph.validate import graphs
+
+
+class ReferenceProgram(Program):
+    """An evaluator.
+
+    Attributes:
+        native: the `onnx.reference.ReferenceEvaluator`.
+    """
+
+    def __init__(self, evaluator: ReferenceEvaluator, model: onnx.ModelProto) -> None:
+        self.native, self.inputs = evaluator, inputs_of(model)
+
+    def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
+        """See `Program.run`."""
+        arrays = {name: np.asarray(value) for name, value in feeds.items() if name in self.inputs}
+        try:
+            values = self.native.run(list(outputs), arrays)
+        except Exception as error:  # its operators raise what numpy raises
+            raise ModelError(f"onnx's ReferenceEvaluator failed while running the model: {error}") from error
+        return dict(zip(outputs, map(np.asarray, values), strict=True))
+
+
+class Reference(Engine):
+    """Slow, with its weights in memory; an oracle where others disagree."""
+
+    name = "reference"
+
+    def missing(self, options: Options) -> str | None:
+        """Nothing: onnx is a part of every installation."""
+        return None
+
+    def refuses(self, model: onnx.ModelProto) -> str | None:
+        """Whether the graph has an operator that onnx's evaluator does not implement."""
+        for graph in graphs(model):
+            for node in graph.node:
+                if node.op_type == "Scan" and any(any(item.ints) for item in node.attribute if "axes" in item.name):
+                    return "onnx's ReferenceEvaluator implements Scan along axis 0 only: nothing would install it"
+        return None
+
+    def facts(self, options: Options) -> dict[str, str]:
+        """Versions."""
+        return {"onnx": onnx.__version__, "numpy": np.__version__}
+
+    def source(self, options: Options) -> str:
+        """See `Engine.source`."""
+        return "from onnx.reference import ReferenceEvaluator\n\nreturn ReferenceEvaluator(path).run(None, feeds)[0]"
+
+    def open(
+        self, model: Path | bytes, folder: Path, options: Options, *, optimised: bool = False, spinning: bool = True
+    ) -> ReferenceProgram:
+        """See `Engine.open`."""
+        proto = onnx_file.parse(model) if isinstance(model, bytes) else onnx_file.read(model)
+        if why := self.refuses(proto):
+            raise ModelError(why)
+        onnx_file.embed(proto, folder)
+        try:
+            return ReferenceProgram(ReferenceEvaluator(proto), proto)
+        except Exception as error:  # what its operators do not implement is an error of any class
+            raise ModelError(f"onnx's ReferenceEvaluator cannot open this part of the model: {error}") from error
