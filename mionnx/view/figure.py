@@ -31,6 +31,6 @@ def to_png(figure: "Figure") -> bytes:
 
 
 def spelled(token: str) -> str:
-    """A token as a label: white space made visible, and no `$`, which matplotlib would take for a formula."""
+    """A token as a label: white space made visible, and `$` escaped against mathtext."""
     shown = token.replace("\n", "⏎").replace("\t", "⇥").replace("$", r"\$")
     return shown if shown.strip() else "␣" * len(shown)

@@ -1,4 +1,4 @@
-"""`Shown`: what every result that can be looked at has in common."""
+"""`Shown`: the base of every result with a figure and a page."""
 
 import json
 from abc import ABC, abstractmethod

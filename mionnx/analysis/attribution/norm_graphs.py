@@ -1,19 +1,20 @@
-"""The norms of a model as functions of their own: where each begins and ends in the graph, and running it alone."""
+"""`NormGraphs`: the norms of a model, found in its graph and run by themselves."""
 
-from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 
-from mionnx.engine.engines import open_program
+from mionnx.analysis.attribution.linear_norm import LinearNorm, linearise
 from mionnx.engine.options import Options
 from mionnx.errors import HookError
 from mionnx.graph import onnx_file
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.rewrite.apply_plan import parts
+from mionnx.run.model_part import ModelPart
 
 Part = tuple[str, str]  # the names of the values that a part of the graph begins and ends with
 PRODUCTS = ("MatMul", "Gemm")
@@ -21,25 +22,42 @@ PRODUCTS = ("MatMul", "Gemm")
 PLAIN = frozenset({"Add", "Reshape", "Identity", "Cast", "Squeeze", "Unsqueeze"})
 
 
-class Norms:
-    """Parts of one model's graph, open as one program, that each take [n, hidden] to [n, hidden]."""
+class NormGraphs:
+    """The norms of one model, each a graph from [n, hidden] to [n, hidden], opened on first use."""
 
-    def __init__(self, hooked: HookedModel, options: Options, pairs: Sequence[Part]) -> None:
-        self.pairs, self.hidden = list(pairs), hooked.metadata.sizes.hidden_size
-        self._program = open_program(parts(hooked.proto, self.pairs), hooked.folder, options)
-        self._ranks = {name: entry.rank for name, entry in self._program.inputs.items()}
+    def __init__(self, hooked: HookedModel, options: Options) -> None:
+        self.hooked, self.options = hooked, options
+        self._open: dict[tuple[Part, ...], ModelPart] = {}
 
-    def run(self, part: Part, rows: NDArray[Any]) -> NDArray[Any]:
-        """One of the parts on rows [n, hidden]; the others run on zeros."""
-        first, last = part
-        ids = np.zeros((1, len(rows)), np.int64)  # some families read the shape of the tokens
-        feeds = {"input_ids": ids, "attention_mask": ids + 1, "position_ids": ids}
-        feeds |= {name: self._shaped(name, np.zeros_like(rows)) for name, _ in self.pairs}
-        found = self._program.run([last], {**feeds, first: self._shaped(first, rows)})
-        return found[last].reshape(-1, self.hidden)
+    @cached_property
+    def output_norms(self) -> dict[int, Part]:
+        """See `output_norms`."""
+        return output_norms(self.hooked)
 
-    def _shaped(self, name: str, rows: NDArray[Any]) -> NDArray[Any]:
-        return rows if self._ranks[name] == 2 else rows[None]
+    def run(self, part: Part, rows: NDArray[Any], beside: tuple[Part, ...] = ()) -> NDArray[Any]:
+        """Run one norm.
+
+        Args:
+            part: where the norm begins and ends.
+            rows: [n, hidden].
+            beside: the norms to open as one graph with it, itself among them; the others run on zeros.
+        """
+        group = beside or (part,)
+        if group not in self._open:
+            self._open[group] = ModelPart(parts(self.hooked.proto, group), self.hooked, self.options)
+        graph = self._open[group]
+        feeds = {first: rows if first == part[0] else np.zeros_like(rows) for first, _ in group}
+        shaped = {name: array if graph.ranks[name] == 2 else array[None] for name, array in feeds.items()}
+        return graph.run([part[1]], shaped, (1, len(rows)))[part[1]].reshape(rows.shape)
+
+    def linear(self, part: Part, stream: NDArray[Any], beside: tuple[Part, ...] = ()) -> LinearNorm:
+        """The linear map that one norm is at a stream [..., hidden].
+
+        Raises:
+            ModelError: this part of the graph is no LayerNorm or RMSNorm.
+        """
+        name = f"{self.hooked.metadata.family}: what lies between {part[0]} and {part[1]}"
+        return linearise(lambda rows: self.run(part, rows, beside), stream, name)
 
 
 def final_norm(hooked: HookedModel) -> Part:
@@ -81,9 +99,9 @@ def _product(value: gs.Tensor) -> gs.Node:
 
 
 def output_norms(hooked: HookedModel) -> dict[int, Part]:
-    """Of each layer whose attention output is changed on its way to the stream (a norm, a factor) that part.
+    """Layer -> the norm or factor behind its attention, where there is one.
 
-    It begins where the heads' shares have been added up, and ends in `hook_attn_out`.
+    The part begins where the heads' shares have been added up, and ends in `hook_attn_out`.
     """
     graph = onnx_file.edit(hooked.proto)
     found = {}

@@ -1,4 +1,4 @@
-"""`FeatureActivations`: which features are active at which token."""
+"""`FeatureActivations`: the features that are active at each token of a text."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any

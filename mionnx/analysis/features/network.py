@@ -21,7 +21,7 @@ Lines = list[str]
 
 
 def autoencoder(config: Config, weights: Weights, error: bool) -> Fragment:
-    """The fragment that takes a value's place.
+    """The fragment that replaces a value.
 
     Args:
         config, weights: of the SAE.
@@ -46,7 +46,7 @@ def autoencoder(config: Config, weights: Weights, error: bool) -> Fragment:
 
 
 def ranking(config: Config, weights: Weights, asked: Mapping[str, NDArray[np.int64]]) -> Fragment:
-    """A fragment that changes nothing, and ranks features on the way.
+    """A fragment that ranks features and leaves the value unchanged.
 
     Its hook points: hook_top_values and hook_top_ids [batch, seq, k], hook_followed [batch, seq, n].
 
@@ -147,7 +147,7 @@ def _normalise(config: Config, tag: str, source: str, width: int) -> Lines:
 
 
 def _gated(tag: str) -> Lines:
-    """Two encoders that share a matrix: one says whether, the other how much (Rajamanoharan et al. 2024)."""
+    """Two encoders that share a matrix, for whether and how much (Rajamanoharan et al. 2024)."""
     return [
         f"{tag}gate = Add({tag}product, b_gate)",
         f"{tag}scale = Exp(r_mag)",
@@ -196,7 +196,7 @@ def _decode(config: Config, tag: str, acts: str) -> Lines:
 
 
 def _shaped(config: Config, tag: str) -> Lines:
-    """As the value was, with the skip connection, which reads the value itself."""
+    """Restore the value's shape, and add the skip connection, which reads the value itself."""
     if config.by_head:
         return [f"{tag}as = Shape(x)", f"{tag}out = Reshape({tag}restored, {tag}as)"]
     if not config.skip:
