@@ -32,6 +32,7 @@ from mionnx.engine import onnx_runtime
 from mionnx.engine.options import Options
 from mionnx.errors import InputError, InterventionError, ModelError, nearest
 from mionnx.graph import onnx_file
+from mionnx.graph.builder import to_proto
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
 from mionnx.machine.progress import Progress, silent
@@ -157,7 +158,7 @@ def _compiled(bound: BoundSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
     _refuse_large_fragments(spec)
     bake(edited, bound, knobs, report)
     prune(edited, report)
-    proto = onnx_file.to_proto(edited, model.proto, dict.fromkeys(knobs, ()))
+    proto = to_proto(edited, model.proto, dict.fromkeys(knobs, ()))
     facts = {
         "what": "a compiled intervention graph: not the original model",
         "family": model.metadata.family,

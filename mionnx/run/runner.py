@@ -1,5 +1,7 @@
 """`Runner`: a hooked model that runs. `mionnx.MIModel` adds the analyses."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -199,7 +201,7 @@ class Runner:
         found = self.variants.open.items()
         return {plan: one for plan, one in found if isinstance(plan, Plan) and isinstance(one, OpenGraph)}
 
-    def warm(self, hooks: HookSpec, logits: "bool | Logits" = True) -> None:
+    def warm(self, hooks: HookSpec, logits: bool | Logits = True) -> None:
         """Open the graph of a spec now, so that the first `forward` with such a structure does not wait for it."""
         part = logits if isinstance(logits, Logits) else Logits()
         self.compile_graph(hooks, part.outputs(bool(logits)) if logits else Outputs(logits=False, carried=False))

@@ -1,5 +1,7 @@
 """Run a model with Python functions at its hook points: `run_with_hooks`, `run_with_cache`."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from typing import Any
 

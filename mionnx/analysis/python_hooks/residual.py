@@ -4,6 +4,8 @@ They mean what the verbs of these names mean elsewhere, except that a layer or p
 that nothing captured could show, is an error.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """`Intervention.ProjectOut`: directions removed from the activation."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,10 @@ from mionnx.spec.limits import Indices, Positions
 
 @dataclass(frozen=True)
 class ProjectOut(Kind):
-    """Remove directions from the activation: x - (x D^T) D, with orthonormal directions D of [k, width]."""
+    """Remove directions from the activation.
+
+    x - (x D^T) D, with the orthonormal directions D as [k, width].
+    """
 
     name = "project_out"
     shape = ValueShape.DIRECTIONS
@@ -60,7 +65,7 @@ class ProjectOut(Kind):
             raise ValueError("the value of project_out must be orthonormal directions, [k, width]")
         return super().restored(tensors, reads, **limits)
 
-    def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> "ProjectOut":
+    def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> ProjectOut:
         if axes[-1] == "seq_k":
             raise InterventionError(
                 f"project_out at {point}: its last axis is keys, not features; nearest: "
