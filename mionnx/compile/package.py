@@ -33,6 +33,7 @@ from mionnx.engine import onnx_runtime
 from mionnx.engine.options import Options
 from mionnx.errors import InputError, InterventionError, ModelError, nearest
 from mionnx.graph import onnx_file
+from mionnx.graph.builder import to_proto
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
 from mionnx.machine.progress import Progress, silent
@@ -159,7 +160,7 @@ def _compiled(model: HookedModel, plan: Plan, spec: HookSpec, knobs: dict[str, l
     _refuse_large_fragments(spec)
     bake(edited, plan, spec, shapes, model.metadata, knobs, report)
     prune(edited, report)
-    proto = onnx_file.to_proto(edited, model.proto, dict.fromkeys(knobs, ()))
+    proto = to_proto(edited, model.proto, dict.fromkeys(knobs, ()))
     facts = {
         "what": "a compiled intervention graph: not the original model",
         "family": model.metadata.family,

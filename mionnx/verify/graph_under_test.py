@@ -100,14 +100,11 @@ class GraphUnderTest:
 
     def starts_of(self, known: Collection[str], ends: Iterable[str]) -> list[str]:
         """Those of some known values that others are computed from, when all that is known is taken as it is."""
-        ends = [*ends]
-        kept = self.wiring.ancestors(ends, known)
-        read = {name for node in kept for name in self.wiring.read[node]}
-        return [name for name in known if name in read]
+        return self.wiring.needed(known, [*ends])
 
     def part(self, starts: Sequence[str], ends: Sequence[str]) -> onnx.ModelProto:
         """The nodes between some values and others, as a model of its own; bfloat16 is float32 at its borders."""
-        return widened(extract(self.proto, starts, ends))
+        return widened(extract(self.wiring, starts, ends))
 
     def groups(self, names: Sequence[str]) -> Iterator[list[str]]:
         """Names in groups whose values have at most `GROUP` bytes together, or one of a larger value."""

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.view import Shown, empty_figure, render
-from mionnx.view.figure import spelled
+from mionnx.view.figure import token_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -113,7 +113,7 @@ class Attribution(Shown):
         _draw_bars(panels[0], shown, len(self.labels))
         if heads is not None:
             _draw_heads(figure, panels[1], heads)
-        figure.suptitle(spelled(f"{self.what}: {self.logit:.3f}"), fontsize=10)
+        figure.suptitle(token_label(f"{self.what}: {self.logit:.3f}"), fontsize=10)
         return figure
 
 

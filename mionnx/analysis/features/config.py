@@ -85,8 +85,8 @@ def from_saelens(cfg: dict[str, Any], names: set[str]) -> Config:
     activation, transcoder = ARCHITECTURES[name]
     hook = str(facts.get("hook_name") or facts.get("hook_point") or "")
     shape = facts.get("reshape_activations") or ("hook_z" if old and "hook_z" in hook else "none")
-    kept = k if activation == "topk" else 0
-    if not isinstance(kept, int) or (activation == "topk" and kept < 1):
+    largest = k if activation == "topk" else 0
+    if not isinstance(largest, int) or (activation == "topk" and largest < 1):
         raise ModelError(f"a top-k SAE must say how many features it keeps, got k={k!r}")
     return Config(
         activation,
@@ -94,7 +94,7 @@ def from_saelens(cfg: dict[str, Any], names: set[str]) -> Config:
         "W_skip" in names,
         _normalisation(facts.get("normalize_activations")),
         bool(facts.get("apply_b_dec_to_input", not transcoder)),
-        kept,
+        largest,
         bool(facts.get("rescale_acts_by_decoder_norm", False)),
         shape == "hook_z",
         hook,

@@ -64,8 +64,8 @@ def ranking(config: Config, weights: Weights, asked: Mapping[str, NDArray[np.int
         "hook_followed = Gather <axis = -1> (clean_acts, followed)",
         "y = Identity(x)",
     ]
-    kept = {name: array for name, array in held.items() if name != "W_dec"}
-    return _written(config, {**kept, **asked}, lines, "y", alone=True)
+    read = {name: array for name, array in held.items() if name != "W_dec"}
+    return _written(config, {**read, **asked}, lines, "y", alone=True)
 
 
 def _held(config: Config, weights: Weights) -> Weights:
@@ -83,11 +83,11 @@ def _written(
     ]
     width = held["W_enc"].shape[0]
     wide = "batch, seq, n_heads, head_dim" if config.by_head else f"batch, seq, {width}"
-    given, made = [f"float[{wide}] x"], wide
+    values, result = [f"float[{wide}] x"], wide
     if config.transcoder and not alone:
-        made = f"batch, seq, {held['W_dec'].shape[1]}"
-        given = [f"float[{made}] old", f"float[{wide}] x"]
-    head = f"sae ({', '.join([*given, *inputs])}) => (float[{made}] {output})"
+        result = f"batch, seq, {held['W_dec'].shape[1]}"
+        values = [f"float[{result}] old", f"float[{wide}] x"]
+    head = f"sae ({', '.join([*values, *inputs])}) => (float[{result}] {output})"
     body = "\n  ".join(lines)
     return written(f'<ir_version: 10, opset_import: ["": 21]>\n{head} {{\n  {body}\n}}', held)
 

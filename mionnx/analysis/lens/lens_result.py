@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mionnx.analysis.lens.readout import Readout
 from mionnx.errors import InputError
 from mionnx.view import Shown, new_figure, render
-from mionnx.view.figure import spelled
+from mionnx.view.figure import token_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -220,5 +220,5 @@ def label_of(point: str) -> str:
 
 
 def _short(token: str, most: int = 12) -> str:
-    shown = spelled(token)
+    shown = token_label(token)
     return shown if len(shown) <= most else shown[: most - 1] + "…"

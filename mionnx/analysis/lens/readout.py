@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from mionnx.engine.options import Options
 from mionnx.errors import InputError
+from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.rewrite.apply_plan import tail
 from mionnx.rewrite.lens_head import CHOSEN, OUTPUTS, K, lens
 from mionnx.run.model_part import ModelPart
 
@@ -100,7 +100,7 @@ class LogitHead:
 
     def __init__(self, hooked: HookedModel, options: Options) -> None:
         self.hook = str(HookPoint.ResidPost(hooked.metadata.sizes.num_layers - 1))
-        self._part = ModelPart(tail(hooked.proto, self.hook, LOGITS), hooked, options)
+        self._part = ModelPart(extract(hooked.proto, [self.hook], [LOGITS]).SerializeToString(), hooked, options)
 
     def run(self, streams: NDArray[Any]) -> NDArray[Any]:
         """The logits [batch, seq, vocab] of streams [batch, seq, hidden]."""

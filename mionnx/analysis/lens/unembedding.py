@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from mionnx.engine.options import Options
 from mionnx.errors import ModelError
+from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.matrices import Head, head
-from mionnx.rewrite.apply_plan import tail
 from mionnx.run.model_part import ModelPart
 
 
@@ -47,7 +47,7 @@ class Unembedding:
         return self._run(self.head.product, str(HookPoint.Logits), product)[0, 0]
 
     def _run(self, first: str, last: str, values: NDArray[Any]) -> NDArray[np.float64]:
-        part = ModelPart(tail(self.hooked.proto, first, last), self.hooked, self.options)
+        part = ModelPart(extract(self.hooked.proto, [first], [last]).SerializeToString(), self.hooked, self.options)
         return part.run([last], {first: values.astype(part.dtype)}, values.shape[:2])[last].astype(np.float64)
 
     def directions(self, ids: NDArray[np.integer[Any]]) -> NDArray[np.float64]:

@@ -292,9 +292,9 @@ class Directions(Shown):
         return f"Directions({self.hook}, {span}, width {self.vectors.shape[1]}, {self.method}, {self.pairs} pairs)"
 
 
-def _vectors(given: ArrayLike) -> NDArray[np.float32]:
+def _vectors(vectors: ArrayLike) -> NDArray[np.float32]:
     try:
-        array = np.array(given, np.float32)
+        array = np.array(vectors, np.float32)
     except (TypeError, ValueError) as error:
         raise InterventionError(f"a direction must be numbers: {error}") from error
     if not np.isfinite(array).all():

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.view import Shown, empty_figure, render
-from mionnx.view.figure import spelled
+from mionnx.view.figure import token_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,7 +105,9 @@ class DoseResponse(Shown):
         left, right = figure.subplots(1, 2)
         for i, prompt in enumerate(self.prompts[:SHOWN]):
             label = _short(f"{prompt} → {self.names[int(self.targets[i])].strip()}")
-            (line,) = left.plot(self.strengths, self.probabilities[i], marker="o", markersize=3, label=spelled(label))
+            (line,) = left.plot(
+                self.strengths, self.probabilities[i], marker="o", markersize=3, label=token_label(label)
+            )
             right.plot(self.strengths, self.kl[i], marker="o", markersize=3, color=line.get_color())
             if np.isfinite(self.flips[i]):
                 left.axvline(self.flips[i], color=line.get_color(), linewidth=0.8, linestyle=":")
