@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.errors import HookError, InputError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_batch import count_rows
+from mionnx.run.generation import generate
 from mionnx.run.runner import Prompt, Runner
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
@@ -120,7 +121,7 @@ def generate_with_hooks(
     spec = _ablation(model, ablate_layers) if ablate_layers is not None else HookSpec()
     where: list[int | str] = [-1] if max_new_tokens == 1 else [-1, "generated"]
     spec.extend(_steering(model, steers or (), where))
-    made = model.generate(_one_prompt(model, prompt), spec, max_new_tokens=max_new_tokens)
+    made = generate(model, _one_prompt(model, prompt), spec, max_new_tokens=max_new_tokens)
     ids = made.new_ids[0].tolist()
     return model.tokenizer.decode(ids), ids
 
