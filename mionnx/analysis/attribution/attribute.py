@@ -1,5 +1,7 @@
 """`attribute`: a logit, or the difference of two, as the sum of what each component adds to it directly."""
 
+from __future__ import annotations
+
 import numpy as np
 from numpy.typing import NDArray
 

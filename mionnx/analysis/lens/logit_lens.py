@@ -1,5 +1,7 @@
 """`logit_lens`: residual streams read as predictions of the next token, and all logits of a stream."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from typing import Any, overload
 

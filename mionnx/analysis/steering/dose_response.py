@@ -1,5 +1,7 @@
 """`dose_response`: the answers to prompts under a direction of several strengths, and the strength that flips them."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from typing import Any
 
