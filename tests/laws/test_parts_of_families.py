@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mionnx import HookError, HookPoint, HookSpec, Intervention, InterventionError, Logits, StateKnockoutSpec
-from mionnx.bind.plan import plan_of
+from mionnx.bind.bound_spec import bind
 from mionnx.rewrite.plan import Outputs
 
 law = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -89,7 +89,7 @@ def test_without_logits_only_the_layers_that_are_needed_run(family, models):
         spec = HookSpec().capture(name)
         found = model.forward(ids, spec, attention_mask=mask, logits=False)
         assert np.array_equal(found[name], model.forward(ids, spec, attention_mask=mask)[name])
-        plan = plan_of(spec, model.hooked, Outputs(logits=False, carried=False))
+        plan = bind(spec, model.hooked, Outputs(logits=False, carried=False)).plan
         graph = onnx.load_from_string(model.compiled[plan].model).graph
         left = {output for node in graph.node for output in node.output}
         assert not any(value.startswith(("blocks.1.", "hook_final_norm", "logits", "present.1")) for value in left)
