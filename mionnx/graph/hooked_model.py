@@ -77,6 +77,9 @@ class HookedModel:
                 raise ModelError(f"{folder / GRAPH} lists the hook point {name!r}, but no node makes such a value")
             if ranks[name] not in (None, len(axes)):
                 raise ModelError(f"{name} has {ranks[name]} axes in the graph, but its metadata say {axes}")
+        attending = metadata.sizes.num_layers if any(".attn." in name for name in metadata.hooks) else 0
+        if len(metadata.attention) != attending:
+            raise ModelError(f"{folder / GRAPH} describes attention in {len(metadata.attention)} of {attending} layers")
         inputs, outputs = onnx_file.interface(proto)
         if "input_ids" not in inputs or "logits" not in outputs:
             raise ModelError(

@@ -14,7 +14,7 @@ from mionnx.bind.logit_selection import Logits
 from mionnx.errors import InputError, ModelError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.prompt import Text, one_text, spell, token_of
+from mionnx.run.prompt import Text, one_text, token_of, token_text
 from mionnx.run.runner import Prompt, Runner
 from mionnx.spec.hook_spec import HookSpec
 
@@ -74,8 +74,8 @@ def attribute(
         model.num_layers,
         logit,
         unembedding.head.capped,
-        spell(model, chosen),
-        None if against is None else spell(model, against),
+        token_text(model, chosen),
+        None if against is None else token_text(model, against),
         text.tokens,
         index,
     )
