@@ -15,6 +15,7 @@ from mionnx.analysis.steering import contrast as contrasting
 from mionnx.analysis.steering import dose_response as dosing
 from mionnx.analysis.sweep import ablating, patching
 from mionnx.compile import compile_model
+from mionnx.run import generation
 from mionnx.run.runner import Runner
 from mionnx.verify import verbs as comparing
 
@@ -22,7 +23,7 @@ from mionnx.verify import verbs as comparing
 class MIModel(Runner):
     """A language model whose activations can be read and changed.
 
-    Each verb is a function of a model, in the module that it is taken from here; `Runner` has `forward` and `generate`.
+    Each verb is a function of a model, in the module that it is taken from here; `Runner` has `forward`.
 
     Example:
         model = MIModel.from_pretrained("models/world-llama")
@@ -30,6 +31,7 @@ class MIModel(Runner):
         cache["pattern", 2].shape  # (1, n_heads, seq, seq)
     """
 
+    generate = generation.generate
     # causal analysis, cell by cell
     patch_sweep = patching.patch_sweep
     path_patch = patching.path_patch

@@ -25,8 +25,7 @@ from typing import Any
 
 import onnx
 
-from mionnx.bind import plan as bind
-from mionnx.bind.hook_index import index_hooks
+from mionnx.bind.bound_spec import BoundSpec, bind
 from mionnx.compile.bake import bake
 from mionnx.compile.model_card import card, triton_config
 from mionnx.engine import onnx_runtime
@@ -100,8 +99,8 @@ def compile_spec(
     packaging, target = packaging or Packaging(), Path(folder)
     if target.exists():
         raise ModelError(f"{target} exists already")
-    plan = bind.plan_of(spec if captures else _without_captures(spec), model, Outputs(last=last_logits))
-    proto = _compiled(model, plan, spec, _indices(spec, knobs or {}))
+    bound = bind(spec if captures else _without_captures(spec), model, Outputs(last=last_logits))
+    proto = _compiled(bound, _indices(spec, knobs or {}))
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -149,16 +148,15 @@ def _indices(spec: HookSpec, knobs: Knobs) -> dict[str, list[int]]:
     return found
 
 
-def _compiled(model: HookedModel, plan: Plan, spec: HookSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
+def _compiled(bound: BoundSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
     """The graph, its weights still in the hooked model's files."""
+    model, plan, spec = bound.model, bound.plan, bound.spec
     edited, report = apply_plan(model.proto, plan, model.metadata)
     taken = {*edited.tensors()} & {*knobs}
     if taken:
         raise InterventionError(f"the graph has a value called {taken.pop()!r} already: give the knob another name")
-    points = index_hooks(spec, model)
-    shapes = {edit.hook: points.dims(HookPoint.parse(edit.hook)) for edit in plan.edits}
     _refuse_large_fragments(spec)
-    bake(edited, plan, spec, shapes, model.metadata, knobs, report)
+    bake(edited, bound, knobs, report)
     prune(edited, report)
     proto = to_proto(edited, model.proto, dict.fromkeys(knobs, ()))
     facts = {

@@ -6,14 +6,21 @@
 
 from collections.abc import Mapping
 
+from mionnx.errors import ModelError
 from mionnx.graph.builder import Builder, Tensor, Variable
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata
 
 
 def head_results(op: Builder, point: HookPoint, tensors: Mapping[str, Tensor], metadata: Metadata) -> Variable:
-    """Add the nodes of one layer's head results, [batch, seq, n_heads, hidden], in the model's dtype."""
+    """Add the nodes of one layer's head results, [batch, seq, n_heads, hidden], in the model's dtype.
+
+    Raises:
+        ModelError: no node reads the output projection that the metadata name.
+    """
     sizes, attention = metadata.sizes, metadata.attention[point.layer or 0]
+    if attention.output_projection not in tensors:
+        raise ModelError(f"no node of the graph reads {attention.output_projection}, the projection behind {point}")
     weight = tensors[attention.output_projection]
     if not attention.output_is_rows:
         weight = op.Transpose(weight, perm=[1, 0])

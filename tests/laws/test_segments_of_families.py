@@ -3,7 +3,7 @@
 import pytest
 
 from mionnx import HookSpec
-from mionnx.bind import plan
+from mionnx.bind.bound_spec import bind
 from mionnx.graph import onnx_file
 from mionnx.rewrite import rewrite
 from mionnx.rewrite.plan import Outputs
@@ -17,7 +17,7 @@ def test_no_node_that_depends_on_the_tokens_stands_in_two_segments(models, famil
     spec = HookSpec()
     for hook in hooks:
         spec.capture(hook)
-    model, _ = rewrite(hooked.proto, plan.plan_of(spec, hooked, Outputs(carried=False)), hooked.metadata)
+    model, _ = rewrite(hooked.proto, bind(spec, hooked, Outputs(carried=False)).plan, hooked.metadata)
     proto = onnx_file.parse(model)
     weights = {tensor.name for tensor in hooked.proto.graph.initializer}
     seen: list[str] = []

@@ -1,5 +1,7 @@
 """`Directions`: one steering vector a layer, its origin, and the specs that add or remove it."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,7 +138,7 @@ class Directions(Shown):
     def __getitem__(self, layer: int) -> Direction:
         return Direction(self.point(layer), self.vectors[self.layers.index(layer)])
 
-    def only(self, layers: Sequence[int]) -> "Directions":
+    def only(self, layers: Sequence[int]) -> Directions:
         """The directions of some of the layers."""
         at = [self.layers.index(layer) for layer in layers if self.point(layer)]
         separation = None
@@ -203,7 +205,7 @@ class Directions(Shown):
         return Path(path)
 
     @classmethod
-    def load(cls, path: str | Path) -> "Directions":
+    def load(cls, path: str | Path) -> Directions:
         """Read a .safetensors file that `save` wrote.
 
         Raises:
@@ -239,7 +241,7 @@ class Directions(Shown):
         return control_vector.write(dict(zip(self.layers, self.vectors, strict=True)), path, model_hint)
 
     @classmethod
-    def from_gguf(cls, path: str | Path) -> "Directions":
+    def from_gguf(cls, path: str | Path) -> Directions:
         """Read a control vector file of llama.cpp; see `mionnx.analysis.steering.control_vector`.
 
         Raises:
@@ -261,7 +263,7 @@ class Directions(Shown):
             "separation": None if self.separation is None else vars(self.separation),
         }
 
-    def figure(self) -> "Figure":
+    def figure(self) -> Figure:
         """Length and separation of each layer's direction, and the cosines between them."""
         figure = empty_figure(9, 3.6)
         left, right = figure.subplots(1, 2)

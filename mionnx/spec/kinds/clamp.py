@@ -1,5 +1,7 @@
 """`Intervention.Clamp`: the activation kept between two bounds."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,7 +70,7 @@ class Clamp(Kind):
             raise InterventionError("clamp: both sides are open, so it would do nothing")
         return values
 
-    def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> "Clamp":
+    def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> Clamp:
         return replace(self, scores=at_scores(point))
 
     def read(self, text: str, reader: ValueReader) -> Sequence[Any]:
