@@ -10,7 +10,6 @@
    llama.cpp and is left out.
 """
 
-import os
 import re
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.steering.directions import STREAM, Directions
 from mionnx.errors import RuntimeMissingError, SpecFileError
+from mionnx.machine.files import atomic_path
 
 ARCHITECTURE = "controlvector"
 NAME = re.compile(r"direction\.(\d+)")
@@ -56,8 +56,7 @@ def write(directions: Directions, path: str | Path, model_hint: str = "") -> Pat
             "a control vector file has no place for a direction after the first block (direction.N, N >= 1): "
             f"leave it out, directions.only({[*directions.layers[1:]]})"
         )
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
+    with atomic_path(target) as partial:
         writer = gguf.GGUFWriter(partial, ARCHITECTURE)
         writer.add_string(f"{ARCHITECTURE}.model_hint", model_hint)
         writer.add_int32(f"{ARCHITECTURE}.layer_count", len(directions.layers))
@@ -67,11 +66,6 @@ def write(directions: Directions, path: str | Path, model_hint: str = "") -> Pat
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        partial.replace(target)
-    except OSError as error:
-        raise SpecFileError(f"cannot write {path}: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return target
 
 
