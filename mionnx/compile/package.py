@@ -25,14 +25,14 @@ from typing import Any
 
 import onnx
 
-from mionnx.bind import plan as bind
-from mionnx.bind.hook_index import index_hooks
+from mionnx.bind.bound_spec import BoundSpec, bind
 from mionnx.compile.bake import bake
 from mionnx.compile.model_card import card, triton_config
 from mionnx.engine import onnx_runtime
 from mionnx.engine.options import Options
 from mionnx.errors import InputError, InterventionError, ModelError, nearest
 from mionnx.graph import onnx_file
+from mionnx.graph.builder import to_proto
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
 from mionnx.machine.files import atomic_path
@@ -100,8 +100,8 @@ def compile_spec(
     packaging, target = packaging or Packaging(), Path(folder)
     if target.exists():
         raise ModelError(f"{target} exists already")
-    plan = bind.plan_of(spec if captures else _without_captures(spec), model, Outputs(last=last_logits))
-    proto = _compiled(model, plan, spec, _indices(spec, knobs or {}))
+    bound = bind(spec if captures else _without_captures(spec), model, Outputs(last=last_logits))
+    proto = _compiled(bound, _indices(spec, knobs or {}))
     with atomic_path(target, ModelError) as partial:
         at = partial / target.name / "1" if packaging.layout == "triton" else partial
         at.mkdir(parents=True)
@@ -142,18 +142,17 @@ def _indices(spec: HookSpec, knobs: Knobs) -> dict[str, list[int]]:
     return found
 
 
-def _compiled(model: HookedModel, plan: Plan, spec: HookSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
+def _compiled(bound: BoundSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
     """The graph, its weights still in the hooked model's files."""
+    model, plan, spec = bound.model, bound.plan, bound.spec
     edited, report = apply_plan(model.proto, plan, model.metadata)
     taken = {*edited.tensors()} & {*knobs}
     if taken:
         raise InterventionError(f"the graph has a value called {taken.pop()!r} already: give the knob another name")
-    points = index_hooks(spec, model)
-    shapes = {edit.hook: points.dims(HookPoint.parse(edit.hook)) for edit in plan.edits}
     _refuse_large_fragments(spec)
-    bake(edited, plan, spec, shapes, model.metadata, knobs, report)
+    bake(edited, bound, knobs, report)
     prune(edited, report)
-    proto = onnx_file.to_proto(edited, model.proto, dict.fromkeys(knobs, ()))
+    proto = to_proto(edited, model.proto, dict.fromkeys(knobs, ()))
     facts = {
         "what": "a compiled intervention graph: not the original model",
         "family": model.metadata.family,

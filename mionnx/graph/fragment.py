@@ -12,7 +12,7 @@
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -198,20 +198,3 @@ def _read(tensor: onnx.TensorProto, folder: Path) -> NDArray[Any]:
     dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
     count, offset = int(np.prod(tensor.dims)), int(entry.get("offset", 0))
     return np.fromfile(folder / entry["location"], dtype, count, offset=offset).reshape(tensor.dims)
-
-
-def readers(proto: onnx.ModelProto, outputs: Iterable[str]) -> set[str]:
-    """The values that outputs of a graph depend on, themselves included."""
-    made = {output: node for node in proto.graph.node for output in node.output}
-    found, waiting = set[str](), list(outputs)
-    while waiting:
-        name = waiting.pop()
-        if name and name not in found:
-            found.add(name)
-            waiting += _read_by(made[name]) if name in made else []
-    return found
-
-
-def _read_by(node: onnx.NodeProto) -> Sequence[str]:
-    inside = [part.node for attribute in node.attribute for part in (attribute.g, *attribute.graphs)]
-    return [*node.input, *(name for nodes in inside for inner in nodes for name in _read_by(inner))]

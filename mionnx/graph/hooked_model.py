@@ -20,11 +20,9 @@ The format, on one page:
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -79,6 +77,9 @@ class HookedModel:
                 raise ModelError(f"{folder / GRAPH} lists the hook point {name!r}, but no node makes such a value")
             if ranks[name] not in (None, len(axes)):
                 raise ModelError(f"{name} has {ranks[name]} axes in the graph, but its metadata say {axes}")
+        attending = metadata.sizes.num_layers if any(".attn." in name for name in metadata.hooks) else 0
+        if len(metadata.attention) != attending:
+            raise ModelError(f"{folder / GRAPH} describes attention in {len(metadata.attention)} of {attending} layers")
         inputs, outputs = onnx_file.interface(proto)
         if "input_ids" not in inputs or "logits" not in outputs:
             raise ModelError(
@@ -94,16 +95,6 @@ class HookedModel:
     def order(self) -> dict[str, int]:
         """Name of a hook point -> its place in execution order."""
         return {name: place for place, name in enumerate(self._points)}
-
-    @cached_property
-    def captures(self) -> dict[Any, Any]:
-        """What requests to capture, and the names that predicates chose, have meant on this model so far."""
-        return {}
-
-    @cached_property
-    def entries(self) -> "dict[str, tuple[Sequence[str | int], int]]":
-        """The axes of hook points that were asked for so far, and the bytes of one number there."""
-        return {}
 
     @cached_property
     def _points(self) -> dict[str, HookPoint]:

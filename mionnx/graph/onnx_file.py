@@ -1,20 +1,22 @@
-"""Graphs on their way in and out: the one place that touches protobuf.
+"""ONNX files and models in memory: reading, metadata, weight files, the names and ranks of values.
 
-A graph is edited as an onnx-graphsurgeon graph, always without its weights: initializers stay references into the
-weight files, so that editing a model of any size costs milliseconds.
+A graph is always held without its weights: initializers stay references into the weight files.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
-import onnx_graphsurgeon as gs
+import onnx.version_converter
 from google.protobuf.message import DecodeError
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from mionnx.errors import ModelError
+
+ModelProto: TypeAlias = onnx.ModelProto
+ValueInfoProto: TypeAlias = onnx.ValueInfoProto
 
 
 def read(path: Path) -> onnx.ModelProto:
@@ -104,36 +106,25 @@ def opset(proto: onnx.ModelProto) -> int:
     return max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0)
 
 
-def edit(proto: onnx.ModelProto) -> gs.Graph:
-    """A graph to edit; `proto` is left alone."""
-    return gs.import_onnx(proto)
+def dtype_of(value: onnx.ValueInfoProto) -> np.dtype[Any]:
+    """numpy's dtype of an input, an output or an annotated value."""
+    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
 
 
-def serialise(graph: gs.Graph, origin: onnx.ModelProto) -> bytes:
-    """An edited graph as the bytes of an ONNX model, with the metadata of the model that it was made from."""
-    proto = to_proto(graph, origin, {})
-    proto.metadata_props.extend(origin.metadata_props)
-    return proto.SerializeToString()
+def with_outputs(proto: onnx.ModelProto, dtypes: Mapping[str, DTypeLike | None]) -> bytes:
+    """A model with more of its values as outputs; a dtype of None is left to whoever reads the file."""
+    shown = onnx.ModelProto()
+    shown.CopyFrom(proto)
+    for name, dtype in dtypes.items():
+        value = onnx.ValueInfoProto(name=name)
+        if dtype is not None:
+            value = onnx.helper.make_tensor_value_info(
+                name, onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), None
+            )
+        shown.graph.output.append(value)
+    return shown.SerializeToString()
 
 
-def to_proto(graph: gs.Graph, origin: onnx.ModelProto, defaults: Mapping[str, Sequence[int | str]]) -> onnx.ModelProto:
-    """An edited graph as an ONNX model without metadata.
-
-    Args:
-        graph, origin: the graph, and the model that it was made from.
-        defaults: constants that are inputs too, which may be left out, with their shapes.
-    """
-    proto = gs.export_onnx(graph)
-    _restore_defaults(proto, origin)
-    for tensor in proto.graph.initializer:
-        if tensor.name in defaults:
-            value = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(defaults[tensor.name]))
-            proto.graph.input.append(value)
-    proto.producer_name, proto.producer_version = origin.producer_name, origin.producer_version
-    return proto
-
-
-def _restore_defaults(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
-    """graphsurgeon takes an input that has a default for a constant: make it an input again."""
-    held = {tensor.name for tensor in proto.graph.initializer} - {value.name for value in proto.graph.input}
-    proto.graph.input.extend(value for value in origin.graph.input if value.name in held)
+def in_opset(proto: onnx.ModelProto, version: int) -> onnx.ModelProto:
+    """A model written in another version of the standard operators; the converter's errors share no base class."""
+    return proto if opset(proto) == version else onnx.version_converter.convert_version(proto, version)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from mionnx.errors import ModelError
 from mionnx.graph.axes import heads_axis, sequence_axis
 from mionnx.graph.builder import Builder, write
 from mionnx.graph.hook_points import HookPoint
@@ -74,6 +75,8 @@ def _result(
     """
     sizes, attention = metadata.sizes, metadata.attention[point.layer or 0]
     op = Builder(graph, point.name, point.name, report)
+    if attention.output_projection not in tensors:
+        raise ModelError(f"no node of the graph reads {attention.output_projection}, the projection behind {point}")
     z, weight = tensors[str(HookPoint.AttnZ(point.layer or 0))], tensors[attention.output_projection]
     if not attention.output_is_rows:
         weight = op.Transpose(weight, perm=[1, 0])

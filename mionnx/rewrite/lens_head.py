@@ -13,8 +13,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from mionnx.graph import onnx_file
-from mionnx.graph.builder import Builder
+from mionnx.graph.builder import Builder, edit, serialise
 from mionnx.graph.extract import extract
 from mionnx.graph.report import Report
 
@@ -39,7 +38,7 @@ def lens(origin: onnx.ModelProto, hook: str, output: str) -> bytes:
         hook: what becomes the input: the last layer's `hook_resid_post`.
         output: the value of the logits.
     """
-    graph, report = onnx_file.edit(extract(origin, [hook], [output])), Report()
+    graph, report = edit(extract(origin, [hook], [output])), Report()
     op = Builder(graph, output, "mionnx.lens", report)
     logits = op.Cast(graph.outputs[0], to=np.float32)
     distribution = Distribution(logits, op.ReduceLogSumExp(logits, [2], keepdims=1))
@@ -48,7 +47,7 @@ def lens(origin: onnx.ModelProto, hook: str, output: str) -> bytes:
     _chosen(op, distribution)
     _spread(op, distribution)
     graph.cleanup().toposort()
-    return onnx_file.serialise(graph, origin)
+    return serialise(graph, origin)
 
 
 def _output(op: Builder, name: str, value: gs.Tensor, last: str | None = None) -> None:

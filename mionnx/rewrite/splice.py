@@ -11,8 +11,8 @@ import onnx_graphsurgeon as gs
 from numpy.typing import DTypeLike
 
 from mionnx.graph.builder import Builder, write
+from mionnx.graph.builder import edit as editable
 from mionnx.graph.fitted_fragment import HOOK, FittedFragment
-from mionnx.graph.onnx_file import edit as editable
 from mionnx.rewrite.plan import Edit
 
 

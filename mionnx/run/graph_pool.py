@@ -17,7 +17,6 @@ from mionnx.machine import memory
 from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan, Report, rewrite
-from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.run import find_model, prepacked
 from mionnx.run.segment_chain import SegmentChain, open_segments
 
@@ -148,13 +147,23 @@ class GraphPool:
     def _make_chain(self, plan: Plan, hooks: tuple[str, ...]) -> SegmentChain:
         base, metadata = self._find_base(), self.model.metadata
         if base is not None and base.serves(plan, self.model):
-            made = apply_plan(base.proto, plan, metadata)
-            place, optimised, cost = (base.proto, base.folder), True, VARIANT
+            model, report = rewrite(base.proto, plan, metadata)
+            folder, optimised, cost = base.folder, True, VARIANT
         else:
             self._opened += 1
-            made = apply_plan(self.model.proto, plan, metadata)
-            place, optimised, cost = (self.model.proto, self.model.folder), False, self.weights
-        return open_segments(made, plan, hooks, *place, self.options, self.engine, optimised=optimised, cost=cost)
+            model, report = rewrite(self.model.proto, plan, metadata)
+            folder, optimised, cost = self.model.folder, False, self.weights
+        return open_segments(
+            onnx_file.parse(model),
+            report,
+            plan,
+            hooks,
+            folder,
+            self.options,
+            self.engine,
+            optimised=optimised,
+            cost=cost,
+        )
 
     def _rewritten(self, base: prepacked.PrepackedModel, plan: Plan) -> tuple[bytes, Report]:
         """A base's graph rewritten, from the store if it is there."""

@@ -31,17 +31,10 @@ class Constructor(Generic[Arguments]):
 
 
 class _Constructors(type):
-    """Type of `Intervention`: every kind of the table has a constructor, assigned in the class body or not."""
+    """Type of `Intervention`: for type checkers, every kind of the table has a constructor."""
 
     def __getattr__(cls, name: str) -> Callable[..., "Intervention"]:
-        titles = {kind.title: kind for kind in KINDS.values()}
-        if name not in titles:
-            raise AttributeError(f"Intervention has no {name!r}{nearest(name, titles)}")
-        owner: Any = cls
-        return Constructor(titles[name].make).__get__(None, owner)
-
-    def __dir__(cls) -> list[str]:
-        return sorted({*super().__dir__(), *(kind.title for kind in KINDS.values())})
+        raise AttributeError(f"Intervention has no {name!r}{nearest(name, [kind.title for kind in KINDS.values()])}")
 
 
 def find_kind(name: str) -> Kind:
@@ -126,3 +119,8 @@ class Intervention(Change, metaclass=_Constructors):
         """The intervention of an entry in a spec file, and of its tensors by the names of the kind's values."""
         limits = {limit: entry[limit] for limit in ("positions", "heads", "rows")}
         return Intervention(**vars(find_kind(entry["kind"]).restored(tensors, entry.get("reads"), **limits)))
+
+
+for _kind in KINDS.values():  # those of the class body are known to type checkers by their exact signatures
+    if _kind.title not in vars(Intervention):
+        setattr(Intervention, _kind.title, Constructor(_kind.make))

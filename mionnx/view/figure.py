@@ -30,7 +30,7 @@ def to_png(figure: "Figure") -> bytes:
     return buffer.getvalue()
 
 
-def spelled(token: str) -> str:
-    """A token as a label: white space made visible, and no `$`, which matplotlib would take for a formula."""
+def token_label(token: str) -> str:
+    """A token as a label: white space made visible, and `$` escaped against mathtext."""
     shown = token.replace("\n", "⏎").replace("\t", "⇥").replace("$", r"\$")
     return shown if shown.strip() else "␣" * len(shown)

@@ -26,9 +26,9 @@ def idle(model: HookedModel, hooks: Collection[str], returned: Collection[str]) 
     doubtful = [name for name in hooks if "logits" not in ends or HookPoint.parse(name).variant == STATE]
     if not returned or not doubtful or any(_of_a_splice(name) for name in returned):
         return set()
-    wiring = Dataflow(model.proto)
+    flow = Dataflow(model.proto)
     return {
-        name for name in doubtful if name not in ends and wiring.following(name).isdisjoint({*ends, *hooks} - {name})
+        name for name in doubtful if name not in ends and flow.descendants([name]).isdisjoint({*ends, *hooks} - {name})
     }
 
 
