@@ -31,7 +31,7 @@ from numpy.typing import DTypeLike
 
 from mionnx.errors import HookError, ModelError, nearest
 from mionnx.graph import onnx_file, validate
-from mionnx.graph.hook_points import DERIVED, HookPoint
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata
 
 GRAPH = "model.onnx"
@@ -102,9 +102,7 @@ class HookedModel:
         for name in self.metadata.hooks:
             point = HookPoint.parse(name)
             points.append(point)
-            points += [
-                getattr(HookPoint, variant)(point.layer) for variant, base in DERIVED.items() if base == point.variant
-            ]
+            points += point.derivations()
         return {point.name: point for point in points}
 
     def end_tokens(self) -> list[int]:
