@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from mionnx.errors import InterventionError, SpecFileError, nearest
+from mionnx.machine.tensor_file import open_tensors
 from mionnx.spec.intervention import Intervention, find_kind
 from mionnx.spec.kinds.kind import Kind
 from mionnx.spec.limits import PHASES
@@ -159,11 +159,8 @@ def load_tensor(path: Path, key: str) -> NDArray[Any]:
     Raises:
         SpecFileError: no such file, or no such tensor in it.
     """
-    try:
-        with safe_open(path, framework="np") as file:
-            names = list(file.keys())
-            if key in names:
-                return file.get_tensor(key)
-    except (OSError, SafetensorError) as error:
-        raise SpecFileError(f"cannot read {path}: {error}") from error
+    with open_tensors(path, f"cannot read {path}") as file:
+        names = list(file.keys())
+        if key in names:
+            return file.get_tensor(key)
     raise SpecFileError(f"{path} has no tensor {key!r}, only {', '.join(names)}{nearest(key, names)}")

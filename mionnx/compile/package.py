@@ -35,6 +35,7 @@ from mionnx.graph import onnx_file
 from mionnx.graph.builder import to_proto
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
+from mionnx.machine.files import atomic_path
 from mionnx.machine.progress import Progress, silent
 from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.rewrite.plan import Outputs, Plan
@@ -101,18 +102,11 @@ def compile_spec(
         raise ModelError(f"{target} exists already")
     bound = bind(spec if captures else _without_captures(spec), model, Outputs(last=last_logits))
     proto = _compiled(bound, _indices(spec, knobs or {}))
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    with atomic_path(target, ModelError) as partial:
         at = partial / target.name / "1" if packaging.layout == "triton" else partial
         at.mkdir(parents=True)
         _write_model(model, proto, at, packaging, progress)
         _write_rest(model, spec, proto, at.parent if packaging.layout == "triton" else at, packaging, target.name)
-        partial.rename(target)
-    except OSError as error:
-        raise ModelError(f"cannot write {target}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return target
 
 

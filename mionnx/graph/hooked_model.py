@@ -31,7 +31,7 @@ from numpy.typing import DTypeLike
 
 from mionnx.errors import HookError, ModelError, nearest
 from mionnx.graph import onnx_file, validate
-from mionnx.graph.hook_points import DERIVED, HookPoint
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata
 
 GRAPH = "model.onnx"
@@ -77,6 +77,9 @@ class HookedModel:
                 raise ModelError(f"{folder / GRAPH} lists the hook point {name!r}, but no node makes such a value")
             if ranks[name] not in (None, len(axes)):
                 raise ModelError(f"{name} has {ranks[name]} axes in the graph, but its metadata say {axes}")
+        attending = metadata.sizes.num_layers if any(".attn." in name for name in metadata.hooks) else 0
+        if len(metadata.attention) != attending:
+            raise ModelError(f"{folder / GRAPH} describes attention in {len(metadata.attention)} of {attending} layers")
         inputs, outputs = onnx_file.interface(proto)
         if "input_ids" not in inputs or "logits" not in outputs:
             raise ModelError(
@@ -99,9 +102,7 @@ class HookedModel:
         for name in self.metadata.hooks:
             point = HookPoint.parse(name)
             points.append(point)
-            points += [
-                getattr(HookPoint, variant)(point.layer) for variant, base in DERIVED.items() if base == point.variant
-            ]
+            points += point.derivations()
         return {point.name: point for point in points}
 
     def end_tokens(self) -> list[int]:

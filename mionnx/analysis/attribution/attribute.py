@@ -1,5 +1,7 @@
 """`attribute`: a logit, or the difference of two, as the sum of what each component adds to it directly."""
 
+from __future__ import annotations
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -12,7 +14,7 @@ from mionnx.bind.logit_selection import Logits
 from mionnx.errors import InputError, ModelError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.prompt import Text, one_text, spell, token_of
+from mionnx.run.prompt import Text, one_text, token_of, token_text
 from mionnx.run.runner import Prompt, Runner
 from mionnx.spec.hook_spec import HookSpec
 
@@ -72,8 +74,8 @@ def attribute(
         model.num_layers,
         logit,
         unembedding.head.capped,
-        spell(model, chosen),
-        None if against is None else spell(model, against),
+        token_text(model, chosen),
+        None if against is None else token_text(model, against),
         text.tokens,
         index,
     )

@@ -4,6 +4,8 @@
 Positions are those of the arrays, padding included; `pos_slice` is an integer (drops the axis), a slice or a list.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

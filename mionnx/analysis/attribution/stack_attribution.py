@@ -1,5 +1,7 @@
 """Contributions of a stack of stream parts: to a norm's output, and to logits; with TransformerLens's names."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

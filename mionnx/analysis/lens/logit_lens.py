@@ -1,5 +1,7 @@
 """`logit_lens`: residual streams read as predictions of the next token, and all logits of a stream."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
@@ -10,7 +12,7 @@ from mionnx.analysis.lens.lens_result import LensResult
 from mionnx.analysis.lens.readout import Lens, LogitHead, Readout
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.hook_points import HookPoint
-from mionnx.run.prompt import Text, is_stream, one_text, spell, streams_of, token_of
+from mionnx.run.prompt import Text, is_stream, one_text, streams_of, token_of, token_text
 from mionnx.run.runner import Prompt, Runner
 from mionnx.spec.hook_spec import HookSpec
 
@@ -109,7 +111,7 @@ def _lens_result(
         read(followed, k),
         answers,
         tracked,
-        lambda token: spell(model, token),
+        lambda token: token_text(model, token),
         lambda token: token_of(model, token),
         read,
     )

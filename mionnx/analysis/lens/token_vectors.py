@@ -1,5 +1,7 @@
 """Tokens as vectors: rows of the embedding, columns of the unembedding, and the tokens nearest to a vector."""
 
+from __future__ import annotations
+
 from functools import cached_property
 from typing import Any
 

@@ -1,5 +1,7 @@
 """`track_token`, `track_token_at`, `track_race`: tokens followed from layer to layer."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 import numpy as np

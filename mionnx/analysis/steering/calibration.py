@@ -1,5 +1,7 @@
 """`calibrate`: the length of the residual stream, which says whether a steering strength is small or large."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,5 +1,7 @@
 """`contrast`: steering directions from pairs of prompts."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,5 +1,7 @@
 """`Directions`: one steering vector a layer, its origin, and the specs that add or remove it."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
 from mionnx.analysis.steering import control_vector
@@ -17,6 +18,7 @@ from mionnx.analysis.steering.direction_methods import Separation, cosines
 from mionnx.analysis.steering.hook_template import template_of
 from mionnx.errors import HookError, InterventionError, SpecFileError
 from mionnx.machine.files import write_atomic
+from mionnx.machine.tensor_file import read_tensors
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.limits import Positions
@@ -136,7 +138,7 @@ class Directions(Shown):
     def __getitem__(self, layer: int) -> Direction:
         return Direction(self.point(layer), self.vectors[self.layers.index(layer)])
 
-    def only(self, layers: Sequence[int]) -> "Directions":
+    def only(self, layers: Sequence[int]) -> Directions:
         """The directions of some of the layers."""
         at = [self.layers.index(layer) for layer in layers if self.point(layer)]
         separation = None
@@ -203,18 +205,13 @@ class Directions(Shown):
         return Path(path)
 
     @classmethod
-    def load(cls, path: str | Path) -> "Directions":
+    def load(cls, path: str | Path) -> Directions:
         """Read a .safetensors file that `save` wrote.
 
         Raises:
             SpecFileError: the file is missing, damaged, or another one.
         """
-        try:
-            with safe_open(path, framework="np") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, AttributeError, TypeError, ValueError) as error:
-            raise SpecFileError(f"{path} holds no directions: {error}") from error
+        metadata, tensors = read_tensors(path, f"{path} holds no directions")
         if metadata.get("mionnx_directions") != FORMAT:
             raise SpecFileError(f"{path} holds no directions of version {FORMAT}")
         try:
@@ -239,7 +236,7 @@ class Directions(Shown):
         return control_vector.write(dict(zip(self.layers, self.vectors, strict=True)), path, model_hint)
 
     @classmethod
-    def from_gguf(cls, path: str | Path) -> "Directions":
+    def from_gguf(cls, path: str | Path) -> Directions:
         """Read a control vector file of llama.cpp; see `mionnx.analysis.steering.control_vector`.
 
         Raises:
@@ -261,7 +258,7 @@ class Directions(Shown):
             "separation": None if self.separation is None else vars(self.separation),
         }
 
-    def figure(self) -> "Figure":
+    def figure(self) -> Figure:
         """Length and separation of each layer's direction, and the cosines between them."""
         figure = empty_figure(9, 3.6)
         left, right = figure.subplots(1, 2)

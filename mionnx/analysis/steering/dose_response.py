@@ -1,5 +1,7 @@
 """`dose_response`: the answers to prompts under a direction of several strengths, and the strength that flips them."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ from mionnx.errors import InputError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.tokens import Tokens
 from mionnx.machine.progress import Progress, silent
-from mionnx.run.prompt import spell, token_of
+from mionnx.run.prompt import token_of, token_text
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
@@ -80,7 +82,7 @@ def dose_response(
     hit = (answers.top == targets[:, None]) & (baseline != targets)[:, None]
     flips = trial.flips([*brackets(doses, hit)], targets, bisect)
     tokens = sorted({*targets.tolist(), *baseline.tolist(), *answers.top.ravel().tolist()})
-    names = {token: spell(model, token) for token in tokens}
+    names = {token: token_text(model, token) for token in tokens}
     share = direction.norm / float(vector_norms(model, trial.texts, [direction.hook], positions)[0])
     return DoseResponse(
         direction.hook, tuple(texts), doses, answers, targets, baseline, flips, bisect or 0.0, share, names
