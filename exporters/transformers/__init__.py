@@ -51,7 +51,7 @@ def export(folder: Path, target: Path, dtype: str = "float32", progress: Progres
 
 
 def missing_eagerly(folder: Path) -> str | None:
-    """Missing requirement of `open_eagerly`, None if there is none; torch is not imported."""
+    """Name what `open_eagerly` lacks for a checkpoint; None if nothing. Torch is not imported."""
     absent = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if absent:
         return f"{' and '.join(absent)} not installed"
@@ -62,7 +62,7 @@ def missing_eagerly(folder: Path) -> str | None:
 
 
 def open_eagerly(folder: Path, dtype: str, threads: int = 0) -> "Opened":
-    """Load a checkpoint to run in eager torch; see `exporters.transformers.eager`.
+    """Load a checkpoint in eager torch, as transformers runs it; see `eager.open_checkpoint`.
 
     Args:
         folder: the checkpoint's.

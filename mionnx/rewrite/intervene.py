@@ -35,7 +35,7 @@ def intervene(graph: gs.Graph, edits: Sequence[Edit], report: Report) -> None:
 
 
 def _detach(graph: gs.Graph, value: gs.Variable) -> gs.Variable:
-    """Rename a producer's output to `{name}.before`; the value is free for a new producer."""
+    """Rename the producer's output to `{name}.before`, which frees the value for a new producer."""
     before = gs.Variable(f"{value.name}.before", dtype=value.dtype, shape=value.shape)
     if not value.inputs:  # the graph starts with it
         graph.inputs = [before if entry is value else entry for entry in graph.inputs]
@@ -64,7 +64,7 @@ class EditBuilder(Builder):
 
 
 def _selection(op: Builder, edit: Edit, positions: gs.Variable | None) -> gs.Variable | None:
-    """The edit's mask: bool, broadcast to the value; None if it applies everywhere."""
+    """Selected entries: bool, broadcast to the value; None if the edit has no limits."""
     chosen = []
     if edit.at_positions:
         chosen.append(_at_positions(op, edit, positions))
@@ -76,7 +76,7 @@ def _selection(op: Builder, edit: Edit, positions: gs.Variable | None) -> gs.Var
 
 
 def _at_positions(op: Builder, edit: Edit, positions: gs.Variable) -> gs.Variable:
-    """Tokens at the edit's positions: bool [batch, seq], with axes of 1 for other axes."""
+    """Tokens at the edit's positions: bool, [batch, seq] and axes of 1 in the value's rank."""
     wanted = op.input(edit.positions_input, np.int64, 2)
     selected = {0, sequence_axis(edit.axes)}
     here = among(op, positions, wanted)
@@ -84,7 +84,7 @@ def _at_positions(op: Builder, edit: Edit, positions: gs.Variable) -> gs.Variabl
 
 
 def among(op: Builder, positions: gs.Tensor, wanted: gs.Tensor) -> gs.Variable:
-    """Whether positions [batch, seq] are among those wanted, [batch or 1, n]: bool [batch, seq]."""
+    """[batch, seq] bool: tokens at `positions` [batch, seq] among `wanted` [batch or 1, n]."""
     equal = op.Equal(op.Unsqueeze(positions, [2]), op.Unsqueeze(wanted, [1]))
     any_equal = op.ReduceMax(op.Cast(equal, to=np.int32), [2], keepdims=0)
     return op.Cast(any_equal, to=np.bool_)

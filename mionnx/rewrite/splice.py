@@ -1,4 +1,4 @@
-"""Rewrite: a fragment is copied into a graph.
+"""Rewrite: copy a fragment into a graph.
 
 1. Its values get the names `{hook}.{name}` where these begin with `hook_`, and else, as its nodes do, the prefix of the
    splice: two copies of a fragment never collide.
@@ -17,7 +17,7 @@ from mionnx.rewrite.plan import Edit
 
 
 def splice(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
-    """Insert a fragment; its output, of the value's dtype."""
+    """Insert the edit's fragment behind a value; its output, of the value's dtype."""
     fit = edit.fit
     if fit is None:
         raise ValueError(f"{edit.prefix} has no fragment")
@@ -28,8 +28,8 @@ def splice(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
     _rename(inner, edit, fit)
     op.graph.inputs += weights
     op.report.inputs += [tensor.name for tensor in weights]
-    inputs = [old] if edit.reads is None else [old, op.graph.tensors()[edit.reads]]
-    for value, into in zip(inputs, activations, strict=True):
+    sources = [old] if edit.reads is None else [old, op.graph.tensors()[edit.reads]]
+    for value, into in zip(sources, activations, strict=True):
         write(_cast(op, value, into.dtype), into)
     for node in inner.nodes:
         op.graph.nodes.append(node)
