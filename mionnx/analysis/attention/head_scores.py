@@ -115,7 +115,8 @@ def _draw(model: Runner, tokens: Iterable[int] | None, batch: int, period: int, 
     sequences = repeat_sequences(candidates, prefix, batch, period, seed)
     limit = model.hooked.metadata.sizes.max_positions
     if limit is not None and sequences.ids.shape[1] > limit:
-        raise InputError(f"period={period}: {sequences.ids.shape[1]} tokens, but the model has only {limit} positions")
+        length = sequences.ids.shape[1]
+        raise InputError(f"period={period}: {length} tokens, but the model has positions for {limit} only")
     return sequences
 
 
