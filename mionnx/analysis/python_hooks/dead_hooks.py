@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from mionnx.errors import InterventionError
 from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.hook_points import DERIVED, VARIANTS, HookPoint
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 
 STATE = "RwkvState"
@@ -39,8 +39,7 @@ def _of_a_splice(name: str) -> bool:
 
 def _source(name: str) -> str:
     """The value of the graph from which a captured one is derived."""
-    point = HookPoint.parse(name)
-    return VARIANTS[DERIVED[point.variant]][0].format(i=point.layer) if point.derived else name
+    return str(HookPoint.parse(name).source)
 
 
 def refuse_change(name: str, before: NDArray[np.floating], after: NDArray[np.floating]) -> NDArray[np.floating]:
