@@ -89,7 +89,7 @@ def edits_of(spec: HookSpec, hooks: HookIndex) -> tuple[Edit, ...]:
 def _edit(points: HookIndex, point: HookPoint, intervention: Intervention, index: int) -> Edit:
     """The structure of one intervention, checked against the model."""
     axes, model = points.axes(point), points.model  # refuses a hook point that is not there
-    _refuse_derived(point, model.metadata.recurrent)
+    _refuse_derived(point)
     kind = intervention.rules.at(point, axes, model.metadata.recurrent)
     _check_inner(point, points, intervention.kind)
     if intervention.positions is not None and not has_sequence(axes):
@@ -104,11 +104,9 @@ def _edit(points: HookIndex, point: HookPoint, intervention: Intervention, index
     return Edit(point.name, kind, index, axes, intervention.positions is not None, masked)
 
 
-def _refuse_derived(point: HookPoint, recurrent: bool) -> None:
-    layer = point.layer or 0
+def _refuse_derived(point: HookPoint) -> None:
     if point.derived:
-        instead = HookPoint.RwkvK(layer) if recurrent else HookPoint.AttnZ(layer)
-        raise InterventionError(f"{point} is derived and can only be captured; intervene at {instead} instead")
+        raise InterventionError(f"{point} is derived and can only be captured; intervene at {point.instead} instead")
 
 
 def _check_inner(point: HookPoint, points: HookIndex, kind: str) -> None:

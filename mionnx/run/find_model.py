@@ -13,6 +13,7 @@ from platformdirs import user_cache_path
 
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.hooked_model import GRAPH
+from mionnx.machine.files import atomic_path
 from mionnx.machine.progress import Progress
 from mionnx.machine.source_digest import source_digest
 
@@ -97,22 +98,16 @@ def export(folder: Path, target: Path, dtype: str, progress: Progress, copy: boo
     exporter = exporter_for(folder)
     if target.exists():
         raise ExportError(f"{target} exists already")
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        exporter.export(folder, partial, dtype, progress)
-        if copy:
-            _copy_links(partial, progress)
-        partial.rename(target)
+        with atomic_path(target, ExportError) as partial:
+            partial.mkdir(parents=True)
+            exporter.export(folder, partial, dtype, progress)
+            if copy:
+                _copy_links(partial, progress)
     except ImportError as error:
         raise ExportError(
             f"exporting needs torch and transformers ({error.name}): pip install 'mionnx[export]'"
         ) from error
-    except OSError as error:
-        raise ExportError(f"cannot write {target}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _copy_links(folder: Path, progress: Progress) -> None:

@@ -15,7 +15,7 @@ import mionnx
 from mionnx import MIModel
 from mionnx.run.runner import Runner
 
-LONGEST = 700  # characters of a signature in help(): `generate` has sixteen parameters
+LONGEST = 600  # characters of a signature in help(): `generate` has sixteen parameters
 SNIPPET = """
 from mionnx import MIModel
 model = MIModel.from_pretrained("x")

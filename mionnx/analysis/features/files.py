@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from mionnx.analysis.features.config import Config, Weights, from_saelens
 from mionnx.errors import ModelError
+from mionnx.machine.tensor_file import read_tensors
 
 CONFIG, WEIGHTS, PARAMS = "cfg.json", "sae_weights.safetensors", "params.npz"
 FOLDED = ("scaling_factor", "finetuning_scaling_factor")
@@ -42,11 +42,7 @@ def read(path: Path, hook: str, hook_out: str) -> tuple[Config, Weights]:
 
 
 def _tensors(path: Path) -> Weights:
-    try:
-        with safe_open(path, framework="np") as file:
-            return {name: _floats(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, AttributeError, TypeError, ValueError) as error:
-        raise ModelError(f"{path} is damaged: {error}") from error
+    return {name: _floats(array) for name, array in read_tensors(path, f"{path} is damaged", ModelError)[1].items()}
 
 
 def _floats(array: NDArray[Any]) -> NDArray[np.float32]:

@@ -13,17 +13,12 @@ from mionnx.analysis.features.config import Config, Weights, check
 from mionnx.analysis.features.network import autoencoder
 from mionnx.analysis.steering.directions import Direction
 from mionnx.errors import HookError, InputError, InterventionError, nearest
-from mionnx.graph.fragment import Fragment, written
+from mionnx.graph.fragment import Fragment
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.limits import Positions
 
 ERROR = ("kept", "dropped")
-CLAMP = """<ir_version: 10, opset_import: ["": 21]>
-clamp (float[batch, seq, {n}] x, float[{n}] low, float[{n}] high) => (float[batch, seq, {n}] y) {{
-  raised = Max(x, low)
-  y = Min(raised, high)
-}}"""
 
 
 class SAE:
@@ -58,6 +53,9 @@ class SAE:
         Raises:
             ModelError: nothing there, a damaged file, or an architecture that is not known here.
             InputError: a `hook_out` for an SAE that is no transcoder.
+
+        Example:
+            sae = SAE.load("gemma-scope/layer_20", hook="blocks.20.hook_resid_post")
         """
         config, weights = files.read(Path(path), hook, hook_out)
         return cls(config, weights, str(path)).at(hook, hook_out)
@@ -148,6 +146,9 @@ class SAE:
         Raises:
             InterventionError: a feature that does not exist or is both fixed and scaled, or no finite number; positions
                 without features to change.
+
+        Example:
+            model.generate("The capital of France is", sae.spec(scale={7: 0.0}, fix={12: 3.5}))
         """
         fixed, factors, limits = dict(fix or {}), dict(scale or {}), dict(clamp or {})
         for feature in [*fixed, *factors, *limits]:
@@ -167,17 +168,16 @@ class SAE:
         if fixed:
             spec.intervene(self.acts, Intervention.Add(self._row(fixed, 0.0), positions=positions))
         if limits:
-            spec.intervene(self.acts, Intervention.Splice(self._clamp(limits), positions=positions))
+            spec.intervene(self.acts, self._clamp(limits, positions))
         return spec
 
-    def _clamp(self, limits: Mapping[int, tuple[float, float]]) -> Fragment:
+    def _clamp(self, limits: Mapping[int, tuple[float, float]], positions: Positions | None) -> Intervention:
         for feature, (low, high) in limits.items():
             if not low <= high:
                 raise InterventionError(f"feature {feature} cannot be clamped to between {low} and {high}")
-        largest = float(np.finfo(np.float32).max)
-        lowest = self._row({feature: pair[0] for feature, pair in limits.items()}, -largest)
-        highest = self._row({feature: pair[1] for feature, pair in limits.items()}, largest)
-        return written(CLAMP.format(n=self.d_sae), {"low": lowest, "high": highest})
+        lowest = self._row({feature: pair[0] for feature, pair in limits.items()}, -np.inf)
+        highest = self._row({feature: pair[1] for feature, pair in limits.items()}, np.inf)
+        return Intervention.Clamp(lowest, highest, positions=positions)
 
     def _row(self, numbers: Mapping[int, float], otherwise: float) -> NDArray[np.float32]:
         """[d_sae], a number for each feature."""

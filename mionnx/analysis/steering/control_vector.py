@@ -13,7 +13,6 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import RuntimeMissingError, SpecFileError
-from mionnx.machine.files import write_atomic
+from mionnx.machine.files import atomic_path
 
 ARCHITECTURE = "controlvector"
 STREAM = "resid_post"
@@ -54,9 +53,8 @@ def write(vectors: Mapping[int, NDArray[np.float32]], path: str | Path, model_hi
             "a control vector file has no place for a direction after the first block (direction.N, N >= 1): "
             f"leave it out, directions.only({[layer for layer in vectors if layer]})"
         )
-    with TemporaryDirectory() as folder:
-        written = Path(folder) / "vectors.gguf"
-        writer = gguf.GGUFWriter(written, ARCHITECTURE)
+    with atomic_path(Path(path)) as partial:
+        writer = gguf.GGUFWriter(partial, ARCHITECTURE)
         writer.add_string(f"{ARCHITECTURE}.model_hint", model_hint)
         writer.add_int32(f"{ARCHITECTURE}.layer_count", len(vectors))
         for layer, vector in vectors.items():
@@ -65,7 +63,6 @@ def write(vectors: Mapping[int, NDArray[np.float32]], path: str | Path, model_hi
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        write_atomic(Path(path), written.read_bytes())
     return Path(path)
 
 

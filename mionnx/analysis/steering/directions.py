@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
 from mionnx.analysis.steering import control_vector
@@ -19,6 +18,7 @@ from mionnx.analysis.steering.direction_methods import Separation, cosines
 from mionnx.analysis.steering.hook_template import template_of
 from mionnx.errors import HookError, InterventionError, SpecFileError
 from mionnx.machine.files import write_atomic
+from mionnx.machine.tensor_file import read_tensors
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.limits import Positions
@@ -153,7 +153,11 @@ class Directions(Shown):
     def spec(
         self, layers: int | Sequence[int] | None = None, strength: float = 1.0, positions: Positions | None = None
     ) -> HookSpec:
-        """Steer: add `strength` times its direction in one layer, in some, or in all."""
+        """Steer: add `strength` times its direction in one layer, in some, or in all.
+
+        Example:
+            model.generate("The capital of France is", directions.spec(2, strength=1.5, positions=-1))
+        """
         spec = HookSpec()
         for layer in self._chosen(layers):
             spec.extend(self[layer].spec(strength, positions))
@@ -171,6 +175,9 @@ class Directions(Shown):
 
         Raises:
             HookError: no direction for a layer.
+
+        Example:
+            model.forward("The capital of France is", directions.ablation_spec())
         """
         spec = HookSpec()
         for where in self._chosen(layers):
@@ -211,12 +218,7 @@ class Directions(Shown):
         Raises:
             SpecFileError: the file is missing, damaged, or another one.
         """
-        try:
-            with safe_open(path, framework="np") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, AttributeError, TypeError, ValueError) as error:
-            raise SpecFileError(f"{path} holds no directions: {error}") from error
+        metadata, tensors = read_tensors(path, f"{path} holds no directions")
         if metadata.get("mionnx_directions") != FORMAT:
             raise SpecFileError(f"{path} holds no directions of version {FORMAT}")
         try:

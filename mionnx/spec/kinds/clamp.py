@@ -1,5 +1,7 @@
 """`Intervention.Clamp`: the activation kept between two bounds."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,7 +70,7 @@ class Clamp(Kind):
             raise InterventionError("clamp: both sides are open, so it would do nothing")
         return values
 
-    def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> "Clamp":
+    def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> Clamp:
         return replace(self, scores=at_scores(point))
 
     def read(self, text: str, reader: ValueReader) -> Sequence[Any]:
@@ -87,5 +89,5 @@ class Clamp(Kind):
 
 
 def _masked(dtype: Any) -> float:
-    """The largest score that counts as masked: a mask is added to scores, so that not all of them are the lowest."""
-    return float(lowest(dtype)) / 2
+    """Half the lowest number: scores below it are masked."""
+    return float(lowest(dtype)) / 2  # a mask is added to scores, so that not every masked one is the lowest

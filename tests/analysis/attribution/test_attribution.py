@@ -94,6 +94,7 @@ def test_contributions_add_up_to_the_logit(name):
     assert (found.heads is None) == (name == "world-rwkv7")
 
 
+@pytest.mark.slow
 def test_a_logit_scale_is_part_of_the_contributions(models, references):
     stream = Stream.of(references("cohere"), IDS)
     found = models("cohere").attribute(IDS, 5, 11)
@@ -158,6 +159,7 @@ def test_one_forward_serves_every_stack(world, layer):
         assert np.abs(stack - wanted).max() < 5e-5, verb
 
 
+@pytest.mark.slow
 def test_parallel_blocks_have_no_stream_in_the_middle(models):
     model = models("cohere")
     assert not any("resid_mid" in str(request.what) for request in model.decomposition_hooks().captures)

@@ -167,6 +167,7 @@ print(json.dumps([memory("VmHWM") - before, list(top.shape), float(np.exp(top).s
 """
 
 
+@pytest.mark.slow
 def test_logits_of_all_layers_are_never_held(tmp_path):
     """A vocabulary of 128k: what the lens takes beyond an open model, beside [layers, seq, vocab] in float32."""
     changes = {"vocab_size": 131072, "hidden_size": 32, "max_position_embeddings": 256, "intermediate_size": 32}
