@@ -9,13 +9,13 @@ from mionnx.analysis.features.verbs import Features
 from mionnx.analysis.lens.lens_verbs import LensVerbs
 from mionnx.analysis.python_hooks import hooked_calls, residual, transformer_lens
 from mionnx.analysis.steering.verbs import Steering
-from mionnx.analysis.sweep.verbs import Sweeps
+from mionnx.analysis.sweep import ablating, patching
 from mionnx.compile import compile_model
 from mionnx.run.runner import Runner
 from mionnx.verify import verbs as comparing
 
 
-class MIModel(Sweeps, LensVerbs, AttributionVerbs, Steering, Features, Runner):
+class MIModel(LensVerbs, AttributionVerbs, Steering, Features, Runner):
     """A language model whose activations can be read and changed.
 
     Each verb is a function of a model, in the module that it is taken from here; `Runner` has `forward` and `generate`.
@@ -26,6 +26,10 @@ class MIModel(Sweeps, LensVerbs, AttributionVerbs, Steering, Features, Runner):
         cache["pattern", 2].shape  # (1, n_heads, seq, seq)
     """
 
+    # causal analysis, cell by cell
+    patch_sweep = patching.patch_sweep
+    path_patch = patching.path_patch
+    ablation_sweep = ablating.ablation_sweep
     # attention heads
     attention = attention_patterns.attention
     head_scores = heads.head_scores

@@ -18,7 +18,7 @@ Knobs = Annotated[
 ]
 
 
-@takes_interventions(without=("knockout",))
+@takes_interventions(prompt=False)
 def compile_(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to create.")],

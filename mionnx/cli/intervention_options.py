@@ -9,18 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from mionnx.cli.intervention_syntax import parse, parse_state_knockout, parse_state_steering
+from mionnx.cli.intervention_syntax import parse, parse_state_knockout, parse_state_steering, spelling
 from mionnx.cli.options import SpecFile
 from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.kinds import KINDS
 
-EDITS = {  # kind -> what the option does, and how it is written
-    "add": ("Add a value.", "HOOK=VALUE[@LIMITS]"),
-    "scale": ("Multiply by a factor.", "HOOK=VALUE[@LIMITS]"),
-    "zero": ("Replace by zero.", "HOOK[@LIMITS]"),
-    "replace": ("Replace by a value.", "HOOK=VALUE[@LIMITS]"),
-    "project_out": ("Remove a direction.", "HOOK=VALUE[@LIMITS]"),
-    "knockout": ("Remove attention edges.", "HOOK=EDGES[@LIMITS]"),
-}
 PANEL = "Interventions"
 
 
@@ -58,21 +51,22 @@ class Interventions:
         return spec
 
 
-def _option(name: str, says: str, metavar: str) -> Parameter:
+def _option(name: str, metavar: str, says: str) -> Parameter:
     annotation = Annotated[list[str] | None, typer.Option(metavar=metavar, help=says, rich_help_panel=PANEL)]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def takes_interventions(without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes_interventions(prompt: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add one option per kind to a command; its parameter `interventions` gets their values.
 
     Args:
-        without: kinds that the command does not offer.
+        prompt: whether the command has a prompt; without one, kinds that are written by its positions have no option.
     """
-    kinds = [kind for kind in EDITS if kind not in without]
-    options = [_option(kind, *EDITS[kind]) for kind in kinds]
-    options += [_option("state_knockout", "RWKV: drop writes to the state.", "LIMITS")]
-    options += [_option("state_steering", "RWKV: scale writes to the state.", "SCALE@LIMITS")]
+    offered = [kind for kind in KINDS.values() if kind.spelling is not None and (prompt or not kind.of_prompt)]
+    kinds = [kind.name for kind in offered]
+    options = [_option(kind.name, spelling(kind), kind.help) for kind in offered]
+    options += [_option("state_knockout", "LIMITS", "RWKV: drop writes to the state.")]
+    options += [_option("state_steering", "SCALE@LIMITS", "RWKV: scale writes to the state.")]
     options += [Parameter("spec", Parameter.KEYWORD_ONLY, default=None, annotation=SpecFile)]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

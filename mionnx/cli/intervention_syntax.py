@@ -16,7 +16,6 @@ State interventions of RWKV name no hook point:
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,8 +25,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from mionnx.errors import InterventionError, SpecFileError, nearest
-from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
-from mionnx.spec.intervention import Intervention
+from mionnx.spec.intervention import Intervention, find_kind
+from mionnx.spec.kinds.kind import Kind
 from mionnx.spec.limits import PHASES
 from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
@@ -35,35 +34,56 @@ LIMITS = ("positions", "heads", "rows")
 _FILE = re.compile(r"(?P<file>.+\.safetensors):(?P<key>.+?)(?:\*(?P<factor>[-+.\deE]+))?")
 
 
+class Reader:
+    """Reads values; the model's heads and the prompt's length shape knockout masks."""
+
+    def __init__(self, n_heads: int, seq_len: int) -> None:
+        self.n_heads, self.seq_len = n_heads, seq_len
+
+    def array(self, text: str) -> NDArray[Any]:
+        """A number, or FILE.safetensors:KEY[*FACTOR].
+
+        Raises:
+            InterventionError: neither of the two.
+            SpecFileError: a file or key that is not there.
+        """
+        try:
+            return np.array(float(text))
+        except ValueError:
+            match = _FILE.fullmatch(text)
+        if match is None:
+            raise InterventionError(f"{text!r} is neither a number nor FILE.safetensors:KEY[*FACTOR]")
+        tensor = load_tensor(Path(match["file"]), match["key"])
+        return tensor * float(match["factor"]) if match["factor"] else tensor
+
+
+def spelling(kind: Kind) -> str:
+    """The argument of a kind's option: HOOK=VALUE[@LIMITS], with the kind's own spelling of values."""
+    return f"HOOK={kind.spelling}[@LIMITS]" if kind.spelling else "HOOK[@LIMITS]"
+
+
 def parse(kind: str, text: str, n_heads: int, seq_len: int) -> tuple[str, Intervention]:
-    """The hook point and the intervention that a command line argument means.
+    """Parse an intervention option: the hook point and the intervention.
 
     Args:
-        kind: "add", "scale", "zero", "project_out", "replace" or "knockout".
+        kind: name of a kind that has a spelling.
         text: HOOK[=VALUE][@LIMITS], see the module's text.
         n_heads, seq_len: of the model and the prompt; they shape knockout masks.
 
     Raises:
-        InterventionError: what was not understood.
-        SpecFileError: a file or key that is not there.
+        InterventionError: the text is not understood.
+        SpecFileError: a file or key is missing.
     """
+    rules = find_kind(kind)
+    if rules.spelling is None:
+        raise InterventionError(f"{kind} has no spelling on the command line; save a spec in Python, and give --spec")
     body, _, limits = text.partition("@")
     hook, equals, value = body.partition("=")
-    if bool(equals) == (kind == "zero"):
-        expected = "HOOK[@LIMITS]" if kind == "zero" else "HOOK=VALUE[@LIMITS]"
+    if bool(equals) != bool(rules.values):
+        expected = "HOOK=VALUE[@LIMITS]" if rules.values else "HOOK[@LIMITS]"
         raise InterventionError(f"--{kind} takes {expected}, got {text!r}")
     chosen = _limits(limits, text)
-    if kind == "zero":
-        return hook, Intervention.Zero(**chosen)
-    if kind == "knockout":
-        return hook, Intervention.Knockout(_mask(value, n_heads, seq_len), **chosen)
-    makers: dict[str, Callable[..., Intervention]] = {
-        "add": Intervention.Add,
-        "scale": Intervention.Scale,
-        "project_out": Intervention.ProjectOut,
-        "replace": Intervention.Replace,
-    }
-    return hook, makers[kind](_value(value), **chosen)
+    return hook, getattr(Intervention, rules.title)(*rules.read(value, Reader(n_heads, seq_len)), **chosen)
 
 
 def parse_state_knockout(text: str) -> StateKnockoutSpec:
@@ -132,17 +152,6 @@ def _integer(text: str, whole: str) -> int:
         raise InterventionError(f"{whole!r}: {text!r} is no integer") from None
 
 
-def _value(text: str) -> NDArray[Any]:
-    try:
-        return np.array(float(text))
-    except ValueError:
-        match = _FILE.fullmatch(text)
-    if match is None:
-        raise InterventionError(f"{text!r} is neither a number nor FILE.safetensors:KEY[*FACTOR]")
-    tensor = load_tensor(Path(match["file"]), match["key"])
-    return tensor * float(match["factor"]) if match["factor"] else tensor
-
-
 def load_tensor(path: Path, key: str) -> NDArray[Any]:
     """One tensor of a safetensors file.
 
@@ -157,18 +166,3 @@ def load_tensor(path: Path, key: str) -> NDArray[Any]:
     except (OSError, SafetensorError) as error:
         raise SpecFileError(f"cannot read {path}: {error}") from error
     raise SpecFileError(f"{path} has no tensor {key!r}, only {', '.join(names)}{nearest(key, names)}")
-
-
-def _mask(text: str, n_heads: int, seq_len: int) -> NDArray[Any]:
-    spec = KnockoutSpec()
-    for edge in text.split(","):
-        query, arrow, key = edge.partition(">")
-        if not arrow or query == key == "*":
-            raise InterventionError(f"{edge!r} is no edge: write QUERY>KEY, with * for all of one side")
-        if query == "*":
-            spec.to_position(_integer(key, text))
-        elif key == "*":
-            spec.from_position(_integer(query, text))
-        else:
-            spec.edge(_integer(query, text), _integer(key, text))
-    return create_knockout_mask(spec, n_heads, seq_len)

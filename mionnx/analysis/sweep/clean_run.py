@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.sweep.layer_graphs import Arrays, Pieces, Text
+from mionnx.analysis.sweep.layer_graphs import Arrays, LayerGraphs, Text
 
 
 @dataclass
-class Record:
+class CleanRun:
     """What prompts of one length gave.
 
     Attributes:
@@ -34,7 +34,7 @@ class Record:
         found: list[Arrays] = [*self.streams.values(), self.values, self.known, {"logits": self.logits}]
         return sum(array.nbytes for arrays in found for array in arrays.values())
 
-    def row(self, index: int) -> "Record":
+    def row(self, index: int) -> "CleanRun":
         """One of the rows, [1, ...]."""
 
         def of(found: Arrays) -> Arrays:
@@ -42,27 +42,27 @@ class Record:
 
         streams = {layer: of(stream) for layer, stream in self.streams.items()}
         own = slice(index, index + 1)
-        return Record(self.ids[own], streams, of(self.values), of(self.known), self.logits[own])
+        return CleanRun(self.ids[own], streams, of(self.values), of(self.known), self.logits[own])
 
 
-def record(pieces: Pieces, ids: NDArray[np.int64], layers: Collection[int], hooks: Collection[str]) -> Record:
+def run_clean(graphs: LayerGraphs, ids: NDArray[np.int64], layers: Collection[int], hooks: Collection[str]) -> CleanRun:
     """Run prompts of one length, and keep what patched runs need.
 
     Args:
-        pieces: the model.
+        graphs: the model.
         ids: [rows, seq].
         layers: those that patched runs begin with.
         hooks: hook points whose values are kept.
     """
-    made, text = Record(ids), Text(ids)
-    stream = pieces.embed(text)
-    for layer in range(pieces.layers):
+    made, text = CleanRun(ids), Text(ids)
+    stream = graphs.embed(text)
+    for layer in range(graphs.layers):
         if layer in layers:
             made.streams[layer] = stream
-        keys = pieces.keys_of(layer)
+        keys = graphs.keys_of(layer)
         here = [hook for hook in hooks if hook.startswith(f"blocks.{layer}.")]
-        stream, found = pieces.layer(layer, text, stream, wants=tuple(dict.fromkeys([*keys, *here])))
+        stream, found = graphs.layer(layer, text, stream, wants=tuple(dict.fromkeys([*keys, *here])))
         made.values |= {hook: found[hook] for hook in here}
         made.known |= {name: found[hook] for hook, name in keys.items()}
-    made.logits = pieces.logits(text, stream)[:, -1]
+    made.logits = graphs.logits(text, stream)[:, -1]
     return made

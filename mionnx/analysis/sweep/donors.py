@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.sweep.clean_run import Record, record
+from mionnx.analysis.sweep.clean_run import CleanRun, run_clean
 from mionnx.analysis.sweep.grid import Grid
-from mionnx.analysis.sweep.layer_graphs import Pieces
+from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.errors import InputError
 from mionnx.graph.axes import sequence_axis
 
@@ -17,12 +17,12 @@ Ids = NDArray[np.int64]
 Arrays = dict[str, NDArray[Any]]
 
 
-def zero_donors(base: Record) -> Arrays:
+def zero_donors(base: CleanRun) -> Arrays:
     """Zeros for every value."""
     return {hook: np.zeros([1] * value.ndim, value.dtype) for hook, value in base.values.items()}
 
 
-def mean_donors(pieces: Pieces, grid: Grid, prompts: Sequence[Ids]) -> tuple[Callable[[Record], Arrays], str]:
+def mean_donors(graphs: LayerGraphs, grid: Grid, prompts: Sequence[Ids]) -> tuple[Callable[[CleanRun], Arrays], str]:
     """The mean of each head and feature over all tokens of some prompts.
 
     Returns:
@@ -39,7 +39,7 @@ def mean_donors(pieces: Pieces, grid: Grid, prompts: Sequence[Ids]) -> tuple[Cal
     axis = sequence_axis(grid.axes)
     sums: Arrays = {}
     for prompt in prompts:
-        values = record(pieces, prompt[None], (), hooks).values
+        values = run_clean(graphs, prompt[None], (), hooks).values
         for hook, value in values.items():
             sums[hook] = sums.get(hook, 0) + value.sum(axis=(0, axis), keepdims=True, dtype=np.float64)
     count = sum(map(len, prompts))
@@ -47,7 +47,7 @@ def mean_donors(pieces: Pieces, grid: Grid, prompts: Sequence[Ids]) -> tuple[Cal
     return lambda base: {hook: (total / count).astype(base.values[hook].dtype) for hook, total in sums.items()}, mark
 
 
-def resampled(prompts: Sequence[Ids], reference: Sequence[Ids], seed: int) -> list[Ids]:
+def draw_donors(prompts: Sequence[Ids], reference: Sequence[Ids], seed: int) -> list[Ids]:
     """For each prompt another one of the same length.
 
     Raises:

@@ -1,10 +1,10 @@
-"""A model in pieces, each a graph of its own: the embedding, one piece a layer, and the head.
+"""A model in graphs, each a graph of its own: the embedding, one piece a layer, and the head.
 
-Rows that are patched at layer 7 start at layer 7: they join the others there, and all go on together. The pieces are
+Rows that are patched at layer 7 start at layer 7: they join the others there, and all go on together. The graphs are
 opened once, whatever the sweep asks for, and their weights are together those of one model.
 
 1. A piece starts at the residual stream before its layer, and at whatever else crosses there (`Dataflow.crossing`).
-2. Where only the last position is read in the end, the last layer is two pieces: attention at all positions; what
+2. Where only the last position is read in the end, the last layer is two graphs: attention at all positions; what
    follows it, and the head, at the last position alone.
 3. A text of which the first tokens are the same as in a run that is known already continues from that run's keys and
    values.
@@ -52,8 +52,8 @@ class Text:
         return len(self.ids)
 
 
-class Pieces:
-    """The pieces of one model.
+class LayerGraphs:
+    """The graphs of one model.
 
     Attributes:
         model: the hooked model.

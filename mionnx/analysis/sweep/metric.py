@@ -4,16 +4,14 @@ import inspect
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import log_softmax
 
 from mionnx.errors import InputError, nearest
-
-if TYPE_CHECKING:
-    from mionnx.run.runner import Runner
+from mionnx.run.runner import Runner
 
 Numbers = NDArray[np.float64]
 Token = int | str
@@ -59,7 +57,7 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class MetricRequest:
     """The metric that was asked for, before the prompts are known.
 
     Attributes:
@@ -67,11 +65,13 @@ class Wanted:
             gives [rows].
         answer, versus: tokens, as ids or texts, one for all pairs or one a pair; None for the likeliest next token of
             the clean prompt and of the corrupted one.
+        resume_key: a name for a function, in the file that a sweep is resumed from.
     """
 
     measure: Measure
     answer: Tokens = None
     versus: Tokens = None
+    resume_key: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.measure, str) and self.measure not in NAMES:
@@ -89,7 +89,21 @@ class Wanted:
         """What it is called."""
         return self.measure if isinstance(self.measure, str) else getattr(self.measure, "__name__", "function")
 
-    def bind(self, model: "Runner", pair: int, count: int, clean: NDArray[Any], other: NDArray[Any] | None) -> Metric:
+    @property
+    def identity(self) -> list[Any]:
+        """What distinguishes the metric from every other, as JSON holds it.
+
+        Raises:
+            InputError: a function without a `resume_key`: two functions cannot be compared.
+        """
+        if callable(self.measure) and self.resume_key is None:
+            raise InputError(
+                f"a sweep with the function {self.name} as its metric is resumed by a name that you give it: "
+                'resume_key="..."; without one, resume=False'
+            )
+        return [self.name, self.resume_key, _plain(self.answer), _plain(self.versus)]
+
+    def bind(self, model: Runner, pair: int, count: int, clean: NDArray[Any], other: NDArray[Any] | None) -> Metric:
         """The metric of one of several pairs.
 
         Args:
@@ -117,6 +131,12 @@ class Wanted:
                 "both answered by it: give answer= and versus="
             )
         return Metric(self.name, (answer, versus), lambda logits: logits[:, 0] - logits[:, 1])
+
+
+def _plain(tokens: Tokens) -> Any:
+    if isinstance(tokens, Sequence | np.ndarray) and not isinstance(tokens, str):
+        return [_plain(token) for token in tokens]
+    return tokens if tokens is None else [isinstance(tokens, str), str(tokens)]
 
 
 def _function(given: Callable[..., Any], pair: int) -> Callable[[Numbers], Any]:
@@ -147,7 +167,7 @@ _OF_ANSWER: dict[str, Callable[[int], Callable[[Numbers], Numbers]]] = {
 }
 
 
-def _token(model: "Runner", given: Tokens, pair: int, count: int, what: str, logits: NDArray[Any]) -> int:
+def _token(model: Runner, given: Tokens, pair: int, count: int, what: str, logits: NDArray[Any]) -> int:
     if given is None:
         return int(logits.argmax())
     if isinstance(given, Sequence | np.ndarray) and not isinstance(given, str):

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.sweep.clean_run import Record
+from mionnx.analysis.sweep.clean_run import CleanRun
 from mionnx.analysis.sweep.grid import Grid
-from mionnx.analysis.sweep.layer_graphs import Arrays, Pieces, Text
+from mionnx.analysis.sweep.layer_graphs import Arrays, LayerGraphs, Text
 from mionnx.analysis.sweep.metric import Metric
 from mionnx.errors import InputError, ModelError
 from mionnx.graph.axes import has_sequence, sequence_axis
@@ -53,11 +53,11 @@ class Shortcuts:
     skip: bool = True
 
 
-class Patched:
+class PatchedRuns:
     """The patched runs of one prompt.
 
     Attributes:
-        pieces, grid, shortcuts: the model, the cells, and how they are computed.
+        graphs, grid, shortcuts: the model, the cells, and how they are computed.
         base: the run that is patched, [1, ...].
         donors: hook point -> what is put there, broadcast to its value.
         first: the first position at which donor and base differ.
@@ -68,19 +68,19 @@ class Patched:
 
     def __init__(
         self,
-        pieces: Pieces,
+        graphs: LayerGraphs,
         grid: Grid,
-        base: Record,
+        base: CleanRun,
         donors: Mapping[str, NDArray[Any]],
         first: int = 0,
         shortcuts: Shortcuts | None = None,
         read: int = 0,
     ) -> None:
-        self.pieces, self.grid, self.shortcuts = pieces, grid, shortcuts or Shortcuts()
+        self.graphs, self.grid, self.shortcuts = graphs, grid, shortcuts or Shortcuts()
         self.base, self.donors, self.first = base, donors, first
         self.seq, self.read = base.ids.shape[1], read
         self.rows = min(TOKENS, self._fitting()) if self.shortcuts.batch else 1
-        self.climb: Callable[[Patched, Cells, int], Climb] = Climb
+        self.layer_pass: Callable[[PatchedRuns, Cells, int], LayerPass] = LayerPass
         self._windowed = self.shortcuts.window and bool(base.known)
 
     def _fitting(self) -> int:
@@ -93,13 +93,13 @@ class Patched:
         A layer takes the stream, neurons, scores, keys and values; the logits are 4 bytes each as the graph gives them,
         and a metric makes four arrays of 8 of them.
         """
-        sizes, hooks = self.pieces.model.metadata.sizes, self.pieces.model.metadata.hooks
+        sizes, hooks = self.graphs.model.metadata.sizes, self.graphs.model.metadata.hooks
         neurons = hooks.get(str(HookPoint.MlpAct(0)), [4 * sizes.hidden_size])[-1]
         values = 8 * sizes.hidden_size + 4 * int(neurons) + 3 * sizes.num_heads * self.seq
         keys = 4 * self.seq * 4 * sizes.num_kv_heads * sizes.head_dim
         return 4 * width * values + keys + self.read * (4 + 4 * 8)
 
-    def alive(self) -> NDArray[np.bool_]:
+    def effective_cells(self) -> NDArray[np.bool_]:
         """[cells]: those to be computed, since they can have an effect."""
         grid = self.grid
         found = np.zeros(grid.sizes, bool)
@@ -127,7 +127,7 @@ class Patched:
 
     def _read_at_the_end(self, hook: str) -> bool:
         """Whether a value of the last layer is read at the last position alone: all but what other tokens look at."""
-        last = hook == self.grid.hook(self.pieces.layers - 1) and bool(self.pieces.parted)
+        last = hook == self.grid.hook(self.graphs.layers - 1) and bool(self.graphs.parted)
         return last and HookPoint.parse(hook).variant not in ("ResidPre", "AttnK", "AttnRotK", "AttnV")
 
     def run(self, cells: Cells, metric: Metric, done: Callable[[Cells, NDArray[np.float64]], None]) -> None:
@@ -141,7 +141,7 @@ class Patched:
         Raises:
             InputError: there is too little memory for a single one.
         """
-        for chunk, _ in self.chunks(cells):
+        for chunk, _ in self.batches(cells):
             try:
                 found = metric(self._logits(chunk, metric))
             except (MemoryError, ModelError) as error:
@@ -164,7 +164,7 @@ class Patched:
             return np.zeros(len(cells), np.int64)
         return np.maximum(self.grid.position_of(cells), self.first)
 
-    def _chunk(self, waiting: Cells) -> Cells:
+    def _next_batch(self, waiting: Cells) -> Cells:
         """The cells of the next call, of those waiting in the order of their starts."""
         starts = self._start(waiting)
         width = self.seq - int(starts[0])
@@ -172,48 +172,48 @@ class Patched:
         filled = int(np.searchsorted(starts, starts[0], side="right"))  # these begin at the same position
         return waiting[: min(most, max(filled, FEW // width, 1))]
 
-    def chunks(self, cells: Cells) -> Iterator[tuple[Cells, int]]:
+    def batches(self, cells: Cells) -> Iterator[tuple[Cells, int]]:
         """How cells would be put together: the cells of a call, and the position at which it begins."""
         waiting = cells[np.argsort(self._start(cells), kind="stable")]
         while len(waiting):
-            chunk = self._chunk(waiting)
+            chunk = self._next_batch(waiting)
             yield chunk, int(self._start(chunk)[0])
             waiting = waiting[len(chunk) :]
 
-    def trial(self, cells: Cells, start: int) -> float:
+    def layer_seconds(self, cells: Cells, start: int) -> float:
         """Seconds that a token of these cells takes in a layer, by a layer that does as much as any."""
         times = []
-        for _ in range(2):  # the first opens the pieces
-            climb = self.climb(self, cells, start)
+        for _ in range(2):  # the first opens the graphs
+            climb = self.layer_pass(self, cells, start)
             begin = time.perf_counter()
-            climb.rehearse()
+            climb.time_one_layer()
             times.append(time.perf_counter() - begin)
         return times[-1] / (len(cells) * (self.seq - start))
 
     def work(self, cells: Cells) -> int:
         """How many tokens go through how many layers, for these cells."""
         begins = self.grid.layer_of(cells) if self.shortcuts.truncate else np.zeros(len(cells), np.int64)
-        layers = dict(zip(cells.tolist(), (self.pieces.layers - begins).tolist(), strict=True))
+        layers = dict(zip(cells.tolist(), (self.graphs.layers - begins).tolist(), strict=True))
         return sum(
-            sum(layers[cell] for cell in chunk.tolist()) * (self.seq - start) for chunk, start in self.chunks(cells)
+            sum(layers[cell] for cell in chunk.tolist()) * (self.seq - start) for chunk, start in self.batches(cells)
         )
 
     def _logits(self, cells: Cells, metric: Metric) -> NDArray[Any]:
         """[cells, vocab or what the metric needs]: the logits of patched runs."""
         start = int(self._start(cells)[0])
         order = np.argsort(self.grid.layer_of(cells), kind="stable")
-        logits = self.climb(self, cells[order], start).finish(metric)
+        logits = self.layer_pass(self, cells[order], start).finish(metric)
         back = np.empty_like(logits)
         back[order] = logits
         return back
 
 
-class Climb:
+class LayerPass:
     """Some cells on their way through the layers, in the order in which they join."""
 
-    def __init__(self, patched: Patched, cells: Cells, start: int) -> None:
+    def __init__(self, patched: PatchedRuns, cells: Cells, start: int) -> None:
         self.patched, self.cells, self.start = patched, cells, start
-        self.pieces, self.grid, self.seq = patched.pieces, patched.grid, patched.seq
+        self.graphs, self.grid, self.seq = patched.graphs, patched.grid, patched.seq
         self.layers = self.grid.layer_of(cells)
         self.begins = self.layers if patched.shortcuts.truncate else np.zeros(len(cells), np.int64)
         self.stream: Arrays = {}
@@ -253,9 +253,9 @@ class Climb:
 
     def step(self, layer: int) -> None:
         """Go through one layer."""
-        self.stream, _ = self.pieces.layer(layer, self.text(), self.stream, self.edits(layer))
+        self.stream, _ = self.graphs.layer(layer, self.text(), self.stream, self.edits(layer))
 
-    def rehearse(self) -> None:
+    def time_one_layer(self) -> None:
         """One layer with all rows, for its time."""
         layer = self.grid.layers[-1]
         self.join(layer)
@@ -263,19 +263,19 @@ class Climb:
 
     def finish(self, metric: Metric) -> NDArray[Any]:
         """Go through all layers that are left; the logits at the last position."""
-        pieces, last = self.pieces, self.pieces.layers - 1
-        parted = pieces.parted if self.patched.shortcuts.last else ()
-        for layer in range(int(self.begins[0]), pieces.layers if not parted else last):
+        graphs, last = self.graphs, self.graphs.layers - 1
+        parted = graphs.parted if self.patched.shortcuts.last else ()
+        for layer in range(int(self.begins[0]), graphs.layers if not parted else last):
             self.join(layer)
             self.step(layer)
         tokens = None if metric.needs is None else np.array(metric.needs)
         if not parted:
-            logits = pieces.logits(self.text(), self.stream, last=self.patched.shortcuts.last, tokens=tokens)
+            logits = graphs.logits(self.text(), self.stream, last=self.patched.shortcuts.last, tokens=tokens)
             return logits[:, -1]
         self.join(last)
-        order, hook = self.pieces.model.order, self.grid.hook(last)
+        order, hook = self.graphs.model.order, self.grid.hook(last)
         late = last in self.grid.layers and order[hook] > order[parted[0]]
-        found = pieces.run(self.text(), self.stream, {} if late else self.edits(last), parted)
+        found = graphs.run(self.text(), self.stream, {} if late else self.edits(last), parted)
         ends = {name: np.ascontiguousarray(value[:, -1:]) for name, value in found.items()}
         narrow = self.edits(last, narrow=True) if late else {}
-        return pieces.logits(pieces.last_of(self.text()), ends, narrow, tokens=tokens)[:, -1]
+        return graphs.logits(graphs.last_of(self.text()), ends, narrow, tokens=tokens)[:, -1]

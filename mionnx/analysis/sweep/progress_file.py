@@ -1,7 +1,7 @@
-"""What a sweep has computed so far, in a file, so that one that was interrupted goes on where it stopped.
+"""Progress of a sweep in a file, from which an interrupted sweep continues.
 
-The file is a safetensors file: `values` [pairs, cells] float64 with NaN where nothing is known yet, and in its metadata
-`mionnx_sweep`, the hash of everything that the values depend on.
+It is a safetensors file: `values` [pairs, cells] float64 with NaN for cells that are not computed yet, and in its
+metadata `mionnx_sweep`, the hash of everything that the values depend on.
 """
 
 import hashlib
@@ -24,15 +24,18 @@ MARK = "mionnx_sweep"
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
-    """The hash of what a sweep depends on."""
+    """Hash the facts that the values of a sweep depend on, SHA-256."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-class Kept:
-    """Values in memory, and in a file if there is one.
+class ProgressFile:
+    """Computed cells in memory, and in a file if a path is given.
 
     Attributes:
-        values: [pairs, cells], NaN where nothing is known.
+        values: [pairs, cells], NaN for cells that are not computed yet.
+
+    Raises:
+        InputError: the file exists and is damaged, or belongs to another sweep.
     """
 
     def __init__(self, shape: tuple[int, int], key: str = "", path: Path | None = None) -> None:
@@ -53,14 +56,14 @@ class Kept:
             )
         return values
 
-    def put(self, pair: int, cells: NDArray[np.int64], values: NDArray[np.float64]) -> None:
-        """Keep the values of some cells."""
+    def store(self, pair: int, cells: NDArray[np.int64], values: NDArray[np.float64]) -> None:
+        """Store computed cells; write the file at most every 5 s."""
         self.values[pair, cells] = values
         if time.monotonic() - self._written > EVERY:
             self.write()
 
     def write(self) -> None:
-        """Write the file, if there is one.
+        """Write the file, if a path was given.
 
         Raises:
             SpecFileError: it cannot be written.
@@ -70,5 +73,5 @@ class Kept:
             self._written = time.monotonic()
 
     def missing(self, pair: int) -> NDArray[np.int64]:
-        """The cells of a pair that are not known yet."""
+        """The cells of a pair that are not computed yet."""
         return np.flatnonzero(np.isnan(self.values[pair]))

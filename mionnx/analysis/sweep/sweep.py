@@ -1,40 +1,44 @@
 """A sweep over prompts or pairs of prompts: ready to be estimated, run, interrupted and resumed."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.sweep.clean_run import Record, record
-from mionnx.analysis.sweep.fingerprint import mark_of
+from mionnx.analysis.sweep.clean_run import CleanRun, run_clean
 from mionnx.analysis.sweep.grid import Grid
-from mionnx.analysis.sweep.layer_graphs import Pieces
-from mionnx.analysis.sweep.metric import Metric, Wanted
-from mionnx.analysis.sweep.patched_runs import Patched, Shortcuts
-from mionnx.analysis.sweep.path import PathPatched, written
-from mionnx.analysis.sweep.progress_file import Kept, key_of
+from mionnx.analysis.sweep.layer_graphs import LayerGraphs
+from mionnx.analysis.sweep.metric import Metric, MetricRequest
+from mionnx.analysis.sweep.patched_runs import PatchedRuns, Shortcuts
+from mionnx.analysis.sweep.path_runs import PathPatchedRuns, written
+from mionnx.analysis.sweep.progress_file import ProgressFile, key_of
 from mionnx.analysis.sweep.receivers import Receivers
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
-from mionnx.machine.progress import Progress, silent
-
-if TYPE_CHECKING:
-    from mionnx.run.runner import Runner
+from mionnx.machine.disk_cache import SWEEPS
+from mionnx.machine.files import make_folder
+from mionnx.machine.progress import Progress, bars, silent
+from mionnx.run.find_model import cache_folder
+from mionnx.run.runner import Runner
 
 Ids = NDArray[np.int64]
-Donors = Callable[[Record], dict[str, NDArray[Any]]]
+Donors = Callable[[CleanRun], dict[str, NDArray[Any]]]
+FORMAT = 1  # raise it when the same sweep gives other values: files of before are then another sweep's
+Before = Callable[["Sweep"], None]
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One prompt, or pair of prompts, of a sweep.
+class Pair:
+    """One prompt or pair of prompts; it ends at the position whose logits are read.
 
     Attributes:
         base: [seq]: the run that is patched.
@@ -52,12 +56,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SweepEstimate:
-    """What a sweep will take, about.
+    """Approximate cost of a sweep.
 
     Attributes:
-        cells: how many numbers it gives, over all prompts.
-        computed: those of them that can differ from the run without a patch, by the first prompt, and are not kept in
-            a file already.
+        cells: numbers in the result, over all prompts.
+        computed: cells that can differ from the run without a patch, by the first prompt, and that no file holds yet.
         calls: batches.
         seconds: by the speed of a small trial.
         memory: bytes of the largest batch, and of the runs that it starts from.
@@ -71,16 +74,15 @@ class SweepEstimate:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a sweep is, besides its prompts.
+class SweepSetting:
+    """Everything that defines a sweep besides its prompts.
 
     Attributes:
         grid: the cells.
-        wanted: the metric.
+        metric: the metric that is asked for.
         direction: "denoising", "noising" or "ablation".
-        donors: what is put in place of the base's values; None for those of the other run.
-        kind: for people and for the key of a file to resume from: "patch", "zero", "mean 3f2a..".
-        at: the position that is read, as given.
+        donors: make the values that replace the base's; None for those of the other run.
+        kind: part of the key of a file to resume from: "patch", "zero", "mean 3f2a..".
         labels: of the axes.
         title, about: of pictures.
         shortcuts: how cells are computed.
@@ -88,11 +90,10 @@ class Setting:
     """
 
     grid: Grid
-    wanted: Wanted
+    metric: MetricRequest
     direction: str
     donors: Donors | None
     kind: str
-    at: int
     labels: dict[str, list[str]]
     title: str
     about: str
@@ -101,31 +102,31 @@ class Setting:
 
     @property
     def hooks(self) -> list[str]:
-        """The hook points whose values are needed of the runs without patches."""
+        """The hook points whose values are needed from the runs without patches."""
         points = [HookPoint.parse(self.grid.hook(layer)) for layer in self.grid.layers]
-        found = [point.name for point in points]
+        names = [point.name for point in points]
         if self.receivers is not None:
             ways = [(written(point.variant, self.receivers.parallel)[0], point.layer) for point in points]
-            found += [str(getattr(HookPoint, way)(layer)) for way, layer in ways if way is not None]
-        return list(dict.fromkeys(found))
+            names += [str(getattr(HookPoint, way)(layer)) for way, layer in ways if way is not None]
+        return list(dict.fromkeys(names))
 
 
 class Sweep:
     """A sweep that is ready to run.
 
     Attributes:
-        model, pieces: the model, and its pieces.
-        prompts: what it runs on; texts end at the position that is read.
+        model, graphs: the model, and the graphs of its layers.
+        pairs: its prompts.
         setting: what it measures.
-        file: keeps what is done, and is gone on from if it is there already; None for neither.
+        file: stores computed cells, and is continued if it exists; None for neither.
     """
 
     file: Path | None = None
 
-    def __init__(self, model: "Runner", pieces: Pieces, prompts: Sequence[Prompt], setting: Setting) -> None:
-        self.model, self.pieces, self.prompts, self.setting = model, pieces, list(prompts), setting
-        for number, prompt in enumerate(self.prompts):
-            if prompt.other is not None and np.array_equal(prompt.base, prompt.other):
+    def __init__(self, model: Runner, graphs: LayerGraphs, pairs: Sequence[Pair], setting: SweepSetting) -> None:
+        self.model, self.graphs, self.pairs, self.setting = model, graphs, list(pairs), setting
+        for number, pair in enumerate(self.pairs):
+            if pair.other is not None and np.array_equal(pair.base, pair.other):
                 raise InputError(f"pair {number}: the clean and the corrupted prompt are the same up to what is read")
 
     @property
@@ -133,70 +134,68 @@ class Sweep:
         """The hash of everything that the values depend on.
 
         Raises:
-            InputError: a metric that cannot be told from others.
+            InputError: a metric that is a function and has no `resume_key`.
         """
         setting, metadata = self.setting, self.model.hooked.metadata
         return key_of(
             {
-                "mionnx": version("mionnx"),
+                "format": FORMAT,
                 "model": [metadata.family, metadata.dtype, metadata.weights_sha256],
-                "prompts": [[prompt.base.tolist(), _listed(prompt.other)] for prompt in self.prompts],
+                "prompts": [
+                    [ids if ids is None else ids.tolist() for ids in (pair.base, pair.other)] for pair in self.pairs
+                ],
                 "cells": [setting.grid.template, setting.grid.over, setting.grid.layers, setting.grid.sizes],
-                "metric": [setting.wanted.name, mark_of(setting.wanted.measure)],
-                "tokens": mark_of([setting.wanted.answer, setting.wanted.versus]),
+                "metric": setting.metric.identity,
                 "how": [setting.direction, setting.kind, repr(setting.receivers)],
             }
         )
 
     def estimate(self) -> SweepEstimate:
-        """What the sweep will take, by its first prompt and a trial of one layer."""
-        patched, kept, count = self._first[0], self._kept(), len(self.prompts)
-        alive = np.flatnonzero(patched.alive())
-        todo = [np.intersect1d(alive, kept.missing(pair)) for pair in range(count)]
-        calls = [list(patched.chunks(cells)) for cells in todo]
-        made = max(
-            (call for of in calls for call in of), key=lambda call: len(call[0]) * (patched.seq - call[1]), default=None
-        )
-        seconds = patched.trial(*made) * sum(map(patched.work, todo)) if made else 0.0
-        largest = len(made[0]) * patched.row_bytes(patched.seq - made[1]) if made else 0
-        records = patched.base.nbytes * (1 if self.prompts[0].other is None else 2)
-        computed, batches = sum(map(len, todo)), sum(map(len, calls))
-        return SweepEstimate(self.setting.grid.cells * count, computed, batches, seconds, largest + records)
+        """Estimate time and memory by the first prompt and a trial of one layer."""
+        runs, stored, count = self._first[0], self._stored(), len(self.pairs)
+        effective = np.flatnonzero(runs.effective_cells())
+        missing = [np.intersect1d(effective, stored.missing(pair)) for pair in range(count)]
+        batches = [batch for cells in missing for batch in runs.batches(cells)]
+        largest = max(batches, key=lambda batch: len(batch[0]) * (runs.seq - batch[1]), default=None)
+        seconds = runs.layer_seconds(*largest) * sum(map(runs.work, missing)) if largest else 0.0
+        held = len(largest[0]) * runs.row_bytes(runs.seq - largest[1]) if largest else 0
+        clean = runs.base.nbytes * (1 if self.pairs[0].other is None else 2)
+        computed = sum(map(len, missing))
+        return SweepEstimate(self.setting.grid.cells * count, computed, len(batches), seconds, held + clean)
 
-    def _kept(self) -> Kept:
-        """What is done already."""
-        shape = (len(self.prompts), self.setting.grid.cells)
-        return Kept(shape) if self.file is None else Kept(shape, self.key, self.file)
+    def _stored(self) -> ProgressFile:
+        """The cells that are computed already."""
+        shape = (len(self.pairs), self.setting.grid.cells)
+        return ProgressFile(shape) if self.file is None else ProgressFile(shape, self.key, self.file)
 
     def run(self, progress: Progress = silent) -> SweepResult:
         """Compute all cells.
 
         Args:
-            progress: told of the cells that are done.
+            progress: called as (stage, cells done, cells).
 
         Raises:
             InputError: a file of another sweep; a metric that gives no numbers; too little memory for one cell.
         """
-        begin, grid, total = time.perf_counter(), self.setting.grid, self.setting.grid.cells * len(self.prompts)
-        kept, bases = self._kept(), np.empty((2, len(self.prompts)))
-        idle = 0
+        begin, grid, total = time.perf_counter(), self.setting.grid, self.setting.grid.cells * len(self.pairs)
+        stored, unpatched = self._stored(), np.empty((2, len(self.pairs)))
+        without_effect = 0
         try:
-            for pair in range(len(self.prompts)):
-                patched, metric, found = self._first if pair == 0 else self._prepare(pair)
-                bases[:, pair] = found
-                alive = patched.alive()
-                idle += int((~alive).sum())
-                kept.put(pair, np.flatnonzero(~alive), np.full(int((~alive).sum()), found[0]))
+            for pair in range(len(self.pairs)):
+                runs, metric, unpatched[:, pair] = self._first if pair == 0 else self._prepare(pair)
+                idle = np.flatnonzero(~runs.effective_cells())
+                without_effect += len(idle)
+                stored.store(pair, idle, np.full(len(idle), unpatched[0, pair]))
 
                 def done(cells: NDArray[np.int64], values: NDArray[np.float64], pair: int = pair) -> None:
-                    kept.put(pair, cells, values)
-                    progress("cells", total - int(np.isnan(kept.values).sum()), total)
+                    stored.store(pair, cells, values)
+                    progress("cells", total - int(np.isnan(stored.values).sum()), total)
 
-                patched.run(kept.missing(pair), metric, done)
+                runs.run(stored.missing(pair), metric, done)
         finally:
-            kept.write()
-        cost = {"cells": float(total), "without effect": float(idle), "seconds": time.perf_counter() - begin}
-        return self._result(kept.values.reshape(len(self.prompts), *grid.sizes), bases, cost)
+            stored.write()
+        cost = {"cells": float(total), "without effect": float(without_effect), "seconds": time.perf_counter() - begin}
+        return self._result(stored.values.reshape(len(self.pairs), *grid.sizes), unpatched, cost)
 
     def _result(self, by_pair: NDArray[np.float64], bases: NDArray[np.float64], cost: dict[str, float]) -> SweepResult:
         setting = self.setting
@@ -212,7 +211,7 @@ class Sweep:
             clean,
             None if setting.direction == "ablation" else corrupted,
             setting.direction,
-            setting.wanted.name,
+            setting.metric.name,
             setting.grid.template,
             setting.title,
             setting.about,
@@ -220,26 +219,57 @@ class Sweep:
         )
 
     @cached_property
-    def _first(self) -> tuple[Patched, Metric, tuple[float, float]]:
+    def _first(self) -> tuple[PatchedRuns, Metric, tuple[float, float]]:
         return self._prepare(0)
 
-    def _prepare(self, pair: int) -> tuple[Patched, Metric, tuple[float, float]]:
-        """The runs without patches: what patched runs begin with, the metric, and its values at base and other."""
-        prompt, setting, grid = self.prompts[pair], self.setting, self.setting.grid
-        ids = np.stack([prompt.base] if prompt.other is None else [prompt.base, prompt.other])
+    def _prepare(self, pair: int) -> tuple[PatchedRuns, Metric, tuple[float, float]]:
+        """Run a pair without patches: what patched runs begin with, the metric, and its values at base and other."""
+        prompts, setting, grid = self.pairs[pair], self.setting, self.setting.grid
+        ids = np.stack([prompts.base] if prompts.other is None else [prompts.base, prompts.other])
         begins = {*grid.layers} if setting.shortcuts.truncate else {0}
-        made = record(self.pieces, ids, begins | {grid.layers[-1]}, setting.hooks)
-        base, other = made.row(0), made.row(len(ids) - 1)
+        both = run_clean(self.graphs, ids, begins | {grid.layers[-1]}, setting.hooks)
+        base, other = both.row(0), both.row(len(ids) - 1)
         donors = other.values if setting.donors is None else setting.donors(base)
         clean, corrupted = (other, base) if setting.direction == "denoising" else (base, other)
-        second = None if prompt.other is None else corrupted.logits[0]
-        metric = setting.wanted.bind(self.model, pair, len(self.prompts), clean.logits[0], second)
-        read = made.logits if metric.needs is None else made.logits[:, list(metric.needs)]
+        second = None if prompts.other is None else corrupted.logits[0]
+        metric = setting.metric.bind(self.model, pair, len(self.pairs), clean.logits[0], second)
+        read = both.logits if metric.needs is None else both.logits[:, list(metric.needs)]
         values = metric(read)
-        runs = (self.pieces, grid, base, donors, prompt.first, setting.shortcuts, read.shape[1])
-        patched = Patched(*runs) if setting.receivers is None else PathPatched(setting.receivers, *runs)
-        return patched, metric, (float(values[0]), float(values[-1]))
+        arguments = (self.graphs, grid, base, donors, prompts.first, setting.shortcuts, read.shape[1])
+        receivers = setting.receivers
+        runs = PatchedRuns(*arguments) if receivers is None else PathPatchedRuns(receivers, *arguments)
+        return runs, metric, (float(values[0]), float(values[-1]))
 
 
-def _listed(ids: Ids | None) -> list[int] | None:
-    return None if ids is None else ids.tolist()
+def run_sweep(sweep: Sweep, progress: Progress | None, resume: str | Path | bool, before: Before | None) -> SweepResult:
+    """Run a sweep as its verb was asked to; see `patch_sweep`."""
+    sweep.file = _progress_file(sweep, resume)
+    temporary = sweep.file if resume is True else None
+    if before is not None:
+        before(sweep)
+    try:
+        with bars() if progress is None else nullcontext(progress) as shown:
+            result = sweep.run(shown)
+    except Exception:  # an interruption is none: its file stays
+        _delete(temporary)
+        raise
+    _delete(temporary)
+    return result
+
+
+def _progress_file(sweep: Sweep, resume: str | Path | bool) -> Path | None:
+    """The file in which computed cells are stored; None where nothing is."""
+    if not isinstance(resume, bool):
+        return Path(resume)
+    if not resume:
+        key = sweep.setting.metric.resume_key
+        if key is not None:
+            raise InputError(f"resume_key={key!r} has no effect without resume=True or resume=FILE")
+        return None
+    make_folder(cache_folder() / SWEEPS)
+    return cache_folder() / SWEEPS / f"{sweep.key[:32]}.safetensors"
+
+
+def _delete(path: Path | None) -> None:
+    if path is not None:
+        path.unlink(missing_ok=True)

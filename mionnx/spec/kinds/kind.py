@@ -170,6 +170,11 @@ class Kind(ABC):
         return type(self).__name__
 
     @property
+    def help(self) -> str:
+        """What the kind does: the first line of its docstring."""
+        return (self.__doc__ or "").strip().partition("\n")[0]
+
+    @property
     def stored_values(self) -> tuple[str, ...]:
         """Names of the tensors of a spec file."""
         return self.values

@@ -21,7 +21,7 @@ class Knockout(Kind):
     name = "knockout"
     shape = ValueShape.ATTENTION_MASK
     infinities = {"value": -np.inf}  # noqa: RUF012
-    spelling = "QUERY>KEY,..."
+    spelling = "EDGES"
     of_prompt = True
 
     @classmethod

@@ -15,7 +15,10 @@ from mionnx.spec.limits import Indices, Positions
 
 @dataclass(frozen=True)
 class ProjectOut(Kind):
-    """Remove directions from the activation: x - (x D^T) D, with orthonormal directions D of [k, width]."""
+    """Remove directions from the activation.
+
+    x - (x D^T) D, with the orthonormal directions D as [k, width].
+    """
 
     name = "project_out"
     shape = ValueShape.DIRECTIONS

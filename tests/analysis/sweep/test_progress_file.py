@@ -1,18 +1,14 @@
 """Sweeps that are interrupted, resumed and estimated: what is kept, for which metric, and what is left to do."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from repository import REPOSITORY
-from sweep_metrics import OTHER, ROWS, SAME, of_token
+from sweep_metrics import of_token
 from sweep_pairs import SEQ, prompts
 from typer.testing import CliRunner
 
-from mionnx.analysis.sweep.fingerprint import mark_of
 from mionnx.analysis.sweep.patched_runs import Shortcuts
 from mionnx.cli.main import app
 from mionnx.errors import InputError
@@ -67,7 +63,7 @@ def test_a_sweep_that_fails_leaves_nothing_in_the_store(models, tmp_path, monkey
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        model.patch_sweep(clean, corrupted, metric=of_token(4), progress=fail, resume=True)
+        model.patch_sweep(clean, corrupted, metric=of_token(4), progress=fail, resume=True, resume_key="mine")
     assert list((tmp_path / "sweeps").iterdir()) == []
 
 
@@ -80,7 +76,7 @@ def test_the_store_knows_interrupted_sweeps(models, tmp_path, monkeypatch):
 
     def interrupted() -> Path:
         with pytest.raises(KeyboardInterrupt):
-            model.patch_sweep(clean, corrupted, metric=of_token(4), progress=stop, resume=True)
+            model.patch_sweep(clean, corrupted, metric=of_token(4), progress=stop, resume=True, resume_key="mine")
         (file,) = (tmp_path / "sweeps").iterdir()
         return file
 
@@ -157,41 +153,52 @@ def test_the_estimate_counts_the_vocabulary_and_what_is_kept(shipped, tmp_path):
     assert estimates[-1][0].seconds == 0
 
 
-def test_metrics_are_told_apart_by_what_they_compute():
-    for name, make in SAME.items():
-        assert mark_of(make()) == mark_of(make()), name
-    for name, (one, other) in OTHER.items():
-        assert mark_of(one) != mark_of(other), name
-    before = mark_of(SAME["array"]())
-    ROWS[0] += 1
-    try:
-        assert mark_of(SAME["array"]()) != before
-    finally:
-        ROWS[0] -= 1
-
-
-def test_metrics_are_the_same_in_another_process():
-    program = (
-        "import json, sys; sys.path.insert(0, 'tests/shared'); import sweep_metrics as t; "
-        "from mionnx.analysis.sweep.fingerprint import mark_of; "
-        "print(json.dumps({name: mark_of(make()) for name, make in t.SAME.items()}))"
-    )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, check=True)
-    assert json.loads(ran.stdout) == {name: mark_of(make()) for name, make in SAME.items()}
-
-
-class Counting:
-    def __call__(self, logits):
-        return logits[:, 0]
-
-
-def test_a_sweep_is_resumed_with_its_own_metric_only(models, tmp_path):
+def test_a_function_is_resumed_by_the_name_that_the_user_gives_it(models, tmp_path):
     model, (clean, corrupted) = models("llama"), prompts(12)
-    kept = {"over": ("layer",), "resume": tmp_path / "sweep.safetensors"}
-    model.patch_sweep(clean, corrupted, metric=of_token(4), **kept)
+    kwargs = {"over": ("layer",), "resume": tmp_path / "sweep.safetensors"}
+    first = model.patch_sweep(clean, corrupted, metric=of_token(4), resume_key="logit of 4", **kwargs)
+    again = model.patch_sweep(clean, corrupted, metric=of_token(4), resume_key="logit of 4", **kwargs)
+    assert (first.values == again.values).all()
     with pytest.raises(InputError, match="another sweep"):
-        model.patch_sweep(clean, corrupted, metric=of_token(5), **kept)
-    for wrong in (Counting(), Counting().__call__, lambda logits: logits[:, model.num_layers]):
-        with pytest.raises(InputError, match="cannot be resumed"):
-            model.patch_sweep(clean, corrupted, metric=wrong, **kept)
-    assert model.patch_sweep(clean, corrupted, over=("layer",), metric=Counting()).values.shape == (2,)
+        model.patch_sweep(clean, corrupted, metric=of_token(5), resume_key="logit of 5", **kwargs)
+    with pytest.raises(InputError, match="another sweep"):
+        model.patch_sweep(clean, corrupted, answer=5, versus=9, **kwargs)
+
+
+@pytest.mark.parametrize("verb", ["patch_sweep", "path_patch", "ablation_sweep"])
+@pytest.mark.parametrize("resume", [True, "file"])
+def test_a_function_without_a_name_is_not_resumed(models, tmp_path, monkeypatch, verb, resume):
+    monkeypatch.setenv("MIONNX_CACHE", str(tmp_path / "store"))
+    model, (clean, corrupted) = models("llama"), prompts(12)
+    texts = {"patch_sweep": (clean, corrupted), "path_patch": (clean, corrupted, "all"), "ablation_sweep": (clean,)}
+    resume = tmp_path / "sweep.safetensors" if resume == "file" else resume
+    with pytest.raises(InputError, match=r"resumed by a name that you give it: resume_key="):
+        getattr(model, verb)(*texts[verb], over=("layer",), metric=of_token(4), resume=resume)
+    assert not (tmp_path / "sweep.safetensors").exists()
+    assert getattr(model, verb)(*texts[verb], over=("layer",), metric=of_token(4)).values.shape == (2,)
+
+
+def test_the_name_of_a_function_is_part_of_the_identity_of_each_sweep(models, tmp_path):
+    model, (clean, corrupted) = models("llama"), prompts(12)
+    for verb, texts in (("path_patch", (clean, corrupted, "all")), ("ablation_sweep", (clean,))):
+        kwargs = {"over": ("layer",), "metric": of_token(4), "resume": tmp_path / verb}
+        getattr(model, verb)(*texts, resume_key="mine", **kwargs)
+        with pytest.raises(InputError, match="another sweep"):
+            getattr(model, verb)(*texts, resume_key="yours", **kwargs)
+
+
+def test_a_name_without_a_file_to_resume_is_refused(models):
+    model, (clean, corrupted) = models("llama"), prompts(12)
+    with pytest.raises(InputError, match="has no effect without resume"):
+        model.patch_sweep(clean, corrupted, metric=of_token(4), resume_key="mine")
+
+
+def test_other_tokens_are_another_sweep(models, tmp_path):
+    model, (clean, corrupted) = models("llama"), prompts(12)
+    kwargs = {"over": ("layer",), "resume": tmp_path / "sweep.safetensors"}
+    found = model.patch_sweep(clean, corrupted, answer=5, versus=9, **kwargs)
+    again = model.patch_sweep(clean, corrupted, answer=np.int64(5), versus=np.int64(9), **kwargs)
+    assert (found.values == again.values).all()
+    for answer in (6, [5]):
+        with pytest.raises(InputError, match="another sweep"):
+            model.patch_sweep(clean, corrupted, answer=answer, versus=9, **kwargs)

@@ -244,7 +244,7 @@ def test_too_little_memory_halves_the_batch_and_changes_nothing(models, monkeypa
     expected = model.patch_sweep(clean, corrupted, "z", ("layer", "head", "position"), answer=5, versus=9)
     from mionnx.analysis.sweep import patched_runs
 
-    sizes, real = [], patched_runs.Patched._logits
+    sizes, real = [], patched_runs.PatchedRuns._logits
 
     def failing(self, cells, metric):
         sizes.append(len(cells))
@@ -252,7 +252,7 @@ def test_too_little_memory_halves_the_batch_and_changes_nothing(models, monkeypa
             raise patched_runs.ModelError("ONNX Runtime failed: Failed to allocate memory for requested buffer")
         return real(self, cells, metric)
 
-    monkeypatch.setattr(patched_runs.Patched, "_logits", failing)
+    monkeypatch.setattr(patched_runs.PatchedRuns, "_logits", failing)
     found = model.patch_sweep(clean, corrupted, "z", ("layer", "head", "position"), answer=5, versus=9)
     np.testing.assert_allclose(found.values, expected.values, atol=5e-6)
     assert max(sizes) > 3 >= sizes[-1]

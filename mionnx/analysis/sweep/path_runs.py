@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mionnx.analysis.sweep.grid import Grid
 from mionnx.analysis.sweep.layer_graphs import Arrays
 from mionnx.analysis.sweep.metric import Metric
-from mionnx.analysis.sweep.patched_runs import Cells, Climb, Patched
+from mionnx.analysis.sweep.patched_runs import Cells, LayerPass, PatchedRuns
 from mionnx.analysis.sweep.receivers import Receivers
 from mionnx.errors import InputError
 from mionnx.graph.axes import heads_axis
@@ -37,7 +37,7 @@ def written(variant: str, parallel: bool) -> tuple[str | None, int]:
     return ("AttnOut", 2 if parallel else 1) if variant in ATTENTION else ("MlpOut", 2)
 
 
-def reached(grid: Grid, receivers: Receivers) -> dict[int, bool]:
+def reached_layers(grid: Grid, receivers: Receivers) -> dict[int, bool]:
     """Of each layer that sends, whether a receiver reads what it changes.
 
     Raises:
@@ -54,7 +54,7 @@ def reached(grid: Grid, receivers: Receivers) -> dict[int, bool]:
     return found
 
 
-class PathPatched(Patched):
+class PathPatchedRuns(PatchedRuns):
     """The path-patched runs of one prompt.
 
     Attributes:
@@ -64,16 +64,16 @@ class PathPatched(Patched):
     def __init__(self, receivers: Receivers, *given: Any) -> None:
         super().__init__(*given)
         self.receivers = receivers
-        self.climb = partial(_Walk, receivers)
+        self.layer_pass = partial(_PathPass, receivers)
 
-    def alive(self) -> NDArray[np.bool_]:
+    def effective_cells(self) -> NDArray[np.bool_]:
         """[cells]: those whose change somebody receives."""
-        found, layers = reached(self.grid, self.receivers), self.grid.layer_of(np.arange(self.grid.cells))
-        return super().alive() & np.array([found[layer] for layer in layers.tolist()])
+        found, layers = reached_layers(self.grid, self.receivers), self.grid.layer_of(np.arange(self.grid.cells))
+        return super().effective_cells() & np.array([found[layer] for layer in layers.tolist()])
 
     def row_bytes(self, width: int) -> int:
         """The change and the sums with it take as much again as the stream, and receivers' inputs their own."""
-        sizes = self.pieces.model.metadata.sizes
+        sizes = self.graphs.model.metadata.sizes
         received = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
         return super().row_bytes(width) + 4 * width * (8 * sizes.hidden_size + 2 * received)
 
@@ -81,10 +81,10 @@ class PathPatched(Patched):
         return False
 
 
-class _Walk(Climb):
+class _PathPass(LayerPass):
     """Some cells on their way through the layers: the stream, and the change beside it."""
 
-    def __init__(self, receivers: Receivers, patched: Patched, cells: Cells, start: int) -> None:
+    def __init__(self, receivers: Receivers, patched: PatchedRuns, cells: Cells, start: int) -> None:
         super().__init__(patched, cells, start)
         self.receivers = receivers
         self.base = patched.base
@@ -94,18 +94,18 @@ class _Walk(Climb):
 
     def finish(self, metric: Metric) -> NDArray[Any]:
         """Go through all layers that are left; the logits at the last position."""
-        for layer in range(int(self.begins[0]), self.pieces.layers):
+        for layer in range(int(self.begins[0]), self.graphs.layers):
             self.join(layer)
             self.step(layer)
-        end = self.stream[self.pieces.end] + self.change if self.receivers.final else self.stream[self.pieces.end]
+        end = self.stream[self.graphs.end] + self.change if self.receivers.final else self.stream[self.graphs.end]
         tokens = None if metric.needs is None else np.array(metric.needs)
-        return self.pieces.logits(self.text(), {self.pieces.end: end}, tokens=tokens)[:, -1]
+        return self.graphs.logits(self.text(), {self.graphs.end: end}, tokens=tokens)[:, -1]
 
     def step(self, layer: int) -> None:
         """Go through one layer: what is sent there, and who receives it."""
         self._layer(layer, self._sent(layer))
 
-    def rehearse(self) -> None:
+    def time_one_layer(self) -> None:
         """The layer that sends and has the most receivers, every row with a change."""
         count = self.receivers.count
         layer = max(reversed(self.grid.layers), key=count)
@@ -118,7 +118,7 @@ class _Walk(Climb):
         """Let rows join; they have changed nothing yet."""
         before = self.joined
         super().join(layer)
-        stream = self.stream[self.pieces.starts(layer)[0]]
+        stream = self.stream[self.graphs.starts(layer)[0]]
         fresh = np.zeros_like(stream[before:])
         self.change = np.concatenate([self.change, fresh]) if before else fresh
 
@@ -134,7 +134,7 @@ class _Walk(Climb):
             return np.where(inputs[edit.mask_input], inputs[edit.value_input] - old, 0)
         begins = {name: value[:, self.start :] for name, value in self.base.streams[layer].items()}
         begins = {name: np.repeat(value, self.joined, axis=0) for name, value in begins.items()}
-        new = self.pieces.run(self.text(), begins, edits, [through])[through]
+        new = self.graphs.run(self.text(), begins, edits, [through])[through]
         sends = (self.layers[: self.joined] == layer)[:, None, None]
         return np.where(sends, new - old, 0)
 
@@ -149,9 +149,9 @@ class _Walk(Climb):
             self._send(sent, number)
             end = post if begin == stages[-1][0] else mid
             edits = self._received(begin, stream, receivers)
-            stream = self.pieces.run(self.text(), {begin: stream}, edits, [end])[end]
+            stream = self.graphs.run(self.text(), {begin: stream}, edits, [end])[end]
         self._send(sent, 2)
-        after = self.pieces.starts(layer + 1)[0]
+        after = self.graphs.starts(layer + 1)[0]
         self.stream = {after: stream}
 
     def _send(self, sent: NDArray[Any] | None, stage: int) -> None:
@@ -162,7 +162,7 @@ class _Walk(Climb):
         """The inputs of receivers, computed from the stream with the change."""
         if not receivers or not self.change.any():
             return {}
-        found = self.pieces.run(self.text(), {begin: stream + self.change}, {}, receivers)
+        found = self.graphs.run(self.text(), {begin: stream + self.change}, {}, receivers)
         edits: dict[Edit, Arrays] = {}
         for name in receivers:
             axes = HookPoint.parse(name).axes or ()

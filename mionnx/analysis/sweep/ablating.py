@@ -1,0 +1,98 @@
+"""`ablation_sweep`: zero, mean or resample ablation of every cell of a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from mionnx.analysis.sweep.donors import draw_donors, mean_donors, zero_donors
+from mionnx.analysis.sweep.grid import make_grid
+from mionnx.analysis.sweep.layer_graphs import LayerGraphs
+from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
+from mionnx.analysis.sweep.patched_runs import Shortcuts
+from mionnx.analysis.sweep.prompts import and_more, axis_labels, common_length, prompt_ids, quote, until
+from mionnx.analysis.sweep.result import SweepResult
+from mionnx.analysis.sweep.sweep import Before, Donors, Pair, Sweep, SweepSetting, run_sweep
+from mionnx.errors import InputError, nearest
+from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.progress import Progress
+from mionnx.run.runner import Prompt, Runner
+
+KINDS = ("zero", "mean", "resample")
+
+
+def ablation_sweep(
+    model: Runner,
+    prompts: Prompt,
+    hook: str | HookPoint = "hook_z",
+    over: str | Iterable[str] = ("layer", "head"),
+    metric: Measure = "kl",
+    *,
+    kind: str = "zero",
+    reference: Prompt | None = None,
+    seed: int | None = None,
+    answer: Tokens = None,
+    versus: Tokens = None,
+    layers: Iterable[int] | None = None,
+    at: int = -1,
+    resume: str | Path | bool = False,
+    resume_key: str | None = None,
+    before: Before | None = None,
+    progress: Progress | None = None,
+    shortcuts: Shortcuts | None = None,
+) -> SweepResult:
+    """Ablate every cell of a grid: its value replaced by zeros, by its mean, or by that of another prompt.
+
+    Args:
+        prompts: one or several.
+        hook, over, metric, answer, versus, layers, at, resume, resume_key, before, progress, shortcuts: see
+            `patch_sweep`; "kl" is the KL divergence from the run without ablation.
+        kind: "zero"; "mean", over all tokens of the reference prompts, for each head and feature; or "resample",
+            the value in a reference prompt of the same length, drawn for each prompt, not the prompt itself.
+        reference: prompts for "mean" and "resample"; by default the prompts themselves.
+        seed: of the draw of "resample"; by default 0.
+
+    Raises:
+        HookError: no such hook point.
+        InputError: prompts, axes, tokens or a metric that do not fit.
+
+    Example:
+        result = model.ablation_sweep("The capital of France is", "hook_z", kind="mean")
+        result.top(3)  # the three heads whose ablation changes the prediction most
+    """
+    _check(kind, reference, seed)
+    rows = prompt_ids(model, prompts)
+    others = rows if reference is None else prompt_ids(model, reference)
+    request = MetricRequest(metric, answer, versus, resume_key)
+    grid, graphs = make_grid(model.hooked, hook, over, layers, common_length(rows)), model.opened(LayerGraphs)
+    pairs = [Pair(until(at, row)) for row in rows]
+    donors: Donors | None = zero_donors
+    identity = kind
+    if kind == "mean":
+        donors, digest = mean_donors(graphs, grid, others)
+        identity = f"mean {digest}"
+    if kind == "resample":
+        donors, identity = None, f"resample {seed or 0}"
+        drawn = draw_donors(rows, others, seed or 0)
+        pairs = [Pair(pair.base, other[: len(pair.base)]) for pair, other in zip(pairs, drawn, strict=True)]
+    setting = SweepSetting(
+        grid,
+        request,
+        "ablation",
+        donors,
+        identity,
+        axis_labels(model, grid, rows),
+        f"{kind.capitalize()} ablation of {grid.template.format(i='*')}",
+        f"{quote(model, rows[0])}{and_more(rows)}",
+        shortcuts or Shortcuts(),
+    )
+    return run_sweep(Sweep(model, graphs, pairs, setting), progress, resume, before)
+
+
+def _check(kind: str, reference: Prompt | None, seed: int | None) -> None:
+    if kind not in KINDS:
+        raise InputError(f"ablation {kind!r}; one of {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
+    if kind == "zero" and reference is not None:
+        raise InputError("a zero ablation has no use for reference prompts")
+    if kind != "resample" and seed is not None:
+        raise InputError(f"a {kind} ablation draws nothing: seed={seed!r} would have no effect")

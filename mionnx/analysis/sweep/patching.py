@@ -1,0 +1,174 @@
+"""`patch_sweep` and `path_patch`: activation patching and path patching of every cell of a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from mionnx.analysis.sweep.grid import make_grid
+from mionnx.analysis.sweep.layer_graphs import LayerGraphs
+from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
+from mionnx.analysis.sweep.patched_runs import Shortcuts
+from mionnx.analysis.sweep.path_runs import reached_layers
+from mionnx.analysis.sweep.prompts import (
+    and_more,
+    axis_labels,
+    common_length,
+    prompt_ids,
+    quote,
+    refuse_unlike,
+    until,
+)
+from mionnx.analysis.sweep.receivers import Receiver, Receivers, make_receivers
+from mionnx.analysis.sweep.result import SweepResult
+from mionnx.analysis.sweep.sweep import Before, Pair, Sweep, SweepSetting, run_sweep
+from mionnx.errors import InputError, nearest
+from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.progress import Progress
+from mionnx.run.runner import Prompt, Runner
+
+DIRECTIONS = ("denoising", "noising")
+
+
+def patch_sweep(
+    model: Runner,
+    clean: Prompt,
+    corrupted: Prompt,
+    hook: str | HookPoint = "hook_resid_pre",
+    over: str | Iterable[str] = ("layer", "position"),
+    metric: Measure = "logit_diff",
+    *,
+    answer: Tokens = None,
+    versus: Tokens = None,
+    direction: str = "denoising",
+    layers: Iterable[int] | None = None,
+    at: int = -1,
+    resume: str | Path | bool = False,
+    resume_key: str | None = None,
+    before: Before | None = None,
+    progress: Progress | None = None,
+    shortcuts: Shortcuts | None = None,
+) -> SweepResult:
+    """Activation patching of every cell of a grid: values of one run put into another, one cell at a time.
+
+    The results equal one forward pass a cell.
+
+    Args:
+        clean, corrupted: prompts, one or as many of each; the two of a pair have the same number of tokens.
+        hook: the short name of a hook point ("z", "hook_resid_mid"), in all layers; its name with `{i}` for the
+            layer; or a `HookPoint`, name or glob ("blocks.[12].attn.hook_z"), in the layers that these mean.
+        over: the axes of the result: "layer", "position", "head", "source" (keys, of patterns and scores). Axes that
+            are not named are patched together: over layer and head, a head at all positions.
+        metric: "logit_diff" (of answer and versus), "probability", "log_probability", "rank" (0 is the top token)
+            of the answer, "kl" (KL divergence from the clean run, in nats), or a function: logits [rows, vocab] ->
+            [rows], which may take the index of the pair as a second argument.
+        answer, versus: tokens, as ids or texts, one for all pairs or one a pair. By default the top token of the clean
+            prompt, and of the corrupted one.
+        direction: "denoising" puts clean values into the corrupted run, "noising" corrupted ones into the clean run.
+        layers: of those that the hook means; by default all of them.
+        at: the position whose logits are read; cells behind it have no effect.
+        resume: a file that holds the computed cells, and from which an interrupted sweep continues; True for one in the
+            store, which is deleted when the sweep is done or fails.
+        resume_key: a name for a metric that is a function; needed to resume, since two functions cannot be compared.
+            A sweep continues only a file with the same name in it: change the name when the function changes.
+        before: called with the sweep before it starts; its `estimate()` tells time and memory.
+        progress: called as (stage, done, total); by default bars on the terminal.
+        shortcuts: see `mionnx.analysis.sweep.patched_runs`; by default all of them.
+
+    Raises:
+        HookError: no such hook point.
+        InputError: prompts, axes, tokens or a metric that do not fit; a function to resume without a `resume_key`.
+
+    Example:
+        result = model.patch_sweep("The capital of France is", "The capital of Italy is", "hook_resid_pre")
+        result.values.shape  # (n_layers, seq)
+    """
+    request = MetricRequest(metric, answer, versus, resume_key)
+    cells = (hook, over, layers)
+    sweep = _make_sweep(model, request, clean, corrupted, cells, direction, at, shortcuts, None)
+    return run_sweep(sweep, progress, resume, before)
+
+
+def path_patch(
+    model: Runner,
+    clean: Prompt,
+    corrupted: Prompt,
+    receivers: str | HookPoint | Iterable[Receiver],
+    sender: str | HookPoint = "hook_z",
+    over: str | Iterable[str] = ("layer", "head"),
+    metric: Measure = "logit_diff",
+    *,
+    answer: Tokens = None,
+    versus: Tokens = None,
+    direction: str = "denoising",
+    layers: Iterable[int] | None = None,
+    at: int = -1,
+    resume: str | Path | bool = False,
+    resume_key: str | None = None,
+    before: Before | None = None,
+    progress: Progress | None = None,
+) -> SweepResult:
+    """Path patching: the effect of each sender's patch through chosen receivers only.
+
+    A receiver reads the stream with the sender's change, everything else reads it without; the receivers' outputs go on
+    as usual. With `receivers="all"`, the result is that of `patch_sweep`.
+
+    Args:
+        clean, corrupted, over, metric, answer, versus, direction, layers, at, resume, resume_key, before, progress: see
+            `patch_sweep`.
+        receivers: the inputs `hook_q`, `hook_k`, `hook_v` or `mlp.hook_pre` of a layer, or `hook_final_norm`, globs
+            allowed; with heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; or "all". A hook point that is named twice
+            receives with the heads of both.
+        sender: the hook point that is patched, cell by cell.
+
+    Raises:
+        HookError: no such hook point, or one that receives nothing; a recurrent model.
+        InputError: prompts, axes, tokens, heads or a metric that do not fit; receivers that all come before the
+            senders.
+
+    Example:
+        result = model.path_patch("The capital of France is", "The capital of Italy is", "blocks.3.attn.hook_q")
+        result.values.shape  # (n_layers, n_heads)
+    """
+    chosen = make_receivers(model.hooked, receivers)
+    request = MetricRequest(metric, answer, versus, resume_key)
+    cells = (sender, over, layers)
+    sweep = _make_sweep(model, request, clean, corrupted, cells, direction, at, None, chosen)
+    return run_sweep(sweep, progress, resume, before)
+
+
+def _make_sweep(
+    model: Runner,
+    request: MetricRequest,
+    clean: Prompt,
+    corrupted: Prompt,
+    cells: tuple[str | HookPoint, str | Iterable[str], Iterable[int] | None],
+    direction: str,
+    at: int,
+    shortcuts: Shortcuts | None,
+    receivers: Receivers | None,
+) -> Sweep:
+    """Make a sweep over pairs of prompts."""
+    if direction not in DIRECTIONS:
+        raise InputError(f"direction {direction!r}; {' or '.join(DIRECTIONS)}{nearest(str(direction), DIRECTIONS)}")
+    good, bad = prompt_ids(model, clean), prompt_ids(model, corrupted)
+    refuse_unlike(good, bad)
+    grid = make_grid(model.hooked, *cells, common_length(good))
+    if receivers is not None:
+        reached_layers(grid, receivers)
+    bases, others = (bad, good) if direction == "denoising" else (good, bad)
+    pairs = [Pair(until(at, base), until(at, other)) for base, other in zip(bases, others, strict=True)]
+    verb = "Patching" if receivers is None else "Path patching"
+    setting = SweepSetting(
+        grid,
+        request,
+        direction,
+        None,
+        "patch",
+        axis_labels(model, grid, bases),
+        f"{verb} {grid.template.format(i='*')} ({direction})",
+        f"{quote(model, others[0])} into {quote(model, bases[0])}{and_more(bases)}",
+        shortcuts or Shortcuts(),
+        receivers,
+    )
+    return Sweep(model, model.opened(LayerGraphs), pairs, setting)

@@ -1,0 +1,76 @@
+"""Prompts of a sweep: token ids without padding, names of the axes' entries, and a short description."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.analysis.sweep.grid import Grid
+from mionnx.errors import InputError
+from mionnx.inputs.token_batch import make_token_batch
+from mionnx.run.prompt import spell
+from mionnx.run.runner import Prompt, Runner
+
+Ids = NDArray[np.int64]
+
+
+def prompt_ids(model: Runner, prompts: Prompt) -> list[Ids]:
+    """Tokenise prompts: [seq] each, without padding."""
+    batch = make_token_batch(model._ids(prompts), None, None, model.hooked.metadata.sizes)
+    return [ids[real] for ids, real in zip(batch.input_ids, batch.real, strict=True)]
+
+
+def common_length(prompts: Sequence[Ids]) -> int | None:
+    """The number of tokens of all prompts; None if they differ in length."""
+    lengths = {len(prompt) for prompt in prompts}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def refuse_unlike(clean: Sequence[Ids], corrupted: Sequence[Ids]) -> None:
+    """Refuse pairs of prompts whose positions do not correspond.
+
+    Raises:
+        InputError: another number of prompts, or of tokens in a pair.
+    """
+    if len(clean) != len(corrupted):
+        raise InputError(f"{len(clean)} clean prompts and {len(corrupted)} corrupted ones: they come in pairs")
+    for pair, (one, other) in enumerate(zip(clean, corrupted, strict=True)):
+        if len(one) != len(other):
+            raise InputError(
+                f"pair {pair}: the clean prompt has {len(one)} tokens, the corrupted one {len(other)}; positions can "
+                "be patched only where they correspond"
+            )
+
+
+def until(at: int, prompt: Ids) -> Ids:
+    """Cut a prompt behind the position whose logits are read.
+
+    Raises:
+        InputError: the prompt has no such position.
+    """
+    if not isinstance(at, int | np.integer) or not -len(prompt) <= at < len(prompt):
+        raise InputError(f"at={at!r}: the prompt has {len(prompt)} tokens (0 to {len(prompt) - 1})")
+    return prompt[: int(at) % len(prompt) + 1]
+
+
+def axis_labels(model: Runner, grid: Grid, prompts: Sequence[Ids]) -> dict[str, list[str]]:
+    """Name the entries of a grid's axes; a position by its token if all prompts have the same one there."""
+    columns = list(zip(*prompts, strict=False))
+    tokens = [
+        spell(model, int(ids[0])) if len({*map(int, ids)}) == 1 else f"[{position}]"
+        for position, ids in enumerate(columns)
+    ]
+    heads = dict(zip(grid.over, grid.sizes, strict=True)).get("head", 0)
+    labels = {"layer": [str(layer) for layer in grid.layers], "head": [str(head) for head in range(heads)]}
+    return {name: (labels | {"position": tokens, "source": tokens})[name] for name in grid.over}
+
+
+def quote(model: Runner, ids: Ids) -> str:
+    """A prompt's text in quotes, cut after 60 characters; its ids where the model has no tokenizer."""
+    text = model.tokenizer.decode(ids.tolist()) if model.has_tokenizer else " ".join(map(str, ids.tolist()))
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def and_more(prompts: Sequence[Ids]) -> str:
+    """Tell how many prompts there are besides the first: " and 3 more"."""
+    return f" and {len(prompts) - 1} more" if len(prompts) > 1 else ""
