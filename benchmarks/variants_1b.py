@@ -69,16 +69,13 @@ def new_structures(folder: Path, prepack: bool) -> dict[str, float]:
 
 
 def _feeds(model: MIModel, ids: np.ndarray, spec: HookSpec) -> dict[str, np.ndarray]:
-    from mionnx.bind import plan
-    from mionnx.inputs import past
+    from mionnx.bind.bound_spec import bind
     from mionnx.inputs.token_batch import make_token_batch
 
-    call = make_token_batch(ids, None, None, model.hooked.metadata.sizes)
-    compiled = model.compile_graph(spec)
-    feeds = {**call.feeds(), **past.past_inputs(model.hooked, None, call)}
-    feeds |= plan.values_of(spec, compiled.plan, call, model.hooked)
-    read = {entry.name for entry in compiled.session.get_inputs()}
-    return {name: value for name, value in feeds.items() if name in read}
+    bound = bind(spec, model.hooked)
+    inputs = bound.inputs(make_token_batch(ids, None, None, model.hooked.metadata.sizes))
+    read = {entry.name for entry in model.variants.get(bound.plan).session.get_inputs()}
+    return {name: value for name, value in inputs.items() if name in read}
 
 
 def memory_of(folder: Path, count: int, base: str) -> dict[str, float]:

@@ -10,12 +10,12 @@ from mionnx.analysis.attention.head_scores_result import HeadScores
 from mionnx.analysis.attribution.attribution import Attribution
 from mionnx.analysis.features.activations import FeatureActivations
 from mionnx.analysis.features.sae import SAE
-from mionnx.analysis.lens.lens import LensResult
+from mionnx.analysis.lens.lens_result import LensResult
 from mionnx.analysis.python_hooks.hook import Hook
 from mionnx.analysis.python_hooks.sizes import ModelSizes
 from mionnx.analysis.steering.calibration import SteeringCalibration
 from mionnx.analysis.steering.directions import Direction, Directions
-from mionnx.analysis.steering.dose import DoseResponse
+from mionnx.analysis.steering.dose_result import DoseResponse
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
 from mionnx.engine.options import Options

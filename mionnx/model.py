@@ -4,21 +4,26 @@ from functools import cached_property
 
 from mionnx.analysis.attention import attention_patterns
 from mionnx.analysis.attention import head_scores as heads
-from mionnx.analysis.attribution.attribution_verbs import AttributionVerbs
-from mionnx.analysis.features.verbs import Features
-from mionnx.analysis.lens.lens_verbs import LensVerbs
+from mionnx.analysis.attribution import attribute as attribution
+from mionnx.analysis.attribution import residual_stack, stack_attribution
+from mionnx.analysis.features import active_features
+from mionnx.analysis.lens import logit_lens as lens
+from mionnx.analysis.lens import token_vectors, track
 from mionnx.analysis.python_hooks import hooked_calls, residual, transformer_lens
-from mionnx.analysis.steering.verbs import Steering
+from mionnx.analysis.steering import calibration
+from mionnx.analysis.steering import contrast as contrasting
+from mionnx.analysis.steering import dose_response as dosing
 from mionnx.analysis.sweep import ablating, patching
 from mionnx.compile import compile_model
+from mionnx.run import generation
 from mionnx.run.runner import Runner
 from mionnx.verify import verbs as comparing
 
 
-class MIModel(LensVerbs, AttributionVerbs, Steering, Features, Runner):
+class MIModel(Runner):
     """A language model whose activations can be read and changed.
 
-    Each verb is a function of a model, in the module that it is taken from here; `Runner` has `forward` and `generate`.
+    Each verb is a function of a model, in the module that it is taken from here; `Runner` has `forward`.
 
     Example:
         model = MIModel.from_pretrained("models/world-llama")
@@ -26,6 +31,7 @@ class MIModel(LensVerbs, AttributionVerbs, Steering, Features, Runner):
         cache["pattern", 2].shape  # (1, n_heads, seq, seq)
     """
 
+    generate = generation.generate
     # causal analysis, cell by cell
     patch_sweep = patching.patch_sweep
     path_patch = patching.path_patch
@@ -33,6 +39,30 @@ class MIModel(LensVerbs, AttributionVerbs, Steering, Features, Runner):
     # attention heads
     attention = attention_patterns.attention
     head_scores = heads.head_scores
+    # layers read as predictions, and tokens as vectors
+    logit_lens = lens.logit_lens
+    project_to_vocab = lens.project_to_vocab
+    track_token = track.track_token
+    track_token_at = track.track_token_at
+    track_race = track.track_race
+    embedding_for = token_vectors.embedding_for
+    unembedding_for = token_vectors.unembedding_for
+    embedding_neighbors = token_vectors.embedding_neighbors
+    project_through_unembed = token_vectors.project_through_unembed
+    # direct contributions to a logit, and the residual stream as a sum
+    attribute = attribution.attribute
+    decomposition_hooks = residual_stack.decomposition_hooks
+    decompose_resid = residual_stack.decompose_resid
+    accumulated_resid = residual_stack.accumulated_resid
+    stack_head_results = residual_stack.stack_head_results
+    apply_ln_to_stack = stack_attribution.apply_ln_to_stack
+    logit_attrs = stack_attribution.logit_attrs
+    get_logit_diff = stack_attribution.get_logit_diff
+    # steering, and features of sparse autoencoders
+    contrast = contrasting.contrast
+    calibrate = calibration.calibrate
+    dose_response = dosing.dose_response
+    features = active_features.features
     # Python functions at hook points
     __call__ = hooked_calls.call
     run_with_hooks = hooked_calls.run_with_hooks

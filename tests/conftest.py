@@ -1,4 +1,9 @@
-"""Checkpoints and hooked models that all tests share: each is made once, by whichever worker needs it first."""
+"""Checkpoints and hooked models that tests share: each is made once a run, by whichever worker needs it first.
+
+torch, transformers and playwright are imported by the fixtures that need them, when they are first asked for.
+"""
+
+from __future__ import annotations
 
 import json
 import os
@@ -6,24 +11,63 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from families import CONFIGS, make_checkpoint
+from families import CONFIGS, REPRESENTATIVE, make_checkpoint, single_threaded
 from filelock import FileLock
-from playwright.sync_api import Page, sync_playwright
 from repository import REPOSITORY, SHARED
-from rwkv_checkpoints import write
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from exporters import rwkv as rwkv_exporter
-from exporters.transformers import export
 from mionnx import MIModel
 
-torch.set_num_threads(1)
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+    from transformers import PreTrainedModel
+
+EVERYTHING = "-m 'slow or not slow'"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test of a family that is not among the representative ones is slow."""
+    others = {*CONFIGS} - {*REPRESENTATIVE}
+    for item in items:
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if any(isinstance(value, str) and value in others for value in parameters):
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    if "torch" in sys.modules:  # imported by a module of tests
+        single_threaded()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(LeftOut(config), "left out")
+
+
+class LeftOut:
+    """Counts the slow tests that a run leaves out, and says at its end how they are run."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config, self.count = config, 0
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        self.count += sum(item.get_closest_marker("slow") is not None for item in items)
+
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput["left out"] = self.count
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.count = max(self.count, getattr(node, "workeroutput", {}).get("left out", 0))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.count:
+            terminalreporter.write_line(f"{self.count} slow tests left out: {EVERYTHING} runs them too")
 
 
 @pytest.fixture(scope="session")
@@ -58,6 +102,9 @@ def hooked(shared: Path, checkpoint: Callable[[str], Path]) -> Callable[[str], P
         source = checkpoint(family)
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
+                from exporters.transformers import export
+
+                single_threaded()
                 export(source, folder)
         return folder
 
@@ -83,9 +130,19 @@ def shipped() -> MIModel:
     return MIModel.from_pretrained(REPOSITORY / "models" / "world-llama", threads=1)
 
 
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the small trained Llama that ships, to be damaged."""
+    return Path(shutil.copytree(REPOSITORY / "models" / "world-llama", tmp_path / "model"))
+
+
 @pytest.fixture(scope="session")
 def references(checkpoint: Callable[[str], Path]) -> Callable[[str], PreTrainedModel]:
     """Family -> the same checkpoint in transformers, eager, fp32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    single_threaded()
     loaded: dict[str, PreTrainedModel] = {}
 
     def find(family: str) -> PreTrainedModel:
@@ -109,8 +166,12 @@ def rwkv(shared: Path) -> Callable[[str], MIModel]:
         folder.parent.mkdir(exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
+                from rwkv_checkpoints import write
+
+                from exporters.rwkv import export
+
                 write(layout, folder / "checkpoint")
-                rwkv_exporter.export(folder / "checkpoint", folder / "hooked")
+                export(folder / "checkpoint", folder / "hooked")
         if layout not in opened:
             opened[layout] = MIModel.from_pretrained(folder / "hooked", threads=1)
         return opened[layout]
@@ -185,6 +246,8 @@ def chromium() -> Iterator[Callable[[Path], Page]]:
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if program is None:
         pytest.skip("no Chromium on this machine: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
     flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=flags)

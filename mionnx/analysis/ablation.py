@@ -1,5 +1,7 @@
 """What an intervention did to the next-token distribution."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.bind import plan
+from mionnx.bind.values import columns
 from mionnx.errors import InputError
 from mionnx.graph.metadata import Sizes
 from mionnx.inputs.token_batch import TokenBatch
@@ -61,7 +61,7 @@ class Logits:
             chosen = [whole("position", position) for position in self.positions_]
             if not chosen:
                 raise InputError("logits of no positions would be empty")
-            feeds[LOGIT_COLUMNS] = plan.columns("logits", chosen, call)
+            feeds[LOGIT_COLUMNS] = columns("logits", chosen, call)
             if self.positions_ == [-1] and (feeds[LOGIT_COLUMNS] != call.seq - 1).any():
                 raise InputError("logits of position -1 are the last column's, and a row is padded on the right")
         if self.tokens is not None:

@@ -71,8 +71,11 @@ def refuse_idle(spec: HookSpec, wants: Sequence[CaptureNode], num_layers: int) -
     """
     layers = {want.hook: layer_of(want.hook) for want in wants}
     last = max(
-        -1 if hook.startswith("hook_embed") else num_layers if layer is None else layer
-        for hook, layer in layers.items()
+        (
+            -1 if hook.startswith("hook_embed") else num_layers if layer is None else layer
+            for hook, layer in layers.items()
+        ),
+        default=-1,
     )
     for state in (*spec.state_steerings, *spec.state_knockouts):
         if min(state.target_layers(num_layers)) > last:

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 
 from mionnx.engine.engines import open_program
 from mionnx.engine.options import Options
 from mionnx.errors import InterventionError, MIError
+from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.fitted_fragment import HOOK, FittedFragment, InnerHook
-from mionnx.graph.fragment import Fragment, readers
+from mionnx.graph.fragment import Fragment
+from mionnx.graph.onnx_file import ModelProto, ValueInfoProto, dtype_of, in_opset, with_outputs
 
 # Sizes that dynamic axes have in the two runs; the n-th of a value's dynamic axes has the n-th of them.
 SIZES = ((2, 3), (5, 7), (11, 13))
@@ -77,14 +78,15 @@ def _fit(fragment: Fragment, opset: int, sites: Sequence[Site]) -> FittedFragmen
                 f"{where}: of a value of shape {list(sites[0].shape(run))} the fragment makes one of shape "
                 f"{list(found[made].shape)}; what comes out takes the place of what went in"
             )
-    live = readers(proto, [made])
+    flow = Dataflow(proto)
+    live = flow.read_by(flow.ancestors([made])) | {made}
     inner = tuple(_inner(name, first[name], second[name], sites, name in live) for name in names)
     return FittedFragment(fragment.sha256, inner, tuple(fragment.weights), proto)
 
 
-def _check_type(where: str, value: onnx.ValueInfoProto, site: Site) -> None:
+def _check_type(where: str, value: ValueInfoProto, site: Site) -> None:
     tensor = value.type.tensor_type
-    if not value.type.HasField("tensor_type") or _dtype(tensor.elem_type).kind in "iubSUO":
+    if not value.type.HasField("tensor_type") or dtype_of(value).kind in "iubSUO":
         raise InterventionError(f"{where}: {value.name!r} of the fragment must be a tensor of floating-point numbers")
     if not tensor.HasField("shape"):
         return
@@ -96,15 +98,9 @@ def _check_type(where: str, value: onnx.ValueInfoProto, site: Site) -> None:
         raise InterventionError(f"{where}: {value.name!r} of the fragment is {spelled}, the value there is {wanted}")
 
 
-def _dtype(number: int) -> np.dtype[Any]:
-    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(number))
-
-
-def _converted(where: str, fragment: Fragment, opset: int) -> onnx.ModelProto:
-    if fragment.opset == opset:
-        return fragment.structure
+def _converted(where: str, fragment: Fragment, opset: int) -> ModelProto:
     try:
-        return onnx.version_converter.convert_version(fragment.structure, opset)
+        return in_opset(fragment.structure, opset)
     except Exception as error:  # the converter's errors share no base class
         raise InterventionError(
             f"{where}: the fragment is written in opset {fragment.opset}, which cannot be converted to the model's "
@@ -112,7 +108,7 @@ def _converted(where: str, fragment: Fragment, opset: int) -> onnx.ModelProto:
         ) from error
 
 
-def _hooks(proto: onnx.ModelProto) -> list[str]:
+def _hooks(proto: ModelProto) -> list[str]:
     """The values that become hook points, in execution order."""
     inputs = [value.name for value in proto.graph.input[:1]]
     made = [output for node in proto.graph.node for output in node.output]
@@ -120,19 +116,18 @@ def _hooks(proto: onnx.ModelProto) -> list[str]:
 
 
 def _run(
-    where: str, fragment: Fragment, proto: onnx.ModelProto, names: Sequence[str], sites: Sequence[Site], run: int
+    where: str, fragment: Fragment, proto: ModelProto, names: Sequence[str], sites: Sequence[Site], run: int
 ) -> dict[str, NDArray[Any]]:
     """The values of the fragment by itself."""
-    model, random = onnx.ModelProto(), np.random.default_rng(run)
-    model.CopyFrom(proto)
+    random = np.random.default_rng(run)
     feeds: dict[str, NDArray[Any]] = dict(fragment.weights)
     for value, site in zip(fragment.activations, sites, strict=True):
-        feeds[value.name] = random.normal(size=site.shape(run)).astype(_dtype(value.type.tensor_type.elem_type))
+        feeds[value.name] = random.normal(size=site.shape(run)).astype(dtype_of(value))
     made = proto.graph.output[0].name
     asked = [name for name in names if name not in feeds and name != made]
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in asked)
+    model = with_outputs(proto, dict.fromkeys(asked))
     try:
-        program = open_program(model.SerializeToString(), Path(), Options(prepack=False))
+        program = open_program(model, Path(), Options(prepack=False))
         found = program.run([made, *asked], feeds)
     except MIError as error:
         raise InterventionError(f"{where}: the fragment does not run on such values: {error}") from error

@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from mionnx.analysis.lens.lens import LensResult, label_of
+from mionnx.analysis.lens.lens_result import LensResult, label_of
 from mionnx.cli.options import Html, Json, Model, Numbers, Png, Position, Prompt, Provider, deliver
 from mionnx.model import MIModel
 

@@ -19,6 +19,7 @@ from mionnx.cli.options import Captures, Json, Model, Prompt, Provider
 from mionnx.machine.files import write_atomic
 from mionnx.model import MIModel
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.prompt import token_text
 
 Logits = NDArray[Any]  # [vocab]
 
@@ -71,7 +72,7 @@ def _top_tokens(model: MIModel, logits: Logits, top: int) -> list[tuple[str, flo
     """The most likely next tokens with their probabilities."""
     probabilities = softmax(logits.astype(np.float64))
     order = np.argsort(-probabilities, kind="stable")[:top]
-    return [(model.tokenizer.decode([int(i)], skip_special_tokens=False), float(probabilities[i])) for i in order]
+    return [(token_text(model, int(i)), float(probabilities[i])) for i in order]
 
 
 def _print(model: MIModel, cache: HookCache, baseline: Logits | None, treated: Logits, top: int) -> None:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from mionnx.analysis.steering.directions import STREAM, Directions
-from mionnx.analysis.steering.dose import DoseResponse
+from mionnx.analysis.steering.dose_result import DoseResponse
 from mionnx.cli.options import Html, Json, Model, Png, Provider, deliver, numbers
 from mionnx.machine.progress import bars
 from mionnx.model import MIModel

@@ -16,17 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.bind.bound_spec import BoundSpec
 from mionnx.bind.selection import Selection
 from mionnx.compile.bake_gates import bake_gates
 from mionnx.compile.token_facts import TokenFacts, replace_input
 from mionnx.errors import InterventionError
 from mionnx.graph.builder import Builder, Constant, Graph, Tensor, Variable
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.metadata import Metadata
 from mionnx.graph.report import Report
 from mionnx.inputs.token_batch import TokenBatch
-from mionnx.rewrite.plan import Edit, Plan
-from mionnx.spec.hook_spec import HookSpec
+from mionnx.rewrite.plan import Edit
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.kinds import KINDS
 from mionnx.spec.kinds.kind import ValueShape
@@ -34,48 +33,42 @@ from mionnx.spec.kinds.kind import ValueShape
 
 def bake(
     graph: Graph,
-    plan: Plan,
-    spec: HookSpec,
-    shapes: Mapping[str, Sequence[str | int]],
-    metadata: Metadata,
+    bound: BoundSpec,
     knobs: Mapping[str, Sequence[int]],
     report: Report,
 ) -> None:
     """Turn the inputs that a plan added into constants and nodes.
 
     Args:
-        graph: a graph that the plan was carried out on.
-        plan, spec: the structure, and the values.
-        shapes: of each hook point that is intervened at: its axes, numbers where they are fixed.
-        metadata: of the hooked model.
-        knobs: name of an input -> which of the spec's interventions it is for.
-        report: what is done is noted here.
+        graph: a graph rewritten by the plan of the bound spec.
+        bound: the spec on the model.
+        knobs: name of an input -> indices of the interventions that it controls.
+        report: added nodes, inputs and outputs are noted here.
 
     Raises:
         InterventionError: what only a single call can have: batch rows, values for several tokens.
     """
     turned = {
-        at: _knob(graph, name, [spec.interventions[n] for n in where], report)
-        for name, where in knobs.items()
-        for at in where
+        at: _knob(graph, name, [bound.edits[n] for n in where], report) for name, where in knobs.items() for at in where
     }
     calls = TokenFacts(graph, report)
-    for n, (edit, (_, intervention)) in enumerate(zip(plan.edits, spec.interventions, strict=True)):
-        _edit(graph, edit, intervention, shapes[edit.hook], calls, turned.get(n), report)
-    bake_gates(graph, spec, metadata, calls, report)
+    for n, (edit, intervention) in enumerate(bound.edits):
+        dims = bound.hooks.dims(HookPoint.parse(edit.hook))
+        _edit(graph, edit, intervention, dims, calls, turned.get(n), report)
+    bake_gates(graph, bound.spec, bound.model.metadata, calls, report)
     graph.toposort()
 
 
-def _knob(graph: Graph, name: str, where: Sequence[tuple[HookPoint, Intervention]], report: Report) -> Constant:
-    """A knob's default, as a constant that becomes an input when the graph is written."""
+def _knob(graph: Graph, name: str, where: Sequence[tuple[Edit, Intervention]], report: Report) -> Constant:
+    """The default of a knob: a constant that becomes an input when the graph is written."""
     defaults = set()
-    for point, intervention in where:
+    for edit, intervention in where:
         strength = intervention.rules.strength(*intervention.values)
         if strength is None:
             having = ", ".join(kind.name for kind in KINDS.values() if kind.has_strength)
             raise InterventionError(
-                f"knob {name!r}: {intervention.kind} at {point} has no strength; kinds that do: {having} (scale by one "
-                "factor)"
+                f"knob {name!r}: {intervention.kind} at {edit.hook} has no strength; kinds that do: {having} "
+                "(scale by one factor)"
             )
         defaults.add(strength)
     if len(defaults) != 1:
@@ -112,7 +105,7 @@ def _edit(
 
 
 def _values(graph: Graph, place: Selection, inputs: Sequence[Variable], knob: Constant | None, report: Report) -> None:
-    """Let the inputs of values be constants, or constants at a strength."""
+    """Turn the inputs of values into constants, times a knob's strength if there is one."""
     edit, rules = place.edit, place.intervention.rules
     if rules.shape is ValueShape.ATTENTION_MASK:
         (mask,) = place.intervention.values
@@ -141,7 +134,7 @@ def _by_row(positions: Any) -> bool:
 
 
 def _place(edit: Edit, intervention: Intervention, shape: Sequence[str | int]) -> Selection:
-    """The intervention on one token of one row: what is left of its shape when the call is not known."""
+    """The intervention on one token of one row, since a compiled graph's batch is not known."""
     one = np.ones((1, 1), np.int64)
     call = TokenBatch(one, one, one - 1, final_lengths=np.array([1]))
     sizes = tuple(dim if isinstance(dim, int) else 1 for dim in shape)
@@ -164,7 +157,7 @@ def _fixed(place: Selection, dtype: Any) -> tuple[NDArray[Any], ...]:
 
 
 def _mask(graph: Graph, edit: Edit, given: NDArray[Any], report: Report) -> Tensor:
-    """A knockout mask in place: rows and columns of the whole text, those beyond it zero."""
+    """Cut a knockout mask to the call's queries and keys; 0 beyond the text it was made for."""
     op = Builder(graph, edit.hook, f"{edit.prefix}.mask", report)
     dtype = graph.tensors()[edit.value_input].dtype
     full = given.astype(dtype).reshape((1,) * (len(edit.axes) - given.ndim) + given.shape)
@@ -183,6 +176,6 @@ def _mask(graph: Graph, edit: Edit, given: NDArray[Any], report: Report) -> Tens
 
 
 def _become(graph: Graph, variable: Variable, array: NDArray[Any]) -> None:
-    """Let an input be a constant."""
+    """Turn an input into a constant."""
     graph.inputs = [entry for entry in graph.inputs if entry is not variable]
     variable.to_constant(np.ascontiguousarray(array))

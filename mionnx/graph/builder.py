@@ -1,22 +1,20 @@
-"""`Builder`: nodes added as calls, under names that a graph viewer groups, each noted in the report."""
+"""Graphs under construction: `edit` opens one, a `Builder` adds nodes, `serialise` writes it.
+
+The one file of this room that knows onnx-graphsurgeon. A graph is edited without its weights: initializers stay
+references into the weight files, so that editing a model of any size costs milliseconds.
+"""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import onnx
-import onnx_graphsurgeon as gs
 from numpy.typing import DTypeLike
+from onnx_graphsurgeon import Constant, Graph, Node, Tensor, Variable, export_onnx, import_onnx
 
 from mionnx.graph.report import Report
-
-Graph: TypeAlias = gs.Graph
-Node: TypeAlias = gs.Node
-Tensor: TypeAlias = gs.Tensor
-Variable: TypeAlias = gs.Variable
-Constant: TypeAlias = gs.Constant
 
 COMPARISONS = frozenset(("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"))
 LOGICAL = frozenset(("And", "Or", "Xor", "Not", "IsNaN", "IsInf"))
@@ -70,23 +68,23 @@ class Builder:
         if operator == "Cast":
             dtype, attributes["to"] = attributes["to"], _number(attributes["to"])
         base = self._unique(name or operator)
-        written = tensors[1 if operator == "Where" else 0]
-        dtypes = [dtype or OUTPUT_DTYPES.get(operator) or written.dtype] * outputs
+        typed_as = tensors[1 if operator == "Where" else 0]
+        dtypes = [dtype or OUTPUT_DTYPES.get(operator) or typed_as.dtype] * outputs
         if operator == "TopK":
             dtypes[1:] = [np.int64]
-        made = tuple(
-            gs.Variable(f"{self.prefix}.{base}{f'.{i}' if i else ''}", dtype=own) for i, own in enumerate(dtypes)
+        variables = tuple(
+            Variable(f"{self.prefix}.{base}{f'.{i}' if i else ''}", dtype=own) for i, own in enumerate(dtypes)
         )
         node = f"{self.prefix}.{base}{f':{operator}' if name else ''}"
-        self.graph.nodes.append(gs.Node(operator, node, attributes, tensors, list(made)))
+        self.graph.nodes.append(Node(operator, node, attributes, tensors, list(variables)))
         self.report.add(self.where, node)
-        return made if outputs > 1 else made[0]
+        return variables if outputs > 1 else variables[0]
 
     def _tensors(self, operator: str, inputs: Sequence[Any]) -> list[Tensor]:
         """The inputs, those that are no tensors as constants."""
         peers = inputs[operator == "Where" :] if operator in ONE_DTYPE else ()
-        dtype = next((one.dtype for one in peers if isinstance(one, gs.Tensor)), None)
-        return [one if isinstance(one, gs.Tensor) else self._constant(one, dtype) for one in inputs]
+        dtype = next((one.dtype for one in peers if isinstance(one, Tensor)), None)
+        return [one if isinstance(one, Tensor) else self._constant(one, dtype) for one in inputs]
 
     def _constant(self, value: Any, dtype: DTypeLike | None) -> Constant:
         return self.constant(value, None if isinstance(value, np.ndarray | np.generic) else dtype)
@@ -104,12 +102,12 @@ class Builder:
         array = array.astype(dtype or array.dtype)
         key = (array.dtype, array.shape, array.tobytes())
         if key not in self._constants:
-            self._constants[key] = gs.Constant(f"{self.prefix}.{self._unique('Constant')}", array)
+            self._constants[key] = Constant(f"{self.prefix}.{self._unique('Constant')}", array)
         return self._constants[key]
 
     def input(self, name: str, dtype: DTypeLike, rank: int) -> Variable:
         """A new graph input, dynamic along every axis."""
-        variable = gs.Variable(name, dtype=np.dtype(dtype), shape=[f"{name}:{axis}" for axis in range(rank)])
+        variable = Variable(name, dtype=np.dtype(dtype), shape=[f"{name}:{axis}" for axis in range(rank)])
         self.graph.inputs.append(variable)
         self.report.inputs.append(name)
         return variable
@@ -120,7 +118,7 @@ class Builder:
 
 
 def write(value: Variable, into: Variable) -> Variable:
-    """Let the node that makes a value make another variable in its place; its readers so far keep the old one."""
+    """Redirect the output of a value's node to another variable; present readers keep the value."""
     node = value.inputs[0]
     node.outputs[next(i for i, output in enumerate(node.outputs) if output is value)] = into
     return into
@@ -129,3 +127,38 @@ def write(value: Variable, into: Variable) -> Variable:
 def _number(dtype: Any) -> int:
     """ONNX's number of a dtype."""
     return dtype if isinstance(dtype, int) else int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+
+
+def edit(proto: onnx.ModelProto) -> Graph:
+    """Import a model as a graph to edit; `proto` is left alone."""
+    return import_onnx(proto)
+
+
+def serialise(graph: Graph, origin: onnx.ModelProto) -> bytes:
+    """Serialise an edited graph as an ONNX model, with the metadata of its origin."""
+    proto = to_proto(graph, origin, {})
+    proto.metadata_props.extend(origin.metadata_props)
+    return proto.SerializeToString()
+
+
+def to_proto(graph: Graph, origin: onnx.ModelProto, defaults: Mapping[str, Sequence[int | str]]) -> onnx.ModelProto:
+    """Convert an edited graph to an ONNX model without metadata.
+
+    Args:
+        graph, origin: the graph, and the model that it was made from.
+        defaults: constants that are inputs too, which may be left out, with their shapes.
+    """
+    proto = export_onnx(graph)
+    _restore_defaults(proto, origin)
+    for tensor in proto.graph.initializer:
+        if tensor.name in defaults:
+            value = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(defaults[tensor.name]))
+            proto.graph.input.append(value)
+    proto.producer_name, proto.producer_version = origin.producer_name, origin.producer_version
+    return proto
+
+
+def _restore_defaults(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
+    """Restore inputs with a default; graphsurgeon takes them for constants."""
+    held = {tensor.name for tensor in proto.graph.initializer} - {value.name for value in proto.graph.input}
+    proto.graph.input.extend(value for value in origin.graph.input if value.name in held)

@@ -1,7 +1,8 @@
-"""Which node reads what: questions about a graph as it stands, before anything is edited."""
+"""`Dataflow`: the nodes that make and read each value of a graph; it edits nothing."""
 
-from collections.abc import Collection, Iterable, Iterator
-from functools import cache
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 
 import onnx
 
@@ -10,60 +11,100 @@ class Dataflow:
     """The nodes of a graph and the values between them.
 
     Attributes:
-        nodes: of the graph, in an order in which they can run.
-        makers: value -> the index of the node that makes it.
+        proto: the model, without its weights.
+        nodes: its nodes, in an order in which they can run.
+        producers: value -> index of the node that makes it; inputs and weights have none.
+        reads: for each node, the values that it reads, those that its subgraphs take from outside included.
     """
 
     def __init__(self, proto: onnx.ModelProto) -> None:
-        self.nodes = list(proto.graph.node)
-        self.makers = {name: i for i, node in enumerate(self.nodes) for name in node.output}
-        self.read = [tuple(reads(node)) for node in self.nodes]
-        self.following = cache(self._following)
+        self.proto, self.nodes = proto, list(proto.graph.node)
+        self.producers = {name: i for i, node in enumerate(self.nodes) for name in node.output if name}
+        self.reads = [tuple(_reads(node)) for node in self.nodes]
+
+    @cached_property
+    def consumers(self) -> dict[str, list[int]]:
+        """Value -> indices of the nodes that read it."""
+        consumers = defaultdict(list)
+        for i, names in enumerate(self.reads):
+            for name in dict.fromkeys(names):
+                consumers[name].append(i)
+        return consumers
+
+    def producer(self, value: str) -> onnx.NodeProto | None:
+        """The node that makes a value; None for an input or a weight."""
+        return self.nodes[self.producers[value]] if value in self.producers else None
 
     def ancestors(self, ends: Iterable[str], known: Collection[str] = ()) -> set[int]:
-        """The nodes that values are computed by, without those behind values that are known."""
-        found: set[int] = set()
+        """Indices of the nodes that compute some values from known ones."""
+        nodes: set[int] = set()
         waiting = [name for name in ends if name not in known]
         while waiting:
-            node = self.makers.get(waiting.pop())
-            if node is not None and node not in found:
-                found.add(node)
-                waiting += [name for name in self.read[node] if name not in known]
-        return found
+            node = self.producers.get(waiting.pop())
+            if node is not None and node not in nodes:
+                nodes.add(node)
+                waiting += [name for name in self.reads[node] if name not in known]
+        return nodes
 
-    def _following(self, source: str) -> set[str]:
-        """A value and everything that is computed from it."""
-        found = {source}
-        for node, read in zip(self.nodes, self.read, strict=True):
-            if not found.isdisjoint(read):
-                found.update(node.output)
-        return found
+    def descendants(self, sources: Iterable[str]) -> set[str]:
+        """Some values and everything that is computed from them."""
+        values = {*sources}
+        for node, names in zip(self.nodes, self.reads, strict=True):
+            if not values.isdisjoint(names):
+                values.update(name for name in node.output if name)
+        return values
 
-    def crossing(self, cut: str, end: str, source: str) -> list[str]:
-        """The values besides a cut that are made before it and read after it; RWKV-7's first values are such.
+    def needed(self, known: Iterable[str], ends: Sequence[str]) -> list[str]:
+        """The known values that some values are computed from, each taken as it is."""
+        known = [*known]
+        read = self.read_by(self.ancestors(ends, {*known}))
+        return [name for name in known if name in read]
+
+    def read_by(self, nodes: Iterable[int]) -> set[str]:
+        """The values that some nodes read."""
+        return {name for node in nodes for name in self.reads[node]}
+
+    def crossings(
+        self, cuts: Sequence[Collection[str]], ends: Sequence[str], sources: Iterable[str]
+    ) -> list[tuple[str, ...]]:
+        """The values that cross each cut of a graph: made before it, and read after it.
+
+        A node belongs to the first segment that reads what it makes, so that little crosses. What does not follow from
+        `sources` (masks, tables of positions, turned weights) belongs to every segment that reads it, and crosses
+        nothing.
 
         Args:
-            cut: the value at which the graph is cut; not among those returned.
-            end: the value that is wanted in the end.
-            source: what every activation follows from; what does not (masks, tables of positions) is computed anew
-                from the tokens on both sides of the cut, and crosses nothing.
+            cuts: the values that end each segment but the last, in execution order; none depends on another of its cut.
+            ends: the values that are wanted in the end. One that is made before a cut crosses it.
+            sources: inputs or values that are computed once.
 
         Returns:
-            names, in the order of the graph.
+            for each cut the names, in the order of the graph, those of the cut itself included where they are read.
         """
-        before = self.ancestors([cut])
-        after = self.ancestors([end], {cut}) - before
-        made = {name for i in before for name in self.nodes[i].output if name in self.following(source)} - {cut}
-        read = {name for i in after for name in self.read[i]}
-        return sorted(made & read, key=lambda name: self.makers[name])
+        cut_of = {name: number for number, names in enumerate(cuts) for name in names}
+        moving = self.descendants({*sources, *cut_of})
+        first: dict[str, int] = {}  # value -> the first segment that reads it
+        last = dict.fromkeys(ends, len(cuts))  # and the last one
+        crossing: list[list[str]] = [[] for _ in cuts]
+        for i in sorted(self.ancestors([*cut_of, *ends]), reverse=True):
+            outputs = [name for name in self.nodes[i].output if name in moving]
+            if not outputs:
+                continue
+            segment = min(cut_of.get(name, first.get(name, len(cuts))) for name in outputs)
+            for name in outputs:
+                for number in range(segment, last.get(name, segment)):
+                    crossing[number].append(name)
+            for name in self.reads[i]:
+                first[name] = min(segment, first.get(name, segment))
+                last[name] = max(segment, last.get(name, segment))
+        return [tuple(reversed(names)) for names in crossing]
 
 
-def reads(node: onnx.NodeProto) -> Iterator[str]:
-    """The values that a node reads, those that its subgraphs take from outside included."""
-    yield from node.input
+def _reads(node: onnx.NodeProto) -> Iterator[str]:
+    yield from filter(None, node.input)
     for attribute in node.attribute:
         for graph in (attribute.g, *attribute.graphs) if attribute.g.node or attribute.graphs else ():
             inside = {name for inner in graph.node for name in inner.output} | {value.name for value in graph.input}
             inside |= {tensor.name for tensor in graph.initializer}
-            yield from (name for inner in graph.node for name in reads(inner) if name not in inside)
+            yield from (name for inner in graph.node for name in _reads(inner) if name not in inside)
             yield from (value.name for value in graph.output if value.name not in inside)

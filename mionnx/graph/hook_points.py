@@ -1,16 +1,15 @@
-"""The vocabulary of hook points: their variants, names and axes.
+"""`HookPoint` and the table of hook points: variants, names, axes, and how derived ones are computed.
 
-This table is the only place in which the names are written. A hook point's string is the name of the value in the ONNX
-graph. Names and shapes follow the hook point reference (TransformerLens names, batch first); where TransformerLens
-means something else by a name, this table decides.
+The body of `HookPoint` is the table, and the only place in which the names are written. A hook point's string is the
+name of the value in the ONNX graph. Names and shapes follow the hook point reference (TransformerLens names, batch
+first); where TransformerLens means something else by a name, this table decides.
 """
 
 import operator
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from typing import ClassVar
+from typing import Literal
 
 from mionnx.errors import HookError
 
@@ -20,57 +19,64 @@ KEY = ("batch", "n_kv_heads", "seq", "head_dim")
 SCORES = ("batch", "n_heads", "seq_q", "seq_k")
 NEURONS = ("batch", "seq", "d_mlp")
 HEADS = ("batch", "seq", "n_heads", "head_dim")
+RESULT = ("batch", "seq", "n_heads", "hidden")
+STATE = ("batch", "n_heads", "key_dim", "value_dim")
+STATES = ("batch", "seq", "n_heads", "key_dim", "value_dim")
 EFFECTIVE = ("batch", "n_heads", "seq_q", "seq_src")
 
-# variant -> (name, axes), in the order in which a forward pass reaches them
-VARIANTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "Embed": ("hook_embed", RESIDUAL),
-    "PosEmbed": ("hook_pos_embed", RESIDUAL),
-    "ResidPre": ("blocks.{i}.hook_resid_pre", RESIDUAL),
-    "AttnQ": ("blocks.{i}.attn.hook_q", QUERY),
-    "AttnK": ("blocks.{i}.attn.hook_k", KEY),
-    "AttnRotQ": ("blocks.{i}.attn.hook_rot_q", QUERY),
-    "AttnRotK": ("blocks.{i}.attn.hook_rot_k", KEY),
-    "AttnV": ("blocks.{i}.attn.hook_v", KEY),
-    "AttnScores": ("blocks.{i}.attn.hook_scores", SCORES),
-    "AttnPattern": ("blocks.{i}.attn.hook_pattern", SCORES),
-    "AttnZ": ("blocks.{i}.attn.hook_z", HEADS),
-    "AttnResult": ("blocks.{i}.attn.hook_result", ("batch", "seq", "n_heads", "hidden")),
-    "RwkvR": ("blocks.{i}.rwkv.hook_r", HEADS),
-    "RwkvK": ("blocks.{i}.rwkv.hook_k", HEADS),
-    "RwkvV": ("blocks.{i}.rwkv.hook_v", HEADS),
-    "RwkvA": ("blocks.{i}.rwkv.hook_a", HEADS),
-    "RwkvB": ("blocks.{i}.rwkv.hook_b", HEADS),
-    "RwkvDecay": ("blocks.{i}.rwkv.hook_decay", HEADS),
-    "RwkvWkv": ("blocks.{i}.rwkv.hook_wkv", HEADS),
-    "RwkvState": ("blocks.{i}.rwkv.hook_state", ("batch", "n_heads", "key_dim", "value_dim")),
-    "RwkvStates": ("blocks.{i}.rwkv.hook_states", ("batch", "seq", "n_heads", "key_dim", "value_dim")),
-    "RwkvEffectiveAttn": ("blocks.{i}.rwkv.hook_effective_attn", EFFECTIVE),
-    "RwkvEffectiveAttnRaw": ("blocks.{i}.rwkv.hook_effective_attn_raw", EFFECTIVE),
-    "AttnOut": ("blocks.{i}.hook_attn_out", RESIDUAL),
-    "ResidMid": ("blocks.{i}.hook_resid_mid", RESIDUAL),
-    "MlpPre": ("blocks.{i}.mlp.hook_pre", RESIDUAL),
-    "MlpGate": ("blocks.{i}.mlp.hook_gate", NEURONS),
-    "MlpUp": ("blocks.{i}.mlp.hook_up", NEURONS),
-    "MlpAct": ("blocks.{i}.mlp.hook_act", NEURONS),
-    "MlpPost": ("blocks.{i}.mlp.hook_post", RESIDUAL),
-    "MlpOut": ("blocks.{i}.hook_mlp_out", RESIDUAL),
-    "ResidPost": ("blocks.{i}.hook_resid_post", RESIDUAL),
-    "FinalNorm": ("hook_final_norm", RESIDUAL),
-    "Logits": ("hook_logits", ("batch", "seq", "vocab")),
-}
-
-# Hook points that no value of the graph carries: variant -> the one after which it can be computed. Capture only.
-DERIVED = {
-    "AttnResult": "AttnZ",
-    "RwkvStates": "RwkvState",
-    "RwkvEffectiveAttn": "RwkvState",
-    "RwkvEffectiveAttnRaw": "RwkvState",
-}
-# Derived values so large that a pattern like "*" does not mean them; one that names them does.
-ON_REQUEST = frozenset({"RwkvStates", "RwkvEffectiveAttn", "RwkvEffectiveAttnRaw"})
-
 _LAYERED = re.compile(r"blocks\.(0|[1-9][0-9]{0,8})\.(.+)")
+
+
+@dataclass(eq=False)
+class Variant:
+    """One row of the table of hook points.
+
+    Attributes:
+        template: the name, `{i}` being the layer.
+        axes: the names of the value's axes, in order.
+        group: the part of a layer that it belongs to; an RWKV's time mixing counts as attention.
+        derived_from: the variant after which it can be computed. No value of the graph carries a derived hook point: it
+            is computed for its capture alone, and can only be captured.
+        instead: the variant to intervene at where this one is derived.
+        on_request: whether it is so large that a pattern like "*" does not mean it; one that names it does.
+        name: the variant.
+    """
+
+    template: str
+    axes: tuple[str, ...]
+    group: Literal["stream", "attention", "mlp"] | None = None
+    derived_from: str | None = None
+    instead: str | None = None
+    on_request: bool = False
+    name: str = field(init=False)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+        VARIANTS[name] = self
+
+
+class Layered(Variant):
+    """A row of a hook point that every layer has: `HookPoint.AttnPattern(5)`."""
+
+    def __call__(self, layer: int) -> "HookPoint":
+        """The hook point of one 0-based layer."""
+        try:
+            number = operator.index(layer)
+        except TypeError:
+            raise HookError(f"HookPoint.{self.name}: a layer is an integer, got {layer!r}") from None
+        if number < 0:
+            raise HookError(f"HookPoint.{self.name}: layers are counted from 0, got {number}")
+        return HookPoint(self.name, number, self.template.format(i=number))
+
+
+class Single(Variant):
+    """A row of a hook point that a model has once: `HookPoint.Embed`."""
+
+    def __get__(self, instance: object, owner: type["HookPoint"]) -> "HookPoint":
+        return HookPoint(self.name, None, self.template)
+
+
+VARIANTS: dict[str, Variant] = {}  # in the order in which a forward pass reaches them
 
 
 @dataclass(frozen=True)
@@ -91,40 +97,46 @@ class HookPoint:
     layer: int | None
     name: str
 
-    Embed: ClassVar["HookPoint"]
-    PosEmbed: ClassVar["HookPoint"]
-    ResidPre: ClassVar[Callable[[int], "HookPoint"]]
-    AttnQ: ClassVar[Callable[[int], "HookPoint"]]
-    AttnK: ClassVar[Callable[[int], "HookPoint"]]
-    AttnRotQ: ClassVar[Callable[[int], "HookPoint"]]
-    AttnRotK: ClassVar[Callable[[int], "HookPoint"]]
-    AttnV: ClassVar[Callable[[int], "HookPoint"]]
-    AttnScores: ClassVar[Callable[[int], "HookPoint"]]
-    AttnPattern: ClassVar[Callable[[int], "HookPoint"]]
-    AttnZ: ClassVar[Callable[[int], "HookPoint"]]
-    AttnResult: ClassVar[Callable[[int], "HookPoint"]]
-    RwkvR: ClassVar[Callable[[int], "HookPoint"]]
-    RwkvK: ClassVar[Callable[[int], "HookPoint"]]
-    RwkvV: ClassVar[Callable[[int], "HookPoint"]]
-    RwkvA: ClassVar[Callable[[int], "HookPoint"]]
-    RwkvB: ClassVar[Callable[[int], "HookPoint"]]
-    RwkvDecay: ClassVar[Callable[[int], "HookPoint"]]
-    RwkvWkv: ClassVar[Callable[[int], "HookPoint"]]
-    RwkvState: ClassVar[Callable[[int], "HookPoint"]]
-    RwkvStates: ClassVar[Callable[[int], "HookPoint"]]
-    RwkvEffectiveAttn: ClassVar[Callable[[int], "HookPoint"]]
-    RwkvEffectiveAttnRaw: ClassVar[Callable[[int], "HookPoint"]]
-    AttnOut: ClassVar[Callable[[int], "HookPoint"]]
-    ResidMid: ClassVar[Callable[[int], "HookPoint"]]
-    MlpPre: ClassVar[Callable[[int], "HookPoint"]]
-    MlpGate: ClassVar[Callable[[int], "HookPoint"]]
-    MlpUp: ClassVar[Callable[[int], "HookPoint"]]
-    MlpAct: ClassVar[Callable[[int], "HookPoint"]]
-    MlpPost: ClassVar[Callable[[int], "HookPoint"]]
-    MlpOut: ClassVar[Callable[[int], "HookPoint"]]
-    ResidPost: ClassVar[Callable[[int], "HookPoint"]]
-    FinalNorm: ClassVar["HookPoint"]
-    Logits: ClassVar["HookPoint"]
+    Embed = Single("hook_embed", RESIDUAL)
+    PosEmbed = Single("hook_pos_embed", RESIDUAL)
+    ResidPre = Layered("blocks.{i}.hook_resid_pre", RESIDUAL, "stream")
+    AttnQ = Layered("blocks.{i}.attn.hook_q", QUERY, "attention")
+    AttnK = Layered("blocks.{i}.attn.hook_k", KEY, "attention")
+    AttnRotQ = Layered("blocks.{i}.attn.hook_rot_q", QUERY, "attention")
+    AttnRotK = Layered("blocks.{i}.attn.hook_rot_k", KEY, "attention")
+    AttnV = Layered("blocks.{i}.attn.hook_v", KEY, "attention")
+    AttnScores = Layered("blocks.{i}.attn.hook_scores", SCORES, "attention")
+    AttnPattern = Layered("blocks.{i}.attn.hook_pattern", SCORES, "attention")
+    AttnZ = Layered("blocks.{i}.attn.hook_z", HEADS, "attention")
+    AttnResult = Layered("blocks.{i}.attn.hook_result", RESULT, "attention", derived_from="AttnZ", instead="AttnZ")
+    RwkvR = Layered("blocks.{i}.rwkv.hook_r", HEADS, "attention")
+    RwkvK = Layered("blocks.{i}.rwkv.hook_k", HEADS, "attention")
+    RwkvV = Layered("blocks.{i}.rwkv.hook_v", HEADS, "attention")
+    RwkvA = Layered("blocks.{i}.rwkv.hook_a", HEADS, "attention")
+    RwkvB = Layered("blocks.{i}.rwkv.hook_b", HEADS, "attention")
+    RwkvDecay = Layered("blocks.{i}.rwkv.hook_decay", HEADS, "attention")
+    RwkvWkv = Layered("blocks.{i}.rwkv.hook_wkv", HEADS, "attention")
+    RwkvState = Layered("blocks.{i}.rwkv.hook_state", STATE, "attention")
+    RwkvStates = Layered(
+        "blocks.{i}.rwkv.hook_states", STATES, "attention", "RwkvState", instead="RwkvK", on_request=True
+    )
+    RwkvEffectiveAttn = Layered(
+        "blocks.{i}.rwkv.hook_effective_attn", EFFECTIVE, "attention", "RwkvState", instead="RwkvK", on_request=True
+    )
+    RwkvEffectiveAttnRaw = Layered(
+        "blocks.{i}.rwkv.hook_effective_attn_raw", EFFECTIVE, "attention", "RwkvState", instead="RwkvK", on_request=True
+    )
+    AttnOut = Layered("blocks.{i}.hook_attn_out", RESIDUAL, "attention")
+    ResidMid = Layered("blocks.{i}.hook_resid_mid", RESIDUAL, "stream")
+    MlpPre = Layered("blocks.{i}.mlp.hook_pre", RESIDUAL, "mlp")
+    MlpGate = Layered("blocks.{i}.mlp.hook_gate", NEURONS, "mlp")
+    MlpUp = Layered("blocks.{i}.mlp.hook_up", NEURONS, "mlp")
+    MlpAct = Layered("blocks.{i}.mlp.hook_act", NEURONS, "mlp")
+    MlpPost = Layered("blocks.{i}.mlp.hook_post", RESIDUAL, "mlp")
+    MlpOut = Layered("blocks.{i}.hook_mlp_out", RESIDUAL, "mlp")
+    ResidPost = Layered("blocks.{i}.hook_resid_post", RESIDUAL, "stream")
+    FinalNorm = Single("hook_final_norm", RESIDUAL)
+    Logits = Single("hook_logits", ("batch", "seq", "vocab"))
 
     def __str__(self) -> str:
         return self.name
@@ -137,36 +149,61 @@ class HookPoint:
     @property
     def axes(self) -> tuple[str, ...] | None:
         """The names of the value's axes, in order; None for a `Custom` hook point."""
-        return None if self.variant == "Custom" else VARIANTS[self.variant][1]
+        return None if self.variant == "Custom" else VARIANTS[self.variant].axes
 
     @property
     def short(self) -> str:
-        """What follows `hook_` in the name: `pattern`, `resid_post`; the whole name of a `Custom` hook point."""
+        """The name after `hook_`, such as `pattern`; the whole name of a `Custom` hook point."""
         return self.name.rpartition("hook_")[2]
 
     @property
+    def group(self) -> str | None:
+        """The part of a layer that it belongs to: "stream", "attention", "mlp"; None elsewhere."""
+        return None if self.variant == "Custom" else VARIANTS[self.variant].group
+
+    @property
     def derived(self) -> bool:
-        """Whether the value is computed on request from another one, and can therefore only be captured."""
-        return self.variant in DERIVED
+        """Whether the value is computed for its capture alone; it cannot be intervened at."""
+        return self.variant != "Custom" and VARIANTS[self.variant].derived_from is not None
+
+    @property
+    def source(self) -> "HookPoint":
+        """The hook point that a derived one is computed from; else the hook point itself."""
+        return self._beside(VARIANTS[self.variant].derived_from) if self.derived else self
+
+    @property
+    def instead(self) -> "HookPoint":
+        """The hook point to intervene at in place of a derived one; else the hook point itself."""
+        return self._beside(VARIANTS[self.variant].instead) if self.derived else self
 
     @property
     def on_request(self) -> bool:
-        """Whether a pattern has to name it to mean it: large and computed for the capture alone, or in a splice."""
-        return self.variant in ON_REQUEST or self.variant == "Custom"
+        """Whether "*" leaves it out: large and computed for its capture alone, or in a splice."""
+        return self.variant == "Custom" or VARIANTS[self.variant].on_request
+
+    def derivations(self) -> list["HookPoint"]:
+        """The hook points that are derived from this one."""
+        names = [row.name for row in VARIANTS.values() if row.derived_from == self.variant]
+        return [self._beside(name) for name in names]
+
+    def _beside(self, variant: str | None) -> "HookPoint":
+        """Another variant in the same layer."""
+        point = getattr(HookPoint, variant or self.variant)
+        return point if self.layer is None else point(self.layer)
 
     @staticmethod
     def Custom(name: str) -> "HookPoint":
-        """A hook point outside the table: one that a splice brings; refused where there is no value of this name."""
+        """A hook point outside the table, which a splice brings; checked when a spec is used."""
         return HookPoint("Custom", None, name)
 
     @staticmethod
     def parse(name: "str | HookPoint") -> "HookPoint":
-        """The hook point of a string. An unknown string is `Custom`; a `HookPoint` is returned as it is."""
+        """Parse a string; an unknown one is `Custom`. A `HookPoint` is returned as it is."""
         return name if isinstance(name, HookPoint) else _parsed(name)
 
 
 def layer_of(name: str) -> int | None:
-    """The layer that a hook point's name says, also of one that a splice brings; None outside the blocks."""
+    """Layer number in a hook point's name, splices' included; None outside the blocks."""
     match = _LAYERED.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -183,32 +220,12 @@ def _parsed(name: str) -> HookPoint:
 
 @cache
 def _by_template() -> dict[str, str]:
-    return {template: variant for variant, (template, _) in VARIANTS.items()}
-
-
-def _layered(variant: str, template: str) -> staticmethod:
-    def make(layer: int) -> HookPoint:
-        try:
-            number = operator.index(layer)
-        except TypeError:
-            raise HookError(f"HookPoint.{variant}: a layer is an integer, got {layer!r}") from None
-        if number < 0:
-            raise HookError(f"HookPoint.{variant}: layers are counted from 0, got {number}")
-        return HookPoint(variant, number, template.format(i=number))
-
-    make.__name__ = make.__qualname__ = variant
-    make.__doc__ = f"`{template}`, axes {list(VARIANTS[variant][1])}, of one 0-based layer."
-    return staticmethod(make)
-
-
-for _variant, (_template, _axes) in VARIANTS.items():
-    _member = _layered(_variant, _template) if "{i}" in _template else HookPoint(_variant, None, _template)
-    setattr(HookPoint, _variant, _member)
+    return {row.template: variant for variant, row in VARIANTS.items()}
 
 
 def short_names() -> dict[str, list[str]]:
-    """Short name -> the templates that end in it: `{"pattern": ["blocks.{i}.attn.hook_pattern"], ...}`."""
-    found: dict[str, list[str]] = {}
-    for template, _ in VARIANTS.values():
-        found.setdefault(template.rpartition("hook_")[2], []).append(template)
-    return found
+    """Short name -> templates: `{"pattern": ["blocks.{i}.attn.hook_pattern"], ...}`."""
+    templates: dict[str, list[str]] = {}
+    for row in VARIANTS.values():
+        templates.setdefault(row.template.rpartition("hook_")[2], []).append(row.template)
+    return templates

@@ -20,11 +20,9 @@ The format, on one page:
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -33,7 +31,7 @@ from numpy.typing import DTypeLike
 
 from mionnx.errors import HookError, ModelError, nearest
 from mionnx.graph import onnx_file, validate
-from mionnx.graph.hook_points import DERIVED, HookPoint
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata
 
 GRAPH = "model.onnx"
@@ -57,7 +55,7 @@ DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "b
 
 @dataclass(frozen=True)
 class HookedModel:
-    """A hooked model that was opened and checked."""
+    """A hooked model, opened and checked."""
 
     folder: Path
     proto: onnx.ModelProto
@@ -65,7 +63,7 @@ class HookedModel:
 
     @classmethod
     def open(cls, folder: Path) -> "HookedModel":
-        """Open a hooked model's folder, checking everything that can be checked without reading the weights.
+        """Open a hooked model's folder and check all but the contents of its weights.
 
         Raises:
             ModelError: see the module's text.
@@ -79,6 +77,9 @@ class HookedModel:
                 raise ModelError(f"{folder / GRAPH} lists the hook point {name!r}, but no node makes such a value")
             if ranks[name] not in (None, len(axes)):
                 raise ModelError(f"{name} has {ranks[name]} axes in the graph, but its metadata say {axes}")
+        attending = metadata.sizes.num_layers if any(".attn." in name for name in metadata.hooks) else 0
+        if len(metadata.attention) != attending:
+            raise ModelError(f"{folder / GRAPH} describes attention in {len(metadata.attention)} of {attending} layers")
         inputs, outputs = onnx_file.interface(proto)
         if "input_ids" not in inputs or "logits" not in outputs:
             raise ModelError(
@@ -87,7 +88,7 @@ class HookedModel:
         return cls(folder, proto, metadata)
 
     def hook_points(self) -> list[HookPoint]:
-        """All hook points that can be captured, in execution order; derived ones follow what they derive from."""
+        """All hook points in execution order; derived ones follow their source."""
         return [*self._points.values()]
 
     @cached_property
@@ -96,44 +97,32 @@ class HookedModel:
         return {name: place for place, name in enumerate(self._points)}
 
     @cached_property
-    def captures(self) -> dict[Any, Any]:
-        """What requests to capture, and the names that predicates chose, have meant on this model so far."""
-        return {}
-
-    @cached_property
-    def entries(self) -> "dict[str, tuple[Sequence[str | int], int]]":
-        """The axes of hook points that were asked for so far, and the bytes of one number there."""
-        return {}
-
-    @cached_property
     def _points(self) -> dict[str, HookPoint]:
         points: list[HookPoint] = []
         for name in self.metadata.hooks:
             point = HookPoint.parse(name)
             points.append(point)
-            points += [
-                getattr(HookPoint, variant)(point.layer) for variant, base in DERIVED.items() if base == point.variant
-            ]
+            points += point.derivations()
         return {point.name: point for point in points}
 
     def end_tokens(self) -> list[int]:
-        """The tokens that end a text, by `generation_config.json` or `config.json`; none if neither says."""
+        """End-of-text tokens of `generation_config.json` or `config.json`; none if neither says."""
         for name in ("generation_config.json", "config.json"):
             try:
-                found = json.loads((self.folder / name).read_text()).get("eos_token_id")
+                tokens = json.loads((self.folder / name).read_text()).get("eos_token_id")
             except (OSError, ValueError, AttributeError):
                 continue
-            if found is not None:
-                tokens = found if isinstance(found, list) else [found]
+            if tokens is not None:
+                tokens = tokens if isinstance(tokens, list) else [tokens]
                 return [token for token in tokens if isinstance(token, int) and token < self.metadata.sizes.vocab_size]
         return []
 
     def dtype(self, point: HookPoint) -> DTypeLike:
-        """The dtype of a hook point's value: the model's, but float32 wherever a recurrence reads or writes."""
+        """Dtype of a hook point's value: the model's, or float32 in a recurrence."""
         return np.float32 if ".rwkv." in point.name else DTYPES[self.metadata.dtype]
 
     def axes(self, point: HookPoint) -> list[str | int]:
-        """The axes of a hook point: names where they are dynamic, numbers where not.
+        """The axes of a hook point: names of dynamic ones, numbers of fixed ones.
 
         Raises:
             HookError: the model has no such hook point.

@@ -6,26 +6,26 @@ first hook point (a scale of the embedding) is not part of a matrix. Weight file
 memory as it is used.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 
 from mionnx.errors import HookError, ModelError
 from mionnx.graph import onnx_file
+from mionnx.graph.builder import Constant, Node, Tensor, edit
+from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hooked_model import DTYPES, HookedModel
 from mionnx.graph.output_head import LOGITS, head_and_tail
 
 Matrix = NDArray[Any]
-SHAPING = frozenset({"Reshape", "Squeeze", "Unsqueeze"})  # what leaves every number as it is
+SHAPING = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})  # what leaves every number as it is
 
 
 @dataclass(frozen=True)
 class Head:
-    """Where the unembedding is in the graph.
+    """The unembedding of a graph: its matrix product, weight and bias.
 
     Attributes:
         product: the name of the value that the matrix product gives, [batch, seq, vocab].
@@ -55,28 +55,23 @@ def head(model: HookedModel) -> Head:
 
 
 def embedding(model: HookedModel) -> NDArray[Any]:
-    """W_E [vocab, hidden], in the model's dtype: a row a token, before the scale that some families multiply with.
+    """W_E [vocab, hidden], in the model's dtype, before the scale of some families.
 
     Raises:
         ModelError: the graph looks tokens up in no matrix of its own.
     """
-    tokens = onnx_file.edit(model.proto).tensors()["input_ids"]
-    for node in _readers(tokens):
-        if node.op == "Gather" and isinstance(node.inputs[0], gs.Constant):
-            return onnx_file.weight(model.proto, model.folder, node.inputs[0].name)
+    flow, held = Dataflow(model.proto), {tensor.name for tensor in model.proto.graph.initializer}
+    names = ["input_ids"]  # and the same numbers in another shape
+    for name in names:
+        for node in (flow.nodes[i] for i in flow.consumers[name]):
+            if node.op_type == "Gather" and node.input[0] in held:
+                return onnx_file.weight(model.proto, model.folder, node.input[0])
+            names += node.output[:1] if node.op_type in SHAPING else []
     raise ModelError(f"the graph of {model.folder} picks no rows of a matrix by its tokens")
 
 
-def _readers(value: gs.Tensor) -> Iterator[gs.Node]:
-    """The nodes that read a value, or the same numbers in another shape."""
-    for node in value.outputs:
-        yield node
-        if node.op in SHAPING | {"Identity", "Cast"}:
-            yield from _readers(node.outputs[0])
-
-
 def unembedding(model: HookedModel) -> NDArray[Any]:
-    """W_U [hidden, vocab], in the model's dtype: what the final norm's output is multiplied with.
+    """W_U [hidden, vocab], in the model's dtype: logits are the final norm's output times W_U.
 
     Raises:
         ModelError: the logits are no product with a matrix of the graph.
@@ -85,7 +80,7 @@ def unembedding(model: HookedModel) -> NDArray[Any]:
 
 
 def unembedding_bias(model: HookedModel) -> NDArray[Any]:
-    """b_U [vocab], in the model's dtype: what is added to that product; zeros where nothing is.
+    """b_U [vocab], in the model's dtype: the bias of the logits; zeros if there is none.
 
     Raises:
         ModelError: the logits are no product with a matrix of the graph.
@@ -94,13 +89,13 @@ def unembedding_bias(model: HookedModel) -> NDArray[Any]:
     product, passed = _head(model)
     for node in [*passed, product]:
         for entry in node.inputs:
-            if node.op in ("Add", "Gemm") and isinstance(entry, gs.Constant) and list(entry.shape) == [size]:
+            if node.op in ("Add", "Gemm") and isinstance(entry, Constant) and list(entry.shape) == [size]:
                 return onnx_file.weight(model.proto, model.folder, entry.name)
     return np.zeros(size, DTYPES[model.metadata.dtype])
 
 
 def output_projections(model: HookedModel) -> NDArray[Any]:
-    """W_O [n_layers, n_heads, head_dim, hidden], in the model's dtype: `hook_z` times it is `hook_result`.
+    """W_O [n_layers, n_heads, head_dim, hidden], in the model's dtype.
 
     Raises:
         HookError: a recurrent model, whose heads' outputs are gated and normed before they are projected.
@@ -110,28 +105,28 @@ def output_projections(model: HookedModel) -> NDArray[Any]:
         raise HookError(f"a {model.metadata.family} model has no attention, and so no W_O for its heads")
     layers = []
     for attention in model.metadata.attention:
-        found = onnx_file.weight(model.proto, model.folder, attention.output_projection)
-        rows = found if attention.output_is_rows else found.T
+        weight = onnx_file.weight(model.proto, model.folder, attention.output_projection)
+        rows = weight if attention.output_is_rows else weight.T
         layers.append(rows.reshape(sizes.num_heads, sizes.head_dim, sizes.hidden_size))
     return np.stack(layers)
 
 
-def _head(model: HookedModel) -> tuple[gs.Node, list[gs.Node]]:
+def _head(model: HookedModel) -> tuple[Node, list[Node]]:
     """The matrix product that the logits come from, and the nodes after it, the last first."""
-    product, passed = head_and_tail(onnx_file.edit(model.proto).tensors()[LOGITS])
+    product, passed = head_and_tail(edit(model.proto).tensors()[LOGITS])
     if product is None:
         raise ModelError(f"{model.metadata.family}: the logits do not come from one matrix product")
     return product, passed
 
 
-def _matrix(hooked: HookedModel, value: gs.Tensor) -> Matrix:
+def _matrix(hooked: HookedModel, value: Tensor) -> Matrix:
     """A weight as the graph uses it: turned, or of another dtype."""
-    if isinstance(value, gs.Constant):
+    if isinstance(value, Constant):
         return onnx_file.weight(hooked.proto, hooked.folder, value.name)
     node = value.inputs[0] if value.inputs else None
     if node is not None and node.op == "Transpose":
-        found = _matrix(hooked, node.inputs[0])
-        return found.transpose(node.attrs.get("perm", range(found.ndim)[::-1]))
+        matrix = _matrix(hooked, node.inputs[0])
+        return matrix.transpose(node.attrs.get("perm", range(matrix.ndim)[::-1]))
     if node is not None and node.op == "Identity":
         return _matrix(hooked, node.inputs[0])
     if node is not None and node.op == "Cast":

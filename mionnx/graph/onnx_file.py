@@ -1,20 +1,22 @@
-"""Graphs on their way in and out: the one place that touches protobuf.
+"""ONNX files and models in memory: reading, metadata, weight files, the names and ranks of values.
 
-A graph is edited as an onnx-graphsurgeon graph, always without its weights: initializers stay references into the
-weight files, so that editing a model of any size costs milliseconds.
+A graph is always held without its weights: initializers stay references into the weight files.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
-import onnx_graphsurgeon as gs
+import onnx.version_converter
 from google.protobuf.message import DecodeError
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from mionnx.errors import ModelError
+
+ModelProto: TypeAlias = onnx.ModelProto
+ValueInfoProto: TypeAlias = onnx.ValueInfoProto
 
 
 def read(path: Path) -> onnx.ModelProto:
@@ -46,12 +48,12 @@ def properties(proto: onnx.ModelProto) -> dict[str, str]:
 
 def locations(proto: onnx.ModelProto) -> dict[str, int]:
     """The weight files that a graph reads, and how many bytes of each."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for tensor in proto.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             entry = {item.key: item.value for item in tensor.external_data}
-            found[entry["location"]] = found.get(entry["location"], 0) + int(entry["length"])
-    return found
+            sizes[entry["location"]] = sizes.get(entry["location"], 0) + int(entry["length"])
+    return sizes
 
 
 def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
@@ -74,7 +76,7 @@ def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
 
 
 def embed(proto: onnx.ModelProto, folder: Path) -> None:
-    """Put weights into the graph itself. onnx's own function refuses files that have several hard links."""
+    """Put weights into the graph; onnx's own function refuses files with several hard links."""
     for tensor in proto.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             entry = {item.key: item.value for item in tensor.external_data}
@@ -86,7 +88,7 @@ def embed(proto: onnx.ModelProto, folder: Path) -> None:
 
 
 def value_ranks(proto: onnx.ModelProto) -> dict[str, int | None]:
-    """The values that nodes of the graph make, with their ranks where these are written down."""
+    """Value of a node -> its rank, None where the model does not say it."""
     ranks: dict[str, int | None] = {output: None for node in proto.graph.node for output in node.output}
     for value in [*proto.graph.value_info, *proto.graph.output]:
         if value.name in ranks and value.type.tensor_type.HasField("shape"):
@@ -104,36 +106,25 @@ def opset(proto: onnx.ModelProto) -> int:
     return max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=0)
 
 
-def edit(proto: onnx.ModelProto) -> gs.Graph:
-    """A graph to edit; `proto` is left alone."""
-    return gs.import_onnx(proto)
+def dtype_of(value: onnx.ValueInfoProto) -> np.dtype[Any]:
+    """numpy's dtype of an input, an output or an annotated value."""
+    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
 
 
-def serialise(graph: gs.Graph, origin: onnx.ModelProto) -> bytes:
-    """An edited graph as the bytes of an ONNX model, with the metadata of the model that it was made from."""
-    proto = to_proto(graph, origin, {})
-    proto.metadata_props.extend(origin.metadata_props)
-    return proto.SerializeToString()
+def with_outputs(proto: onnx.ModelProto, dtypes: Mapping[str, DTypeLike | None]) -> bytes:
+    """Serialise a model with more of its values as outputs; None leaves a dtype open."""
+    shown = onnx.ModelProto()
+    shown.CopyFrom(proto)
+    for name, dtype in dtypes.items():
+        value = onnx.ValueInfoProto(name=name)
+        if dtype is not None:
+            value = onnx.helper.make_tensor_value_info(
+                name, onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), None
+            )
+        shown.graph.output.append(value)
+    return shown.SerializeToString()
 
 
-def to_proto(graph: gs.Graph, origin: onnx.ModelProto, defaults: Mapping[str, Sequence[int | str]]) -> onnx.ModelProto:
-    """An edited graph as an ONNX model without metadata.
-
-    Args:
-        graph, origin: the graph, and the model that it was made from.
-        defaults: constants that are inputs too, which may be left out, with their shapes.
-    """
-    proto = gs.export_onnx(graph)
-    _restore_defaults(proto, origin)
-    for tensor in proto.graph.initializer:
-        if tensor.name in defaults:
-            value = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(defaults[tensor.name]))
-            proto.graph.input.append(value)
-    proto.producer_name, proto.producer_version = origin.producer_name, origin.producer_version
-    return proto
-
-
-def _restore_defaults(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
-    """graphsurgeon takes an input that has a default for a constant: make it an input again."""
-    held = {tensor.name for tensor in proto.graph.initializer} - {value.name for value in proto.graph.input}
-    proto.graph.input.extend(value for value in origin.graph.input if value.name in held)
+def in_opset(proto: onnx.ModelProto, version: int) -> onnx.ModelProto:
+    """Convert a model to another opset; the converter's errors share no base class."""
+    return proto if opset(proto) == version else onnx.version_converter.convert_version(proto, version)

@@ -1,19 +1,19 @@
 """The output head: the matrix product that the logits come from."""
 
-import onnx_graphsurgeon as gs
+from mionnx.graph.builder import Node, Tensor
 
 ELEMENTWISE = frozenset({"Identity", "Cast", "Mul", "Div", "Add", "Tanh", "CastLike"})
 LOGITS = "logits"
 
 
-def find_head(value: gs.Tensor) -> gs.Node | None:
-    """The matrix product that a value comes from, number by number."""
+def find_head(value: Tensor) -> Node | None:
+    """The matrix product that a value comes from through elementwise nodes."""
     return head_and_tail(value)[0]
 
 
-def head_and_tail(value: gs.Tensor) -> tuple[gs.Node | None, list[gs.Node]]:
-    """The matrix product that a value comes from, and the nodes after it, which work on each number alone."""
-    passed: list[gs.Node] = []
+def head_and_tail(value: Tensor) -> tuple[Node | None, list[Node]]:
+    """The matrix product that a value comes from, and the elementwise nodes after it."""
+    passed: list[Node] = []
     while value.inputs:
         node = value.inputs[0]
         if node.op in ("MatMul", "Gemm"):

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save as to_bytes
 
 from mionnx.errors import InputError, SpecFileError
 from mionnx.machine.files import write_atomic
+from mionnx.machine.tensor_file import read_tensors
 
 KEY = "mionnx_cache"
 
@@ -35,12 +36,8 @@ def read_cache(path: str | Path, kind: str, parts: Sequence[str]) -> dict[str, N
     Raises:
         InputError: the file is missing, damaged, of another kind, lacks a part, or holds NaN.
     """
-    try:
-        with safe_open(path, framework="np") as file:
-            found = (file.metadata() or {}).get(KEY)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is no saved cache: {error}") from error
+    metadata, tensors = read_tensors(path, f"{path} is no saved cache", InputError)
+    found = metadata.get(KEY)
     if found != kind:
         raise InputError(f"{path} is no saved cache of kind {kind!r}: its metadata says {found!r}")
     layers = {int(match[1]) for name in tensors if (match := re.fullmatch(r"(\d+)\.\w+", name))}

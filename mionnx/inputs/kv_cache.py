@@ -7,6 +7,8 @@ A saved cache is one `.safetensors` file: `{layer}.key` and `{layer}.value` a la
 metadata `mionnx_cache` = "kv".
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -65,7 +67,7 @@ class KVCache(LayerCache[Layer]):
         keys, values = self.get_layer(layer)
         self.set_layer(layer, np.zeros_like(keys), np.zeros_like(values))
 
-    def clone_layer_from(self, donor: "KVCache", layer: int) -> None:
+    def clone_layer_from(self, donor: KVCache, layer: int) -> None:
         """Take a layer's keys and values from another cache of the same shape.
 
         Raises:
@@ -73,7 +75,7 @@ class KVCache(LayerCache[Layer]):
         """
         self.set_layer(layer, *donor.get_layer(layer))
 
-    def clone_layer_position_range(self, donor: "KVCache", layer: int, start: int, end: int) -> None:
+    def clone_layer_position_range(self, donor: KVCache, layer: int, start: int, end: int) -> None:
         """Take a layer's keys and values at positions from `start` up to, not including, `end` from another cache.
 
         Positions are columns of the cache, padding included. The two may differ in length.
@@ -105,7 +107,7 @@ class KVCache(LayerCache[Layer]):
         self.attention_mask = self.attention_mask[:, :seq_len]
 
     @staticmethod
-    def load(path: str | Path) -> "KVCache":
+    def load(path: str | Path) -> KVCache:
         """Read a cache that `save` wrote.
 
         Raises:
@@ -139,7 +141,7 @@ class KVCache(LayerCache[Layer]):
         return feeds
 
     @staticmethod
-    def empty(num_layers: int, batch: int, n_kv_heads: int, head_dim: int, dtype: DTypeLike) -> "KVCache":
+    def empty(num_layers: int, batch: int, n_kv_heads: int, head_dim: int, dtype: DTypeLike) -> KVCache:
         """The cache before the first token."""
         nothing = np.zeros((batch, n_kv_heads, 0, head_dim), dtype)
         return KVCache([(nothing, nothing)] * num_layers, np.zeros((batch, 0), np.int64))

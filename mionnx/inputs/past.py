@@ -14,7 +14,7 @@ from mionnx.inputs.value import Value
 Arrays = dict[str, Value]
 
 
-def choose(model: HookedModel, cache: Any, initial_state: Any) -> Past | None:
+def choose_past(model: HookedModel, cache: Any, initial_state: Any) -> Past | None:
     """The one of the two that was given, if the model can continue from it.
 
     Raises:

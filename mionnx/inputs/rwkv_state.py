@@ -4,6 +4,8 @@ A saved state is one `.safetensors` file: `{layer}.att_shift`, `{layer}.wkv` and
 `attention_mask`, and in its metadata `mionnx_cache` = "rwkv".
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +88,7 @@ class RWKVState(LayerCache[Layer]):
         att_shift, wkv, ffn_shift = (np.zeros_like(part) for part in self.get_layer(layer))
         self.set_layer(layer, wkv, att_shift, ffn_shift)
 
-    def clone_layer_from(self, donor: "RWKVState", layer: int) -> None:
+    def clone_layer_from(self, donor: RWKVState, layer: int) -> None:
         """Take a layer's state from another one of the same shape.
 
         Raises:
@@ -95,7 +97,7 @@ class RWKVState(LayerCache[Layer]):
         att_shift, wkv, ffn_shift = donor.get_layer(layer)
         self.set_layer(layer, wkv, att_shift, ffn_shift)
 
-    def clone_layer_position_range(self, donor: "RWKVState", layer: int, start: int, end: int) -> None:
+    def clone_layer_position_range(self, donor: RWKVState, layer: int, start: int, end: int) -> None:
         """Refused: a recurrent state does not keep positions apart.
 
         Raises:
@@ -118,7 +120,7 @@ class RWKVState(LayerCache[Layer]):
         )
 
     @staticmethod
-    def load(path: str | Path) -> "RWKVState":
+    def load(path: str | Path) -> RWKVState:
         """Read a state that `save` wrote.
 
         Raises:
@@ -130,7 +132,7 @@ class RWKVState(LayerCache[Layer]):
         return RWKVState(layers, tensors["attention_mask"])
 
     @staticmethod
-    def empty(sizes: Sizes, batch: int, dtype: DTypeLike) -> "RWKVState":
+    def empty(sizes: Sizes, batch: int, dtype: DTypeLike) -> RWKVState:
         """The state before the first token: zeros."""
         shift = np.zeros((batch, sizes.hidden_size), dtype)
         wkv = np.zeros((batch, sizes.num_heads, sizes.head_dim, sizes.head_dim), np.float32)

@@ -119,8 +119,8 @@ class TokenBatch:
         here = {int(at): column for column, at in enumerate(self.token_positions[row])}
         return [here.get(at) for at in self.absolutes(given, row)]
 
-    def following(self, ids: NDArray[np.int64]) -> "TokenBatch":
-        """The call after this one, of one token a row.
+    def next_step(self, ids: NDArray[np.int64]) -> "TokenBatch":
+        """The next decoding step: one new token per row.
 
         Args:
             ids: [batch].

@@ -29,6 +29,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from mionnx.errors import InputError
+from mionnx.machine.files import atomic_path
 
 MANIFEST = "manifest.json"
 KINDS = ("bases", "graphs")
@@ -184,8 +185,7 @@ class DiskCache:
     def _build(self, entry: CacheEntry, build: Build) -> None:
         for left in entry.path.parent.glob(f".{entry.path.name}.*.partial"):
             shutil.rmtree(left, ignore_errors=True)  # of a process that was killed: nobody else builds under this lock
-        partial = entry.path.with_name(f".{entry.path.name}.{os.getpid()}.partial")
-        try:
+        with atomic_path(entry.path, OSError) as partial:
             partial.mkdir()
             facts = build(partial)
             files = {
@@ -200,9 +200,6 @@ class DiskCache:
             manifest["sha256"] = _digest(manifest)
             (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
             _sync(partial)
-            partial.rename(entry.path)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
 
     def all(self) -> list[CacheEntry]:
         """Every entry, the one used longest ago first."""

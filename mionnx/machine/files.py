@@ -1,25 +1,52 @@
-"""Files that appear whole or not at all."""
+"""Atomic writes: a file or folder appears complete, or not at all."""
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mionnx.errors import SpecFileError
 
 
+@contextmanager
+def atomic_path(path: Path, error: type[Exception] = SpecFileError) -> Iterator[Path]:
+    """Give a temporary path beside the target; the file or folder written there is renamed into place in the end.
+
+    If the body fails, what it wrote is removed and the target is as it was.
+
+    Args:
+        path: the target.
+        error: class of the error that an `OSError` becomes.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        _remove(partial)
+        yield partial
+        partial.replace(path)
+    except OSError as cause:
+        raise error(f"cannot write {path}: {cause}") from cause
+    finally:
+        _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that nobody ever sees a part of it.
+    """Write a file atomically: a temporary file is renamed into place.
 
     Raises:
         SpecFileError: the folder is missing, read-only or full.
     """
     try:
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
+        with atomic_path(path) as partial:
             partial.write_bytes(data)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+    except ValueError as error:  # a path that no file can have
         raise SpecFileError(f"cannot write {path}: {error}") from error
 
 

@@ -2,10 +2,11 @@
 
 1. A value of the graph that is wanted becomes an output under its own name.
 2. A value wanted before its interventions is the output `{hook}.before`.
-3. A derived value (`hook_result`, an RWKV's `hook_states`) is computed by nodes that only its capture brings in.
+3. A derived value (`hook_result`, an RWKV's `hook_states`) is computed by nodes that only its capture brings in: the
+   table `DERIVATIONS` has a rewrite for each.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -15,8 +16,17 @@ from mionnx.graph.builder import Builder, write
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.report import Report
+from mionnx.rewrite.head_results import head_results
 from mionnx.rewrite.plan import CaptureNode
-from mionnx.rewrite.rwkv_derived import derive
+from mionnx.rewrite.rwkv_derived import effective_attention, raw_effective_attention, states
+
+# Variant of a derived hook point -> the rewrite that computes it.
+DERIVATIONS: dict[str, Callable[[Builder, HookPoint, Mapping[str, gs.Tensor], Metadata], gs.Variable]] = {
+    "AttnResult": head_results,
+    "RwkvStates": states,
+    "RwkvEffectiveAttn": effective_attention,
+    "RwkvEffectiveAttnRaw": raw_effective_attention,
+}
 
 
 def capture(graph: gs.Graph, wants: Sequence[CaptureNode], metadata: Metadata, report: Report) -> None:
@@ -53,31 +63,13 @@ def _value(
     graph: gs.Graph, want: CaptureNode, tensors: Mapping[str, gs.Tensor], metadata: Metadata, report: Report
 ) -> gs.Tensor:
     point = HookPoint.parse(want.hook)
-    if point.variant == "AttnResult":
-        return _result(graph, point, tensors, metadata, report)
     if point.derived:
-        return derive(Builder(graph, point.name, point.name, report), point, tensors)
+        op = Builder(graph, point.name, point.name, report)
+        derived = DERIVATIONS[point.variant](op, point, tensors, metadata)
+        derived.name, derived.shape = point.name, derived.shape or list(point.axes or ())
+        return derived
     if want.output in tensors:
         return tensors[want.output]
     value = tensors[want.hook]  # wanted before, but nothing intervenes here: before and after are the same
     before = gs.Variable(want.output, dtype=value.dtype, shape=value.shape)
     return write(Builder(graph, want.hook, want.output, report).Identity(value), before)
-
-
-def _result(
-    graph: gs.Graph, point: HookPoint, tensors: Mapping[str, gs.Tensor], metadata: Metadata, report: Report
-) -> gs.Variable:
-    """Each head's share of the attention output: result[b, s, h] = z[b, s, h] W_O[h].
-
-    W_O is the output projection's weight as [n_heads, head_dim, hidden]. Their sum over the heads, plus the
-    projection's bias, is the attention's output.
-    """
-    sizes, attention = metadata.sizes, metadata.attention[point.layer or 0]
-    op = Builder(graph, point.name, point.name, report)
-    z, weight = tensors[str(HookPoint.AttnZ(point.layer or 0))], tensors[attention.output_projection]
-    if not attention.output_is_rows:
-        weight = op.Transpose(weight, perm=[1, 0])
-    heads = op.Reshape(weight, [sizes.num_heads, sizes.head_dim, sizes.hidden_size])
-    shares = op.MatMul(op.Transpose(z, perm=[0, 2, 1, 3]), heads)
-    out = gs.Variable(point.name, dtype=np.dtype(z.dtype), shape=["batch", "seq", sizes.num_heads, sizes.hidden_size])
-    return write(op.Transpose(shares, perm=[0, 2, 1, 3]), out)

@@ -13,8 +13,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from mionnx.graph import onnx_file
-from mionnx.graph.builder import Builder
+from mionnx.graph.builder import Builder, edit, serialise
 from mionnx.graph.extract import extract
 from mionnx.graph.report import Report
 
@@ -25,7 +24,7 @@ OUTPUTS = ("top", "top_ids", "log_probs", "ranks", "entropy", "divergence")
 
 @dataclass(frozen=True)
 class Distribution:
-    """Logits [entries, positions, vocab] in float32, and log sum exp of them, [entries, positions, 1]."""
+    """Float32 logits [entries, positions, vocab] and their log sum exp [entries, positions, 1]."""
 
     logits: gs.Tensor
     total: gs.Tensor
@@ -39,7 +38,7 @@ def lens(origin: onnx.ModelProto, hook: str, output: str) -> bytes:
         hook: what becomes the input: the last layer's `hook_resid_post`.
         output: the value of the logits.
     """
-    graph, report = onnx_file.edit(extract(origin, [hook], [output])), Report()
+    graph, report = edit(extract(origin, [hook], [output])), Report()
     op = Builder(graph, output, "mionnx.lens", report)
     logits = op.Cast(graph.outputs[0], to=np.float32)
     distribution = Distribution(logits, op.ReduceLogSumExp(logits, [2], keepdims=1))
@@ -48,7 +47,7 @@ def lens(origin: onnx.ModelProto, hook: str, output: str) -> bytes:
     _chosen(op, distribution)
     _spread(op, distribution)
     graph.cleanup().toposort()
-    return onnx_file.serialise(graph, origin)
+    return serialise(graph, origin)
 
 
 def _output(op: Builder, name: str, value: gs.Tensor, last: str | None = None) -> None:
@@ -77,7 +76,10 @@ def _chosen(op: Builder, distribution: Distribution) -> None:
 
 
 def _spread(op: Builder, distribution: Distribution) -> None:
-    """Entropy, H = log Z - sum p x, and KL divergence from the first entry, sum p0 (x0 - x) - log Z0 + log Z."""
+    """Entropy and KL divergence from the first entry.
+
+    H = log Z - sum p x; KL = sum p0 (x0 - x) - log Z0 + log Z.
+    """
     logits = distribution.logits
     probabilities = op.Softmax(logits, axis=2)
     mean = op.ReduceSum(op.Mul(probabilities, logits), [2], keepdims=0)

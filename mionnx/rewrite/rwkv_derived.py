@@ -13,9 +13,10 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from mionnx.graph.builder import Builder, write
+from mionnx.graph.builder import Builder
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.io_names import STATE
+from mionnx.graph.metadata import Metadata
 from mionnx.graph.report import Report
 
 # In the order in which the body reads them: (name of the value, whether it is a column vector there).
@@ -29,19 +30,25 @@ _PER_TOKEN = {
 }
 
 
-def derive(op: Builder, point: HookPoint, tensors: Mapping[str, gs.Tensor]) -> gs.Variable:
-    """The nodes of one derived value.
+def states(op: Builder, point: HookPoint, tensors: Mapping[str, gs.Tensor], metadata: Metadata) -> gs.Variable:
+    """Add the nodes of `hook_states`: [batch, seq, n_heads, key_dim, value_dim], float32."""
+    return _Recurrence(op, point, tensors).states()
 
-    Args:
-        op: at the hook point.
-        point: hook_states, hook_effective_attn or hook_effective_attn_raw of a layer.
-        tensors: the values of the graph.
-    """
-    recurrence = _Recurrence(op, point, tensors)
-    value = recurrence.states() if point.variant == "RwkvStates" else recurrence.effective()
-    if point.variant == "RwkvEffectiveAttn":
-        value = _share(op, value)
-    return write(value, gs.Variable(point.name, dtype=np.dtype(np.float32), shape=list(point.axes or ())))
+
+def raw_effective_attention(
+    op: Builder, point: HookPoint, tensors: Mapping[str, gs.Tensor], metadata: Metadata
+) -> gs.Variable:
+    """Add the nodes of `hook_effective_attn_raw`: [batch, n_heads, seq_q, seq_src], float32."""
+    return _Recurrence(op, point, tensors).effective()
+
+
+def effective_attention(
+    op: Builder, point: HookPoint, tensors: Mapping[str, gs.Tensor], metadata: Metadata
+) -> gs.Variable:
+    """Add the nodes of `hook_effective_attn`: [batch, n_heads, seq_q, seq_src], float32."""
+    positive = op.Relu(_Recurrence(op, point, tensors).effective())
+    total = op.ReduceSum(positive, [-1], keepdims=1)
+    return op.Div(positive, op.Max(total, op.constant(np.finfo(np.float32).tiny, np.float32)))
 
 
 class _Recurrence:
@@ -84,7 +91,7 @@ class _Recurrence:
         return op.Unsqueeze(op.Cast(equal, to=np.float32), [0, 2, 3])
 
     def _vectors(self) -> dict[str, gs.Variable]:
-        """What the body reads, as column or row vectors: [batch, seq, n_heads, head_dim, 1] or [..., 1, head_dim]."""
+        """Inputs of the body as columns or rows: [batch, seq, n_heads, head_dim, 1] or transposed."""
         return {
             short: self.op.Unsqueeze(value, [-1 if column else -2]) for short, (value, column) in self.values.items()
         }
@@ -103,7 +110,7 @@ class _Recurrence:
         return scanned
 
     def _body(self, names: list[str]) -> gs.Graph:
-        """One token: the state after it, and what is read from that."""
+        """The body of the scan: one token's state, and its output."""
         prefix = f"{self.op.prefix}.body"
         before, *read = (gs.Variable(f"{prefix}.{name}", dtype=np.dtype(np.float32)) for name in ("before", *names))
         at = dict(zip(names, read, strict=True))
@@ -118,9 +125,3 @@ class _Recurrence:
             result = op.Identity(state, name="state")
         body.outputs = [state, result]
         return body
-
-
-def _share(op: Builder, raw: gs.Variable) -> gs.Variable:
-    positive = op.Relu(raw)
-    total = op.ReduceSum(positive, [-1], keepdims=1)
-    return op.Div(positive, op.Max(total, op.constant(np.finfo(np.float32).tiny, np.float32)))

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from importlib.metadata import entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
@@ -13,8 +13,11 @@ from platformdirs import user_cache_path
 
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.hooked_model import GRAPH
+from mionnx.machine.files import atomic_path
 from mionnx.machine.progress import Progress
+from mionnx.machine.source_digest import source_digest
 
+EXPORTING = ("mionnx.graph",)  # what every exporter uses: a change there may change the graph
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.onnx")
 
 
@@ -95,22 +98,16 @@ def export(folder: Path, target: Path, dtype: str, progress: Progress, copy: boo
     exporter = exporter_for(folder)
     if target.exists():
         raise ExportError(f"{target} exists already")
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        exporter.export(folder, partial, dtype, progress)
-        if copy:
-            _copy_links(partial, progress)
-        partial.rename(target)
+        with atomic_path(target, ExportError) as partial:
+            partial.mkdir(parents=True)
+            exporter.export(folder, partial, dtype, progress)
+            if copy:
+                _copy_links(partial, progress)
     except ImportError as error:
         raise ExportError(
             f"exporting needs torch and transformers ({error.name}): pip install 'mionnx[export]'"
         ) from error
-    except OSError as error:
-        raise ExportError(f"cannot write {target}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _copy_links(folder: Path, progress: Progress) -> None:
@@ -142,19 +139,21 @@ def export_in_place(folder: Path, dtype: str, progress: Progress) -> None:
 
 
 def _exported(folder: Path, dtype: str, progress: Progress) -> Path:
-    exporter_for(folder)
+    exporter = exporter_for(folder)
     store = cache_folder() / "models"
     store.mkdir(parents=True, exist_ok=True)
-    target = store / f"{folder.resolve().name}-{_fingerprint(folder, dtype)}"
+    target = store / f"{folder.resolve().name}-{_fingerprint(folder, dtype, exporter)}"
     with FileLock(f"{target}.lock"):
         if not target.exists():
             export(folder, target, dtype, progress)
     return target
 
 
-def _fingerprint(folder: Path, dtype: str) -> str:
-    """Changes when any file of the checkpoint does, without reading the weights: names, sizes, times, versions."""
+def _fingerprint(folder: Path, dtype: str, exporter: ModuleType) -> str:
+    """Key of an export: names, sizes and times of the checkpoint's files, and the sources that the exporter runs."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    text = json.dumps([str(folder.resolve()), facts, dtype, version("mionnx")])
+    text = json.dumps(
+        [str(folder.resolve()), facts, dtype, source_digest(exporter.__name__.partition(".")[0], *EXPORTING)]
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]

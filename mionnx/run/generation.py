@@ -1,63 +1,30 @@
 """Generation: one prefill, then one token a step from the cache, with a spec's interventions in force at every step.
 
-A step knows its tokens' absolute positions, and the graph selects by position, so that decoding with the cache gives
-what one pass over the whole text gives. Keys, values and states stay where the provider computed them between steps.
+A step knows its tokens' absolute positions, and the graph selects by position, so that decoding with the cache equals
+one pass over the whole text. Keys, values and states stay where the engine computed them between steps.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.bind import plan
-from mionnx.bind.rwkv_gates import gates_of
-from mionnx.errors import HookError, InputError, InterventionError
+from mionnx.bind.bound_spec import BoundSpec
+from mionnx.errors import HookError, InputError, TokenizerError
 from mionnx.graph.hook_points import HookPoint
-from mionnx.inputs import past
-from mionnx.inputs.token_batch import (
-    Past,
-    TokenBatch,
-    count_rows,
-    make_token_batch,
-)
+from mionnx.inputs.past import choose_past, past_inputs, present_to_past, take_present
+from mionnx.inputs.token_batch import Past, TokenBatch, count_rows, make_token_batch
+from mionnx.inputs.value import Value
 from mionnx.rewrite.plan import Outputs
+from mionnx.run.graph_pool import GraphPool
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.runner import Prompt, Runner
 from mionnx.run.sampling import Sampling
+from mionnx.run.stopping import Stopping, stop_texts
+from mionnx.run.streamer import Decoder, Streamer
 from mionnx.spec.hook_spec import HookSpec
-
-if TYPE_CHECKING:
-    from mionnx.run.runner import Runner
-
-Arrays = dict[str, NDArray[Any]]
-
-
-class Streamer(Protocol):
-    """What is told of every token as it is chosen; transformers' streamers have the same methods."""
-
-    def put(self, value: NDArray[np.int64]) -> None:
-        """The prompts' ids [batch, seq] first, then each step's new ids [batch]."""
-
-    def end(self) -> None:
-        """No more tokens follow."""
-
-
-@dataclass(frozen=True)
-class Stopping:
-    """When a row ends.
-
-    Attributes:
-        max_new_tokens: at the latest after so many tokens.
-        min_new_tokens: not by an end-of-text token before so many.
-        eos_token_ids: after one of these tokens, which is kept.
-        strings: when the new text contains one of these; the token that completes it is kept.
-    """
-
-    max_new_tokens: int
-    min_new_tokens: int
-    eos_token_ids: tuple[int, ...]
-    strings: tuple[str, ...]
 
 
 @dataclass
@@ -99,139 +66,168 @@ class Generation:
 
 
 def generate(
-    model: "Runner",
-    tokens: Any,
-    spec: HookSpec,
-    sampling: Sampling,
-    stopping: Stopping,
+    model: Runner,
+    tokens: Prompt,
+    hooks: HookSpec | None = None,
     *,
-    pad_token_id: int,
-    seed: int | None,
-    attention_mask: ArrayLike | None,
-    cache: Past | None,
-    streamer: Streamer | None,
-    logits: bool,
+    max_new_tokens: int = 20,
+    min_new_tokens: int = 0,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int = 50,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    stop_strings: str | Sequence[str] | None = None,
+    seed: int | None = None,
+    attention_mask: ArrayLike | None = None,
+    cache: Past | None = None,
+    streamer: Streamer | None = None,
+    output_logits: bool = False,
 ) -> Generation:
-    """See `MIModel.generate`."""
-    before, rows = past.choose(model.hooked, cache, None), count_rows(tokens)
-    if before is not None and before.batch == 1 < rows:
-        before = before.repeat(rows)  # a prefix of one row serves all prompts
-    call = make_token_batch(tokens, attention_mask, before, model.hooked.metadata.sizes)
-    _refuse_right_padding(call)
-    _refuse_too_long(call, stopping, model.hooked.metadata.sizes.max_positions)
-    call = replace(call, prompt_lengths=call.lengths, final_lengths=call.lengths + stopping.max_new_tokens - 1)
-    _refuse_unreached(spec, stopping)
-    run, texts = _Run(model, spec, call, before, logits), _Texts(call, sampling, stopping, model, pad_token_id, seed)
+    """Continue prompts, with a spec's interventions in force at every step; names are those of transformers.
+
+    Args:
+        tokens: prompts, as `forward` takes them; ids that are padded must be so on the left.
+        hooks: interventions apply to every token, or to absolute positions, to positions counted back from the
+            prompt's end, or to the phase "prompt" or "generated"; captures are made at every step.
+        max_new_tokens, min_new_tokens: how many tokens a row gets, the end-of-text token included.
+        do_sample: sample; otherwise the top token is taken. `temperature`, `top_k` (0: all) and `top_p` apply
+            to sampling only.
+        repetition_penalty: above 1 makes tokens that stand in the text less likely.
+        eos_token_id: tokens that end a row; the checkpoint's own if left out, none if empty.
+        pad_token_id: what rows that have ended are fed; it never appears in the result.
+        stop_strings: end a row when its new text contains one of these.
+        seed: of the sampling; the same seed gives the same tokens, whatever else is in the batch.
+        attention_mask: [batch, seq], 1 for tokens and 0 for padding.
+        cache: of a prefix (`HookCache.kv_cache`, `HookCache.state`, `Generation.cache`); one of a single row serves
+            several prompts.
+        streamer: told of every token: `put(ids)`, `end()`; see `TextStreamer`.
+        output_logits: keep all logits, as `Generation.steps[i].output()`.
+
+    Raises:
+        InputError: prompts, cache or parameters that nothing can be generated from.
+        HookError, InterventionError: the spec would not take effect as asked.
+    """
+    stopping = Stopping(max_new_tokens, min_new_tokens, _end_tokens(model, eos_token_id), stop_texts(stop_strings))
+    if stopping.strings and not model.has_tokenizer:
+        raise TokenizerError(f"{model.hooked.folder} has no tokenizer to find stop_strings with: use eos_token_id")
+    sampling = Sampling(do_sample, temperature, top_k, top_p, repetition_penalty)
+    if not do_sample and ((temperature, top_k, top_p) != (1.0, 50, 1.0) or seed is not None):
+        raise InputError("temperature, top_k, top_p and seed apply to sampling only: give do_sample=True too")
+    pad = model._known(next(iter(stopping.eos_token_ids), 0) if pad_token_id is None else pad_token_id)
+    batch, past = _prompts(model, tokens, attention_mask, cache, stopping)
+    stopping.refuse_unreached(hooks or HookSpec())
+    passes = _Passes(model.variants, model.binder.bind(hooks or HookSpec()), batch, past, output_logits)
+    texts = _Texts(batch, sampling, stopping, model.tokenizer if model.has_tokenizer else None, pad, seed)
     if streamer:
-        streamer.put(call.input_ids)
-    for last in run.steps(texts):
-        chosen = texts.take(last)
+        streamer.put(batch.input_ids)
+    for logits in passes.steps(texts):
+        chosen = texts.take(logits)
         if streamer:
             streamer.put(chosen)
     if streamer:
         streamer.end()
-    return texts.result(run)
+    return texts.result(passes)
 
 
-def _refuse_right_padding(call: TokenBatch) -> None:
-    if not call.real[:, -1].all():
-        row = int(np.argmin(call.real[:, -1]))
+def _end_tokens(model: Runner, given: int | Sequence[int] | None) -> tuple[int, ...]:
+    tokens = model.hooked.end_tokens() if given is None else given
+    return tuple(model._known(token) for token in ([tokens] if isinstance(tokens, int) else tokens))
+
+
+def _prompts(
+    model: Runner, prompt: Prompt, attention_mask: ArrayLike | None, cache: Past | None, stopping: Stopping
+) -> tuple[TokenBatch, Past | None]:
+    """The token batch of the first pass, and what it continues from."""
+    tokens, past = model._ids(prompt), choose_past(model.hooked, cache, None)
+    rows, sizes = count_rows(tokens), model.hooked.metadata.sizes
+    if past is not None and past.batch == 1 < rows:
+        past = past.repeat(rows)  # a prefix of one row serves all prompts
+    batch = make_token_batch(tokens, attention_mask, past, sizes)
+    if not batch.real[:, -1].all():
+        row = int(np.argmin(batch.real[:, -1]))
         raise InputError(f"row {row} is padded on the right: generation continues at the end, so pad on the left")
+    stopping.refuse_too_long(batch, sizes.max_positions)
+    final_lengths = batch.lengths + stopping.max_new_tokens - 1
+    return replace(batch, prompt_lengths=batch.lengths, final_lengths=final_lengths), past
 
 
-def _refuse_too_long(call: TokenBatch, stopping: Stopping, limit: int | None) -> None:
-    longest = int(call.lengths.max()) + stopping.max_new_tokens - 1  # the last token is never read
-    if limit is not None and longest > limit:
-        raise InputError(
-            f"max_new_tokens={stopping.max_new_tokens} after {int(call.lengths.max())} tokens, but the model has "
-            f"positions for {limit} only"
-        )
-
-
-def _refuse_unreached(spec: HookSpec, stopping: Stopping) -> None:
-    """With one new token nothing generated is ever read."""
-    phases: list[Any] = [edit.positions for _, edit in spec.interventions]
-    phases += [position for state in (*spec.state_knockouts, *spec.state_steerings) for position in state.positions_]
-    if any(isinstance(phase, str) and phase == "generated" for phase in phases) and stopping.max_new_tokens == 1:
-        raise InterventionError(
-            "an intervention in the phase 'generated' would do nothing: with max_new_tokens=1 no new token is read"
-        )
-
-
-class _Run:
+class _Passes:
     """The passes through the graph: each feeds the results of the one before."""
 
-    def __init__(self, model: "Runner", spec: HookSpec, call: TokenBatch, before: Past | None, logits: bool) -> None:
-        self.model, self.spec, self.call, self.keeps_logits = model, spec, call, logits
-        own_logits = [str(point) for point, _ in spec.interventions]
-        own_logits += [want.hook for want in plan.plan_of(spec, model.hooked).captures]
-        whole = logits or str(HookPoint.Logits) in own_logits
-        self.compiled = model.compile_graph(spec, Outputs(last=not whole))
-        self.captured = {want.output: want.fetched for want in self.compiled.plan.captures}
-        self.axes = {want.hook: want.axes for want in self.compiled.plan.captures}
-        self.weights = self.compiled.program.resident(plan.weights_of(spec, self.compiled.plan))
-        self.memory: dict[str, Any] = past.past_inputs(model.hooked, before, call)
-        self.carried = past.present_to_past(model.hooked)
-        self.parts = plan.parts_of(plan.captures_of(spec, model.hooked), call, model.hooked)
-        self.steady: Arrays | None = None
+    def __init__(
+        self, pool: GraphPool, bound: BoundSpec, batch: TokenBatch, past: Past | None, keeps_logits: bool
+    ) -> None:
+        all_logits = keeps_logits or bound.touches(HookPoint.Logits)
+        self.bound = bound.with_outputs(Outputs(last=not all_logits))
+        self.batch, self.keeps_logits = batch, keeps_logits
+        self.program = pool.get(self.bound.plan).program
+        self.weights = self.program.resident(bound.weights)
+        self.past: dict[str, Value] = past_inputs(bound.model, past, batch)
+        self.present_to_past = present_to_past(bound.model)
+        self.steady: dict[str, NDArray[Any]] | None = None
         self.decoding = False
         self.caches: list[HookCache] = []
         self._check_every_step()
 
     def _check_every_step(self) -> None:
-        """What would not fit a later step is refused before the first one runs."""
-        horizon = self.call.final_lengths
-        if horizon is not None and (horizon > self.call.lengths).any():
-            step = self.call.following(np.zeros(self.call.batch, np.int64))
-            plan.values_of(self.spec, self.compiled.plan, step, self.model.hooked)
+        """Refuse what would not fit a later step before the first one runs."""
+        final_lengths = self.batch.final_lengths
+        if final_lengths is not None and (final_lengths > self.batch.lengths).any():
+            self.bound.values(self.batch.next_step(np.zeros(self.batch.batch, np.int64)))
 
     def steps(self, texts: "_Texts") -> Iterator[NDArray[Any]]:
         """The logits [batch, vocab] of the last position of every pass."""
         yield self._pass()
         while not texts.finished:
-            self.call, self.decoding = self.call.following(texts.last), True
+            self.batch, self.decoding = self.batch.next_step(texts.last), True
             yield self._pass()
 
     def _pass(self) -> NDArray[Any]:
-        hooked = self.model.hooked
-        feeds = {**self.call.feeds(), **self.memory}
-        feeds |= {**self._values(), **self.weights, **self.parts}
-        feeds |= gates_of(self.spec, self.call, hooked.metadata)
-        outputs = ["logits", *self.captured.values(), *self.carried]
-        found = self.compiled.program.run_on_device(outputs, feeds)
-        self.memory = {name: found[output] for output, name in self.carried.items()}
-        logits = np.asarray(found["logits"])
-        if self.captured or self.keeps_logits:
-            kept = logits if self.keeps_logits else None
-            self.caches.append(HookCache(kept, {name: found[output] for name, output in self.captured.items()}))
+        inputs = self.bound.step_inputs(self.batch, self.past, {**self._values(), **self.weights})
+        results = self.program.run_on_device(self.bound.outputs(True), inputs)
+        self.past = {name: results[present] for present, name in self.present_to_past.items()}
+        logits = np.asarray(results["logits"])
+        nodes = [capture.node for capture in self.bound.captures]
+        if nodes or self.keeps_logits:
+            captured = {node.output: results[node.fetched] for node in nodes}
+            self.caches.append(HookCache(logits if self.keeps_logits else None, captured))
         return logits[:, -1]
 
-    def _values(self) -> Arrays:
-        """The values of interventions; where no position limits them, those of one new token are those of all."""
+    def _values(self) -> dict[str, NDArray[Any]]:
+        """Values of interventions; where no position limits them, those of one new token serve all later steps."""
         if self.steady is not None:
             return self.steady
-        values = plan.values_of(self.spec, self.compiled.plan, self.call, self.model.hooked)
-        if self.decoding and not any(one.varies_by_step for _, one in self.spec.interventions):
+        values = self.bound.values(self.batch)
+        if self.decoding and not any(one.varies_by_step for _, one in self.bound.edits):
             self.steady = values
         return values
 
     def cache(self) -> Past:
-        """What the passes so far leave."""
-        found = {output: self.memory[name] for output, name in self.carried.items()}
-        kv_cache, state = past.take_present(self.model.hooked, found, self.call, True)
-        carried = state if kv_cache is None else kv_cache
-        assert carried is not None  # a call that keeps its past has one of the two
-        return carried
+        """Keys and values, or the state, after the passes so far."""
+        results = {present: self.past[name] for present, name in self.present_to_past.items()}
+        kv_cache, state = take_present(self.bound.model, results, self.batch, True)
+        cache = state if kv_cache is None else kv_cache
+        assert cache is not None  # a pass that keeps its past has one of the two
+        return cache
 
 
 class _Texts:
     """The texts as they grow."""
 
     def __init__(
-        self, call: TokenBatch, sampling: Sampling, stopping: Stopping, model: "Runner", pad: int, seed: int | None
+        self,
+        batch: TokenBatch,
+        sampling: Sampling,
+        stopping: Stopping,
+        tokenizer: Decoder | None,
+        pad: int,
+        seed: int | None,
     ) -> None:
-        self.sampling, self.stopping, self.model, self.pad = sampling, stopping, model, pad
-        self.prompts = [row[real] for row, real in zip(call.input_ids, call.real, strict=True)]
+        self.sampling, self.stopping, self.tokenizer, self.pad = sampling, stopping, tokenizer, pad
+        self.prompts = [row[real] for row, real in zip(batch.input_ids, batch.real, strict=True)]
         self.new: list[list[int]] = [[] for _ in self.prompts]
         self.ended = [False] * len(self.prompts)
         self.last = np.zeros(len(self.prompts), np.int64)
@@ -252,7 +248,7 @@ class _Texts:
             token = self._choose(logits[row].astype(np.float64), row)
             new.append(token)
             self.last[row] = token
-            self.ended[row] = self._ends(new)
+            self.ended[row] = self.stopping.ends(new, self.tokenizer)
         return self.last.copy()
 
     def _choose(self, logits: NDArray[np.float64], row: int) -> int:
@@ -263,20 +259,13 @@ class _Texts:
         text = np.concatenate([self.prompts[row], np.array(self.new[row], np.int64)])
         return self.sampling.choose(logits, text, self.random[row])
 
-    def _ends(self, new: list[int]) -> bool:
-        if len(new) >= self.stopping.max_new_tokens or new[-1] in self.stopping.eos_token_ids:
-            return True
-        if not self.stopping.strings:
-            return False
-        text = self.model.tokenizer.decode(new, skip_special_tokens=False)
-        return any(string in text for string in self.stopping.strings)
-
-    def result(self, run: _Run) -> Generation:
-        """Everything together."""
-        new = [np.array(one, np.int64) for one in self.new]
+    def result(self, passes: _Passes) -> Generation:
+        """The texts, captures and cache together."""
+        new = [np.array(row, np.int64) for row in self.new]
         ids = [np.concatenate(pair) for pair in zip(self.prompts, new, strict=True)]
-        made = Generation(ids, new, steps=run.caches, cache=run.cache(), axes=run.axes)
-        if self.model.has_tokenizer:
-            made.texts = [self.model.tokenizer.decode(row.tolist()) for row in ids]
-            made.new_texts = [self.model.tokenizer.decode(row.tolist()) for row in new]
-        return made
+        axes = {capture.node.hook: capture.node.axes for capture in passes.bound.captures}
+        generation = Generation(ids, new, steps=passes.caches, cache=passes.cache(), axes=axes)
+        if self.tokenizer is not None:
+            generation.texts = [self.tokenizer.decode(row.tolist()) for row in ids]
+            generation.new_texts = [self.tokenizer.decode(row.tolist()) for row in new]
+        return generation

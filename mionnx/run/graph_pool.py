@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,13 +15,14 @@ from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.machine import memory
 from mionnx.machine.disk_cache import DiskCache
+from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan, Report, rewrite
-from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.run import find_model, prepacked
 from mionnx.run.segment_chain import SegmentChain, open_segments
 
 UNPACKED = 512  # tokens from which on packing the weights gains little (measured: 1.06 at 8 x 64)
 VARIANT = 2**25  # bytes that a session from a base takes besides the weights it shares, about
+REWRITING = ("mionnx.rewrite", "mionnx.graph", "mionnx.spec.kinds")  # a change there may change a rewritten graph
 WHEN = ("auto", "always", "ready", "never")
 
 
@@ -147,13 +147,23 @@ class GraphPool:
     def _make_chain(self, plan: Plan, hooks: tuple[str, ...]) -> SegmentChain:
         base, metadata = self._find_base(), self.model.metadata
         if base is not None and base.serves(plan, self.model):
-            made = apply_plan(base.proto, plan, metadata)
-            place, optimised, cost = (base.proto, base.folder), True, VARIANT
+            model, report = rewrite(base.proto, plan, metadata)
+            folder, optimised, cost = base.folder, True, VARIANT
         else:
             self._opened += 1
-            made = apply_plan(self.model.proto, plan, metadata)
-            place, optimised, cost = (self.model.proto, self.model.folder), False, self.weights
-        return open_segments(made, plan, hooks, *place, self.options, self.engine, optimised=optimised, cost=cost)
+            model, report = rewrite(self.model.proto, plan, metadata)
+            folder, optimised, cost = self.model.folder, False, self.weights
+        return open_segments(
+            onnx_file.parse(model),
+            report,
+            plan,
+            hooks,
+            folder,
+            self.options,
+            self.engine,
+            optimised=optimised,
+            cost=cost,
+        )
 
     def _rewritten(self, base: prepacked.PrepackedModel, plan: Plan) -> tuple[bytes, Report]:
         """A base's graph rewritten, from the store if it is there."""
@@ -167,9 +177,13 @@ class GraphPool:
             (folder / "report.json").write_text(made[0][1].to_json())
             return {"model": self.model.folder.name, "edits": len(plan.edits), "captures": len(plan.captures)}
 
-        key = hashlib.sha256(f"{base.folder.name} {version('mionnx')} {plan!r}".encode()).hexdigest()[:32]
-        entry = self._entries.get("graphs", key, build)
+        entry = self._entries.get("graphs", _key_of(base, plan), build)
         if made or entry is None:
             return made[0] if made else rewrite(base.proto, plan, self.model.metadata)
         report = Report.from_json((entry.path / "report.json").read_text())
         return (entry.path / GRAPH).read_bytes(), report
+
+
+def _key_of(base: prepacked.PrepackedModel, plan: Plan) -> str:
+    """Key of a rewritten graph on disk: the base, the plan, and the sources that rewrite."""
+    return hashlib.sha256(f"{base.folder.name} {source_digest(*REWRITING)} {plan!r}".encode()).hexdigest()[:32]

@@ -8,10 +8,14 @@ from numpy.typing import NDArray
 
 from mionnx.errors import HookError, nearest
 from mionnx.graph.hook_points import HookPoint, layer_of, short_names
+from mionnx.inputs.past import take_present
+from mionnx.rewrite.plan import TOP_IDS
 
 if TYPE_CHECKING:
+    from mionnx.bind.bound_spec import BoundSpec
     from mionnx.inputs.kv_cache import KVCache
     from mionnx.inputs.rwkv_state import RWKVState
+    from mionnx.inputs.token_batch import TokenBatch
     from mionnx.inputs.value import Value
 
 Key = HookPoint | str | tuple[str, int]
@@ -120,3 +124,11 @@ class HookCache(Mapping[str, NDArray[Any]]):
         if not names:
             raise HookError(f"no hook point {short!r} was captured{nearest(short, short_names())}")
         return np.stack([np.asarray(self._captured[name]) for name in names])
+
+
+def collect(bound: "BoundSpec", batch: "TokenBatch", results: "Mapping[str, Value]", use_cache: bool) -> HookCache:
+    """The logits, captures and past of one pass, from the outputs of its graph; see `BoundSpec.outputs`."""
+    captured = {capture.node.output: results[capture.node.fetched] for capture in bound.captures}
+    carried = bound.plan.outputs.carried
+    after = take_present(bound.model, results, batch, use_cache) if carried else (None, None)
+    return HookCache(results.get("logits"), captured, *after, results.get(TOP_IDS))

@@ -18,9 +18,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx
-
 from mionnx.engine import onnx_runtime
 from mionnx.engine.options import ONNX_RUNTIME, PROVIDERS, Options
 from mionnx.errors import ModelError
@@ -29,10 +26,11 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine import cpu, memory
 from mionnx.machine.disk_cache import DiskCache
+from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan
 
 GRAPH, DATA = "base.onnx", "base.data"
-FORMAT = 2
+PREPARING = ("mionnx.run.prepacked", "mionnx.engine.onnx_runtime")  # a change there may change a base
 ROOM = 2.3  # of a base, in sizes of the weights
 WORTHWHILE = 64 * 2**20  # bytes of weights: below, packing them again is quicker than looking for a base
 
@@ -50,7 +48,7 @@ class PrepackedModel:
     outputs: tuple[str, ...]
 
     @cached_property
-    def proto(self) -> onnx.ModelProto:
+    def proto(self) -> onnx_file.ModelProto:
         """The graph, without its weights."""
         proto = onnx_file.read(self.folder / GRAPH)
         kept = [output for output in proto.graph.output if output.name in self.outputs]
@@ -88,7 +86,7 @@ def key_of(model: HookedModel, options: Options) -> str:
     files = sorted({str(model.folder / location) for location in onnx_file.locations(model.proto)})
     stats = [(Path(file).stat().st_size, Path(file).stat().st_mtime_ns) for file in files]
     facts = {
-        "format": FORMAT,
+        "sources": source_digest(*PREPARING),
         "graph": hashlib.sha256(model.proto.SerializeToString(deterministic=True)).hexdigest(),
         "weights": [model.metadata.weights_sha256, stats],
         "onnxruntime": onnx_runtime.version(),
@@ -142,11 +140,6 @@ def _opened(folder: Path, model: HookedModel) -> PrepackedModel:
 
 def _all_out(model: HookedModel) -> bytes:
     """The graph with every hook point as an output."""
-    proto = onnx.ModelProto()
-    proto.CopyFrom(model.proto)
-    there = {output.name for output in proto.graph.output}
-    for name in model.metadata.hooks:
-        if name not in there:
-            dtype = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(model.dtype(HookPoint.parse(name))))
-            proto.graph.output.append(onnx.helper.make_tensor_value_info(name, dtype, None))
-    return proto.SerializeToString()
+    names = model.metadata.hooks.keys() - {*onnx_file.interface(model.proto)[1]}
+    dtypes = {name: model.dtype(HookPoint.parse(name)) for name in model.metadata.hooks if name in names}
+    return onnx_file.with_outputs(model.proto, dtypes)

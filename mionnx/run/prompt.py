@@ -1,4 +1,4 @@
-"""What the verbs that read a model are given: one text, or streams."""
+"""Arguments of verbs that read a model: prompts as ids, tokens by id or text, vectors of the residual stream."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,8 @@ from mionnx.errors import InputError
 from mionnx.inputs.token_batch import make_token_batch
 from mionnx.run.runner import Prompt, Runner
 
+Ids = NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class Text:
@@ -17,10 +19,10 @@ class Text:
 
     Attributes:
         ids: [seq], int64.
-        tokens: the text of each.
+        tokens: the text of each token.
     """
 
-    ids: NDArray[np.int64]
+    ids: Ids
     tokens: list[str]
 
     def __len__(self) -> int:
@@ -30,32 +32,48 @@ class Text:
         """A position counted from the start.
 
         Raises:
-            InputError: there is none such.
+            InputError: a position that the text does not have.
         """
         if not isinstance(position, int | np.integer) or not -len(self) <= position < len(self):
             raise InputError(f"position {position!r} of a text of {len(self)} tokens (0 to {len(self) - 1})")
         return int(position) % len(self)
 
 
-def one_text(model: Runner, prompt: Prompt) -> Text:
-    """The one prompt that was given.
+def prompt_ids(model: Runner, prompts: Prompt) -> list[Ids]:
+    """Tokenise prompts: [seq] each, without padding.
 
     Raises:
-        InputError: several, or none that the model can run on.
+        InputError: prompts that the model cannot run on.
     """
-    call = make_token_batch(model._ids(prompt), None, None, model.hooked.metadata.sizes)
-    if call.batch != 1:
-        raise InputError(f"one prompt is read at a time, and {call.batch} were given: call once for each")
-    return Text(call.input_ids[0], [spell(model, token) for token in call.input_ids[0].tolist()])
+    batch = make_token_batch(model._ids(prompts), None, None, model.hooked.metadata.sizes)
+    return [ids[real] for ids, real in zip(batch.input_ids, batch.real, strict=True)]
 
 
-def spell(model: Runner, token: int) -> str:
-    """A token's text; its number where the model has no tokenizer."""
+def one_prompt(model: Runner, prompt: Prompt) -> Ids:
+    """Tokenise a single prompt: [seq].
+
+    Raises:
+        InputError: several prompts, or one that the model cannot run on.
+    """
+    rows = prompt_ids(model, prompt)
+    if len(rows) != 1:
+        raise InputError(f"one prompt is read at a time, and {len(rows)} were given: call once for each")
+    return rows[0]
+
+
+def one_text(model: Runner, prompt: Prompt) -> Text:
+    """Tokenise a single prompt, with the text of each token; see `one_prompt`."""
+    ids = one_prompt(model, prompt)
+    return Text(ids, [token_text(model, token) for token in ids.tolist()])
+
+
+def token_text(model: Runner, token: int) -> str:
+    """The text of a token; its number where the model has no tokenizer."""
     return model.tokenizer.decode([token], skip_special_tokens=False) if model.has_tokenizer else str(token)
 
 
 def token_of(model: Runner, token: int | str) -> int:
-    """A token given by its id or by its text.
+    """The id of a token given by its id or by its text.
 
     Raises:
         InputError: the text is no single token of the vocabulary, or the id is outside the vocabulary.
@@ -69,7 +87,7 @@ def token_of(model: Runner, token: int | str) -> int:
 
 
 def is_stream(given: Any) -> bool:
-    """Whether an argument is values of a residual stream, rather than a prompt."""
+    """Whether an argument holds vectors of the residual stream, rather than a prompt."""
     try:
         return np.asarray(given).dtype.kind not in "iubOUST"
     except ValueError:  # rows of unequal length
@@ -77,7 +95,7 @@ def is_stream(given: Any) -> bool:
 
 
 def streams_of(given: ArrayLike, hidden: int, what: str = "residual") -> NDArray[Any]:
-    """Vectors of the residual stream.
+    """Check vectors of the residual stream.
 
     Returns:
         [..., hidden].
@@ -85,11 +103,11 @@ def streams_of(given: ArrayLike, hidden: int, what: str = "residual") -> NDArray
     Raises:
         InputError: another width, no numbers, NaN or infinities.
     """
-    found = np.asarray(given)
-    if found.dtype.kind in "iu":
-        found = found.astype(np.float32)
-    if found.dtype.kind in "bOUSTc" or found.shape[-1:] != (hidden,) or 0 in found.shape:
-        raise InputError(f"{what} is {found.dtype} {list(found.shape)}, it must be numbers [..., hidden={hidden}]")
-    if not np.isfinite(found.astype(np.float32)).all():
+    vectors = np.asarray(given)
+    if vectors.dtype.kind in "iu":
+        vectors = vectors.astype(np.float32)
+    if vectors.dtype.kind in "bOUSTc" or vectors.shape[-1:] != (hidden,) or 0 in vectors.shape:
+        raise InputError(f"{what} is {vectors.dtype} {list(vectors.shape)}, it must be numbers [..., hidden={hidden}]")
+    if not np.isfinite(vectors.astype(np.float32)).all():
         raise InputError(f"{what} has NaN or infinities")
-    return found
+    return vectors

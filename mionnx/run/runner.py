@@ -1,26 +1,24 @@
 """`Runner`: a hooked model that runs. `mionnx.MIModel` adds the analyses."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import numpy as np
 from numpy.typing import ArrayLike
 from tokenizers import Tokenizer
 
-from mionnx.bind import plan as bind
-from mionnx.bind.estimate import Estimate, estimate_of
-from mionnx.bind.feeds import feeds_of
+from mionnx.bind.bound_spec import Binder, BoundSpec
+from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
-from mionnx.bind.rwkv_gates import refuse_idle
 from mionnx.engine.engines import ready_engine
 from mionnx.engine.options import ONNX_RUNTIME, Options
 from mionnx.errors import InputError, TokenizerError
-from mionnx.graph.axes import dynamic_sizes
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.inputs import past
+from mionnx.inputs.past import choose_past
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.inputs.tokens import (
@@ -33,17 +31,10 @@ from mionnx.inputs.world_tokenizer import WorldTokenizer
 from mionnx.machine import memory
 from mionnx.machine.progress import bars
 from mionnx.rewrite import Plan, Report
-from mionnx.rewrite.plan import TOP_IDS, Outputs
+from mionnx.rewrite.plan import Outputs
 from mionnx.run import find_model
-from mionnx.run.generation import (
-    Generation,
-    Stopping,
-    Streamer,
-    generate,
-)
 from mionnx.run.graph_pool import GraphPool, OpenGraph
-from mionnx.run.hook_cache import HookCache
-from mionnx.run.sampling import Sampling
+from mionnx.run.hook_cache import HookCache, collect
 from mionnx.spec.hook_spec import HookSpec
 
 SMALL = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
@@ -64,6 +55,7 @@ class Runner:
         self.hooked = hooked
         self.options = options or Options()
         self.variants = GraphPool(hooked, self.options)
+        self.binder = Binder(hooked)
         self._opened: dict[Any, Any] = {}
 
     @classmethod
@@ -188,7 +180,7 @@ class Runner:
         Raises:
             HookError, InterventionError: the spec does not fit the model.
         """
-        return self.variants.get(bind.plan_of(hooks or HookSpec(), self.hooked, outputs))
+        return self.variants.get(self.binder.bind(hooks or HookSpec(), outputs).plan)
 
     def opened(self, kind: Callable[[HookedModel, Options], T]) -> T:
         """Return the one instance of a class that opens parts of this model; made on first use.
@@ -209,7 +201,7 @@ class Runner:
         found = self.variants.open.items()
         return {plan: one for plan, one in found if isinstance(plan, Plan) and isinstance(one, OpenGraph)}
 
-    def warm(self, hooks: HookSpec, logits: "bool | Logits" = True) -> None:
+    def warm(self, hooks: HookSpec, logits: bool | Logits = True) -> None:
         """Open the graph of a spec now, so that the first `forward` with such a structure does not wait for it."""
         part = logits if isinstance(logits, Logits) else Logits()
         self.compile_graph(hooks, part.outputs(bool(logits)) if logits else Outputs(logits=False, carried=False))
@@ -261,30 +253,18 @@ class Runner:
             InputError, TokenizerError: tokens, mask or cache that the model cannot run on.
             HookError, InterventionError: the spec would not take effect as asked.
         """
-        spec = hooks or HookSpec()
-        before, part = (
-            past.choose(self.hooked, cache, initial_state),
-            logits if isinstance(logits, Logits) else Logits(),
-        )
-        carried = use_cache or bool(logits)
+        spec, part = hooks or HookSpec(), logits if isinstance(logits, Logits) else Logits()
+        past = choose_past(self.hooked, cache, initial_state)
         if not (logits or use_cache or spec.captures):
             raise InputError("logits=False and no captures: nothing would be computed")
+        carried = use_cache or bool(logits)
         outputs = part.outputs(carried) if logits else Outputs(logits=False, carried=carried)
-        chosen = bind.captures_of(spec, self.hooked)
-        plan = bind.plan_of(spec, self.hooked, outputs, chosen)
-        call = make_token_batch(self._ids(tokens), attention_mask, before, self.hooked.metadata.sizes, prompt_length)
-        compiled = self.variants.get(plan, call.batch * call.seq)
-        if not carried:
-            refuse_idle(spec, compiled.plan.captures, self.num_layers)
-        feeds = feeds_of(self.hooked, spec, compiled.plan, call, before)
-        feeds |= {**bind.parts_of(chosen, call, self.hooked), **part.feeds(call, self.hooked.metadata.sizes)}
-        self._refuse_too_large(chosen, call)
-        wants, carries = compiled.plan.captures, past.present_names(self.hooked, use_cache) if carried else []
-        names = [*(["logits"] if logits else []), *([TOP_IDS] if part.top_k is not None else [])]
-        found = compiled.run([*names, *(want.fetched for want in wants), *carries], feeds)
-        kept = {want.output: found[want.fetched] for want in wants}
-        after = past.take_present(self.hooked, found, call, use_cache) if carries else (None, None)
-        return HookCache(found.get("logits"), kept, *after, found.get(TOP_IDS))
+        bound = self.binder.bind(spec, outputs, logits=part)
+        batch = make_token_batch(self._ids(tokens), attention_mask, past, self.hooked.metadata.sizes, prompt_length)
+        inputs = bound.inputs(batch, past)
+        _refuse_too_large(bound, batch)
+        graph = self.variants.get(bound.plan, batch.batch * batch.seq)
+        return collect(bound, batch, graph.run(bound.outputs(use_cache), inputs), use_cache)
 
     def _ids(self, tokens: Prompt) -> Any:
         if isinstance(tokens, str):
@@ -293,103 +273,10 @@ class Runner:
             return [self.tokenize(str(text)) for text in tokens]
         return tokens
 
-    def generate(
-        self,
-        tokens: Prompt,
-        hooks: HookSpec | None = None,
-        *,
-        max_new_tokens: int = 20,
-        min_new_tokens: int = 0,
-        do_sample: bool = False,
-        temperature: float = 1.0,
-        top_k: int = 50,
-        top_p: float = 1.0,
-        repetition_penalty: float = 1.0,
-        eos_token_id: int | Sequence[int] | None = None,
-        pad_token_id: int | None = None,
-        stop_strings: str | Sequence[str] | None = None,
-        seed: int | None = None,
-        attention_mask: ArrayLike | None = None,
-        cache: Past | None = None,
-        streamer: Streamer | None = None,
-        output_logits: bool = False,
-    ) -> Generation:
-        """Continue prompts, with a spec's interventions in force at every step; names are those of transformers.
-
-        Args:
-            tokens: prompts, as `forward` takes them; ids that are padded must be so on the left.
-            hooks: interventions apply to every token, or to absolute positions, to positions counted back from the
-                prompt's end, or to the phase "prompt" or "generated"; captures are made at every step.
-            max_new_tokens, min_new_tokens: how many tokens a row gets, the end-of-text token included.
-            do_sample: sample; otherwise the likeliest token is taken. `temperature`, `top_k` (0: all) and `top_p` apply
-                to sampling only.
-            repetition_penalty: above 1 makes tokens that stand in the text less likely.
-            eos_token_id: tokens that end a row; the checkpoint's own if left out, none if empty.
-            pad_token_id: what rows that have ended are fed; it never appears in the result.
-            stop_strings: end a row when its new text contains one of these.
-            seed: of the sampling; the same seed gives the same tokens, whatever else is in the batch.
-            attention_mask: [batch, seq], 1 for tokens and 0 for padding.
-            cache: of a prefix (`HookCache.kv_cache`, `HookCache.state`, `Generation.cache`); one of a single row serves
-                several prompts.
-            streamer: told of every token: `put(ids)`, `end()`; see `TextStreamer`.
-            output_logits: keep all logits, as `Generation.steps[i].output()`.
-
-        Raises:
-            InputError: prompts, cache or parameters that nothing can be generated from.
-            HookError, InterventionError: the spec would not take effect as asked.
-        """
-        stopping = Stopping(
-            _count("max_new_tokens", max_new_tokens, 1),
-            _count("min_new_tokens", min_new_tokens, 0),
-            self._end_tokens(eos_token_id),
-            self._stop_strings(stop_strings),
-        )
-        sampling = Sampling(do_sample, temperature, top_k, top_p, repetition_penalty)
-        if not do_sample and ((temperature, top_k, top_p) != (1.0, 50, 1.0) or seed is not None):
-            raise InputError("temperature, top_k, top_p and seed apply to sampling only: give do_sample=True too")
-        if stopping.min_new_tokens > stopping.max_new_tokens:
-            raise InputError(f"min_new_tokens={min_new_tokens} is above max_new_tokens={max_new_tokens}")
-        pad = pad_token_id if pad_token_id is not None else next(iter(stopping.eos_token_ids), 0)
-        return generate(
-            self,
-            self._ids(tokens),
-            hooks or HookSpec(),
-            sampling,
-            stopping,
-            pad_token_id=self._known(pad),
-            seed=seed,
-            attention_mask=attention_mask,
-            cache=cache,
-            streamer=streamer,
-            logits=output_logits,
-        )
-
-    def _end_tokens(self, given: int | Sequence[int] | None) -> tuple[int, ...]:
-        found = self.hooked.end_tokens() if given is None else given
-        return tuple(self._known(token) for token in ([found] if isinstance(found, int) else found))
-
-    def _stop_strings(self, given: str | Sequence[str] | None) -> tuple[str, ...]:
-        strings = (given,) if isinstance(given, str) else tuple(given or ())
-        if not all(isinstance(string, str) and string for string in strings):
-            raise InputError(f"stop_strings must be texts of at least one character, got {given!r}")
-        if strings and not self.has_tokenizer:
-            raise TokenizerError(f"{self.hooked.folder} has no tokenizer to find stop_strings with: use eos_token_id")
-        return strings
-
     def _known(self, token: int) -> int:
         if not 0 <= token < self.vocab_size:
             raise InputError(f"token {token}; the vocabulary is 0 to {self.vocab_size - 1}")
         return int(token)
-
-    def _refuse_too_large(self, captures: bind.Captures, call: TokenBatch) -> None:
-        peak = (
-            estimate_of(self.hooked, captures, dynamic_sizes(call.batch, call.seq, call.total)).peak if captures else 0
-        )
-        if peak > SMALL and peak > (free := memory.available()):
-            raise InputError(
-                f"the captures of this spec need {memory.format_bytes(peak)}, and "
-                f"{memory.format_bytes(free)} of memory are free: capture fewer layers, or run the text in pieces"
-            )
 
     def report(self, hooks: HookSpec) -> Report:
         """What a spec makes of the graph: which nodes are added where."""
@@ -403,7 +290,7 @@ class Runner:
             batch, seq: of the call.
             past: tokens in the cache.
         """
-        return estimate_of(self.hooked, bind.captures_of(hooks, self.hooked), dynamic_sizes(batch, seq, past + seq))
+        return self.binder.bind(hooks).estimate(batch, seq, past + seq)
 
     def __repr__(self) -> str:
         sizes = self.hooked.metadata.sizes
@@ -413,7 +300,10 @@ class Runner:
         )
 
 
-def _count(name: str, value: int, least: int) -> int:
-    if not isinstance(value, int | np.integer) or value < least:
-        raise InputError(f"{name} must be an integer of {least} or above, got {value!r}")
-    return int(value)
+def _refuse_too_large(bound: BoundSpec, batch: TokenBatch) -> None:
+    peak = bound.estimate(batch.batch, batch.seq, batch.total).peak if bound.captures else 0
+    if peak > SMALL and peak > (free := memory.available()):
+        raise InputError(
+            f"the captures of this spec need {memory.format_bytes(peak)}, and "
+            f"{memory.format_bytes(free)} of memory are free: capture fewer layers, or run the text in pieces"
+        )

@@ -1,5 +1,7 @@
 """From logits to the next token: the steps of transformers' `generate`, in its order and with its rules."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnx_graphsurgeon as gs
 import psutil
 from numpy.typing import NDArray
 
 from mionnx.engine.engine import Engine, Program
 from mionnx.engine.options import Options
-from mionnx.graph import onnx_file
+from mionnx.graph.onnx_file import ModelProto
 from mionnx.graph.report import Report
 from mionnx.inputs.value import Value
 from mionnx.rewrite.plan import Plan
@@ -100,10 +98,10 @@ class SegmentChain:
 
 
 def open_segments(
-    rewritten: tuple[gs.Graph, Report],
+    model: ModelProto,
+    report: Report,
     plan: Plan,
     hooks: tuple[str, ...],
-    origin: onnx.ModelProto,
     folder: Path,
     options: Options,
     engine: Engine,
@@ -114,10 +112,9 @@ def open_segments(
     """Cut a graph and open the segments.
 
     Args:
-        rewritten: the graph that a plan was carried out on, and what was done.
-        plan: the plan.
+        model, report: a rewritten graph, and what was done.
+        plan: the plan that was carried out.
         hooks: where to cut, in execution order.
-        origin: the model that the graph was made from.
         folder: of its weights.
         options: how sessions are opened.
         engine: what runs them.
@@ -127,14 +124,13 @@ def open_segments(
     Raises:
         ModelError: ONNX Runtime refuses a segment.
     """
-    graph, report = rewritten
-    segments = cut(graph, hooks)
+    segments = cut(model, hooks)
     each = replace(options, threads=_threads(options.threads, len(segments)), cuda_graphs=False)
     links: list[OpenSegment] = []
     later: set[str] = set()
     for segment in reversed(segments):
-        model = onnx_file.to_proto(segment.graph, origin, {}).SerializeToString()
-        program = engine.open(model, folder, each, optimised=optimised, spinning=False)
+        part = segment.model.SerializeToString()
+        program = engine.open(part, folder, each, optimised=optimised, spinning=False)
         links.append(_link(segment, program, later))
         later.update(segment.inputs)
     return SegmentChain(plan, tuple(reversed(links)), report, cost + LINK * len(links), options)
@@ -143,8 +139,7 @@ def open_segments(
 def _link(segment: Segment, program: Program, later: set[str]) -> OpenSegment:
     outputs = (*segment.hooks, *segment.others)
     done = tuple(name for name in (*segment.inputs, *outputs) if name not in later)
-    defaults = tuple(name for name, entry in program.inputs.items() if entry.optional)
-    return OpenSegment(program, segment.inputs, defaults, segment.hooks, outputs, done)
+    return OpenSegment(program, segment.inputs, segment.defaults, segment.hooks, outputs, done)
 
 
 def _threads(asked: int, count: int) -> int:

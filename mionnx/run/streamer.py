@@ -16,6 +16,16 @@ class Decoder(Protocol):
         """The text of tokens."""
 
 
+class Streamer(Protocol):
+    """What is told of every token as it is chosen; transformers' streamers have the same methods."""
+
+    def put(self, value: NDArray[np.int64]) -> None:
+        """The prompts' ids [batch, seq] first, then each step's new ids [batch]."""
+
+    def end(self) -> None:
+        """No more tokens follow."""
+
+
 class TextStreamer:
     """Prints the continuation of one prompt, token by token: `model.generate(prompt, streamer=TextStreamer(...))`.
 

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save as to_bytes
 
 from mionnx.errors import MIError, SpecFileError
+from mionnx.machine.tensor_file import read_tensors
 
 VERSION = "1"
 REQUIRED = ("captures", "interventions")
@@ -74,7 +75,7 @@ def load(path: str | Path, build: Callable[[Declaration, Tensors], Spec]) -> Spe
         SpecFileError: the file is missing, damaged, or of another version.
         MIError: what `build` refuses, with the file's name.
     """
-    metadata, tensors = _read(path)
+    metadata, tensors = read_tensors(path, f"{path} is no saved spec")
     if metadata.get("mionnx_spec") != VERSION:
         raise SpecFileError(
             f"{path} is no spec of version {VERSION}: its metadata says {metadata.get('mionnx_spec')!r}"
@@ -88,15 +89,6 @@ def load(path: str | Path, build: Callable[[Declaration, Tensors], Spec]) -> Spe
     if tensors:
         raise SpecFileError(f"{path} holds tensors that no intervention uses: {', '.join(sorted(tensors))}")
     return spec
-
-
-def _read(path: str | Path) -> tuple[dict[str, str], Tensors]:
-    try:
-        with safe_open(path, framework="np") as file:
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, AttributeError, TypeError, ValueError) as error:
-        # the last three: a tensor of a dtype that numpy does not have
-        raise SpecFileError(f"{path} is no saved spec: {error}") from error
 
 
 def _checked(declaration: Any) -> Declaration:

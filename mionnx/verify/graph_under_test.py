@@ -11,15 +11,13 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from mionnx.bind import plan as bind
-from mionnx.bind.rwkv_gates import gates_of
+from mionnx.bind.bound_spec import BoundSpec, bind
 from mionnx.graph import onnx_file
 from mionnx.graph.axes import dynamic_sizes, shape_of
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.inputs import past
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 from mionnx.rewrite import Plan, rewrite
 from mionnx.rewrite.plan import Outputs
@@ -49,12 +47,17 @@ class GraphUnderTest:
         self.spec.captures.clear()
 
     @cached_property
-    def plan(self) -> Plan:
-        """What the spec makes of the graph, every hook point that is compared an output."""
+    def bound(self) -> BoundSpec:
+        """The spec on the model, with every compared hook point captured."""
         wanted = HookSpec().extend(self.spec)
         for name in self.names:
             wanted.capture(name)
-        return bind.plan_of(wanted, self.model, Outputs(carried=False))
+        return bind(wanted, self.model, Outputs(carried=False))
+
+    @property
+    def plan(self) -> Plan:
+        """The structure of the graph, with every compared hook point an output."""
+        return self.bound.plan
 
     @cached_property
     def proto(self) -> onnx.ModelProto:
@@ -83,7 +86,7 @@ class GraphUnderTest:
 
     def graph_hash(self) -> str:
         """SHA-256 of the graph with the spec's interventions, whatever is compared in it, in hexadecimal."""
-        plan = bind.plan_of(self.spec, self.model, Outputs(carried=False))
+        plan = bind(self.spec, self.model, Outputs(carried=False)).plan
         made, _ = rewrite(self.model.proto, plan, self.model.metadata)
         return sha256(onnx_file.parse(made).SerializeToString(deterministic=True)).hexdigest()
 
@@ -93,21 +96,15 @@ class GraphUnderTest:
         Raises:
             InterventionError: the spec does not fit the call.
         """
-        nothing = past.past_inputs(self.model, None, call)
-        found: Arrays = {**call.feeds(), **{name: np.asarray(value) for name, value in nothing.items()}}
-        found |= bind.values_of(self.spec, self.plan, call, self.model)
-        return found | gates_of(self.spec, call, self.model.metadata)
+        return {name: np.asarray(value) for name, value in self.bound.inputs(call).items()}
 
     def starts_of(self, known: Collection[str], ends: Iterable[str]) -> list[str]:
         """Those of some known values that others are computed from, when all that is known is taken as it is."""
-        ends = [*ends]
-        kept = self.wiring.ancestors(ends, known)
-        read = {name for node in kept for name in self.wiring.read[node]}
-        return [name for name in known if name in read]
+        return self.wiring.needed(known, [*ends])
 
     def part(self, starts: Sequence[str], ends: Sequence[str]) -> onnx.ModelProto:
         """The nodes between some values and others, as a model of its own; bfloat16 is float32 at its borders."""
-        return widened(extract(self.proto, starts, ends))
+        return widened(extract(self.wiring, starts, ends))
 
     def groups(self, names: Sequence[str]) -> Iterator[list[str]]:
         """Names in groups whose values have at most `GROUP` bytes together, or one of a larger value."""

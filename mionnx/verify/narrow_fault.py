@@ -13,7 +13,6 @@ from typing import Any
 import onnx
 from numpy.typing import NDArray
 
-from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
 from mionnx.verify.difference import Difference, coarser
 from mionnx.verify.graph_under_test import Arrays, GraphUnderTest
@@ -111,7 +110,7 @@ def _run(
     feeds = subject.feeds(subject.calls[prompt]) | {name: known[name] for name in starts}
     with runtime.opened_part(subject, starts, [value]) as piece:
         found = piece(feeds)
-    part = extract(subject.proto, starts, [value])
+    part = extract(subject.wiring, starts, [value])
     nodes = [spell(node.name, node.op_type) for node in part.graph.node]
     used = {entry.name: feeds[entry.name] for entry in part.graph.input if entry.name in feeds}
     return Narrowed(value, starts, nodes, used, {value: expected}, found, _difference(expected, found[value], unit))
@@ -132,12 +131,8 @@ def _shared(first: GraphUnderTest, second: GraphUnderTest, starts: Sequence[str]
     here, there = set(starts), {name for node in first.wiring.nodes for name in node.output if name}
     nodes = sorted(second.wiring.ancestors([end], here))
     made = [name for i in nodes for name in second.wiring.nodes[i].output if name]
-    reads = _needed(second.wiring, nodes, end)
+    reads = second.wiring.read_by(nodes) | {end}
     return [name for name in made if name in there and name in reads and _told(first, second, name)]
-
-
-def _needed(wiring: Dataflow, nodes: Sequence[int], end: str) -> set[str]:
-    return {name for i in nodes for name in wiring.read[i]} | {end}
 
 
 def _told(first: GraphUnderTest, second: GraphUnderTest, name: str) -> bool:

@@ -10,7 +10,6 @@ The format of a kept tape:
 """
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from hashlib import sha256
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from mionnx.errors import SpecFileError
+from mionnx.machine.files import atomic_path
 
 KEY, VERSION = "mionnx_run", "1"
 CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
@@ -88,16 +88,9 @@ class RecordedValues:
         whole = {KEY: VERSION, "sha256": _hash_of(self._hash.copy(), header, told), "facts": told}
         text = json.dumps({"__metadata__": whole, **header}).encode()
         text += b" " * (-len(text) % 8)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            with partial.open("wb") as file, self.path.open("rb") as values:
-                file.write(len(text).to_bytes(8, "little") + text)
-                shutil.copyfileobj(values, file)
-            partial.replace(path)
-        except OSError as error:
-            raise SpecFileError(f"cannot write {path}: {error}") from error
-        finally:
-            partial.unlink(missing_ok=True)
+        with atomic_path(path) as partial, partial.open("wb") as file, self.path.open("rb") as values:
+            file.write(len(text).to_bytes(8, "little") + text)
+            shutil.copyfileobj(values, file)
 
     @classmethod
     def open(cls, path: Path) -> "RecordedValues":

@@ -74,10 +74,9 @@ def _listener(
     subject: GraphUnderTest, call: TokenBatch, sink: Sink, wanted: set[str]
 ) -> Callable[[str, NDArray[Any]], NDArray[Any] | None]:
     """Apply a spec's interventions by their numpy references, and record what is wanted."""
-    pairs = [*zip(subject.plan.edits, (one for _, one in subject.spec.interventions), strict=True)]
 
     def listen(name: str, value: NDArray[Any]) -> NDArray[Any] | None:
-        here = [Selection(edit, one, value.shape, call) for edit, one in pairs if edit.hook == name]
+        here = [Selection(edit, one, value.shape, call) for edit, one in subject.bound.edits if edit.hook == name]
         for selection in here:  # bfloat16 comes as float32
             dtype = subject.model.dtype(HookPoint.parse(name))
             value = selection.applied(value.astype(dtype)).astype(value.dtype)

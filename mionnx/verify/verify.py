@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mionnx.bind import plan
+from mionnx.bind.bound_spec import bind
 from mionnx.errors import HookError, InputError, InterventionError, ModelError, RuntimeMissingError, SpecFileError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
@@ -75,7 +75,7 @@ def names_of(model: HookedModel, hooks: str | Sequence[str], spec: HookSpec) -> 
         wanted.capture(glob)
     wanted.capture(LOGITS)
     named = {*globs, *(str(request.what) for request in spec.captures)}
-    found = [want for want in plan.captures_of(wanted, model) if want.hook in named or _plain(want)]
+    found = [want for want in bind(wanted, model).plan.captures if want.hook in named or _plain(want)]
     odd = [want.fetched for want in found if want.fetched != want.hook or want.inner is not None]
     if odd:
         raise HookError(f"{odd[0]}: runtimes are compared at whole values of the model, after their interventions")

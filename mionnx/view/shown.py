@@ -1,4 +1,4 @@
-"""`Shown`: what every result that can be looked at has in common."""
+"""`Shown`: the base of every result with a figure and a page."""
 
 import json
 from abc import ABC, abstractmethod
@@ -37,15 +37,15 @@ class Shown(ABC):
         return json.dumps(plain(self.to_dict(), digits=None), indent=1, allow_nan=False)
 
     def save(self, path: str | Path) -> Path:
-        """Write the result as what the file's ending says: .html, .png or .json.
+        """Write the result as .html, .png or .json, by the file's ending.
 
         Raises:
             SpecFileError: another ending, or a file that cannot be written.
         """
-        made = {".html": self._html, ".png": self._png, ".json": self._json}.get(Path(path).suffix.lower())
-        if made is None:
+        form = {".html": self._html, ".png": self._png, ".json": self._json}.get(Path(path).suffix.lower())
+        if form is None:
             raise SpecFileError(f"{path}: a result is saved as .html, .png or .json")
-        write_atomic(Path(path), made())
+        write_atomic(Path(path), form())
         return Path(path)
 
     def _html(self) -> bytes:

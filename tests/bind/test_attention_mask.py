@@ -43,6 +43,7 @@ class TestKnockedOutRows:
             models("llama").forward(ids, knock_out(mask), attention_mask=attention)
         models("llama").forward(ids, knock_out(mask, rows=0), attention_mask=attention)
 
+    @pytest.mark.slow
     def test_the_window_is_the_limit(self, models):
         mask = np.zeros((1, 1, 10, 10))
         mask[..., 9, 2:] = -np.inf

@@ -1,4 +1,4 @@
-"""The command line, run as a user runs it: on the models that ship, in processes of its own."""
+"""The command line, run as a user runs it, on the models that ship."""
 
 import json
 import shutil
@@ -6,10 +6,22 @@ import shutil
 import numpy as np
 import onnx
 import pytest
-from command_line import LLAMA, PROMPT, RWKV, mionnx, succeeded
+from command_line import LLAMA, PROMPT, RWKV, in_a_process, mionnx, succeeded
 from safetensors.numpy import load_file, save_file
 
 from mionnx import HookSpec, Intervention
+
+
+def test_a_process_exits_by_what_happened():
+    found = in_a_process("run", LLAMA, PROMPT, "--json")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == succeeded("run", LLAMA, PROMPT, "--json")
+    assert json.loads(found.stdout)["top"][0][0] == "Paris"
+    failed = in_a_process("run", "models/none", PROMPT)
+    assert failed.returncode == 1
+    assert "ModelError" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert failed.stderr == mionnx("run", "models/none", PROMPT).stderr
 
 
 def test_the_demo_shows_real_effects(tmp_path):
@@ -108,6 +120,7 @@ def test_errors_are_one_message(arguments, message):
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow
 def test_export_makes_what_hooks_reads(tmp_path):
     checkpoint = shutil.copytree(LLAMA, tmp_path / "checkpoint", ignore=shutil.ignore_patterns("*.onnx"))
     assert "llama, 4 layers" in succeeded("export", checkpoint, "-o", tmp_path / "hooked", "--copy")

@@ -86,6 +86,7 @@ assert "mionnx" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_optimum_generates_with_a_compiled_graph(steered, optimum, tmp_path):
     """As it is, from the cache, a padded batch too: the steered texts, and they are other texts."""
     model, spec = steered
@@ -98,6 +99,7 @@ def test_optimum_generates_with_a_compiled_graph(steered, optimum, tmp_path):
     assert model.generate(PROMPT, max_new_tokens=1).new_texts[0].split() == ["Paris"]
 
 
+@pytest.mark.slow
 def test_onnxruntime_web_gives_the_same_logits(changed, web, tmp_path):
     model, spec, point = changed
     spec.capture(point)

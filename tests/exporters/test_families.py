@@ -62,6 +62,7 @@ def test_the_oracle_itself_equals_plain_transformers(family, kind, references, c
 
 
 @pytest.mark.parametrize("kind", ["left", "past"])
+@pytest.mark.slow
 def test_every_intervention_equals_the_same_edit_in_torch(family, kind, models, references):
     """On two families with every limit of every kind; rewriting does not know what family it works on."""
     whole = family in ("llama", "gpt2")
@@ -185,6 +186,7 @@ def test_the_graph_is_plain_onnx(family, hooked, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@pytest.mark.slow
 def test_the_reference_evaluator_agrees(family, hooked, models: Callable[[str], MIModel], tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(hooked(family), folder)

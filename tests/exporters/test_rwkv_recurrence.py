@@ -93,7 +93,7 @@ def relative(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("layer", [None, 0, 1])
+@pytest.mark.parametrize("layer", [None, *(pytest.param(layer, marks=pytest.mark.slow) for layer in (0, 1))])
 def test_every_intervention_equals_the_same_edit_in_the_loop(rwkv, version, layer):
     model, length, rng = rwkv(f"{version}-pth"), 20, np.random.default_rng(version)
     ids, off = text(length), {}

@@ -53,6 +53,7 @@ def test_weights_are_referenced_where_they_lie(hooked, checkpoint):
     assert names == set(load_file(folder / "model.safetensors"))
 
 
+@pytest.mark.slow
 def test_the_folder_can_be_moved_and_the_checkpoint_deleted(llama, tmp_path):
     expected = logits(llama)
     export(llama, tmp_path / "here")
@@ -62,6 +63,7 @@ def test_the_folder_can_be_moved_and_the_checkpoint_deleted(llama, tmp_path):
     assert np.abs(found - expected).max() < 5e-5
 
 
+@pytest.mark.slow
 def test_a_sharded_checkpoint(checkpoint, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), dtype=torch.float32)
     model.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
@@ -74,6 +76,7 @@ def test_a_sharded_checkpoint(checkpoint, tmp_path):
         export(tmp_path / "sharded", tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_a_pytorch_bin_checkpoint(llama):
     expected = logits(llama)
     torch.save(load_file(llama / "model.safetensors"), llama / "pytorch_model.bin")
@@ -82,6 +85,7 @@ def test_a_pytorch_bin_checkpoint(llama):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.slow
 def test_another_dtype_is_converted(llama, dtype):
     export(llama, llama.parent / "hooked", dtype)
     found = load_file(llama.parent / "hooked" / "converted.safetensors")
@@ -93,6 +97,7 @@ def test_another_dtype_is_converted(llama, dtype):
     assert HookedModel.open(llama.parent / "hooked").metadata.dtype == dtype
 
 
+@pytest.mark.slow
 def test_auto_keeps_the_checkpoints_dtype_and_float32_widens_it(llama):
     half = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(llama / "model.safetensors").items()}
     save_file(half, llama / "model.safetensors", metadata={"format": "pt"})
@@ -109,6 +114,7 @@ def test_float16_runs_close_to_float32(llama):
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+@pytest.mark.slow
 def test_norms_that_compute_in_float32_run_in_float16(tmp_path, family):
     """Gemma's norms multiply with a float32 weight, and round after: logits a few units of float16 from torch's."""
     make_checkpoint(family, tmp_path / family)
@@ -127,6 +133,7 @@ def test_an_unknown_dtype(llama):
         export(llama, llama.parent / "hooked", "float31")
 
 
+@pytest.mark.slow
 def test_tied_weights_stored_twice(tmp_path):
     model = make_model("llama", tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "tied")
@@ -145,6 +152,7 @@ def test_tied_weights_stored_twice(tmp_path):
 NORM = "model.layers.1.input_layernorm.weight"
 
 
+@pytest.mark.slow
 def test_tensors_must_match_one_by_one(llama, tmp_path):
     tensors = load_file(llama / "model.safetensors")
     cases = {
@@ -172,6 +180,7 @@ def test_damaged_weights(llama, tmp_path):
             export(llama, tmp_path / f"hooked{length}")
 
 
+@pytest.mark.slow
 def test_experts_are_stacked_in_their_order(tmp_path):
     model = make_model("mixtral", num_local_experts=12, num_hidden_layers=1)
     model.save_pretrained(tmp_path / "mixtral")
@@ -186,6 +195,7 @@ def test_experts_are_stacked_in_their_order(tmp_path):
         ("granite", "not added to the residual stream as it is"),
     ],
 )
+@pytest.mark.slow
 def test_families_that_are_laid_out_otherwise(tmp_path, family, message):
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 101, "intermediate_size": 96}
     config = AutoConfig.for_model(family, **sizes, n_head=4, num_attention_heads=4, residual_multiplier=0.5)
@@ -213,6 +223,7 @@ class TestTheStore:
         (llama / "config.json").write_text((llama / "config.json").read_text() + "\n")
         assert MIModel.from_pretrained(llama).hooked.folder != first.hooked.folder
 
+    @pytest.mark.slow
     def test_two_processes_export_once(self, llama, tmp_path):
         code = "import sys; from mionnx import MIModel; print(MIModel.from_pretrained(sys.argv[1]).hooked.folder)"
         environment = {**os.environ, "MIONNX_CACHE": str(tmp_path / "store")}
@@ -232,6 +243,7 @@ class TestTheStore:
         with pytest.raises(ExportError, match="exists already"):
             find_model.export(llama, tmp_path, "float32", silent)
 
+    @pytest.mark.slow
     def test_in_place(self, llama):
         expected = logits(llama)
         inode = (llama / "model.safetensors").stat().st_ino

@@ -1,6 +1,5 @@
 """Metadata of a hooked model that do not fit are refused."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,12 +7,6 @@ import onnx
 import pytest
 
 from mionnx import MIModel, ModelError
-
-
-@pytest.fixture
-def copy(hooked: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A hooked llama that may be damaged."""
-    return Path(shutil.copytree(hooked("llama"), tmp_path / "model"))
 
 
 def rewrite(folder: Path, change: Callable[[onnx.ModelProto], None]) -> None:

@@ -7,18 +7,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from command_line import LLAMA
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mionnx import MIError, MIModel, ModelError
 
 IDS = np.arange(3, 13)[None]
-
-
-@pytest.fixture
-def copy(hooked: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A hooked llama that may be damaged."""
-    return Path(shutil.copytree(hooked("llama"), tmp_path / "model"))
 
 
 def rewrite(folder: Path, change: Callable[[onnx.ModelProto], None]) -> None:
@@ -51,10 +46,10 @@ def test_a_truncated_graph(copy, share):
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=4))
-def test_flipped_bytes_in_the_graph(hooked, tmp_path_factory, models, flips):
+def test_flipped_bytes_in_the_graph(tmp_path_factory, flips):
     """An `MIError`, or an answer of the right shape where the damage hit a constant or a name."""
     folder = tmp_path_factory.mktemp("flipped") / "model"
-    shutil.copytree(hooked("llama"), folder, copy_function=shutil.copyfile)
+    shutil.copytree(LLAMA, folder, copy_function=shutil.copyfile)
     data = bytearray((folder / "model.onnx").read_bytes())
     for at, by in flips:
         data[int(at * len(data))] ^= by

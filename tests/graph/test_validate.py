@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from command_line import LLAMA
 from onnx import TensorProto, helper
 
 from mionnx import HookSpec, Intervention, MIError, MIModel, ModelError
@@ -15,12 +16,6 @@ from mionnx.graph.hooked_model import HookedModel
 
 IDS = np.arange(3, 13)[None]
 Change = Callable[[onnx.ModelProto], None]
-
-
-@pytest.fixture
-def copy(hooked: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A hooked llama that may be damaged."""
-    return Path(shutil.copytree(hooked("llama"), tmp_path / "model"))
 
 
 def change(folder: Path, what: Change) -> None:
@@ -196,10 +191,10 @@ def scrambled(proto: onnx.ModelProto, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_a_mutated_model_is_an_error_or_an_answer(hooked, tmp_path, seed):
+def test_a_mutated_model_is_an_error_or_an_answer(tmp_path, seed):
     """Nothing but an `MIError`, whatever was changed, from opening, rewriting, or compiling it."""
     folder = tmp_path / "model"
-    shutil.copytree(hooked("llama"), folder, copy_function=shutil.copyfile)
+    shutil.copytree(LLAMA, folder, copy_function=shutil.copyfile)
     rng = random.Random(seed)
     proto = onnx.load(folder / "model.onnx", load_external_data=False)
     for _ in range(rng.randrange(1, 4)):

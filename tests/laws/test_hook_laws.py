@@ -2,14 +2,13 @@
 
 import numpy as np
 import pytest
-from families import CONFIGS, VOCAB
+from families import VOCAB, drawn_families
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mionnx import HookError, HookPoint, HookSpec, Intervention, InterventionError, MIError, MIModel, Options
 from mionnx.graph.hooked_model import HookedModel
 
-FAMILIES = st.sampled_from(sorted(CONFIGS))
 law = settings(
     max_examples=30,
     deadline=None,
@@ -39,10 +38,12 @@ def forward(model: MIModel, ids: np.ndarray, mask: np.ndarray, spec: HookSpec | 
     return model.forward(ids, spec, attention_mask=mask)
 
 
+@drawn_families
 @law
-@given(FAMILIES, batches(), st.data())
-def test_null_law(models, family, batch, data):
+@given(batch=batches(), data=st.data())
+def test_null_law(models, families, batch, data):
     """Observing changes nothing, and changing nothing changes nothing: bit for bit, with default options."""
+    family = data.draw(st.sampled_from(families))
     model, (ids, mask) = models(family), batch
     plain = forward(model, ids, mask).output()
     everything = forward(model, ids, mask, HookSpec().capture("*"))
@@ -59,10 +60,12 @@ def test_null_law(models, family, batch, data):
     assert np.array_equal(forward(model, ids, mask, HookSpec().intervene(point, nowhere)).output(), plain)
 
 
+@drawn_families
 @law
-@given(FAMILIES, batches(), st.data())
-def test_address_law_in_depth(models, family, batch, data):
+@given(batch=batches(), data=st.data())
+def test_address_law_in_depth(models, families, batch, data):
     """What the model computes before a hook point does not change by what is done there."""
+    family = data.draw(st.sampled_from(families))
     model, (ids, mask) = models(family), batch
     names = [str(point) for point in points_of(model)]
     at = data.draw(st.integers(1, len(names) - 1))
@@ -75,10 +78,12 @@ def test_address_law_in_depth(models, family, batch, data):
     assert not np.array_equal(plain[names[at]], changed[names[at]])
 
 
+@drawn_families
 @law
-@given(FAMILIES, batches(), st.data())
-def test_address_law_in_time(models, family, batch, data):
+@given(batch=batches(), data=st.data())
+def test_address_law_in_time(models, families, batch, data):
     """What stands before a position does not change by what is done at it."""
+    family = data.draw(st.sampled_from(families))
     model, (ids, mask) = models(family), batch
     mask = np.ones_like(mask)
     position = data.draw(st.integers(1, ids.shape[1] - 1))
@@ -136,10 +141,12 @@ def test_reach_law(family, what, models):
     assert named in str(caught.value)
 
 
+@drawn_families
 @law
-@given(FAMILIES, batches(), st.data())
-def test_order_law(models, family, batch, data):
+@given(batch=batches(), data=st.data())
+def test_order_law(models, families, batch, data):
     """Interventions apply in registration order; a capture sees their result, or with `before` what came in."""
+    family = data.draw(st.sampled_from(families))
     model, (ids, mask) = models(family), batch
     point = data.draw(st.sampled_from([p for p in points_of(model) if p.short not in ("scores", "pattern")]))
     plain = forward(model, ids, mask, HookSpec().capture(point))[point]
@@ -153,10 +160,12 @@ def test_order_law(models, family, batch, data):
     assert np.array_equal(turned[point], plain * np.float32(2) + np.float32(0.25))
 
 
+@drawn_families
 @law
-@given(FAMILIES, st.integers(1, 11), st.data())
-def test_cache_law(models, family, split, data):
+@given(split=st.integers(1, 11), data=st.data())
+def test_cache_law(models, families, split, data):
     """A text run in two parts equals the text run whole, with an intervention at positions of the second part."""
+    family = data.draw(st.sampled_from(families))
     model = models(family)
     ids = np.random.default_rng(split).integers(3, VOCAB, (2, 12))
     point = data.draw(st.sampled_from([p for p in points_of(model) if p.short not in ("scores", "pattern")]))

@@ -3,12 +3,12 @@
 import numpy as np
 import onnx
 import pytest
-from families import CONFIGS, VOCAB
+from families import VOCAB, drawn_families
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mionnx import HookError, HookPoint, HookSpec, Intervention, InterventionError, Logits, StateKnockoutSpec
-from mionnx.bind.plan import plan_of
+from mionnx.bind.bound_spec import bind
 from mionnx.rewrite.plan import Outputs
 
 law = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -53,11 +53,12 @@ def test_parts_of_the_logits(family, models):
     assert np.array_equal(all_three.top_ids[..., 0], expected.argmax(-1))
 
 
+@drawn_families
 @law
-@given(st.sampled_from(sorted(CONFIGS)), st.data())
-def test_a_part_of_a_capture_is_that_part(models, family, data):
+@given(data=st.data())
+def test_a_part_of_a_capture_is_that_part(models, families, data):
     """At every hook point, before or after interventions, bit for bit; and asking for less changes nothing else."""
-    model, (ids, mask) = models(family), batch()
+    model, (ids, mask) = models(data.draw(st.sampled_from(families))), batch()
     point = data.draw(st.sampled_from(model.hook_points()))
     before = data.draw(st.booleans()) and not point.derived
     positions = data.draw(st.none() | st.lists(st.integers(-5, 4), min_size=1, max_size=4))
@@ -88,7 +89,7 @@ def test_without_logits_only_the_layers_that_are_needed_run(family, models):
         spec = HookSpec().capture(name)
         found = model.forward(ids, spec, attention_mask=mask, logits=False)
         assert np.array_equal(found[name], model.forward(ids, spec, attention_mask=mask)[name])
-        plan = plan_of(spec, model.hooked, Outputs(logits=False, carried=False))
+        plan = bind(spec, model.hooked, Outputs(logits=False, carried=False)).plan
         graph = onnx.load_from_string(model.compiled[plan].model).graph
         left = {output for node in graph.node for output in node.output}
         assert not any(value.startswith(("blocks.1.", "hook_final_norm", "logits", "present.1")) for value in left)

@@ -3,8 +3,9 @@
 import pytest
 
 from mionnx import HookSpec
-from mionnx.bind import plan
-from mionnx.rewrite.apply_plan import apply_plan
+from mionnx.bind.bound_spec import bind
+from mionnx.graph import onnx_file
+from mionnx.rewrite import rewrite
 from mionnx.rewrite.plan import Outputs
 from mionnx.rewrite.segment import cut
 
@@ -16,19 +17,20 @@ def test_no_node_that_depends_on_the_tokens_stands_in_two_segments(models, famil
     spec = HookSpec()
     for hook in hooks:
         spec.capture(hook)
-    graph, _ = apply_plan(hooked.proto, plan.plan_of(spec, hooked, Outputs(carried=False)), hooked.metadata)
+    model, _ = rewrite(hooked.proto, bind(spec, hooked, Outputs(carried=False)).plan, hooked.metadata)
+    proto = onnx_file.parse(model)
     weights = {tensor.name for tensor in hooked.proto.graph.initializer}
     seen: list[str] = []
-    made = cut(graph, hooks)
+    made = cut(proto, hooks)
     for segment in made:
         still = set(weights)
-        for node in segment.graph.nodes:
-            if all(value.name in still for value in node.inputs):
-                still |= {output.name for output in node.outputs}
+        for node in segment.model.graph.node:
+            if still.issuperset(node.input):
+                still.update(node.output)
             else:
-                seen.append(node.outputs[0].name)
+                seen.append(node.output[0])
     assert len(seen) == len(set(seen))
-    assert {*seen} | {node.outputs[0].name for node in graph.nodes if node.op in ("Transpose", "Constant")} >= {
-        node.outputs[0].name for node in graph.nodes
+    assert {*seen} | {node.output[0] for node in proto.graph.node if node.op_type in ("Transpose", "Constant")} >= {
+        node.output[0] for node in proto.graph.node
     }
     assert [name for segment in made for name in segment.hooks] == hooks

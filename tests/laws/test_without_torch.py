@@ -29,6 +29,7 @@ print(json.dumps(sorted(name for name in sys.modules if name in ("torch", "trans
 """
 
 
+@pytest.mark.slow
 def test_a_clean_environment_runs_a_hooked_model(hooked, models, tmp_path):
     """pip install of the package alone, in a new virtual environment; the same bits as here."""
     python = tmp_path / "venv" / "bin" / "python"

@@ -5,7 +5,7 @@ import onnx
 import onnxruntime
 from onnx.checker import check_model
 
-from mionnx.graph import onnx_file
+from mionnx.graph.extract import extract
 from mionnx.rewrite.segment import cut
 
 TWO_PATHS = """<ir_version: 10, opset_import: ["" : 21]>
@@ -37,8 +37,8 @@ g (float[3] x, int64[1] count) => (float[3] y)
 
 def segments_of(text: str, hooks: list[str]):
     proto = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text))
-    made = cut(onnx_file.edit(proto), hooks)
-    return proto, made, [onnx_file.to_proto(segment.graph, proto, {}) for segment in made]
+    made = cut(proto, hooks)
+    return proto, made, [segment.model for segment in made]
 
 
 def run(protos, feeds, between=lambda name, value: value, hooks=()):
@@ -78,7 +78,7 @@ def test_a_hook_behind_another_begins_a_segment_and_sees_it_changed():
 def test_what_is_made_of_weights_alone_does_not_cross_a_cut():
     """Each segment that needs the turned matrix has it; the late product stands where it is read."""
     _, made, _ = segments_of(TWO_PATHS, ["a"])
-    ops = [[node.op for node in segment.graph.nodes] for segment in made]
+    ops = [[node.op_type for node in segment.model.graph.node] for segment in made]
     assert ops == [["Transpose", "MatMul"], ["Transpose", "Relu", "Neg", "MatMul", "Add", "Add"]]
     assert set(made[1].inputs) == {"a", "x"}
 
@@ -92,7 +92,5 @@ def test_what_the_body_of_a_loop_reads_from_outside_crosses_too():
 
 def test_without_an_output_left_there_is_no_last_segment():
     proto = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(TWO_PATHS))
-    graph = onnx_file.edit(proto)
-    graph.outputs = [graph.tensors()["left"]]
-    graph.cleanup().toposort()
-    assert [segment.hooks for segment in cut(graph, ["a", "left"])] == [("a",), ("left",)]
+    part = extract(proto, ["x"], ["left"])
+    assert [segment.hooks for segment in cut(part, ["a", "left"])] == [("a",), ("left",)]

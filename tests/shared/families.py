@@ -1,10 +1,14 @@
-"""One small random checkpoint of every family: configs, and how to make them."""
+"""One small random checkpoint of every family: configs, and how to make them. torch is imported when one is made."""
+
+from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VOCAB = 101
 WINDOW = 8
@@ -39,9 +43,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {**TINY, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
+REPRESENTATIVE = ("gpt2", "llama", "gemma2")  # the families of the default run; a test of any other one is slow
+# A property test draws its family from `families`.
+drawn_families = pytest.mark.parametrize(
+    "families",
+    [pytest.param(REPRESENTATIVE, id="representative"), pytest.param((*CONFIGS,), id="all", marks=pytest.mark.slow)],
+)
+
+
+def single_threaded() -> None:
+    """Let torch run on one thread: the workers of a run have a core each."""
+    import torch
+
+    torch.set_num_threads(1)
+
 
 def make_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model of a family, in eager attention; norms are perturbed too, so that no two weights are equal."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    single_threaded()
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **{**CONFIGS[family], **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from rwkv_checkpoints import write
+from command_line import RWKV
 
-from exporters.rwkv import export
 from mionnx import (
     HookError,
     HookPoint,
@@ -26,11 +25,8 @@ from mionnx.machine.files import write_atomic
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> MIModel:
-    folder = tmp_path_factory.mktemp("rwkv")
-    write("7-pth", folder / "checkpoint")
-    export(folder / "checkpoint", folder / "hooked")
-    return MIModel.from_pretrained(folder / "hooked", threads=1)
+def model() -> MIModel:
+    return MIModel.from_pretrained(RWKV, threads=1)
 
 
 def knockout(spec: StateKnockoutSpec) -> HookSpec:
@@ -69,7 +65,7 @@ WRONG = {
     "no position": (knockout(StateKnockoutSpec().layer(0)), "no position"),
     "position": (knockout(StateKnockoutSpec().position(8)), "position 8"),
     "negative": (steering(StateSteeringSpec(2.0).position(-9)), "position -9"),
-    "layer": (knockout(StateKnockoutSpec().position(0).layer(2)), "layer 2 of a model with 2 layers"),
+    "layer": (knockout(StateKnockoutSpec().position(0).layer(4)), "layer 4 of a model with 4 layers"),
     "head": (steering(StateSteeringSpec(2.0).position(0).head(2)), "head 2 of 2"),
     "term": (knockout(StateKnockoutSpec(terms=["wrote"]).position(0)), "'write'"),
     "no term": (knockout(StateKnockoutSpec(terms=[]).position(0)), "no term"),
@@ -108,18 +104,18 @@ def test_positions_in_the_past_are_refused(model):
     assert not np.array_equal(at_five.output()[:, 1], plain.output()[:, 1])
 
 
-def test_a_transformer_has_no_state(models):
+def test_a_transformer_has_no_state(shipped):
     for spec in (knockout(StateKnockoutSpec().position(0)), steering(StateSteeringSpec(2.0).position(0))):
         with pytest.raises(InterventionError, match="no recurrent state"):
-            models("llama").forward([3, 4], spec)
+            shipped.forward([3, 4], spec)
     with pytest.raises(InputError, match="continues from a KVCache"):
-        models("llama").forward([3], initial_state=RWKVState([], np.zeros((1, 0), np.int64)))
+        shipped.forward([3], initial_state=RWKVState([], np.zeros((1, 0), np.int64)))
 
 
-def test_wrong_states(model, models):
+def test_wrong_states(model, shipped):
     state = model.forward([[3, 4]]).state
     with pytest.raises(InputError, match="continues from a RWKVState"):
-        model.forward([3], cache=models("llama").forward([3], use_cache=True).kv_cache)
+        model.forward([3], cache=shipped.forward([3], use_cache=True).kv_cache)
     with pytest.raises(InputError, match="not both"):
         model.forward([3], cache=state, initial_state=state)
     with pytest.raises(InputError, match="rows"):
@@ -128,7 +124,7 @@ def test_wrong_states(model, models):
         model.forward([3], initial_state=RWKVState(state.layers[:1], state.attention_mask))
     narrow = type(state.layers[0])(state.layers[0].att_shift[:, :5], *(state.layers[0].wkv, state.layers[0].ffn_shift))
     with pytest.raises(InputError, match=r"att_shift of layer 0 is float32 \[1, 5\], expected float32 \[1, 128\]"):
-        model.forward([3], initial_state=RWKVState([narrow, state.layers[1]], state.attention_mask))
+        model.forward([3], initial_state=RWKVState([narrow, *state.layers[1:]], state.attention_mask))
     state.layers[1].wkv[0, 0, 0, 0] = np.nan
     with pytest.raises(InputError, match="NaN"):
         model.forward([3], initial_state=state)
@@ -163,6 +159,8 @@ def test_large_values_are_captured_only_when_named(model):
         "states",
         "effective_attn",
         "effective_attn_raw",
+        "states",
+        "states",
         "states",
     ]
 

@@ -78,6 +78,7 @@ def test_the_first_bits_that_differ_are_found(llama, tmp_path, runtimes):
     assert shown[f"{runtimes[0]} and found.npz"] > 0
 
 
+@pytest.mark.slow
 def test_a_report_of_two_dtypes_runs(checkpoint, models, tmp_path):
     export(checkpoint("llama"), tmp_path / "half", "float16")
     half = MIModel.from_pretrained(tmp_path / "half")

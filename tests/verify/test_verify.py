@@ -37,12 +37,29 @@ def faulty(llama, tmp_path_factory: pytest.TempPathFactory) -> MIModel:
     return MIModel.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", ["world-llama", "world-gpt2", "world-rwkv7"])
-def test_the_runtimes_that_are_here_agree(name, web, monkeypatch):
-    monkeypatch.setenv("MIONNX_NODE", str(web))
+@pytest.fixture
+def browser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """No runtime, or onnxruntime-web in Node."""
+    if request.param:
+        monkeypatch.setenv("MIONNX_NODE", str(request.getfixturevalue("web")))
+    return request.param
+
+
+with_and_without_web = pytest.mark.parametrize(
+    "browser",
+    [pytest.param([], id="native"), pytest.param(["onnxruntime-web"], id="web", marks=pytest.mark.slow)],
+    indirect=True,
+)
+
+
+@with_and_without_web
+@pytest.mark.parametrize(
+    "name", ["world-llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("world-gpt2", "world-rwkv7"))]
+)
+def test_the_runtimes_that_are_here_agree(name, browser):
     model = MIModel.from_pretrained(REPOSITORY / "models" / name)
     others = [f"ort-cpu:{level}" for level in ("none", "basic", "extended", "threads=1")]
-    others += ["torch", "openvino", "onnxruntime-web", "reference", "TensorrtExecutionProvider"]
+    others += ["torch", "openvino", *browser, "reference", "TensorrtExecutionProvider"]
     found = model.verify([PROMPT], ["ort-cpu", *others], greedy=1)
     assert found.agrees
     assert not found.failed
@@ -57,10 +74,10 @@ def test_the_runtimes_that_are_here_agree(name, web, monkeypatch):
         assert beside.logits["top_1"] == 1
 
 
-def test_every_family_agrees_in_every_runtime(models, checkpoint, family, web, monkeypatch):
-    monkeypatch.setenv("MIONNX_NODE", str(web))
+@with_and_without_web
+def test_every_family_agrees_in_every_runtime(models, checkpoint, family, browser):
     ids = np.random.default_rng(0).integers(3, 100, (1, 12))
-    runtimes = ["torch", "ort-cpu", "ort-cpu:none", "openvino", "onnxruntime-web", "reference"]
+    runtimes = ["torch", "ort-cpu", "ort-cpu:none", "openvino", *browser, "reference"]
     found = models(family).verify([ids], runtimes, checkpoint=checkpoint(family), local=False, greedy=0)
     assert found.agrees, found.summary()
     assert not found.skipped
@@ -229,6 +246,7 @@ def test_differences_that_add_up_are_said_to(llama):
     assert "add up" in strict.besides[0].trouble(least)
 
 
+@pytest.mark.slow
 def test_masked_scores_of_half_precision_say_nothing(checkpoint, models, tmp_path):
     export(checkpoint("llama"), tmp_path / "half", "float16")
     half = MIModel.from_pretrained(tmp_path / "half")
@@ -264,6 +282,7 @@ def test_what_is_repeated_says_which_bits_are_the_same(llama):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.slow
 def test_dtypes_are_compared(checkpoint, models, tmp_path, dtype):
     export(checkpoint("llama"), tmp_path / dtype, dtype)
     half = MIModel.from_pretrained(tmp_path / dtype)
@@ -280,6 +299,7 @@ def test_dtypes_are_compared(checkpoint, models, tmp_path, dtype):
     assert not own.skipped
 
 
+@pytest.mark.slow
 def test_a_provider_without_kernels_for_a_dtype_is_said_to_fail(checkpoint, tmp_path):
     export(checkpoint("llama"), tmp_path / "half", "bfloat16")
     ids = np.random.default_rng(0).integers(3, 100, (1, 12))
@@ -387,6 +407,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, compared)
 """
 
 
+@pytest.mark.slow
 def test_the_comparison_streams(tmp_path):
     """All values together take more than twice what one runtime takes, the comparison does not."""
     make_checkpoint("llama", tmp_path / "checkpoint", num_attention_heads=16, num_key_value_heads=16,

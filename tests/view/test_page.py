@@ -11,7 +11,7 @@ from nasty import NASTY
 
 from mionnx.errors import SpecFileError
 from mionnx.view import Shown, new_figure, render
-from mionnx.view.figure import spelled
+from mionnx.view.figure import token_label
 
 
 class Result(Shown):
@@ -19,7 +19,7 @@ class Result(Shown):
 
     def figure(self) -> Figure:
         figure, axes = new_figure(3, 2)
-        axes.set_title(spelled(NASTY + "$"))
+        axes.set_title(token_label(NASTY + "$"))
         axes.plot([0, 1])
         return figure
 

@@ -17,7 +17,7 @@ from mionnx.run.prompt import one_text
 from mionnx.run.runner import Prompt, Runner
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.view import Shown, new_figure, render
-from mionnx.view.figure import spelled
+from mionnx.view.figure import token_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -138,7 +138,7 @@ class AttentionPatterns(Shown):
         figure, axes = new_figure(side + 0.8, side)
         image = axes.imshow(self.patterns[0, 0], cmap="Blues", vmin=0, vmax=1)
         if count <= WORDS:
-            words = [spelled(token)[:14] for token in self.tokens]
+            words = [token_label(token)[:14] for token in self.tokens]
             axes.set_xticks(range(count), words, rotation=90, fontsize=8)
             axes.set_yticks(range(count), words, fontsize=8)
         axes.set_xlabel("key: what is read")

@@ -1,1 +1,1 @@
-"""Direct logit attribution, and the decomposition of the residual stream."""
+"""Direct logit attribution, and the residual stream as a sum of its parts."""

@@ -1,4 +1,4 @@
-"""`Attribution`: which parts of a model push a logit up or down."""
+"""`Attribution`: the direct contribution of each component of a model to a logit."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.view import Shown, empty_figure, render
-from mionnx.view.figure import spelled
+from mionnx.view.figure import token_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,7 +18,7 @@ WIDE = 16  # heads from which on a figure's cells are too small for numbers
 
 @dataclass(frozen=True, repr=False)
 class Attribution(Shown):
-    """Direct logit attribution at one position: the logit, or a difference of two, as a sum over components.
+    """Direct logit attribution at one position: a logit, or a difference of two, as a sum.
 
     The final norm is taken as the linear map that it is at this position's stream (see
     `mionnx.analysis.attribution.linear_norm`), so that contributions add up exactly. What a component does through
@@ -72,13 +72,13 @@ class Attribution(Shown):
         return float(self.values.sum())
 
     def top(self, n: int | None = None) -> list[tuple[str, float]]:
-        """The components that contribute most in either direction, the largest first; all if `n` is left out."""
+        """The components with the largest contributions of either sign; all if `n` is left out."""
         order = np.argsort(-np.abs(self.values), kind="stable")[:n]
         return [(self.labels[i], float(self.values[i])) for i in order]
 
     @property
     def what(self) -> str:
-        """What is taken apart, in words."""
+        """The logit or difference of logits, in words."""
         asked = f"{self.answer!r}" + ("" if self.versus is None else f" minus that of {self.versus!r}")
         return f"logit of {asked}" + (" before the soft cap" if self.capped else "")
 
@@ -99,8 +99,8 @@ class Attribution(Shown):
 
     def page(self) -> str:
         """Bars, sorted or in order, and the heads as a map."""
-        said = {"what": self.what, "gap": abs(self.total - self.logit)}
-        return render("attribution.html", "Direct logit attribution", data={**self.to_dict(), **said})
+        checked = {"what": self.what, "gap": abs(self.total - self.logit)}
+        return render("attribution.html", "Direct logit attribution", data={**self.to_dict(), **checked})
 
     def figure(self) -> "Figure":
         """The largest contributions as bars, and the heads as a map."""
@@ -109,15 +109,15 @@ class Attribution(Shown):
         wide = 5.2 if heads is None else 5.6 + max(2.6, 0.45 * self.num_heads)
         figure = empty_figure(wide, tall)
         widths = [5.0] if heads is None else [5.0, wide - 5.0]
-        places = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
-        _bars(places[0], shown, len(self.labels))
+        panels = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+        _draw_bars(panels[0], shown, len(self.labels))
         if heads is not None:
-            _map(figure, places[1], heads)
-        figure.suptitle(spelled(f"{self.what}: {self.logit:.3f}"), fontsize=10)
+            _draw_heads(figure, panels[1], heads)
+        figure.suptitle(token_label(f"{self.what}: {self.logit:.3f}"), fontsize=10)
         return figure
 
 
-def _bars(axes: Any, shown: list[tuple[str, float]], count: int) -> None:
+def _draw_bars(axes: Any, shown: list[tuple[str, float]], count: int) -> None:
     values = [value for _, value in shown]
     axes.barh(range(len(shown)), values, color=["#b2182b" if value > 0 else "#2166ac" for value in values])
     axes.set_yticks(range(len(shown)), [label for label, _ in shown], fontsize=8)
@@ -127,7 +127,7 @@ def _bars(axes: Any, shown: list[tuple[str, float]], count: int) -> None:
     axes.set_title(f"the largest {len(shown)} of {count}" if len(shown) < count else "all components", fontsize=9)
 
 
-def _map(figure: "Figure", axes: Any, heads: NDArray[np.float64]) -> None:
+def _draw_heads(figure: "Figure", axes: Any, heads: NDArray[np.float64]) -> None:
     limit = float(np.abs(heads).max()) or 1.0
     image = axes.imshow(heads, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
     layers, count = heads.shape

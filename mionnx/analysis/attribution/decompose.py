@@ -1,4 +1,4 @@
-"""The residual stream as the sum of what was added to it: names, labels and stacks, as TransformerLens has them."""
+"""Parts of the residual stream: hook points, labels and stacks, named as in TransformerLens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ Labelled = tuple[NDArray[Any], list[str]]
 
 
 def layer_of(hooked: HookedModel, layer: int | None) -> int:
-    """The layer whose input is meant; the number of layers, None and -1 mean what the final norm reads.
+    """The layer's number; the number of layers stands for the final norm, as do None and -1.
 
     Raises:
         InputError: there is none such.
@@ -32,7 +32,7 @@ def layer_of(hooked: HookedModel, layer: int | None) -> int:
 
 
 def input_of(hooked: HookedModel, layer: int, mlp_input: bool) -> str:
-    """The name of the stream that a layer's attention or MLP reads, or that the final norm does.
+    """The stream's hook point at the input of a layer's attention or MLP, or of the final norm.
 
     Raises:
         InputError: there is no MLP behind the last layer.
@@ -47,7 +47,7 @@ def input_of(hooked: HookedModel, layer: int, mlp_input: bool) -> str:
 
 
 def embeddings(hooked: HookedModel) -> Named:
-    """What enters the first layer.
+    """The embeddings, as they enter the first layer.
 
     Where positions are not learned, `embed` is the stream before layer 0: an RWKV norms its embedding before it.
     """
@@ -57,7 +57,7 @@ def embeddings(hooked: HookedModel) -> Named:
 
 
 def additions(hooked: HookedModel, layer: int, mode: str, mlp_input: bool, incl_embeds: bool) -> Named:
-    """What is added to the stream up to the input of a layer.
+    """The outputs added to the stream up to the input of a layer.
 
     Raises:
         InputError: an unknown mode, or nothing is added.
@@ -65,16 +65,16 @@ def additions(hooked: HookedModel, layer: int, mode: str, mlp_input: bool, incl_
     if mode not in MODES:
         raise InputError(f"mode {mode!r}; one of {', '.join(MODES)}{nearest(str(mode), MODES)}")
     input_of(hooked, layer, mlp_input)
-    found = embeddings(hooked) if incl_embeds else []
+    parts = embeddings(hooked) if incl_embeds else []
     for i in range(layer):
         attention, mlp = str(HookPoint.AttnOut(i)), str(HookPoint.MlpOut(i))
-        found += [(f"{i}_attn_out", attention)] if mode != "mlp" else []
-        found += [(f"{i}_mlp_out", mlp)] if mode != "attn" else []
+        parts += [(f"{i}_attn_out", attention)] if mode != "mlp" else []
+        parts += [(f"{i}_mlp_out", mlp)] if mode != "attn" else []
     if mlp_input and mode != "mlp" and str(HookPoint.ResidMid(layer)) in hooked.metadata.hooks:
-        found.append((f"{layer}_attn_out", str(HookPoint.AttnOut(layer))))
-    if not found:
+        parts.append((f"{layer}_attn_out", str(HookPoint.AttnOut(layer))))
+    if not parts:
         raise InputError("a stack of no components would be empty: ask for a later layer, or for the embeddings")
-    return found
+    return parts
 
 
 def accumulations(hooked: HookedModel, layer: int, incl_mid: bool, mlp_input: bool) -> Named:
@@ -83,27 +83,27 @@ def accumulations(hooked: HookedModel, layer: int, incl_mid: bool, mlp_input: bo
     Raises:
         HookError: streams within layers are asked for, and the model's layers have none (parallel blocks).
     """
-    end, found = input_of(hooked, layer, mlp_input), []
+    end, parts = input_of(hooked, layer, mlp_input), []
     for i in range(layer + 1):
         if i == hooked.metadata.sizes.num_layers:
-            found.append(("final_post", end))
+            parts.append(("final_post", end))
             continue
-        found.append((f"{i}_pre", str(HookPoint.ResidPre(i))))
+        parts.append((f"{i}_pre", str(HookPoint.ResidPre(i))))
         if (incl_mid and i < layer) or (mlp_input and i == layer):
             hooked.axes(HookPoint.ResidMid(i))
-            found.append((f"{i}_mid", str(HookPoint.ResidMid(i))))
-    return found
+            parts.append((f"{i}_mid", str(HookPoint.ResidMid(i))))
+    return parts
 
 
 def middles(hooked: HookedModel, layer: int) -> list[str]:
-    """The names of the streams between attention and MLP up to a layer's, where layers have one."""
+    """The hook points between attention and MLP up to a layer's, where layers have one."""
     count = hooked.metadata.sizes.num_layers
-    found = [str(HookPoint.ResidMid(i)) for i in range(min(layer + 1, count))]
-    return [name for name in found if name in hooked.metadata.hooks]
+    parts = [str(HookPoint.ResidMid(i)) for i in range(min(layer + 1, count))]
+    return [name for name in parts if name in hooked.metadata.hooks]
 
 
 def heads(hooked: HookedModel, layer: int) -> list[str]:
-    """The names of the heads' shares of the layers before one.
+    """The hook points of the heads' shares in the layers before one.
 
     Raises:
         HookError: an RWKV: its time mix works on all heads together before it adds to the stream.
@@ -143,14 +143,14 @@ def stacked(cache: HookCache, named: Named, pos_slice: PosSlice) -> Labelled:
 
 
 def head_stack(cache: HookCache, names: list[str], pos_slice: PosSlice) -> Labelled:
-    """The heads' shares as a stack, [layer x head, batch, pos, hidden], with the labels L0H0, L0H1, ..."""
+    """The heads' shares as a stack [layer x head, batch, pos, hidden], labelled L0H0, L0H1, ..."""
     shares = [np.moveaxis(cache.require(name), -2, 0) for name in names]
     labels = [f"L{layer}H{head}" for layer, share in enumerate(shares) for head in range(len(share))]
     return sliced(np.concatenate(shares), pos_slice), labels
 
 
 def refuse_missing(cache: HookCache, names: Sequence[str]) -> None:
-    """Refuse a cache in which something is missing, naming all of it.
+    """Refuse a cache that lacks captures, naming the first of them.
 
     Raises:
         HookError: captures that are needed.

@@ -1,4 +1,4 @@
-"""Norms as the linear maps that they are at the activations of one run.
+"""`LinearNorm`: a norm as the linear map that it is at the activations of one run.
 
 A norm is y = w (x - c mean x) / s(x) + b, with c 0 (RMSNorm) or 1 (LayerNorm) and one scale s for each position. With
 s held at what the actual stream gave, it is linear in x: what a part of the stream contributes to y is
@@ -32,8 +32,8 @@ COARSE = 2.0**-7  # the same in 16 bits
 
 
 @dataclass(frozen=True)
-class Frozen:
-    """A norm that has become linear.
+class LinearNorm:
+    """A norm with its scale held fixed: a linear map.
 
     Attributes:
         weight: w, [hidden].
@@ -48,7 +48,7 @@ class Frozen:
     scale: Array
 
     def apply(self, stack: NDArray[Any], weighted: bool = True) -> Array:
-        """What parts of the stream contribute to the norm's output, its bias aside.
+        """Contributions of parts of the stream to the norm's output, its bias aside.
 
         Args:
             stack: [component, ..., hidden], the axes between as those of the actual stream.
@@ -75,17 +75,17 @@ class Frozen:
 
 
 def centre(values: Array, centred: bool) -> Array:
-    """Values [..., hidden] without their mean, if it is taken out."""
+    """Values [..., hidden] less their mean, if `centred`."""
     return values - values.mean(axis=-1, keepdims=True) if centred else values
 
 
-def freeze(norm: Callable[[NDArray[Any]], NDArray[Any]], stream: NDArray[Any], what: str) -> Frozen:
-    """The linear map that a norm is at a stream.
+def linearise(norm: Callable[[NDArray[Any]], NDArray[Any]], stream: NDArray[Any], name: str) -> LinearNorm:
+    """The linear map that equals a norm at a stream.
 
     Args:
         norm: [n, hidden] -> [n, hidden]: the norm itself.
         stream: [..., hidden]: its actual input.
-        what: its place and the model's family, for errors.
+        name: its place and the model's family, for errors.
 
     Raises:
         ModelError: it is no norm of the kind described above.
@@ -93,20 +93,20 @@ def freeze(norm: Callable[[NDArray[Any]], NDArray[Any]], stream: NDArray[Any], w
     hidden = stream.shape[-1]
     probe = np.where(np.arange(hidden) % 2, -LARGE, LARGE)
     rows = np.concatenate([[np.zeros(hidden), np.full(hidden, LARGE), probe], stream.reshape(-1, hidden)])
-    made = norm(rows.astype(stream.dtype)).astype(np.float64)
-    bias, flat, probed = made[:3]
+    outputs = norm(rows.astype(stream.dtype)).astype(np.float64)
+    bias, flat, probed = outputs[:3]
     tolerance = SLACK if stream.dtype.itemsize >= 4 else COARSE
     centred = bool(np.abs(flat - bias).max() <= tolerance * np.abs(probed - bias).max())
     deviations = centre(probe, centred)
     weight = (probed - bias) / (deviations / np.sqrt((deviations**2).mean()))
-    actual, gained = centre(rows[3:].astype(np.float64), centred) * weight, made[3:] - bias
+    actual, gained = centre(rows[3:].astype(np.float64), centred) * weight, outputs[3:] - bias
     projected = (actual * gained).sum(axis=-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         scale = (actual**2).sum(axis=-1, keepdims=True) / projected
         wrong = np.abs(actual / scale - gained).max() / np.abs(gained).max()
     if not wrong <= tolerance:
         raise ModelError(
-            f"{what} is no norm that attribution knows, LayerNorm or RMSNorm: as a linear map it differs from what the "
+            f"{name} is no norm that attribution knows, LayerNorm or RMSNorm: as a linear map it differs from what the "
             f"graph computes by {wrong:.1e} of its largest value"
         )
-    return Frozen(weight, bias, centred, scale.reshape(*stream.shape[:-1], 1))
+    return LinearNorm(weight, bias, centred, scale.reshape(*stream.shape[:-1], 1))

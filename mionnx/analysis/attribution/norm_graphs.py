@@ -1,19 +1,19 @@
-"""The norms of a model as functions of their own: where each begins and ends in the graph, and running it alone."""
+"""`NormGraphs`: the norms of a model, found in its graph and run by themselves."""
 
-from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-import onnx_graphsurgeon as gs
 from numpy.typing import NDArray
 
-from mionnx.engine.engines import open_program
+from mionnx.analysis.attribution.linear_norm import LinearNorm, linearise
 from mionnx.engine.options import Options
 from mionnx.errors import HookError
-from mionnx.graph import onnx_file
+from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.rewrite.apply_plan import parts
+from mionnx.run.model_part import ModelPart
 
 Part = tuple[str, str]  # the names of the values that a part of the graph begins and ends with
 PRODUCTS = ("MatMul", "Gemm")
@@ -21,25 +21,44 @@ PRODUCTS = ("MatMul", "Gemm")
 PLAIN = frozenset({"Add", "Reshape", "Identity", "Cast", "Squeeze", "Unsqueeze"})
 
 
-class Norms:
-    """Parts of one model's graph, open as one program, that each take [n, hidden] to [n, hidden]."""
+class NormGraphs:
+    """The norms of one model, each a graph from [n, hidden] to [n, hidden], opened on first use."""
 
-    def __init__(self, hooked: HookedModel, options: Options, pairs: Sequence[Part]) -> None:
-        self.pairs, self.hidden = list(pairs), hooked.metadata.sizes.hidden_size
-        self._program = open_program(parts(hooked.proto, self.pairs), hooked.folder, options)
-        self._ranks = {name: entry.rank for name, entry in self._program.inputs.items()}
+    def __init__(self, hooked: HookedModel, options: Options) -> None:
+        self.hooked, self.options = hooked, options
+        self._open: dict[tuple[Part, ...], ModelPart] = {}
 
-    def run(self, part: Part, rows: NDArray[Any]) -> NDArray[Any]:
-        """One of the parts on rows [n, hidden]; the others run on zeros."""
-        first, last = part
-        ids = np.zeros((1, len(rows)), np.int64)  # some families read the shape of the tokens
-        feeds = {"input_ids": ids, "attention_mask": ids + 1, "position_ids": ids}
-        feeds |= {name: self._shaped(name, np.zeros_like(rows)) for name, _ in self.pairs}
-        found = self._program.run([last], {**feeds, first: self._shaped(first, rows)})
-        return found[last].reshape(-1, self.hidden)
+    @cached_property
+    def output_norms(self) -> dict[int, Part]:
+        """See `output_norms`."""
+        return output_norms(self.hooked)
 
-    def _shaped(self, name: str, rows: NDArray[Any]) -> NDArray[Any]:
-        return rows if self._ranks[name] == 2 else rows[None]
+    def run(self, part: Part, rows: NDArray[Any], beside: tuple[Part, ...] = ()) -> NDArray[Any]:
+        """Run one norm.
+
+        Args:
+            part: where the norm begins and ends.
+            rows: [n, hidden].
+            beside: the norms to open as one graph with it, itself among them; the others run on zeros.
+        """
+        group = beside or (part,)
+        if group not in self._open:
+            starts, ends = dict.fromkeys(first for first, _ in group), [last for _, last in group]
+            model = extract(self.hooked.proto, starts, ends).SerializeToString()
+            self._open[group] = ModelPart(model, self.hooked, self.options)
+        graph = self._open[group]
+        feeds = {first: rows if first == part[0] else np.zeros_like(rows) for first, _ in group}
+        shaped = {name: array if graph.ranks[name] == 2 else array[None] for name, array in feeds.items()}
+        return graph.run([part[1]], shaped, (1, len(rows)))[part[1]].reshape(rows.shape)
+
+    def linear(self, part: Part, stream: NDArray[Any], beside: tuple[Part, ...] = ()) -> LinearNorm:
+        """The linear map that one norm is at a stream [..., hidden].
+
+        Raises:
+            ModelError: this part of the graph is no LayerNorm or RMSNorm.
+        """
+        name = f"{self.hooked.metadata.family}: what lies between {part[0]} and {part[1]}"
+        return linearise(lambda rows: self.run(part, rows, beside), stream, name)
 
 
 def final_norm(hooked: HookedModel) -> Part:
@@ -53,60 +72,39 @@ def input_norm(hooked: HookedModel, layer: int, mlp: bool) -> Part:
     Raises:
         HookError: an attention without queries (a recurrence): where its norm ends is not marked.
     """
-    graph = onnx_file.edit(hooked.proto)
-    tensors = graph.tensors()
+    flow = Dataflow(hooked.proto)
     middle, before = str(HookPoint.ResidMid(layer)), str(HookPoint.ResidPre(layer))
     if mlp:
-        return middle if middle in tensors else before, str(HookPoint.MlpPre(layer))
-    query = tensors.get(str(HookPoint.AttnQ(layer)))
-    if query is None:
-        raise HookError(f"{hooked.metadata.family}: layer {layer} has no {HookPoint.AttnQ(layer)} to find its norm by")
-    value = _product(query).inputs[0]
-    while value.inputs and value.inputs[0].op == "Reshape":
-        value = value.inputs[0].inputs[0]
-    return before, value.name
+        return middle if middle in flow.producers else before, str(HookPoint.MlpPre(layer))
+    query = str(HookPoint.AttnQ(layer))
+    if query not in flow.producers:
+        raise HookError(f"{hooked.metadata.family}: layer {layer} has no {query} to find its norm by")
+    products = _products(flow, query, before)
+    if not products:
+        raise HookError(f"{query} comes from no matrix product")
+    end = flow.nodes[max(products)].input[0]
+    while (node := flow.producer(end)) is not None and node.op_type == "Reshape":
+        end = node.input[0]
+    return before, end
 
 
-def _product(value: gs.Tensor) -> gs.Node:
-    """The nearest matrix product before a value."""
-    seen, front = set(), [value]
-    while front:
-        node = front.pop(0).inputs[0]
-        if node.op in PRODUCTS:
-            return node
-        fresh = [entry for entry in node.inputs if entry.inputs and id(entry) not in seen]
-        seen |= {id(entry) for entry in fresh}
-        front += fresh
-    raise HookError(f"{value.name} comes from no matrix product")
+def _products(flow: Dataflow, end: str, start: str) -> set[int]:
+    """The matrix products between two values."""
+    return {i for i in flow.ancestors([end], {start}) if flow.nodes[i].op_type in PRODUCTS}
 
 
 def output_norms(hooked: HookedModel) -> dict[int, Part]:
-    """Of each layer whose attention output is changed on its way to the stream (a norm, a factor) that part.
+    """Layer -> the norm or factor behind its attention, where there is one.
 
-    It begins where the heads' shares have been added up, and ends in `hook_attn_out`.
+    The part begins where the heads' shares have been added up, and ends in `hook_attn_out`.
     """
-    graph = onnx_file.edit(hooked.proto)
-    found = {}
+    flow, norms = Dataflow(hooked.proto), {}
     for layer in range(len(hooked.metadata.attention)):
-        end = graph.tensors()[str(HookPoint.AttnOut(layer))]
+        start, end = str(HookPoint.ResidPre(layer)), str(HookPoint.AttnOut(layer))
         value, plain = end, True
-        while value.inputs and value.inputs[0].op not in PRODUCTS:
-            plain &= value.inputs[0].op in PLAIN
-            value = _computed(value)
+        while (node := flow.producer(value)) is not None and node.op_type not in PRODUCTS:
+            plain &= node.op_type in PLAIN
+            value = next((name for name in node.input if _products(flow, name, start)), "")
         if not plain:
-            found[layer] = (value.name, end.name)
-    return found
-
-
-def _computed(value: gs.Tensor) -> gs.Tensor:
-    """The input that a value is made from, rather than a weight or a shape."""
-    found = (entry for entry in value.inputs[0].inputs if _from_product(entry))
-    return next(found, gs.Variable.empty())
-
-
-def _from_product(value: gs.Tensor) -> bool:
-    while value.inputs:
-        if value.inputs[0].op in PRODUCTS:
-            return True
-        value = next((entry for entry in value.inputs[0].inputs if entry.inputs), gs.Variable.empty())
-    return False
+            norms[layer] = (value, end)
+    return norms

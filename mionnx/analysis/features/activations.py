@@ -1,4 +1,4 @@
-"""`FeatureActivations`: which features are active at which token."""
+"""`FeatureActivations`: the features that are active at each token of a text."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from mionnx.errors import InterventionError
 from mionnx.view import Shown, new_figure, render
-from mionnx.view.figure import spelled
+from mionnx.view.figure import token_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -73,7 +73,9 @@ class FeatureActivations(Shown):
         if len(order):
             image = axes.imshow(shown, cmap="Blues", vmin=0, aspect="auto")
             figure.colorbar(image, ax=axes, label="activation")
-        axes.set_xticks(range(len(tokens)), [spelled(token) for token in tokens], rotation=60, ha="right", fontsize=8)
+        axes.set_xticks(
+            range(len(tokens)), [token_label(token) for token in tokens], rotation=60, ha="right", fontsize=8
+        )
         axes.set_yticks(range(len(order)), [str(self.followed[at]) for at in order], fontsize=8)
         axes.set_ylabel("feature")
         more = len(self.tokens) - len(tokens)

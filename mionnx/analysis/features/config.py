@@ -1,4 +1,4 @@
-"""What a sparse autoencoder or transcoder is, whatever file it came from."""
+"""`Config`: the computation of a sparse autoencoder or transcoder, whatever file it came from."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,7 @@ NORMALISATIONS = ("none", "expected_average_only_in", "layer_norm", "constant_no
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of the computation.
+    """The kind of computation.
 
     Attributes:
         activation: "standard" (ReLU), "jumprelu", "topk" or "gated".
@@ -60,17 +60,17 @@ class Config:
     hook_out: str = ""
 
 
-def from_saelens(given: dict[str, Any], names: set[str]) -> Config:
-    """A configuration from SAELens' `cfg.json`, of any version; what it means is what SAELens makes of it.
+def from_saelens(cfg: dict[str, Any], names: set[str]) -> Config:
+    """A configuration from SAELens' `cfg.json` of any version, with SAELens' own meaning.
 
     Args:
-        given: the JSON.
+        cfg: the JSON.
         names: of the weights beside it.
 
     Raises:
         ModelError: an architecture, activation or normalisation that is not known here.
     """
-    facts = {**given.get("metadata", {}), **given}
+    facts = {**cfg.get("metadata", {}), **cfg}
     version = str(facts.get("sae_lens_version") or "0")
     old = not version.partition(".")[0].isdigit() or int(version.partition(".")[0]) < 6
     name = str(facts.get("architecture") or "standard")
@@ -85,8 +85,8 @@ def from_saelens(given: dict[str, Any], names: set[str]) -> Config:
     activation, transcoder = ARCHITECTURES[name]
     hook = str(facts.get("hook_name") or facts.get("hook_point") or "")
     shape = facts.get("reshape_activations") or ("hook_z" if old and "hook_z" in hook else "none")
-    kept = k if activation == "topk" else 0
-    if not isinstance(kept, int) or (activation == "topk" and kept < 1):
+    largest = k if activation == "topk" else 0
+    if not isinstance(largest, int) or (activation == "topk" and largest < 1):
         raise ModelError(f"a top-k SAE must say how many features it keeps, got k={k!r}")
     return Config(
         activation,
@@ -94,7 +94,7 @@ def from_saelens(given: dict[str, Any], names: set[str]) -> Config:
         "W_skip" in names,
         _normalisation(facts.get("normalize_activations")),
         bool(facts.get("apply_b_dec_to_input", not transcoder)),
-        kept,
+        largest,
         bool(facts.get("rescale_acts_by_decoder_norm", False)),
         shape == "hook_z",
         hook,
@@ -102,16 +102,16 @@ def from_saelens(given: dict[str, Any], names: set[str]) -> Config:
     )
 
 
-def _normalisation(given: Any) -> str:
-    if isinstance(given, bool) or given is None:  # of the first versions
-        given = "expected_average_only_in" if given else "none"
-    if given not in NORMALISATIONS:
-        raise ModelError(f"an SAE with normalize_activations={given!r}; known here: {', '.join(NORMALISATIONS)}")
-    return "none" if given == "expected_average_only_in" else given
+def _normalisation(name: Any) -> str:
+    if isinstance(name, bool) or name is None:  # of the first versions
+        name = "expected_average_only_in" if name else "none"
+    if name not in NORMALISATIONS:
+        raise ModelError(f"an SAE with normalize_activations={name!r}; known here: {', '.join(NORMALISATIONS)}")
+    return "none" if name == "expected_average_only_in" else name
 
 
 def check(config: Config, weights: Weights, where: str) -> None:
-    """Check that the weights are those of the configuration, of shapes that fit.
+    """Check the names and shapes of weights against a configuration.
 
     Raises:
         ModelError: a weight is missing, surplus, of another shape, or has NaN.

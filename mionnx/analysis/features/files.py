@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from mionnx.analysis.features.config import Config, Weights, from_saelens
 from mionnx.errors import ModelError
+from mionnx.machine.tensor_file import read_tensors
 
 CONFIG, WEIGHTS, PARAMS = "cfg.json", "sae_weights.safetensors", "params.npz"
 FOLDED = ("scaling_factor", "finetuning_scaling_factor")
 
 
 def read(path: Path, hook: str, hook_out: str) -> tuple[Config, Weights]:
-    """Read whatever is there.
+    """Read an SAE's configuration and weights.
 
     Args:
         path: a folder with `cfg.json` and `sae_weights.safetensors`, or with `params.npz`; or one of these files.
@@ -32,21 +32,17 @@ def read(path: Path, hook: str, hook_out: str) -> tuple[Config, Weights]:
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise ModelError(f"{path} has neither {CONFIG} with {WEIGHTS} nor {PARAMS}")
     try:
-        given = json.loads((folder / CONFIG).read_text())
+        cfg = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder / CONFIG} is damaged: {error}") from error
-    if not isinstance(given, dict) or not isinstance(given.get("metadata", {}), dict):
+    if not isinstance(cfg, dict) or not isinstance(cfg.get("metadata", {}), dict):
         raise ModelError(f"{folder / CONFIG} is no configuration of an SAE")
     weights = _unscaled(_tensors(folder / WEIGHTS), folder)
-    return from_saelens(given, {*weights}), weights
+    return from_saelens(cfg, {*weights}), weights
 
 
 def _tensors(path: Path) -> Weights:
-    try:
-        with safe_open(path, framework="np") as file:
-            return {name: _floats(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, AttributeError, TypeError, ValueError) as error:
-        raise ModelError(f"{path} is damaged: {error}") from error
+    return {name: _floats(array) for name, array in read_tensors(path, f"{path} is damaged", ModelError)[1].items()}
 
 
 def _floats(array: NDArray[Any]) -> NDArray[np.float32]:
@@ -54,7 +50,7 @@ def _floats(array: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def _unscaled(weights: Weights, folder: Path) -> Weights:
-    """Without the scaling factor that SAELens once wrote, which was 1 unless the SAE was fine-tuned with it."""
+    """Weights without the scaling factor of old SAELens versions, which is 1 unless fine-tuned."""
     for name in FOLDED:
         if name in weights and not np.allclose(weights[name], 1):
             raise ModelError(f"{folder}: {name} is not 1: fold it into the decoder with SAELens first")

@@ -21,7 +21,7 @@ Lines = list[str]
 
 
 def autoencoder(config: Config, weights: Weights, error: bool) -> Fragment:
-    """The fragment that takes a value's place.
+    """The fragment that replaces a value.
 
     Args:
         config, weights: of the SAE.
@@ -46,7 +46,7 @@ def autoencoder(config: Config, weights: Weights, error: bool) -> Fragment:
 
 
 def ranking(config: Config, weights: Weights, asked: Mapping[str, NDArray[np.int64]]) -> Fragment:
-    """A fragment that changes nothing, and ranks features on the way.
+    """A fragment that ranks features and leaves the value unchanged.
 
     Its hook points: hook_top_values and hook_top_ids [batch, seq, k], hook_followed [batch, seq, n].
 
@@ -64,8 +64,8 @@ def ranking(config: Config, weights: Weights, asked: Mapping[str, NDArray[np.int
         "hook_followed = Gather <axis = -1> (clean_acts, followed)",
         "y = Identity(x)",
     ]
-    kept = {name: array for name, array in held.items() if name != "W_dec"}
-    return _written(config, {**kept, **asked}, lines, "y", alone=True)
+    read = {name: array for name, array in held.items() if name != "W_dec"}
+    return _written(config, {**read, **asked}, lines, "y", alone=True)
 
 
 def _held(config: Config, weights: Weights) -> Weights:
@@ -83,11 +83,11 @@ def _written(
     ]
     width = held["W_enc"].shape[0]
     wide = "batch, seq, n_heads, head_dim" if config.by_head else f"batch, seq, {width}"
-    given, made = [f"float[{wide}] x"], wide
+    values, result = [f"float[{wide}] x"], wide
     if config.transcoder and not alone:
-        made = f"batch, seq, {held['W_dec'].shape[1]}"
-        given = [f"float[{made}] old", f"float[{wide}] x"]
-    head = f"sae ({', '.join([*given, *inputs])}) => (float[{made}] {output})"
+        result = f"batch, seq, {held['W_dec'].shape[1]}"
+        values = [f"float[{result}] old", f"float[{wide}] x"]
+    head = f"sae ({', '.join([*values, *inputs])}) => (float[{result}] {output})"
     body = "\n  ".join(lines)
     return written(f'<ir_version: 10, opset_import: ["": 21]>\n{head} {{\n  {body}\n}}', held)
 
@@ -147,7 +147,7 @@ def _normalise(config: Config, tag: str, source: str, width: int) -> Lines:
 
 
 def _gated(tag: str) -> Lines:
-    """Two encoders that share a matrix: one says whether, the other how much (Rajamanoharan et al. 2024)."""
+    """Two encoders that share a matrix, for whether and how much (Rajamanoharan et al. 2024)."""
     return [
         f"{tag}gate = Add({tag}product, b_gate)",
         f"{tag}scale = Exp(r_mag)",
@@ -196,7 +196,7 @@ def _decode(config: Config, tag: str, acts: str) -> Lines:
 
 
 def _shaped(config: Config, tag: str) -> Lines:
-    """As the value was, with the skip connection, which reads the value itself."""
+    """Restore the value's shape, and add the skip connection, which reads the value itself."""
     if config.by_head:
         return [f"{tag}as = Shape(x)", f"{tag}out = Reshape({tag}restored, {tag}as)"]
     if not config.skip:

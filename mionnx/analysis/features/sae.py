@@ -13,17 +13,12 @@ from mionnx.analysis.features.config import Config, Weights, check
 from mionnx.analysis.features.network import autoencoder
 from mionnx.analysis.steering.directions import Direction
 from mionnx.errors import HookError, InputError, InterventionError, nearest
-from mionnx.graph.fragment import Fragment, written
+from mionnx.graph.fragment import Fragment
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.limits import Positions
 
 ERROR = ("kept", "dropped")
-CLAMP = """<ir_version: 10, opset_import: ["": 21]>
-clamp (float[batch, seq, {n}] x, float[{n}] low, float[{n}] high) => (float[batch, seq, {n}] y) {{
-  raised = Max(x, low)
-  y = Min(raised, high)
-}}"""
 
 
 class SAE:
@@ -36,14 +31,14 @@ class SAE:
     """
 
     def __init__(self, config: Config, weights: Weights, where: str = "SAE") -> None:
-        """Put a configuration and its weights together, and check them.
+        """Check a configuration against its weights.
 
         Raises:
             ModelError: weights that are missing, surplus or of another shape.
         """
         check(config, weights, where)
         self.config, self.weights = config, weights
-        self._fragment = cache(self._made)
+        self._fragment = cache(self._build)
 
     @classmethod
     def load(cls, path: str | Path, hook: str = "", hook_out: str = "") -> "SAE":
@@ -58,6 +53,9 @@ class SAE:
         Raises:
             ModelError: nothing there, a damaged file, or an architecture that is not known here.
             InputError: a `hook_out` for an SAE that is no transcoder.
+
+        Example:
+            sae = SAE.load("gemma-scope/layer_20", hook="blocks.20.hook_resid_post")
         """
         config, weights = files.read(Path(path), hook, hook_out)
         return cls(config, weights, str(path)).at(hook, hook_out)
@@ -86,16 +84,16 @@ class SAE:
 
     @property
     def hook(self) -> str:
-        """The hook point whose value it takes the place of: its own, or of a transcoder the one it gives.
+        """The hook point whose value it replaces: its own, or a transcoder's output.
 
         Raises:
-            HookError: the file does not say, and nobody has.
+            HookError: neither the file nor the caller says.
         """
-        found = self.config.hook_out if self.config.transcoder else self.config.hook
-        if not found:
+        point = self.config.hook_out if self.config.transcoder else self.config.hook
+        if not point:
             name = "hook_out" if self.config.transcoder else "hook"
             raise HookError(f"the SAE's file does not say where it belongs: SAE.load(path, {name}='blocks.3....')")
-        return found
+        return point
 
     @property
     def acts(self) -> str:
@@ -103,12 +101,12 @@ class SAE:
         return f"{self.hook}.hook_sae_acts"
 
     def fragment(self, error: str = "kept") -> Fragment:
-        """What is spliced in; see `mionnx.analysis.features.network`."""
+        """The ONNX fragment to splice in; see `mionnx.analysis.features.network`."""
         if error not in ERROR:
             raise InputError(f"error={error!r}; one of {', '.join(ERROR)}{nearest(str(error), ERROR)}")
         return self._fragment(error)
 
-    def _made(self, error: str) -> Fragment:
+    def _build(self, error: str) -> Fragment:
         return autoencoder(self.config, self.weights, error == "kept")
 
     def splice(self, error: str = "kept", positions: Positions | None = None) -> Intervention:
@@ -135,19 +133,22 @@ class SAE:
         clamp: Mapping[int, tuple[float, float]] | None = None,
         positions: Positions | None = None,
     ) -> HookSpec:
-        """The SAE in its place, its features changed.
+        """A spec that splices in the SAE and changes features.
 
         Args:
             error: see `splice`.
             scale: feature -> factor; 0 ablates it.
-            fix: feature -> the activation that it is given, whatever it was.
-            clamp: feature -> the lowest and the highest activation that it may have.
+            fix: feature -> its activation, whatever it was.
+            clamp: feature -> its lowest and its highest activation.
             positions: of the tokens at which features are changed, all if left out; the SAE itself stands at all of
                 them (`splice` limits it).
 
         Raises:
             InterventionError: a feature that does not exist or is both fixed and scaled, or no finite number; positions
                 without features to change.
+
+        Example:
+            model.generate("The capital of France is", sae.spec(scale={7: 0.0}, fix={12: 3.5}))
         """
         fixed, factors, limits = dict(fix or {}), dict(scale or {}), dict(clamp or {})
         for feature in [*fixed, *factors, *limits]:
@@ -162,27 +163,26 @@ class SAE:
             raise InterventionError(f"feature {both[0]} is fixed, and cannot be scaled or clamped besides")
         spec = HookSpec().intervene(self.hook, self.splice(error))
         if fixed or factors:
-            kept = self._row({**dict.fromkeys(fixed, 0.0), **factors}, 1.0)
-            spec.intervene(self.acts, Intervention.Scale(kept, positions=positions))
+            scales = self._row({**dict.fromkeys(fixed, 0.0), **factors}, 1.0)
+            spec.intervene(self.acts, Intervention.Scale(scales, positions=positions))
         if fixed:
             spec.intervene(self.acts, Intervention.Add(self._row(fixed, 0.0), positions=positions))
         if limits:
-            spec.intervene(self.acts, Intervention.Splice(self._clamp(limits), positions=positions))
+            spec.intervene(self.acts, self._clamp(limits, positions))
         return spec
 
-    def _clamp(self, limits: Mapping[int, tuple[float, float]]) -> Fragment:
+    def _clamp(self, limits: Mapping[int, tuple[float, float]], positions: Positions | None) -> Intervention:
         for feature, (low, high) in limits.items():
             if not low <= high:
                 raise InterventionError(f"feature {feature} cannot be clamped to between {low} and {high}")
-        largest = float(np.finfo(np.float32).max)
-        lowest = self._row({feature: pair[0] for feature, pair in limits.items()}, -largest)
-        highest = self._row({feature: pair[1] for feature, pair in limits.items()}, largest)
-        return written(CLAMP.format(n=self.d_sae), {"low": lowest, "high": highest})
+        lowest = self._row({feature: pair[0] for feature, pair in limits.items()}, -np.inf)
+        highest = self._row({feature: pair[1] for feature, pair in limits.items()}, np.inf)
+        return Intervention.Clamp(lowest, highest, positions=positions)
 
-    def _row(self, given: Mapping[int, float], otherwise: float) -> NDArray[np.float32]:
+    def _row(self, numbers: Mapping[int, float], otherwise: float) -> NDArray[np.float32]:
         """[d_sae], a number for each feature."""
         row = np.full(self.d_sae, otherwise, np.float32)
-        for feature, value in given.items():
+        for feature, value in numbers.items():
             if not np.isfinite(value):
                 raise InterventionError(f"feature {feature}: {value} is no finite number")
             row[feature] = value
@@ -194,15 +194,16 @@ class SAE:
         Raises:
             InterventionError: the SAE has no such feature.
         """
-        whole = isinstance(feature, int | np.integer) and not isinstance(feature, bool)
-        if not whole or not 0 <= feature < self.d_sae:
+        integer = isinstance(feature, int | np.integer) and not isinstance(feature, bool)
+        if not integer or not 0 <= feature < self.d_sae:
             raise InterventionError(f"feature {feature!r} of {self.d_sae} (0 to {self.d_sae - 1})")
         return int(feature)
 
     def direction(self, feature: int) -> Direction:
-        """What a feature writes at activation 1, as a direction to steer with: its row of the decoder.
+        """A feature's row of the decoder, as a direction to steer with.
 
-        Where activations are in units of what is written (`by_decoder_norm`), that row at length 1.
+        It is what the feature writes at activation 1; with activations in units of the decoder's rows
+        (`by_decoder_norm`), the row at length 1.
 
         Raises:
             InterventionError: no such feature, or what it writes is no one vector: it is scaled for each token by the

@@ -1,1 +1,1 @@
-"""The logit lens, and reads through the unembedding."""
+"""The logit lens, and tokens as vectors: reading the residual stream with the model's own head."""

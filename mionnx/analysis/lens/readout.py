@@ -1,4 +1,4 @@
-"""Streams read through a model's head, in pieces small enough that all logits are never held at once."""
+"""Streams read through a model's head, in blocks small enough that all logits are never held at once."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,25 +7,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.engine.engines import open_program
 from mionnx.engine.options import Options
 from mionnx.errors import InputError
+from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.hooked_model import DTYPES, HookedModel
-from mionnx.rewrite.lens_head import (
-    CHOSEN,
-    OUTPUTS,
-    K,
-    lens,
-)
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.rewrite.lens_head import CHOSEN, OUTPUTS, K, lens
+from mionnx.run.model_part import ModelPart
 
-ROOM = 2**25  # bytes that the logits of one piece and what is made of them may take, unless one row takes more
+ROOM = 2**25  # bytes that the logits of one block and what is made of them may take, unless one row takes more
 COPIES = 5  # arrays of the logits' size that are alive at once: logits, probabilities, products
+LOGITS = str(HookPoint.Logits)
 
 
 @dataclass(frozen=True)
 class Readout:
-    """What streams say of the next token; `n` streams at `positions`.
+    """Predictions of the next token from `n` streams at `positions`.
 
     Attributes:
         top: [n, positions, k] log-probabilities in nats, in descending order.
@@ -45,13 +42,12 @@ class Readout:
 
 
 class Lens:
-    """The part of one model behind its last layer, open as a program that gives no logits."""
+    """The part of one model behind its last layer, open as a graph that gives no logits."""
 
     def __init__(self, hooked: HookedModel, options: Options) -> None:
-        self.hooked, self.sizes = hooked, hooked.metadata.sizes
+        self.sizes = hooked.metadata.sizes
         self.hook = str(HookPoint.ResidPost(self.sizes.num_layers - 1))
-        graph = lens(hooked.proto, self.hook, str(HookPoint.Logits))
-        self._program = open_program(graph, hooked.folder, options)
+        self._part = ModelPart(lens(hooked.proto, self.hook, LOGITS), hooked, options)
 
     def read(self, reference: NDArray[Any], streams: NDArray[Any], chosen: NDArray[np.int64], k: int) -> Readout:
         """Read streams.
@@ -59,7 +55,7 @@ class Lens:
         Args:
             reference: [positions, hidden]: the stream that the others are compared with.
             streams: [n, positions, hidden].
-            chosen: [positions, tokens] token ids whose probability and rank are wanted; may be none.
+            chosen: [positions, tokens] token ids to give the probability and rank of; may be none.
             k: how many of the largest.
 
         Raises:
@@ -67,14 +63,14 @@ class Lens:
         """
         self._check(chosen, k)
         shape = (len(streams), len(reference))
-        found: list[NDArray[Any]] = [np.empty((*shape, k), np.float32), np.empty((*shape, k), np.int64)]
-        found += [np.empty((*shape, chosen.shape[1]), dtype) for dtype in (np.float32, np.int64)]
-        found += [np.empty(shape, np.float32) for _ in range(2)]
-        for rows, columns in self._pieces(*shape, chosen.shape[1]):
-            given = np.concatenate([reference[None, columns], streams[rows, columns]])
-            for whole, piece in zip(found, self._run(given, chosen[columns], k), strict=True):
-                whole[rows, columns] = piece[1:]
-        return Readout(*found)
+        results: list[NDArray[Any]] = [np.empty((*shape, k), np.float32), np.empty((*shape, k), np.int64)]
+        results += [np.empty((*shape, chosen.shape[1]), dtype) for dtype in (np.float32, np.int64)]
+        results += [np.empty(shape, np.float32) for _ in range(2)]
+        for rows, columns in self._blocks(*shape, chosen.shape[1]):
+            block = np.concatenate([reference[None, columns], streams[rows, columns]])
+            for array, part in zip(results, self._run(block, chosen[columns], k), strict=True):
+                array[rows, columns] = part[1:]
+        return Readout(*results)
 
     def _check(self, chosen: NDArray[np.int64], k: int) -> None:
         if not isinstance(k, int | np.integer) or not 1 <= k <= self.sizes.vocab_size:
@@ -83,8 +79,8 @@ class Lens:
         if outside.size:
             raise InputError(f"token {outside[0]}; the vocabulary is 0 to {self.sizes.vocab_size - 1}")
 
-    def _pieces(self, streams: int, positions: int, chosen: int) -> Iterator[tuple[slice, slice]]:
-        """Ranges of streams and positions of which one piece's logits fit; the reference is a stream more in each."""
+    def _blocks(self, streams: int, positions: int, chosen: int) -> Iterator[tuple[slice, slice]]:
+        """Ranges of streams and positions with logits that fit; each block holds the reference too."""
         row = self.sizes.vocab_size * (4 * COPIES + 5 * chosen)  # ranks compare every token with each chosen one
         fitting = max(2, ROOM // row)
         high = min(streams, fitting - 1)
@@ -93,9 +89,19 @@ class Lens:
             for column in range(0, positions, wide):
                 yield slice(first, first + high), slice(column, column + wide)
 
-    def _run(self, given: NDArray[Any], chosen: NDArray[np.int64], k: int) -> list[NDArray[Any]]:
-        ids = np.zeros(given.shape[:2], np.int64)  # some families' last nodes read the shape of the tokens
-        feeds = {"input_ids": ids, "attention_mask": ids + 1, "position_ids": ids, CHOSEN: chosen, K: np.array([k])}
-        feeds[self.hook] = given.astype(DTYPES[self.hooked.metadata.dtype])
+    def _run(self, block: NDArray[Any], chosen: NDArray[np.int64], k: int) -> list[NDArray[Any]]:
+        feeds = {self.hook: block.astype(self._part.dtype), CHOSEN: chosen, K: np.array([k])}
         names = [f"mionnx.lens.{name}" for name in OUTPUTS]
-        return list(self._program.run(names, feeds).values())
+        return list(self._part.run(names, feeds, block.shape[:2]).values())
+
+
+class LogitHead:
+    """The part of one model behind its last layer, open as a graph that gives all logits."""
+
+    def __init__(self, hooked: HookedModel, options: Options) -> None:
+        self.hook = str(HookPoint.ResidPost(hooked.metadata.sizes.num_layers - 1))
+        self._part = ModelPart(extract(hooked.proto, [self.hook], [LOGITS]).SerializeToString(), hooked, options)
+
+    def run(self, streams: NDArray[Any]) -> NDArray[Any]:
+        """The logits [batch, seq, vocab] of streams [batch, seq, hidden]."""
+        return self._part.run([LOGITS], {self.hook: streams.astype(self._part.dtype)}, streams.shape[:2])[LOGITS]

@@ -1,4 +1,4 @@
-"""Tokens as directions: what a final-normed stream is multiplied with to give their logits."""
+"""`Unembedding`: tokens as directions in the space of the final norm's output."""
 
 from functools import cached_property
 from typing import Any
@@ -6,20 +6,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.engine.engines import open_program
 from mionnx.engine.options import Options
 from mionnx.errors import ModelError
+from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.hooked_model import DTYPES, HookedModel
+from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.matrices import Head, head
-from mionnx.rewrite.apply_plan import tail
+from mionnx.run.model_part import ModelPart
 
 
 class Unembedding:
-    """The linear part of a model's head: logits = factor (W_U^T y + bias) + offset of the final-normed stream y.
+    """The linear part of a model's head: logits = factor (W_U^T y + bias) + offset.
 
-    The factor (Cohere's `logit_scale`) and the offset are found by running what follows the matrix product. A soft cap
-    is no part of it: logits are then those before the cap.
+    y is the final norm's output. The factor (Cohere's `logit_scale`) and the offset are found by running the nodes
+    behind the matrix product. A soft cap is no part of it: logits are then those before the cap.
     """
 
     def __init__(self, hooked: HookedModel, options: Options) -> None:
@@ -42,28 +42,25 @@ class Unembedding:
         return float(factors[0]), offset if offset.any() else None
 
     def _after(self, value: float) -> NDArray[np.float64]:
-        """[vocab]: what becomes of a product that is this everywhere."""
-        given = np.full((1, 1, self.hooked.metadata.sizes.vocab_size), value, DTYPES[self.hooked.metadata.dtype])
-        return self._run(self.head.product, str(HookPoint.Logits), given)[0, 0]
+        """The logits [vocab] that follow from a matrix product with this value everywhere."""
+        product = np.full((1, 1, self.hooked.metadata.sizes.vocab_size), value)
+        return self._run(self.head.product, str(HookPoint.Logits), product)[0, 0]
 
-    def _run(self, first: str, last: str, given: NDArray[Any]) -> NDArray[np.float64]:
-        graph = tail(self.hooked.proto, first, last)
-        program = open_program(graph, self.hooked.folder, self.options)
-        ids = np.zeros(given.shape[:2], np.int64)
-        feeds = {"input_ids": ids, "attention_mask": ids + 1, "position_ids": ids, first: given}
-        return program.run([last], feeds)[last].astype(np.float64)
+    def _run(self, first: str, last: str, values: NDArray[Any]) -> NDArray[np.float64]:
+        part = ModelPart(extract(self.hooked.proto, [first], [last]).SerializeToString(), self.hooked, self.options)
+        return part.run([last], {first: values.astype(part.dtype)}, values.shape[:2])[last].astype(np.float64)
 
     def directions(self, ids: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
-        """[..., hidden] of tokens [...]: what y is multiplied with, the factor included."""
+        """Directions [..., hidden] of tokens [...]; times y they give logits less the offset."""
         columns = np.ascontiguousarray(np.moveaxis(self.head.weight[:, ids], 0, -1))
         return columns.astype(np.float64) * self._line[0]
 
     def offset(self, token: int) -> float:
-        """What biases add to a token's logit."""
+        """The sum of the biases in a token's logit."""
         return 0.0 if self._line[1] is None else float(self._line[1][token])
 
-    def bare(self, logits: NDArray[Any], stream: NDArray[Any]) -> NDArray[np.float64]:
-        """The logits [vocab] that are linear in y: the model's, or, under a soft cap, what the cap reads.
+    def uncapped(self, logits: NDArray[Any], stream: NDArray[Any]) -> NDArray[np.float64]:
+        """The logits [vocab] that are linear in y: the model's, or those before a soft cap.
 
         Args:
             logits: [vocab].

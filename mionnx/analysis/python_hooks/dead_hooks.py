@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from mionnx.errors import InterventionError
 from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.hook_points import DERIVED, VARIANTS, HookPoint
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 
 STATE = "RwkvState"
@@ -26,9 +26,9 @@ def idle(model: HookedModel, hooks: Collection[str], returned: Collection[str]) 
     doubtful = [name for name in hooks if "logits" not in ends or HookPoint.parse(name).variant == STATE]
     if not returned or not doubtful or any(_of_a_splice(name) for name in returned):
         return set()
-    wiring = Dataflow(model.proto)
+    flow = Dataflow(model.proto)
     return {
-        name for name in doubtful if name not in ends and wiring.following(name).isdisjoint({*ends, *hooks} - {name})
+        name for name in doubtful if name not in ends and flow.descendants([name]).isdisjoint({*ends, *hooks} - {name})
     }
 
 
@@ -39,8 +39,7 @@ def _of_a_splice(name: str) -> bool:
 
 def _source(name: str) -> str:
     """The value of the graph that a captured one is computed from."""
-    point = HookPoint.parse(name)
-    return VARIANTS[DERIVED[point.variant]][0].format(i=point.layer) if point.derived else name
+    return str(HookPoint.parse(name).source)
 
 
 def refuse_change(name: str, before: NDArray[np.floating], after: NDArray[np.floating]) -> NDArray[np.floating]:

@@ -1,5 +1,7 @@
 """Run a model with Python functions at its hook points: `run_with_hooks`, `run_with_cache`."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -93,7 +95,7 @@ def run_with_hooks(
     check_return_type(return_type)
     text = Text(model._ids(tokens), attention_mask, cache, initial_state, prompt_length)
     found = run(model, text, hooks or HookSpec(), fwd_hooks, return_type is not None, state=False)
-    return given_as(return_type, found.output() if return_type else None, text.call(model))
+    return given_as(return_type, found.output() if return_type else None, text.batch(model))
 
 
 def run_with_cache(
@@ -133,7 +135,7 @@ def run_with_cache(
     if not spec.captures:
         raise HookError("names_filter=[] keeps nothing: run_with_hooks returns logits alone")
     found = run(model, text, spec, fwd_hooks, return_type is not None, state=True)
-    return given_as(return_type, found.output() if return_type else None, text.call(model)), found
+    return given_as(return_type, found.output() if return_type else None, text.batch(model)), found
 
 
 def _capturing(model: Runner, names_filter: Where | Sequence[Where] | None) -> HookSpec:

@@ -4,15 +4,18 @@ They mean what the verbs of these names mean elsewhere, except that a layer or p
 that nothing captured could show, is an error.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.errors import HookError, InputError, InterventionError
+from mionnx.errors import HookError, InterventionError
 from mionnx.graph.hook_points import HookPoint
-from mionnx.inputs.token_batch import count_rows
+from mionnx.run.generation import generate
+from mionnx.run.prompt import one_prompt
 from mionnx.run.runner import Prompt, Runner
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
@@ -118,7 +121,7 @@ def generate_with_hooks(
     spec = _ablation(model, ablate_layers) if ablate_layers is not None else HookSpec()
     where: list[int | str] = [-1] if max_new_tokens == 1 else [-1, "generated"]
     spec.extend(_steering(model, steers or (), where))
-    made = model.generate(_one_prompt(model, prompt), spec, max_new_tokens=max_new_tokens)
+    made = generate(model, one_prompt(model, prompt), spec, max_new_tokens=max_new_tokens)
     ids = made.new_ids[0].tolist()
     return model.tokenizer.decode(ids), ids
 
@@ -149,14 +152,7 @@ def _last_residuals(model: Runner, prompt: Prompt, spec: HookSpec, layers: Layer
 
 
 def _forward_one(model: Runner, prompt: Prompt, spec: HookSpec) -> Any:
-    return model.forward(_one_prompt(model, prompt), spec, logits=False)
-
-
-def _one_prompt(model: Runner, prompt: Prompt) -> Any:
-    tokens = model._ids(prompt)
-    if count_rows(tokens) != 1:
-        raise InputError(f"one prompt is expected, got {count_rows(tokens)}")
-    return tokens
+    return model.forward(one_prompt(model, prompt), spec, logits=False)
 
 
 def _points(model: Runner, layers: Layers) -> dict[int, HookPoint]:

@@ -14,16 +14,12 @@ from mionnx.analysis.python_hooks.hook import (
     Where,
     register,
 )
-from mionnx.bind import plan as bind
-from mionnx.bind.feeds import feeds_of
-from mionnx.bind.rwkv_gates import refuse_idle
 from mionnx.graph.hook_points import HookPoint
-from mionnx.inputs import past
+from mionnx.inputs.past import choose_past, present_names
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
-from mionnx.rewrite.plan import CaptureNode, Outputs
-from mionnx.run.hook_cache import HookCache
-from mionnx.spec.capture import Capture
+from mionnx.rewrite.plan import Outputs
+from mionnx.run.hook_cache import HookCache, collect
 from mionnx.spec.hook_spec import HookSpec
 
 if TYPE_CHECKING:
@@ -45,9 +41,9 @@ class Text:
     initial_state: RWKVState | None = None
     prompt_length: Any = None
 
-    def call(self, model: "Runner") -> TokenBatch:
+    def batch(self, model: "Runner") -> TokenBatch:
         """The tokens as inputs of the graph."""
-        before = past.choose(model.hooked, self.cache, self.initial_state)
+        before = choose_past(model.hooked, self.cache, self.initial_state)
         sizes = model.hooked.metadata.sizes
         return make_token_batch(self.tokens, self.attention_mask, before, sizes, self.prompt_length)
 
@@ -79,32 +75,25 @@ def run(
     functions = register(model.hooked, fwd_hooks)
     if not functions:
         return _plain(model, text, spec, logits)
-    hooked, call = model.hooked, text.call(model)
-    before = past.choose(hooked, text.cache, text.initial_state)
-    carried = logits and hooked.metadata.recurrent
-    chosen = bind.captures_of(spec, hooked)
-    cuts = {CaptureNode(name): Capture(HookPoint.parse(name)) for name in functions}
-    plan = bind.plan_of(spec, hooked, Outputs(logits=logits, carried=carried), {**cuts, **chosen})
-    if not logits:
-        refuse_idle(spec, plan.captures, model.num_layers)
-    feeds = {**feeds_of(hooked, spec, plan, call, before), **bind.parts_of(chosen, call, hooked)}
-    chain = model.variants.chain(plan, tuple(functions), call.batch * call.seq)
+    hooked, batch = model.hooked, text.batch(model)
+    bound = model.binder.bind(
+        spec, Outputs(logits=logits, carried=logits and hooked.metadata.recurrent), cuts=functions
+    )
+    inputs = bound.inputs(batch, choose_past(hooked, text.cache, text.initial_state))
+    chain = model.variants.chain(bound.plan, tuple(functions), batch.batch * batch.seq)
     hooks = {name: Hook(HookPoint.parse(name)) for name in functions}
-    kept = [want for want in plan.captures if want in chosen]
-    carries = past.present_names(hooked, False) if carried else []
-    returned = [*(["logits"] if logits else []), *(want.hook for want in kept), *(carries if state else [])]
+    returned = [*(["logits"] if logits else []), *(capture.node.hook for capture in bound.captures)]
+    returned += present_names(hooked, False) if state and bound.plan.outputs.carried else []
     unseen = idle(hooked, functions, returned)
 
     def between(name: str, value: NDArray[Any]) -> NDArray[Any]:
         if name not in unseen:
-            return apply(hooked, call, hooks[name], functions[name], value)
+            return apply(hooked, batch, hooks[name], functions[name], value)
         before = value.copy()
-        return refuse_change(name, before, apply(hooked, call, hooks[name], functions[name], value))
+        return refuse_change(name, before, apply(hooked, batch, hooks[name], functions[name], value))
 
-    wanted = {*(["logits"] if logits else []), *(want.fetched for want in kept), *carries}
-    found = chain.run(wanted, feeds, between)
-    after = past.take_present(hooked, found, call, False) if carried else (None, None)
-    return HookCache(found.get("logits"), {want.output: found[want.fetched] for want in kept}, *after)
+    results = chain.run({*bound.outputs(False)}, inputs, between)
+    return collect(bound, batch, results, False)
 
 
 def _plain(model: "Runner", text: Text, spec: HookSpec, logits: bool) -> HookCache:

@@ -1,5 +1,7 @@
 """What analysis code reads off a model, under the names that TransformerLens gives it."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,11 +1,20 @@
-"""How long the residual stream is: the scale on which a steering strength is small or large."""
+"""`calibrate`: the length of the residual stream, which says whether a steering strength is small or large."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.analysis.steering.directions import Directions
+from mionnx.analysis.steering.prompts import Texts, positions_of, texts_of, whole_numbers
 from mionnx.errors import HookError
+from mionnx.inputs.tokens import Tokens
+from mionnx.run.runner import Runner
+from mionnx.spec.hook_spec import HookSpec
 
 
 @dataclass(frozen=True)
@@ -26,18 +35,54 @@ class SteeringCalibration:
 
     @property
     def scales(self) -> NDArray[np.float64]:
-        """[layers]: the strength at which what is added is as long as the stream itself."""
+        """[layers]: the strength at which the added vector is as long as the stream."""
         return self.stream_norms / self.direction_norms
 
     def strength(self, layer: int, share: float) -> float:
-        """The strength at which what is added to a layer has this share of the stream's length."""
+        """The strength that adds this share of the stream's length to a layer."""
         return share * float(self.scales[self._at(layer)])
 
     def share(self, layer: int, strength: float) -> float:
-        """Which share of the stream's length a strength adds to a layer."""
+        """The share of the stream's length that a strength adds to a layer."""
         return strength / float(self.scales[self._at(layer)])
 
     def _at(self, layer: int) -> int:
         if layer not in self.layers:
             raise HookError(f"layer {layer!r} was not calibrated; these were: {', '.join(map(str, self.layers))}")
         return self.layers.index(layer)
+
+
+def calibrate(
+    model: Runner, directions: Directions, prompts: Texts, positions: int | str | Sequence[int] | None = None
+) -> SteeringCalibration:
+    """Measure the length of the stream, over prompts, at the hook points of directions.
+
+    Args:
+        directions: the directions.
+        prompts: texts.
+        positions: the tokens that are measured, negative ones from each text's end; all if left out, or "prompt".
+
+    Raises:
+        InputError: no prompts, or positions that are neither "prompt" nor integers.
+        InterventionError: a position that a prompt does not have.
+
+    Example:
+        directions = model.contrast("The capital of Germany is", "The capital of France is")
+        model.calibrate(directions, "The capital of Italy is").strength(layer=2, share=0.3)
+    """
+    points = [directions.point(layer) for layer in directions.layers]
+    texts = [model.tokenize(text) for text in texts_of("prompts", prompts)]
+    norms = vector_norms(model, texts, points, whole_numbers(positions))
+    return SteeringCalibration(directions.hook, directions.layers, norms, directions.norms.astype(np.float64))
+
+
+def vector_norms(model: Runner, texts: Sequence[Tokens], points: Sequence[str], positions: Any) -> NDArray[np.float64]:
+    """[points]: the mean length of the values at the chosen tokens."""
+    lengths = []
+    for prompt, tokens in enumerate(texts):
+        here, spec = positions_of(positions, prompt, len(texts)), HookSpec()
+        for point in points:
+            spec.capture(point, positions=None if isinstance(here, str) else here)
+        cache = model.forward(tokens, spec, logits=False)
+        lengths.append([np.linalg.norm(cache[point][0].astype(np.float64), axis=-1) for point in points])
+    return np.concatenate(lengths, axis=1).mean(axis=1)

@@ -1,100 +1,82 @@
-"""Directions from pairs of activations, in float64: the formulas."""
+"""`contrast`: steering directions from pairs of prompts."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.errors import InputError, InterventionError, nearest
+from mionnx.analysis.steering.direction_methods import directions_of, separation
+from mionnx.analysis.steering.directions import STREAM, Directions
+from mionnx.analysis.steering.hook_template import template_of
+from mionnx.analysis.steering.prompts import Texts, texts_of
+from mionnx.errors import InputError
+from mionnx.machine.progress import Progress, silent
+from mionnx.run.runner import Runner
+from mionnx.spec.hook_spec import HookSpec
 
-Matrix = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Separation:
-    """How well directions tell the two sides of the pairs that they were made from apart; arrays are [layers].
-
-    Attributes:
-        auc: the chance that a positive prompt lies further along the direction than a negative one; ties count half.
-        held_out: the share of pairs of which this is true along the direction made from the other pairs; NaN for one
-            pair.
-        explained: the share of the pairs' squared differences that lies along the direction.
-    """
-
-    auc: Matrix
-    held_out: Matrix
-    explained: Matrix
+ROWS = 32  # of one call
 
 
-def mean_difference(differences: Matrix) -> Matrix:
-    """The mean of positive minus negative, [width], of differences [pairs, width]."""
-    return differences.mean(axis=0)
-
-
-def principal_axis(differences: Matrix) -> Matrix:
-    """The axis v with the largest sum of (d . v)^2 over the differences d, as long as their mean along it.
-
-    The differences are not centred: this is the first principal component of both sides of each pair about the pair's
-    own middle (Zou et al. 2023, "Representation Engineering"; llama.cpp's cvector-generator does the same).
-    """
-    axis = np.linalg.svd(differences, full_matrices=False)[2][0]
-    return axis * (differences @ axis).mean()
-
-
-METHODS = {"mean_difference": mean_difference, "pca": principal_axis}
-
-
-def directions(positive: Matrix, negative: Matrix, method: str, layers: tuple[int, ...]) -> Matrix:
-    """One direction a layer, [layers, width].
+def contrast(
+    model: Runner,
+    positive: Texts,
+    negative: Texts,
+    hook: str = STREAM,
+    *,
+    layers: Sequence[int] | None = None,
+    positions: int | Sequence[int] = -1,
+    method: str = "mean_difference",
+    progress: Progress = silent,
+) -> Directions:
+    """The direction from negative to positive prompts, in every layer.
 
     Args:
-        positive, negative: activations, [layers, pairs, width].
-        method: "mean_difference" or "pca".
-        layers: their numbers, for messages.
+        positive, negative: prompts; the n-th of the one and of the other are a pair.
+        hook: a kind of hook point with one vector a token: "resid_post", "hook_mlp_out", ...
+        layers: all if left out.
+        positions: the tokens that are compared, negative ones from the end; the mean is taken over several.
+        method: "mean_difference", or "pca": the axis along which the pairs' differences are largest, as long as
+            their mean along it.
+        progress: called as (stage, done, total).
+
+    Returns:
+        one vector a layer; strength 1 is the pairs' difference.
 
     Raises:
-        InputError: another method.
-        InterventionError: a layer in which the two sides are the same.
+        InputError: no prompts, or not as many on both sides.
+        HookError, InterventionError: no such hook point, layer or position; prompts that do not differ there.
+
+    Example:
+        directions = model.contrast("The capital of Germany is", "The capital of France is")
+        model.generate("The capital of France is", directions.spec(2), max_new_tokens=2).texts
     """
-    if method not in METHODS:
-        raise InputError(f"method {method!r}; one of {', '.join(METHODS)}{nearest(method, METHODS)}")
-    found = np.stack([METHODS[method](one) for one in positive - negative])
-    for layer, vector, scale in zip(layers, found, np.abs(positive).max(axis=(1, 2)), strict=True):
-        if np.linalg.norm(vector) <= 1e-6 * max(float(scale), 1e-30):
-            raise InterventionError(f"layer {layer}: the positive and the negative prompts do not differ there")
-    return found
+    sides = [texts_of("positive", positive), texts_of("negative", negative)]
+    if len(sides[0]) != len(sides[1]):
+        raise InputError(f"{len(sides[0])} positive and {len(sides[1])} negative prompts make no pairs")
+    chosen = tuple(range(model.num_layers)) if layers is None else tuple(sorted({*layers}))
+    short, template = template_of(hook)
+    points = [template.format(i=layer) for layer in chosen]
+    at = [positions] if isinstance(positions, int | np.integer) else [*positions]
+    stacked = _activations(model, [*sides[0], *sides[1]], points, at, progress)
+    plus, minus = np.split(stacked, 2, axis=1)
+    vectors = directions_of(plus, minus, method, chosen)
+    separated = separation(plus, minus, vectors, method)
+    return Directions(vectors, chosen, short, method, len(sides[0]), separated)
 
 
-def separation(positive: Matrix, negative: Matrix, vectors: Matrix, method: str) -> Separation:
-    """How well vectors [layers, width] tell positive from negative activations, [layers, pairs, width]."""
-    rows = [*zip(positive, negative, vectors, strict=True)]
-    return Separation(
-        np.array([_auc(plus @ vector, minus @ vector) for plus, minus, vector in rows]),
-        np.array([_held_out(plus - minus, method) for plus, minus, _ in rows]),
-        np.array([_explained(plus - minus, vector) for plus, minus, vector in rows]),
-    )
-
-
-def _auc(plus: Matrix, minus: Matrix) -> float:
-    """The Mann-Whitney statistic over the number of pairs of one from each side."""
-    above = plus[:, None] - minus
-    return float(np.mean((above > 0) + 0.5 * (above == 0)))
-
-
-def _held_out(differences: Matrix, method: str) -> float:
-    count = len(differences)
-    if count < 2:
-        return float("nan")
-    others = [METHODS[method](np.delete(differences, pair, axis=0)) for pair in range(count)]
-    return float(np.mean([one @ other > 0 for one, other in zip(differences, others, strict=True)]))
-
-
-def _explained(differences: Matrix, vector: Matrix) -> float:
-    along = differences @ (vector / np.linalg.norm(vector))
-    return float((along**2).sum() / (differences**2).sum())
-
-
-def cosines(vectors: Matrix) -> Matrix:
-    """[layers, layers]: the cosine between each two of the vectors [layers, width]."""
-    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-    return unit @ unit.T
+def _activations(
+    model: Runner, texts: Sequence[str], points: Sequence[str], positions: list[int], progress: Progress
+) -> NDArray[np.float64]:
+    """[layers, texts, width]: the mean over the positions."""
+    spec = HookSpec()
+    for point in points:
+        spec.capture(point, positions=positions)
+    batches = []
+    for first in range(0, len(texts), ROWS):
+        progress("capturing", first, len(texts))
+        cache = model.forward(texts[first : first + ROWS], spec, logits=False)
+        batches.append(np.stack([cache[point].astype(np.float64).mean(axis=1) for point in points]))
+    progress("capturing", len(texts), len(texts))
+    return np.concatenate(batches, axis=1)

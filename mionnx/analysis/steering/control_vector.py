@@ -10,8 +10,8 @@
    llama.cpp and is left out.
 """
 
-import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.steering.directions import STREAM, Directions
 from mionnx.errors import RuntimeMissingError, SpecFileError
+from mionnx.machine.files import atomic_path
 
 ARCHITECTURE = "controlvector"
+STREAM = "resid_post"
 NAME = re.compile(r"direction\.(\d+)")
 
 
@@ -34,49 +35,39 @@ def _gguf() -> ModuleType:
     return gguf
 
 
-def write(directions: Directions, path: str | Path, model_hint: str = "") -> Path:
-    """Write directions as a control vector.
+def write(vectors: Mapping[int, NDArray[np.float32]], path: str | Path, model_hint: str = "") -> Path:
+    """Write a control vector.
 
     Args:
-        directions: at hook_resid_post, of layers from 1 on.
+        vectors: layer -> [width], to add to `blocks.N.hook_resid_post`; layers from 1 on.
         path: of the file.
         model_hint: llama.cpp's name of the architecture, such as "llama"; it is not checked by anything.
 
     Raises:
-        SpecFileError: directions that the format has no place for, or a file that cannot be written.
+        SpecFileError: a direction that the format has no name for, or a file that cannot be written.
         RuntimeMissingError: the gguf package is not installed.
     """
-    gguf, target = _gguf(), Path(path)
-    if directions.hook != STREAM:
-        raise SpecFileError(
-            f"a control vector is added at hook_{STREAM}, and these directions are at {directions.hook}"
-        )
-    if directions.layers[0] == 0:
+    gguf = _gguf()
+    if 0 in vectors:
         raise SpecFileError(
             "a control vector file has no place for a direction after the first block (direction.N, N >= 1): "
-            f"leave it out, directions.only({[*directions.layers[1:]]})"
+            f"leave it out, directions.only({[layer for layer in vectors if layer]})"
         )
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
+    with atomic_path(Path(path)) as partial:
         writer = gguf.GGUFWriter(partial, ARCHITECTURE)
         writer.add_string(f"{ARCHITECTURE}.model_hint", model_hint)
-        writer.add_int32(f"{ARCHITECTURE}.layer_count", len(directions.layers))
-        for layer, vector in zip(directions.layers, directions.vectors, strict=True):
+        writer.add_int32(f"{ARCHITECTURE}.layer_count", len(vectors))
+        for layer, vector in vectors.items():
             writer.add_tensor(f"direction.{layer}", vector)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        partial.replace(target)
-    except OSError as error:
-        raise SpecFileError(f"cannot write {path}: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
-    return target
+    return Path(path)
 
 
-def read(path: str | Path) -> Directions:
-    """Read a control vector.
+def read(path: str | Path) -> dict[int, NDArray[np.float32]]:
+    """Read a control vector: layer -> [width], in ascending order, zero vectors left out.
 
     Raises:
         SpecFileError: no such file, or none that llama.cpp would take.
@@ -94,16 +85,15 @@ def read(path: str | Path) -> Directions:
         raise SpecFileError(f"{path} is no GGUF file, or a damaged one: {type(error).__name__}: {error}") from error
     if facts.get("general.architecture") != ARCHITECTURE:
         raise SpecFileError(f"{path} is no control vector but a {facts.get('general.architecture')!r}")
-    found = {
+    vectors = {
         _layer(path, name): _vector(path, name, *entry, gguf.GGMLQuantizationType.F32)
         for name, entry in tensors.items()
         if name.startswith("direction")
     }
-    _check(path, found, facts.get(f"{ARCHITECTURE}.layer_count"))
-    layers = sorted(layer for layer in found if found[layer].any())
-    if not layers:
+    _check(path, vectors, facts.get(f"{ARCHITECTURE}.layer_count"))
+    if not any(vector.any() for vector in vectors.values()):
         raise SpecFileError(f"{path}: every direction is zero")
-    return Directions(np.stack([found[layer] for layer in layers]), layers, STREAM, "gguf")
+    return {layer: vectors[layer] for layer in sorted(vectors) if vectors[layer].any()}
 
 
 def _layer(path: str | Path, name: str) -> int:
@@ -122,12 +112,12 @@ def _vector(path: str | Path, name: str, kind: Any, shape: list[Any], data: NDAr
     return np.array(data, np.float32)
 
 
-def _check(path: str | Path, found: dict[int, NDArray[Any]], count: Any) -> None:
-    if not found:
+def _check(path: str | Path, vectors: dict[int, NDArray[Any]], count: Any) -> None:
+    if not vectors:
         raise SpecFileError(f"{path} has no tensor direction.N")
-    if count is not None and int(count) > len(found):
-        there = ", ".join(map(str, sorted(found)))
-        raise SpecFileError(f"{path} says that it has {count} directions, and has {len(found)} (layers {there})")
-    widths = {layer: len(vector) for layer, vector in found.items()}
+    if count is not None and int(count) > len(vectors):
+        there = ", ".join(map(str, sorted(vectors)))
+        raise SpecFileError(f"{path} says that it has {count} directions, and has {len(vectors)} (layers {there})")
+    widths = {layer: len(vector) for layer, vector in vectors.items()}
     if len({*widths.values()}) > 1:
         raise SpecFileError(f"{path}: directions of different widths: {widths}")

@@ -1,21 +1,24 @@
-"""`Directions`: one steering vector a layer, where it came from, and how to use it."""
+"""`Directions`: one steering vector a layer, its origin, and the specs that add or remove it."""
+
+from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
-from mionnx.analysis.steering.contrast import Separation, cosines
-from mionnx.errors import HookError, InterventionError, SpecFileError, nearest
-from mionnx.graph.hook_points import HookPoint, layer_of, short_names
+from mionnx.analysis.steering import control_vector
+from mionnx.analysis.steering.control_vector import STREAM
+from mionnx.analysis.steering.direction_methods import Separation, cosines
+from mionnx.analysis.steering.hook_template import template_of
+from mionnx.errors import HookError, InterventionError, SpecFileError
 from mionnx.machine.files import write_atomic
+from mionnx.machine.tensor_file import read_tensors
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.limits import Positions
@@ -25,7 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMAT = "1"
-STREAM = "resid_post"
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +69,7 @@ class Directions(Shown):
         hook: the short name of the hook point: "resid_post".
         layers: the layers, in ascending order.
         vectors: [layers, width], float32, in units of the activations.
-        method: how they were made: "mean_difference", "pca", "gguf", or whatever the maker says.
+        method: "mean_difference", "pca", "gguf", or another name for how they were computed.
         pairs: of how many pairs of prompts; 0 if that is not known.
         separation: how well they tell these pairs apart; None if that is not known.
     """
@@ -106,9 +108,10 @@ class Directions(Shown):
 
     @property
     def best_layer(self) -> int:
-        """The layer whose direction holds most of what the pairs differ in; of fewer than two pairs, the middle layer.
+        """The layer whose direction explains most of the pairs' differences.
 
-        One pair differs in nothing but its own direction, in every layer: that tells no layer from another.
+        With fewer than two pairs, the middle layer: one pair differs in nothing but its own direction, in every layer,
+        and that tells no layer from another.
         """
         if self.separation is None or self.pairs < 2:
             return self.layers[len(self.layers) // 2]
@@ -135,14 +138,13 @@ class Directions(Shown):
     def __getitem__(self, layer: int) -> Direction:
         return Direction(self.point(layer), self.vectors[self.layers.index(layer)])
 
-    def only(self, layers: Sequence[int]) -> "Directions":
+    def only(self, layers: Sequence[int]) -> Directions:
         """The directions of some of the layers."""
         at = [self.layers.index(layer) for layer in layers if self.point(layer)]
-        kept = None
+        separation = None
         if self.separation is not None:
-            found = self.separation
-            kept = Separation(found.auc[at], found.held_out[at], found.explained[at])
-        return Directions(self.vectors[at], layers, self.hook, self.method, self.pairs, kept)
+            separation = Separation(*(values[at] for values in vars(self.separation).values()))
+        return Directions(self.vectors[at], layers, self.hook, self.method, self.pairs, separation)
 
     def intervention(self, layer: int, strength: float = 1.0, positions: Positions | None = None) -> Intervention:
         """Add `strength` times a layer's direction."""
@@ -151,7 +153,11 @@ class Directions(Shown):
     def spec(
         self, layers: int | Sequence[int] | None = None, strength: float = 1.0, positions: Positions | None = None
     ) -> HookSpec:
-        """Steer: add `strength` times its direction in one layer, in some, or in all."""
+        """Steer: add `strength` times its direction in one layer, in some, or in all.
+
+        Example:
+            model.generate("The capital of France is", directions.spec(2, strength=1.5, positions=-1))
+        """
         spec = HookSpec()
         for layer in self._chosen(layers):
             spec.extend(self[layer].spec(strength, positions))
@@ -169,6 +175,9 @@ class Directions(Shown):
 
         Raises:
             HookError: no direction for a layer.
+
+        Example:
+            model.forward("The capital of France is", directions.ablation_spec())
         """
         spec = HookSpec()
         for where in self._chosen(layers):
@@ -186,7 +195,7 @@ class Directions(Shown):
         return chosen
 
     def save(self, path: str | Path) -> Path:
-        """Write them: .safetensors to load again, .gguf for llama.cpp, or .html, .png, .json to look at.
+        """Write .safetensors to load again, .gguf for llama.cpp, or .html, .png, .json to look at.
 
         Raises:
             SpecFileError: another ending, or a file that cannot be written.
@@ -198,50 +207,54 @@ class Directions(Shown):
         tensors = {f"direction.{layer}": vector for layer, vector in zip(self.layers, self.vectors, strict=True)}
         if self.separation is not None:
             tensors |= {name: np.asarray(value) for name, value in vars(self.separation).items()}
-        declared = json.dumps({"hook": self.hook, "method": self.method, "pairs": self.pairs})
-        write_atomic(Path(path), to_bytes(tensors, metadata={"mionnx_directions": FORMAT, "declaration": declared}))
+        declaration = json.dumps({"hook": self.hook, "method": self.method, "pairs": self.pairs})
+        write_atomic(Path(path), to_bytes(tensors, metadata={"mionnx_directions": FORMAT, "declaration": declaration}))
         return Path(path)
 
     @classmethod
-    def load(cls, path: str | Path) -> "Directions":
+    def load(cls, path: str | Path) -> Directions:
         """Read a .safetensors file that `save` wrote.
 
         Raises:
             SpecFileError: the file is missing, damaged, or another one.
         """
-        try:
-            with safe_open(path, framework="np") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, AttributeError, TypeError, ValueError) as error:
-            raise SpecFileError(f"{path} holds no directions: {error}") from error
+        metadata, tensors = read_tensors(path, f"{path} holds no directions")
         if metadata.get("mionnx_directions") != FORMAT:
             raise SpecFileError(f"{path} holds no directions of version {FORMAT}")
         try:
             declared = json.loads(metadata["declaration"])
             known = {name: tensors.pop(name) for name in ("auc", "held_out", "explained") if name in tensors}
-            found = {int(name.removeprefix("direction.")): vector for name, vector in tensors.items()}
-            layers = sorted(found)
+            vectors = {int(name.removeprefix("direction.")): vector for name, vector in tensors.items()}
+            layers = sorted(vectors)
             separation = Separation(**known) if known else None
-            return cls(np.stack([found[layer] for layer in layers]), layers, **declared, separation=separation)
+            return cls(np.stack([vectors[layer] for layer in layers]), layers, **declared, separation=separation)
         except (KeyError, TypeError, ValueError) as error:
             raise SpecFileError(f"{path} is damaged: {error}") from error
 
     def to_gguf(self, path: str | Path, model_hint: str = "") -> Path:
-        """Write a control vector file for llama.cpp; see `mionnx.analysis.steering.control_vector`."""
-        from mionnx.analysis.steering.control_vector import write
+        """Write a control vector file for llama.cpp; see `mionnx.analysis.steering.control_vector`.
 
-        return write(self, path, model_hint)
+        Raises:
+            SpecFileError: directions at another hook point or in layer 0, or a file that cannot be written.
+            RuntimeMissingError: the gguf package is not installed.
+        """
+        if self.hook != STREAM:
+            raise SpecFileError(f"a control vector is added at hook_{STREAM}, and these directions are at {self.hook}")
+        return control_vector.write(dict(zip(self.layers, self.vectors, strict=True)), path, model_hint)
 
     @classmethod
-    def from_gguf(cls, path: str | Path) -> "Directions":
-        """Read a control vector file of llama.cpp; see `mionnx.analysis.steering.control_vector`."""
-        from mionnx.analysis.steering.control_vector import read
+    def from_gguf(cls, path: str | Path) -> Directions:
+        """Read a control vector file of llama.cpp; see `mionnx.analysis.steering.control_vector`.
 
-        return read(path)
+        Raises:
+            SpecFileError: no such file, or none that llama.cpp would take.
+            RuntimeMissingError: the gguf package is not installed.
+        """
+        vectors = control_vector.read(path)
+        return cls(np.stack([*vectors.values()]), [*vectors], STREAM, "gguf")
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the vectors themselves."""
+        """Lengths, cosines and separation; everything but the vectors themselves."""
         return {
             "hook": self.hook,
             "method": self.method,
@@ -252,7 +265,7 @@ class Directions(Shown):
             "separation": None if self.separation is None else vars(self.separation),
         }
 
-    def figure(self) -> "Figure":
+    def figure(self) -> Figure:
         """Length and separation of each layer's direction, and the cosines between them."""
         figure = empty_figure(9, 3.6)
         left, right = figure.subplots(1, 2)
@@ -275,7 +288,7 @@ class Directions(Shown):
         return figure
 
     def page(self) -> str:
-        """The same as a page."""
+        """A table of the layers, and the cosines between them as a heat map."""
         return render("directions.html", f"Directions at {self.hook}", self.to_dict())
 
     def __repr__(self) -> str:
@@ -283,41 +296,11 @@ class Directions(Shown):
         return f"Directions({self.hook}, {span}, width {self.vectors.shape[1]}, {self.method}, {self.pairs} pairs)"
 
 
-def _vectors(given: ArrayLike) -> NDArray[np.float32]:
+def _vectors(vectors: ArrayLike) -> NDArray[np.float32]:
     try:
-        array = np.array(given, np.float32)
+        array = np.array(vectors, np.float32)
     except (TypeError, ValueError) as error:
         raise InterventionError(f"a direction must be numbers: {error}") from error
     if not np.isfinite(array).all():
         raise InterventionError("a direction has NaN or infinity")
     return array
-
-
-def template_of(hook: str) -> tuple[str, str]:
-    """The short name and the template of a kind of hook point that has one vector a token in every layer.
-
-    Args:
-        hook: "resid_post", "hook_resid_post" or "blocks.{i}.hook_resid_post"; of "post", "mlp.hook_post" too.
-
-    Raises:
-        HookError: there is none, or the name is that of one layer's.
-    """
-    name, kinds = str(hook), _kinds()
-    if (layer := layer_of(name)) is not None:
-        raise HookError(f"{name} is in one layer, and a kind of hook point is asked for: layers=[{layer}] says where")
-    if name not in kinds:
-        raise HookError(f"no hook point {name!r} has one vector a token in every layer{nearest(name, kinds)}")
-    return kinds[name]
-
-
-@cache
-def _kinds() -> dict[str, tuple[str, str]]:
-    """Every spelling of a kind of hook point that has one vector a token -> its short name and its template."""
-    found: dict[str, tuple[str, str]] = {}
-    for short, templates in short_names().items():
-        for template in templates:
-            axes = HookPoint.parse(template.format(i=0)).axes or ()
-            if "{i}" in template and axes[:2] == ("batch", "seq") and len(axes) == 3:
-                names = (short, f"hook_{short}", template.removeprefix("blocks.{i}."), template)
-                found |= dict.fromkeys(names, (short, template))
-    return found

@@ -10,12 +10,13 @@ from mionnx.analysis.sweep.grid import make_grid
 from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
 from mionnx.analysis.sweep.patched_runs import Shortcuts
-from mionnx.analysis.sweep.prompts import and_more, axis_labels, common_length, prompt_ids, quote, until
+from mionnx.analysis.sweep.prompts import and_more, axis_labels, common_length, quote, until
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Before, Donors, Pair, Sweep, SweepSetting, run_sweep
 from mionnx.errors import InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.progress import Progress
+from mionnx.run.prompt import prompt_ids
 from mionnx.run.runner import Prompt, Runner
 
 KINDS = ("zero", "mean", "resample")

@@ -126,7 +126,7 @@ def _meant(model: HookedModel, hook: str | HookPoint) -> tuple[str, list[int]]:
     for pattern in (given, f"blocks.*.{given}"):  # "mlp.hook_act" is a name without its layer
         found = found or [name for name in names if fnmatchcase(name, pattern)]
     points = [HookPoint.parse(name) for name in found]
-    templates = list(dict.fromkeys(VARIANTS[point.variant][0] for point in points))
+    templates = list(dict.fromkeys(VARIANTS[point.variant].template for point in points))
     if len(templates) > 1:
         raise HookError(f"{str(hook)!r} means several hook points, a sweep goes over one: {', '.join(templates)}")
     if not templates:

@@ -3,7 +3,7 @@
 Rows that are patched at layer 7 start at layer 7: they join the others there, and all go on together. The graphs are
 opened once, whatever the sweep asks for, and their weights are together those of one model.
 
-1. A piece starts at the residual stream before its layer, and at whatever else crosses there (`Dataflow.crossing`).
+1. A piece starts at the residual stream before its layer, and at whatever else crosses there (`Dataflow.crossings`).
 2. Where only the last position is read in the end, the last layer is two graphs: attention at all positions; what
    follows it, and the head, at the last position alone.
 3. A text of which the first tokens are the same as in a run that is known already continues from that run's keys and
@@ -66,21 +66,19 @@ class LayerGraphs:
         self.variants = GraphPool(model, options.for_many_graphs(8 * (sizes.num_layers + 3)))
         self.layers = sizes.num_layers
         self.end = str(HookPoint.ResidPost(self.layers - 1))
-        self._crossings: dict[int, tuple[str, ...]] = {}
 
     def starts(self, layer: int) -> tuple[str, ...]:
         """What the piece of a layer starts with; of the layer after the last, what the head reads."""
         if layer == self.layers:
             return (self.end,)
-        if layer not in self._crossings:
-            cut = str(HookPoint.ResidPre(layer))
-            besides = self._wiring.crossing(cut, self.end, EMBED)
-            self._crossings[layer] = (cut, *besides)
-        return self._crossings[layer]
+        cut = str(HookPoint.ResidPre(layer))
+        return cut, *(name for name in self._crossings[layer] if name != cut)
 
     @cached_property
-    def _wiring(self) -> Dataflow:
-        return Dataflow(self.model.proto)
+    def _crossings(self) -> list[tuple[str, ...]]:
+        """What crosses into each layer."""
+        cuts = [[str(HookPoint.ResidPre(layer))] for layer in range(self.layers)]
+        return Dataflow(self.model.proto).crossings(cuts, [self.end], [EMBED])
 
     @cached_property
     def parted(self) -> tuple[str, ...]:

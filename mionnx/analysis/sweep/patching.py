@@ -14,7 +14,6 @@ from mionnx.analysis.sweep.prompts import (
     and_more,
     axis_labels,
     common_length,
-    prompt_ids,
     quote,
     refuse_unlike,
     until,
@@ -25,6 +24,7 @@ from mionnx.analysis.sweep.sweep import Before, Pair, Sweep, SweepSetting, run_s
 from mionnx.errors import InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.progress import Progress
+from mionnx.run.prompt import prompt_ids
 from mionnx.run.runner import Prompt, Runner
 
 DIRECTIONS = ("denoising", "noising")

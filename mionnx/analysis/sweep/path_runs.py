@@ -21,20 +21,20 @@ from mionnx.analysis.sweep.patched_runs import Cells, LayerPass, PatchedRuns
 from mionnx.analysis.sweep.receivers import Receivers
 from mionnx.errors import InputError
 from mionnx.graph.axes import heads_axis
-from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hook_points import VARIANTS, HookPoint
 from mionnx.rewrite.plan import Edit
 from mionnx.spec.kinds import KINDS
 
 # What a sender writes into the stream, and how many stages after the beginning of its layer that is read.
 STREAM = {"ResidPre": 0, "ResidMid": 1, "ResidPost": 2}
-ATTENTION = ("AttnQ", "AttnK", "AttnRotQ", "AttnRotK", "AttnV", "AttnScores", "AttnPattern", "AttnZ", "AttnOut")
 
 
 def written(variant: str, parallel: bool) -> tuple[str | None, int]:
     """By which hook point a sender's change reaches the stream (None: it is the stream's own), and when it is read."""
     if variant in STREAM:
         return None, STREAM[variant]
-    return ("AttnOut", 2 if parallel else 1) if variant in ATTENTION else ("MlpOut", 2)
+    attention = variant in VARIANTS and VARIANTS[variant].group == "attention"
+    return ("AttnOut", 2 if parallel else 1) if attention else ("MlpOut", 2)
 
 
 def reached_layers(grid: Grid, receivers: Receivers) -> dict[int, bool]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.view.figure import empty_figure, spelled
+from mionnx.view.figure import empty_figure, token_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,7 +66,7 @@ def _maps(
     size = {index: float(np.abs(numbers[:, *index]).max(initial=0)) for index in between}
     chosen = sorted(sorted(between, key=lambda index: -size[index])[:MOST])
     return [
-        (", ".join(f"{name} {spelled(labels[name][i])}" for name, i in zip(names[1:-1], index, strict=True)),
+        (", ".join(f"{name} {token_label(labels[name][i])}" for name, i in zip(names[1:-1], index, strict=True)),
          numbers[:, *index])
         for index in chosen
     ]  # fmt: skip
@@ -85,7 +85,7 @@ def _map(
 
 
 def _ticks(panel: "Axes", name: str, labels: Mapping[str, list[str]], horizontal: bool) -> None:
-    shown = [spelled(label) for label in labels[name]]
+    shown = [token_label(label) for label in labels[name]]
     step = max(1, len(shown) // 40)
     places = range(0, len(shown), step)
     rotate = horizontal and max(map(len, shown)) > 2

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from mionnx.errors import InputError
 from mionnx.machine.files import write_atomic
+from mionnx.machine.tensor_file import open_tensors
 
 EVERY = 5.0  # seconds between two writes
 MARK = "mionnx_sweep"
@@ -45,11 +45,8 @@ class ProgressFile:
             self.values = self._read(path)
 
     def _read(self, path: Path) -> NDArray[np.float64]:
-        try:
-            with safe_open(str(path), "numpy") as file:
-                key, values = (file.metadata() or {}).get(MARK), file.get_tensor("values")
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"cannot resume from {path}: it is no file of a sweep: {error}") from error
+        with open_tensors(path, f"cannot resume from {path}: it is no file of a sweep", InputError) as file:
+            key, values = (file.metadata() or {}).get(MARK), file.get_tensor("values")
         if key != self.key or values.shape != self.values.shape:
             raise InputError(
                 f"cannot resume from {path}: it belongs to another sweep (other prompts, model, hook, metric or cells)"

@@ -3,21 +3,11 @@
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mionnx.analysis.sweep.grid import Grid
 from mionnx.errors import InputError
-from mionnx.inputs.token_batch import make_token_batch
-from mionnx.run.prompt import spell
-from mionnx.run.runner import Prompt, Runner
-
-Ids = NDArray[np.int64]
-
-
-def prompt_ids(model: Runner, prompts: Prompt) -> list[Ids]:
-    """Tokenise prompts: [seq] each, without padding."""
-    batch = make_token_batch(model._ids(prompts), None, None, model.hooked.metadata.sizes)
-    return [ids[real] for ids, real in zip(batch.input_ids, batch.real, strict=True)]
+from mionnx.run.prompt import Ids, token_text
+from mionnx.run.runner import Runner
 
 
 def common_length(prompts: Sequence[Ids]) -> int | None:
@@ -57,7 +47,7 @@ def axis_labels(model: Runner, grid: Grid, prompts: Sequence[Ids]) -> dict[str, 
     """Name the entries of a grid's axes; a position by its token if all prompts have the same one there."""
     columns = list(zip(*prompts, strict=False))
     tokens = [
-        spell(model, int(ids[0])) if len({*map(int, ids)}) == 1 else f"[{position}]"
+        token_text(model, int(ids[0])) if len({*map(int, ids)}) == 1 else f"[{position}]"
         for position, ids in enumerate(columns)
     ]
     heads = dict(zip(grid.over, grid.sizes, strict=True)).get("head", 0)

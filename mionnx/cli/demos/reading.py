@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mionnx.analysis.lens.lens import label_of
+from mionnx.analysis.lens.lens_result import label_of
 from mionnx.bind.logit_selection import Logits
 from mionnx.cli.demos.sweep import write
 from mionnx.errors import HookError

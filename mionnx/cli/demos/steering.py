@@ -9,6 +9,7 @@ from rich.table import Table
 from scipy.special import softmax
 
 from mionnx.cli.demos.sweep import write
+from mionnx.run.prompt import token_text
 from mionnx.spec.hook_spec import HookSpec
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def show(model: "MIModel", console: Console, folder: Path | None = None) -> None
 def _ablate(model: "MIModel", console: Console, spec: HookSpec) -> None:
     before, after = (softmax(model.forward(PROMPT, hooks).output()[0, -1]) for hooks in (None, spec))
     answer, now = int(before.argmax()), int(after.argmax())
-    names = [repr(model.tokenizer.decode([token])) for token in (answer, now)]
+    names = [repr(token_text(model, token)) for token in (answer, now)]
     console.print(
         f"With each layer's direction projected out of the stream, P({names[0]}) falls from {before[answer]:.3f} to "
         f"{after[answer]:.3f}; the top token is {names[1]}, with {after[now]:.3f}."

@@ -8,6 +8,7 @@ from rich.console import Console
 from scipy.special import softmax
 
 from mionnx.graph.hook_points import HookPoint
+from mionnx.run.prompt import token_text
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
@@ -80,4 +81,4 @@ def write(result: "Shown", folder: Path | None, name: str, console: Console) -> 
 
 def quoted(model: "MIModel", token: int) -> str:
     """A token as text, quoted."""
-    return repr(model.tokenizer.decode([token], skip_special_tokens=False))
+    return repr(token_text(model, token))

@@ -1,5 +1,7 @@
 """`Intervention.Add`: a vector added to the activation."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,5 +1,7 @@
 """`Intervention.Knockout`: attention edges removed before the softmax."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +54,7 @@ class Knockout(Kind):
             raise InterventionError(f"{self}: a mask holds 0 (keep) and -inf (knock out) only; Add takes other numbers")
         return values
 
-    def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> "Knockout":
+    def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> Knockout:
         if recurrent:
             raise InterventionError(
                 f"knockout at {point}: a recurrent model has no attention scores; use HookSpec.set_state_knockout"

@@ -1,5 +1,7 @@
 """`Intervention.ProjectOut`: directions removed from the activation."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +36,7 @@ class ProjectOut(Kind):
         heads: Indices | None = None,
         rows: Indices | None = None,
     ) -> Change:
-        """Remove a direction: x - (x . d) d with d of unit length, along the value's last axis (direction ablation).
+        """Remove a direction along the last axis (direction ablation): x - (x . d) d, |d| = 1.
 
         Args:
             direction: [width], or [k, width] for the subspace that k directions span; normalised here.
@@ -63,7 +65,7 @@ class ProjectOut(Kind):
             raise ValueError("the value of project_out must be orthonormal directions, [k, width]")
         return super().restored(tensors, reads, **limits)
 
-    def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> "ProjectOut":
+    def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> ProjectOut:
         if axes[-1] == "seq_k":
             raise InterventionError(
                 f"project_out at {point}: its last axis is keys, not features; nearest: "

@@ -1,5 +1,7 @@
 """`Intervention.Replace`: another tensor in place of the activation."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

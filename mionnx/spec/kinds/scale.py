@@ -1,5 +1,7 @@
 """`Intervention.Scale`: the activation times a factor."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,7 +50,7 @@ class Scale(Kind):
         """
         return cls().change([factor], positions, heads, rows)
 
-    def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> "Scale":
+    def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> Scale:
         return replace(self, scores=at_scores(point))
 
     def nodes(self, op: Operators, x: Any, value: Any) -> Any:

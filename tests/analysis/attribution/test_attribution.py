@@ -14,8 +14,13 @@ from stream_oracle import Stream
 
 from mionnx import HookError, HookPoint, HookSpec, InputError, Intervention, Logits, MIModel, ModelError
 from mionnx.analysis.attribution.attribution import Attribution
-from mionnx.analysis.attribution.linear_norm import freeze
-from mionnx.analysis.attribution.norm_graphs import Norms, final_norm, input_norm, output_norms
+from mionnx.analysis.attribution.linear_norm import linearise
+from mionnx.analysis.attribution.norm_graphs import (
+    NormGraphs,
+    final_norm,
+    input_norm,
+    output_norms,
+)
 
 FAMILIES = ("gpt2", "llama", "gemma2")
 LLAMA = REPOSITORY / "models" / "world-llama"
@@ -89,6 +94,7 @@ def test_contributions_add_up_to_the_logit(name):
     assert (found.heads is None) == (name == "world-rwkv7")
 
 
+@pytest.mark.slow
 def test_a_logit_scale_is_part_of_the_contributions(models, references):
     stream = Stream.of(references("cohere"), IDS)
     found = models("cohere").attribute(IDS, 5, 11)
@@ -153,6 +159,7 @@ def test_one_forward_serves_every_stack(world, layer):
         assert np.abs(stack - wanted).max() < 5e-5, verb
 
 
+@pytest.mark.slow
 def test_parallel_blocks_have_no_stream_in_the_middle(models):
     model = models("cohere")
     assert not any("resid_mid" in str(request.what) for request in model.decomposition_hooks().captures)
@@ -296,7 +303,7 @@ def test_a_recurrent_model_has_no_heads_to_stack():
 def test_a_norm_of_another_kind_is_refused():
     rows = np.random.default_rng(0).normal(0, 1, (4, 16)).astype(np.float32)
     with pytest.raises(ModelError, match="gumbo: the final norm is no norm that attribution knows"):
-        freeze(np.tanh, rows, "gumbo: the final norm")
+        linearise(np.tanh, rows, "gumbo: the final norm")
 
 
 @pytest.mark.parametrize("centred", [False, True])
@@ -311,7 +318,7 @@ def test_a_norm_is_found_from_what_it_does(centred, width):
         return off / np.sqrt((off**2).mean(-1, keepdims=True) + 1e-5) * weight + bias
 
     stream = random.normal(0.3, 1, (2, 3, width)).astype(np.float32)
-    found = freeze(norm, stream, "a norm")
+    found = linearise(norm, stream, "a norm")
     assert found.centred == centred
     assert np.abs(found.weight - weight).max() < 1e-6
     assert np.abs(found.bias - bias).max() < 1e-6
@@ -327,7 +334,7 @@ def test_where_norms_begin_and_end(models, world):
     assert input_norm(world.hooked, 2, mlp=True) == ("blocks.2.hook_resid_mid", "blocks.2.mlp.hook_pre")
     part = final_norm(world.hooked)
     rows = np.random.default_rng(2).normal(0, 1, (3, 128)).astype(np.float32)
-    made = Norms(world.hooked, world.options, [part]).run(part, rows)
+    made = NormGraphs(world.hooked, world.options).run(part, rows)
     assert made.shape == (3, 128)
 
 

@@ -167,6 +167,7 @@ print(json.dumps([memory("VmHWM") - before, list(top.shape), float(np.exp(top).s
 """
 
 
+@pytest.mark.slow
 def test_logits_of_all_layers_are_never_held(tmp_path):
     """A vocabulary of 128k: what the lens takes beyond an open model, beside [layers, seq, vocab] in float32."""
     changes = {"vocab_size": 131072, "hidden_size": 32, "max_position_embeddings": 256, "intermediate_size": 32}
@@ -254,7 +255,7 @@ def test_the_page_shows_the_table_and_executes_no_token(world, chromium, tmp_pat
 def test_figure_and_json(world, tmp_path):
     found = world.logit_lens(PROMPT, k=2, tokens=["Berlin"])
     assert found.save(tmp_path / "lens.png").stat().st_size > 5000
-    assert repr(found) == "LensResult(4 points, 5 positions, the 2 likeliest tokens)"
+    assert repr(found) == "LensResult(4 points, 5 positions, top 2 tokens)"
     saved = json.loads(found.to_json())
     assert saved["answers"][4] == [world.token_id("Paris"), "Paris"]
     assert saved["top"][3][4][0][:2] == [world.token_id("Paris"), "Paris"]

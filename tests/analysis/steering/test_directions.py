@@ -27,8 +27,7 @@ from mionnx import (
     RuntimeMissingError,
     SpecFileError,
 )
-from mionnx.analysis.steering.dose import brackets
-from mionnx.analysis.steering.verbs import _Trial
+from mionnx.analysis.steering.dose_response import Trial, brackets
 from mionnx.cli.demos import steering
 from mionnx.cli.main import app
 
@@ -206,7 +205,7 @@ def test_of_two_flips_the_one_nearest_0_is_given():
     strengths, hit = np.array([-2.0, -1.0, 0.5, 3.0]), np.array([[True, True, False, True], [False, False, True, True]])
     found = [*brackets(strengths, hit)]
     assert found == [(0, 0.5, 3.0), (1, 0.0, 0.5), (0, 0.0, -1.0)]
-    trial = _Trial.__new__(_Trial)
+    trial = Trial.__new__(Trial)
     trial.texts = [None, None]
     assert trial.flips(found, np.zeros(2, int), None).tolist() == [-1.0, 0.5]
 

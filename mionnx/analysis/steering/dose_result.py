@@ -1,6 +1,5 @@
-"""`DoseResponse`: what a direction does to the answer, strength by strength."""
+"""`DoseResponse`: the answers to prompts at each strength of a direction."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -8,24 +7,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.view import Shown, empty_figure, render
-from mionnx.view.figure import spelled
+from mionnx.view.figure import token_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHOWN = 8  # prompts that a picture tells apart
-Bracket = tuple[int, float, float]  # a prompt, a strength before its answer flips, and one after
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What prompts were continued with at some strengths; arrays are [prompts, strengths].
+    """The answers to prompts at some strengths; arrays are [prompts, strengths].
 
     Attributes:
-        kl: KL(without || with), in nats.
+        kl: KL divergence (without || with), in nats.
         probabilities: of the target.
-        top: the likeliest token.
-        top_probabilities: of that one.
+        top: the top token.
+        top_probabilities: its probability.
     """
 
     kl: NDArray[np.float64]
@@ -44,10 +42,10 @@ class DoseResponse(Shown):
         strengths: [strengths], ascending.
         answers: what came of each.
         targets: [prompts], the tokens whose probability is followed.
-        baseline: [prompts], the likeliest tokens without steering.
-        flips: [prompts], the strength nearest 0, on either side, from which the likeliest token is the target; NaN if
-            it is at none, and where it is the target without steering. Where the answer was looked for more closely, it
-            lies within `tolerance` beyond the true one.
+        baseline: [prompts], the top tokens without steering.
+        flips: [prompts], the strength nearest 0, on either side, from which the top token is the target; NaN if it is
+            at none, and where it is the target without steering. After a bisection it lies within `tolerance` beyond
+            the true one.
         tolerance: how closely, 0 if at the strengths asked for only.
         share: the share of the stream's mean length that strength 1 adds, measured at these prompts' steered tokens.
         names: token -> its text.
@@ -66,16 +64,16 @@ class DoseResponse(Shown):
 
     @property
     def kl(self) -> NDArray[np.float64]:
-        """[prompts, strengths]: KL(without || with), in nats."""
+        """[prompts, strengths]: KL divergence (without || with), in nats."""
         return self.answers.kl
 
     @property
     def probabilities(self) -> NDArray[np.float64]:
-        """[prompts, strengths]: of the target."""
+        """[prompts, strengths]: the probability of the target."""
         return self.answers.probabilities
 
     def top(self, prompt: int = 0) -> list[str]:
-        """The likeliest token at each strength, of one prompt."""
+        """The top token at each strength, for one prompt."""
         return [self.names[int(token)] for token in self.answers.top[prompt]]
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,12 +100,14 @@ class DoseResponse(Shown):
         }
 
     def figure(self) -> "Figure":
-        """The target's probability and the divergence over the strengths, one line a prompt."""
+        """The target's probability and the KL divergence over the strengths, one line a prompt."""
         figure = empty_figure(9, 3.8)
         left, right = figure.subplots(1, 2)
         for i, prompt in enumerate(self.prompts[:SHOWN]):
             label = _short(f"{prompt} → {self.names[int(self.targets[i])].strip()}")
-            (line,) = left.plot(self.strengths, self.probabilities[i], marker="o", markersize=3, label=spelled(label))
+            (line,) = left.plot(
+                self.strengths, self.probabilities[i], marker="o", markersize=3, label=token_label(label)
+            )
             right.plot(self.strengths, self.kl[i], marker="o", markersize=3, color=line.get_color())
             if np.isfinite(self.flips[i]):
                 left.axvline(self.flips[i], color=line.get_color(), linewidth=0.8, linestyle=":")
@@ -129,24 +129,3 @@ class DoseResponse(Shown):
 
 def _short(text: str, width: int = 64) -> str:
     return text if len(text) <= width else f"…{text[1 - width :]}"
-
-
-def outward(strengths: NDArray[np.float64], sign: int) -> NDArray[np.int64]:
-    """The places of the strengths on one side of zero, going away from it."""
-    here = np.flatnonzero(strengths * sign > 0)
-    return here[np.argsort(strengths[here] * sign)]
-
-
-def brackets(strengths: NDArray[np.float64], hit: NDArray[np.bool_]) -> Iterator[Bracket]:
-    """The prompts that reach their target on a side of zero, with the strength before (0 if it is the first) and at
-    which they do.
-
-    Args:
-        strengths: [strengths].
-        hit: [prompts, strengths], whether the likeliest token is the target.
-    """
-    for order in (outward(strengths, sign) for sign in (1, -1)):
-        for prompt, found in enumerate(hit[:, order]):
-            if found.any():
-                first = int(found.argmax())
-                yield prompt, float(strengths[order[first - 1]]) if first else 0.0, float(strengths[order[first]])

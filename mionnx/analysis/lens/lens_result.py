@@ -1,4 +1,4 @@
-"""`LensResult`: what every layer of a text would predict, were it the last."""
+"""`LensResult`: the next token that each layer's residual stream predicts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,17 +10,18 @@ from numpy.typing import NDArray
 from mionnx.analysis.lens.readout import Readout
 from mionnx.errors import InputError
 from mionnx.view import Shown, new_figure, render
-from mionnx.view.figure import spelled
+from mionnx.view.figure import token_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+LABEL = 12  # characters of a token in a figure
 READABLE = 200  # positions from which on a figure's cells are too many for words
 
 
 @dataclass(frozen=True, repr=False)
 class LensResult(Shown):
-    """The logit lens over one text: the final norm, the head and the soft cap read every layer's residual stream.
+    """The logit lens over one text: residual streams read by the model's final norm and head.
 
     nostalgebraist, "interpreting GPT: the logit lens", 2020.
 
@@ -28,9 +29,9 @@ class LensResult(Shown):
         points: names of the hook points that were read, in execution order.
         positions: the positions that were read, from 0.
         tokens: the text of the prompt's tokens at these positions.
-        readout: what the streams say: [points, positions, ...].
-        answers: [positions] the likeliest token after the last layer.
-        tracked: further tokens whose way through the layers the page shows.
+        readout: the predictions: [points, positions, ...].
+        answers: [positions] the top token after the last layer.
+        tracked: further tokens that the page follows through the layers.
         spell: a token's text.
         known: the id of a token that is given by id or text.
         read: reads further tokens: [positions, tokens] ids -> `Readout`.
@@ -48,7 +49,7 @@ class LensResult(Shown):
 
     @property
     def top_ids(self) -> NDArray[np.int64]:
-        """[points, positions, k]: the likeliest tokens, in descending order."""
+        """[points, positions, k]: the most likely tokens, in descending order."""
         return self.readout.top_ids
 
     @property
@@ -58,12 +59,15 @@ class LensResult(Shown):
 
     @property
     def entropy(self) -> NDArray[np.float32]:
-        """[points, positions]: of the distribution, in nats."""
+        """[points, positions]: the entropy of the distribution, in nats."""
         return self.readout.entropy
 
     @property
     def divergence(self) -> NDArray[np.float32]:
-        """[points, positions]: KL(last layer || this point) in nats; rounding can make it a little less than 0."""
+        """[points, positions]: KL divergence (last layer || this point) in nats.
+
+        Rounding can make it a little less than 0.
+        """
         return self.readout.divergence
 
     def probability_of(self, token: int | str) -> NDArray[np.float32]:
@@ -79,12 +83,12 @@ class LensResult(Shown):
         return self._of(token).log_probs[..., 0]
 
     def rank_of(self, token: int | str) -> NDArray[np.int64]:
-        """[points, positions]: how many tokens are likelier than this one; 0 where it is the likeliest."""
+        """[points, positions]: how many tokens are more likely; 0 for the top token."""
         return self._of(token).ranks[..., 0]
 
     def __repr__(self) -> str:
         points, positions, k = self.top_ids.shape
-        return f"LensResult({points} points, {positions} positions, the {k} likeliest tokens)"
+        return f"LensResult({points} points, {positions} positions, top {k} tokens)"
 
     def _of(self, token: int | str) -> Readout:
         return self.read(np.full((len(self.positions), 1), self.known(token), np.int64))
@@ -96,18 +100,21 @@ class LensResult(Shown):
 
     @property
     def answer_rank(self) -> NDArray[np.int64]:
-        """[points, positions]: the rank of each position's own answer, 0 for the likeliest."""
+        """[points, positions]: the rank of each position's own answer, 0 for the top token."""
         return self.readout.ranks[..., 0]
 
     @property
     def converged(self) -> list[str | None]:
-        """Of each position the first point from which on the answer is the likeliest token; None if there is none."""
+        """[positions]: the first point from which the answer stays the top token.
+
+        None where it never does.
+        """
         right = self.top_ids[:, :, 0] == self.answers
-        held = np.logical_and.accumulate(right[::-1])[::-1]
-        return [self.points[int(column.argmax())] if column.any() else None for column in held.T]
+        settled = np.logical_and.accumulate(right[::-1])[::-1]
+        return [self.points[int(column.argmax())] if column.any() else None for column in settled.T]
 
     def at(self, position: int) -> int:
-        """Where a position of the prompt is among those that were read; negative from the last of these.
+        """The index of a prompt's position among those that were read; negative from the last one.
 
         Raises:
             InputError: it was not read.
@@ -119,7 +126,7 @@ class LensResult(Shown):
         return self.positions.index(position)
 
     def best(self, point: int, position: int) -> list[tuple[int, float]]:
-        """The likeliest tokens of one point and position, as (token id, probability)."""
+        """The most likely tokens of one point and position, as (token id, probability)."""
         return list(zip(self.top_ids[point, position].tolist(), self.top_probs[point, position].tolist(), strict=True))
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,7 +138,10 @@ class LensResult(Shown):
             "answers": self._named(self.answers.tolist()),
             "converged": self.converged,
             "top": [
-                [[[token, self.spell(token), chance] for token, chance in self.best(i, j)] for j in self._columns]
+                [
+                    [[token, self.spell(token), probability] for token, probability in self.best(i, j)]
+                    for j in self._columns
+                ]
                 for i in range(len(self.points))
             ],
             "answer_probability": self.answer_probability,
@@ -160,7 +170,7 @@ class LensResult(Shown):
         ]
 
     def page(self) -> str:
-        """A table of points and positions, each cell its likeliest token, coloured by what is chosen."""
+        """A table of points and positions with the top tokens, coloured by a measure of choice."""
         words = sorted({*self.top_ids.ravel().tolist(), *self.answers.tolist()})
         data = {
             "points": [label_of(point) for point in self.points],
@@ -180,27 +190,28 @@ class LensResult(Shown):
         return render("lens.html", "Logit lens", data=data)
 
     def figure(self) -> "Figure":
-        """The likeliest tokens, coloured by their probability."""
+        """The top tokens, coloured by their probability."""
         rows, columns = self.top_ids.shape[:2]
         readable = columns <= READABLE
         figure, axes = new_figure(1.2 + (0.95 if readable else 0.1) * columns, 1.2 + 0.32 * rows)
-        chances = self.top_probs[:, :, 0]
-        image = axes.imshow(chances, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+        probabilities = self.top_probs[:, :, 0]
+        image = axes.imshow(probabilities, vmin=0, vmax=1, cmap="Blues", aspect="auto")
         for i, j in np.ndindex(rows, columns) if readable else ():
             axes.text(
                 j,
                 i,
-                _short(self.spell(int(self.top_ids[i, j, 0]))),
+                token_label(self.spell(int(self.top_ids[i, j, 0])), LABEL),
                 ha="center",
                 va="center",
                 fontsize=8,
-                color="white" if chances[i, j] > 0.6 else "black",
+                color="white" if probabilities[i, j] > 0.6 else "black",
             )
         axes.set_yticks(range(rows), [label_of(point) for point in self.points], fontsize=8)
         if readable:
-            axes.set_xticks(range(columns), [_short(token) for token in self.tokens], fontsize=8, rotation=30)
+            labels = [token_label(token, LABEL) for token in self.tokens]
+            axes.set_xticks(range(columns), labels, fontsize=8, rotation=30)
         axes.set_xlabel("token of the prompt")
-        axes.set_title("likeliest next token after each point", fontsize=10)
+        axes.set_title("top next token after each point", fontsize=10)
         figure.colorbar(image, label="its probability", fraction=0.04)
         return figure
 
@@ -208,8 +219,3 @@ class LensResult(Shown):
 def label_of(point: str) -> str:
     """A residual hook point as a label: `2 post` for `blocks.2.hook_resid_post`."""
     return point.removeprefix("blocks.").replace(".hook_resid_", " ")
-
-
-def _short(token: str, most: int = 12) -> str:
-    shown = spelled(token)
-    return shown if len(shown) <= most else shown[: most - 1] + "…"

@@ -1,0 +1,144 @@
+"""`attribute`: a logit, or the difference of two, as the sum of what each component adds to it directly."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.analysis.attribution import decompose
+from mionnx.analysis.attribution.attribution import Attribution
+from mionnx.analysis.attribution.norm_graphs import NormGraphs
+from mionnx.analysis.attribution.residual_stack import decomposition_hooks, norm_before
+from mionnx.analysis.lens.unembedding import Unembedding
+from mionnx.bind.logit_selection import Logits
+from mionnx.errors import InputError, ModelError
+from mionnx.graph.hook_points import HookPoint
+from mionnx.run.hook_cache import HookCache
+from mionnx.run.prompt import Text, one_text, token_of, token_text
+from mionnx.run.runner import Prompt, Runner
+from mionnx.spec.hook_spec import HookSpec
+
+Vector = NDArray[np.float64]
+BEHIND = (HookPoint.FinalNorm, HookPoint.Logits)
+SLACK = {4: 1e-5, 2: 2e-2, 8: 1e-5}  # bytes of a float -> what sums may miss, relative to the sum of all sizes
+
+
+def attribute(
+    model: Runner,
+    prompt: Prompt,
+    answer: int | str | None = None,
+    versus: int | str | None = None,
+    *,
+    position: int = -1,
+    hooks: HookSpec | None = None,
+) -> Attribution:
+    """Decompose a logit, or one token's lead over another, into direct contributions.
+
+    The parts are the embeddings, every head, the rest of the attention outputs (biases), the MLPs, and the biases of
+    the final norm and the head. Heads go through a norm behind the attention (Gemma 2) as through the final one.
+
+    Args:
+        prompt: one text, or ids.
+        answer: by id or text; the top token if left out.
+        versus: the token that the answer's lead is over; None for the answer's logit itself.
+        position: at which the next token is predicted; negative from the end.
+        hooks: interventions to run the prompt with; one on the stream itself is no component, and an error, and so
+            is one at `hook_final_norm` or `hook_logits`, where all components have been added up.
+
+    Raises:
+        InputError: several prompts, no such position or token, or captures among the hooks, or interventions
+            behind the stream.
+        ModelError: the contributions do not add up to the model's own logit.
+
+    Example:
+        lead = model.attribute("The capital of France is", "Paris", versus="Berlin")
+        lead.top(3), lead.heads[3]  # the largest contributions, and those of layer 3's heads
+    """
+    text = one_text(model, prompt)
+    index = text.place(position)
+    cache = _stream_parts(model, text, index, hooks)
+    logits = cache.output()[0, 0]
+    chosen = int(logits.argmax()) if answer is None else token_of(model, answer)
+    against = None if versus is None else token_of(model, versus)
+    if chosen == against:
+        raise InputError(f"answer and versus are both token {chosen}: their difference is 0")
+    parts, unembedding = _components(model, cache), model.opened(Unembedding)
+    uncapped = unembedding.uncapped(logits, cache[_end(model)][0, 0])
+    values = _contributions(model, np.stack(list(parts.values())), cache, chosen, against)
+    logit = float(uncapped[chosen] - (0 if against is None else uncapped[against]))
+    _refuse_gap(model, values, logit)
+    return Attribution(
+        [*parts, "final_norm_bias", "head_bias"],
+        values,
+        0 if model.hooked.metadata.recurrent else model.num_heads,
+        model.num_layers,
+        logit,
+        unembedding.head.capped,
+        token_text(model, chosen),
+        None if against is None else token_text(model, against),
+        text.tokens,
+        index,
+    )
+
+
+def _end(model: Runner) -> HookPoint:
+    return HookPoint.ResidPost(model.num_layers - 1)
+
+
+def _stream_parts(model: Runner, text: Text, index: int, hooks: HookSpec | None) -> HookCache:
+    """Captures of all components of the stream at one position, and its logits."""
+    spec = HookSpec().extend(hooks or HookSpec())
+    if spec.captures:
+        raise InputError("the hooks of an attribution are interventions: what it captures are its own components")
+    for point in BEHIND:
+        if spec.has_intervention_at(point):
+            raise InputError(f"an intervention at {point} comes behind the stream, and changes no component of it")
+    for request in decomposition_hooks(model).captures:
+        spec.capture(request.what, positions=index)
+    return model.forward(text.ids, spec, logits=Logits(positions=index))
+
+
+def _components(model: Runner, cache: HookCache) -> dict[str, Vector]:
+    """Label -> what it adds to the stream, [hidden], in order."""
+    parts: dict[str, Vector] = {}
+    for label, name in decompose.additions(model.hooked, model.num_layers, "all", False, True):
+        value = cache[name][0, 0].astype(np.float64)
+        layer = HookPoint.parse(name).layer or 0
+        if label.endswith("_attn_out") and not model.hooked.metadata.recurrent:
+            shares = _head_shares(model, cache, layer)
+            parts |= {f"L{layer}H{head}": share for head, share in enumerate(shares)}
+            parts[f"{layer}_attn_bias"] = value - shares.sum(axis=0)
+        else:
+            parts[label] = value
+    return parts
+
+
+def _head_shares(model: Runner, cache: HookCache, layer: int) -> Vector:
+    """[head, hidden]: each head's share of the stream, behind the attention's norm if any."""
+    shares = cache[HookPoint.AttnResult(layer)][0, 0]
+    graphs = model.opened(NormGraphs)
+    if layer not in graphs.output_norms:
+        return shares.astype(np.float64)
+    beside = tuple(graphs.output_norms.values())
+    norm = graphs.linear(graphs.output_norms[layer], shares.sum(axis=0, keepdims=True), beside)
+    return norm.apply(shares[:, None])[:, 0]
+
+
+def _contributions(model: Runner, stack: Vector, cache: HookCache, answer: int, versus: int | None) -> Vector:
+    norm, unembedding = norm_before(model, cache, model.num_layers, False, None), model.opened(Unembedding)
+    ids = np.array([answer, *([] if versus is None else [versus])])
+    directions = unembedding.directions(ids)
+    direction = directions[0] - (directions[1] if len(ids) > 1 else 0)
+    offset = unembedding.offset(answer) - (0 if versus is None else unembedding.offset(versus))
+    projected = norm.project(stack[:, None, None], direction)[:, 0, 0]
+    return np.concatenate([projected, [norm.bias @ direction, offset]])
+
+
+def _refuse_gap(model: Runner, values: Vector, logit: float) -> None:
+    slack = SLACK[np.dtype(model.hooked.dtype(_end(model))).itemsize]
+    gap = abs(float(values.sum()) - logit)
+    if not gap <= slack * max(1.0, float(np.abs(values).sum())):
+        raise ModelError(
+            f"{model.hooked.metadata.family}: the components contribute {values.sum():.5f}, and the logit is "
+            f"{logit:.5f}: something else is added to the stream, or an intervention changes the stream itself"
+        )

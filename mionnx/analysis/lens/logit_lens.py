@@ -1,0 +1,202 @@
+"""`logit_lens`: residual streams read as predictions of the next token, and all logits of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mionnx.analysis.lens.lens_result import LensResult
+from mionnx.analysis.lens.readout import Lens, LogitHead, Readout
+from mionnx.errors import HookError, InputError, nearest
+from mionnx.graph.hook_points import HookPoint
+from mionnx.run.prompt import Text, is_stream, one_text, streams_of, token_of, token_text
+from mionnx.run.runner import Prompt, Runner
+from mionnx.spec.hook_spec import HookSpec
+
+Scored = list[tuple[int, float]]  # token ids with a probability, cosine or logit each, in descending order
+STREAMS = ("resid_pre", "resid_mid", "resid_post")
+
+
+@overload
+def logit_lens(model: Runner, source: NDArray[np.floating[Any]], *, k: int = 10) -> list[Any]: ...  # type: ignore[overload-overlap]
+
+
+@overload
+def logit_lens(
+    model: Runner,
+    source: Prompt,
+    hooks: HookSpec | None = None,
+    *,
+    k: int = 10,
+    layers: Sequence[int] | None = None,
+    positions: int | Sequence[int] | None = None,
+    points: str | Sequence[str] = "resid_post",
+    tokens: Sequence[int | str] = (),
+) -> LensResult: ...
+
+
+def logit_lens(
+    model: Runner,
+    source: Any,
+    hooks: HookSpec | None = None,
+    *,
+    k: int = 10,
+    layers: Sequence[int] | None = None,
+    positions: int | Sequence[int] | None = None,
+    points: str | Sequence[str] = "resid_post",
+    tokens: Sequence[int | str] = (),
+) -> LensResult | list[Any]:
+    """Read residual streams with the model's own final norm, head, soft cap and softmax.
+
+    All of it happens inside a graph that returns the k largest probabilities and those of chosen tokens, in blocks:
+    [layers, seq, vocab] is never held.
+
+    Args:
+        source: a prompt (a text, `Tokens` or integer ids), or, as floats, a residual [hidden] or several
+            [n, hidden], which the other arguments but `k` do not apply to.
+        hooks: interventions to run the prompt with.
+        k: how many of the most likely tokens.
+        layers: layers to read; all if left out.
+        positions: positions to read, negative ones from the end; all if left out.
+        points: streams of a layer: "resid_post", "resid_pre", "resid_mid", or several of these.
+        tokens: further tokens, by id or text, to follow through the layers.
+
+    Returns:
+        a `LensResult` for a prompt; [(token id, probability)] for a residual; a list of these for several.
+
+    Raises:
+        InputError: several prompts, NaN, another width, or a k, position, token or layer that does not exist.
+        HookError: points that the model does not have.
+
+    Example:
+        lens = model.logit_lens("The capital of France is", k=3)
+        [lens.spell(token) for token, _ in lens.best(-1, -1)]  # the last layer's top tokens at the last position
+    """
+    if is_stream(source):
+        if not (hooks is layers is positions is None and points == "resid_post" and len(tokens) == 0):
+            raise InputError("hooks, layers, positions, points and tokens apply to a prompt, not to a residual")
+        return read_vectors(model, source, k)
+    text = one_text(model, source)
+    indices = _indices(text, positions)
+    names = _stream_names(model, layers, points)
+    streams = _captured(model, text, hooks, [*names, _last_stream(model)], indices)
+    tracked = [token_of(model, token) for token in tokens]
+    return _lens_result(model, text, names, indices, streams, tracked, k)
+
+
+def _lens_result(
+    model: Runner,
+    text: Text,
+    names: list[str],
+    indices: list[int],
+    streams: NDArray[Any],
+    tracked: list[int],
+    k: int,
+) -> LensResult:
+    lens, reference = model.opened(Lens), streams[-1]
+
+    def read(chosen: NDArray[np.int64], k: int = 1) -> Readout:
+        return lens.read(reference, streams[:-1], chosen, k)
+
+    no_tokens = np.empty((len(indices), 0), np.int64)
+    answers = lens.read(reference, streams[-1:], no_tokens, 1).top_ids[0, :, 0]
+    followed = np.column_stack([answers, *(np.full(len(indices), token) for token in tracked)])
+    return LensResult(
+        names,
+        indices,
+        [text.tokens[index] for index in indices],
+        read(followed, k),
+        answers,
+        tracked,
+        lambda token: token_text(model, token),
+        lambda token: token_of(model, token),
+        read,
+    )
+
+
+def _captured(model: Runner, text: Text, hooks: HookSpec | None, names: list[str], indices: list[int]) -> NDArray[Any]:
+    """The streams of these names, [names, positions, hidden]."""
+    spec = HookSpec().extend(hooks or HookSpec())
+    if spec.captures:
+        raise InputError("the hooks of a lens are interventions: what it captures are its own streams")
+    for name in dict.fromkeys(names):
+        spec.capture(name, positions=indices)
+    cache = model.forward(text.ids, spec, logits=False)
+    return np.stack([cache[name][0] for name in names])
+
+
+def _last_stream(model: Runner) -> str:
+    return str(HookPoint.ResidPost(model.num_layers - 1))
+
+
+def _stream_names(model: Runner, layers: Sequence[int] | None, points: str | Sequence[str]) -> list[str]:
+    """The hook points of the requested residual streams, in execution order."""
+    wanted = [points] if isinstance(points, str) else list(points)
+    for point in wanted:
+        if point not in STREAMS:
+            raise HookError(f"no residual stream {point!r}; one of {', '.join(STREAMS)}{nearest(point, STREAMS)}")
+    chosen = range(model.num_layers) if layers is None else layers
+    missing = [layer for layer in chosen if layer not in range(model.num_layers)]
+    if missing:
+        raise InputError(f"no layer {missing[0]!r}: the model has layers 0 to {model.num_layers - 1}")
+    names = [f"blocks.{layer}.hook_{point}" for layer in sorted({*chosen}) for point in STREAMS if point in wanted]
+    for name in names:
+        model.hooked.axes(HookPoint.parse(name))  # refuses what the model does not have
+    if not names:
+        raise InputError("no layer or no point to read")
+    return names
+
+
+def _indices(text: Text, positions: int | Sequence[int] | None) -> list[int]:
+    """The positions to read, counted from the start."""
+    if positions is None:
+        return list(range(len(text)))
+    wanted: Iterable[int] = [int(positions)] if isinstance(positions, int | np.integer) else positions
+    indices = [text.place(position) for position in wanted]
+    if not indices:
+        raise InputError("a lens of no positions would be empty")
+    return indices
+
+
+def read_vectors(model: Runner, residual: ArrayLike, k: int) -> list[Any]:
+    """The top tokens of a residual [hidden], or of several [n, hidden], read by the lens.
+
+    Raises:
+        InputError: another shape, NaN, or a k that does not exist.
+    """
+    streams = streams_of(residual, model.hidden_size)
+    if streams.ndim > 2:
+        raise InputError(f"residual is {list(streams.shape)}; it must be [hidden] or [n, hidden]")
+    rows = streams.reshape(-1, model.hidden_size)
+    readout = model.opened(Lens).read(rows, rows[None], np.empty((len(rows), 0), np.int64), k)
+    scored = [_scored(*pair) for pair in zip(readout.top_ids[0], np.exp(readout.top[0]), strict=True)]
+    return scored[0] if streams.ndim == 1 else scored
+
+
+def _scored(ids: NDArray[np.int64], values: NDArray[Any]) -> Scored:
+    return list(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+def project_to_vocab(model: Runner, residual: ArrayLike) -> NDArray[Any]:
+    """All logits of residual streams, read as the last layer's: final norm, head, soft cap.
+
+    Args:
+        residual: [..., hidden].
+
+    Returns:
+        [..., vocab], all of them at once; for the last layer's `hook_resid_post`, the model's own logits.
+        `logit_lens` gives the top tokens without holding all logits.
+
+    Raises:
+        InputError: another width, or NaN.
+
+    Example:
+        stream = model.forward("The capital of France is", HookSpec().capture("blocks.2.hook_resid_post"))
+        model.project_to_vocab(stream["resid_post", 2]).shape  # (1, seq, vocab)
+    """
+    streams = streams_of(residual, model.hidden_size)
+    logits = model.opened(LogitHead).run(streams.reshape(1, -1, model.hidden_size))
+    return logits.reshape(*streams.shape[:-1], model.vocab_size)

@@ -1,0 +1,120 @@
+"""Tokens as vectors: rows of the embedding, columns of the unembedding, and the tokens nearest to a vector."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mionnx.analysis.lens.logit_lens import Scored
+from mionnx.analysis.lens.nearest_tokens import cosines, largest, products
+from mionnx.engine.options import Options
+from mionnx.errors import InputError
+from mionnx.graph import matrices
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.run.prompt import streams_of, token_of
+from mionnx.run.runner import Runner
+from mionnx.spec.hook_spec import HookSpec
+
+
+class Vocabulary:
+    """The embedding and the unembedding of one model, memory-mapped."""
+
+    def __init__(self, hooked: HookedModel, options: Options) -> None:
+        self.hooked = hooked
+
+    @cached_property
+    def embedding(self) -> NDArray[Any]:
+        """[vocab, hidden]."""
+        return matrices.embedding(self.hooked)
+
+    @cached_property
+    def unembedding(self) -> NDArray[Any]:
+        """[hidden, vocab]."""
+        return matrices.unembedding(self.hooked)
+
+
+def embedding_for(model: Runner, token: int | str, scaled: bool = True) -> NDArray[Any]:
+    """A token's embedding, [hidden].
+
+    Args:
+        token: by id or text.
+        scaled: with the scale that the model gives it (Gemma): its `hook_embed`; else the row of the table.
+
+    Raises:
+        InputError: no such token.
+
+    Example:
+        model.embedding_for("Paris")
+    """
+    token_id = token_of(model, token)
+    if not scaled:
+        return np.array(model.opened(Vocabulary).embedding[token_id])
+    spec = HookSpec().capture(HookPoint.Embed)
+    return model.forward([token_id], spec, logits=False)[HookPoint.Embed][0, 0]
+
+
+def unembedding_for(model: Runner, token: int | str) -> NDArray[Any]:
+    """A token's direction in the unembedding, [hidden].
+
+    Its product with a final-normed stream is the logit before the head's bias, scale (Cohere) and soft cap.
+
+    Raises:
+        InputError: no such token.
+
+    Example:
+        model.unembedding_for("Paris") - model.unembedding_for("Berlin")
+    """
+    return np.array(model.opened(Vocabulary).unembedding[:, token_of(model, token)])
+
+
+def embedding_neighbors(model: Runner, query: ArrayLike | str, k: int = 10) -> Scored:
+    """The tokens whose embeddings have the largest cosine with a vector.
+
+    Args:
+        query: [hidden]; or a token's text, for its own embedding.
+        k: how many.
+
+    Returns:
+        [(token id, cosine)], the nearest first.
+
+    Raises:
+        InputError: another width, NaN, a zero vector, or another k than 1 to the vocabulary's size.
+
+    Example:
+        model.embedding_neighbors("Paris", k=3)
+    """
+    vector = embedding_for(model, query, scaled=False) if isinstance(query, str) else _one_vector(model, query, "query")
+    return largest(cosines(model.opened(Vocabulary).embedding, vector), k)
+
+
+def project_through_unembed(model: Runner, vec: ArrayLike, k: int = 10) -> Scored:
+    """The tokens whose unembedding directions have the largest product with a vector.
+
+    This is the raw product, without norm, bias and soft cap.
+
+    Args:
+        vec: [hidden], for example a head's output.
+        k: how many.
+
+    Returns:
+        [(token id, logit)], the largest first.
+
+    Raises:
+        InputError: another width, NaN, or another k than 1 to the vocabulary's size.
+
+    Example:
+        cache = model.forward("The capital of France is", HookSpec().capture("blocks.3.hook_mlp_out"))
+        model.project_through_unembed(cache["mlp_out", 3][0, -1], k=3)
+    """
+    return largest(products(model.opened(Vocabulary).unembedding.T, _one_vector(model, vec, "vec")), k)
+
+
+def _one_vector(model: Runner, vector: ArrayLike, name: str) -> NDArray[Any]:
+    array = streams_of(vector, model.hidden_size, name)
+    if array.ndim != 1:
+        raise InputError(f"{name} is {list(array.shape)}; it must be [hidden={model.hidden_size}]")
+    return array

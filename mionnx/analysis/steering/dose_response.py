@@ -1,0 +1,202 @@
+"""`dose_response`: the answers to prompts under a direction of several strengths, and the strength that flips them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import log_softmax
+
+from mionnx.analysis.ablation import AblationResult
+from mionnx.analysis.steering.calibration import vector_norms
+from mionnx.analysis.steering.directions import Direction
+from mionnx.analysis.steering.dose_result import Answers, DoseResponse
+from mionnx.analysis.steering.prompts import Texts, one_list_each, positions_of, texts_of
+from mionnx.bind.logit_selection import Logits
+from mionnx.errors import InputError, InterventionError
+from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.tokens import Tokens
+from mionnx.machine.progress import Progress, silent
+from mionnx.run.prompt import token_of, token_text
+from mionnx.run.runner import Runner
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.intervention import Intervention
+from mionnx.spec.limits import Positions
+
+ROWS = 32  # of one call
+CUTS = 15  # strengths tried at once between two others
+FINEST = 1e-6  # of the largest strength: below, neighbouring ones are the same in float32
+Row = tuple[int, float]  # a prompt's number and a strength
+Bracket = tuple[int, float, float]  # a prompt's number, a strength before its answer flips, and one after
+Target = str | int | Sequence[str | int] | None
+
+
+def dose_response(
+    model: Runner,
+    prompts: Texts,
+    direction: Direction,
+    strengths: ArrayLike,
+    *,
+    target: Target = None,
+    positions: Positions | None = None,
+    bisect: float | None = None,
+    progress: Progress = silent,
+) -> DoseResponse:
+    """Add a direction at several strengths and measure the answers.
+
+    All strengths are rows of a few calls of one graph.
+
+    Args:
+        prompts: texts; the token after each is its answer.
+        direction: the vector to add, `directions[layer]`.
+        strengths: factors of it; 1 adds it as it is.
+        target: the token whose probability is followed, as an id or as a text that is one token; one, or one for
+            each prompt. If left out, the answer at the strength farthest from 0.
+        positions: of the tokens that are steered; all if left out. A list for each prompt may be given.
+        bisect: search for the strength at which the answer becomes the target, to within this, on both sides of 0,
+            between the given strengths.
+        progress: called as (stage, done, total).
+
+    Raises:
+        InputError: no prompts or strengths, a target that is not one token, or logits that are no longer finite.
+        HookError, InterventionError: a direction that does not fit the model.
+
+    Example:
+        directions = model.contrast("Germany is governed from", "France is governed from")
+        dose = model.dose_response("The capital of France is", directions[2], [0, 0.5, 1, 2], target="Berlin")
+        dose.probabilities[0], dose.flips[0]
+    """
+    texts, doses = texts_of("prompts", prompts), _doses(strengths)
+    finest: float = FINEST * float(np.abs(doses).max()) or FINEST
+    if bisect is not None and not bisect >= finest:
+        raise InputError(f"bisect={bisect!r}: strengths are float32, and tell {finest:.1g} apart at best")
+    trial = Trial(model, [model.tokenize(text) for text in texts], direction, positions, progress)
+    strongest = max(doses.tolist(), key=lambda dose: (abs(dose), dose))
+    targets = _targets(model, target, len(texts))
+    if targets is None:
+        targets = np.array([logits.argmax() for logits in trial.logits([(i, strongest) for i in range(len(texts))])])
+    answers = trial.answers(doses, targets)
+    baseline = trial.baseline.argmax(axis=1)
+    hit = (answers.top == targets[:, None]) & (baseline != targets)[:, None]
+    flips = trial.flips([*brackets(doses, hit)], targets, bisect)
+    tokens = sorted({*targets.tolist(), *baseline.tolist(), *answers.top.ravel().tolist()})
+    names = {token: token_text(model, token) for token in tokens}
+    share = direction.norm / float(vector_norms(model, trial.texts, [direction.hook], positions)[0])
+    return DoseResponse(
+        direction.hook, tuple(texts), doses, answers, targets, baseline, flips, bisect or 0.0, share, names
+    )
+
+
+def _targets(model: Runner, target: Target, count: int) -> NDArray[np.int64] | None:
+    """[prompts] token ids; None if no target was given."""
+    if target is None:
+        return None
+    several = [target] * count if isinstance(target, str | int | np.integer) else [*target]
+    if len(several) != count:
+        raise InputError(f"{len(several)} targets for {count} prompts")
+    return np.array([token_of(model, one) for one in several])
+
+
+class Trial:
+    """One direction tried on prompts."""
+
+    def __init__(
+        self, model: Runner, texts: list[Tokens], direction: Direction, positions: Any, progress: Progress
+    ) -> None:
+        self.model, self.texts, self.direction = model, texts, direction
+        self.positions, self.progress = positions, progress
+        width = model.hooked.axes(HookPoint.parse(direction.hook))[-1]
+        if direction.vector.shape != (width,):
+            raise InterventionError(
+                f"a direction of width {len(direction.vector)} at {direction.hook}, where the width is {width}"
+            )
+        self.baseline = np.stack([*self.logits([(i, 0.0) for i in range(len(texts))])])
+
+    def logits(self, rows: Sequence[Row]) -> Iterator[NDArray[Any]]:
+        """[vocab] for each row: the logits of the last position."""
+        for first in range(0, len(rows), ROWS):
+            self.progress("steering", first, len(rows))
+            here = rows[first : first + ROWS]
+            strengths = np.array([strength for _, strength in here], np.float32)
+            value = strengths[:, None, None] * self.direction.vector
+            at = self.positions
+            if one_list_each(at):
+                at = [positions_of(at, prompt, len(self.texts)) for prompt, _ in here]
+            spec = HookSpec().intervene(self.direction.hook, Intervention.Add(value, positions=at))
+            texts = [self.texts[prompt] for prompt, _ in here]
+            logits = self.model.forward(texts, spec, logits=Logits(positions=-1)).output()[:, 0]
+            _refuse_unbounded(logits, strengths)
+            yield from logits
+        self.progress("steering", len(rows), len(rows))
+
+    def answers(self, doses: NDArray[np.float64], targets: NDArray[np.int64]) -> Answers:
+        """The answer of every prompt at every strength."""
+        rows = [(prompt, float(dose)) for prompt in range(len(self.texts)) for dose in doses]
+        measured = [
+            self._measured(logits, prompt, int(targets[prompt]))
+            for logits, (prompt, _) in zip(self.logits(rows), rows, strict=True)
+        ]
+        columns = [np.array(column).reshape(len(self.texts), len(doses)) for column in zip(*measured, strict=True)]
+        return Answers(*columns)
+
+    def _measured(self, logits: NDArray[Any], prompt: int, target: int) -> tuple[float, float, int, float]:
+        log_probs, top = log_softmax(logits.astype(np.float64)), int(logits.argmax())
+        kl = AblationResult(self.baseline[prompt], logits).kl_divergence()
+        return kl, float(np.exp(log_probs[target])), top, float(np.exp(log_probs[top]))
+
+    def flips(self, flipping: list[Bracket], targets: NDArray[np.int64], bisect: float | None) -> NDArray[np.float64]:
+        """[prompts]: the strength nearest 0 at which the answer becomes the target."""
+        while bisect is not None and any(abs(high - low) > bisect for _, low, high in flipping):
+            flipping = self._narrower(flipping, targets, bisect)
+        flips = np.full(len(self.texts), np.nan)
+        for prompt, _, high in flipping:
+            if not abs(flips[prompt]) <= abs(high):
+                flips[prompt] = high
+        return flips
+
+    def _narrower(self, flipping: list[Bracket], targets: NDArray[np.int64], bisect: float) -> list[Bracket]:
+        wide = [one for one in flipping if abs(one[2] - one[1]) > bisect]
+        cuts = [np.linspace(low, high, CUTS + 2).tolist() for _, low, high in wide]
+        rows = [(one[0], cut) for one, inner in zip(wide, cuts, strict=True) for cut in inner[1:-1]]
+        hits = [logits.argmax() == targets[row[0]] for row, logits in zip(rows, self.logits(rows), strict=True)]
+        narrow = [one for one in flipping if one not in wide]
+        for n, (one, inner) in enumerate(zip(wide, cuts, strict=True)):
+            first = [*hits[n * CUTS : (n + 1) * CUTS], True].index(True)
+            narrow.append((one[0], inner[first], inner[first + 1]))
+        return narrow
+
+
+def brackets(strengths: NDArray[np.float64], hit: NDArray[np.bool_]) -> Iterator[Bracket]:
+    """Each prompt's first strength that reaches its target, on either side of zero.
+
+    With it comes the strength before, 0 if it is the first.
+
+    Args:
+        strengths: [strengths].
+        hit: [prompts, strengths], whether the top token is the target.
+    """
+    for sign in (1, -1):
+        side = np.flatnonzero(strengths * sign > 0)
+        outward = side[np.argsort(strengths[side] * sign)]
+        for prompt, hits in enumerate(hit[:, outward]):
+            if hits.any():
+                first = int(hits.argmax())
+                yield prompt, float(strengths[outward[first - 1]]) if first else 0.0, float(strengths[outward[first]])
+
+
+def _refuse_unbounded(logits: NDArray[Any], strengths: NDArray[Any]) -> None:
+    bad = ~np.isfinite(logits.astype(np.float64)).all(axis=1)
+    if bad.any():
+        raise InputError(f"at strength {strengths[bad][0]:g} the logits are no longer finite: steer less")
+
+
+def _doses(strengths: ArrayLike) -> NDArray[np.float64]:
+    try:
+        doses = np.unique(np.asarray(strengths, np.float64))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"strengths must be numbers: {error}") from error
+    if doses.size == 0 or not np.isfinite(doses).all():
+        raise InputError(f"strengths must be one or more finite numbers, got {strengths!r}")
+    return doses

@@ -1,0 +1,122 @@
+"""Values, positions and masks of a spec as inputs of the graph, for one token batch."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from mionnx.bind.attention_mask import refuse_rows_without_keys
+from mionnx.bind.hook_index import HookIndex
+from mionnx.bind.plan import BoundCapture
+from mionnx.bind.selection import Selection, refuse_unread
+from mionnx.errors import InterventionError
+from mionnx.graph.axes import dynamic_sizes, heads_axis, shape_of
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.inputs.token_batch import TokenBatch
+from mionnx.rewrite.intervene import TOKEN_POSITIONS
+from mionnx.rewrite.plan import Edit
+from mionnx.spec.intervention import Intervention
+from mionnx.spec.kinds.kind import ValueShape
+
+NOWHERE = -2  # in an input of positions: selects no token; -1 is what padding has
+Pairs = Sequence[tuple[Edit, Intervention]]
+
+
+def edit_inputs(edits: Pairs, hooks: HookIndex, batch: TokenBatch) -> dict[str, NDArray[Any]]:
+    """The inputs with the values, positions and masks of interventions.
+
+    Raises:
+        InterventionError: a value that does not fit, a position, head or row that does not exist, or an attention row
+            that would be left with no key.
+    """
+    sizes = dynamic_sizes(batch.batch, batch.seq, batch.total)
+    points = [HookPoint.parse(edit.hook) for edit, _ in edits]
+    selections = [
+        Selection(edit, intervention, shape_of(hooks.dims(point), sizes), batch)
+        for (edit, intervention), point in zip(edits, points, strict=True)
+    ]
+    inputs: dict[str, NDArray[Any]] = {TOKEN_POSITIONS: batch.token_positions}
+    for selection, point in zip(selections, points, strict=True):
+        inputs |= _inputs(selection, hooks.dtype(point))
+    _refuse_blind(selections, batch, hooks.model)
+    refuse_unread(selections)
+    return inputs
+
+
+def _inputs(selection: Selection, dtype: DTypeLike) -> dict[str, NDArray[Any]]:
+    edit = selection.edit
+    inputs = dict(zip(edit.value_inputs, selection.values(dtype), strict=True))
+    positions = selection.positions()
+    if positions is not None:
+        inputs[edit.positions_input] = _table(positions, selection.call.batch)
+    if edit.masked:
+        inputs[edit.mask_input] = selection.mask()
+    return inputs
+
+
+def _table(positions: dict[int, list[int]], batch: int) -> NDArray[np.int64]:
+    """Row -> positions as [batch, n]."""
+    table = np.full((batch, max(1, *map(len, positions.values()))), NOWHERE, np.int64)
+    for row, columns in positions.items():
+        table[row, : len(columns)] = columns
+    return table
+
+
+def _refuse_blind(selections: Iterable[Selection], batch: TokenBatch, model: HookedModel) -> None:
+    """Refuse knockouts that together leave an attention row without a key."""
+    blocked: dict[int, NDArray[np.bool_]] = {}
+    for selection in selections:
+        layer, mask = HookPoint.parse(selection.edit.hook).layer, selection.intervention.value
+        knocks_out = selection.intervention.rules.shape is ValueShape.ATTENTION_MASK
+        if knocks_out and layer is not None and mask is not None:
+            here = np.isneginf(selection.knockout_mask(mask)) & selection.selected()
+            blocked[layer] = blocked[layer] | here if layer in blocked else here
+    for layer, mask in blocked.items():
+        window = model.metadata.attention[layer].sliding_window
+        refuse_rows_without_keys(str(HookPoint.AttnScores(layer)), mask, batch, window)
+
+
+def weight_inputs(edits: Pairs) -> dict[str, NDArray[Any]]:
+    """The inputs with the weights of splices; they are the same for every token batch."""
+    return {
+        edit.weight_input(name): array
+        for edit, intervention in edits
+        if intervention.fragment is not None
+        for name, array in intervention.fragment.weights.items()
+    }
+
+
+def capture_inputs(captures: Iterable[BoundCapture], batch: TokenBatch) -> dict[str, NDArray[Any]]:
+    """The inputs with the positions and heads of captures in part.
+
+    Raises:
+        InterventionError: a position or head that does not exist.
+    """
+    inputs: dict[str, NDArray[Any]] = {}
+    for capture in captures:
+        node, request = capture.node, capture.request
+        if request.positions is not None:
+            inputs[node.columns_input] = columns(f"capture at {node.hook}", request.positions, batch)
+        if request.heads is not None:
+            count = capture.dims[heads_axis(node.axes) or 0]
+            if max(request.heads) >= int(count):
+                raise InterventionError(f"capture at {node.hook}: head {max(request.heads)} of {count}")
+            inputs[node.heads_input] = np.array(request.heads)
+    return inputs
+
+
+def columns(what: str, positions: Sequence[int], batch: TokenBatch) -> NDArray[np.int64]:
+    """The columns of a token batch at which positions of each row's text stand, [batch, n].
+
+    Raises:
+        InterventionError: a position that a row does not have, or that lies in the past.
+    """
+    if batch.final_lengths is not None:
+        raise InterventionError(f"{what}: a generation computes one position after another; choose them in `forward`")
+    try:
+        rows = [[batch.columns([position], row)[0] for position in positions] for row in range(batch.batch)]
+    except LookupError as error:
+        raise InterventionError(f"{what}: {error}") from None
+    return np.array(rows, np.int64)

@@ -1,0 +1,87 @@
+"""End of a generated text: by number of tokens, by an end-of-text token, by a string."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mionnx.errors import InputError, InterventionError
+from mionnx.inputs.token_batch import TokenBatch
+from mionnx.run.streamer import Decoder
+from mionnx.spec.hook_spec import HookSpec
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """Conditions that end a row of a generation.
+
+    Attributes:
+        max_new_tokens: a row ends at the latest after so many tokens.
+        min_new_tokens: an end-of-text token cannot be chosen before so many.
+        eos_token_ids: a row ends after one of these tokens, which is kept.
+        strings: a row ends when its new text contains one of these; the token that completes it is kept.
+
+    Raises:
+        InputError: no integers, a minimum above the maximum, or an empty string.
+    """
+
+    max_new_tokens: int
+    min_new_tokens: int
+    eos_token_ids: tuple[int, ...]
+    strings: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("max", self.max_new_tokens, 1), ("min", self.min_new_tokens, 0)):
+            if not isinstance(value, int | np.integer) or value < least:
+                raise InputError(f"{name}_new_tokens must be an integer of {least} or above, got {value!r}")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise InputError(f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}")
+
+    def ends(self, new: Sequence[int], tokenizer: Decoder | None) -> bool:
+        """Whether a row with these new tokens has ended."""
+        if len(new) >= self.max_new_tokens or new[-1] in self.eos_token_ids:
+            return True
+        if not self.strings or tokenizer is None:
+            return False
+        text = tokenizer.decode([*new], skip_special_tokens=False)
+        return any(string in text for string in self.strings)
+
+    def refuse_too_long(self, batch: TokenBatch, limit: int | None) -> None:
+        """Refuse a generation that needs more positions than the model has.
+
+        Raises:
+            InputError: naming the number of positions.
+        """
+        longest = int(batch.lengths.max()) + self.max_new_tokens - 1  # the last token is never read
+        if limit is not None and longest > limit:
+            raise InputError(
+                f"max_new_tokens={self.max_new_tokens} after {int(batch.lengths.max())} tokens, but the model has "
+                f"positions for {limit} only"
+            )
+
+    def refuse_unreached(self, spec: HookSpec) -> None:
+        """Refuse interventions in the phase "generated" where no generated token is read.
+
+        Raises:
+            InterventionError: there is such an intervention, and `max_new_tokens` is 1.
+        """
+        phases: list[Any] = [edit.positions for _, edit in spec.interventions]
+        for state in (*spec.state_knockouts, *spec.state_steerings):
+            phases += state.positions_
+        if any(isinstance(phase, str) and phase == "generated" for phase in phases) and self.max_new_tokens == 1:
+            raise InterventionError(
+                "an intervention in the phase 'generated' would do nothing: with max_new_tokens=1 no new token is read"
+            )
+
+
+def stop_texts(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Stop strings as a tuple.
+
+    Raises:
+        InputError: an empty one, or no string.
+    """
+    strings = (given,) if isinstance(given, str) else tuple(given or ())
+    if not all(isinstance(string, str) and string for string in strings):
+        raise InputError(f"stop_strings must be texts of at least one character, got {given!r}")
+    return strings
