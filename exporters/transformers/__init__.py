@@ -21,9 +21,9 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # or the index of their sh
 
 
 def recognises(folder: Path) -> bool:
-    """Whether a folder holds a transformers checkpoint: a `config.json` that names a `model_type`, but no RWKV.
+    """Whether a folder holds a transformers checkpoint: a `config.json` with a `model_type`.
 
-    Cheap: torch and transformers are not imported.
+    RWKV is left to its own exporter. Cheap: torch and transformers are not imported.
     """
     try:
         named = isinstance(json.loads((folder / "config.json").read_text()).get("model_type"), str)

@@ -91,7 +91,7 @@ def among(op: Builder, positions: gs.Tensor, wanted: gs.Tensor) -> gs.Variable:
 
 
 def token_positions(graph: gs.Graph, report: Report) -> gs.Variable:
-    """[batch, seq]: each token's position in its own row's text, -1 for padding."""
+    """Position of each token in its row's text, -1 for padding: int64 [batch, seq]."""
     tensors = graph.tensors()
     op = Builder(graph, TOKEN_POSITIONS, TOKEN_POSITIONS, report)
     if "attention_mask" not in tensors:  # a recurrent model has no use for a mask or positions of its own
