@@ -46,7 +46,9 @@ class Stored:
 
 
 def read_tensors(folder: Path, staging: Path) -> list[Stored]:
-    """All tensors of a checkpoint folder; a `pytorch_model.bin` is first rewritten as safetensors into `staging`.
+    """Read the tensors of a checkpoint folder.
+
+    A `pytorch_model.bin` is first rewritten as safetensors into `staging`.
 
     Raises:
         ExportError: no weights, a missing shard, or a damaged file.
@@ -113,7 +115,7 @@ def same_bytes(one: Stored, other: Stored) -> bool:
 
 
 def export_dtype(name: str, tensors: list[Stored]) -> torch.dtype:
-    """The dtype that a user named; "auto" is the one that most of a checkpoint's tensors have.
+    """Parse a dtype's name; "auto" is the dtype of most of the checkpoint's tensors.
 
     Raises:
         ExportError: no such dtype, or a checkpoint in one that no model can be exported as.

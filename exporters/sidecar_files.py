@@ -1,4 +1,4 @@
-"""What is kept beside a hooked model, where the checkpoint has it: the config, and what tokenizers are made of."""
+"""Files beside a hooked model: the checkpoint's config and tokenizer files."""
 
 import shutil
 from pathlib import Path

@@ -43,7 +43,7 @@ _TORCH_DTYPE = {number: dtype for dtype, number in _IR_DTYPE.items()}
 
 @dataclass(frozen=True)
 class Placed:
-    """Where one parameter's bytes lie in the hooked model's folder."""
+    """File, offset and length of one parameter in the hooked model's folder."""
 
     location: str
     offset: int

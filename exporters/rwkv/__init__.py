@@ -10,9 +10,9 @@ from mionnx.machine.progress import Progress, silent
 
 
 def recognises(folder: Path) -> bool:
-    """Whether a folder holds an RWKV-6 or RWKV-7 checkpoint, as safetensors or `.pth`, by the names of its tensors.
+    """Whether a folder holds an RWKV-6 or RWKV-7 checkpoint, by the names of its tensors.
 
-    Cheap: torch is not imported, and nothing is unpickled.
+    It may be safetensors or `.pth`. Cheap: torch is not imported, and nothing is unpickled.
     """
     from exporters.rwkv.layouts import find_layout
     from exporters.rwkv.names import tensor_names

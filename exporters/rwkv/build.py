@@ -79,7 +79,7 @@ class Build:
         return self.op.MatMul(value, self.matrix(canonical))
 
     def mix(self, layer: int, which: str) -> ir.Value:
-        """One of RWKV-7's token-shift mixes, [..., hidden]; older files have the six of a layer as one tensor."""
+        """One of RWKV-7's token-shift mixes, [..., hidden]; older files store six as one tensor."""
         canonical = f"blocks.{layer}.att.{which}"
         if self.has(canonical):
             return self.weight(canonical)
@@ -112,7 +112,7 @@ class Build:
         return self.constants[name]
 
     def hook(self, name: str, value: ir.Value) -> ir.Value:
-        """Give a value a hook's name. Whoever is to see an intervention there reads what this returns."""
+        """Name a value as a hook point; later nodes read the value returned."""
         if value.producer() is None or value.name in self.hooks:
             value = self.op.Identity(value)
         value.name = name

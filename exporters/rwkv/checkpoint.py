@@ -1,4 +1,4 @@
-"""What an RWKV checkpoint is: its layout, its sizes, and what its config says."""
+"""RWKV checkpoints: layout, sizes and constants."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ LAYER_NORM_EPS = 1e-5
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a checkpoint, from its tensors, and its constants, from its config where it has one.
+    """Sizes from a checkpoint's tensors, and constants from its config if it has one.
 
     Attributes:
         rescale_every: after how many layers the stream is halved; 0 for never.
@@ -121,7 +121,7 @@ def _check_config(config: Mapping[str, Any], attention: int, hidden: int) -> Non
 
 
 def _group_norm_eps(config: Mapping[str, Any], version: int, head_dim: int) -> float:
-    """RWKV-6: 1e-5 x head_size_divisor^2; RWKV-7 in fla's layout: head_dim x norm_eps; 64e-5 where nothing is said."""
+    """RWKV-6: 1e-5 x head_size_divisor^2; RWKV-7 of fla: head_dim x norm_eps; default 64e-5."""
     if version == 6 and "head_size_divisor" in config:
         return 1e-5 * float(config["head_size_divisor"]) ** 2
     if version == 7 and "norm_eps" in config:

@@ -15,7 +15,7 @@ TINY = 1e-12
 
 @dataclass(frozen=True)
 class Shared:
-    """What one layer reads besides its tokens.
+    """Inputs of one layer besides its tokens.
 
     Attributes:
         write, erase: factors of what each token adds to, and takes out of, the state: [batch, seq, n_heads, 1].
@@ -35,7 +35,7 @@ class Shared:
 
 
 def token_shift(build: Build, value: ir.Value, last: ir.Value, shared: Shared) -> tuple[ir.Value, ir.Value]:
-    """The value at the token before each token, minus the value itself; and the value that the next call begins with.
+    """Subtract a value from that of the token before; returns the next pass's first value too.
 
     Args:
         build: the graph.
@@ -77,7 +77,7 @@ def time_mix6(
 
 
 def _mixes6(build: Build, name: str, value: ir.Value, change: ir.Value) -> dict[str, ir.Value]:
-    """The five mixtures of each token with the one before, how much of it depending on the token."""
+    """Five mixtures of each token with the one before, in data-dependent amounts."""
     op, order = build.op, ("w", "k", "v", "r", "g")
     rank = build.tensors[build.layout.name(f"{name}.time_maa_w2")].shape[1]
     low = op.Add(value, op.Mul(change, build.weight(f"{name}.time_maa_x")))
@@ -155,7 +155,7 @@ def _low_rank(build: Build, name: str, which: str, value: ir.Value) -> ir.Value:
 
 
 def _gated(build: Build, layer: int, reads: Reads, shared: Shared) -> Reads:
-    """What the recurrence reads, after the gates; named, since derived values are computed from them on request."""
+    """Gated inputs of the recurrence, named so that derived values can be computed from them."""
     op, where = build.op, f"blocks.{layer}.rwkv"
     k = op.Mul(reads.k, shared.write)
     decay = op.Where(shared.keep, reads.decay, build.constant("fill.1", np.float32(1)))
@@ -176,7 +176,11 @@ def _normed(build: Build, name: str, y: ir.Value) -> ir.Value:
 
 
 def channel_mix(build: Build, layer: int, value: ir.Value, last: ir.Value, shared: Shared) -> tuple[ir.Value, ir.Value]:
-    """The feed-forward part: relu(x W_k)^2 W_v, in RWKV-6 gated. Returns it and the value for the next token shift."""
+    """The feed-forward part, relu(x W_k)^2 W_v, in RWKV-6 gated.
+
+    Returns:
+        its output, and the value for the next token shift.
+    """
     op, name = build.op, f"blocks.{layer}.ffn"
     change, following = token_shift(build, value, last, shared)
     six = build.shape.version == 6

@@ -34,7 +34,7 @@ class Layout:
     low_rank_turned: bool = False
 
     def name(self, canonical: str) -> str:
-        """What this layout calls a tensor."""
+        """The name of a tensor in this layout."""
         for pattern, replacement in self.renamings:
             canonical = re.sub(pattern, replacement, canonical)
         return canonical

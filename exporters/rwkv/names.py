@@ -10,7 +10,7 @@ MAX_HEADER = 100_000_000
 
 
 def tensor_names(folder: Path) -> set[str]:
-    """The names of a checkpoint's tensors, without torch; empty if there is no checkpoint in the folder."""
+    """Names of a checkpoint's tensors, read without torch; empty if there is no checkpoint."""
     names: set[str] = set()
     for file in folder.glob("*.safetensors"):
         names |= _safetensors_names(file)
@@ -30,7 +30,7 @@ def _safetensors_names(file: Path) -> set[str]:
 
 
 def _pickled_names(file: Path) -> set[str]:
-    """The strings in a `.pth`, which hold the names of its tensors; the pickle is read, never executed."""
+    """Strings of a `.pth`, its tensors' names among them; the pickle is never executed."""
     try:
         with zipfile.ZipFile(file) as archive:
             entry = next(info for info in archive.infolist() if info.filename.endswith("/data.pkl"))

@@ -69,7 +69,7 @@ def _output(build: Build, name: str, value: ir.Value, shape: ir.Shape) -> None:
 
 
 def _shared(build: Build, ids: ir.Value) -> Iterator[Shared]:
-    """The gates of every layer. Each is an input with a default, which leaves the model as it is."""
+    """The gates of every layer: inputs with a default that leaves the model as it is."""
     op, layers = build.op, build.shape.num_layers
     tokens = op.Shape(ids, start=1, end=2)
     batch = op.Shape(ids, start=0, end=1)
@@ -129,7 +129,7 @@ def _block(
 
 
 def _rescaled(build: Build, layer: int, out: ir.Value) -> ir.Value:
-    """Where the stream is halved every few layers, what later layers add to it is made smaller likewise."""
+    """Scale a layer's output down where the stream is halved every few layers."""
     if not build.shape.rescale_every or layer < build.shape.rescale_every:
         return out
     return build.op.Mul(out, _factor(build, 2.0 ** -(layer // build.shape.rescale_every)))
@@ -140,7 +140,7 @@ def _factor(build: Build, value: float) -> ir.Value:
 
 
 def _name_apart(graph: ir.Graph, kept: set[str]) -> None:
-    """Give every value a name of its own: bodies share one space of names with the graph around them."""
+    """Give every value a unique name: bodies share one name space with the outer graph."""
     taken = {value.name for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())} | kept
     for node in ir.traversal.RecursiveGraphIterator(graph):
         for value in node.outputs:

@@ -17,7 +17,7 @@ _LOCAL_HEADER = 30
 
 
 def read_pth(file: Path) -> list[Stored]:
-    """Where each tensor of a `.pth` lies in it. Only plain tensors are unpickled; nothing is executed.
+    """Offset of each tensor in a `.pth`. Only plain tensors are unpickled, nothing is executed.
 
     Raises:
         ExportError: a damaged file, something else than tensors in it, or tensors that are not stored in one piece.

@@ -30,7 +30,7 @@ HALVES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Reads:
-    """What the recurrence reads, each [batch, seq, n_heads, head_dim], float32; a and b in RWKV-7 only."""
+    """Inputs of the recurrence [batch, seq, n_heads, head_dim], float32; a and b in RWKV-7 only."""
 
     r: ir.Value
     k: ir.Value
@@ -42,7 +42,7 @@ class Reads:
 
 @dataclass(frozen=True)
 class Length:
-    """How long a call is: whether it has at least a chunk of tokens, and whether it has one token only. Both bool."""
+    """Length of a pass: whether it has at least a chunk of tokens, and whether it has one. Bool."""
 
     long: ir.Value
     single: ir.Value
@@ -138,7 +138,7 @@ def _steps(op: OpBuilder, build: Build, reads: Reads, state: ir.Value, where: st
 
 
 def _chunks(op: OpBuilder, build: Build, reads: Reads, state: ir.Value, where: str) -> Sequence[ir.Value]:
-    """Sixteen tokens an iteration; the last chunk is filled up with tokens that leave the state as it is."""
+    """Run sixteen tokens an iteration; padding of the last chunk leaves the state as it is."""
     heads, width = build.shape.num_heads, build.shape.head_dim
     seq = op.Shape(reads.r, start=1, end=2)
     surplus = op.Mod(op.Neg(seq), [CHUNK])
@@ -160,7 +160,7 @@ def _chunks(op: OpBuilder, build: Build, reads: Reads, state: ir.Value, where: s
 
 
 def _mask(build: Build, which: int, tiles: int = 1) -> ir.Value:
-    """[16, 16]: the pairs (later row, earlier column) in the right and left half of one block of twice this size."""
+    """Mask [16, 16] of pairs (later row, earlier column) in the two halves of a block."""
     at = np.arange(CHUNK)
     same = at[:, None] // (2 * which) == at[None, :] // (2 * which)
     halves = (at[:, None] // which % 2 == 1) & (at[None, :] // which % 2 == 0)
@@ -174,7 +174,7 @@ def _turn(op: OpBuilder, value: ir.Value) -> ir.Value:
 
 @dataclass
 class _Decays:
-    """Products of a chunk's decays, [chunks, batch, n_heads, 16, head_dim], at a growing block size.
+    """Products of a chunk's decays [chunks, batch, n_heads, 16, head_dim] by block size.
 
     Attributes:
         before: per token, the product over its block's tokens before it; None while that is 1.
@@ -218,7 +218,7 @@ class _Decays:
 def _pairs(
     op: OpBuilder, build: Build, later: ir.Value, earlier: ir.Value, decay: ir.Value, copies: int
 ) -> tuple[ir.Value, _Decays]:
-    """later_t . (decays between s and t, both excluded) earlier_s for all s < t of a chunk, 0 elsewhere.
+    """Pair sums later_t . (decays between s and t, both excluded) earlier_s for all s < t.
 
     Args:
         op, build: the graph.
@@ -276,7 +276,10 @@ def _chunks7(
     state: ir.Value,
     where: str,
 ) -> Sequence[ir.Value]:
-    """With u_t = a_t S_{t-1}: u = A S + M_ab u + M_ak v within a chunk, so u = (1 - M_ab)^-1 (A S + M_ak v)."""
+    """Solve a chunk of RWKV-7 for u_t = a_t S_{t-1}.
+
+    u = A S + M_ab u + M_ak v within a chunk, so u = (1 - M_ab)^-1 (A S + M_ak v).
+    """
     earlier = op.Concat(b, k, axis=3)
     weights, products = _pairs(op, build, op.Concat(a, op.Mul(r, decay), axis=3), earlier, decay, 2)
     own = op.MatMul(r, _turn(op, earlier))  # y_t reads the state after its own token
@@ -307,7 +310,7 @@ def _chunks7(
 
 
 def _inverse(op: OpBuilder, build: Build, lower: ir.Value) -> ir.Value:
-    """(1 - M)^-1 of strictly lower triangular M, by blocks: exact, where the power series of M would explode.
+    """Invert 1 - M for strictly lower triangular M, by blocks; its power series would explode.
 
     The inverse of [[P, 0], [-Q, R]] is [[P^-1, 0], [R^-1 Q P^-1, R^-1]]: from blocks to blocks of twice the size.
     """

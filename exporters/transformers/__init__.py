@@ -21,9 +21,9 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # or the index of their sh
 
 
 def recognises(folder: Path) -> bool:
-    """Whether a folder holds a transformers checkpoint: a `config.json` that names a `model_type`, but no RWKV.
+    """Whether a folder holds a transformers checkpoint: a `config.json` with a `model_type`.
 
-    Cheap: torch and transformers are not imported.
+    RWKV is left to its own exporter. Cheap: torch and transformers are not imported.
     """
     try:
         named = isinstance(json.loads((folder / "config.json").read_text()).get("model_type"), str)
@@ -51,7 +51,7 @@ def export(folder: Path, target: Path, dtype: str = "float32", progress: Progres
 
 
 def missing_eagerly(folder: Path) -> str | None:
-    """What `open_eagerly` lacks to run a checkpoint; None if it lacks nothing. Torch is not imported."""
+    """Name what `open_eagerly` lacks for a checkpoint; None if nothing. Torch is not imported."""
     absent = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if absent:
         return f"{' and '.join(absent)} not installed"
@@ -62,7 +62,7 @@ def missing_eagerly(folder: Path) -> str | None:
 
 
 def open_eagerly(folder: Path, dtype: str, threads: int = 0) -> "Opened":
-    """Load a checkpoint as transformers runs it, in eager torch; see `exporters.transformers.eager`.
+    """Load a checkpoint in eager torch, as transformers runs it; see `eager.open_checkpoint`.
 
     Args:
         folder: the checkpoint's.

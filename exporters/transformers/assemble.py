@@ -18,7 +18,7 @@ from exporters.transformers.naming import name_dimensions, name_hooks, strip
 from exporters.transformers.simplify import simplify
 from exporters.transformers.sizes import sizes_of, sliding_window
 from exporters.transformers.trace import Traced, buffers_of, trace
-from exporters.transformers.weights import feed
+from exporters.transformers.weights import bind_weights
 from exporters.weight_files import sha256
 from mionnx.graph.metadata import Attention, Metadata
 from mionnx.machine.progress import Progress
@@ -53,7 +53,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         check_stream(traced.model.graph)
         strip(traced.model)
         stage()
-        feed(parameters, map_tensors(tensors, traced.skeleton), traced.skeleton, target, progress)
+        bind_weights(parameters, map_tensors(tensors, traced.skeleton), traced.skeleton, target, progress)
         for value in parameters:
             traced.model.graph.register_initializer(value)
         stage()
@@ -81,7 +81,7 @@ def _simplified(model: ir.Model, buffers: Mapping[str, torch.Tensor]) -> list[ir
 
 
 def _fakes(graph: ir.Graph) -> set[str]:
-    """The initializers that were traced without data: what a checkpoint has to feed."""
+    """The initializers traced without data, to be bound to checkpoint tensors."""
     return {
         name
         for name, value in graph.initializers.items()
@@ -99,7 +99,7 @@ def _attention(traced: Traced, layer: int) -> Attention:
 
 
 def _write_fast_tokenizer(folder: Path, target: Path) -> None:
-    """A checkpoint that has its tokenizer in older files only gets a `tokenizer.json` made from them."""
+    """Write `tokenizer.json` for a checkpoint with older tokenizer files only."""
     slow = any((folder / name).is_file() for name in SLOW_TOKENIZERS)
     if not slow or (target / "tokenizer.json").exists():
         return

@@ -1,4 +1,4 @@
-"""What a named graph must keep to before it is called a hooked model; a family laid out otherwise is refused here."""
+"""Checks on an exported graph before it becomes a hooked model; unknown layouts are refused."""
 
 import onnx_ir as ir
 
@@ -37,7 +37,7 @@ def _axes(name: str, value: ir.Value, sizes: Sizes) -> list[str | int]:
 
 
 def check_stream(graph: ir.Graph) -> None:
-    """Check that `hook_attn_out` and `hook_mlp_out` are what is added to the residual stream, as their names say.
+    """Check that `hook_attn_out` and `hook_mlp_out` are added to the residual stream.
 
     Raises:
         ExportError: something (a residual multiplier) stands between such a value and its addition.

@@ -1,4 +1,4 @@
-"""Which parameter each tensor of a checkpoint becomes, by the rules of transformers itself."""
+"""Map checkpoint tensors to model parameters by the rules of transformers itself."""
 
 import re
 from copy import deepcopy
@@ -14,7 +14,7 @@ from exporters.checkpoint_tensors import Stored
 
 @dataclass
 class Mapped:
-    """Which checkpoint tensors become which parameters.
+    """Checkpoint tensors by the parameters they become.
 
     Attributes:
         direct: parameter name -> the tensor that is the parameter as it is.
@@ -29,7 +29,7 @@ class Mapped:
 
 @dataclass
 class Conversion:
-    """Checkpoint tensors that transformers turns into parameters of another shape (experts stacked, say)."""
+    """Checkpoint tensors that become parameters of another shape (experts stacked, say)."""
 
     target: str
     converter: WeightConverter
@@ -42,7 +42,7 @@ class Conversion:
 
 
 def map_tensors(tensors: list[Stored], model: PreTrainedModel) -> Mapped:
-    """Find each checkpoint tensor's parameter by the rules with which transformers itself loads the family."""
+    """Find each checkpoint tensor's parameter by transformers' own loading rules."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]

@@ -53,7 +53,7 @@ def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """The comparison shows how far it is; transformers' own bars would lie across."""
+    """Hide transformers' progress bars: `verify` has one of its own."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -1,4 +1,4 @@
-"""Where each family of decoder-only transformers keeps the modules at which hook points lie.
+"""Layouts of decoder-only transformer families: the modules at hook points.
 
 Nearly every family is the default `Layout` or a few words away from it; a family is an entry here, never a copy of
 modelling code.  Names are `torch.nn.Module` paths as in the transformers library: relative to the model for
@@ -80,7 +80,7 @@ def gpt_neox(config: Any) -> Layout:
 
 
 def opt(config: Any) -> Layout:
-    """OPT: norms before (or, at 350M, after) each half; the MLP has no module of its own and works on merged axes."""
+    """OPT: norms before each half (after it at 350M); an MLP without module, on merged axes."""
     before = config.do_layer_norm_before
     projected = config.word_embed_proj_dim != config.hidden_size
     return replace(
@@ -140,7 +140,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
 
 
 def layout_of(config: Any) -> Layout:
-    """The layout of a config's family; a family that is not in the table is taken to be laid out as Llama is.
+    """The layout of a config's family; a family outside the table has Llama's.
 
     The tracing checks every module path against the model, so a wrong guess is an error that names the missing module.
     """

@@ -19,7 +19,7 @@ SCALE = math.sqrt(2 / math.pi)
 
 
 class _Tanh(pattern.RewriteRuleClassBase):
-    """`NewGELUActivation`, `AccurateGELUActivation`: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    """Tanh GELU: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
 
     def pattern(self, op: Any, x: Any) -> Any:
         cubic = op.Add(x, op.Mul(op.Pow(x, 3.0), CUBIC))

@@ -1,8 +1,8 @@
 """From marked values to named ones: the marker nodes go, and the hook name becomes the value's own name.
 
 1. A marker's input takes the hook name, if nobody else reads it under the old meaning.
-2. If somebody does (an earlier reader, a reader off this branch, another hook point on the same value), an `Identity`
-   makes a value of its own, and only the later readers are moved to it.
+2. If another node does (an earlier reader, a reader off this branch, another hook point on the same value), an
+   `Identity` makes a value of its own, and only the later readers are moved to it.
 3. On the residual stream ("stream" markers) every reader after the marker is a later reader; elsewhere only those that
    read the marker's output.
 4. A graph output keeps its name, and reads the named value through an `Identity`.
@@ -65,7 +65,7 @@ def _identity(graph: ir.Graph, marker: ir.Node, source: ir.Value) -> ir.Value:
 
 
 def name_dimensions(graph: ir.Graph) -> None:
-    """Call the dynamic axes by their names everywhere: batch, seq, past, total (past and seq together)."""
+    """Name the dynamic axes everywhere: batch, seq, past, total (past and seq together)."""
     inputs = {value.name: value for value in graph.inputs}
     past = next(value for name, value in inputs.items() if name.startswith(KEYS_AND_VALUES.past))
     symbols = {
@@ -90,7 +90,7 @@ def _values(graph: ir.Graph) -> list[ir.Value]:
 
 
 def _dimension(dim: int | ir.SymbolicDim, symbols: dict[str, str]) -> int | str | None:
-    """A static size, one of our four names, or unknown: torch's own symbols mean nothing outside the trace."""
+    """A static size, one of the four names, or unknown; torch's symbols have no meaning here."""
     if isinstance(dim, int):
         return dim
     text = str(dim.value)

@@ -1,4 +1,4 @@
-"""RMS norms whose weight is of another dtype than what they read, in a form that runtimes run.
+"""RMS norms with a weight of another dtype than their input, in a form that runtimes run.
 
 Gemma's norms compute in float32 whatever the model's dtype: y = cast(x / rms(x) * (1 + cast(weight))). ONNX allows an
 RMSNormalization of a float16 input with a float32 scale, and its output is of the scale's dtype; but the function that

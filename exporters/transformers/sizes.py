@@ -58,7 +58,7 @@ def _kv_heads(config: Any, heads: int) -> int:
 
 
 def _max_positions(config: Any, learned_positions: bool) -> int | None:
-    """Learned positions end somewhere; so does a rotation whose frequencies change with the length ("longrope")."""
+    """Largest position of learned positions, and of length-dependent rotations ("longrope")."""
     if learned_positions:
         return config.max_position_embeddings
     limits = [
@@ -78,7 +78,7 @@ def rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def sliding_window(config: Any, layer: int) -> int | None:
-    """How many keys a query of a layer sees, itself included; None if it sees all before it."""
+    """Number of keys that a query of a layer sees, itself included; None for all before it."""
     window = getattr(config, "sliding_window", None)
     if window is None:
         return None

@@ -89,7 +89,7 @@ AttentionMaskInterface.register(ATTENTION, eager_mask)
 
 
 class TappedCache(DynamicCache):
-    """A key/value cache of full length in every layer, whose update is where values (and unrotated keys) enter."""
+    """A full-length key/value cache in every layer that taps values (and unrotated keys)."""
 
     def __init__(self, past: list[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def _filled(key: Tensor, value: Tensor) -> DynamicLayer:
 
 
 class _KeepAxes(TorchFunctionMode):
-    """Undo a block's merging of the batch and sequence axes: `x.reshape(-1, width)` of [batch, seq, width] is `x`."""
+    """Undo a block's `x.reshape(-1, width)`: batch and sequence axes stay apart."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.reshape and len(args) == 3 and args[1] == -1 and args[0].dim() == 3:
@@ -230,7 +230,7 @@ class _Attachment:
         self.stack.callback(attention.register_forward_pre_hook(enter).remove)
 
     def rotation(self, attention: nn.Module) -> None:
-        """Wrap `apply_rotary_pos_emb` where the family's code looks it up: queries and keys, before and after."""
+        """Wrap the family's `apply_rotary_pos_emb`: queries and keys, before and after."""
         modeling = sys.modules[type(attention).__module__]
         rotate = getattr(modeling, "apply_rotary_pos_emb", None)
         if rotate is None:
@@ -249,7 +249,7 @@ class _Attachment:
 
 @contextmanager
 def attached(model: nn.Module, layout: Layout, listen: Listener) -> Iterator[Taps]:
-    """Instrument a causal language model: inside, each forward pass hands every hook point's tensor to `listen`.
+    """Instrument a causal language model: `listen` gets each hook point's tensor.
 
     Args:
         model: a transformers causal language model.

@@ -33,7 +33,7 @@ BATCH, SEQ, PAST = 2, 3, 5
 
 @dataclass(frozen=True)
 class Traced:
-    """What tracing gives: the marked graph, the model without weights, and its layout."""
+    """Result of a trace: the marked graph, the model without weights, and its layout."""
 
     model: ir.Model
     skeleton: PreTrainedModel
@@ -41,7 +41,7 @@ class Traced:
 
 
 class _Cached(nn.Module):
-    """A causal language model as a function of plain tensors: the cache is a list of (key, value), in and out."""
+    """A causal language model as a function of tensors; its cache is a list of (key, value)."""
 
     def __init__(self, model: PreTrainedModel, layout: Layout, listen: Callable[[str, Tensor, bool], Tensor]) -> None:
         super().__init__()
@@ -71,14 +71,14 @@ def run_eagerly(
     position_ids: Tensor,
     past: list[tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """One eager pass of a loaded model, its hook points handed to `listen`: the oracle of the exported graph."""
+    """Run a loaded model once in eager torch, its hook points handed to `listen`."""
     prepare(model.config)
     with torch.no_grad():
         return _Cached(model, layout_of(model.config), listen)(input_ids, attention_mask, position_ids, past)
 
 
 def prepare(config: Any) -> None:
-    """Set what makes a config's model traceable: our attention, and experts computed for every token."""
+    """Make a config traceable: our attention, and experts computed for every token."""
     config._attn_implementation = ATTENTION
     config.use_cache = True
     if hasattr(config, "_experts_implementation"):
@@ -105,7 +105,7 @@ def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def buffers_of(config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The buffers that no checkpoint holds (rotation frequencies, embedding scales), computed for real."""
+    """Buffers that no checkpoint holds (rotation frequencies, embedding scales), with values."""
     with torch.device("meta"):
         model = skeleton_of(config, dtype)
     found = {}
@@ -138,7 +138,7 @@ def _example(skeleton: PreTrainedModel, kv_heads: int, head_dim: int, dtype: tor
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter tells what it cannot find (torchvision) and what it deprecates: not the caller's business."""
+    """Silence torch's exporter: missing torchvision and deprecations do not concern the caller."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
@@ -150,7 +150,7 @@ def _quiet() -> Iterator[None]:
 
 
 def trace(config: Any, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Traced:
-    """Trace a config's model to ONNX, weightless, with a `mionnx::HookPoint` node at every hook point.
+    """Trace a config's model to ONNX with `mionnx::HookPoint` marker nodes, without weights.
 
     Raises:
         ExportError: the family is laid out in an unknown way, or the torch exporter refused the model.

@@ -14,7 +14,9 @@ from mionnx.errors import ExportError
 from mionnx.machine.progress import Progress
 
 
-def feed(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel, folder: Path, progress: Progress) -> None:
+def bind_weights(
+    parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel, folder: Path, progress: Progress
+) -> None:
     """Give every parameter of a graph its data: files in `folder`, references in the values.
 
     Args:
@@ -32,10 +34,10 @@ def feed(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel, fol
 
 
 def _stored(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) -> dict[str, Stored]:
-    """The parameters that are one checkpoint tensor each; those that a conversion makes are left out.
+    """Parameters of one checkpoint tensor each; converted ones are left out.
 
     Raises:
-        ExportError: see `feed`.
+        ExportError: see `bind_weights`.
     """
     tied, made = aliases(model), _made_by_conversion(mapped, model)
     names = {value.name: tied.get(value.name, {value.name}) for value in parameters}
@@ -50,7 +52,7 @@ def _stored(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) 
 
 
 def _only(mapped: Mapped, names: set[str]) -> Stored:
-    """The one tensor that the checkpoint holds under the names of a tied parameter, however often it holds it."""
+    """The one tensor of a tied parameter, however often the checkpoint stores it."""
     first, *others = [mapped.direct[name] for name in sorted(names) if name in mapped.direct]
     if not all(same_bytes(first, other) for other in others):
         raise ExportError(f"the checkpoint holds different tensors for the tied parameters {sorted(names)}")
@@ -73,6 +75,6 @@ def _made_by_conversion(mapped: Mapped, model: PreTrainedModel) -> set[str]:
 
 
 def _converted(mapped: Mapped, model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The parameters that no file holds as the graph reads them, one conversion in memory at a time."""
+    """Parameters that need a conversion, one of them in memory at a time."""
     for conversion in mapped.converted.values():
         yield from conversion.run(model).items()

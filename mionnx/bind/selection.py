@@ -1,4 +1,4 @@
-"""Where one intervention falls in one call: which rows, heads and positions, and its value in that place."""
+"""`Selection`: the rows, heads and positions that an intervention selects in one token batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Selection:
-    """One intervention's place in one call.
+    """One intervention on one token batch, and its values broadcast to what it selects.
 
     Attributes:
         edit: the intervention's structure.
         intervention: the intervention.
-        shape: of the value at the hook point in this call.
-        call: the tokens.
+        shape: shape of the activation at the hook point.
+        call: the token batch.
     """
 
     edit: Edit
@@ -38,11 +38,11 @@ class Selection:
 
     @property
     def spelled(self) -> str:
-        """For messages: the shape with the names of its axes."""
+        """The activation's shape with the names of its axes, for messages."""
         return format_shape(self.edit.axes, self.shape)
 
     def rows(self) -> list[int]:
-        """The batch rows it applies to.
+        """Selected batch rows.
 
         Raises:
             InterventionError: a row that the batch does not have.
@@ -53,7 +53,7 @@ class Selection:
         return list(range(self.call.batch)) if rows is None else list(rows)
 
     def heads(self) -> list[int] | None:
-        """The heads it applies to; None for all, or where there are none.
+        """Selected heads; None for all of them, or at a hook point without heads.
 
         Raises:
             InterventionError: a head that the layer does not have.
@@ -67,35 +67,35 @@ class Selection:
         return list(heads)
 
     def positions(self) -> dict[int, list[int]] | None:
-        """Row -> absolute positions, for the rows it applies to; None if it applies at every position.
+        """Selected row -> absolute positions; None if no position limits it.
 
         Raises:
             InterventionError: a position that a row does not have, or that lies in the cached past; a phase of which
                 no token is there.
         """
-        given = self.intervention.positions
-        if given is None:
+        limit = self.intervention.positions
+        if limit is None:
             return None
-        by_row = self._by_row(given)
+        by_row = self._by_row(limit)
         try:
-            found = {row: self.call.absolutes(by_row[row], row) for row in self.rows()}
+            positions = {row: self.call.absolutes(by_row[row], row) for row in self.rows()}
         except LookupError as error:
             raise self._refuse(str(error)) from None
-        if isinstance(given, str) and self.call.final_lengths is None and not any(found.values()):
+        if isinstance(limit, str) and self.call.final_lengths is None and not any(positions.values()):
             raise self._refuse(
-                f"no token of this call is in the phase {given!r}; `prompt_length=` says where it begins"
+                f"no token of this call is in the phase {limit!r}; `prompt_length=` says where it begins"
             )
-        return found
+        return positions
 
-    def _by_row(self, given: Any) -> Sequence[Any]:
-        if isinstance(given, str) or not isinstance(given[0], tuple):
-            return [given] * self.call.batch
-        if len(given) != self.call.batch:
-            raise self._refuse(f"positions for {len(given)} rows, but the batch has {self.call.batch}")
-        return given
+    def _by_row(self, limit: Any) -> Sequence[Any]:
+        if isinstance(limit, str) or not isinstance(limit[0], tuple):
+            return [limit] * self.call.batch
+        if len(limit) != self.call.batch:
+            raise self._refuse(f"positions for {len(limit)} rows, but the batch has {self.call.batch}")
+        return limit
 
     def columns(self, row: int) -> list[int | None]:
-        """The indices along the sequence axis that are selected in a row; None for those of another step."""
+        """Selected indices along the sequence axis in a row; None for those of another step."""
         positions = self.positions()
         if positions is None:
             return list(range(self.call.seq))
@@ -106,7 +106,7 @@ class Selection:
         return [column for column in self.columns(row) if column is not None]
 
     def mask(self) -> NDArray[np.bool_]:
-        """Heads and rows as a mask of the value's rank: 1 wide along the axes that it does not limit."""
+        """Selected heads and rows as a mask of the activation's rank, 1 wide along other axes."""
         mask = self._along(0, self.rows())
         axis, heads = heads_axis(self.edit.axes), self.heads()
         return mask if axis is None or heads is None else mask & self._along(axis, heads)
@@ -117,14 +117,14 @@ class Selection:
         return line.reshape([-1 if i == axis else 1 for i in range(len(self.shape))])
 
     def selected(self) -> NDArray[np.bool_]:
-        """Everything that is selected, as a mask that broadcasts to the value."""
+        """The whole selection as a mask that broadcasts to the activation."""
         if self.intervention.positions is None:
             return self.mask()
         axis, at = sequence_axis(self.edit.axes), self.tokens()
         return self.mask() & at.reshape([d if i in (0, axis) else 1 for i, d in enumerate(self.shape)])
 
     def tokens(self) -> NDArray[np.bool_]:
-        """[batch, seq]: the tokens of this call that are selected."""
+        """[batch, seq]: selected tokens."""
         at = np.zeros((self.call.batch, self.call.seq), bool)
         for row in self.rows():
             at[row, self._here(row)] = True
@@ -162,32 +162,32 @@ class Selection:
         changed = self.edit.kind.reference(activation, *self.values(activation.dtype))
         return np.where(self.selected(), changed, activation)
 
-    def knockout_mask(self, given: NDArray[Any]) -> NDArray[Any]:
-        """In a step of a generation, the part of a mask that falls on the step's queries and keys.
+    def knockout_mask(self, value: NDArray[Any]) -> NDArray[Any]:
+        """The part of a mask on the queries and keys of a generation's step.
 
         Rows and columns of a mask are columns of the batch, padding included; beyond the mask nothing is knocked out.
         """
-        if self.call.final_lengths is None or given.ndim < 2:
-            return given
+        if self.call.final_lengths is None or value.ndim < 2:
+            return value
         queries, keys = self.shape[-2:]
         first = self.call.total - self.call.seq
-        mask = given[..., first : first + queries, :] if given.shape[-2] > 1 else given
-        mask = mask[..., :keys] if given.shape[-1] > 1 else mask
-        below = queries - mask.shape[-2] if given.shape[-2] > 1 else 0
-        right = keys - mask.shape[-1] if given.shape[-1] > 1 else 0
-        return np.pad(mask, [*[(0, 0)] * (given.ndim - 2), (0, below), (0, right)])
+        mask = value[..., first : first + queries, :] if value.shape[-2] > 1 else value
+        mask = mask[..., :keys] if value.shape[-1] > 1 else mask
+        below = queries - mask.shape[-2] if value.shape[-2] > 1 else 0
+        right = keys - mask.shape[-1] if value.shape[-1] > 1 else 0
+        return np.pad(mask, [*[(0, 0)] * (value.ndim - 2), (0, below), (0, right)])
 
-    def _scattered(self, given: NDArray[Any]) -> NDArray[Any]:
-        """A value given for the selected part only, put where that part lies."""
+    def _scattered(self, value: NDArray[Any]) -> NDArray[Any]:
+        """A value of the selected part, scattered into an array of the activation's shape."""
         index = {row: self._index(row) for row in self.rows()}
         widths = {tuple(len(along) for along in one) for one in index.values()}
         part = (len(index), *widths.pop())
-        if widths or not broadcasts(given.shape, part):
+        if widths or not broadcasts(value.shape, part):
             raise self._refuse(
-                f"value of shape {list(given.shape)} fits neither the whole value {self.spelled} "
+                f"value of shape {list(value.shape)} fits neither the whole value {self.spelled} "
                 f"nor the selected part {list(part)}"
             )
-        full, spread = np.zeros(self.shape, given.dtype), np.broadcast_to(given, part)
+        full, spread = np.zeros(self.shape, value.dtype), np.broadcast_to(value, part)
         for i, (row, one) in enumerate(index.items()):
             here = [[n for n, at in enumerate(along) if at is not None] for along in one]  # none of another step's
             there = [[at for at in along if at is not None] for along in one]
@@ -195,7 +195,7 @@ class Selection:
         return full
 
     def _index(self, row: int) -> list[list[int | None]]:
-        """Which indices are selected in a row, along every axis after batch; None for positions of another step."""
+        """Selected indices in a row along each axis after batch; None for those of another step."""
         index: list[list[int | None]] = [list(range(dim)) for dim in self.shape]
         if self.intervention.positions is not None:
             index[sequence_axis(self.edit.axes)] = self.columns(row)
@@ -213,7 +213,7 @@ class Selection:
 
 
 def refuse_unread(places: Sequence[Selection]) -> None:
-    """Refuse what is done inside a splice at tokens where the splice's output is not put.
+    """Refuse interventions inside a splice at tokens outside the splice's own limits.
 
     Raises:
         InterventionError: an intervention that no token would show.
@@ -227,7 +227,7 @@ def refuse_unread(places: Sequence[Selection]) -> None:
 
 
 def _meet(one: Selection, other: Selection) -> bool:
-    """Whether two interventions have a token in common; in a generation, in any of its steps."""
+    """Whether two interventions select a common token, in any step of a generation."""
     rows, limits = {*one.rows()} & {*other.rows()}, (one.intervention.positions, other.intervention.positions)
     if None in limits or not rows:
         return bool(rows)

@@ -1,10 +1,11 @@
-"""The little language in which the command line writes interventions.
+"""The syntax of interventions on the command line.
 
 HOOK[=VALUE][@LIMITS]
 
 VALUE   a number                              --scale blocks.1.hook_mlp_out=0.5
         FILE.safetensors:KEY[*FACTOR]         --add blocks.2.hook_resid_post=dir.safetensors:key*1.5
         QUERY>KEY, comma separated, * for all --knockout 'blocks.2.attn.hook_scores=-1>0,3>*'
+        (a kind's own spelling: see `Kind.spelling` and `Kind.read` in mionnx.spec.kinds)
 LIMITS  positions=..., heads=..., rows=...    --zero 'blocks.1.attn.hook_z@heads=3;positions=0,-1'
         separated by semicolons               --add blocks.2.hook_resid_post=dir.safetensors:key@positions=generated
 
@@ -58,7 +59,7 @@ class Reader:
 
 
 def spelling(kind: Kind) -> str:
-    """The argument of a kind's option: HOOK=VALUE[@LIMITS], with the kind's own spelling of values."""
+    """The argument of a kind's option, such as HOOK=VALUE[@LIMITS]."""
     return f"HOOK={kind.spelling}[@LIMITS]" if kind.spelling else "HOOK[@LIMITS]"
 
 
@@ -87,10 +88,10 @@ def parse(kind: str, text: str, n_heads: int, seq_len: int) -> tuple[str, Interv
 
 
 def parse_state_knockout(text: str) -> StateKnockoutSpec:
-    """The state knockout that a command line argument means; see the module's text.
+    """Parse a state knockout; see the module's text.
 
     Raises:
-        InterventionError: what was not understood.
+        InterventionError: the text is not understood.
     """
     parts = _parts(text, text, ("positions", "layers", "terms"))
     knockout = _target(StateKnockoutSpec(), parts, text)
@@ -99,10 +100,10 @@ def parse_state_knockout(text: str) -> StateKnockoutSpec:
 
 
 def parse_state_steering(text: str) -> StateSteeringSpec:
-    """The state steering that a command line argument means; see the module's text.
+    """Parse a state steering; see the module's text.
 
     Raises:
-        InterventionError: what was not understood.
+        InterventionError: the text is not understood.
     """
     scale, at, limits = text.partition("@")
     if not at:
@@ -119,8 +120,8 @@ Target = TypeVar("Target", StateKnockoutSpec, StateSteeringSpec)
 
 
 def _target(spec: Target, parts: dict[str, str], whole: str) -> Target:
-    given = parts.get("positions", "")
-    spec.positions([given] if given in PHASES else _integers(given, whole) if given else [])
+    positions = parts.get("positions", "")
+    spec.positions([positions] if positions in PHASES else _integers(positions, whole) if positions else [])
     return spec.layers(_integers(parts["layers"], whole)) if "layers" in parts else spec
 
 
@@ -132,13 +133,13 @@ def _limits(text: str, whole: str) -> dict[str, Any]:
 
 
 def _parts(text: str, whole: str, allowed: tuple[str, ...]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    parts: dict[str, str] = {}
     for part in filter(None, text.split(";")):
         name, _, value = part.partition("=")
         if name not in allowed:
             raise InterventionError(f"{whole!r}: no limit {name!r}, only {', '.join(allowed)}{nearest(name, allowed)}")
-        found[name] = value
-    return found
+        parts[name] = value
+    return parts
 
 
 def _integers(text: str, whole: str) -> list[int]:
@@ -153,7 +154,7 @@ def _integer(text: str, whole: str) -> int:
 
 
 def load_tensor(path: Path, key: str) -> NDArray[Any]:
-    """One tensor of a safetensors file.
+    """Read one tensor of a safetensors file.
 
     Raises:
         SpecFileError: no such file, or no such tensor in it.

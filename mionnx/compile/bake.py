@@ -60,7 +60,7 @@ def bake(
 
 
 def _knob(graph: Graph, name: str, where: Sequence[tuple[Edit, Intervention]], report: Report) -> Constant:
-    """A knob's default, as a constant that becomes an input when the graph is written."""
+    """The default of a knob: a constant that becomes an input when the graph is written."""
     defaults = set()
     for edit, intervention in where:
         strength = intervention.rules.strength(*intervention.values)
@@ -105,7 +105,7 @@ def _edit(
 
 
 def _values(graph: Graph, place: Selection, inputs: Sequence[Variable], knob: Constant | None, report: Report) -> None:
-    """Let the inputs of values be constants, or constants at a strength."""
+    """Turn the inputs of values into constants, times a knob's strength if there is one."""
     edit, rules = place.edit, place.intervention.rules
     if rules.shape is ValueShape.ATTENTION_MASK:
         (mask,) = place.intervention.values
@@ -134,7 +134,7 @@ def _by_row(positions: Any) -> bool:
 
 
 def _place(edit: Edit, intervention: Intervention, shape: Sequence[str | int]) -> Selection:
-    """The intervention on one token of one row: what is left of its shape when the call is not known."""
+    """The intervention on one token of one row, since a compiled graph's batch is not known."""
     one = np.ones((1, 1), np.int64)
     call = TokenBatch(one, one, one - 1, final_lengths=np.array([1]))
     sizes = tuple(dim if isinstance(dim, int) else 1 for dim in shape)
@@ -157,7 +157,7 @@ def _fixed(place: Selection, dtype: Any) -> tuple[NDArray[Any], ...]:
 
 
 def _mask(graph: Graph, edit: Edit, given: NDArray[Any], report: Report) -> Tensor:
-    """A knockout mask in place: rows and columns of the whole text, those beyond it zero."""
+    """Cut a knockout mask to the call's queries and keys; 0 beyond the text it was made for."""
     op = Builder(graph, edit.hook, f"{edit.prefix}.mask", report)
     dtype = graph.tensors()[edit.value_input].dtype
     full = given.astype(dtype).reshape((1,) * (len(edit.axes) - given.ndim) + given.shape)
@@ -176,6 +176,6 @@ def _mask(graph: Graph, edit: Edit, given: NDArray[Any], report: Report) -> Tens
 
 
 def _become(graph: Graph, variable: Variable, array: NDArray[Any]) -> None:
-    """Let an input be a constant."""
+    """Turn an input into a constant."""
     graph.inputs = [entry for entry in graph.inputs if entry is not variable]
     variable.to_constant(np.ascontiguousarray(array))

@@ -65,7 +65,9 @@ def _padding(op: Builder, layers: int, calls: TokenFacts) -> Tensor:
 
 
 def _distances(op: Builder, gate: Tensor) -> Tensor:
-    """[layers, batch, seq + 1]: how far back the last token lies that each one may see; see `mionnx.bind.rwkv_gates`.
+    """[layers, batch, seq + 1]: distance to the last token that each token may see.
+
+    See `mionnx.bind.rwkv_gates`.
 
     The n-th visible token's column is looked up at n, the number of visible tokens before the one that asks: no more
     work than one pass over the text, where comparing all pairs of tokens would take its square.
@@ -89,7 +91,7 @@ def _distances(op: Builder, gate: Tensor) -> Tensor:
 
 
 def _factor(op: Builder, step: str, state: State, metadata: Metadata, calls: TokenFacts) -> Tensor:
-    """[layers, batch, seq, n_heads]: the factor at the state's positions, layers and heads, and 1 elsewhere."""
+    """[layers, batch, seq, n_heads]: the factor at the state's positions, layers, heads; else 1."""
     sizes = metadata.sizes
     factor = np.ones((sizes.num_layers, 1, 1, sizes.num_heads), np.float32)
     heads, scale = list(range(sizes.num_heads)), 0.0

@@ -1,4 +1,4 @@
-"""What stands beside a compiled graph: the card for people, and the configuration for Triton Inference Server."""
+"""Files beside a compiled graph: the model card, and the configuration of Triton Inference Server."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,11 +24,11 @@ def card(
     """The text of the card.
 
     Args:
-        facts: what the graph's own metadata say.
-        spec: that was compiled.
-        metadata: of the model it was compiled from.
+        facts: the graph's own metadata.
+        spec: the compiled spec.
+        metadata: metadata of the hooked model.
         inputs, optional, outputs: of the graph.
-        target: what it was compiled for.
+        target: name of the target.
     """
     done = [f"| {edit.kind} | `{point}` | {_value(edit)} | {_limits(edit)} |" for point, edit in spec.interventions]
     for state in (*spec.state_steerings, *spec.state_knockouts):

@@ -1,6 +1,6 @@
-"""Compiled intervention graphs: a folder with one plain ONNX model in which a spec's interventions are baked in.
+"""Compiled folders: one plain ONNX model in which a spec's interventions are baked in.
 
-Whatever runs ONNX runs it; mionnx is not needed. The folder:
+Any ONNX runtime runs it without mionnx. The folder:
 
 model.onnx          the graph; `metadata_props["mionnx.compiled"]` is JSON: what it is, from which model and spec
 model.onnx.data,    the weights, if they are not embedded; of the target "generic" they are the files of the hooked
@@ -55,7 +55,7 @@ Knobs = Mapping[str, str | HookPoint | Sequence[str | HookPoint] | None]
 
 @dataclass(frozen=True)
 class Packaging:
-    """How a compiled graph is handed over.
+    """Weights, target runtime and layout of a compiled folder.
 
     Attributes:
         weights: "embedded" in model.onnx (up to 2 GiB), "alongside" as files of its own, or "referenced": hard links
@@ -71,9 +71,9 @@ class Packaging:
 
     def __post_init__(self) -> None:
         weights = ("weights", self.weights or "alongside", WEIGHTS)
-        for what, given, choices in (weights, ("target", self.target, TARGETS), ("layout", self.layout, LAYOUTS)):
-            if given not in choices:
-                raise InputError(f"{what} {given!r}; one of {', '.join(choices)}{nearest(str(given), choices)}")
+        for what, choice, choices in (weights, ("target", self.target, TARGETS), ("layout", self.layout, LAYOUTS)):
+            if choice not in choices:
+                raise InputError(f"{what} {choice!r}; one of {', '.join(choices)}{nearest(str(choice), choices)}")
         if self.target.startswith("ort-") and self.weights == "referenced":
             raise InputError(
                 f"target {self.target} writes weights anew: they cannot be references to the model's files"
@@ -81,7 +81,7 @@ class Packaging:
 
     @property
     def placed(self) -> str:
-        """Where the weights go."""
+        """The place of the weights: "embedded", "alongside" or "referenced"."""
         return self.weights or ("embedded" if self.target == "web" else "alongside")
 
 
@@ -117,29 +117,28 @@ def _without_captures(spec: HookSpec) -> HookSpec:
 
 
 def _indices(spec: HookSpec, knobs: Knobs) -> dict[str, list[int]]:
-    """Knob -> the interventions it turns.
+    """Knob -> indices of the interventions that it turns.
 
     Raises:
         InterventionError: none at that hook point, or one that has two knobs.
     """
-    found: dict[str, list[int]] = {}
+    indices: dict[str, list[int]] = {}
+    numbered = [(n, str(point), one) for n, (point, one) in enumerate(spec.interventions)]
     for name, where in knobs.items():
-        hooks = [where] if isinstance(where, str | HookPoint) else where
-        places = [(n, point, edit) for n, (point, edit) in enumerate(spec.interventions)]
-        if hooks is None:
-            found[name] = [n for n, _, edit in places if edit.rules.has_strength]
-            missing = [] if found[name] else ["*"]
+        if where is None:
+            indices[name] = [n for n, _, one in numbered if one.rules.has_strength]
+            missing = [] if indices[name] else ["*"]
         else:
-            names = [str(hook) for hook in hooks]
-            found[name] = [n for n, point, _ in places if str(point) in names]
-            missing = [hook for hook in names if hook not in {str(point) for _, point, _ in places}]
+            hooks = [str(hook) for hook in ([where] if isinstance(where, str | HookPoint) else where)]
+            indices[name] = [n for n, point, _ in numbered if point in hooks]
+            missing = [hook for hook in hooks if hook not in {point for _, point, _ in numbered}]
         if missing:
-            there = ", ".join(f"{edit.kind} at {point}" for _, point, edit in places) or "none"
+            there = ", ".join(f"{one.kind} at {point}" for _, point, one in numbered) or "none"
             raise InterventionError(f"knob {name!r}: nothing that it could turn at {missing[0]}; there are: {there}")
-    turned = [n for where in found.values() for n in where]
+    turned = [n for where in indices.values() for n in where]
     if len({*turned}) != len(turned):
         raise InterventionError(f"knobs {', '.join(knobs)}: an intervention can have one knob only")
-    return found
+    return indices
 
 
 def _compiled(bound: BoundSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
@@ -170,7 +169,7 @@ def _compiled(bound: BoundSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
 
 
 def _refuse_large_fragments(spec: HookSpec) -> None:
-    """What is baked in lies in model.onnx itself, whatever becomes of the model's own weights."""
+    """Refuse fragments beyond 2 GiB: their weights lie in model.onnx, wherever the model's do."""
     size = sum(edit.fragment.size for _, edit in spec.interventions if edit.fragment is not None)
     if size > LIMIT:
         raise InputError(
@@ -179,7 +178,7 @@ def _refuse_large_fragments(spec: HookSpec) -> None:
 
 
 def _nameable(spec: HookSpec, plan: Plan) -> HookSpec:
-    """The spec with every capture by its name, so that a file can hold it."""
+    """The spec with every capture by name: a file holds no predicate."""
     named = _without_captures(spec)
     for want in plan.captures:
         named.capture(want.hook, before=want.before)
@@ -208,7 +207,7 @@ def _write_model(
         for done, name in enumerate(files := onnx_file.locations(proto)):
             progress(f"writing {name}", done, len(files))
             (at / name).parent.mkdir(parents=True, exist_ok=True)
-            _place((model.folder / name).resolve(), at / name, packaging.placed)
+            _deliver((model.folder / name).resolve(), at / name, packaging.placed)
     (at / GRAPH).write_bytes(proto.SerializeToString())
 
 
@@ -221,7 +220,7 @@ def _check_size(proto: onnx.ModelProto, packaging: Packaging) -> None:
         )
 
 
-def _place(source: Path, target: Path, how: str) -> None:
+def _deliver(source: Path, target: Path, how: str) -> None:
     if how == "alongside":
         shutil.copyfile(source, target)
         return

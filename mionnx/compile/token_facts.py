@@ -1,4 +1,4 @@
-"""What a compiled graph can tell of the call that it is run in: which token stands where, whether it is the prompt."""
+"""Facts of a call inside a compiled graph: positions of its tokens, and whether it is the prompt's."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ NOWHERE = -2  # no token stands there; padding stands at -1
 
 
 class TokenFacts:
-    """What a graph can tell of a call; worked out once, where it is needed."""
+    """Facts of a call as values of the graph; the nodes of each are added when first asked for."""
 
     def __init__(self, graph: Graph, report: Report) -> None:
         self.graph, self.report = graph, report
@@ -23,15 +23,14 @@ class TokenFacts:
     def positions(self) -> Tensor:
         """[batch, seq]: each token's position in its row's text, -1 for padding."""
         if "positions" not in self._known:
-            found = self.graph.tensors().get(f"{TOKEN_POSITIONS}.of_tokens") or self.graph.tensors().get(
-                TOKEN_POSITIONS
-            )
-            self._known["positions"] = found if found is not None else token_positions(self.graph, self.report)
+            tensors = self.graph.tensors()
+            existing = tensors.get(f"{TOKEN_POSITIONS}.of_tokens") or tensors.get(TOKEN_POSITIONS)
+            self._known["positions"] = token_positions(self.graph, self.report) if existing is None else existing
         return self._known["positions"]
 
     @property
     def length(self) -> Tensor:
-        """[batch, 1]: how many tokens each row's text has by now."""
+        """[batch, 1]: length of each row's text so far."""
         if "length" not in self._known:
             last = self.op.ReduceMax(self.positions, [1], keepdims=1)
             self._known["length"] = self.op.Add(last, 1)
@@ -46,7 +45,7 @@ class TokenFacts:
         return self._known["is_prompt"]
 
     def chosen(self, prefix: str, positions: Sequence[int | str]) -> Tensor:
-        """[batch or 1, n]: the absolute positions that are meant in this call, NOWHERE for those that are not in it."""
+        """[batch or 1, n]: absolute positions in this call, NOWHERE for those outside it."""
         op = Builder(self.graph, prefix, prefix, self.report)
         numbers = [position for position in positions if not isinstance(position, str)]
         parts: list[Tensor] = []
@@ -67,7 +66,7 @@ class TokenFacts:
 
 
 def replace_input(graph: Graph, variable: Tensor, by: Tensor) -> None:
-    """Let every reader of an input read something else."""
+    """Replace an input by another tensor for all of its readers."""
     graph.inputs = [entry for entry in graph.inputs if entry is not variable]
     for node in [*variable.outputs]:
         node.inputs = [by if entry is variable else entry for entry in node.inputs]

@@ -17,12 +17,12 @@ def has_sequence(axes: Sequence[str]) -> bool:
 
 
 def sequence_axis(axes: Sequence[str]) -> int:
-    """The index of the axis with one entry per token of a pass; the query axis of scores and patterns."""
+    """Index of the axis with one entry per token; the query axis of scores and patterns."""
     return axes.index("seq_q") if "seq_q" in axes else axes.index("seq")
 
 
 def dynamic_sizes(batch: int, seq: int, total: int) -> dict[str, int]:
-    """Axis name -> size, for the axes that change from pass to pass; `total` counts past and new tokens."""
+    """Axis name -> size of the dynamic axes in one pass; `total` counts past and new tokens."""
     return {"batch": batch, "seq": seq, "seq_q": seq, "seq_k": total, "seq_src": seq}
 
 

@@ -68,15 +68,17 @@ class Builder:
         if operator == "Cast":
             dtype, attributes["to"] = attributes["to"], _number(attributes["to"])
         base = self._unique(name or operator)
-        written = tensors[1 if operator == "Where" else 0]
-        dtypes = [dtype or OUTPUT_DTYPES.get(operator) or written.dtype] * outputs
+        typed_as = tensors[1 if operator == "Where" else 0]
+        dtypes = [dtype or OUTPUT_DTYPES.get(operator) or typed_as.dtype] * outputs
         if operator == "TopK":
             dtypes[1:] = [np.int64]
-        made = tuple(Variable(f"{self.prefix}.{base}{f'.{i}' if i else ''}", dtype=own) for i, own in enumerate(dtypes))
+        variables = tuple(
+            Variable(f"{self.prefix}.{base}{f'.{i}' if i else ''}", dtype=own) for i, own in enumerate(dtypes)
+        )
         node = f"{self.prefix}.{base}{f':{operator}' if name else ''}"
-        self.graph.nodes.append(Node(operator, node, attributes, tensors, list(made)))
+        self.graph.nodes.append(Node(operator, node, attributes, tensors, list(variables)))
         self.report.add(self.where, node)
-        return made if outputs > 1 else made[0]
+        return variables if outputs > 1 else variables[0]
 
     def _tensors(self, operator: str, inputs: Sequence[Any]) -> list[Tensor]:
         """The inputs, those that are no tensors as constants."""
@@ -116,7 +118,7 @@ class Builder:
 
 
 def write(value: Variable, into: Variable) -> Variable:
-    """Let the node that makes a value make another variable in its place; its readers so far keep the old one."""
+    """Redirect the output of a value's node to another variable; present readers keep the value."""
     node = value.inputs[0]
     node.outputs[next(i for i, output in enumerate(node.outputs) if output is value)] = into
     return into
@@ -128,19 +130,19 @@ def _number(dtype: Any) -> int:
 
 
 def edit(proto: onnx.ModelProto) -> Graph:
-    """A graph to edit; `proto` is left alone."""
+    """Import a model as a graph to edit; `proto` is left alone."""
     return import_onnx(proto)
 
 
 def serialise(graph: Graph, origin: onnx.ModelProto) -> bytes:
-    """An edited graph as the bytes of an ONNX model, with the metadata of the model that it was made from."""
+    """Serialise an edited graph as an ONNX model, with the metadata of its origin."""
     proto = to_proto(graph, origin, {})
     proto.metadata_props.extend(origin.metadata_props)
     return proto.SerializeToString()
 
 
 def to_proto(graph: Graph, origin: onnx.ModelProto, defaults: Mapping[str, Sequence[int | str]]) -> onnx.ModelProto:
-    """An edited graph as an ONNX model without metadata.
+    """Convert an edited graph to an ONNX model without metadata.
 
     Args:
         graph, origin: the graph, and the model that it was made from.
@@ -157,6 +159,6 @@ def to_proto(graph: Graph, origin: onnx.ModelProto, defaults: Mapping[str, Seque
 
 
 def _restore_defaults(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
-    """graphsurgeon takes an input that has a default for a constant: make it an input again."""
+    """Restore inputs with a default; graphsurgeon takes them for constants."""
     held = {tensor.name for tensor in proto.graph.initializer} - {value.name for value in proto.graph.input}
     proto.graph.input.extend(value for value in origin.graph.input if value.name in held)

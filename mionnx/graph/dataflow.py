@@ -36,7 +36,7 @@ class Dataflow:
         return self.nodes[self.producers[value]] if value in self.producers else None
 
     def ancestors(self, ends: Iterable[str], known: Collection[str] = ()) -> set[int]:
-        """Indices of the nodes that compute some values, without those that only known values need."""
+        """Indices of the nodes that compute some values from known ones."""
         nodes: set[int] = set()
         waiting = [name for name in ends if name not in known]
         while waiting:
@@ -55,7 +55,7 @@ class Dataflow:
         return values
 
     def needed(self, known: Iterable[str], ends: Sequence[str]) -> list[str]:
-        """The known values that some values are computed from, where every known value is taken as it is."""
+        """The known values that some values are computed from, each taken as it is."""
         known = [*known]
         read = self.read_by(self.ancestors(ends, {*known}))
         return [name for name in known if name in read]
@@ -67,7 +67,7 @@ class Dataflow:
     def crossings(
         self, cuts: Sequence[Collection[str]], ends: Sequence[str], sources: Iterable[str]
     ) -> list[tuple[str, ...]]:
-        """The values that cross each cut of a graph into segments: made before it, and read after it.
+        """The values that cross each cut of a graph: made before it, and read after it.
 
         A node belongs to the first segment that reads what it makes, so that little crosses. What does not follow from
         `sources` (masks, tables of positions, turned weights) belongs to every segment that reads it, and crosses
@@ -87,11 +87,11 @@ class Dataflow:
         last = dict.fromkeys(ends, len(cuts))  # and the last one
         crossing: list[list[str]] = [[] for _ in cuts]
         for i in sorted(self.ancestors([*cut_of, *ends]), reverse=True):
-            made = [name for name in self.nodes[i].output if name in moving]
-            if not made:
+            outputs = [name for name in self.nodes[i].output if name in moving]
+            if not outputs:
                 continue
-            segment = min(cut_of.get(name, first.get(name, len(cuts))) for name in made)
-            for name in made:
+            segment = min(cut_of.get(name, first.get(name, len(cuts))) for name in outputs)
+            for name in outputs:
                 for number in range(segment, last.get(name, segment)):
                     crossing[number].append(name)
             for name in self.reads[i]:

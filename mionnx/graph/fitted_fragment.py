@@ -44,6 +44,6 @@ class FittedFragment:
     proto: onnx.ModelProto = field(compare=False, repr=False)
 
 
-def inner_names(hook: str, found: FittedFragment | None) -> Iterator[str]:
+def inner_names(hook: str, fitted: FittedFragment | None) -> Iterator[str]:
     """The names in the graph of the hook points that a fragment at `hook` brings."""
-    yield from (f"{hook}.{inner.name}" for inner in found.inner) if found else ()
+    yield from (f"{hook}.{inner.name}" for inner in fitted.inner) if fitted else ()

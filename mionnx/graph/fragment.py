@@ -89,7 +89,7 @@ class Fragment:
 
     @cached_property
     def sha256(self) -> str:
-        """Of the structure; it says nothing of the weights."""
+        """SHA-256 of the structure, weights excluded."""
         return hashlib.sha256(self.structure.SerializeToString(deterministic=True)).hexdigest()
 
     @property
@@ -98,7 +98,7 @@ class Fragment:
         return sum(array.nbytes for array in self.weights.values())
 
     def evaluate(self, *activations: NDArray[Any]) -> NDArray[Any]:
-        """Run the fragment on arrays with onnx's reference evaluator: slow, and independent of any runtime."""
+        """Run the fragment with onnx's reference evaluator: slow, independent of any runtime."""
         feeds = {value.name: array for value, array in zip(self.activations, activations, strict=True)}
         outputs: Any = ReferenceEvaluator(self.structure).run(None, {**feeds, **self.weights})
         return outputs[0]
@@ -121,14 +121,14 @@ class Fragment:
 
     def _check(self) -> None:
         validate.check(self.structure, Path())
-        given, made = [value.name for value in self.structure.graph.input], self.structure.graph.output
-        if not 1 <= len(self.activations) <= 2 or len(made) != 1:
+        inputs, outputs = [value.name for value in self.structure.graph.input], self.structure.graph.output
+        if not 1 <= len(self.activations) <= 2 or len(outputs) != 1:
             raise InterventionError(
                 "splice: a fragment has one input (or two, with reads=) and one output; this one has "
-                f"{[value.name for value in self.activations]} and {[value.name for value in made]}"
+                f"{[value.name for value in self.activations]} and {[value.name for value in outputs]}"
             )
         for name, array in self.weights.items():
-            if name not in given:
+            if name not in inputs:
                 raise InterventionError(f"splice: the fragment has no input for the weight {name!r}")
             if array.dtype.kind not in "iub" and np.isnan(array).any():
                 raise InterventionError(f"splice: the fragment's weight {name!r} has NaN")
@@ -146,9 +146,9 @@ def written(text: str, weights: Mapping[str, NDArray[Any]]) -> Fragment:
     return Fragment(onnx.parser.parse_model(text), weights)
 
 
-def _parsed(given: bytes) -> onnx.ModelProto:
+def _parsed(model: bytes) -> onnx.ModelProto:
     try:
-        proto = onnx.load_from_string(bytes(given))
+        proto = onnx.load_from_string(bytes(model))
     except (DecodeError, ValueError, TypeError) as error:
         raise InterventionError(f"splice: no ONNX model: {error}") from error
     if not proto.graph.node or not proto.graph.output:
@@ -157,7 +157,7 @@ def _parsed(given: bytes) -> onnx.ModelProto:
 
 
 def _bare(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy without functions, and without texts that say nothing of what is computed."""
+    """A copy with functions inlined, without producer, documentation and metadata."""
     bare = onnx.ModelProto()
     bare.CopyFrom(inline_local_functions(proto) if proto.functions else proto)
     for field in ("producer_name", "producer_version", "doc_string", "metadata_props"):

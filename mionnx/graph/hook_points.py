@@ -153,7 +153,7 @@ class HookPoint:
 
     @property
     def short(self) -> str:
-        """What follows `hook_` in the name: `pattern`, `resid_post`; the whole name of a `Custom` hook point."""
+        """The name after `hook_`, such as `pattern`; the whole name of a `Custom` hook point."""
         return self.name.rpartition("hook_")[2]
 
     @property
@@ -163,22 +163,22 @@ class HookPoint:
 
     @property
     def derived(self) -> bool:
-        """Whether the value is computed on request from another one, and can therefore only be captured."""
+        """Whether the value is computed for its capture alone; it cannot be intervened at."""
         return self.variant != "Custom" and VARIANTS[self.variant].derived_from is not None
 
     @property
     def source(self) -> "HookPoint":
-        """The hook point that a derived one is computed from; itself where it is not derived."""
+        """The hook point that a derived one is computed from; else the hook point itself."""
         return self._beside(VARIANTS[self.variant].derived_from) if self.derived else self
 
     @property
     def instead(self) -> "HookPoint":
-        """Where to intervene: the nearest hook point before a derived one; itself where it is not derived."""
+        """The hook point to intervene at in place of a derived one; else the hook point itself."""
         return self._beside(VARIANTS[self.variant].instead) if self.derived else self
 
     @property
     def on_request(self) -> bool:
-        """Whether a pattern has to name it to mean it: large and computed for the capture alone, or in a splice."""
+        """Whether "*" leaves it out: large and computed for its capture alone, or in a splice."""
         return self.variant == "Custom" or VARIANTS[self.variant].on_request
 
     def derivations(self) -> list["HookPoint"]:
@@ -193,17 +193,17 @@ class HookPoint:
 
     @staticmethod
     def Custom(name: str) -> "HookPoint":
-        """A hook point outside the table: one that a splice brings; refused where there is no value of this name."""
+        """A hook point outside the table, which a splice brings; checked when a spec is used."""
         return HookPoint("Custom", None, name)
 
     @staticmethod
     def parse(name: "str | HookPoint") -> "HookPoint":
-        """The hook point of a string. An unknown string is `Custom`; a `HookPoint` is returned as it is."""
+        """Parse a string; an unknown one is `Custom`. A `HookPoint` is returned as it is."""
         return name if isinstance(name, HookPoint) else _parsed(name)
 
 
 def layer_of(name: str) -> int | None:
-    """The layer that a hook point's name says, also of one that a splice brings; None outside the blocks."""
+    """Layer number in a hook point's name, splices' included; None outside the blocks."""
     match = _LAYERED.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -224,7 +224,7 @@ def _by_template() -> dict[str, str]:
 
 
 def short_names() -> dict[str, list[str]]:
-    """Short name -> the templates that end in it: `{"pattern": ["blocks.{i}.attn.hook_pattern"], ...}`."""
+    """Short name -> templates: `{"pattern": ["blocks.{i}.attn.hook_pattern"], ...}`."""
     templates: dict[str, list[str]] = {}
     for row in VARIANTS.values():
         templates.setdefault(row.template.rpartition("hook_")[2], []).append(row.template)

@@ -55,7 +55,7 @@ DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "b
 
 @dataclass(frozen=True)
 class HookedModel:
-    """A hooked model that was opened and checked."""
+    """A hooked model, opened and checked."""
 
     folder: Path
     proto: onnx.ModelProto
@@ -63,7 +63,7 @@ class HookedModel:
 
     @classmethod
     def open(cls, folder: Path) -> "HookedModel":
-        """Open a hooked model's folder, checking everything that can be checked without reading the weights.
+        """Open a hooked model's folder and check all but the contents of its weights.
 
         Raises:
             ModelError: see the module's text.
@@ -88,7 +88,7 @@ class HookedModel:
         return cls(folder, proto, metadata)
 
     def hook_points(self) -> list[HookPoint]:
-        """All hook points that can be captured, in execution order; derived ones follow what they derive from."""
+        """All hook points in execution order; derived ones follow their source."""
         return [*self._points.values()]
 
     @cached_property
@@ -106,23 +106,23 @@ class HookedModel:
         return {point.name: point for point in points}
 
     def end_tokens(self) -> list[int]:
-        """The tokens that end a text, by `generation_config.json` or `config.json`; none if neither says."""
+        """End-of-text tokens of `generation_config.json` or `config.json`; none if neither says."""
         for name in ("generation_config.json", "config.json"):
             try:
-                found = json.loads((self.folder / name).read_text()).get("eos_token_id")
+                tokens = json.loads((self.folder / name).read_text()).get("eos_token_id")
             except (OSError, ValueError, AttributeError):
                 continue
-            if found is not None:
-                tokens = found if isinstance(found, list) else [found]
+            if tokens is not None:
+                tokens = tokens if isinstance(tokens, list) else [tokens]
                 return [token for token in tokens if isinstance(token, int) and token < self.metadata.sizes.vocab_size]
         return []
 
     def dtype(self, point: HookPoint) -> DTypeLike:
-        """The dtype of a hook point's value: the model's, but float32 wherever a recurrence reads or writes."""
+        """Dtype of a hook point's value: the model's, or float32 in a recurrence."""
         return np.float32 if ".rwkv." in point.name else DTYPES[self.metadata.dtype]
 
     def axes(self, point: HookPoint) -> list[str | int]:
-        """The axes of a hook point: names where they are dynamic, numbers where not.
+        """The axes of a hook point: names of dynamic ones, numbers of fixed ones.
 
         Raises:
             HookError: the model has no such hook point.

@@ -25,7 +25,7 @@ SHAPING = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})  # 
 
 @dataclass(frozen=True)
 class Head:
-    """Where the unembedding is in the graph.
+    """The unembedding of a graph: its matrix product, weight and bias.
 
     Attributes:
         product: the name of the value that the matrix product gives, [batch, seq, vocab].
@@ -55,7 +55,7 @@ def head(model: HookedModel) -> Head:
 
 
 def embedding(model: HookedModel) -> NDArray[Any]:
-    """W_E [vocab, hidden], in the model's dtype: a row a token, before the scale that some families multiply with.
+    """W_E [vocab, hidden], in the model's dtype, before the scale of some families.
 
     Raises:
         ModelError: the graph looks tokens up in no matrix of its own.
@@ -71,7 +71,7 @@ def embedding(model: HookedModel) -> NDArray[Any]:
 
 
 def unembedding(model: HookedModel) -> NDArray[Any]:
-    """W_U [hidden, vocab], in the model's dtype: what the final norm's output is multiplied with.
+    """W_U [hidden, vocab], in the model's dtype: logits are the final norm's output times W_U.
 
     Raises:
         ModelError: the logits are no product with a matrix of the graph.
@@ -80,7 +80,7 @@ def unembedding(model: HookedModel) -> NDArray[Any]:
 
 
 def unembedding_bias(model: HookedModel) -> NDArray[Any]:
-    """b_U [vocab], in the model's dtype: what is added to that product; zeros where nothing is.
+    """b_U [vocab], in the model's dtype: the bias of the logits; zeros if there is none.
 
     Raises:
         ModelError: the logits are no product with a matrix of the graph.
@@ -95,7 +95,7 @@ def unembedding_bias(model: HookedModel) -> NDArray[Any]:
 
 
 def output_projections(model: HookedModel) -> NDArray[Any]:
-    """W_O [n_layers, n_heads, head_dim, hidden], in the model's dtype: `hook_z` times it is `hook_result`.
+    """W_O [n_layers, n_heads, head_dim, hidden], in the model's dtype.
 
     Raises:
         HookError: a recurrent model, whose heads' outputs are gated and normed before they are projected.
@@ -105,8 +105,8 @@ def output_projections(model: HookedModel) -> NDArray[Any]:
         raise HookError(f"a {model.metadata.family} model has no attention, and so no W_O for its heads")
     layers = []
     for attention in model.metadata.attention:
-        found = onnx_file.weight(model.proto, model.folder, attention.output_projection)
-        rows = found if attention.output_is_rows else found.T
+        weight = onnx_file.weight(model.proto, model.folder, attention.output_projection)
+        rows = weight if attention.output_is_rows else weight.T
         layers.append(rows.reshape(sizes.num_heads, sizes.head_dim, sizes.hidden_size))
     return np.stack(layers)
 
@@ -125,8 +125,8 @@ def _matrix(hooked: HookedModel, value: Tensor) -> Matrix:
         return onnx_file.weight(hooked.proto, hooked.folder, value.name)
     node = value.inputs[0] if value.inputs else None
     if node is not None and node.op == "Transpose":
-        found = _matrix(hooked, node.inputs[0])
-        return found.transpose(node.attrs.get("perm", range(found.ndim)[::-1]))
+        matrix = _matrix(hooked, node.inputs[0])
+        return matrix.transpose(node.attrs.get("perm", range(matrix.ndim)[::-1]))
     if node is not None and node.op == "Identity":
         return _matrix(hooked, node.inputs[0])
     if node is not None and node.op == "Cast":

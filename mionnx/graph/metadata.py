@@ -1,4 +1,4 @@
-"""What a hooked model says of itself beyond its graph: the `metadata_props` of `model.onnx`."""
+"""`Metadata`: sizes, hook points, attention and origin, as `metadata_props` of `model.onnx`."""
 
 import json
 from collections.abc import Mapping

@@ -48,12 +48,12 @@ def properties(proto: onnx.ModelProto) -> dict[str, str]:
 
 def locations(proto: onnx.ModelProto) -> dict[str, int]:
     """The weight files that a graph reads, and how many bytes of each."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for tensor in proto.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             entry = {item.key: item.value for item in tensor.external_data}
-            found[entry["location"]] = found.get(entry["location"], 0) + int(entry["length"])
-    return found
+            sizes[entry["location"]] = sizes.get(entry["location"], 0) + int(entry["length"])
+    return sizes
 
 
 def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
@@ -76,7 +76,7 @@ def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
 
 
 def embed(proto: onnx.ModelProto, folder: Path) -> None:
-    """Put weights into the graph itself. onnx's own function refuses files that have several hard links."""
+    """Put weights into the graph; onnx's own function refuses files with several hard links."""
     for tensor in proto.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             entry = {item.key: item.value for item in tensor.external_data}
@@ -88,7 +88,7 @@ def embed(proto: onnx.ModelProto, folder: Path) -> None:
 
 
 def value_ranks(proto: onnx.ModelProto) -> dict[str, int | None]:
-    """The values that nodes of the graph make, with their ranks where these are written down."""
+    """Value of a node -> its rank, None where the model does not say it."""
     ranks: dict[str, int | None] = {output: None for node in proto.graph.node for output in node.output}
     for value in [*proto.graph.value_info, *proto.graph.output]:
         if value.name in ranks and value.type.tensor_type.HasField("shape"):
@@ -112,7 +112,7 @@ def dtype_of(value: onnx.ValueInfoProto) -> np.dtype[Any]:
 
 
 def with_outputs(proto: onnx.ModelProto, dtypes: Mapping[str, DTypeLike | None]) -> bytes:
-    """A model with more of its values as outputs; a dtype of None is left to whoever reads the file."""
+    """Serialise a model with more of its values as outputs; None leaves a dtype open."""
     shown = onnx.ModelProto()
     shown.CopyFrom(proto)
     for name, dtype in dtypes.items():
@@ -126,5 +126,5 @@ def with_outputs(proto: onnx.ModelProto, dtypes: Mapping[str, DTypeLike | None])
 
 
 def in_opset(proto: onnx.ModelProto, version: int) -> onnx.ModelProto:
-    """A model written in another version of the standard operators; the converter's errors share no base class."""
+    """Convert a model to another opset; the converter's errors share no base class."""
     return proto if opset(proto) == version else onnx.version_converter.convert_version(proto, version)

@@ -7,12 +7,12 @@ LOGITS = "logits"
 
 
 def find_head(value: Tensor) -> Node | None:
-    """The matrix product that a value comes from, number by number."""
+    """The matrix product that a value comes from through elementwise nodes."""
     return head_and_tail(value)[0]
 
 
 def head_and_tail(value: Tensor) -> tuple[Node | None, list[Node]]:
-    """The matrix product that a value comes from, and the nodes after it, which work on each number alone."""
+    """The matrix product that a value comes from, and the elementwise nodes after it."""
     passed: list[Node] = []
     while value.inputs:
         node = value.inputs[0]

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass
 class Report:
-    """What a rewrite did: nodes added and removed, by name, and what became input or output."""
+    """Nodes that a rewrite added and removed, by name, and new inputs and outputs."""
 
     added: dict[str, list[str]] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
@@ -23,7 +23,7 @@ class Report:
 
     @staticmethod
     def from_json(text: str) -> "Report":
-        """What `to_json` wrote."""
+        """Parse the text of `to_json`."""
         return Report(**json.loads(text))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What somebody's model file may not do: read outside its folder, claim bytes it does not have, or grow without bound.
+"""Checks on untrusted model files: no path outside the folder, no missing bytes, no unbounded constants.
 
 Checked when a hooked model is opened, before a session is made; in subgraphs and functions too.
 
@@ -28,7 +28,7 @@ PACKED: dict[int, int] = {onnx.TensorProto.INT4: 2, onnx.TensorProto.UINT4: 2, o
 
 @dataclass(frozen=True)
 class Span:
-    """Where a weight lies."""
+    """File, offset and length of a weight."""
 
     location: str
     start: int
@@ -57,7 +57,7 @@ def check(proto: onnx.ModelProto, folder: Path) -> None:
 
 
 def _check_valid(proto: onnx.ModelProto) -> None:
-    """Have onnx's own checker look at the graph. External weights are shown to it as inputs: it reads their files."""
+    """Run onnx's checker, external weights shown to it as inputs: it reads their files."""
     try:
         onnx.checker.check_model(_without_files(proto))
     except (onnx.checker.ValidationError, ValueError) as error:  # names that are no text are a ValueError too
@@ -93,7 +93,7 @@ def graphs(proto: onnx.ModelProto) -> Iterator[onnx.GraphProto | onnx.FunctionPr
 
 
 def tensors(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor that a graph holds: initializers, sparse ones, and attributes of nodes (named as what they make)."""
+    """All tensors of a graph: initializers, sparse ones, and attributes under the node's output."""
     if isinstance(graph, onnx.GraphProto):
         yield from graph.initializer
         for sparse in graph.sparse_initializer:
@@ -193,8 +193,8 @@ def _check_makers(nodes: Iterable[onnx.NodeProto], constants: dict[str, onnx.Ten
         at = MAKERS.get(node.op_type)
         if at is None or len(node.input) <= at or node.input[at] not in constants:
             continue
-        given = onnx.numpy_helper.to_array(constants[node.input[at]]).astype(np.float64, copy=False)
-        size = float(np.abs(given).max(initial=0)) if node.op_type in ("Range", "Pad") else float(np.prod(given))
+        sizes = onnx.numpy_helper.to_array(constants[node.input[at]]).astype(np.float64, copy=False)
+        size = float(np.abs(sizes).max(initial=0)) if node.op_type in ("Range", "Pad") else float(np.prod(sizes))
         if not size <= LARGEST:
             where = f"{node.op_type} node {(node.name or node.output[0])!r}"
             raise ModelError(f"{where} would make {size:.0f} elements: refused")

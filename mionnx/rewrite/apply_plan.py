@@ -1,4 +1,4 @@
-"""A plan carried out: one rewrite after the other, on a fresh copy of the graph."""
+"""Apply a plan: one rewrite after the other, on a copy of the graph."""
 
 import onnx
 import onnx_graphsurgeon as gs
@@ -17,7 +17,7 @@ from mionnx.rewrite.restrict_outputs import restrict
 
 
 def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[bytes, Report]:
-    """Carry out a plan.
+    """Apply a plan to a model.
 
     Args:
         origin: the hooked model's graph, without weights; left alone.
@@ -35,7 +35,7 @@ def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[by
 
 
 def apply_plan(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[gs.Graph, Report]:
-    """The same as a graph that can be edited further."""
+    """Apply a plan; the graph can be edited further."""
     graph, report = edit(extract(origin, plan.starts, _ends(plan)) if plan.starts else origin), Report()
     intervene(graph, plan.edits, report)
     if plan.starts:
@@ -48,12 +48,12 @@ def apply_plan(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple
 
 
 def _ends(plan: Plan) -> list[str]:
-    """What a graph that does not begin with the tokens has to compute."""
+    """The values to compute in a graph that starts at a hook point."""
     return [*(want.hook for want in plan.captures), *([LOGITS] if plan.outputs.logits else [])]
 
 
 def _refuse_idle(graph: gs.Graph, plan: Plan) -> None:
-    """Without logits, an intervention that no capture depends on was dropped with the rest: it would do nothing."""
+    """Refuse interventions that were pruned: without logits, no capture depended on them."""
     if plan.outputs.logits:
         return  # what another intervention replaces altogether may be dropped: the two stand in the order asked for
     left = {node.name for node in graph.nodes}

@@ -13,7 +13,7 @@ from mionnx.graph.metadata import Metadata
 
 
 def head_results(op: Builder, point: HookPoint, tensors: Mapping[str, Tensor], metadata: Metadata) -> Variable:
-    """Add the nodes of one layer's head results, [batch, seq, n_heads, hidden], in the model's dtype.
+    """Add the nodes of one layer's `hook_result`: [batch, seq, n_heads, hidden].
 
     Raises:
         ModelError: no node reads the output projection that the metadata name.

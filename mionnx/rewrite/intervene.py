@@ -35,7 +35,7 @@ def intervene(graph: gs.Graph, edits: Sequence[Edit], report: Report) -> None:
 
 
 def _detach(graph: gs.Graph, value: gs.Variable) -> gs.Variable:
-    """Let what makes the value make `{name}.before` instead; the value itself is then free for a new producer."""
+    """Rename the producer's output to `{name}.before`, which frees the value for a new producer."""
     before = gs.Variable(f"{value.name}.before", dtype=value.dtype, shape=value.shape)
     if not value.inputs:  # the graph starts with it
         graph.inputs = [before if entry is value else entry for entry in graph.inputs]
@@ -64,7 +64,7 @@ class EditBuilder(Builder):
 
 
 def _selection(op: Builder, edit: Edit, positions: gs.Variable | None) -> gs.Variable | None:
-    """Where the edit applies: bool, broadcast to the value; None if everywhere."""
+    """Selected entries: bool, broadcast to the value; None if the edit has no limits."""
     chosen = []
     if edit.at_positions:
         chosen.append(_at_positions(op, edit, positions))
@@ -76,7 +76,7 @@ def _selection(op: Builder, edit: Edit, positions: gs.Variable | None) -> gs.Var
 
 
 def _at_positions(op: Builder, edit: Edit, positions: gs.Variable) -> gs.Variable:
-    """[batch, seq] of the tokens at the edit's positions, with axes of 1 wherever the value has another axis."""
+    """Tokens at the edit's positions: bool, [batch, seq] and axes of 1 in the value's rank."""
     wanted = op.input(edit.positions_input, np.int64, 2)
     selected = {0, sequence_axis(edit.axes)}
     here = among(op, positions, wanted)
@@ -84,14 +84,14 @@ def _at_positions(op: Builder, edit: Edit, positions: gs.Variable) -> gs.Variabl
 
 
 def among(op: Builder, positions: gs.Tensor, wanted: gs.Tensor) -> gs.Variable:
-    """[batch, seq] bool: the tokens at positions [batch, seq] that are among those wanted, [batch or 1, n]."""
+    """[batch, seq] bool: tokens at `positions` [batch, seq] among `wanted` [batch or 1, n]."""
     equal = op.Equal(op.Unsqueeze(positions, [2]), op.Unsqueeze(wanted, [1]))
     any_equal = op.ReduceMax(op.Cast(equal, to=np.int32), [2], keepdims=0)
     return op.Cast(any_equal, to=np.bool_)
 
 
 def token_positions(graph: gs.Graph, report: Report) -> gs.Variable:
-    """[batch, seq]: each token's position in its own row's text, -1 for padding."""
+    """Position of each token in its row's text, -1 for padding: int64 [batch, seq]."""
     tensors = graph.tensors()
     op = Builder(graph, TOKEN_POSITIONS, TOKEN_POSITIONS, report)
     if "attention_mask" not in tensors:  # a recurrent model has no use for a mask or positions of its own

@@ -24,7 +24,7 @@ OUTPUTS = ("top", "top_ids", "log_probs", "ranks", "entropy", "divergence")
 
 @dataclass(frozen=True)
 class Distribution:
-    """Logits [entries, positions, vocab] in float32, and log sum exp of them, [entries, positions, 1]."""
+    """Float32 logits [entries, positions, vocab] and their log sum exp [entries, positions, 1]."""
 
     logits: gs.Tensor
     total: gs.Tensor
@@ -76,7 +76,10 @@ def _chosen(op: Builder, distribution: Distribution) -> None:
 
 
 def _spread(op: Builder, distribution: Distribution) -> None:
-    """Entropy, H = log Z - sum p x, and KL divergence from the first entry, sum p0 (x0 - x) - log Z0 + log Z."""
+    """Entropy and KL divergence from the first entry.
+
+    H = log Z - sum p x; KL = sum p0 (x0 - x) - log Z0 + log Z.
+    """
     logits = distribution.logits
     probabilities = op.Softmax(logits, axis=2)
     mean = op.ReduceSum(op.Mul(probabilities, logits), [2], keepdims=0)

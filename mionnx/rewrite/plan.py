@@ -1,4 +1,4 @@
-"""What shapes a rewritten graph: the hooks, the kinds, which limits there are. Never a value."""
+"""`Plan`: the structure of a rewritten graph. It holds hooks, kinds and limits, never a value."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -8,7 +8,9 @@ from mionnx.graph.hook_points import HookPoint
 
 
 class EditKind(Protocol):
-    """A kind of intervention, as far as it shapes the graph; hashable, its `repr` is part of cache keys.
+    """A kind of intervention, as far as it shapes the graph.
+
+    Hashable; its `repr` is part of cache keys.
 
     `mionnx.spec.kinds.kind.Kind` is one.
 
@@ -59,7 +61,7 @@ class Edit:
 
     @property
     def prefix(self) -> str:
-        """What the names of its inputs and nodes begin with."""
+        """Prefix of the names of its inputs and nodes."""
         return f"{self.hook}.{self.index}.{self.kind.name}"
 
     @property
@@ -75,7 +77,7 @@ class Edit:
 
     @property
     def positions_input(self) -> str:
-        """The input of its positions: int64 [batch or 1, n], absolute; entries below 0 select nothing."""
+        """The input of its positions: int64 [batch or 1, n], absolute; negative ones select nothing."""
         return f"{self.prefix}.positions"
 
     @property
@@ -138,7 +140,7 @@ TOP_IDS = "mionnx.logits.top_ids"
 
 @dataclass(frozen=True)
 class Outputs:
-    """Which of the model's own outputs are computed, and what of the logits.
+    """The model's own outputs that a graph computes, and the part of the logits.
 
     Attributes:
         logits: whether there are any.
@@ -161,7 +163,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that distinguishes one rewritten graph of a model from another; equal plans share a session.
+    """The structure of one rewritten graph of a model; equal plans share a session.
 
     Attributes:
         edits: interventions, in registration order.
@@ -182,5 +184,5 @@ class Plan:
 
     @property
     def inner(self) -> set[str]:
-        """The hook points that splices bring, which the model's own graph does not have."""
+        """The hook points inside splices, which the model's own graph does not have."""
         return {name for edit in self.edits for name in inner_names(edit.hook, edit.fit)}

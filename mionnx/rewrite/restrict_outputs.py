@@ -1,4 +1,4 @@
-"""Rewrite: only what is asked for leaves the graph, and only what that needs is left in it.
+"""Rewrite: drop outputs that were not requested; compute the head only at requested positions and tokens.
 
 1. Outputs that are not asked for (logits, keys and values, states) are dropped, and with them what only they need.
 2. Logits of the last or of chosen positions: the input of the head's matrix product is cut down, so that it is
@@ -76,15 +76,15 @@ def _cut_head(graph: gs.Graph, op: Builder, tokens: gs.Tensor) -> bool:
 
 
 def _after(graph: gs.Graph, cut: Callable[[gs.Tensor], gs.Tensor]) -> gs.Variable:
-    """Let the output be what is made of the logits."""
+    """Let the output be what is part of the logits."""
     whole = graph.tensors()[LOGITS]
-    place = next(i for i, output in enumerate(graph.outputs) if output is whole)
-    made = cut(whole)
-    whole.name, made.name = f"{made.name}.whole", LOGITS
-    graph.outputs[place] = made
-    made.shape = None
+    index = next(i for i, output in enumerate(graph.outputs) if output is whole)
+    part = cut(whole)
+    whole.name, part.name = f"{part.name}.whole", LOGITS
+    graph.outputs[index] = part
+    part.shape = None
     _forget_shape(graph)
-    return made
+    return part
 
 
 def _rank(graph: gs.Graph, op: Builder) -> None:

@@ -91,7 +91,7 @@ class _Recurrence:
         return op.Unsqueeze(op.Cast(equal, to=np.float32), [0, 2, 3])
 
     def _vectors(self) -> dict[str, gs.Variable]:
-        """What the body reads, as column or row vectors: [batch, seq, n_heads, head_dim, 1] or [..., 1, head_dim]."""
+        """Inputs of the body as columns or rows: [batch, seq, n_heads, head_dim, 1] or transposed."""
         return {
             short: self.op.Unsqueeze(value, [-1 if column else -2]) for short, (value, column) in self.values.items()
         }
@@ -110,7 +110,7 @@ class _Recurrence:
         return scanned
 
     def _body(self, names: list[str]) -> gs.Graph:
-        """One token: the state after it, and what is read from that."""
+        """The body of the scan: one token's state, and its output."""
         prefix = f"{self.op.prefix}.body"
         before, *read = (gs.Variable(f"{prefix}.{name}", dtype=np.dtype(np.float32)) for name in ("before", *names))
         at = dict(zip(names, read, strict=True))

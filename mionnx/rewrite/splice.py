@@ -1,4 +1,4 @@
-"""Rewrite: a fragment is copied into a graph.
+"""Rewrite: copy a fragment into a graph.
 
 1. Its values get the names `{hook}.{name}` where these begin with `hook_`, and else, as its nodes do, the prefix of the
    splice: two copies of a fragment never collide.
@@ -17,24 +17,24 @@ from mionnx.rewrite.plan import Edit
 
 
 def splice(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
-    """Insert a fragment; its output, of the value's dtype."""
+    """Insert the edit's fragment behind a value; its output, of the value's dtype."""
     fit = edit.fit
     if fit is None:
         raise ValueError(f"{edit.prefix} has no fragment")
     inner = editable(fit.proto)
     weights = [tensor for tensor in inner.inputs if tensor.name in fit.weights]
     activations = [tensor for tensor in inner.inputs if tensor.name not in fit.weights]
-    made = inner.outputs[0]
+    output = inner.outputs[0]
     _rename(inner, edit, fit)
     op.graph.inputs += weights
     op.report.inputs += [tensor.name for tensor in weights]
-    given = [old] if edit.reads is None else [old, op.graph.tensors()[edit.reads]]
-    for value, into in zip(given, activations, strict=True):
+    sources = [old] if edit.reads is None else [old, op.graph.tensors()[edit.reads]]
+    for value, into in zip(sources, activations, strict=True):
         write(_cast(op, value, into.dtype), into)
     for node in inner.nodes:
         op.graph.nodes.append(node)
         op.report.add(edit.hook, node.name)
-    return _cast(op, made, old.dtype)
+    return _cast(op, output, old.dtype)
 
 
 def _cast(op: Builder, value: gs.Tensor, dtype: DTypeLike) -> gs.Variable:
@@ -45,7 +45,7 @@ def _cast(op: Builder, value: gs.Tensor, dtype: DTypeLike) -> gs.Variable:
 
 
 def _rename(inner: gs.Graph, edit: Edit, fit: FittedFragment) -> None:
-    """Give every value and node of a fragment a name that no other has, those inside `If`, `Loop` and `Scan` too."""
+    """Give values and nodes of a fragment unique names, also inside `If`, `Loop` and `Scan`."""
     known = {one.name: one for one in fit.inner}
     done = set[int]()
     for number, graph in enumerate([inner, *inner.subgraphs(recursive=True)]):

@@ -1,1 +1,1 @@
-"""Specs: what to capture and where to intervene, and the file that holds one."""
+"""Specs: captures, interventions and their kinds, and the spec file."""

@@ -1,4 +1,4 @@
-"""Attention knockout: which edges, as a mask of 0 and -inf."""
+"""Attention knockout: edges by query and key position, as a mask of 0 and -inf."""
 
 import operator
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ class LayerTargets:
         return self.layers(range(start, end + 1))
 
     def target_layers(self, num_layers: int) -> list[int]:
-        """The layers meant, in a model of so many.
+        """The selected layers of a model with `num_layers` layers.
 
         Raises:
             InterventionError: a layer that the model does not have.
@@ -50,13 +50,13 @@ class LayerTargets:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return "knockout"
 
 
 @dataclass
 class KnockoutSpec(LayerTargets):
-    """Attention edges to knock out, built by chaining: `KnockoutSpec().layer(3).head(0).edge(query, key)`.
+    """Attention edges to knock out: `KnockoutSpec().layer(3).head(0).edge(query, key)`.
 
     Without `head` or `heads` every head is meant, without any layer every layer. `edge` names single edges;
     `from_position` all edges out of a query position, `to_position` all edges into a key position. Positions count from
@@ -76,38 +76,38 @@ class KnockoutSpec(LayerTargets):
         return self
 
     def edge(self, query: int, key: int) -> Self:
-        """The query at one position cannot read the key at another."""
+        """Cut one edge: the query at one position cannot read the key at another."""
         self.edges.append((whole("position", query), whole("position", key)))
         return self
 
     def from_position(self, query: int) -> Self:
-        """The query at a position reads no other position; it still reads itself, so that it has a key left."""
+        """Cut the query at a position off from every other position; it still reads itself."""
         self.edges.append((whole("position", query), None))
         return self
 
     def to_position(self, key: int) -> Self:
-        """No later position reads the key at a position; the position still reads itself."""
+        """Cut later queries off from the key at a position; the position still reads itself."""
         self.edges.append((None, whole("position", key)))
         return self
 
 
 def naturals(what: str, values: Iterable[int]) -> list[int]:
-    """At least one integer of 0 or above.
+    """Check that `values` are integers of 0 or above, at least one.
 
     Raises:
         InterventionError: there are none, or others.
     """
-    found = [whole(what, value) for value in values]
-    if not found or min(found) < 0:
-        raise InterventionError(f"{what}s are counted from 0 and at least one is needed, got {found}")
-    return found
+    integers = [whole(what, value) for value in values]
+    if not integers or min(integers) < 0:
+        raise InterventionError(f"{what}s are counted from 0 and at least one is needed, got {integers}")
+    return integers
 
 
 def whole(what: str, value: int) -> int:
-    """One integer.
+    """Check that `value` is an integer.
 
     Raises:
-        InterventionError: it is none.
+        InterventionError: it is not.
     """
     try:
         return operator.index(value)
@@ -116,10 +116,10 @@ def whole(what: str, value: int) -> int:
 
 
 def parse_edges(text: str) -> KnockoutSpec:
-    """Edges as a command line writes them: QUERY>KEY, comma separated, `*` for all of one side.
+    """Parse edges of a command line: QUERY>KEY, comma separated, `*` for all of one side.
 
     Raises:
-        InterventionError: what was not understood.
+        InterventionError: the text is not understood.
     """
     spec = KnockoutSpec()
     for edge in text.split(","):
@@ -143,10 +143,10 @@ def _parsed(number: str, text: str) -> int:
 
 
 def create_knockout_mask(spec: KnockoutSpec, n_heads: int, seq_len: int, dtype: DTypeLike = np.float32) -> NDArray:
-    """The mask of a knockout, to be added to attention scores.
+    """Build the mask of a knockout, to be added to attention scores.
 
     Args:
-        spec: which edges and heads; its layers say where the mask is to be used, they do not shape it.
+        spec: edges and heads. Its layers do not shape the mask; they say at which layers to use it.
         n_heads: query heads of the model.
         seq_len: length of the sequence, past included.
         dtype: a floating dtype.
@@ -157,6 +157,9 @@ def create_knockout_mask(spec: KnockoutSpec, n_heads: int, seq_len: int, dtype: 
     Raises:
         InterventionError: no edge, an edge or head that does not exist, an edge to a later position, or a dtype that
             has no infinity.
+
+    Example:
+        mask = create_knockout_mask(KnockoutSpec().edge(-1, 3), model.num_heads, len(tokens))
     """
     if np.dtype(dtype).kind != "f" and np.dtype(dtype).name != "bfloat16":
         raise InterventionError(f"a knockout mask holds -inf, which {np.dtype(dtype)} does not have")
@@ -164,9 +167,7 @@ def create_knockout_mask(spec: KnockoutSpec, n_heads: int, seq_len: int, dtype: 
         raise InterventionError("a KnockoutSpec without edge, from_position or to_position knocks nothing out")
     blocked = np.zeros((seq_len, seq_len), bool)
     for query, key in spec.edges:
-        _block(
-            blocked, None if query is None else _place(query, seq_len), None if key is None else _place(key, seq_len)
-        )
+        _block(blocked, _index(query, seq_len), _index(key, seq_len))
     heads = range(n_heads) if spec.heads_ is None else spec.heads_
     if max(heads, default=0) >= n_heads:
         raise InterventionError(f"head {max(heads, default=0)} of {n_heads} heads (0 to {n_heads - 1})")
@@ -192,7 +193,9 @@ def _block(blocked: NDArray, query: int | None, key: int | None) -> None:
         blocked[key + 1 :, key] = True
 
 
-def _place(position: int, seq_len: int) -> int:
+def _index(position: int | None, seq_len: int) -> int | None:
+    if position is None:
+        return None
     if not -seq_len <= position < seq_len:
         raise InterventionError(f"position {position} of a sequence of {seq_len} (0 to {seq_len - 1})")
     return position % seq_len

@@ -13,7 +13,7 @@ Predicate = Callable[[str], bool]
 
 @dataclass(frozen=True)
 class Capture:
-    """One request to capture: a hook point, a glob over names, or a predicate on them; whole, or in part."""
+    """One capture request: a hook point, a glob over names or a predicate on them, and limits."""
 
     what: HookPoint | str | Predicate
     before: bool = False
@@ -50,7 +50,7 @@ def is_glob(hook: object) -> bool:
 
 
 def _names_one(glob: str) -> bool:
-    """Whether a pattern says something about the name itself, after the last dot: `*.hook_eff*` does, `*` does not."""
+    """Whether a pattern has letters after its last dot: `*.hook_eff*` has, `*` has not."""
     return bool(glob.rpartition(".")[2].removeprefix("hook_").strip("*?"))
 
 

@@ -1,4 +1,4 @@
-"""`HookSpec`: the one object that says what to capture and where to intervene."""
+"""`HookSpec`: the captures and interventions of a forward pass."""
 
 from collections.abc import Iterable
 from copy import deepcopy
@@ -22,10 +22,10 @@ Hook = HookPoint | str
 
 @dataclass
 class HookSpec:
-    """What to capture and where to intervene in one forward pass.
+    """Captures and interventions of one forward pass or generation.
 
-    Hook points are given as `HookPoint` or string; methods return the spec itself, so that they chain. Interventions at
-    one hook point apply in the order in which they were registered, and a capture there sees their result.
+    Hook points are written as `HookPoint` or string; methods return the spec itself, so that they chain. Interventions
+    at one hook point apply in registration order, and a capture there sees their result.
 
     Example:
         spec = HookSpec().capture("blocks.*.attn.hook_pattern")
@@ -45,17 +45,20 @@ class HookSpec:
         positions: int | Iterable[int] | None = None,
         heads: int | Iterable[int] | None = None,
     ) -> "HookSpec":
-        """Ask for the value at a hook point, or at all that a glob ("blocks.*.hook_resid_post") or predicate selects.
+        """Capture the value at a hook point, or at every one selected by a glob or predicate.
 
         Args:
-            hook: a hook point, a string (a glob if it has `*`, `?` or `[`), or a function of the name.
-            before: the value that came in, rather than what the interventions there made of it.
+            hook: a hook point, its name, a glob ("blocks.*.hook_resid_post"), or a function of the name.
+            before: capture the value before the interventions at the hook point, not after them.
             positions: only these token positions, in this order, counted in each row's own text, negative ones from its
-                end; at scores and patterns of the queries. The rest is never copied out of the graph.
+                end; query positions at scores and patterns. The rest is never copied out of the graph.
             heads: only these heads.
 
         Raises:
             InterventionError: positions or heads that are no integers.
+
+        Example:
+            spec = HookSpec().capture("blocks.*.attn.hook_pattern", heads=[0, 3])
         """
         what = hook if callable(hook) or is_glob(hook) else HookPoint.parse(hook)
         request = Capture(what, before, _limit("positions", positions), _limit("heads", heads))
@@ -68,6 +71,9 @@ class HookSpec:
 
         Raises:
             HookError: a glob; interventions name their hook points one by one.
+
+        Example:
+            spec = HookSpec().intervene("blocks.1.attn.hook_z", Intervention.Zero(heads=3))
         """
         if not isinstance(intervention, Intervention):
             raise HookError(f"intervene({str(hook)!r}, ...) takes an Intervention, got {type(intervention).__name__}")
@@ -77,25 +83,35 @@ class HookSpec:
         return self
 
     def set_state_knockout(self, *specs: StateKnockoutSpec) -> "HookSpec":
-        """Leave tokens' writes into an RWKV state out. Several may be set, in one call or in several: each applies.
+        """Register knockouts of tokens' writes into an RWKV state; each of them applies.
 
         Raises:
             HookError: something else than a `StateKnockoutSpec`.
+
+        Example:
+            spec = HookSpec().set_state_knockout(StateKnockoutSpec().position(0).layer(3))
         """
         self.state_knockouts += [_of(StateKnockoutSpec, spec) for spec in specs]
         return self
 
     def set_state_steering(self, *specs: StateSteeringSpec) -> "HookSpec":
-        """Scale tokens' writes into an RWKV state. Several may be set; where they meet, their scales multiply.
+        """Register scales of tokens' writes into an RWKV state; where several apply, they multiply.
 
         Raises:
             HookError: something else than a `StateSteeringSpec`.
+
+        Example:
+            spec = HookSpec().set_state_steering(StateSteeringSpec(2.0).position(0).head(1))
         """
         self.state_steerings += [_of(StateSteeringSpec, spec) for spec in specs]
         return self
 
     def extend(self, other: "HookSpec") -> "HookSpec":
-        """Add everything of another spec, after this one's own."""
+        """Append the captures and interventions of another spec.
+
+        Example:
+            both = HookSpec().extend(steering).extend(captures)
+        """
         self.captures += [request for request in other.captures if request not in self.captures]
         self.interventions += other.interventions
         self.state_knockouts += other.state_knockouts
@@ -103,19 +119,19 @@ class HookSpec:
         return self
 
     def is_empty(self) -> bool:
-        """Whether nothing is captured and nothing changed."""
+        """Whether the spec has no capture and no intervention."""
         return not any((self.captures, self.interventions, self.state_knockouts, self.state_steerings))
 
     def num_captures(self) -> int:
-        """How many captures were requested; a glob or predicate counts once."""
+        """Number of capture requests; a glob or predicate counts once."""
         return len(self.captures)
 
     def num_interventions(self) -> int:
-        """How many interventions are registered; state knockouts and steerings are not among them."""
+        """Number of interventions, without state knockouts and steerings."""
         return len(self.interventions)
 
     def is_captured(self, hook: Hook) -> bool:
-        """Whether a hook point will be captured."""
+        """Whether a request captures a hook point."""
         return any(request.selects(str(hook)) for request in self.captures)
 
     def has_intervention_at(self, hook: Hook) -> bool:
@@ -188,7 +204,7 @@ def _limit(what: str, indices: int | Iterable[int] | None) -> tuple[int, ...] | 
 
 
 def _declared(declaration: dict[str, Any], tensors: dict[str, np.ndarray]) -> HookSpec:
-    """The spec of a declaration; takes the tensors that it uses out of `tensors`."""
+    """Build the spec of a declaration; the tensors it uses are removed from `tensors`."""
     spec = HookSpec()
     for entry in declaration["captures"]:
         if not isinstance(entry["before"], bool):

@@ -16,7 +16,7 @@ Made = TypeVar("Made", bound="Intervention")
 
 
 class Constructor(Generic[Arguments]):
-    """A class method that makes an intervention, with the signature and docstring of its kind's `make`."""
+    """Constructor of `Intervention`, with the signature and docstring of a kind's `make`."""
 
     def __init__(self, make: Callable[Arguments, Change]) -> None:
         self.make = make
@@ -26,6 +26,7 @@ class Constructor(Generic[Arguments]):
         def construct(*args: Arguments.args, **options: Arguments.kwargs) -> Made:
             return owner(**vars(self.make(*args, **options)))
 
+        construct.__name__ = self.make.__qualname__.partition(".")[0]  # the kind's class
         vars(construct)["__signature__"] = signature(self.make).replace(return_annotation=owner)
         return construct
 
@@ -100,7 +101,7 @@ class Intervention(Change, metaclass=_Constructors):
 
     @property
     def varies_by_step(self) -> bool:
-        """Whether the inputs of its values and positions differ from one step of a generation to the next."""
+        """Whether the inputs of values and positions change from step to step of a generation."""
         return self.positions is not None or self.rules.shape is ValueShape.ATTENTION_MASK
 
     def to_entry(self, point: HookPoint) -> dict[str, Any]:
@@ -116,7 +117,7 @@ class Intervention(Change, metaclass=_Constructors):
 
     @staticmethod
     def from_entry(entry: dict[str, Any], tensors: Mapping[str, Array]) -> "Intervention":
-        """The intervention of an entry in a spec file, and of its tensors by the names of the kind's values."""
+        """The intervention of an entry in a spec file; `tensors` are named as the kind's values."""
         limits = {limit: entry[limit] for limit in ("positions", "heads", "rows")}
         return Intervention(**vars(find_kind(entry["kind"]).restored(tensors, entry.get("reads"), **limits)))
 

@@ -1,4 +1,4 @@
-"""State interventions of RWKV: which tokens' writes into the recurrent state are left out or scaled, and where.
+"""State interventions of RWKV: tokens' writes into the recurrent state, knocked out or scaled.
 
 What a token does to the state has four terms:
 
@@ -26,7 +26,7 @@ TERMS = ("write", "erase", "decay", "token_shift")
 
 @dataclass
 class StateTargets(LayerTargets):
-    """Positions and layers, chained: `.position(0).positions([3, 4]).layer_range(2, 5)`. All layers by default.
+    """Positions and layers, chained: `.position(0).layer_range(2, 5)`; all layers by default.
 
     Positions count from 0 in each row's own text, negative ones from the end of its prompt; "prompt" and "generated"
     are the phases of a text.
@@ -54,7 +54,7 @@ class StateTargets(LayerTargets):
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return "state knockout" if isinstance(self, StateKnockoutSpec) else "state steering"
 
     def to_entry(self) -> dict[str, Any]:
@@ -102,17 +102,17 @@ class StateTargets(LayerTargets):
             raise InterventionError(f"{self.title}: no term was given, so it would do nothing")
 
 
-def _position(given: int | str) -> int | str:
-    if isinstance(given, str):
-        if given not in PHASES:
-            raise InterventionError(f"a position is an integer, {' or '.join(map(repr, PHASES))}, got {given!r}")
-        return given
-    return whole("position", given)
+def _position(position: int | str) -> int | str:
+    if isinstance(position, str):
+        if position not in PHASES:
+            raise InterventionError(f"a position is an integer, {' or '.join(map(repr, PHASES))}, got {position!r}")
+        return position
+    return whole("position", position)
 
 
 @dataclass
 class StateKnockoutSpec(StateTargets):
-    """Leave out what tokens write into the recurrent state: `StateKnockoutSpec().position(0).layer(12)`."""
+    """Drop tokens' writes into the recurrent state: `StateKnockoutSpec().position(0).layer(12)`."""
 
     @classmethod
     def from_entry(cls, entry: dict[str, Any]) -> Self:
@@ -128,13 +128,13 @@ class StateKnockoutSpec(StateTargets):
         return self._with("token_shift")
 
     def invisible(self) -> Self:
-        """Turn off everything by which later positions could see these tokens. In one layer only, others still can."""
+        """Turn off every term: later positions cannot see these tokens in the targeted layers."""
         return self._with(*TERMS)
 
 
 @dataclass
 class StateSteeringSpec(StateTargets):
-    """Scale what tokens write into the recurrent state: `StateSteeringSpec(2.0).position(0).heads([1])`.
+    """Scale tokens' writes into the recurrent state: `StateSteeringSpec(2.0).position(0)`.
 
     A scale of 0 knocks out, 1 changes nothing, below 1 dampens, above 1 amplifies. Where a knockout applies to the same
     position and layer, the knockout wins.
@@ -173,7 +173,7 @@ class StateSteeringSpec(StateTargets):
         return self
 
     def target_heads(self, num_heads: int) -> list[int]:
-        """The heads meant.
+        """The selected heads of a model with `num_heads` heads.
 
         Raises:
             InterventionError: a head that the model does not have.

@@ -30,7 +30,13 @@ def to_png(figure: "Figure") -> bytes:
     return buffer.getvalue()
 
 
-def token_label(token: str) -> str:
-    """A token as a label: white space made visible, and `$` escaped against mathtext."""
-    shown = token.replace("\n", "⏎").replace("\t", "⇥").replace("$", r"\$")
-    return shown if shown.strip() else "␣" * len(shown)
+def token_label(token: str, most: int | None = None) -> str:
+    """A token as a label: white space made visible, and `$` escaped against mathtext.
+
+    Args:
+        token: its text.
+        most: characters; a longer label is cut and ends in "…".
+    """
+    label = token.replace("\n", "⏎").replace("\t", "⇥").replace("$", r"\$")
+    label = label if label.strip() else "␣" * len(label)
+    return label if most is None or len(label) <= most else label[: most - 1] + "…"

@@ -53,6 +53,9 @@ class SAE:
         Raises:
             ModelError: nothing there, a damaged file, or an architecture that is not known here.
             InputError: a `hook_out` for an SAE that is no transcoder.
+
+        Example:
+            sae = SAE.load("gemma-scope/layer_20", hook="blocks.20.hook_resid_post")
         """
         config, weights = files.read(Path(path), hook, hook_out)
         return cls(config, weights, str(path)).at(hook, hook_out)
@@ -143,6 +146,9 @@ class SAE:
         Raises:
             InterventionError: a feature that does not exist or is both fixed and scaled, or no finite number; positions
                 without features to change.
+
+        Example:
+            model.generate("The capital of France is", sae.spec(scale={7: 0.0}, fix={12: 3.5}))
         """
         fixed, factors, limits = dict(fix or {}), dict(scale or {}), dict(clamp or {})
         for feature in [*fixed, *factors, *limits]:

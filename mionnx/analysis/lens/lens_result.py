@@ -15,6 +15,7 @@ from mionnx.view.figure import token_label
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+LABEL = 12  # characters of a token in a figure
 READABLE = 200  # positions from which on a figure's cells are too many for words
 
 
@@ -199,7 +200,7 @@ class LensResult(Shown):
             axes.text(
                 j,
                 i,
-                _short(self.spell(int(self.top_ids[i, j, 0]))),
+                token_label(self.spell(int(self.top_ids[i, j, 0])), LABEL),
                 ha="center",
                 va="center",
                 fontsize=8,
@@ -207,7 +208,8 @@ class LensResult(Shown):
             )
         axes.set_yticks(range(rows), [label_of(point) for point in self.points], fontsize=8)
         if readable:
-            axes.set_xticks(range(columns), [_short(token) for token in self.tokens], fontsize=8, rotation=30)
+            labels = [token_label(token, LABEL) for token in self.tokens]
+            axes.set_xticks(range(columns), labels, fontsize=8, rotation=30)
         axes.set_xlabel("token of the prompt")
         axes.set_title("top next token after each point", fontsize=10)
         figure.colorbar(image, label="its probability", fraction=0.04)
@@ -217,8 +219,3 @@ class LensResult(Shown):
 def label_of(point: str) -> str:
     """A residual hook point as a label: `2 post` for `blocks.2.hook_resid_post`."""
     return point.removeprefix("blocks.").replace(".hook_resid_", " ")
-
-
-def _short(token: str, most: int = 12) -> str:
-    shown = token_label(token)
-    return shown if len(shown) <= most else shown[: most - 1] + "…"

@@ -153,7 +153,11 @@ class Directions(Shown):
     def spec(
         self, layers: int | Sequence[int] | None = None, strength: float = 1.0, positions: Positions | None = None
     ) -> HookSpec:
-        """Steer: add `strength` times its direction in one layer, in some, or in all."""
+        """Steer: add `strength` times its direction in one layer, in some, or in all.
+
+        Example:
+            model.generate("The capital of France is", directions.spec(2, strength=1.5, positions=-1))
+        """
         spec = HookSpec()
         for layer in self._chosen(layers):
             spec.extend(self[layer].spec(strength, positions))
@@ -171,6 +175,9 @@ class Directions(Shown):
 
         Raises:
             HookError: no direction for a layer.
+
+        Example:
+            model.forward("The capital of France is", directions.ablation_spec())
         """
         spec = HookSpec()
         for where in self._chosen(layers):

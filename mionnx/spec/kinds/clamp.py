@@ -89,5 +89,5 @@ class Clamp(Kind):
 
 
 def _masked(dtype: Any) -> float:
-    """The largest score that counts as masked: a mask is added to scores, so that not all of them are the lowest."""
-    return float(lowest(dtype)) / 2
+    """Half the lowest number: scores below it are masked."""
+    return float(lowest(dtype)) / 2  # a mask is added to scores, so that not every masked one is the lowest

@@ -1,4 +1,4 @@
-"""`Kind`: the base of intervention kinds. Whatever mionnx has to know about a kind is asked here."""
+"""`Kind`: the base of intervention kinds, with all that other rooms ask of one."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ Array = NDArray[Any]
 
 
 class ValueShape(Enum):
-    """How the shape of a kind's values relates to the activation's."""
+    """Relation of a value's shape to the activation's."""
 
     BROADCAST = "broadcasts to the activation, or to the part that the limits select"
     EXACT = "the activation's own shape; with limits, one that broadcasts to the selected part"
@@ -38,7 +38,7 @@ class Operators(Protocol):
 
 
 class ValueReader(Protocol):
-    """What a command line knows where it reads a value: the prompt's length and the model's heads."""
+    """Reads values on a command line; `n_heads` and `seq_len` shape attention masks."""
 
     n_heads: int
     seq_len: int
@@ -69,7 +69,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Kind(ABC):
-    """One kind of intervention: its nodes, the numpy reference they must equal, and the rules for its values.
+    """One kind of intervention: its nodes, their numpy reference, and rules for its values.
 
     A subclass is a frozen dataclass in a file of its own in this folder, where `KINDS` finds it. Its fields, if it has
     any, are structure: they shape the graph and are part of cache keys through `repr`. Values are never part of it.
@@ -171,7 +171,7 @@ class Kind(ABC):
 
     @property
     def help(self) -> str:
-        """What the kind does: the first line of its docstring."""
+        """The first line of its docstring."""
         return (self.__doc__ or "").strip().partition("\n")[0]
 
     @property
@@ -237,7 +237,7 @@ def _in_words(name: str) -> str:
 
 
 def at_scores(point: HookPoint) -> bool:
-    """Whether a value is masked attention scores, whose masked entries are the lowest number of the dtype."""
+    """Whether a hook point has attention scores, masked by the dtype's lowest number."""
     return point.name.endswith(".hook_scores")
 
 

@@ -36,7 +36,7 @@ class ProjectOut(Kind):
         heads: Indices | None = None,
         rows: Indices | None = None,
     ) -> Change:
-        """Remove a direction: x - (x . d) d with d of unit length, along the value's last axis (direction ablation).
+        """Remove a direction along the last axis (direction ablation): x - (x . d) d, |d| = 1.
 
         Args:
             direction: [width], or [k, width] for the subspace that k directions span; normalised here.

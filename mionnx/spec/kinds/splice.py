@@ -76,5 +76,5 @@ class Splice(Kind):
         return op.fragment(x)
 
     def reference(self, x: Array, fragment: Fragment, *reads: Array) -> Array:
-        """The fragment run by onnx's reference evaluator; `reads` is the value of its second input, if it has one."""
+        """Run the fragment in onnx's reference evaluator; `reads` is the value of its second input."""
         return fragment.evaluate(x, *reads)
