@@ -20,8 +20,15 @@ class Constructor(Generic[Arguments]):
 
     def __init__(self, make: Callable[Arguments, Change]) -> None:
         self.make = make
+        self._known: dict[type, Any] = {}  # a signature takes longer to work out than an intervention
 
     def __get__(self, instance: object, owner: type[Made]) -> Callable[Arguments, Made]:
+        if owner not in self._known:
+            self._known[owner] = self._constructor(owner)
+        known: Callable[Arguments, Made] = self._known[owner]
+        return known
+
+    def _constructor(self, owner: type[Made]) -> Callable[Arguments, Made]:
         @wraps(self.make)
         def construct(*args: Arguments.args, **options: Arguments.kwargs) -> Made:
             return owner(**vars(self.make(*args, **options)))
