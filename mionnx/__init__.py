@@ -12,7 +12,7 @@ from mionnx.analysis.features.activations import FeatureActivations
 from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.lens.lens_result import LensResult
 from mionnx.analysis.python_hooks.hook import Hook
-from mionnx.analysis.python_hooks.sizes import ModelSizes
+from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
 from mionnx.analysis.steering.calibration import SteeringCalibration
 from mionnx.analysis.steering.directions import Direction, Directions
 from mionnx.analysis.steering.dose_result import DoseResponse

@@ -1,4 +1,4 @@
-"""What an intervention did to the next-token distribution."""
+"""Effect of an intervention on the next-token distribution."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AblationResult:
 
     Attributes:
         baseline_logits, ablated_logits: [vocab].
-        spec: what was done (a `KnockoutSpec`, a `HookSpec`), for the record.
+        spec: the intervention (a `KnockoutSpec`, a `HookSpec`), for the record.
     """
 
     def __init__(self, baseline_logits: ArrayLike, ablated_logits: ArrayLike, spec: Any = None) -> None:
@@ -42,7 +42,10 @@ class AblationResult:
             raise InputError(f"logits of {self.baseline_logits.shape[0]} and {self.ablated_logits.shape[0]} tokens")
 
     def kl_divergence(self) -> float:
-        """KL(baseline || ablated) in nats: the sum over the whole vocabulary of p (log p - log q), in float64."""
+        """KL divergence KL(baseline || ablated) in nats, in float64.
+
+        The sum over the whole vocabulary of p (log p - log q).
+        """
         log_p, log_q = log_softmax(self.baseline_logits), log_softmax(self.ablated_logits)
         if (np.isneginf(log_q) & ~np.isneginf(log_p)).any():
             return float("inf")  # impossible after, possible before, however unlikely
@@ -51,7 +54,7 @@ class AblationResult:
         return max(float(terms.sum()), 0.0)
 
     def logit_diff(self, token: int, versus: int | None = None) -> float:
-        """How far the intervention lowered a token's logit, or its lead over another token: baseline minus ablated."""
+        """Drop of a token's logit, or of its lead over another token: baseline minus ablated."""
         drop = self.baseline_logits - self.ablated_logits
         return float(drop[self._known(token)] - (0 if versus is None else drop[self._known(versus)]))
 

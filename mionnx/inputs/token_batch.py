@@ -27,8 +27,8 @@ class TokenBatch:
         position_ids: [batch, seq]: the position of each token in its row's text, padding not counted.
         prompt_lengths: [batch], past included: what follows is the phase "generated", and negative positions count
             from there. None if the whole text is prompt.
-        horizon: [batch], in a step of a generation: the length that each row's text can reach. Positions before it
-            that are not in this call are another step's.
+        final_lengths: [batch], during generation: the final length of each row. Lower positions that are not in this
+            batch belong to another step and select nothing here.
     """
 
     input_ids: NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""`attention`: the attention patterns of one text, in every layer and head, as `AttentionPatterns`."""
+"""`attention`: attention patterns of one text by layer and head, as `AttentionPatterns`."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from mionnx.view.figure import token_label
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LEVELS = 255  # of a weight on a page: it is (level / 255)^2, which keeps small weights apart
+LEVELS = 255  # a weight on a page is (level / 255)^2, which keeps small weights apart
 MOST = 2**26  # bytes of weights that a page may hold
 WORDS = 40  # tokens up to which a figure of one head names them
 
 
 @dataclass(frozen=True, repr=False)
 class AttentionPatterns(Shown):
-    """The attention patterns of one text; of an RWKV its effective attention, positive and normalised.
+    """Attention patterns of one text; effective attention for an RWKV model.
 
     Attributes:
         tokens: of the prompt.
-        layers, heads: which ones.
+        layers, heads: numbers of the layers and heads in `patterns`.
         patterns: [layer, head, query, key], float32.
-        effective: whether they are a recurrence's.
+        effective: whether they are the effective attention of an RWKV model, positive and normalised.
     """
 
     tokens: list[str]
@@ -50,17 +50,17 @@ class AttentionPatterns(Shown):
         """One head's pattern, [query, key].
 
         Raises:
-            InputError: it is not among these.
+            InputError: a layer or head that was not captured.
         """
         if layer not in self.layers or head not in self.heads:
             raise InputError(f"layer {layer}, head {head}: there are the layers {self.layers} and heads {self.heads}")
         return self.patterns[self.layers.index(layer), self.heads.index(head)]
 
     def at(self, position: int) -> int:
-        """A position counted from the start.
+        """Convert a position to one counted from the start.
 
         Raises:
-            InputError: there is none such.
+            InputError: a position that the text does not have.
         """
         if not -len(self.tokens) <= position < len(self.tokens):
             raise InputError(f"position {position} of {len(self.tokens)} tokens (0 to {len(self.tokens) - 1})")
@@ -71,11 +71,11 @@ class AttentionPatterns(Shown):
 
     @property
     def title(self) -> str:
-        """What is shown."""
+        """Title of figures and pages."""
         return "Effective attention" if self.effective else "Attention patterns"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, in full precision."""
+        """All attributes, in full precision."""
         return {
             "tokens": self.tokens,
             "layers": self.layers,
@@ -85,7 +85,7 @@ class AttentionPatterns(Shown):
         }
 
     def page(self) -> str:
-        """A page to go through the patterns token by token and head by head, weights rounded to 8 bits.
+        """Render an HTML page of the patterns, token by token and head by head; weights in 8 bits.
 
         Raises:
             InputError: more weights than a page can hold: choose layers or heads.
@@ -112,7 +112,7 @@ class AttentionPatterns(Shown):
             )
 
     def figure(self) -> Figure:
-        """All heads side by side, a row a layer; one head alone with its tokens."""
+        """Draw all heads side by side, a row a layer; one head alone with its tokens."""
         if self.patterns.shape[:2] == (1, 1):
             return self._single()
         layers, heads, size, _ = self.patterns.shape
@@ -156,15 +156,19 @@ def attention(
     *,
     hooks: HookSpec | None = None,
 ) -> AttentionPatterns:
-    """Which token reads which, to be looked through head by head.
+    """Capture the attention patterns of one text: the weight of each key for each query.
 
     Args:
         prompt: one text, or ids.
-        layers, heads: which; all if left out.
+        layers, heads: numbers of layers and heads; by default all.
         hooks: interventions to run the prompt with.
 
     Raises:
         InputError: several prompts, no such layer or head, or captures among the hooks.
+
+    Example:
+        patterns = model.attention("The capital of France is", layers=2)
+        patterns.of(2, 0)[-1]  # weights of the last token's query, [key]
     """
     text = one_text(model, prompt)
     chosen, shown = _checked("layer", layers, model.num_layers), _checked("head", heads, model.num_heads)

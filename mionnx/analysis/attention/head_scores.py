@@ -1,4 +1,4 @@
-"""`head_scores`: attention of every head to where a previous-token, duplicate-token or induction head looks."""
+"""`head_scores`: how strongly each head behaves like a previous-token, duplicate-token or induction head."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from mionnx.analysis.attention.head_scores_result import HeadScores
 from mionnx.analysis.attention.repeated_sequences import (
     KINDS,
-    Repeats,
+    RepeatedSequences,
     attention_to,
     check_kinds,
-    repeats,
+    repeat_sequences,
 )
 from mionnx.errors import HookError, InputError, InterventionError
 from mionnx.graph.hook_points import HookPoint
@@ -37,47 +37,50 @@ def head_scores(
     hooks: HookSpec | None = None,
     progress: Progress = silent,
 ) -> HeadScores:
-    """How much each head attends like a previous-token, duplicate-token and induction head.
+    """Score heads as previous-token, duplicate-token and induction heads.
 
-    Measured on random sequences that are repeated once; see `mionnx.analysis.attention.repeated_sequences`.
-    Rows run in batches small enough for 64 MiB of patterns. Of an RWKV model, the effective attention is taken for
-    the pattern.
+    A score is the mean attention on random repeated sequences, see `mionnx.analysis.attention.repeated_sequences`. Rows
+    run in batches small enough for 64 MiB of patterns. An RWKV model is scored by its effective attention.
 
     Args:
-        kinds: which kinds, in the order of the result.
-        batch: how many sequences.
-        period: tokens of a sequence.
+        kinds: kinds of heads, in the order of the result.
+        batch: number of sequences.
+        period: tokens of a sequence, before it is repeated.
         seed: of the sequences.
-        tokens: the ids to draw from; all but special tokens if left out.
-        hooks: interventions that are in force meanwhile, in every row alike.
+        tokens: the ids to draw from; by default all but special tokens.
+        hooks: interventions that hold in every row alike.
         progress: called as (stage, rows done, rows).
 
     Raises:
         InterventionError: `hooks` means some of the rows, or has another value for each.
         InputError: an unknown kind, sequences too long for the model, or too few tokens to draw from.
         HookError: `hooks` captures something, or the model has no attention patterns.
+
+    Example:
+        scores = model.head_scores(batch=4)
+        scores.top("induction", 3)  # [(layer, head, score)]
     """
-    chosen, made = check_kinds(kinds), _repeats(model, tokens, batch, period, seed)
+    chosen, sequences = check_kinds(kinds), _draw(model, tokens, batch, period, seed)
     points = _pattern_hooks(model)
     spec = HookSpec().extend(hooks or HookSpec())
     _refuse_row_hooks(model, spec)
     for point in points:
-        spec.capture(point, positions=made.queries)
-    rows = max(1, CAPTURED // model.estimate(spec, 1, made.ids.shape[1]).total)
+        spec.capture(point, positions=sequences.queries)
+    rows = max(1, CAPTURED // model.estimate(spec, 1, sequences.ids.shape[1]).total)
     totals = np.zeros((len(chosen), len(points), model.num_heads))
     progress("attention patterns", 0, batch)
     done = 0
-    for ids in made.chunks(rows):
+    for ids in sequences.chunks(rows):
         cache = model.forward(ids, spec, logits=False)
         for layer, point in enumerate(points):
-            totals[:, layer] += [attention_to(kind, cache[point], made) for kind in chosen]
+            totals[:, layer] += [attention_to(kind, cache[point], sequences) for kind in chosen]
         done += len(ids)
         progress("attention patterns", done, batch)
-    return HeadScores(chosen, totals / batch, made.chance, period, batch, model.hooked.folder.resolve().name)
+    return HeadScores(chosen, totals / batch, sequences.chance, period, batch, model.hooked.folder.resolve().name)
 
 
 def _refuse_row_hooks(model: Runner, spec: HookSpec) -> None:
-    """Refuse what would depend on how rows are put together."""
+    """Refuse captures, and interventions that depend on the row."""
     if spec.captures:
         raise HookError("hooks of head_scores are interventions: it captures what it needs itself")
     for point, one in spec.interventions:
@@ -100,7 +103,7 @@ def _pattern_hooks(model: Runner) -> list[HookPoint]:
     return points
 
 
-def _repeats(model: Runner, tokens: Iterable[int] | None, batch: int, period: int, seed: int) -> Repeats:
+def _draw(model: Runner, tokens: Iterable[int] | None, batch: int, period: int, seed: int) -> RepeatedSequences:
     prefix, special = special_tokens(model)
     if tokens is None:
         candidates = np.setdiff1d(np.arange(model.vocab_size), special)
@@ -109,15 +112,16 @@ def _repeats(model: Runner, tokens: Iterable[int] | None, batch: int, period: in
         if given.ndim != 1 or given.dtype.kind not in "iu":
             raise InputError(f"tokens={tokens!r}: the ids to draw from are integers, [count]")
         candidates = np.unique([model._known(token) for token in given]).astype(np.int64)
-    made = repeats(candidates, prefix, batch, period, seed)
+    sequences = repeat_sequences(candidates, prefix, batch, period, seed)
     limit = model.hooked.metadata.sizes.max_positions
-    if limit is not None and made.ids.shape[1] > limit:
-        raise InputError(f"period={period}: {made.ids.shape[1]} tokens, but the model has positions for {limit} only")
-    return made
+    if limit is not None and sequences.ids.shape[1] > limit:
+        length = sequences.ids.shape[1]
+        raise InputError(f"period={period}: {length} tokens, but the model has positions for {limit} only")
+    return sequences
 
 
 def special_tokens(model: Runner) -> tuple[list[int], NDArray[np.int64]]:
-    """The ids that the tokenizer puts before every text, and those that are no text."""
+    """Ids that the tokenizer puts before every text, and ids of all special tokens."""
     ends = model.hooked.end_tokens()
     if not model.has_tokenizer:
         return [], np.array(ends, np.int64)

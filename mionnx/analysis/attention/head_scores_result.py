@@ -1,4 +1,4 @@
-"""`HeadScores`: which heads attend like which kind of head."""
+"""`HeadScores`: scores of all heads by kind, with table, figure and page."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,13 +24,15 @@ TARGETS = {
 
 @dataclass(frozen=True, eq=False)
 class HeadScores(Shown):
-    """Attention scores of heads on repeated random sequences: see `mionnx.analysis.attention.repeated_sequences`.
+    """Attention scores of heads on random repeated sequences.
+
+    `mionnx.analysis.attention.repeated_sequences` defines the kinds.
 
     Attributes:
         kinds: of heads.
-        values: [kind, layer, head]: the mean attention, from 0 to 1, of the second half's tokens to where a head of the
-            kind looks.
-        chance: what attending to all positions alike would score.
+        values: [kind, layer, head], float64: mean attention, from 0 to 1, of the second half's tokens to the targets
+            of the kind.
+        chance: score of uniform attention to all positions.
         period: tokens of a sequence.
         batch: sequences.
         model: the model's name.
@@ -69,7 +71,7 @@ class HeadScores(Shown):
         return [(layer, head, float(scores[layer, head])) for layer, head in places]
 
     def to_dict(self) -> dict[str, Any]:
-        """Kinds, scores and how they were measured."""
+        """All attributes, as JSON can hold them."""
         return {
             "model": self.model,
             "kinds": list(self.kinds),
@@ -80,7 +82,7 @@ class HeadScores(Shown):
         }
 
     def table(self, k: int = 5) -> Table:
-        """The highest scores of each kind."""
+        """Table of the highest scores of each kind."""
         count = min(k, self.values[0].size)
         titles = (TITLES[kind] for kind in self.kinds)
         caption = f"mean attention; chance is {self.chance:.3f}"
@@ -90,7 +92,7 @@ class HeadScores(Shown):
         return table
 
     def figure(self) -> "Figure":
-        """One heat map a kind: a row a layer, a column a head."""
+        """Draw one heat map a kind: a row a layer, a column a head."""
         _, layers, heads = self.values.shape
         cell = min(0.36, 5 / max(layers, heads))  # inches
         wide, high = max(2.6, heads * cell + 0.9), max(1.8, layers * cell + 1.2)
@@ -107,7 +109,7 @@ class HeadScores(Shown):
         return figure
 
     def page(self) -> str:
-        """The heat maps with values on hover, and the highest scores of each kind."""
+        """Render an HTML page: heat maps with values on hover, and the highest scores of each kind."""
         count = min(8, self.values[0].size)
         data = self.to_dict() | {
             "titles": [TITLES[kind] for kind in self.kinds],

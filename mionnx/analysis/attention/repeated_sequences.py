@@ -1,4 +1,4 @@
-"""Random sequences, each given twice, and how much each head attends where a kind of head would.
+"""Random repeated sequences, and the attention of heads to the targets of each kind of head.
 
 In the second half, token i has occurred at i - period. The kinds, as induction heads were described (Olsson et al.
 2022, "In-context Learning and Induction Heads") and as TransformerLens' head detector has them:
@@ -20,8 +20,8 @@ KINDS = ("previous_token", "duplicate_token", "induction")
 
 
 @dataclass(frozen=True)
-class Repeats:
-    """Random sequences, each twice, behind a prefix.
+class RepeatedSequences:
+    """Random sequences, each repeated once, behind a prefix.
 
     Attributes:
         ids: [batch, prefix + 2 period].
@@ -40,27 +40,29 @@ class Repeats:
 
     @property
     def chance(self) -> float:
-        """What a head that attends to all positions alike would score."""
+        """Score of uniform attention to all positions."""
         return float(np.mean([1 / (position + 1) for position in self.queries]))
 
     def chunks(self, rows: int) -> Iterator[NDArray[np.int64]]:
-        """The sequences, so many rows at a time."""
+        """Split the sequences into batches of some rows."""
         for first in range(0, len(self.ids), rows):
             yield self.ids[first : first + rows]
 
 
-def repeats(candidates: NDArray[np.int64], prefix: Sequence[int], batch: int, period: int, seed: int) -> Repeats:
-    """Draw sequences.
+def repeat_sequences(
+    candidates: NDArray[np.int64], prefix: Sequence[int], batch: int, period: int, seed: int
+) -> RepeatedSequences:
+    """Draw random sequences and repeat each of them once.
 
     Args:
         candidates: the tokens to draw from.
-        prefix: ids to put before each row.
-        batch: rows.
+        prefix: ids before each row.
+        batch: number of rows.
         period: tokens of one sequence.
-        seed: of the drawing.
+        seed: of the random generator.
 
     Raises:
-        InputError: fewer candidates than tokens in a sequence, a batch or period too small, or a number that is none.
+        InputError: fewer candidates than tokens in a sequence, or a batch, period or seed out of range.
     """
     for name, value in (("batch", batch), ("period", period), ("seed", seed)):
         if not isinstance(value, int | np.integer) or value < 0:
@@ -72,14 +74,14 @@ def repeats(candidates: NDArray[np.int64], prefix: Sequence[int], batch: int, pe
     random = np.random.default_rng(seed)
     once = np.stack([random.permutation(candidates)[:period] for _ in range(batch)])
     start = np.tile(np.array(prefix, np.int64), (batch, 1))
-    return Repeats(np.concatenate([start, once, once], axis=1), period, len(prefix))
+    return RepeatedSequences(np.concatenate([start, once, once], axis=1), period, len(prefix))
 
 
 def check_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
-    """The kinds, if there are any and all of them exist.
+    """Check names of kinds.
 
     Raises:
-        InputError: naming the nearest.
+        InputError: no kind, an unknown one (with the nearest name), or one that is repeated.
     """
     given = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     for kind in given:
@@ -90,15 +92,15 @@ def check_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
     return given
 
 
-def attention_to(kind: str, pattern: NDArray[np.floating], made: Repeats) -> NDArray[np.float64]:
-    """How much each head attends where a kind of head would, summed over rows: [n_heads].
+def attention_to(kind: str, pattern: NDArray[np.floating], sequences: RepeatedSequences) -> NDArray[np.float64]:
+    """Mean attention of each head to the targets of a kind, summed over rows: [n_heads].
 
     Args:
         kind: of head.
-        pattern: [batch, n_heads, period, seq]: what the queries of the second half attend to.
-        made: the sequences.
+        pattern: [batch, n_heads, period, seq]: attention of the queries of the second half.
+        sequences: the prompts of the patterns.
     """
-    back = {"previous_token": 1, "duplicate_token": made.period, "induction": made.period - 1}[kind]
-    at = np.arange(made.period)
-    seen = pattern[:, :, at, np.array(made.queries) - back]  # [batch, n_heads, period]
+    back = {"previous_token": 1, "duplicate_token": sequences.period, "induction": sequences.period - 1}[kind]
+    at = np.arange(sequences.period)
+    seen = pattern[:, :, at, np.array(sequences.queries) - back]  # [batch, n_heads, period]
     return seen.mean(axis=-1, dtype=np.float64).sum(axis=0)

@@ -1,4 +1,4 @@
-"""Functions on whose values nothing that is returned depends: they may look, and what they change is refused."""
+"""Dead hooks: no returned value depends on the hooked one, so a function may read it but not change it."""
 
 from collections.abc import Collection
 
@@ -13,14 +13,14 @@ from mionnx.graph.hooked_model import HookedModel
 STATE = "RwkvState"
 
 
-def idle(model: HookedModel, hooks: Collection[str], returned: Collection[str]) -> set[str]:
-    """The hooked values that nothing returned, and no other function, is computed from.
+def dead_hooks(model: HookedModel, hooks: Collection[str], returned: Collection[str]) -> set[str]:
+    """Find hooked values that no returned value, and no other function's, is computed from.
 
     Args:
         model: the hooked model.
-        hooks: where there are functions.
-        returned: outputs of the graph and captured hook points. If there are none, functions are there to look, and
-            what they make of a value is theirs to know.
+        hooks: names of the hook points with functions.
+        returned: outputs of the graph and captured hook points. If there are none, functions only read, and their
+            changes are theirs to know: nothing is refused.
     """
     ends = {_source(name) for name in returned}
     doubtful = [name for name in hooks if "logits" not in ends or HookPoint.parse(name).variant == STATE]
@@ -33,17 +33,17 @@ def idle(model: HookedModel, hooks: Collection[str], returned: Collection[str]) 
 
 
 def _of_a_splice(name: str) -> bool:
-    """Whether a captured value lies within a splice, of which the model's own graph knows nothing."""
+    """Whether a captured value lies within a splice, outside the model's own graph."""
     return HookPoint.parse(name).variant == "Custom" and "hook_" in name
 
 
 def _source(name: str) -> str:
-    """The value of the graph that a captured one is computed from."""
+    """The value of the graph from which a captured one is derived."""
     return str(HookPoint.parse(name).source)
 
 
 def refuse_change(name: str, before: NDArray[np.floating], after: NDArray[np.floating]) -> NDArray[np.floating]:
-    """A value that nothing depends on, if it is as it was.
+    """Return a value on which nothing depends, if it is unchanged.
 
     Raises:
         InterventionError: it was changed.

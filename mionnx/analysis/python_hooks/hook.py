@@ -1,4 +1,4 @@
-"""What a hook function is told of the place it is at, and which functions are meant where."""
+"""`Hook`, the argument of a hook function, and the selection of hook points by name, glob or predicate."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class Hook:
 
     Attributes:
         point: the hook point.
-        ctx: a dictionary that the functions at this hook point share for the time of one call.
+        ctx: a dictionary that the functions at this hook point share during one call.
     """
 
     point: HookPoint
@@ -45,32 +45,36 @@ class Hook:
 
 
 def select(model: HookedModel, what: Where) -> list[str]:
-    """The names of the hook points at which a function can act that a name, glob, predicate or `HookPoint` means.
+    """Names of the hook points that an expression selects and a function can change.
+
+    Args:
+        model: the hooked model.
+        what: a name, glob, `HookPoint`, or predicate of the name.
 
     Raises:
-        HookError: none, naming the nearest; or only values that are derived from others.
+        HookError: no hook point, with the nearest name; or only values that are derived from others.
     """
     if not (isinstance(what, HookPoint | str) or callable(what)):
         raise HookError(f"a hook is named by a name, a glob, a HookPoint or a function of the name, not by {what!r}")
-    found = resolve(Capture(what), [str(point) for point in model.hook_points()])
-    acting = [name for name in found if not HookPoint.parse(name).derived]
+    names = resolve(Capture(what), [str(point) for point in model.hook_points()])
+    acting = [name for name in names if not HookPoint.parse(name).derived]
     if not acting:
-        raise HookError(f"{found[0]} is computed for captures alone, and nothing reads it: no function can act there")
+        raise HookError(f"{names[0]} is computed for captures alone, and nothing reads it: no function can act there")
     return acting
 
 
 def register(model: HookedModel, fwd_hooks: Iterable[tuple[Where, HookFunction]]) -> dict[str, list[HookFunction]]:
-    """Hook name -> its functions in the order of registration; the names in execution order.
+    """Group functions by hook point: names in execution order, functions as given.
 
     Raises:
-        HookError: an entry that is no pair of a hook and a function, or that means no hook point of the model.
+        HookError: an entry that is no pair of a hook and a function, or that selects no hook point.
     """
-    found: dict[str, list[HookFunction]] = {}
+    functions: dict[str, list[HookFunction]] = {}
     for entry in fwd_hooks:
         what, function = _pair(entry)
         for name in select(model, what):
-            found.setdefault(name, []).append(function)
-    return {name: found[name] for name in sorted(found, key=model.order.__getitem__)}
+            functions.setdefault(name, []).append(function)
+    return {name: functions[name] for name in sorted(functions, key=model.order.__getitem__)}
 
 
 def _pair(entry: Any) -> tuple[Where, HookFunction]:
@@ -79,7 +83,7 @@ def _pair(entry: Any) -> tuple[Where, HookFunction]:
     return entry[0], entry[1]
 
 
-def spelled(model: HookedModel, name: str, value: NDArray[Any]) -> str:
-    """For messages: a value's shape with the names of its axes."""
+def shape_text(model: HookedModel, name: str, value: NDArray[Any]) -> str:
+    """A value's shape for messages, with the names of its axes."""
     axes: Sequence[str | int] = HookPoint.parse(name).axes or model.axes(HookPoint.parse(name))
     return format_shape(axes, value.shape)

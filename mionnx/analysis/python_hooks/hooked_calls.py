@@ -8,8 +8,8 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from mionnx.analysis.python_hooks.hook import HookFunction, Where
-from mionnx.analysis.python_hooks.loss import check_return_type, given_as
-from mionnx.analysis.python_hooks.run import Text, run
+from mionnx.analysis.python_hooks.loss import check_return_type, convert_logits
+from mionnx.analysis.python_hooks.segmented_run import RunInputs, run_segments
 from mionnx.errors import HookError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.rwkv_state import RWKVState
@@ -29,7 +29,11 @@ def call(
     cache: Past | None = None,
     initial_state: RWKVState | None = None,
 ) -> Any:
-    """Run the model: the same as `run_with_hooks` without functions."""
+    """Run the model: `run_with_hooks` without functions.
+
+    Example:
+        logits = model("The capital of France is")
+    """
     return run_with_hooks(
         model,
         tokens,
@@ -55,30 +59,29 @@ def run_with_hooks(
 ) -> Any:
     """Run the model once, with Python functions at hook points.
 
-    The graph is cut at the hooked values and runs piece by piece; nothing is computed twice. A function is called
+    The graph is cut at the hooked values and runs segment by segment; nothing is computed twice. A function is called
     as `function(activation, hook=hook)`:
 
-    * `activation` is a numpy array, with the axes of the hook point, that the function may write into: **what it
-      writes takes effect, whether it returns the array or nothing.** It may keep the array; nobody else writes
-      into it but later functions at the same hook point. An array that it returns takes the value's place.
-    * `hook.name`, `hook.layer()` and `hook.point` say where it is called, and `hook.ctx` is a dictionary that the
-      functions at one hook point share for the time of this call.
+    * `activation` is a numpy array with the axes of the hook point. The function may write into it: **changes take
+      effect whether it returns the array or nothing.** It may keep the array; only later functions at the same hook
+      point write into it. An array that it returns replaces the value.
+    * `hook.name`, `hook.layer()` and `hook.point` identify the hook point; `hook.ctx` is a dictionary that the
+      functions at one hook point share during this call.
 
     Rows of unequal length are padded on the left, and functions see the padding too.
 
-    Functions written for TransformerLens meet arrays instead of tensors, and hook points with axes and meanings
-    of their own: `hook_q`, `hook_k` and `hook_v` are [batch, head, seq, head_dim] here and [batch, seq, head,
-    head_dim] there; `mlp.hook_pre` and `mlp.hook_post` are what the MLP reads and gives here, neurons there (here
-    `mlp.hook_act`).
+    Functions written for TransformerLens get arrays instead of tensors, and some axes and meanings differ: `hook_q`,
+    `hook_k` and `hook_v` are [batch, head, seq, head_dim] here and [batch, seq, head, head_dim] there; `mlp.hook_pre`
+    and `mlp.hook_post` are input and output of the MLP here, neurons there (here `mlp.hook_act`).
 
     Args:
         tokens: as `forward` takes them.
         fwd_hooks: pairs of a hook and a function. A hook is a name, a `HookPoint`, a glob, or a function of the
-            name; the last two mean all hook points that they select, in execution order, derived values
+            name; the last two select all matching hook points in execution order, derived values
             (`hook_result`, `hook_states`) excluded. Functions at one hook point are called in the order given.
         return_type: "logits", "loss" (of the next token, the mean over all tokens, in nats), "loss per token",
             "both" (logits and loss), or None: the model then runs to the last hooked value only.
-        hooks: interventions besides; functions at the same hook point see what these made.
+        hooks: interventions besides; they come before the functions at the same hook point.
         attention_mask, cache, initial_state, prompt_length: see `forward`.
 
     Returns:
@@ -86,16 +89,21 @@ def run_with_hooks(
 
     Raises:
         HookError: a hook that the model does not have, with the nearest that it has, or a derived value.
-        InterventionError: a function left something that cannot take the value's place: another shape, no floats,
-            NaN or an infinity; or scores that leave a query without a key; or it changed a value on which nothing
-            returned depends (an RWKV model's last state: `run_with_cache` returns it).
+        InterventionError: a function left a result that cannot replace the value: another shape, no floats, NaN or an
+            infinity; or scores that leave a query without a key; or it changed a value on which nothing returned
+            depends (an RWKV model's last state: `run_with_cache` returns it).
         InputError: tokens that the model cannot run on, an unknown `return_type`, or neither functions nor
             anything to return.
+
+    Example:
+        def mute(activation, hook):
+            activation[:, 5] = 0  # head 5
+        logits = model.run_with_hooks("The capital of France is", [("blocks.2.attn.hook_z", mute)])
     """
     check_return_type(return_type)
-    text = Text(model._ids(tokens), attention_mask, cache, initial_state, prompt_length)
-    found = run(model, text, hooks or HookSpec(), fwd_hooks, return_type is not None, state=False)
-    return given_as(return_type, found.output() if return_type else None, text.batch(model))
+    inputs = RunInputs(model._ids(tokens), attention_mask, cache, initial_state, prompt_length)
+    result = run_segments(model, inputs, hooks or HookSpec(), fwd_hooks, return_type is not None, state=False)
+    return convert_logits(return_type, result.output() if return_type else None, inputs.batch(model))
 
 
 def run_with_cache(
@@ -115,11 +123,11 @@ def run_with_cache(
 
     Args:
         tokens: as `forward` takes them.
-        names_filter: a name, `HookPoint`, glob or function of the name, or a list of these; all hook points if it
-            is left out, derived values excluded.
-        fwd_hooks: functions besides, as `run_with_hooks` takes them; the cache has what they made.
-        return_type: what is returned first, as `run_with_hooks` does; with None, the model runs to the last of
-            these hook points only.
+        names_filter: a name, `HookPoint`, glob or function of the name, or a list of these; by default all hook
+            points, derived values excluded.
+        fwd_hooks: functions besides, as `run_with_hooks` takes them; the cache holds the values after them.
+        return_type: of the first result, as for `run_with_hooks`; with None, the model runs to the last of these hook
+            points only.
         hooks: interventions, and captures, besides.
         attention_mask, cache, initial_state, prompt_length: see `forward`.
 
@@ -128,14 +136,18 @@ def run_with_cache(
 
     Raises:
         HookError, InterventionError, InputError: as `run_with_hooks`.
+
+    Example:
+        logits, cache = model.run_with_cache("The capital of France is", "blocks.*.hook_resid_post")
+        cache["resid_post", 2].shape  # (1, seq, hidden)
     """
     check_return_type(return_type)
-    text = Text(model._ids(tokens), attention_mask, cache, initial_state, prompt_length)
+    inputs = RunInputs(model._ids(tokens), attention_mask, cache, initial_state, prompt_length)
     spec = _capturing(model, names_filter).extend(hooks or HookSpec())
     if not spec.captures:
         raise HookError("names_filter=[] keeps nothing: run_with_hooks returns logits alone")
-    found = run(model, text, spec, fwd_hooks, return_type is not None, state=True)
-    return given_as(return_type, found.output() if return_type else None, text.batch(model)), found
+    result = run_segments(model, inputs, spec, fwd_hooks, return_type is not None, state=True)
+    return convert_logits(return_type, result.output() if return_type else None, inputs.batch(model)), result
 
 
 def _capturing(model: Runner, names_filter: Where | Sequence[Where] | None) -> HookSpec:

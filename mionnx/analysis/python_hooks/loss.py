@@ -12,12 +12,12 @@ from mionnx.inputs.token_batch import TokenBatch
 RETURN_TYPES = ("logits", "loss", "loss per token", "both")
 
 
-def loss_per_token(logits: NDArray[Any], call: TokenBatch) -> NDArray[np.float64]:
-    """How badly each token was foreseen: -log softmax(logits[t])[token t + 1], in nats.
+def loss_per_token(logits: NDArray[Any], batch: TokenBatch) -> NDArray[np.float64]:
+    """Cross-entropy of each next token: -log softmax(logits[t])[token t + 1], in nats, float64.
 
     Args:
         logits: [batch, seq, vocab].
-        call: the tokens.
+        batch: the tokens.
 
     Returns:
         [batch, seq - 1]; NaN where either of the two tokens is padding.
@@ -25,24 +25,27 @@ def loss_per_token(logits: NDArray[Any], call: TokenBatch) -> NDArray[np.float64
     Raises:
         InputError: no row has two tokens.
     """
-    foreseen = call.real[:, :-1] & call.real[:, 1:]
-    if not foreseen.any():
+    predicted = batch.real[:, :-1] & batch.real[:, 1:]
+    if not predicted.any():
         raise InputError("a loss needs a text of two tokens or more: it is of each token, given those before it")
-    found = np.full(foreseen.shape, np.nan)
-    for row, here in enumerate(foreseen):  # row by row: the logits of one row in float64, not of all
-        at, following = np.flatnonzero(here), call.input_ids[row, 1:][here]
+    losses = np.full(predicted.shape, np.nan)
+    for row, here in enumerate(predicted):  # row by row: the logits of one row in float64, not of all
+        at, following = np.flatnonzero(here), batch.input_ids[row, 1:][here]
         chosen = logits[row, at].astype(np.float64)
-        found[row, at] = logsumexp(chosen, axis=-1) - chosen[np.arange(len(at)), following]
-    return found
+        losses[row, at] = logsumexp(chosen, axis=-1) - chosen[np.arange(len(at)), following]
+    return losses
 
 
-def given_as(return_type: str | None, logits: NDArray[Any] | None, call: TokenBatch) -> Any:
-    """What a call returns: "logits", "loss", "loss per token", "both" (logits and loss), or None."""
+def convert_logits(return_type: str | None, logits: NDArray[Any] | None, batch: TokenBatch) -> Any:
+    """Convert logits to a return type: "logits", "loss", "loss per token", "both" or None.
+
+    A loss is the mean over all tokens, in nats; "both" is a pair of logits and loss.
+    """
     if return_type is None or logits is None:
         return None
     if return_type == "logits":
         return logits
-    losses = loss_per_token(logits, call)
+    losses = loss_per_token(logits, batch)
     if return_type == "loss per token":
         return losses
     mean = np.nanmean(losses)
@@ -50,10 +53,10 @@ def given_as(return_type: str | None, logits: NDArray[Any] | None, call: TokenBa
 
 
 def check_return_type(return_type: str | None) -> None:
-    """Refuse what `given_as` does not know.
+    """Refuse an unknown return type.
 
     Raises:
-        InputError: naming the nearest.
+        InputError: with the nearest one.
     """
     if return_type is not None and return_type not in RETURN_TYPES:
         choices = ", ".join(map(repr, RETURN_TYPES))

@@ -1,7 +1,7 @@
-"""Verbs on the residual stream after a layer (`hook_resid_post`), each one call on a spec.
+"""Capture, ablation, steering and patching of the residual stream after a layer (`hook_resid_post`).
 
-They mean what the verbs of these names mean elsewhere, except that a layer or position that does not exist, or a change
-that nothing captured could show, is an error.
+Each verb is one spec on one prompt. A layer or position that does not exist, or a change that nothing captured could
+show, is an error.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ def capture_residuals(model: Runner, prompt: Prompt, layers: Layers) -> Streams:
     Raises:
         HookError: a layer that the model does not have.
         InputError: several prompts.
+
+    Example:
+        model.capture_residuals("The capital of France is", [0, 3])[3].shape  # (hidden,)
     """
     return _last_residuals(model, prompt, HookSpec(), layers)
 
@@ -40,6 +43,9 @@ def forward_with_capture(model: Runner, prompt: Prompt, layers: Layers) -> Strea
 
     Raises:
         HookError, InputError: as `capture_residuals`.
+
+    Example:
+        model.forward_with_capture("The capital of France is", 3)[3].shape  # (seq, hidden)
     """
     points = _points(model, layers)
     cache = _forward_one(model, prompt, _capturing(HookSpec(), points, None))
@@ -47,26 +53,32 @@ def forward_with_capture(model: Runner, prompt: Prompt, layers: Layers) -> Strea
 
 
 def forward_ablate(model: Runner, prompt: Prompt, ablate_layers: Layers, capture_layers: Layers) -> Streams:
-    """The same as `capture_residuals`, with the residual stream set to zero after some layers.
+    """`capture_residuals` with the residual stream set to zero after some layers.
 
     Raises:
         HookError, InputError: as `capture_residuals`.
         InterventionError: an ablation behind all captured layers.
+
+    Example:
+        model.forward_ablate("The capital of France is", 1, [3])
     """
     return _last_residuals(model, prompt, _ablation(model, ablate_layers), capture_layers)
 
 
 def forward_steer(model: Runner, prompt: Prompt, steers: Sequence[Steer], capture_layers: Layers) -> Streams:
-    """The same as `capture_residuals`, with vectors added to the last token's residual stream.
+    """`capture_residuals` with vectors added to the last token's residual stream.
 
     Args:
         prompt: one text.
         steers: (layer, vector [hidden], strength): strength times the vector is added after the layer.
-        capture_layers: after which layers to read.
+        capture_layers: layers after which the stream is returned.
 
     Raises:
         HookError, InputError: as `capture_residuals`.
         InterventionError: a vector of another shape, or a layer behind all captured ones.
+
+    Example:
+        model.forward_steer("The capital of France is", [(1, vector, 2.0)], [3])  # vector: [hidden]
     """
     return _last_residuals(model, prompt, _steering(model, steers, [-1]), capture_layers)
 
@@ -74,25 +86,28 @@ def forward_steer(model: Runner, prompt: Prompt, steers: Sequence[Steer], captur
 def patch_activations(
     model: Runner, donor: Prompt, recipient: Prompt, at: Sequence[tuple[int, int]], capture_layers: Layers
 ) -> Streams:
-    """The same as `capture_residuals` on a recipient, with tokens' residual streams taken from a donor.
+    """`capture_residuals` of a recipient, with residual streams taken from a donor.
 
     Args:
         donor, recipient: one text each; their lengths may differ.
-        at: (layer, position): the donor's stream after this layer at this position takes the place of the
-            recipient's there. Negative positions are counted from the end of each text.
-        capture_layers: after which layers to read.
+        at: (layer, position): the donor's stream after this layer and position replaces the recipient's.
+            Negative positions are counted from the end of each text.
+        capture_layers: layers after which the stream is returned.
 
     Raises:
         HookError, InputError: as `capture_residuals`.
         InterventionError: a position that one of the texts does not have, or a layer behind all captured ones.
+
+    Example:
+        model.patch_activations("The capital of Italy is", "The capital of France is", [(1, 3)], [3])
     """
-    given = forward_with_capture(model, donor, [layer for layer, _ in at])
+    streams = forward_with_capture(model, donor, [layer for layer, _ in at])
     spec = HookSpec()
     for layer, position in at:
-        length = len(given[layer])
+        length = len(streams[layer])
         if not -length <= position < length:
             raise InterventionError(f"position {position}: the donor has the positions 0 to {length - 1}")
-        spec.intervene(HookPoint.ResidPost(layer), Intervention.Replace(given[layer][position], positions=position))
+        spec.intervene(HookPoint.ResidPost(layer), Intervention.Replace(streams[layer][position], positions=position))
     return _last_residuals(model, recipient, spec, capture_layers)
 
 
@@ -107,7 +122,7 @@ def generate_with_hooks(
 
     Args:
         prompt: one text.
-        max_new_tokens: at most so many.
+        max_new_tokens: largest number of new tokens.
         ablate_layers: after these, the residual stream of every token is zero.
         steers: as for `forward_steer`: added at the last token of the prompt, and at every new one.
 
@@ -117,12 +132,15 @@ def generate_with_hooks(
     Raises:
         HookError, InputError, InterventionError: as the other verbs.
         TokenizerError: the model has no tokenizer to make a text with.
+
+    Example:
+        text, ids = model.generate_with_hooks("The capital of France is", 3, ablate_layers=1)
     """
     spec = _ablation(model, ablate_layers) if ablate_layers is not None else HookSpec()
-    where: list[int | str] = [-1] if max_new_tokens == 1 else [-1, "generated"]
-    spec.extend(_steering(model, steers or (), where))
-    made = generate(model, one_prompt(model, prompt), spec, max_new_tokens=max_new_tokens)
-    ids = made.new_ids[0].tolist()
+    positions: list[int | str] = [-1] if max_new_tokens == 1 else [-1, "generated"]
+    spec.extend(_steering(model, steers or (), positions))
+    result = generate(model, one_prompt(model, prompt), spec, max_new_tokens=max_new_tokens)
+    ids = result.new_ids[0].tolist()
     return model.tokenizer.decode(ids), ids
 
 

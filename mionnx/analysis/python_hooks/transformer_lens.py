@@ -1,23 +1,76 @@
-"""What analysis code reads off a model, under the names that TransformerLens gives it."""
+"""Sizes, hook points, matrices and tokens of a model under the names of TransformerLens.
+
+This table, the residual stacks (`mionnx.analysis.attribution`) and nothing else speak that dialect:
+
+cfg                          sizes: n_layers, n_heads, d_model, d_head, d_mlp, d_vocab, n_ctx
+hook_dict                    name -> hook point
+W_E, W_U, b_U, W_O           matrices, as numpy arrays
+to_tokens, to_str_tokens,    texts as ids and back
+to_string, to_single_token
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.analysis.python_hooks.sizes import ModelSizes, sizes_of
 from mionnx.errors import InputError
 from mionnx.graph import matrices
 from mionnx.graph.hook_points import HookPoint
+from mionnx.run.prompt import token_of
 from mionnx.run.runner import Runner
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a model under the names of TransformerLens: `model.cfg`.
+
+    Attributes:
+        model_name: the folder's name.
+        n_layers: blocks.
+        n_heads: query heads a layer.
+        n_key_value_heads: key/value heads a layer.
+        d_model: width of the residual stream.
+        d_head: width of a head.
+        d_mlp: neurons a layer; None where the model has no hook points at them.
+        d_vocab: tokens in the vocabulary.
+        n_ctx: the longest text; None where there is no limit.
+        dtype: of weights and activations, as numpy names it.
+    """
+
+    model_name: str
+    n_layers: int
+    n_heads: int
+    n_key_value_heads: int
+    d_model: int
+    d_head: int
+    d_mlp: int | None
+    d_vocab: int
+    n_ctx: int | None
+    dtype: str
 
 
 def cfg(model: Runner) -> ModelSizes:
     """The model's sizes: `model.cfg.n_layers`, `model.cfg.d_head`."""
-    return sizes_of(model.hooked)
+    metadata = model.hooked.metadata
+    sizes = metadata.sizes
+    neurons = metadata.hooks.get(str(HookPoint.MlpAct(0)), [None])[-1]
+    return ModelSizes(
+        model_name=model.hooked.folder.name,
+        n_layers=sizes.num_layers,
+        n_heads=sizes.num_heads,
+        n_key_value_heads=sizes.num_kv_heads,
+        d_model=sizes.hidden_size,
+        d_head=sizes.head_dim,
+        d_mlp=neurons if isinstance(neurons, int) else None,
+        d_vocab=sizes.vocab_size,
+        n_ctx=sizes.max_positions,
+        dtype=metadata.dtype,
+    )
 
 
 def hook_dict(model: Runner) -> dict[str, HookPoint]:
@@ -50,12 +103,17 @@ def W_O(model: Runner) -> NDArray[Any]:
 
 
 def to_tokens(model: Runner, text: str | Sequence[str]) -> NDArray[np.int64]:
-    """A text, or texts of equal length, as ids [batch, seq], with the special tokens that the tokenizer adds.
+    """Tokenise a text, or texts of equal length: ids [batch, seq].
+
+    The special tokens that the tokenizer adds are among them.
 
     Raises:
         InputError: texts of unequal length: padded, they would need a mask; `forward` and `run_with_hooks` take the
             texts themselves.
         TokenizerError: no tokenizer, or a text without tokens.
+
+    Example:
+        model.to_tokens("The capital of France is")  # int64 [1, 5]
     """
     rows = [model.tokenize(one).ids for one in ([text] if isinstance(text, str) else text)]
     lengths = {len(row) for row in rows}
@@ -65,12 +123,22 @@ def to_tokens(model: Runner, text: str | Sequence[str]) -> NDArray[np.int64]:
 
 
 def to_str_tokens(model: Runner, tokens: str | ArrayLike) -> list[str]:
-    """Each token of a text, or of ids [seq] or [1, seq], as text."""
+    """Each token of a text, or of ids [seq] or [1, seq], as text.
+
+    Example:
+        model.to_str_tokens("The capital of France is")
+    """
     return [to_string(model, [token]) for token in _row(model, tokens)]
 
 
 def to_string(model: Runner, tokens: ArrayLike) -> Any:
-    """Ids [seq], or one id, as a text; ids [batch, seq] as a list of texts. Special tokens are shown."""
+    """Decode ids [seq], or one id, to a text; ids [batch, seq] to a list of texts.
+
+    Special tokens are shown.
+
+    Example:
+        model.to_string(model.to_tokens("The capital of France is")[0])
+    """
     ids = np.asarray(tokens)
     if ids.ndim == 2:
         return [to_string(model, row) for row in ids]
@@ -81,7 +149,10 @@ def to_single_token(model: Runner, text: str) -> int:
     """The id of a text that is one token.
 
     Raises:
-        InputError: it is none, or several.
+        InputError: the text is no token, or several.
+
+    Example:
+        model.to_single_token(" Paris")
     """
     return model.token_id(text)
 
@@ -92,4 +163,4 @@ def _row(model: Runner, tokens: str | ArrayLike) -> list[int]:
     row = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
     if row.ndim != 1 or row.dtype.kind not in "iu":
         raise InputError(f"tokens must be integers [seq], got {row.dtype} {list(ids.shape)}")
-    return [model._known(int(token)) for token in row]
+    return [token_of(model, int(token)) for token in row]

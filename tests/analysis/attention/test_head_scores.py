@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from mionnx import HeadScores, HookError, HookPoint, HookSpec, InputError, Intervention, InterventionError, MIModel
 from mionnx.analysis.attention import head_scores
-from mionnx.analysis.attention.repeated_sequences import KINDS, repeats
+from mionnx.analysis.attention.repeated_sequences import KINDS, repeat_sequences
 from mionnx.cli.main import app
 
 LLAMA = REPOSITORY / "models" / "world-llama"
@@ -24,15 +24,15 @@ def llama() -> MIModel:
 
 
 def test_sequences_are_random_and_given_twice():
-    made = repeats(np.arange(3, 40), [1], 5, 10, seed=0)
+    made = repeat_sequences(np.arange(3, 40), [1], 5, 10, seed=0)
     assert made.ids.shape == (5, 21)
     assert (made.ids[:, 0] == 1).all()
     assert np.array_equal(made.ids[:, 1:11], made.ids[:, 11:])
     assert all(len(set(row.tolist())) == 11 for row in made.ids)
     assert list(made.queries) == list(range(11, 21))
     assert made.chance == pytest.approx(float(sum(Fraction(1, n) for n in range(12, 22)) / 10))
-    assert np.array_equal(made.ids, repeats(np.arange(3, 40), [1], 5, 10, seed=0).ids)
-    assert not np.array_equal(made.ids, repeats(np.arange(3, 40), [1], 5, 10, seed=1).ids)
+    assert np.array_equal(made.ids, repeat_sequences(np.arange(3, 40), [1], 5, 10, seed=0).ids)
+    assert not np.array_equal(made.ids, repeat_sequences(np.arange(3, 40), [1], 5, 10, seed=1).ids)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -40,7 +40,7 @@ def test_scores_are_means_of_the_eager_models_attention(models, references, fami
     """Written out token by token on torch's patterns; and the same however the rows are batched."""
     model, period = models(family), 7
     found = model.head_scores(batch=3, period=period, seed=5, tokens=range(3, 60))
-    ids = repeats(np.arange(3, 60), head_scores.special_tokens(model)[0], 3, period, 5).ids
+    ids = repeat_sequences(np.arange(3, 60), head_scores.special_tokens(model)[0], 3, period, 5).ids
     values = run(references(family), Inputs(ids, np.ones_like(ids))).values
     expected = np.zeros_like(found.values)
     for layer in range(model.num_layers):
@@ -73,7 +73,7 @@ def test_without_its_induction_heads_a_model_cannot_repeat(name):
     scores = model.head_scores("induction", period=period)
     induction = [(layer, head) for layer, head, score in scores.top("induction", 8) if score > 0.5]
     assert 1 <= len(induction) <= 3
-    ids = repeats(np.arange(20, 400), [], 16, period, seed=9).ids  # others than those that were scored
+    ids = repeat_sequences(np.arange(20, 400), [], 16, period, seed=9).ids  # others than those that were scored
     others = [at for at in np.ndindex(model.num_layers, model.num_heads) if at not in induction]
     random = np.random.default_rng(0)
     draws = [[others[i] for i in random.choice(len(others), len(induction), replace=False)] for _ in range(8)]
@@ -96,7 +96,9 @@ def test_interventions_are_in_force(llama):
 def test_a_recurrent_model_is_scored_by_its_effective_attention():
     model = MIModel.from_pretrained(REPOSITORY / "models" / "world-rwkv7")
     found = model.head_scores(batch=2, period=8)
-    ids = repeats(np.setdiff1d(np.arange(model.vocab_size), head_scores.special_tokens(model)[1]), [], 2, 8, 0).ids
+    ids = repeat_sequences(
+        np.setdiff1d(np.arange(model.vocab_size), head_scores.special_tokens(model)[1]), [], 2, 8, 0
+    ).ids
     cache = model.forward(ids, HookSpec().capture("*hook_effective_attn"))
     at = np.arange(8, 16)
     assert np.allclose(found["previous_token"], cache.stack("effective_attn")[:, :, :, at, at - 1].mean((1, 3)))

@@ -1,13 +1,15 @@
-"""One call with functions in between."""
+"""A run of the model in segments, with Python functions called between them."""
+
+from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.analysis.python_hooks.check_result import apply
-from mionnx.analysis.python_hooks.dead_hooks import idle, refuse_change
+from mionnx.analysis.python_hooks.check_result import apply_functions
+from mionnx.analysis.python_hooks.dead_hooks import dead_hooks, refuse_change
 from mionnx.analysis.python_hooks.hook import (
     Hook,
     HookFunction,
@@ -20,15 +22,13 @@ from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.hook_cache import HookCache, collect
+from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
-
-if TYPE_CHECKING:
-    from mionnx.run.runner import Runner
 
 
 @dataclass(frozen=True)
-class Text:
-    """What a call is made on.
+class RunInputs:
+    """Tokens of a run, and everything that came before them.
 
     Attributes:
         tokens: ids, `Tokens`, or a list of these.
@@ -41,16 +41,16 @@ class Text:
     initial_state: RWKVState | None = None
     prompt_length: Any = None
 
-    def batch(self, model: "Runner") -> TokenBatch:
+    def batch(self, model: Runner) -> TokenBatch:
         """The tokens as inputs of the graph."""
         before = choose_past(model.hooked, self.cache, self.initial_state)
         sizes = model.hooked.metadata.sizes
         return make_token_batch(self.tokens, self.attention_mask, before, sizes, self.prompt_length)
 
 
-def run(
-    model: "Runner",
-    text: Text,
+def run_segments(
+    model: Runner,
+    inputs: RunInputs,
     spec: HookSpec,
     fwd_hooks: Iterable[tuple[Where, HookFunction]],
     logits: bool,
@@ -60,49 +60,49 @@ def run(
 
     Args:
         model: the model.
-        text: the tokens and what came before them.
-        spec: captures and interventions besides; the functions see what the interventions made.
+        inputs: the tokens and what came before them.
+        spec: captures and interventions besides; functions run after the interventions at the same hook point.
         fwd_hooks: pairs of a hook and a function.
         logits: whether the model runs to its end; otherwise to the last hook point that is asked for.
-        state: whether whoever calls gets the state that an RWKV model ends with.
+        state: whether the state that an RWKV model ends with is returned to the user.
 
     Returns:
-        logits and captures; a capture sees what the functions made.
+        logits and captures; a capture holds the value after the functions.
 
     Raises:
         HookError, InterventionError, InputError: see `run_with_hooks`.
     """
     functions = register(model.hooked, fwd_hooks)
     if not functions:
-        return _plain(model, text, spec, logits)
-    hooked, batch = model.hooked, text.batch(model)
+        return _plain(model, inputs, spec, logits)
+    hooked, batch = model.hooked, inputs.batch(model)
     bound = model.binder.bind(
         spec, Outputs(logits=logits, carried=logits and hooked.metadata.recurrent), cuts=functions
     )
-    inputs = bound.inputs(batch, choose_past(hooked, text.cache, text.initial_state))
+    feeds = bound.inputs(batch, choose_past(hooked, inputs.cache, inputs.initial_state))
     chain = model.variants.chain(bound.plan, tuple(functions), batch.batch * batch.seq)
     hooks = {name: Hook(HookPoint.parse(name)) for name in functions}
     returned = [*(["logits"] if logits else []), *(capture.node.hook for capture in bound.captures)]
     returned += present_names(hooked, False) if state and bound.plan.outputs.carried else []
-    unseen = idle(hooked, functions, returned)
+    dead = dead_hooks(hooked, functions, returned)
 
     def between(name: str, value: NDArray[Any]) -> NDArray[Any]:
-        if name not in unseen:
-            return apply(hooked, batch, hooks[name], functions[name], value)
+        if name not in dead:
+            return apply_functions(hooked, batch, hooks[name], functions[name], value)
         before = value.copy()
-        return refuse_change(name, before, apply(hooked, batch, hooks[name], functions[name], value))
+        return refuse_change(name, before, apply_functions(hooked, batch, hooks[name], functions[name], value))
 
-    results = chain.run({*bound.outputs(False)}, inputs, between)
+    results = chain.run({*bound.outputs(False)}, feeds, between)
     return collect(bound, batch, results, False)
 
 
-def _plain(model: "Runner", text: Text, spec: HookSpec, logits: bool) -> HookCache:
+def _plain(model: Runner, inputs: RunInputs, spec: HookSpec, logits: bool) -> HookCache:
     return model.forward(
-        text.tokens,
+        inputs.tokens,
         spec,
-        attention_mask=text.attention_mask,
-        cache=text.cache,
-        initial_state=text.initial_state,
-        prompt_length=text.prompt_length,
+        attention_mask=inputs.attention_mask,
+        cache=inputs.cache,
+        initial_state=inputs.initial_state,
+        prompt_length=inputs.prompt_length,
         logits=logits,
     )
