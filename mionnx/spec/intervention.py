@@ -8,7 +8,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from mionnx.errors import InterventionError, nearest
 from mionnx.graph.hook_points import HookPoint
-from mionnx.spec.kinds import KINDS, add, knockout, project_out, replace, scale, splice, zero
+from mionnx.spec.kinds import KINDS, add, clamp, knockout, project_out, replace, scale, splice, zero
 from mionnx.spec.kinds.kind import Array, Change, Kind, ValueShape
 
 Arguments = ParamSpec("Arguments")
@@ -60,7 +60,7 @@ def find_kind(name: str) -> Kind:
 class Intervention(Change, metaclass=_Constructors):
     """One modification of the value at a hook point.
 
-    Made by `Replace`, `Add`, `Knockout`, `Scale`, `Zero`, `ProjectOut`, `Splice` and the other kinds of
+    Made by `Replace`, `Add`, `Knockout`, `Scale`, `Zero`, `ProjectOut`, `Splice`, `Clamp` and any other kind in
     `mionnx.spec.kinds`, each with three optional limits:
 
     * `positions`: token positions, counted from 0 in each row's own text (padding not counted), negative ones from the
@@ -95,6 +95,7 @@ class Intervention(Change, metaclass=_Constructors):
     Zero = Constructor(zero.Zero.make)
     ProjectOut = Constructor(project_out.ProjectOut.make)
     Splice = Constructor(splice.Splice.make)
+    Clamp = Constructor(clamp.Clamp.make)
 
     @property
     def rules(self) -> Kind:
