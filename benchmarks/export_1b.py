@@ -41,7 +41,7 @@ Row = tuple[str, str, str, str]
 
 
 def make_checkpoint(folder: Path) -> int:
-    """Write the checkpoint shard by shard, never holding more than one layer; returns the number of parameters."""
+    """Write the checkpoint shard by shard, one layer in memory; return its parameter count."""
     config = LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"], dtype="float32")
     with torch.device("meta"):
         shapes = {k: v.shape for k, v in AutoModelForCausalLM.from_config(config).state_dict().items()}
@@ -60,7 +60,7 @@ def make_checkpoint(folder: Path) -> int:
 
 
 def memory(kind: str) -> int:
-    """This process's memory in KiB: "VmRSS" resident now, "VmHWM" at most so far, "RssAnon" anonymous now.
+    """Memory of this process, KiB: "VmRSS" resident, "VmHWM" its peak, "RssAnon" anonymous.
 
     Not `getrusage`: what that calls a child's peak includes the parent's memory at the moment of the fork.
     """
@@ -89,7 +89,7 @@ class Watch:
 
 
 def export_and_account(checkpoint: Path, target: Path) -> None:
-    """What the process of its own does: export, and print the stages as JSON."""
+    """Export, and print the stages as JSON; runs in a process of its own."""
     watch = Watch()
     export(checkpoint, target, progress=watch.note)
     watch.note("end")
@@ -97,7 +97,7 @@ def export_and_account(checkpoint: Path, target: Path) -> None:
 
 
 def new_bytes(folder: Path) -> int:
-    """What a folder takes on the disk beyond files that are linked from elsewhere."""
+    """Bytes that a folder adds on the disk; hard links to other files do not count."""
     return sum(path.stat().st_size for path in folder.iterdir() if path.stat().st_nlink == 1)
 
 
@@ -134,7 +134,7 @@ def _gib(kib: float) -> str:
 
 
 def machine() -> str:
-    """What it ran on."""
+    """Machine and versions."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "onnxscript"))
     return f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, {packages}"
 

@@ -1,4 +1,4 @@
-"""How far mionnx is from transformers in eager mode: every hook point and intervention of every family, as a table.
+"""Largest differences from transformers in eager mode: every hook point and intervention of every family.
 
     python benchmarks/families.py [--save]
 
@@ -54,7 +54,7 @@ def worst_capture(model: MIModel, reference: torch.nn.Module, inputs: Inputs) ->
 
 
 def worst_intervention(model: MIModel, reference: torch.nn.Module, inputs: Inputs) -> tuple[float, int]:
-    """The largest difference of logits over all kinds at all hook points of the last layer, and how many there are."""
+    """Largest difference of logits, all kinds at all hook points of the last layer; their number."""
     plain = run(reference, inputs)
     worst, count = 0.0, 0
     for point in [p for p in model.hook_points() if not p.derived and p.layer in (None, model.num_layers - 1)]:

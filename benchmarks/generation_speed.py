@@ -150,7 +150,7 @@ def torch_hooks(model: PreTrainedModel, case: str, layer: int, direction: torch.
 
 
 def measure(family: str, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Case -> program -> tokens a second, by turns; all cases in every turn, so that they can be compared too."""
+    """Case -> program -> tokens a second, by turns; every turn runs all cases."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make(family, folder)
@@ -174,7 +174,7 @@ def measure(family: str, options: argparse.Namespace) -> dict[str, dict[str, lis
 
 
 def bandwidth(threads: int) -> float:
-    """How many GB of fp32 weights a second this machine reads: the bound on decoding at batch 1."""
+    """GB of fp32 weights that this machine reads a second: the bound on decoding at batch 1."""
     torch.set_num_threads(threads)
     weight, vector, times = torch.randn(32000, 4096), torch.randn(4096), []
     for _ in range(7):

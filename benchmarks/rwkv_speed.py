@@ -31,7 +31,7 @@ COLUMNS = ("model", "threads", "what", "rwkv package", "mionnx", "ratio")
 
 
 def measure(version: int, threads: int, hidden: int, layers: int, repeats: int) -> list[dict[str, float | str]]:
-    """One process' rows: seconds of both programs for each prefill length and for decoding after it."""
+    """Rows of one process: seconds of both programs, prefill of each length and decoding after."""
     sys.path.insert(0, str(HERE.parent / "tests" / "shared"))
     import torch
     from rwkv.model import RWKV
@@ -78,7 +78,7 @@ def measure(version: int, threads: int, hidden: int, layers: int, repeats: int) 
 
 
 def alternate(theirs: Callable[[], None], ours: Callable[[], None], repeats: int, units: int = 1) -> dict[str, float]:
-    """Median seconds of both per unit, run by turns after a warm-up each, and the median ratio of neighbours."""
+    """Median seconds of both per unit, by turns after a warm-up; median ratio of neighbours."""
     times: dict[str, list[float]] = {"theirs": [], "ours": []}
     for turn in range(repeats + 1):
         for name, program in (("theirs", theirs), ("ours", ours)):

@@ -77,7 +77,7 @@ def ours(folder: Path, threads: int, case: str, pair: tuple[np.ndarray, np.ndarr
 
 
 def theirs(bridge: Any, case: str, pair: tuple[np.ndarray, np.ndarray], cells: np.ndarray, count: int) -> Found:
-    """The same cells in TransformerLens: a forward pass each. Seconds for as many as the sweep has, and the values."""
+    """Run the same cells in TransformerLens, a forward pass each; scaled seconds, and values."""
     _, _, names, setter, activation = CASES[case]
     clean, corrupted = (torch.from_numpy(ids[None]) for ids in pair)
     with torch.no_grad():

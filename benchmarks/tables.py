@@ -1,4 +1,4 @@
-"""What every benchmark ends with: tables on the terminal, and the same tables as Markdown under `results/`."""
+"""Tables of a benchmark: on the terminal, and as Markdown under `results/`."""
 
 from collections.abc import Sequence
 from pathlib import Path

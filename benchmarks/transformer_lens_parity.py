@@ -1,4 +1,4 @@
-"""What mionnx reads from the residual stream, beside TransformerLens on the same weights: the largest differences.
+"""Largest differences from TransformerLens in the parts of the residual stream, on the same weights.
 
     pip install -e ".[cpu,export,bench]"
     python benchmarks/transformer_lens_parity.py
@@ -43,7 +43,7 @@ Difference = tuple[str, float]
 
 
 def make(family: str, folder: Path) -> None:
-    """A random checkpoint whose norms are no ones and whose biases are no zeros."""
+    """A random checkpoint; norms are not all ones and biases not all zeros."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPES[family]))
     with torch.no_grad():

@@ -45,14 +45,14 @@ def variant(model: MIModel, number: int, strength: float = 1.0) -> HookSpec:
 
 
 def seconds(work: Any) -> float:
-    """How long something takes."""
+    """Seconds that a call takes."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
 
 
 def new_structures(folder: Path, prepack: bool) -> dict[str, float]:
-    """Median seconds from a spec of a new structure to its logits, the base ready; and of new values after that."""
+    """Median seconds to the logits of a new structure, the base ready; and of new values then."""
     model = opened(folder, base="always", prepack=prepack)
     ids = np.random.default_rng(0).integers(3, model.vocab_size, (1, TOKENS))
     model.forward(ids)  # the base is looked up, and read from the disk
@@ -95,7 +95,7 @@ def in_process(what: str, *arguments: object) -> dict[str, float]:
 
 
 def measure(what: str, folder: str, *rest: str) -> dict[str, float]:
-    """What a process of its own does."""
+    """Run one measurement, in a process of its own."""
     if what == "prepare":
         return {"seconds": seconds(opened(Path(folder)).prepare)}
     if what == "structures":

@@ -1,4 +1,4 @@
-"""What comparing two runtimes at every hook point costs, beside running one of them.
+"""Cost of comparing two runtimes at every hook point, beside running one of them.
 
     python benchmarks/verify_cost.py [--tokens 64 256] [--save]
 
@@ -90,7 +90,7 @@ def rows_of(folder: Path, lengths: list[int]) -> list[list[str]]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, float]:
-    """What a process of its own does."""
+    """Run one measurement, in a process of its own."""
     begin = time.perf_counter()
     if options.measure == "alone":
         found = alone(options.folder, options.runtime, options.tokens[0])

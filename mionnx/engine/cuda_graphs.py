@@ -1,4 +1,4 @@
-"""CUDA graphs: calls of one session that are recorded once a shape, and launched as a whole from then on."""
+"""CUDA graphs: a call is recorded once for each shape, and launched as a whole from then on."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from mionnx.errors import ModelError
 
 
 class CudaGraphs:
-    """Calls of one session by their shapes: each shape has buffers of its own, and is one CUDA graph.
+    """Calls of one session by their shapes: one CUDA graph and one set of buffers a shape.
 
     A CUDA graph reads and writes the same addresses every time: inputs are written into the buffers of the first call
     of that shape, and results are copied out of them. On other providers the same is an ordinary run.
@@ -27,7 +27,7 @@ class CudaGraphs:
         self._number = 0
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-        """As `run_at`, with arrays as results."""
+        """Replay a call, or record it first; results are arrays."""
         arrays = {name: np.asarray(value) for name, value in feeds.items()}
         key = (tuple(outputs), *sorted((name, array.shape, array.dtype.str) for name, array in arrays.items()))
         call = self._calls.pop(key, None)
@@ -46,7 +46,7 @@ class CudaGraphs:
 
 
 class _Replay:
-    """The calls of one shape."""
+    """All calls of one shape: fixed buffers, and the graph that reads and writes them."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Values on the device that computes them: put there, kept there, fetched when they are asked for, and replayed.
+"""Arrays on a device: copied there, kept there between runs, and fetched when they are read.
 
 On the CPU a result is an array. On any other device it is a `DeviceArray`: it stays there, is fed again uncopied, and
-becomes an array when somebody looks at it. bfloat16, which ONNX Runtime does not translate from and to numpy, is
+becomes an array when it is read. bfloat16, which ONNX Runtime does not translate from and to numpy, is
 translated here.
 """
 
@@ -26,7 +26,7 @@ CPU: Device = ("cpu", 0)
 
 
 class DeviceArray:
-    """A value where its provider computed it. `np.asarray` fetches it, once.
+    """An array on the device that computed it. `np.asarray` copies it to the CPU, once.
 
     Attributes:
         value: ONNX Runtime's.
@@ -38,17 +38,17 @@ class DeviceArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of an array."""
+        """Dimensions."""
         return tuple(self.value.shape())
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """As of an array."""
+        """Dtype of its numbers."""
         return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(self.value.element_type()))
 
     @property
     def nbytes(self) -> int:
-        """As of an array."""
+        """Bytes that it takes."""
         return int(self.value.tensor_size_in_bytes())
 
     @cached_property
@@ -64,12 +64,12 @@ Value = NDArray[Any] | DeviceArray
 
 
 def place_of(provider: str, device_id: int) -> Device:
-    """Where a provider computes."""
+    """Device of an execution provider."""
     return (DEVICES[provider], device_id) if provider in DEVICES else CPU
 
 
 def put(value: Any, place: Device) -> onnxruntime.OrtValue:
-    """An array, or a value that is there already, as ONNX Runtime's own. On the CPU it shares the array's memory."""
+    """Copy a value to a device as an `OrtValue`; on the CPU it shares the array's memory."""
     if isinstance(value, DeviceArray | onnxruntime.OrtValue):
         return value.value if isinstance(value, DeviceArray) else value
     array = np.asarray(value, order="C")
@@ -80,7 +80,7 @@ def put(value: Any, place: Device) -> onnxruntime.OrtValue:
 
 
 def fetch(value: onnxruntime.OrtValue, place: Device = CPU) -> NDArray[Any]:
-    """A value of ONNX Runtime's as an array."""
+    """Copy an `OrtValue` to an array on the CPU."""
     if value.element_type() != BFLOAT16:
         return np.asarray(value.numpy())
     here = value if place == CPU else copied(value, place)
@@ -90,7 +90,7 @@ def fetch(value: onnxruntime.OrtValue, place: Device = CPU) -> NDArray[Any]:
 
 
 def empty(shape: Sequence[int], element_type: int, place: Device) -> onnxruntime.OrtValue:
-    """Room for a value.
+    """Allocate an `OrtValue`.
 
     Args:
         shape: of the value.
@@ -103,7 +103,9 @@ def empty(shape: Sequence[int], element_type: int, place: Device) -> onnxruntime
 def copied(
     value: onnxruntime.OrtValue, place: Device, target: onnxruntime.OrtValue | None = None
 ) -> onnxruntime.OrtValue:
-    """A bfloat16 value copied by a graph that does nothing else: ONNX Runtime has no other way for it in Python.
+    """Copy a bfloat16 value by a graph of one Identity.
+
+    ONNX Runtime has no other way for this dtype in Python.
 
     Args:
         value: on the CPU or at `place`.
@@ -132,13 +134,13 @@ def _copier(place: Device) -> onnxruntime.InferenceSession:
 def run_at(
     session: onnxruntime.InferenceSession, outputs: Sequence[str], feeds: Mapping[str, Any], place: Device
 ) -> dict[str, DeviceArray]:
-    """Run a session whose results stay where they are computed.
+    """Run a session; results stay on the device.
 
     Args:
         session: on whichever provider.
         outputs: names.
-        feeds: arrays or held values, of those inputs that the graph reads.
-        place: where the results are to be.
+        feeds: arrays or device arrays, for inputs of the graph only.
+        place: device of the results.
 
     Raises:
         ModelError: ONNX Runtime failed while running.
@@ -158,7 +160,7 @@ def run_at(
 
 @cache
 def run_options(graph: str = NO_GRAPH) -> onnxruntime.RunOptions:
-    """Of a run: which CUDA graph it is, or that it is none, where a session makes graphs at all."""
+    """`RunOptions` that select a CUDA graph by id; "-1" turns capture off."""
     options = onnxruntime.RunOptions()
     options.add_run_config_entry(GRAPH_ID, graph)
     return options

@@ -89,7 +89,7 @@ class Engine(ABC):
         """Why it cannot run on this machine, and what would install it; None if it can."""
 
     def refuses(self, model: onnx.ModelProto) -> str | None:
-        """Why it cannot run this graph, where that is known before it is opened; None if it may."""
+        """Why it cannot run this graph, if that is known before it is opened; None otherwise."""
         return None
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Engine(ABC):
         """Versions and options, for the record of a comparison."""
 
     def source(self, options: Options) -> str | None:
-        """The body of a Python function of (path, feeds) that runs a model in this engine; None if Python cannot."""
+        """Body of a Python function of (path, feeds) that runs a model; None if Python cannot."""
         return None
 
     @abstractmethod
@@ -119,7 +119,7 @@ class Engine(ABC):
 
     @contextmanager
     def opened_alone(self, model: Path | bytes, folder: Path, options: Options) -> Iterator[Program]:
-        """A program that is closed in the end, all of it run by what the options name and by nothing in its stead.
+        """Open a graph for a `with` statement, and refuse one that the engine would run elsewhere.
 
         Raises:
             ModelError: the engine refuses the model, or would run it elsewhere.

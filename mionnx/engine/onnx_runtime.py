@@ -234,7 +234,7 @@ def _open(
 
 
 def optimise(model: bytes, folder: Path, path: Path, data: str, options: Options) -> None:
-    """Write a model as ONNX Runtime optimises it for a provider; it then holds operators of this runtime's own.
+    """Write a model as ONNX Runtime optimises it for a provider, with operators of its own.
 
     Args:
         model: the bytes of a model whose external data lie in `folder`.
@@ -255,14 +255,14 @@ def optimise(model: bytes, folder: Path, path: Path, data: str, options: Options
 
 
 def _write_to(settings: onnxruntime.SessionOptions, path: Path, data: str) -> None:
-    """Have the optimised model written while it is opened."""
+    """Let the session write the optimised model when it is opened."""
     settings.optimized_model_filepath = str(path)
     settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", data)
     settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
 
 
 def prepare(model: bytes, folder: Path, path: Path, data: str, options: Options) -> None:
-    """Write a model as this machine runs it, its weights packed: see `mionnx.run.prepacked`.
+    """Write a model as this machine runs it, with packed weights; see `mionnx.run.prepacked`.
 
     Args:
         model: the bytes of a model whose external data lie in `folder`.

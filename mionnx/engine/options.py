@@ -98,7 +98,7 @@ class Options:
         return name
 
     def for_many_graphs(self, max_graphs: int) -> "Options":
-        """The same for structures that run once each: weights are not packed, and no base is made for them."""
+        """Options for many structures that run once each: nothing is packed, no base is made."""
         if self.engine != ONNX_RUNTIME:
             return replace(self, max_graphs=max_graphs)
         base = "ready" if self.base == "auto" else self.base

@@ -25,7 +25,7 @@ PACKAGE = Path("node_modules") / "onnxruntime-web" / "package.json"
 
 
 def node_folder() -> Path | None:
-    """The folder whose `node_modules` has onnxruntime-web: `MIONNX_NODE`, or the current one or one above it."""
+    """Find the folder of onnxruntime-web: `MIONNX_NODE`, the current folder, or one above it."""
     chosen = os.environ.get(FOLDER)
     folders = [Path(chosen)] if chosen else [Path.cwd(), *Path.cwd().parents]
     return next((folder for folder in folders if (folder / PACKAGE).is_file()), None)
@@ -66,7 +66,10 @@ def _end(node: "subprocess.Popen[str]", scratch: "tempfile.TemporaryDirectory[st
 
 
 class Web(Engine):
-    """onnxruntime-web with one thread; weights travel inside the model, which can have 2 GiB at most."""
+    """onnxruntime-web with one thread.
+
+    Weights travel inside the model, which can have 2 GiB at most.
+    """
 
     name = "onnxruntime-web"
 

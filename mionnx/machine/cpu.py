@@ -1,21 +1,21 @@
-"""Which processor this is: kernels, and the layout of packed weights, are chosen by it."""
+"""Name and instruction sets of this processor: kernels and the layout of packed weights depend on them."""
 
 import platform
 from pathlib import Path
 
 
 def name() -> str:
-    """The processor's name, or its architecture where it has none to tell."""
-    return _told().get("model name") or platform.processor() or platform.machine()
+    """Name of the processor, or its architecture."""
+    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 
 def features() -> list[str]:
-    """The instruction sets that it has, as Linux names them, sorted; none where the system does not tell."""
-    told = _told()
+    """Instruction sets, sorted, by their Linux names; empty on other systems."""
+    told = _cpuinfo()
     return sorted({*(told.get("flags") or told.get("Features") or "").split()})
 
 
-def _told() -> dict[str, str]:
+def _cpuinfo() -> dict[str, str]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The store's entries: folders that appear whole, are checked before they are used, and are rebuilt when damaged.
+"""Disk cache: folders that are built atomically, checked before use, and rebuilt when damaged.
 
 An entry is `{root}/{kind}/{key}/` with its files and `manifest.json`: their sizes and sha256, and what the entry is.
 
@@ -42,7 +42,7 @@ Build = Callable[[Path], dict[str, Any]]
 
 
 class StoreWarning(UserWarning):
-    """Something about the store that a user should know: a damaged entry, or a store that cannot be used."""
+    """A damaged entry, or a cache folder that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class CacheEntry:
 
     @property
     def kind(self) -> str:
-        """What it is: "bases", "graphs" or "sweeps"."""
+        """Kind of entry: "bases", "graphs" or "sweeps"."""
         return self.path.parent.name
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What was written down about it; empty if that cannot be read."""
+        """Content of `manifest.json`; empty if it cannot be read."""
         try:
             found = json.loads((self.path / MANIFEST).read_text())
         except (OSError, ValueError):
@@ -80,7 +80,7 @@ class CacheEntry:
 
     @property
     def pins(self) -> Path:
-        """The folder of the marks that processes leave."""
+        """Folder of the marks of processes that use it."""
         return self.path.with_name(f"{self.path.name}.pins")
 
     @property
@@ -89,7 +89,7 @@ class CacheEntry:
         return any(_alive(mark) for mark in _files(self.pins))
 
     def faults(self, thorough: bool = False) -> list[str]:
-        """What is wrong with it; an empty list if nothing is.
+        """Check its files against the manifest, and list the faults.
 
         Args:
             thorough: hash large files too, even if their size and time of change are as they were.
@@ -127,7 +127,7 @@ class DiskCache:
         self._checked: set[Path] = set()
 
     def find(self, kind: str, key: str) -> CacheEntry | None:
-        """The entry, if it is there and undamaged; one that is damaged is removed, and said."""
+        """Find an undamaged entry; a damaged one is removed with a warning."""
         entry = CacheEntry(self.root / kind / key)
         try:
             if not entry.path.is_dir():
@@ -139,11 +139,11 @@ class DiskCache:
             return None
 
     def get(self, kind: str, key: str, build: Build) -> CacheEntry | None:
-        """The entry, built if it is not there; None where the store cannot be written.
+        """Find an entry, or build it; None if the cache cannot be written.
 
         Args:
             kind, key: its address; the key is a hash of everything that the result depends on.
-            build: writes the files into a folder, and returns what the manifest is to say.
+            build: writes the files into a folder, and returns facts for the manifest.
         """
         entry = CacheEntry(self.root / kind / key)
         try:
@@ -163,7 +163,7 @@ class DiskCache:
         return FileLock(f"{entry.path}.lock")
 
     def _usable(self, entry: CacheEntry) -> bool:
-        """Whether the entry is there and whole; marks it as used."""
+        """Whether the entry is there and undamaged; marks it as used."""
         if not entry.path.is_dir():
             return False
         if entry.path not in self._checked:
@@ -209,10 +209,12 @@ class DiskCache:
         return sorted(found, key=lambda entry: entry.used)
 
     def prune(self, limit: int | None = None) -> list[CacheEntry]:
-        """Remove the entries used longest ago until the store is within its limit; never one that is in use.
+        """Remove the least recently used entries until the cache is within its limit.
+
+        An entry in use stays.
 
         Returns:
-            what was removed.
+            the removed entries.
         """
         limit = self.limit if limit is None else limit
         entries, removed = self.all(), []
@@ -227,7 +229,11 @@ class DiskCache:
         return removed
 
     def remove(self, entry: CacheEntry) -> bool:
-        """Remove one entry, unless a live process uses it; whether it was removed."""
+        """Remove an entry, unless a live process uses it.
+
+        Returns:
+            whether it was removed.
+        """
         try:
             if entry.kind == SWEEPS:
                 entry.path.unlink()
@@ -253,7 +259,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _alive(mark: Path) -> bool:
-    """Whether the process that left a mark still runs; one of another machine counts for a day."""
+    """Whether the process of a mark still runs; one of another machine counts for a day."""
     host, _, rest = mark.name.partition("@")
     pid, _, begun = rest.partition("@")
     try:
@@ -278,7 +284,7 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 
 def _sync(folder: Path) -> None:
-    """Have the disk hold what was written before the entry gets its name."""
+    """Flush the files to disk before the entry gets its name."""
     for path in _files(folder):
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -288,7 +294,7 @@ def _sync(folder: Path) -> None:
 
 
 def size_of(text: str) -> int:
-    """Bytes of a size such as "20GB".
+    """Parse a size such as "20GB" into bytes.
 
     Raises:
         InputError: it is none.

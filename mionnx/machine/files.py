@@ -11,9 +11,9 @@ from mionnx.errors import SpecFileError
 
 @contextmanager
 def atomic_path(path: Path, error: type[Exception] = SpecFileError) -> Iterator[Path]:
-    """Give a temporary path beside the target; the file or folder written there is renamed into place in the end.
+    """Yield a temporary path beside the target, and rename the file or folder there into place.
 
-    If the body fails, what it wrote is removed and the target is as it was.
+    If the body fails, the temporary file is removed and the target is as it was.
 
     Args:
         path: the target.

@@ -1,4 +1,4 @@
-"""How much memory is left, so that a request that cannot fit is refused before anything runs; and giving it back."""
+"""Free and total memory of this machine or container, to refuse what cannot fit before it runs."""
 
 import ctypes
 import sys
@@ -11,7 +11,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def available() -> int:
-    """Bytes that can still be used: of the machine, or of the container around this process where that has less."""
+    """Free bytes of the machine, or of its container if that has less."""
     free = int(psutil.virtual_memory().available)
     try:
         limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
@@ -22,7 +22,7 @@ def available() -> int:
 
 @cache
 def total() -> int:
-    """Bytes that this machine has, or the container around this process."""
+    """Bytes of memory of the machine, or of its container if that has less."""
     machine = int(psutil.virtual_memory().total)
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
@@ -32,17 +32,17 @@ def total() -> int:
 
 
 def release() -> bool:
-    """Give back to the system what this process has freed and its C library keeps for later.
+    """Return freed memory to the system that the C library holds back.
 
     Returns:
-        whether there was something to give back; False where the C library is not glibc, which alone has such a call.
+        whether any was returned; False without glibc, the one C library with such a call.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     return trim is not None and bool(trim(0))
 
 
 def format_bytes(size: int) -> str:
-    """Bytes for people: "1.5 GiB"."""
+    """Format a number of bytes: "1.5 GiB"."""
     number, unit = float(size), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if number < 1024 or unit == "TiB":

@@ -17,7 +17,7 @@ def silent(stage: str, done: int, total: int) -> None:
 
 @contextmanager
 def bars() -> Iterator[Progress]:
-    """Draw one bar a stage on the terminal's error stream; nothing where that is no terminal."""
+    """Draw one bar a stage on stderr, if that is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as drawn:

@@ -1,4 +1,4 @@
-"""Digest of Python sources: the part of a cache key that changes when the code that made an entry does."""
+"""Digest of Python sources, for cache keys: a changed program does not serve entries of an older one."""
 
 import hashlib
 from functools import cache
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @cache
 def source_digest(*modules: str) -> str:
-    """SHA-256 of the sources of modules, and of everything in those that are packages; read once a process.
+    """SHA-256 of the sources of modules and packages, read once a process.
 
     Args:
         modules: full names: "mionnx.rewrite".

@@ -1,4 +1,4 @@
-"""Reading `.safetensors` files: whatever is wrong with one becomes an error of mionnx's own."""
+"""Reading `.safetensors` files: their errors become errors of mionnx."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -8,7 +8,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from mionnx.errors import InterventionError, nearest
 from mionnx.graph.hook_points import HookPoint
-from mionnx.spec.kinds import KINDS, add, knockout, project_out, replace, scale, splice, zero
+from mionnx.spec.kinds import KINDS, add, clamp, knockout, project_out, replace, scale, splice, zero
 from mionnx.spec.kinds.kind import Array, Change, Kind, ValueShape
 
 Arguments = ParamSpec("Arguments")
@@ -20,8 +20,15 @@ class Constructor(Generic[Arguments]):
 
     def __init__(self, make: Callable[Arguments, Change]) -> None:
         self.make = make
+        self._known: dict[type, Any] = {}  # a signature takes longer to work out than an intervention
 
     def __get__(self, instance: object, owner: type[Made]) -> Callable[Arguments, Made]:
+        if owner not in self._known:
+            self._known[owner] = self._constructor(owner)
+        known: Callable[Arguments, Made] = self._known[owner]
+        return known
+
+    def _constructor(self, owner: type[Made]) -> Callable[Arguments, Made]:
         @wraps(self.make)
         def construct(*args: Arguments.args, **options: Arguments.kwargs) -> Made:
             return owner(**vars(self.make(*args, **options)))
@@ -53,7 +60,7 @@ def find_kind(name: str) -> Kind:
 class Intervention(Change, metaclass=_Constructors):
     """One modification of the value at a hook point.
 
-    Made by `Replace`, `Add`, `Knockout`, `Scale`, `Zero`, `ProjectOut`, `Splice` and the other kinds of
+    Made by `Replace`, `Add`, `Knockout`, `Scale`, `Zero`, `ProjectOut`, `Splice`, `Clamp` and any other kind in
     `mionnx.spec.kinds`, each with three optional limits:
 
     * `positions`: token positions, counted from 0 in each row's own text (padding not counted), negative ones from the
@@ -88,6 +95,7 @@ class Intervention(Change, metaclass=_Constructors):
     Zero = Constructor(zero.Zero.make)
     ProjectOut = Constructor(project_out.ProjectOut.make)
     Splice = Constructor(splice.Splice.make)
+    Clamp = Constructor(clamp.Clamp.make)
 
     @property
     def rules(self) -> Kind:

@@ -1,4 +1,4 @@
-"""`bisect`: the smallest part of a graph whose inputs agree and whose output does not, as a model for a bug report."""
+"""`bisect`: find the smallest part of a graph that two runtimes compute differently, and write it for a bug report."""
 
 import tempfile
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ COARSE = ("blocks.*.hook_resid_*", "hook_final_norm")
 
 @dataclass(frozen=True)
 class Bisection:
-    """Where two sides part.
+    """The part of a graph in which two sides differ.
 
     Attributes:
         first, second: their titles.
@@ -87,11 +87,11 @@ def bisect(
     first, second = _sides(model, call, titles, spec or HookSpec(), other)
     least = _tolerance(tolerance, model, other)
     with tempfile.TemporaryDirectory() as scratch:
-        record(first, tape := RecordedValues(Path(scratch) / "first"), Settings(least, False, 0, None, progress))
-        found, largest = _coarse(first, second, tape, least, progress)
+        record(first, recording := RecordedValues(Path(scratch) / "first"), Settings(least, False, 0, None, progress))
+        found, largest = _coarse(first, second, recording, least, progress)
         if found is None:
             return Bisection(first.title, second.title, None, [], [], None, 0.0, 0.0, largest, least)
-        part = _fine(first, second, tape, found, least)
+        part = _fine(first, second, recording, found, least)
     made = Bisection(first.title, second.title, found, part.starts, part.nodes, part.value, part.difference.max_abs,
                      part.difference.relative, largest, least, folder)  # fmt: skip
     if folder is not None:
@@ -116,42 +116,42 @@ def _sides(
     names = names_of(model, COARSE, spec)
     if other is not None:
         names = [name for name in names if name in other.order]
-    subject = GraphUnderTest(model, spec, names, [call], "this model" if other else "")
-    beside = GraphUnderTest(other, spec, names, [call], "other model") if other else subject
-    sides = [Side(one, _runtime(title, one)) for title, one in zip((titles * 2)[:2], (subject, beside), strict=True)]
+    graph = GraphUnderTest(model, spec, names, [call], "this model" if other else "")
+    beside = GraphUnderTest(other, spec, names, [call], "other model") if other else graph
+    sides = [Side(one, _runtime(title, one)) for title, one in zip((titles * 2)[:2], (graph, beside), strict=True)]
     return sides[0], sides[1]
 
 
-def _runtime(title: str, subject: GraphUnderTest) -> GraphRuntime:
+def _runtime(title: str, graph: GraphUnderTest) -> GraphRuntime:
     runtime = runtime_of(title)
     if not isinstance(runtime, GraphRuntime):
         raise InputError(f"{title} runs models as a whole: bisect needs runtimes that run parts of a graph")
-    why = runtime.missing(subject)
+    why = runtime.missing(graph)
     if why:
         raise RuntimeMissingError(f"{title}: {why}")
     return runtime
 
 
 def _coarse(
-    first: Side, second: Side, tape: RecordedValues, tolerance: float, progress: Progress
+    first: Side, second: Side, recording: RecordedValues, tolerance: float, progress: Progress
 ) -> tuple[str | None, tuple[float, str]]:
-    """The first step that differs by itself, and the largest difference of one up to there."""
-    runtime, names = second.graph_runtime, second.subject.names
+    """Find the first step that differs by itself, and the largest difference of a step so far."""
+    runtime, names = second.graph_runtime, second.graph.names
     assert runtime is not None
     largest = (0.0, names[0])
     for place, name in enumerate(names):
         progress("steps", place, len(names))
-        found = local_difference(runtime, second.subject, tape, names[:place], name, unit_of(first, second)).relative
+        found = local_difference(runtime, second.graph, recording, names[:place], name, unit_of(first, second)).relative
         largest = max(largest, (found, name))
         if found > tolerance:
             return name, largest
     return None, largest
 
 
-def _fine(first: Side, second: Side, tape: RecordedValues, name: str, tolerance: float) -> Narrowed:
-    """The nodes of a step that differ; all of them, if no value inside does by itself."""
-    one, other, subject = first.graph_runtime, second.graph_runtime, second.subject
+def _fine(first: Side, second: Side, recording: RecordedValues, name: str, tolerance: float) -> Narrowed:
+    """Find the nodes of a step that differ; all of them, if no value inside does by itself."""
+    one, other, graph = first.graph_runtime, second.graph_runtime, second.graph
     assert one is not None
     assert other is not None
-    inputs = {start: np.asarray(tape.get(0, start)) for start in subject.names[: subject.names.index(name)]}
-    return narrow((one, first.subject), (other, subject), inputs, name, 0, tolerance)
+    inputs = {start: np.asarray(recording.get(0, start)) for start in graph.names[: graph.names.index(name)]}
+    return narrow((one, first.graph), (other, graph), inputs, name, 0, tolerance)

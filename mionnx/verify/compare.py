@@ -1,8 +1,8 @@
 """Runtimes compared hook point by hook point, streaming: one runtime at a time, a group of values at a time.
 
-1. The first runtime's values go to a tape on disk as they are made, and so do those of a runtime that hands them out
+1. The first runtime's values are recorded on disk as they are computed, and so are those of a runtime that gives them
    in its own order.
-2. Every other runtime's values are compared with the tape as they are made, and let go.
+2. Every other runtime's values are compared with the recorded ones as they are computed, and let go.
 3. What a step adds by itself is measured by running the step in the second runtime on the first one's values. A
    runtime that runs models as a whole (torch) has its values fed to the other one instead.
 """
@@ -35,33 +35,33 @@ Ids = NDArray[np.int64]
 
 @dataclass
 class Side:
-    """One of those that are compared.
+    """One side of a comparison: a graph in a runtime, or a recorded run.
 
     Attributes:
-        subject: what ran.
+        graph: what ran.
         runtime: what runs it; None for a recorded run.
-        tape: its values, where they were kept.
+        recording: its values, where they were kept.
         greedy: what it chose after each prompt, [batch, n] each; none if it was not asked.
         title: what it is called in the result.
     """
 
-    subject: GraphUnderTest
+    graph: GraphUnderTest
     runtime: Runtime | None
-    tape: RecordedValues | None = None
+    recording: RecordedValues | None = None
     greedy: list[Ids] = field(default_factory=list)
     recorded: str = ""
 
     @property
     def dtype(self) -> str:
-        """Of the model, or of the recorded one."""
-        recorded = self.tape.facts.get("dtype") if self.tape and self.runtime is None else None
-        return str(recorded or self.subject.model.metadata.dtype)
+        """Dtype of the model, or of the recorded run."""
+        recorded = self.recording.facts.get("dtype") if self.recording and self.runtime is None else None
+        return str(recorded or self.graph.model.metadata.dtype)
 
     @property
     def title(self) -> str:
         """The runtime's, and the model's where there are several."""
         name = self.runtime.title if self.runtime else self.recorded
-        return f"{name}, {self.subject.title}" if self.subject.title else name
+        return f"{name}, {self.graph.title}" if self.graph.title else name
 
     @property
     def graph_runtime(self) -> GraphRuntime | None:
@@ -71,7 +71,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a comparison is made.
+    """Settings of a comparison.
 
     Attributes:
         tolerance: largest relative difference that is agreement.
@@ -96,7 +96,7 @@ def unit_of(first: Side, second: Side) -> str:
 
 
 def part_of(name: str, value: NDArray[Any], positions: Sequence[int] | None) -> NDArray[Any]:
-    """The positions of a hook point's value that are compared; of one without positions, all of it.
+    """Select the compared positions of a value; all of a value without a sequence axis.
 
     Raises:
         InputError: a position that the prompt does not have.
@@ -117,13 +117,13 @@ def stream(side: Side, look: Callable[[int, str, NDArray[Any]], None], progress:
     Raises:
         ModelError: the runtime cannot run the model, or has no value at a hook point.
     """
-    runtime, subject = side.runtime, side.subject
+    runtime, graph = side.runtime, side.graph
     assert runtime is not None
-    groups = list(runtime.groups(subject, subject.names))
+    groups = list(runtime.groups(graph, graph.names))
     for done, group in enumerate(groups):
         progress(side.title, done, len(groups))
-        with runtime.passes(subject, group) as run:
-            for prompt, call in enumerate(subject.calls):
+        with runtime.passes(graph, group) as run:
+            for prompt, call in enumerate(graph.calls):
                 left = {*group}
 
                 def hand_on(name: str, value: NDArray[Any], prompt: int = prompt, left: set[str] = left) -> None:
@@ -132,23 +132,23 @@ def stream(side: Side, look: Callable[[int, str, NDArray[Any]], None], progress:
 
                 run(call, hand_on)
                 if left:
-                    raise ModelError(f"{side.title} has no value at {min(left, key=subject.names.index)}")
+                    raise ModelError(f"{side.title} has no value at {min(left, key=graph.names.index)}")
     progress(side.title, len(groups), len(groups))
 
 
-def record(side: Side, tape: RecordedValues, settings: Settings) -> None:
-    """Put a side's values on a tape as they are made, and have it continue the prompts."""
-    side.tape = tape
+def record(side: Side, recording: RecordedValues, settings: Settings) -> None:
+    """Record a side's values as they are computed, and let it continue the prompts."""
+    side.recording = recording
 
     def keep(prompt: int, name: str, value: NDArray[Any]) -> None:
-        tape.add(prompt, name, part_of(name, value, settings.positions))
+        recording.add(prompt, name, part_of(name, value, settings.positions))
 
     stream(side, keep, settings.progress)
     side.greedy = choose(side, settings)
 
 
 def choose(side: Side, settings: Settings) -> list[Ids]:
-    """The tokens that a side takes greedily after each prompt, the whole text run anew for each of them.
+    """Continue each prompt greedily; every token runs the whole text anew.
 
     None, and a note, where the spec is made for the prompt alone.
     """
@@ -156,25 +156,25 @@ def choose(side: Side, settings: Settings) -> list[Ids]:
         return []
     assert side.runtime is not None
     try:
-        with side.runtime.passes(side.subject, [LOGITS]) as run:
-            return [_continued(run, side.subject, call, settings.greedy) for call in side.subject.calls]
+        with side.runtime.passes(side.graph, [LOGITS]) as run:
+            return [_continued(run, side.graph, call, settings.greedy) for call in side.graph.calls]
     except InterventionError as error:
         settings.notes.append(f"{side.title} does not continue the prompts: {error}")
         return []
 
 
-def _continued(run: Pass, subject: GraphUnderTest, call: TokenBatch, count: int) -> Ids:
+def _continued(run: Pass, graph: GraphUnderTest, call: TokenBatch, count: int) -> Ids:
     """[batch, n]."""
     ids = np.zeros((call.batch, 0), np.int64)
-    limit = subject.model.metadata.sizes.max_positions
+    limit = graph.model.metadata.sizes.max_positions
     for _ in range(count if limit is None else min(count, limit - call.seq + 1)):
-        chosen = _likeliest(run, subject.longer(call, ids) if ids.size else call)
+        chosen = _top_tokens(run, graph.longer(call, ids) if ids.size else call)
         ids = np.concatenate([ids, chosen], axis=1)
     return ids
 
 
-def _likeliest(run: Pass, call: TokenBatch) -> Ids:
-    """The likeliest next token of each row, [batch, 1]."""
+def _top_tokens(run: Pass, call: TokenBatch) -> Ids:
+    """Top next token of each row, [batch, 1]."""
     found: list[Ids] = []
 
     def look(_: str, logits: NDArray[Any]) -> None:
@@ -185,18 +185,18 @@ def _likeliest(run: Pass, call: TokenBatch) -> Ids:
 
 
 def compare(first: Side, second: Side, scratch: Path, settings: Settings) -> Beside:
-    """Everything about one side beside the first.
+    """Compare one side with the first.
 
     Raises:
         ModelError: a runtime cannot run the model, or both give values of different shapes.
     """
     begin = time.monotonic()
-    names = second.subject.names
+    names = second.graph.names
     unit = unit_of(first, second)
     found, logits = {name: Difference(unit=unit) for name in names}, LogitDifference()
     whole = second.graph_runtime is None
     if whole and first.graph_runtime is not None and settings.local:
-        second.tape = RecordedValues(scratch / "second")
+        second.recording = RecordedValues(scratch / "second")
     _compare_values(first, second, found, logits, settings)
     if settings.greedy:
         second.greedy = choose(second, settings)
@@ -207,7 +207,7 @@ def compare(first: Side, second: Side, scratch: Path, settings: Settings) -> Bes
     return Beside(
         second.title,
         [Row.of(name, found[name], local.get(name)) for name in names],
-        logits.to_dict(second.subject.model.metadata.sizes.vocab_size),
+        logits.to_dict(second.graph.model.metadata.sizes.vocab_size),
         _same_choices(first.greedy, second.greedy),
         fault,
         environment(runtime),
@@ -218,25 +218,25 @@ def compare(first: Side, second: Side, scratch: Path, settings: Settings) -> Bes
 def _compare_values(
     first: Side, second: Side, found: dict[str, Difference], logits: LogitDifference, settings: Settings
 ) -> None:
-    tape = first.tape
-    assert tape is not None
+    recording = first.recording
+    assert recording is not None
 
     def look(prompt: int, name: str, value: NDArray[Any]) -> None:
         part = part_of(name, value, settings.positions)
-        expected = tape.get(prompt, name)
+        expected = recording.get(prompt, name)
         if expected.shape != part.shape:
             raise ModelError(f"{name}: {first.title} has {list(expected.shape)}, {second.title} has {list(part.shape)}")
         found[name].add(expected, part)
         if name == LOGITS:
             logits.add(expected, part)
-        if second.tape is not None:
-            second.tape.add(prompt, name, part)
+        if second.recording is not None:
+            second.recording.add(prompt, name, part)
 
     stream(second, look, settings.progress)
 
 
 def _same_choices(one: Sequence[Ids], other: Sequence[Ids]) -> float | None:
-    """The share of tokens that are the same, up to the first that differs in each row."""
+    """Share of equal tokens, up to the first different one of each row."""
     if not one or not other:
         return None
     same = total = 0
@@ -249,35 +249,35 @@ def _same_choices(one: Sequence[Ids], other: Sequence[Ids]) -> float | None:
 
 
 def _stepping(first: Side, second: Side) -> tuple[Side, RecordedValues] | None:
-    """Which side runs the steps, and whose values it is fed; None if neither can."""
-    if second.graph_runtime is not None and first.tape is not None:
-        return second, first.tape
-    return (first, second.tape) if first.graph_runtime is not None and second.tape is not None else None
+    """The side that runs the steps, and the recorded values it is fed; None if neither can."""
+    if second.graph_runtime is not None and first.recording is not None:
+        return second, first.recording
+    return (first, second.recording) if first.graph_runtime is not None and second.recording is not None else None
 
 
 def _local(first: Side, second: Side, settings: Settings) -> dict[str, Difference]:
-    """What each step adds by itself, by the hook point at its end."""
+    """Measure the difference that each step adds by itself, by the hook point at its end."""
     stepping = _stepping(first, second)
     if not settings.local or settings.positions is not None or stepping is None:
         return {}
-    side, tape = stepping
-    runtime, names = side.graph_runtime, second.subject.names
+    side, recording = stepping
+    runtime, names = side.graph_runtime, second.graph.names
     assert runtime is not None
     found = {}
     for place, name in enumerate(names):
         settings.progress(f"{second.title}, step by step", place, len(names))
-        found[name] = local_difference(runtime, side.subject, tape, names[:place], name, unit_of(first, second))
+        found[name] = local_difference(runtime, side.graph, recording, names[:place], name, unit_of(first, second))
     settings.progress(f"{second.title}, step by step", len(names), len(names))
     return found
 
 
 def _fault(first: Side, second: Side, local: dict[str, Difference], scratch: Path, settings: Settings) -> Fault | None:
-    """The first step that adds more than the tolerance, narrowed down as far as both sides allow."""
+    """Find the first step that adds more than the tolerance, as narrow as both sides allow."""
     for name, difference in local.items():
         if difference.relative > settings.tolerance:
-            subject = second.subject
-            known = subject.names[: subject.names.index(name)]
-            fault = Fault(name, subject.starts_of(known, [name]), difference.relative, nodes_of(subject, known, name))
+            graph = second.graph
+            known = graph.names[: graph.names.index(name)]
+            fault = Fault(name, graph.starts_of(known, [name]), difference.relative, nodes_of(graph, known, name))
             if first.runtime is None:
                 return fault
             if first.graph_runtime is not None and second.graph_runtime is not None:
@@ -287,9 +287,9 @@ def _fault(first: Side, second: Side, local: dict[str, Difference], scratch: Pat
 
 
 def _refined(first: Side, second: Side, fault: Fault, scratch: Path, settings: Settings) -> Fault:
-    """The first hook point inside a step that adds too much; all that a runtime of whole models can be asked for."""
+    """Find the first hook point inside a step that adds too much, without running parts of it."""
     side, whole = (first, second) if first.graph_runtime is not None else (second, first)
-    model, names = side.subject.model, side.subject.names
+    model, names = side.graph.model, side.graph.names
     known = names[: names.index(fault.hook)]
     begin = max((model.order[name] for name in known), default=-1)
     inner = [
@@ -297,29 +297,29 @@ def _refined(first: Side, second: Side, fault: Fault, scratch: Path, settings: S
         for point in model.hook_points()
         if not point.derived and begin < model.order[point.name] <= model.order[fault.hook]
     ]
-    subject = GraphUnderTest(model, side.subject.spec, [*known, *inner], side.subject.calls)
-    tape, unit = RecordedValues(scratch / "inner"), unit_of(first, second)
-    record(Side(subject, whole.runtime), tape, replace(settings, greedy=0))
+    graph = GraphUnderTest(model, side.graph.spec, [*known, *inner], side.graph.calls)
+    recording, unit = RecordedValues(scratch / "inner"), unit_of(first, second)
+    record(Side(graph, whole.runtime), recording, replace(settings, greedy=0))
     for place, name in enumerate(inner, len(known)):
         assert side.graph_runtime is not None
-        found = local_difference(side.graph_runtime, subject, tape, subject.names[:place], name, unit)
+        found = local_difference(side.graph_runtime, graph, recording, graph.names[:place], name, unit)
         if found.relative > settings.tolerance:
-            before = subject.names[:place]
-            return Fault(name, subject.starts_of(before, [name]), found.relative, nodes_of(subject, before, name))
+            before = graph.names[:place]
+            return Fault(name, graph.starts_of(before, [name]), found.relative, nodes_of(graph, before, name))
     return fault
 
 
 def _narrowed(first: Side, second: Side, fault: Fault, tolerance: float) -> Fault:
-    """The nodes of a step that differ by themselves."""
-    subject, name = second.subject, fault.hook
-    known = subject.names[: subject.names.index(name)]
-    one, other, tape = first.graph_runtime, second.graph_runtime, first.tape
+    """Find the nodes of a step that differ by themselves."""
+    graph, name = second.graph, fault.hook
+    known = graph.names[: graph.names.index(name)]
+    one, other, recording = first.graph_runtime, second.graph_runtime, first.recording
     assert one is not None
     assert other is not None
-    assert tape is not None
-    for prompt in range(len(subject.calls)):
-        inputs = {start: tape.get(prompt, start) for start in known}
-        found = narrow((one, first.subject), (other, subject), inputs, name, prompt, tolerance)
+    assert recording is not None
+    for prompt in range(len(graph.calls)):
+        inputs = {start: recording.get(prompt, start) for start in known}
+        found = narrow((one, first.graph), (other, graph), inputs, name, prompt, tolerance)
         if found.difference.relative > tolerance:
             return Fault(name, fault.after, fault.local, found.nodes, found.value)
     return fault

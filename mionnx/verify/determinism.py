@@ -19,26 +19,26 @@ from mionnx.verify.runtime import Runtime
 from mionnx.verify.runtime_names import WITH_THREADS, runtime_of
 
 
-def repeats(runtime: Runtime, subject: GraphUnderTest, checkpoint: Path | None, progress: Progress) -> Iterator[Repeat]:
-    """Run a subject again in each way that a runtime has.
+def repeats(runtime: Runtime, graph: GraphUnderTest, checkpoint: Path | None, progress: Progress) -> Iterator[Repeat]:
+    """Run a graph again in each way that a runtime has.
 
     A batch is the prompt and the same prompt backwards: rows of one length need no padding, and differ.
     """
     with TemporaryDirectory() as scratch:
-        tape = RecordedValues(Path(scratch) / "first")
-        stream(Side(subject, runtime), tape.add, progress)
-        yield _repeat(runtime.title, TWICE, runtime, subject, subject, tape, progress)
+        recording = RecordedValues(Path(scratch) / "first")
+        stream(Side(graph, runtime), recording.add, progress)
+        yield _repeat(runtime.title, TWICE, runtime, graph, graph, recording, progress)
         name, *settings = runtime.title.split(":")
         with_threads = name in WITH_THREADS or name.endswith("ExecutionProvider")
         if with_threads and not any(setting.startswith("threads=") for setting in settings):
             single = runtime_of(f"{runtime.title}:threads=1", checkpoint)
-            yield _repeat(runtime.title, ONE_THREAD, single, subject, subject, tape, progress)
-        doubled = GraphUnderTest(subject.model, subject.spec, subject.names, [_doubled(call) for call in subject.calls])
-        yield _repeat(runtime.title, BATCH, runtime, doubled, subject, tape, progress)
+            yield _repeat(runtime.title, ONE_THREAD, single, graph, graph, recording, progress)
+        doubled = GraphUnderTest(graph.model, graph.spec, graph.names, [_doubled(call) for call in graph.calls])
+        yield _repeat(runtime.title, BATCH, runtime, doubled, graph, recording, progress)
 
 
 def _doubled(call: TokenBatch) -> TokenBatch:
-    """Where a text ends, and how far it can reach, stay as they are."""
+    """Add the reversed text as a second row; lengths stay as they are."""
     ids = np.concatenate([call.input_ids, call.input_ids[:, ::-1]])
     ends = [None if length is None else np.tile(length, 2) for length in (call.prompt_lengths, call.final_lengths)]
     return TokenBatch(ids, np.ones_like(ids), np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy(), *ends)
@@ -48,17 +48,17 @@ def _repeat(
     title: str,
     what: str,
     runtime: Runtime,
-    subject: GraphUnderTest,
+    graph: GraphUnderTest,
     first: GraphUnderTest,
-    tape: RecordedValues,
+    recording: RecordedValues,
     progress: Progress,
 ) -> Repeat:
-    found = {name: Difference(unit=subject.model.metadata.dtype) for name in first.names}
+    found = {name: Difference(unit=graph.model.metadata.dtype) for name in first.names}
 
     def compare(prompt: int, name: str, value: NDArray[Any]) -> None:
-        found[name].add(tape.get(prompt, name), value[: first.calls[prompt].batch])
+        found[name].add(recording.get(prompt, name), value[: first.calls[prompt].batch])
 
-    stream(Side(subject, runtime), compare, progress)
+    stream(Side(graph, runtime), compare, progress)
     differing = [name for name in first.names if not found[name].identical]
     largest = max(one.max_abs for one in found.values())
     relative = max(one.relative for one in found.values())

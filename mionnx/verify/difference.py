@@ -1,4 +1,4 @@
-"""How far two arrays are apart, added up piece by piece so that no third array of their size is made."""
+"""Differences of two arrays, added up piece by piece so that no third array of their size is made."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ TOP = 5
 
 @dataclass
 class Difference:
-    """Everything that is known of the difference of two values, over all prompts so far.
+    """Difference of two values over all prompts so far.
 
     Units in the last place are those of `unit`, the coarser of the two models' dtypes.
 
@@ -99,7 +99,7 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """The largest absolute difference, as a share of the largest absolute value of the first array."""
+        """Largest absolute difference, as a share of the first array's largest absolute value."""
         return self.max_abs if self.max_abs in (0.0, np.inf) else self.max_abs / (self.scale or 1.0)
 
     @property
@@ -115,7 +115,7 @@ def coarser(*dtypes: str) -> str:
 
 
 def ulp_distance(one: NDArray[Any], other: NDArray[Any], unit: str = "float32") -> NDArray[np.float64]:
-    """How many numbers of a floating dtype lie between two values, element by element.
+    """Distance in units in the last place of a floating dtype, element by element.
 
     The bits of a float, read as an integer with the sign taken out, are in the order of the numbers.
     """
@@ -134,13 +134,13 @@ def ulp_distance(one: NDArray[Any], other: NDArray[Any], unit: str = "float32") 
 
 @dataclass
 class LogitDifference:
-    """What the difference of two models' logits means for the next token, over all positions of all prompts.
+    """Difference of two models' next-token distributions over all positions of all prompts.
 
     Attributes:
         positions: compared.
         sum_kl, max_kl: KL(first || second), in nats.
-        same_first: positions whose likeliest token is the same.
-        shared: of the `TOP` likeliest tokens, those that both have, over all positions.
+        same_first: positions with the same top token.
+        shared: number of tokens among both top `TOP`, over all positions.
     """
 
     positions: int = 0
@@ -171,7 +171,7 @@ class LogitDifference:
         self.shared += int((best[0][:, :, None] == best[1][:, None]).sum())
 
     def to_dict(self, vocab: int) -> dict[str, float]:
-        """Means and shares."""
+        """Means and shares, by name."""
         count = max(1, self.positions)
         return {
             "positions": self.positions,

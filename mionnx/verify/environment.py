@@ -1,4 +1,4 @@
-"""Where a comparison was made: versions, processor, options, and hashes of what ran."""
+"""Environment of a comparison: versions, processor, options, and hashes of model and spec."""
 
 import platform
 from hashlib import sha256
@@ -15,7 +15,7 @@ PACKAGES = ("mionnx", "onnxruntime", "onnxruntime-gpu", "onnx", "numpy", "openvi
 
 
 def environment(runtime: Runtime) -> dict[str, Any]:
-    """What may make another machine's numbers differ."""
+    """Collect the facts that may make another machine's numbers differ."""
     return {
         "runtime": runtime.title,
         "options": runtime.facts(),
@@ -38,15 +38,15 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def hashes(subject: GraphUnderTest) -> dict[str, str]:
-    """SHA-256 of the graph that runs, of the bytes of its weights, and of the spec."""
+def hashes(graph: GraphUnderTest) -> dict[str, str]:
+    """SHA-256 of the rewritten graph, of the bytes of its weights, and of the spec."""
     held = sha256()
-    for name in sorted(onnx_file.locations(subject.model.proto)):
-        with (subject.model.folder / name).open("rb") as file:
+    for name in sorted(onnx_file.locations(graph.model.proto)):
+        with (graph.model.folder / name).open("rb") as file:
             while block := file.read(2**20):
                 held.update(block)
     return {
-        "graph": subject.graph_hash(),
+        "graph": graph.graph_hash(),
         "weights": held.hexdigest(),
-        "spec": sha256(subject.spec.to_bytes()).hexdigest(),
+        "spec": sha256(graph.spec.to_bytes()).hexdigest(),
     }

@@ -1,4 +1,4 @@
-"""What is run: one model with one spec on some prompts, as a graph of which any part can be had."""
+"""`GraphUnderTest`: one model with one spec on some prompts, as a graph that can be run in parts."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -36,7 +36,7 @@ class GraphUnderTest:
         spec: what intervenes.
         names: the hook points that are compared, in execution order; the last is `hook_logits`.
         calls: one a prompt.
-        title: what distinguishes it from another subject in the same comparison; empty if there is one only.
+        title: what distinguishes it from another graph in the same comparison; empty if there is one only.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class GraphUnderTest:
 
     @cached_property
     def proto(self) -> onnx.ModelProto:
-        """The graph with the spec's interventions, without weights, the type of every value written down.
+        """Graph with the spec's interventions and the type of every value, without weights.
 
         Inputs that are given have no defaults: OpenVINO takes one that has for a constant.
         """
@@ -74,8 +74,8 @@ class GraphUnderTest:
         return onnx.shape_inference.infer_shapes(proto)
 
     @cached_property
-    def wiring(self) -> Dataflow:
-        """Which node of the graph reads what."""
+    def dataflow(self) -> Dataflow:
+        """Producers and consumers of the graph's values."""
         return Dataflow(self.proto)
 
     @cached_property
@@ -85,7 +85,10 @@ class GraphUnderTest:
         return {value.name: value.type.tensor_type.elem_type for value in (*held.value_info, *held.input, *held.output)}
 
     def graph_hash(self) -> str:
-        """SHA-256 of the graph with the spec's interventions, whatever is compared in it, in hexadecimal."""
+        """SHA-256 of the graph with the spec's interventions, in hexadecimal.
+
+        It does not depend on the hook points that are compared.
+        """
         plan = bind(self.spec, self.model, Outputs(carried=False)).plan
         made, _ = rewrite(self.model.proto, plan, self.model.metadata)
         return sha256(onnx_file.parse(made).SerializeToString(deterministic=True)).hexdigest()
@@ -99,15 +102,15 @@ class GraphUnderTest:
         return {name: np.asarray(value) for name, value in self.bound.inputs(call).items()}
 
     def starts_of(self, known: Collection[str], ends: Iterable[str]) -> list[str]:
-        """Those of some known values that others are computed from, when all that is known is taken as it is."""
-        return self.wiring.needed(known, [*ends])
+        """Known values that some others are computed from directly."""
+        return self.dataflow.needed(known, [*ends])
 
     def part(self, starts: Sequence[str], ends: Sequence[str]) -> onnx.ModelProto:
-        """The nodes between some values and others, as a model of its own; bfloat16 is float32 at its borders."""
-        return widened(extract(self.wiring, starts, ends))
+        """Extract the nodes between some values and others; bfloat16 is float32 at the borders."""
+        return widened(extract(self.dataflow, starts, ends))
 
     def groups(self, names: Sequence[str]) -> Iterator[list[str]]:
-        """Names in groups whose values have at most `GROUP` bytes together, or one of a larger value."""
+        """Group names so that the values of a group have at most `GROUP` bytes, or are one value."""
         group: list[str] = []
         size = 0
         for name in names:
@@ -137,7 +140,7 @@ class GraphUnderTest:
 
 
 def widened(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """A model whose bfloat16 inputs and outputs are float32: numpy has no bfloat16, and few runtimes take it."""
+    """Make bfloat16 inputs and outputs of a model float32: few runtimes take bfloat16."""
     first, last = [], []
     narrow, wide = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
     taken: dict[str, str] = {}

@@ -17,12 +17,12 @@ from mionnx.graph.extract import extract
 from mionnx.verify.difference import Difference, coarser
 from mionnx.verify.graph_under_test import Arrays, GraphUnderTest
 from mionnx.verify.runtime import GraphRuntime
-from mionnx.verify.step_error import spell
+from mionnx.verify.step_error import format_node
 
 
 @dataclass
 class Narrowed:
-    """The smallest part of a step whose inputs agree and whose output does not.
+    """The smallest part of a step with equal inputs and a different output.
 
     Attributes:
         value: its output.
@@ -50,10 +50,10 @@ def narrow(
     prompt: int,
     tolerance: float,
 ) -> Narrowed:
-    """Look at every value of a step.
+    """Compare every value of a step, each computed from the first runtime's values.
 
     Args:
-        first, second: runtime and subject.
+        first, second: runtime and graph.
         inputs: the first one's values at the hook points before the step.
         end: the hook point at its end.
         prompt: which.
@@ -65,7 +65,7 @@ def narrow(
     Raises:
         ModelError: a runtime cannot run a part of the step.
     """
-    unit = coarser(*(subject.model.metadata.dtype for _, subject in (first, second)))
+    unit = coarser(*(graph.model.metadata.dtype for _, graph in (first, second)))
     values = _shared(first[1], second[1], [*inputs], end)
     wanted = _expected(first, inputs, values, prompt)
     known = dict(inputs)
@@ -86,7 +86,7 @@ def _together(
     tolerance: float,
     unit: str,
 ) -> Narrowed:
-    """The shortest run of nodes that differs as a whole."""
+    """Find the shortest run of nodes that differs as a whole."""
     runs = (_run(side, inputs, value, wanted[value], prompt, unit) for value in values)
     found = whole = next((run for run in runs if run.difference.relative > tolerance), None)
     if whole is None:
@@ -105,13 +105,13 @@ def _run(
     side: tuple[GraphRuntime, GraphUnderTest], known: Arrays, value: str, expected: NDArray[Any], prompt: int, unit: str
 ) -> Narrowed:
     """One value computed from those that are known."""
-    runtime, subject = side
-    starts = subject.starts_of(list(known), [value])
-    feeds = subject.feeds(subject.calls[prompt]) | {name: known[name] for name in starts}
-    with runtime.opened_part(subject, starts, [value]) as piece:
+    runtime, graph = side
+    starts = graph.starts_of(list(known), [value])
+    feeds = graph.feeds(graph.calls[prompt]) | {name: known[name] for name in starts}
+    with runtime.opened_part(graph, starts, [value]) as piece:
         found = piece(feeds)
-    part = extract(subject.wiring, starts, [value])
-    nodes = [spell(node.name, node.op_type) for node in part.graph.node]
+    part = extract(graph.dataflow, starts, [value])
+    nodes = [format_node(node.name, node.op_type) for node in part.graph.node]
     used = {entry.name: feeds[entry.name] for entry in part.graph.input if entry.name in feeds}
     return Narrowed(value, starts, nodes, used, {value: expected}, found, _difference(expected, found[value], unit))
 
@@ -128,22 +128,22 @@ def _difference(expected: NDArray[Any], found: NDArray[Any], unit: str) -> Diffe
 
 def _shared(first: GraphUnderTest, second: GraphUnderTest, starts: Sequence[str], end: str) -> list[str]:
     """The values of a step that both graphs make, in the second one's order."""
-    here, there = set(starts), {name for node in first.wiring.nodes for name in node.output if name}
-    nodes = sorted(second.wiring.ancestors([end], here))
-    made = [name for i in nodes for name in second.wiring.nodes[i].output if name]
-    reads = second.wiring.read_by(nodes) | {end}
+    here, there = set(starts), {name for node in first.dataflow.nodes for name in node.output if name}
+    nodes = sorted(second.dataflow.ancestors([end], here))
+    made = [name for i in nodes for name in second.dataflow.nodes[i].output if name]
+    reads = second.dataflow.read_by(nodes) | {end}
     return [name for name in made if name in there and name in reads and _told(first, second, name)]
 
 
 def _told(first: GraphUnderTest, second: GraphUnderTest, name: str) -> bool:
     """Whether a value's type is known in both, and is a number or a truth in both."""
-    kinds = [subject.types.get(name, 0) for subject in (first, second)]
+    kinds = [graph.types.get(name, 0) for graph in (first, second)]
     return all(kinds) and onnx.TensorProto.STRING not in kinds
 
 
 def _expected(first: tuple[GraphRuntime, GraphUnderTest], inputs: Arrays, values: Sequence[str], prompt: int) -> Arrays:
     """The first runtime's values of a step, all of them from one run."""
-    runtime, subject = first
-    starts = subject.starts_of(list(inputs), values)
-    with runtime.opened_part(subject, starts, values) as piece:
-        return piece(subject.feeds(subject.calls[prompt]) | {name: inputs[name] for name in starts})
+    runtime, graph = first
+    starts = graph.starts_of(list(inputs), values)
+    with runtime.opened_part(graph, starts, values) as piece:
+        return piece(graph.feeds(graph.calls[prompt]) | {name: inputs[name] for name in starts})

@@ -1,4 +1,4 @@
-"""Recorded runs: what another machine is compared with."""
+"""Recorded runs: values of one machine, compared on another."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,39 +15,44 @@ from mionnx.verify.recorded_values import RecordedValues
 
 
 def as_recorded(
-    tape: RecordedValues,
+    recording: RecordedValues,
     calls: Sequence[TokenBatch],
     names: list[str],
     prompts: Sequence[str],
     model: HookedModel,
     settings: Settings,
 ) -> tuple[list[TokenBatch], list[str], Sequence[str], Settings]:
-    """Prompts, hook points and positions of a recorded run, which those asked for may not contradict."""
-    kept = tape.facts
+    """Take prompts, hook points and positions from a recorded run.
+
+    A request that contradicts it is refused.
+    """
+    kept = recording.facts
     ids = [np.array(row, np.int64) for row in kept["prompts"]]
     if calls and [call.input_ids.tolist() for call in calls] != kept["prompts"]:
-        raise InputError(f"these prompts are not those of {tape.path}: leave them out to use the recorded ones")
+        raise InputError(f"these prompts are not those of {recording.path}: leave them out to use the recorded ones")
     missing = [name for name in kept["names"] if name not in model.order]
     if missing:
         raise HookError(
-            f"{tape.path} has {missing[0]!r}, and this {model.metadata.family} model has no such hook point"
+            f"{recording.path} has {missing[0]!r}, and this {model.metadata.family} model has no such hook point"
         )
     chosen = [name for name in kept["names"] if name in names]
     absent = [name for name in names if name not in kept["names"]]
     if absent:
-        raise HookError(f"{absent[0]} was not recorded in {tape.path}; it has {', '.join(kept['names'])}")
+        raise HookError(f"{absent[0]} was not recorded in {recording.path}; it has {', '.join(kept['names'])}")
     made = [make_token_batch(row, None, None, model.metadata.sizes) for row in ids]
     greedy = min(settings.greedy, kept["count"])
     if greedy < settings.greedy:
         settings.notes.append(f"{greedy} tokens were chosen after each prompt when it was recorded, and are here")
     positions = kept["positions"]
     if settings.positions is not None and list(settings.positions) != positions:
-        raise InputError(f"{tape.path} has positions {positions or 'all'}: leave them out to use the recorded ones")
+        raise InputError(
+            f"{recording.path} has positions {positions or 'all'}: leave them out to use the recorded ones"
+        )
     return made, chosen, list(kept["texts"]), replace(settings, greedy=greedy, positions=positions)
 
 
 def other_machine(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """Where the recorded run's environment was another one, a note each."""
+    """List the differences of two environments, a note each."""
     notes = []
     for what in sorted({*there, *here} - {"versions", "options", "runtime", "features"}):
         if there.get(what) != here.get(what):
@@ -65,17 +70,17 @@ def other_machine(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 def keep(
     side: Side, path: Path, prompts: Sequence[str], hashed: dict[str, str], where: dict[str, Any], settings: Settings
 ) -> None:
-    """Write a side's values with everything that a comparison with them needs.
+    """Write a side's values, with all facts that a comparison needs.
 
     Raises:
         SpecFileError: the file cannot be written.
     """
-    assert side.tape is not None
+    assert side.recording is not None
     facts = {
         "title": side.title,
         "texts": list(prompts),
-        "prompts": [call.input_ids.tolist() for call in side.subject.calls],
-        "names": side.subject.names,
+        "prompts": [call.input_ids.tolist() for call in side.graph.calls],
+        "names": side.graph.names,
         "positions": None if settings.positions is None else list(settings.positions),
         "count": settings.greedy,
         "dtype": side.dtype,
@@ -83,4 +88,4 @@ def keep(
         "hashes": hashed,
         "environment": where,
     }
-    side.tape.keep(path, facts)
+    side.recording.keep(path, facts)

@@ -1,6 +1,6 @@
-"""A tape of values: written to disk one after the other, read back one at a time, kept as one safetensors file.
+"""Values recorded on disk: written one after the other, read one at a time, saved as one safetensors file.
 
-The format of a kept tape:
+The format of a saved file:
 
 1. An ordinary safetensors file. The tensor `{prompt}.{hook point}` is that value, bfloat16 as float32.
 2. Its `__metadata__` has `mionnx_run` = "1", `facts`, a JSON text: the prompts' ids, the hook points, the positions
@@ -31,7 +31,7 @@ FACTS = ("title", "texts", "prompts", "names", "positions", "count", "greedy", "
 
 
 class RecordedValues:
-    """Values by prompt and hook point, in a file.
+    """Values by prompt and hook point, in one file.
 
     Attributes:
         path: of the file.
@@ -115,19 +115,19 @@ class RecordedValues:
             raise SpecFileError(f"{path} is no recorded run of version {VERSION}: its metadata has {sorted(found)}")
         if _hash_of(held, header, found.get("facts", "")) != found.get("sha256"):
             raise SpecFileError(f"{path} is damaged: it does not have the hash that was recorded")
-        tape = cls(path)
+        recording = cls(path)
         try:
-            tape.facts = json.loads(found["facts"])
-            tape._places = {
+            recording.facts = json.loads(found["facts"])
+            recording._places = {
                 key: (DTYPES[entry["dtype"]], tuple(entry["shape"]), first + entry["data_offsets"][0])
                 for key, entry in header.items()
             }
-            missing = [key for key in FACTS if key not in tape.facts]
+            missing = [key for key in FACTS if key not in recording.facts]
         except (ValueError, KeyError, TypeError) as error:
             raise SpecFileError(f"{path} is damaged: {error}") from error
         if missing:
             raise SpecFileError(f"{path} is damaged: it does not say its {missing[0]}")
-        return tape
+        return recording
 
 
 def _hash_of(data: Any, header: Mapping[str, Any], facts: str) -> str:

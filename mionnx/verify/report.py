@@ -1,4 +1,4 @@
-"""A bug report's folder: the part of a graph that differs, what went in, what came out, and a program that shows it."""
+"""Folder for a bug report: the part of a graph that differs, its inputs, both outputs, and a program."""
 
 import json
 from collections.abc import Mapping
@@ -56,11 +56,11 @@ def write_report(folder: Path, found: str, part: Narrowed, first: Side, second: 
     Raises:
         ModelError: it cannot be written.
     """
-    files = {"model.onnx": second} if first.subject is second.subject else {"first.onnx": first, "model.onnx": second}
+    files = {"model.onnx": second} if first.graph is second.graph else {"first.onnx": first, "model.onnx": second}
     try:
         folder.mkdir(parents=True)
         for name, side in files.items():
-            (folder / name).write_bytes(_standing(side.subject, part).SerializeToString())
+            (folder / name).write_bytes(_standing(side.graph, part).SerializeToString())
         for name, arrays in (("inputs", part.feeds), ("expected", part.expected), ("found", part.found)):
             np.savez(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]
         (folder / "reproduce.py").write_text(_program(first, second, files))
@@ -69,11 +69,11 @@ def write_report(folder: Path, found: str, part: Narrowed, first: Side, second: 
         raise ModelError(f"cannot write {folder}: {error}") from error
 
 
-def _standing(subject: GraphUnderTest, part: Narrowed) -> onnx.ModelProto:
-    """The part with its weights inside. The first model may lack a value that the second one starts from."""
-    made = {name for node in subject.wiring.nodes for name in node.output}
-    proto = subject.part([name for name in part.starts if name in made], [part.value])
-    onnx_file.embed(proto, subject.model.folder)
+def _standing(graph: GraphUnderTest, part: Narrowed) -> onnx.ModelProto:
+    """Extract the part, weights included; the first model may lack some of the start values."""
+    made = {name for node in graph.dataflow.nodes for name in node.output}
+    proto = graph.part([name for name in part.starts if name in made], [part.value])
+    onnx_file.embed(proto, graph.model.folder)
     return proto
 
 
@@ -84,7 +84,7 @@ def _program(first: Side, second: Side, files: Mapping[str, Side]) -> str:
         if source is None:
             functions.append(f"# {side.title} is not run from Python")
             continue
-        file = next(file for file, owner in files.items() if owner.subject is side.subject)
+        file = next(file for file, owner in files.items() if owner.graph is side.graph)
         lines = "".join(f"    {line}\n" if line else "\n" for line in source.splitlines())
         functions.append(f"def {name}(path, feeds):\n{lines}".rstrip())
         sides.append(f'("{side.title}", "{file}", {name})')
@@ -98,7 +98,7 @@ def _program(first: Side, second: Side, files: Mapping[str, Side]) -> str:
 
 def _text(found: str, part: Narrowed, first: Side, second: Side) -> str:
     inputs = "\n".join(f"- `{name}` {value.dtype} {list(value.shape)}" for name, value in part.feeds.items())
-    models = "" if first.subject is second.subject else "`first.onnx` is the same part of the first model. "
+    models = "" if first.graph is second.graph else "`first.onnx` is the same part of the first model. "
     where = {side.title: environment(side.runtime) for side in (first, second) if side.runtime}
     return (
         f"# {first.title} and {second.title} disagree\n\n{found}\n\n"

@@ -1,4 +1,4 @@
-"""`Verification`: how far runtimes are apart at each hook point, and how that looks."""
+"""`Verification`: differences of runtimes at each hook point, as numbers, text, table and page."""
 
 from dataclasses import asdict, dataclass, field
 from math import isfinite
@@ -88,7 +88,7 @@ class Beside:
     Attributes:
         title: of the runtime.
         rows: one a hook point, in execution order.
-        logits: KL in nats, shares of positions with the same likeliest token and of the same top tokens.
+        logits: KL in nats, shares of positions with the same top token, and of the same top tokens.
         greedy: share of greedily chosen tokens that are the same, up to the first that differs; None if none were.
         fault: the first step that adds too much.
         environment: versions, options, processor.
@@ -108,7 +108,7 @@ class Beside:
         return self.worst.relative <= tolerance and all(row.finite for row in self.rows)
 
     def trouble(self, tolerance: float) -> str | None:
-        """What there is to say of one that does not agree."""
+        """Describe the disagreement; None if there is none."""
         strange = next((row.name for row in self.rows if not row.finite), None)
         if strange is not None:
             return f"{strange} has NaN or infinity in the first runtime, and what is computed from it says nothing"
@@ -135,7 +135,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Repeat:
-    """What repeating a run in another way changed.
+    """Difference of a run that was repeated in another way.
 
     Attributes:
         runtime: its title.
@@ -156,7 +156,7 @@ class Repeat:
 
 @dataclass
 class Verification(Shown):
-    """How far runtimes are apart, hook point by hook point.
+    """Differences of runtimes, hook point by hook point.
 
     Attributes:
         title: of the comparison.
@@ -187,7 +187,7 @@ class Verification(Shown):
 
     @property
     def agrees(self) -> bool:
-        """Whether every runtime that ran came to its end, and is within the tolerance at every hook point."""
+        """Whether no runtime failed, and all are within the tolerance at every hook point."""
         return not self.failed and all(beside.agrees(self.tolerance) for beside in self.besides)
 
     def beside(self, title: str) -> Beside:

@@ -1,4 +1,4 @@
-"""What a runtime has to be able to do, so that it can be compared with another."""
+"""`Runtime`: the interface of everything that `verify` compares; `GraphRuntime` is an engine behind it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ class Runtime(ABC):
         self.title = title
 
     @abstractmethod
-    def missing(self, subject: GraphUnderTest) -> str | None:
+    def missing(self, graph: GraphUnderTest) -> str | None:
         """Why it cannot run here, and what would install it; None if it can."""
 
     @abstractmethod
@@ -39,10 +39,10 @@ class Runtime(ABC):
         """Versions and options."""
 
     @abstractmethod
-    def passes(self, subject: GraphUnderTest, names: Sequence[str]) -> AbstractContextManager[Pass]:
-        """Opens the subject; the function hands each named value of a call to the sink, in any order."""
+    def passes(self, graph: GraphUnderTest, names: Sequence[str]) -> AbstractContextManager[Pass]:
+        """Open the graph; the function hands each named value of a call to the sink, in any order."""
 
-    def groups(self, subject: GraphUnderTest, names: Sequence[str]) -> Iterator[list[str]]:
+    def groups(self, graph: GraphUnderTest, names: Sequence[str]) -> Iterator[list[str]]:
         """The names in groups that are run for together."""
         yield list(names)
 
@@ -58,50 +58,50 @@ class GraphRuntime(Runtime):
         super().__init__(title)
         self.options, self.engine = options, engine_of(options)
 
-    def missing(self, subject: GraphUnderTest) -> str | None:
+    def missing(self, graph: GraphUnderTest) -> str | None:
         """See `Runtime.missing`."""
-        return self.engine.missing(self.options) or self.engine.refuses(subject.proto)
+        return self.engine.missing(self.options) or self.engine.refuses(graph.proto)
 
     def facts(self) -> dict[str, str]:
         """See `Runtime.facts`."""
         return self.engine.facts(self.options)
 
     def source(self) -> str | None:
-        """The body of a Python function of (path, feeds) that runs a model as this does; None if Python cannot."""
+        """Body of a Python function of (path, feeds) that runs a model; None if Python cannot."""
         return self.engine.source(self.options)
 
     @contextmanager
     def opened(self, proto: onnx.ModelProto, folder: Path) -> Iterator[Piece]:
-        """A function that runs a model, its weights in a folder, and gives all its outputs."""
+        """Open a model with its weights in a folder; the function runs it and gives all outputs."""
         names = [value.name for value in proto.graph.output]
         with self.engine.opened_alone(proto.SerializeToString(), folder, self.options) as program:
             yield lambda feeds: program.run(names, feeds)
 
     @contextmanager
-    def passes(self, subject: GraphUnderTest, names: Sequence[str]) -> Iterator[Pass]:
+    def passes(self, graph: GraphUnderTest, names: Sequence[str]) -> Iterator[Pass]:
         """See `Runtime.passes`."""
-        with self.opened_part(subject, (), names) as piece:
+        with self.opened_part(graph, (), names) as piece:
 
             def run(call: TokenBatch, sink: Sink) -> None:
-                found = piece(subject.feeds(call))
+                found = piece(graph.feeds(call))
                 for name in names:
                     sink(name, found.pop(name))
 
             yield run
 
-    def groups(self, subject: GraphUnderTest, names: Sequence[str]) -> Iterator[list[str]]:
+    def groups(self, graph: GraphUnderTest, names: Sequence[str]) -> Iterator[list[str]]:
         """Small ones: a runtime keeps every output until the run is over."""
-        return subject.groups(names)
+        return graph.groups(names)
 
     @contextmanager
-    def opened_part(self, subject: GraphUnderTest, starts: Sequence[str], ends: Sequence[str]) -> Iterator[Piece]:
-        """Opens the part of a subject's graph between some values and others."""
-        with self.opened_proto(subject.part(starts, ends), subject.model.folder) as piece:
+    def opened_part(self, graph: GraphUnderTest, starts: Sequence[str], ends: Sequence[str]) -> Iterator[Piece]:
+        """Open the part of a graph between some values and others."""
+        with self.opened_proto(graph.part(starts, ends), graph.model.folder) as piece:
             yield piece
 
     @contextmanager
     def opened_proto(self, proto: onnx.ModelProto, folder: Path) -> Iterator[Piece]:
-        """Opens a model; what is fed is cast to what its inputs take, and what it does not read is left out."""
+        """Open a model; feeds are cast to the dtypes of its inputs, and surplus ones left out."""
         types = {value.name: value.type.tensor_type.elem_type for value in proto.graph.input}
         dtypes = {name: onnx.helper.tensor_dtype_to_np_dtype(kind) for name, kind in types.items()}
         with self.opened(proto, folder) as piece:
@@ -111,7 +111,7 @@ class GraphRuntime(Runtime):
 
 
 def _fitted(array: NDArray[Any], dtype: "np.dtype[Any]") -> NDArray[Any]:
-    """An array in another dtype; numbers beyond its range, as masks have them, become its outermost ones."""
+    """Cast an array; numbers beyond the dtype's range, as in masks, become its limits."""
     if array.dtype.kind == dtype.kind == "f" and dtype.itemsize < array.dtype.itemsize:
         ends = np.finfo(dtype)
         array = np.where(np.isfinite(array), np.clip(array, ends.min, ends.max), array)

@@ -1,4 +1,4 @@
-"""What one step adds to an error: the second runtime's step run on the first one's values.
+"""Difference that one step adds: the second runtime's step, run on the first one's values.
 
 The error at a hook point is what came in, as far as the step amplifies it, and what the step itself does differently.
 The second part alone is had by feeding the step what the other runtime had there.
@@ -13,35 +13,37 @@ from mionnx.verify.runtime import GraphRuntime
 
 
 def local_difference(
-    runtime: GraphRuntime, subject: GraphUnderTest, tape: RecordedValues, known: Sequence[str], end: str, unit: str
+    runtime: GraphRuntime, graph: GraphUnderTest, recording: RecordedValues, known: Sequence[str], end: str, unit: str
 ) -> Difference:
-    """The difference that one step makes.
+    """Measure the difference that one step adds.
 
     Args:
-        runtime, subject: what runs the step.
-        tape: what the other one had; read only.
-        known: the hook points before the step, all on the tape.
-        end: the hook point after it, on the tape too.
+        runtime, graph: what runs the step.
+        recording: what the other one had; read only.
+        known: the hook points before the step, all on the recording.
+        end: the hook point after it, on the recording too.
         unit: the coarser dtype of the two.
 
     Raises:
         ModelError: the runtime cannot run the step.
     """
     found = Difference(unit=unit)
-    starts = subject.starts_of(known, [end])
-    with runtime.opened_part(subject, starts, [end]) as piece:
-        for prompt, call in enumerate(subject.calls):
-            feeds = subject.feeds(call) | {name: tape.get(prompt, name) for name in starts}
-            found.add(tape.get(prompt, end), piece(feeds)[end])
+    starts = graph.starts_of(known, [end])
+    with runtime.opened_part(graph, starts, [end]) as piece:
+        for prompt, call in enumerate(graph.calls):
+            feeds = graph.feeds(call) | {name: recording.get(prompt, name) for name in starts}
+            found.add(recording.get(prompt, end), piece(feeds)[end])
     return found
 
 
-def nodes_of(subject: GraphUnderTest, known: Sequence[str], end: str) -> list[str]:
+def nodes_of(graph: GraphUnderTest, known: Sequence[str], end: str) -> list[str]:
     """The nodes of a step, as `name (operator)`, in the order in which they run."""
-    wiring = subject.wiring
-    return [spell(wiring.nodes[i].name, wiring.nodes[i].op_type) for i in sorted(wiring.ancestors([end], known))]
+    dataflow = graph.dataflow
+    return [
+        format_node(dataflow.nodes[i].name, dataflow.nodes[i].op_type) for i in sorted(dataflow.ancestors([end], known))
+    ]
 
 
-def spell(name: str, operator: str) -> str:
-    """A node as people read it."""
+def format_node(name: str, operator: str) -> str:
+    """Format a node: "name (operator)"."""
     return f"{name} ({operator})"

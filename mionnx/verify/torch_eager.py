@@ -20,7 +20,7 @@ INSTALL = "pip install 'mionnx[export]'"
 
 
 class Eager(Runtime):
-    """The checkpoint that a hooked model was made from, run by the library that its authors wrote it for.
+    """The model's checkpoint in transformers.
 
     The exporter that knows the checkpoint runs it (`open_eagerly`): nothing here imports torch.
     """
@@ -29,23 +29,23 @@ class Eager(Runtime):
         super().__init__(title)
         self.checkpoint, self.threads = checkpoint, threads
 
-    def _exporter(self, subject: GraphUnderTest) -> ModuleType:
-        return find_model.exporter_for(self._folder(subject))
+    def _exporter(self, graph: GraphUnderTest) -> ModuleType:
+        return find_model.exporter_for(self._folder(graph))
 
-    def _folder(self, subject: GraphUnderTest) -> Path:
-        return self.checkpoint or subject.model.folder
+    def _folder(self, graph: GraphUnderTest) -> Path:
+        return self.checkpoint or graph.model.folder
 
-    def missing(self, subject: GraphUnderTest) -> str | None:
-        """Whether torch is there, and the checkpoint, and a family that it has; and that nothing is spliced in."""
-        if any(edit.fit is not None for edit in subject.plan.edits):
+    def missing(self, graph: GraphUnderTest) -> str | None:
+        """Check that torch, checkpoint and family are there, and nothing is spliced."""
+        if any(edit.fit is not None for edit in graph.plan.edits):
             return "a splice is an ONNX model, which torch does not run: compare the other runtimes"
         try:
-            exporter = self._exporter(subject)
+            exporter = self._exporter(graph)
         except (ExportError, ImportError) as error:
             return f"{error}; name the checkpoint's folder, or {INSTALL}"
         if not hasattr(exporter, "open_eagerly"):
             return f"{exporter.__name__} has no eager model of this family: transformers has none"
-        absent = exporter.missing_eagerly(self._folder(subject))
+        absent = exporter.missing_eagerly(self._folder(graph))
         return f"{absent}; {INSTALL}, or name the checkpoint's folder" if absent else None
 
     def facts(self) -> dict[str, str]:
@@ -56,29 +56,29 @@ class Eager(Runtime):
         return {**{name: version(name) for name in names}, "threads": str(self.threads or "all")}
 
     @contextmanager
-    def passes(self, subject: GraphUnderTest, names: Sequence[str]) -> Iterator[Pass]:
+    def passes(self, graph: GraphUnderTest, names: Sequence[str]) -> Iterator[Pass]:
         """See `Runtime.passes`."""
-        exporter, folder = self._exporter(subject), self._folder(subject)
+        exporter, folder = self._exporter(graph), self._folder(graph)
         with _as_model_errors():
-            opened = exporter.open_eagerly(folder, subject.model.metadata.dtype, self.threads)
+            opened = exporter.open_eagerly(folder, graph.model.metadata.dtype, self.threads)
         wanted = {*names}
 
         def run(call: TokenBatch, sink: Sink) -> None:
             with _as_model_errors():
-                opened((call.input_ids, call.attention_mask, call.position_ids), _listener(subject, call, sink, wanted))
+                opened((call.input_ids, call.attention_mask, call.position_ids), _listener(graph, call, sink, wanted))
 
         yield run
 
 
 def _listener(
-    subject: GraphUnderTest, call: TokenBatch, sink: Sink, wanted: set[str]
+    graph: GraphUnderTest, call: TokenBatch, sink: Sink, wanted: set[str]
 ) -> Callable[[str, NDArray[Any]], NDArray[Any] | None]:
     """Apply a spec's interventions by their numpy references, and record what is wanted."""
 
     def listen(name: str, value: NDArray[Any]) -> NDArray[Any] | None:
-        here = [Selection(edit, one, value.shape, call) for edit, one in subject.bound.edits if edit.hook == name]
+        here = [Selection(edit, one, value.shape, call) for edit, one in graph.bound.edits if edit.hook == name]
         for selection in here:  # bfloat16 comes as float32
-            dtype = subject.model.dtype(HookPoint.parse(name))
+            dtype = graph.model.dtype(HookPoint.parse(name))
             value = selection.applied(value.astype(dtype)).astype(value.dtype)
         if name in wanted:
             sink(name, value)

@@ -71,6 +71,10 @@ def verify(
         RuntimeMissingError: fewer runtimes can run here than a comparison needs.
         ModelError: a runtime cannot run the model.
         SpecFileError: a recorded run that cannot be written, or is damaged.
+
+    Example:
+        result = model.verify("The capital of France is", ["ort-cpu", "reference"], greedy=0)
+        assert result.agrees, result.summary()
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     request = Request(
@@ -92,7 +96,9 @@ def bisect(
     tolerance: float | None = None,
     progress: Progress = silent,
 ) -> Bisection:
-    """Find the smallest part of the graph whose inputs agree in two runtimes and whose output does not.
+    """Find the smallest part of the graph that two runtimes compute differently.
+
+    Its inputs are the same in both, and its output is not.
 
     Args:
         prompt: a text, or ids.
@@ -108,6 +114,9 @@ def bisect(
         InputError: a runtime that cannot run a part of a graph, or not two sides.
         RuntimeMissingError: a runtime that is not installed.
         ModelError: the folder exists, or a runtime cannot run the model.
+
+    Example:
+        print(model.bisect("The capital of France is", ["ort-cpu", "reference"], tolerance=0))
     """
     hooked = other.hooked if other else None
     return bisect_graph(
@@ -123,7 +132,7 @@ def _call(model: Runner, prompt: Prompt) -> TokenBatch:
 
 
 def read_prompts(path: Path) -> list[Any]:
-    """Prompts from a file: a text a line, or of a .json file, a list of texts or of lists of ids.
+    """Read prompts from a file: one text a line, or a JSON list of texts or of lists of ids.
 
     Raises:
         InputError: missing, empty, or no such list.

@@ -33,7 +33,7 @@ TOLERANCES = {"float32": 5e-5, "float16": 5e-3, "bfloat16": 4e-2}
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be compared.
+    """Request of a comparison.
 
     Attributes:
         runtimes: titles; all are compared with the first, or with a recorded run.
@@ -86,7 +86,7 @@ def names_of(model: HookedModel, hooks: str | Sequence[str], spec: HookSpec) -> 
 
 
 def _plain(want: CaptureNode) -> bool:
-    """Whether a pattern may mean a value: not one that derives from others, nor one inside a splice."""
+    """Whether a glob may select a value: not a derived one, nor one inside a splice."""
     return want.inner is None and not HookPoint.parse(want.hook).derived
 
 
@@ -102,29 +102,29 @@ def verify(
     spec = request.spec or HookSpec()
     names = names_of(model, HOOKS if request.hooks is None else request.hooks, spec)
     notes: list[str] = []
-    tape = RecordedValues.open(request.against) if request.against else None
-    tolerance = _tolerance(request, model, tape)
+    recording = RecordedValues.open(request.against) if request.against else None
+    tolerance = _tolerance(request, model, recording)
     settings = Settings(tolerance, request.local, request.greedy, request.positions, progress, notes)
-    if tape is not None:
+    if recording is not None:
         if not request.hooks:
             captured = names_of(model, (), spec)
-            names = [*tape.facts["names"], *(name for name in captured if name not in tape.facts["names"])]
-        calls, names, prompts, settings = as_recorded(tape, calls, names, prompts, model, settings)
+            names = [*recording.facts["names"], *(name for name in captured if name not in recording.facts["names"])]
+        calls, names, prompts, settings = as_recorded(recording, calls, names, prompts, model, settings)
     if settings.positions is not None:
         notes.append(f"positions {list(settings.positions)} only: what steps add by themselves is not measured")
     calls = [_with_horizon(call, settings.greedy) for call in calls]
-    subject = GraphUnderTest(model, spec, names, calls, "this model" if request.other else "")
-    runtimes, skipped = _runtimes(request, subject)
-    hashed = hashes(subject) if request.record or tape else {"graph": subject.graph_hash()}
+    graph = GraphUnderTest(model, spec, names, calls, "this model" if request.other else "")
+    runtimes, skipped = _runtimes(request, graph)
+    hashed = hashes(graph) if request.record or recording else {"graph": graph.graph_hash()}
     with tempfile.TemporaryDirectory() as scratch:
-        first, rest, where = _first(subject, runtimes, tape, hashed, notes, Path(scratch), settings)
-        rest += _others(request, names, runtimes, subject, skipped)
+        first, rest, where = _first(graph, runtimes, recording, hashed, notes, Path(scratch), settings)
+        rest += _others(request, names, runtimes, graph, skipped)
         besides, failed = _all_compared(first, rest, Path(scratch), settings)
         if request.record:
             keep(first, request.record, prompts, hashed, where, settings)
     again = runtimes if request.repeat else []
-    found = [one for runtime in again for one in _repeats(runtime, subject, request, failed, settings)]
-    return Verification(_title(model, subject), first.title, besides, skipped, failed, settings.tolerance, notes,
+    found = [one for runtime in again for one in _repeats(runtime, graph, request, failed, settings)]
+    return Verification(_title(model, graph), first.title, besides, skipped, failed, settings.tolerance, notes,
                         list(prompts), hashed, where, found)  # fmt: skip
 
 
@@ -160,35 +160,35 @@ def _check_positions(positions: Sequence[int] | None) -> None:
 
 
 def _with_horizon(call: TokenBatch, greedy: int) -> TokenBatch:
-    """The call as the first step of a continuation, as `generate` makes it; interventions may reach into the rest."""
+    """Mark a batch as the first step of a generation: interventions may reach later tokens."""
     return replace(call, prompt_lengths=call.lengths, final_lengths=call.lengths + greedy - 1) if greedy > 1 else call
 
 
-def _tolerance(request: Request, model: HookedModel, tape: RecordedValues | None) -> float:
+def _tolerance(request: Request, model: HookedModel, recording: RecordedValues | None) -> float:
     dtypes = [model.metadata.dtype, *([request.other.metadata.dtype] if request.other else [])]
-    dtypes += [tape.facts["dtype"]] if tape else []
+    dtypes += [recording.facts["dtype"]] if recording else []
     return max(TOLERANCES[dtype] for dtype in dtypes) if request.tolerance is None else request.tolerance
 
 
-def _title(model: HookedModel, subject: GraphUnderTest) -> str:
-    count = len(subject.calls)
-    changes = subject.spec.num_interventions()
+def _title(model: HookedModel, graph: GraphUnderTest) -> str:
+    count = len(graph.calls)
+    changes = graph.spec.num_interventions()
     steered = f", {changes} intervention{'s' * (changes != 1)}" if changes else ""
     return (
-        f"{model.folder.name}: {len(subject.names)} hook points, {count} prompt{'s' * (count != 1)}, "
+        f"{model.folder.name}: {len(graph.names)} hook points, {count} prompt{'s' * (count != 1)}, "
         f"{model.metadata.dtype}{steered}"
     )
 
 
-def _runtimes(request: Request, subject: GraphUnderTest) -> tuple[list[Runtime], dict[str, str]]:
-    """Those that can run here, and why the others cannot.
+def _runtimes(request: Request, graph: GraphUnderTest) -> tuple[list[Runtime], dict[str, str]]:
+    """Split the requested runtimes into those that can run here, and reasons for the others.
 
     Raises:
         InputError: an unknown name.
         RuntimeMissingError: fewer are left than a comparison needs.
     """
     asked = [runtime_of(title, request.checkpoint) for title in request.runtimes]
-    why = {runtime.title: runtime.missing(subject) for runtime in asked}
+    why = {runtime.title: runtime.missing(graph) for runtime in asked}
     ready = [runtime for runtime in asked if why[runtime.title] is None]
     skipped = {title: reason for title, reason in why.items() if reason is not None}
     alone = request.against or request.record or request.other or request.repeat
@@ -202,38 +202,38 @@ def _runtimes(request: Request, subject: GraphUnderTest) -> tuple[list[Runtime],
 
 
 def _first(
-    subject: GraphUnderTest,
+    graph: GraphUnderTest,
     runtimes: Sequence[Runtime],
-    tape: RecordedValues | None,
+    recording: RecordedValues | None,
     hashed: dict[str, str],
     notes: list[str],
     scratch: Path,
     settings: Settings,
 ) -> tuple[Side, list[Side], dict[str, Any]]:
-    """What all are compared with, the sides that remain, and where the first one ran."""
-    sides = [Side(subject, runtime) for runtime in runtimes]
-    if tape is None:
+    """Make the reference side, the other sides, and the reference's environment."""
+    sides = [Side(graph, runtime) for runtime in runtimes]
+    if recording is None:
         record(sides[0], RecordedValues(scratch / "first"), settings)
         return sides[0], sides[1:], environment(runtimes[0])
-    kept = tape.facts
+    kept = recording.facts
     notes += [
         f"the recorded run has another {what}: {kept['hashes'].get(what, 'unknown')[:12]}, here {here[:12]}"
         for what, here in hashed.items()
         if kept["hashes"].get(what) != here
     ]
-    pairs = zip(kept["greedy"], subject.calls, strict=True) if kept["greedy"] else ()
+    pairs = zip(kept["greedy"], graph.calls, strict=True) if kept["greedy"] else ()
     greedy = [np.array(ids, np.int64).reshape(call.batch, -1) for ids, call in pairs]
     notes += other_machine(kept["environment"], environment(runtimes[0]))
     if settings.local and any(not isinstance(runtime, GraphRuntime) for runtime in runtimes):
         notes.append("what steps add by themselves is not measured in runtimes of whole models beside a recorded run")
-    first = Side(subject, None, tape, greedy, f"recorded {kept['title']}")
+    first = Side(graph, None, recording, greedy, f"recorded {kept['title']}")
     return first, sides, kept["environment"]
 
 
 def _all_compared(
     first: Side, sides: Sequence[Side], scratch: Path, settings: Settings
 ) -> tuple[list[Beside], dict[str, str]]:
-    """What can be compared, and why the others broke off: one that fails takes nothing from the rest."""
+    """Compare every side with the first; a side that fails takes nothing from the rest."""
     found, failed = [], {}
     for side in sides:
         try:
@@ -246,10 +246,10 @@ def _all_compared(
 
 
 def _repeats(
-    runtime: Runtime, subject: GraphUnderTest, request: Request, failed: dict[str, str], settings: Settings
+    runtime: Runtime, graph: GraphUnderTest, request: Request, failed: dict[str, str], settings: Settings
 ) -> Iterator[Repeat]:
     try:
-        yield from repeats(runtime, subject, request.checkpoint, settings.progress)
+        yield from repeats(runtime, graph, request.checkpoint, settings.progress)
     except ModelError as error:
         failed[f"{runtime.title}, repeated"] = str(error)
     except InterventionError as error:  # a value for these rows only
@@ -260,7 +260,7 @@ def _others(
     request: Request,
     names: Sequence[str],
     runtimes: Sequence[Runtime],
-    subject: GraphUnderTest,
+    graph: GraphUnderTest,
     skipped: dict[str, str],
 ) -> list[Side]:
     """The second model in every runtime that can run it."""
@@ -270,8 +270,8 @@ def _others(
     if missing:
         raise HookError(f"{request.other.folder.name} has no hook point {missing[0]!r}: choose hooks that both have")
     sides = [
-        Side(GraphUnderTest(request.other, subject.spec, names, subject.calls, "other model"), one) for one in runtimes
+        Side(GraphUnderTest(request.other, graph.spec, names, graph.calls, "other model"), one) for one in runtimes
     ]
-    why = {side.title: runtime.missing(side.subject) for side, runtime in zip(sides, runtimes, strict=True)}
+    why = {side.title: runtime.missing(side.graph) for side, runtime in zip(sides, runtimes, strict=True)}
     skipped |= {title: reason for title, reason in why.items() if reason is not None}
     return [side for side in sides if why[side.title] is None]

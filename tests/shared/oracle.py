@@ -95,8 +95,10 @@ def apply(value: Tensor, point: HookPoint, edit: Intervention, here: Tensor, end
         changed = torch.zeros_like(value)
     elif edit.kind == "replace":
         changed = given.expand_as(value)
-    else:
+    elif edit.kind == "project_out":
         changed = value - torch.einsum("...w,kw,kv->...v", value, given, given)
+    else:
+        raise NotImplementedError(edit.kind)
     return torch.where(_selected(value, point, edit, here, ends), changed, value)
 
 

@@ -8,6 +8,21 @@ function element(tag, text, kind) {
   return made;
 }
 
+// A row of a table: a cell for each text.
+function row(tag, texts) {
+  const line = element("tr");
+  line.append(...texts.map((text) => element(tag, text)));
+  return line;
+}
+
+// An element of a drawing.
+function shape(tag, attributes, text) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
 // White space made visible, so that every token can be seen.
 function visible(token) {
   const shown = token.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
