@@ -1,4 +1,4 @@
-"""Which keys a query may read, and the refusal of knockouts that leave it none."""
+"""Causal and sliding-window masks, and the refusal of knockouts that leave a query without a key."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,11 +8,13 @@ from mionnx.inputs.token_batch import TokenBatch
 
 
 def visible_keys(call: TokenBatch, window: int | None) -> NDArray[np.bool_]:
-    """[batch, seq, total]: the keys each query reads: not padding, not later, and inside the sliding window.
+    """[batch, seq, total] bool: keys that a query reads.
+
+    Padding, later positions and positions before the sliding window are not read.
 
     Args:
-        call: the tokens.
-        window: how many keys a query sees, itself included; None for all before it.
+        call: the token batch.
+        window: number of keys that a query reads, its own included; None for all before it.
     """
     query = np.arange(call.total - call.seq, call.total)[:, None]
     key = np.arange(call.total)[None, :]
@@ -23,7 +25,9 @@ def visible_keys(call: TokenBatch, window: int | None) -> NDArray[np.bool_]:
 
 
 def refuse_rows_without_keys(hook: str, blocked: NDArray[np.bool_], call: TokenBatch, window: int | None) -> None:
-    """Refuse a knockout after which a query has no key left: its softmax would be NaN, or fall on what it may not see.
+    """Refuse a knockout that leaves a query without a key.
+
+    The softmax of such a row would be NaN, or fall on masked keys.
 
     Args:
         hook: name of the scores.

@@ -76,7 +76,7 @@ class BoundSpec:
         return edit_inputs(self.edits, self.hooks, batch)
 
     def inputs(self, batch: TokenBatch, past: Past | None = None) -> dict[str, Value]:
-        """All inputs of one pass: tokens, past, values, positions, masks, weights, gates and selections.
+        """All inputs of a pass: tokens, past, values, positions, masks, weights, gates, parts.
 
         Raises:
             InputError: a past that does not fit, or tokens and a top_k outside the vocabulary.
@@ -86,14 +86,14 @@ class BoundSpec:
         return self.step_inputs(batch, past_inputs(self.model, past, batch), edits)
 
     def step_inputs(self, batch: TokenBatch, past: Mapping[str, Value], edits: Mapping[str, Value]) -> dict[str, Value]:
-        """All inputs of one pass, with those of the past, and of `values` and `weights`, at hand; see `inputs`."""
+        """As `inputs`, with the inputs of the past, and of `values` and `weights`, at hand."""
         inputs: dict[str, Value] = {**batch.feeds(), **past, **edits}
         inputs |= gates_of(self.spec, batch, self.model.metadata)
         inputs |= capture_inputs(self.captures, batch)
         return inputs if self.logits is None else {**inputs, **self.logits.feeds(batch, self.model.metadata.sizes)}
 
     def outputs(self, use_cache: bool) -> list[str]:
-        """Names of the graph's outputs to fetch: logits, captures, and what the next pass continues from."""
+        """Names of the outputs to fetch: logits, captures, and the past of the next pass."""
         wanted = self.plan.outputs
         names = [*(["logits"] if wanted.logits else []), *([TOP_IDS] if wanted.ranked else [])]
         names += [capture.node.fetched for capture in self.captures]
@@ -154,7 +154,7 @@ def _chosen(request: Capture, hooks: HookIndex) -> Chosen:
 
 
 def bind(spec: HookSpec, model: HookedModel, outputs: Outputs | None = None) -> BoundSpec:
-    """Bind a spec to a model: its structure becomes a plan, checked against the model's hook points.
+    """Bind a spec to a model, and check it against the model's hook points.
 
     Args:
         spec: captures and interventions.

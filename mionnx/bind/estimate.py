@@ -1,4 +1,4 @@
-"""What captures will cost, before anything runs."""
+"""Memory that captures need, estimated before anything runs."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from mionnx.graph.hook_points import HookPoint
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a spec's captures will cost, in bytes.
+    """Bytes that a spec's captures need.
 
     Attributes:
         captures: name of the capture -> bytes.
@@ -26,7 +26,7 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """What is held at once while they are computed: a value gathered token by token is held twice at the end."""
+        """The peak while they are computed: a value gathered token by token exists twice."""
         gathered = [size for name, size in self.captures.items() if HookPoint.parse(name).on_request]
         return self.total + max(gathered, default=0)
 

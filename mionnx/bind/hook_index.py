@@ -1,4 +1,4 @@
-"""The hook points that a spec can name on a model: the model's own, and those that the spec's splices bring."""
+"""Hook points of a model and of a spec's splices, by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class HookIndex:
 
     Attributes:
         model: the model.
-        inner: name in the graph -> what is known of a hook point that a splice brings.
-        fits: which of the spec's interventions is a splice -> its fragment's structure.
+        inner: name in the graph -> axes and dtype of a hook point inside a splice.
+        fits: index of an intervention that is a splice -> its fragment's structure.
     """
 
     model: HookedModel
@@ -46,7 +46,7 @@ class HookIndex:
         return self.inner[point.name].axes if point.name in self.inner else point.axes or ()
 
     def dims(self, point: HookPoint) -> Dims:
-        """The axes of a hook point: names where they are dynamic, numbers where not.
+        """The axes of a hook point: a number where the size is fixed, else a name.
 
         Raises:
             HookError: there is no such hook point.
@@ -62,7 +62,7 @@ class HookIndex:
         return self.inner[point.name].dtype if point.name in self.inner else self.model.dtype(point)
 
     def place(self, name: str) -> tuple[int, int]:
-        """Where a hook point comes in execution order."""
+        """The rank of a hook point in execution order."""
         if name not in self.inner:
             return self.model.order[name], 0
         outer = max((own for own in self.model.order if name.startswith(f"{own}.")), key=len)

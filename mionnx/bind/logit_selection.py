@@ -1,4 +1,4 @@
-"""Which logits a forward pass gives."""
+"""A part of the logits: chosen positions, chosen tokens, or the largest ones."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from mionnx.spec.attention_knockout import naturals, whole
 
 @dataclass(frozen=True)
 class Logits:
-    """A part of the logits, chosen inside the graph: `forward(..., logits=Logits(positions=-1, top_k=10))`.
+    """A part of the logits, computed inside the graph.
 
     Attributes:
         positions: of these positions of each row's own text, negative ones from its end; all if left out. The head's
@@ -25,6 +25,10 @@ class Logits:
         tokens: of these tokens, in this order; of all if left out.
         top_k: only the largest k, in descending order; `HookCache.top_ids` has their tokens (places in `tokens`, if
             these were given too).
+
+    Example:
+        cache = model.forward("The capital of France is", logits=Logits(positions=-1, top_k=10))
+        cache.output().shape, cache.top_ids.shape  # (1, 1, 10), (1, 1, 10)
     """
 
     positions: int | Sequence[int] | None = None
@@ -32,7 +36,7 @@ class Logits:
     top_k: int | None = None
 
     def outputs(self, carried: bool) -> Outputs:
-        """As the structure of a graph."""
+        """The structure of a graph with this part of the logits."""
         last = self.positions_ == [-1]
         at_positions = self.positions is not None and not last
         return Outputs(
@@ -49,7 +53,7 @@ class Logits:
         return _listed(self.positions)
 
     def feeds(self, call: TokenBatch, sizes: Sizes) -> dict[str, NDArray[Any]]:
-        """The inputs that say which part is meant.
+        """The inputs with the positions, tokens and k of this part.
 
         Raises:
             InputError: a token outside the vocabulary, or another k than 1 to its size.

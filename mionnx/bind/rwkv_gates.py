@@ -26,7 +26,7 @@ State = StateKnockoutSpec | StateSteeringSpec
 
 
 def gates_of(spec: HookSpec, call: TokenBatch, metadata: Metadata) -> dict[str, NDArray[Any]]:
-    """The gates of one call; none where a default will do.
+    """The gates of one pass; none where a default will do.
 
     Padding is invisible: rows of unequal length run as they would alone.
 
@@ -64,7 +64,7 @@ def gates_of(spec: HookSpec, call: TokenBatch, metadata: Metadata) -> dict[str, 
 
 
 def refuse_idle(spec: HookSpec, wants: Sequence[CaptureNode], num_layers: int) -> None:
-    """Without logits and states, refuse what happens in layers behind the last capture: nothing would show it.
+    """Refuse state interventions behind the last capture of a pass without logits.
 
     Raises:
         InterventionError: a state intervention that no capture can see.
@@ -106,7 +106,7 @@ def refuse_terms(state: State, metadata: Metadata) -> None:
 
 
 def _refuse_idle(state: State, call: TokenBatch) -> None:
-    """In a single call, a phase without tokens would do nothing; in a generation it may be another step's."""
+    """Refuse a phase without tokens in a single pass; in a generation it may be another step's."""
     if call.final_lengths is None and not any(call.columns(state.positions_, row) for row in range(call.batch)):
         phases = ", ".join(str(position) for position in state.positions_)
         raise InterventionError(
@@ -145,7 +145,7 @@ def _changed(factors: dict[str, NDArray[np.float32]], metadata: Metadata) -> Ite
 
 
 def _distances(seen: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """How far back the last token lies that each one may see; the last entry is the next call's first token.
+    """Distance to the last visible token; the last entry is for the next pass's first token.
 
     Args:
         seen: [layers, batch, seq].

@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Site:
-    """A value that goes into a fragment: the hook point's name, and its axes as names and as sizes."""
+    """An input of a fragment: the hook point's name, its axes as names and as sizes."""
 
     hook: str
     axes: tuple[str, ...]
@@ -41,7 +41,7 @@ class Site:
 
 
 def check_fragment(fragment: Fragment, opset: int, sites: Sequence[Site]) -> FittedFragment:
-    """Check a fragment against the values that go into it; what was found once is known from then on.
+    """Check a fragment against its input values; the result is remembered by the fragment.
 
     Args:
         fragment: the fragment.

@@ -1,4 +1,4 @@
-"""The key/value cache of a transformer: what a forward pass continues from, and what can be transplanted into it.
+"""The key/value cache of a transformer; its layers and positions can be transplanted.
 
 A cache is changed by its own methods only; arrays are replaced, never written into, so a cache that was made from
 another one can be changed alone.
@@ -76,7 +76,7 @@ class KVCache(LayerCache[Layer]):
         self.set_layer(layer, *donor.get_layer(layer))
 
     def clone_layer_position_range(self, donor: KVCache, layer: int, start: int, end: int) -> None:
-        """Take a layer's keys and values at positions from `start` up to, not including, `end` from another cache.
+        """Take a layer's keys and values at positions [start, end) from another cache.
 
         Positions are columns of the cache, padding included. The two may differ in length.
 
@@ -122,7 +122,7 @@ class KVCache(LayerCache[Layer]):
         return cache
 
     def feeds(self, sizes: Sizes, shape: tuple[int, ...], dtype: DTypeLike) -> dict[str, Value]:
-        """As inputs of the graph, each of this shape and dtype.
+        """The inputs of the graph, each of this shape and dtype.
 
         Raises:
             InputError: another number of layers, another shape or dtype.

@@ -1,4 +1,4 @@
-"""What a call leaves for the next one: a key/value cache or a recurrent state, layer by layer."""
+"""Base of `KVCache` and `RWKVState`: what one pass leaves for the next, layer by layer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,7 @@ Layer = TypeVar("Layer", bound=Iterable[NDArray[Any]])
 
 
 class LazyLayers(Sequence[Layer]):
-    """LazyLayers where a call left them: each is fetched when it is asked for.
+    """Layers on the device that computed them, copied to the CPU one by one on access.
 
     Attributes:
         parts: of every layer, arrays or values on a device.
@@ -55,7 +55,7 @@ class LazyLayers(Sequence[Layer]):
 
 @dataclass
 class LayerCache(ABC, Generic[Layer]):
-    """What the tokens seen so far leave.
+    """Keys and values, or recurrent states, after the tokens seen so far.
 
     Attributes:
         layers: one entry a layer.
@@ -77,30 +77,30 @@ class LayerCache(ABC, Generic[Layer]):
 
     @classmethod
     def left(cls, parts: Sequence[tuple[Value, ...]], attention_mask: NDArray[np.int64]) -> Self:
-        """What a call left, wherever that is."""
+        """A cache of the outputs of a pass, on the device that computed them."""
         return cls(LazyLayers(parts, cls.layer_of), attention_mask)
 
     def held(self) -> Sequence[Iterable[Value]]:
-        """The parts of every layer, where they are: to be fed again."""
+        """The parts of every layer on their device, to be fed again without a copy."""
         return self.layers.parts if isinstance(self.layers, LazyLayers) else self.layers
 
     @property
     def num_layers(self) -> int:
-        """How many layers it holds."""
+        """Number of layers."""
         return len(self.layers)
 
     @property
     def batch(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return int(self.attention_mask.shape[0])
 
     @property
     def seq_len(self) -> int:
-        """How many positions it has seen, padding included."""
+        """Number of positions, padding included."""
         return int(self.attention_mask.shape[1])
 
     def get_layer(self, layer: int) -> Layer:
-        """What it holds of one layer.
+        """The parts of one layer.
 
         Raises:
             InputError: no such layer.
@@ -119,7 +119,7 @@ class LayerCache(ABC, Generic[Layer]):
             self.layers = [new if i == layer else one for i, one in enumerate(layers)]
 
     def repeat(self, rows: int) -> Self:
-        """One row as several equal rows: a prefix that many continuations share.
+        """Repeat a cache of one row: a prefix shared by many continuations.
 
         Raises:
             InputError: it has several rows already.
@@ -144,7 +144,7 @@ class LayerCache(ABC, Generic[Layer]):
 
 
 def checked_like(old: NDArray[Any], value: ArrayLike, what: str) -> NDArray[Any]:
-    """A value checked against the one that it replaces, in that one's dtype.
+    """Check a value against the one it replaces, and cast it to that one's dtype.
 
     Raises:
         InputError: another shape, or NaN.

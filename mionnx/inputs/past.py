@@ -1,4 +1,4 @@
-"""What a forward pass continues from and what it leaves: keys and values of a transformer, the state of an RWKV."""
+"""Past keys and values, or RWKV state: graph inputs before a pass, graph outputs after it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ Arrays = dict[str, Value]
 
 
 def choose_past(model: HookedModel, cache: Any, initial_state: Any) -> Past | None:
-    """The one of the two that was given, if the model can continue from it.
+    """Check `cache=` and `initial_state=`, and return the one that is given.
 
     Raises:
         InputError: both were given, or something that this kind of model does not have.
@@ -49,13 +49,13 @@ def past_inputs(model: HookedModel, past: Past | None, call: TokenBatch) -> Arra
 
 
 def present_to_past(model: HookedModel) -> dict[str, str]:
-    """The graph's outputs that the next call takes as inputs: output -> input."""
+    """Output of the graph -> the input that takes it in the next pass."""
     names, layers = cache_names(model.metadata.recurrent), model.metadata.sizes.num_layers
     return dict(zip(names.outputs(layers), names.inputs(layers), strict=True))
 
 
 def present_names(model: HookedModel, use_cache: bool) -> list[str]:
-    """The names of the graph's outputs to ask for; an RWKV's state is small and always there."""
+    """Names of the outputs to fetch for a next pass; an RWKV's state always is."""
     recurrent, layers = model.metadata.recurrent, model.metadata.sizes.num_layers
     return cache_names(recurrent).outputs(layers) if recurrent or use_cache else []
 
@@ -63,7 +63,7 @@ def present_names(model: HookedModel, use_cache: bool) -> list[str]:
 def take_present(
     model: HookedModel, found: Mapping[str, Value], call: TokenBatch, use_cache: bool
 ) -> tuple[KVCache | None, RWKVState | None]:
-    """What the next call can continue from, out of the outputs of this one."""
+    """The cache or state after a pass, from the outputs of its graph."""
     recurrent = model.metadata.recurrent
     if not (recurrent or use_cache):
         return None, None

@@ -1,4 +1,4 @@
-"""The recurrent state of an RWKV model: what a forward pass continues from, and what can be transplanted into it.
+"""The recurrent state of an RWKV model; its layers can be transplanted.
 
 A saved state is one `.safetensors` file: `{layer}.att_shift`, `{layer}.wkv` and `{layer}.ffn_shift` a layer,
 `attention_mask`, and in its metadata `mionnx_cache` = "rwkv".
@@ -84,7 +84,7 @@ class RWKVState(LayerCache[Layer]):
         self.put_layer(layer, new)
 
     def clear_layer(self, layer: int) -> None:
-        """Let a layer forget everything: zeros, as before the first token."""
+        """Reset a layer to zeros, as before the first token."""
         att_shift, wkv, ffn_shift = (np.zeros_like(part) for part in self.get_layer(layer))
         self.set_layer(layer, wkv, att_shift, ffn_shift)
 
@@ -139,7 +139,7 @@ class RWKVState(LayerCache[Layer]):
         return RWKVState([Layer(shift, wkv, shift)] * sizes.num_layers, np.zeros((batch, 0), np.int64))
 
     def feeds(self, sizes: Sizes, batch: int, dtype: DTypeLike) -> dict[str, Value]:
-        """As inputs of the graph.
+        """The inputs of the graph.
 
         Raises:
             InputError: another number of layers, another shape or dtype, or NaN.

@@ -1,4 +1,4 @@
-"""One call of a model: which tokens, where the padding is, and at which positions they stand."""
+"""Tokens of one pass: ids, padding and positions of each row."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,27 +39,27 @@ class TokenBatch:
 
     @property
     def batch(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self.input_ids.shape[0]
 
     @property
     def seq(self) -> int:
-        """Tokens a row in this call, padding included."""
+        """Tokens per row in this batch, padding included."""
         return self.input_ids.shape[1]
 
     @property
     def total(self) -> int:
-        """Keys a row: past and this call, padding included."""
+        """Keys per row: past and this batch, padding included."""
         return self.attention_mask.shape[1]
 
     @property
     def real(self) -> NDArray[np.bool_]:
-        """[batch, seq]: which of this call's tokens are no padding."""
+        """[batch, seq] bool: tokens that are no padding."""
         return self.attention_mask[:, self.total - self.seq :].astype(bool)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[batch]: how many tokens each row's text has by now, past included, padding not."""
+        """[batch]: length of each row's text so far, past included, padding not."""
         return self.attention_mask.sum(axis=1)
 
     @property
@@ -92,7 +92,7 @@ class TokenBatch:
         return found
 
     def absolutes(self, given: Positions, row: int) -> list[int]:
-        """Positions of a row's text, counted from its start; of a phase, those in this call.
+        """Positions of a row's text, counted from its start; for a phase, those in this batch.
 
         Raises:
             LookupError: see `absolute`.
@@ -111,7 +111,7 @@ class TokenBatch:
         return [int(at) for at in here if at >= 0 and (at < end) == (phase == "prompt")]
 
     def columns(self, given: Positions, row: int) -> list[int | None]:
-        """Where in this call each position of a row's text stands; None where it is another step's.
+        """The column of each position of a row's text; None for positions of another step.
 
         Raises:
             LookupError: see `absolute`.
@@ -129,7 +129,7 @@ class TokenBatch:
         return replace(self, input_ids=ids[:, None].copy(), attention_mask=mask, position_ids=self.lengths[:, None])
 
     def feeds(self) -> dict[str, NDArray[np.int64]]:
-        """As inputs of the graph."""
+        """The inputs of the graph."""
         return {
             "input_ids": self.input_ids,
             "attention_mask": self.attention_mask,
@@ -175,7 +175,7 @@ def make_token_batch(
 
 
 def count_rows(tokens: Any) -> int:
-    """How many rows a call on these tokens has; see `make_token_batch`."""
+    """Number of rows of a pass on these tokens; see `make_token_batch`."""
     return len(_rows(tokens)[0])
 
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the place of every token in the text."""
+"""Text to tokens and back, with the offsets of every token in the text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,9 @@ class Tokens:
         Raises:
             TokenizerError: the text does not contain the part, or does so more than once and none was chosen, or no
                 token covers it (white space).
+
+        Example:
+            model.tokenize("The capital of France is").positions_of("France")  # [3]
         """
         starts = [i for i in range(len(self.text)) if self.text.startswith(part, i)] if part else []
         if not starts:
@@ -59,7 +62,7 @@ class Tokens:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | WorldTokenizer:
-    """The tokenizer of a model's folder: `tokenizer.json`, or the vocabulary of RWKV's World models.
+    """Load `tokenizer.json` of a model's folder, or the vocabulary of RWKV's World models.
 
     Raises:
         TokenizerError: there is none, or it is damaged.

@@ -1,4 +1,4 @@
-"""Values that a forward pass reads and gives: numpy arrays, or arrays that stay on the device that computed them."""
+"""Inputs and outputs of a pass: numpy arrays, or arrays on the device that computed them."""
 
 from typing import Any, Protocol
 

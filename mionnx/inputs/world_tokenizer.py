@@ -1,4 +1,4 @@
-"""The tokenizer of RWKV's World models: a vocabulary of byte strings, of which the longest that fits is always taken.
+"""The tokenizer of RWKV's World models: greedy longest match over a vocabulary of byte strings.
 
 The `tokenizers` library has no model that does this: its WordPiece takes the longest piece of a word, but looks for it
 from the end of the whole text backwards, which takes the cube of the text's length where words have no bounds.
@@ -33,14 +33,14 @@ class Encoding:
 
 @dataclass
 class _Node:
-    """A node of the trie: the token that ends here, and where each next byte leads."""
+    """A node of the trie: the token that ends here, and the node after each next byte."""
 
     token: int | None = None
     next: dict[int, "_Node"] = field(default_factory=dict)
 
 
 class WorldTokenizer:
-    """Greedy longest match over bytes; has the methods of `tokenizers.Tokenizer` that mionnx uses."""
+    """Greedy longest match over bytes, with the methods of `tokenizers.Tokenizer`."""
 
     def __init__(self, vocabulary: dict[int, bytes]) -> None:
         self._bytes = vocabulary
@@ -65,11 +65,13 @@ class WorldTokenizer:
             raise TokenizerError(f"cannot read the vocabulary {path}: {error}") from error
 
     def get_vocab_size(self) -> int:
-        """How many tokens there are, the end of text included."""
+        """Number of tokens, the end of text included."""
         return max(self._bytes, default=0) + 1
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
-        """Tokenise a text. No token is ever added; the parameter is there because the library has it.
+        """Tokenise a text.
+
+        No token is added: `add_special_tokens` is there because the library has it.
 
         Raises:
             TokenizerError: a byte that no token begins with, or half of a surrogate pair.
@@ -100,7 +102,7 @@ class WorldTokenizer:
         return found
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of tokens; bytes that are no UTF-8 (a part of a character at an end) become U+FFFD.
+        """The text of tokens; bytes that are no UTF-8, as half a character, become U+FFFD.
 
         Raises:
             TokenizerError: an id outside the vocabulary.

@@ -1,4 +1,4 @@
-"""Where models come from: hooked folders, checkpoints (exported once into the store), and the Hugging Face Hub."""
+"""Find a model: a hooked folder, a checkpoint (exported once into the store), or a Hugging Face Hub id."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ def cache_folder() -> Path:
 
 
 def find_model(source: str | Path, dtype: str, progress: Progress) -> Path:
-    """The hooked model's folder for whatever a user names a model by.
+    """The hooked model's folder of a path or a Hub id.
 
     Args:
         source: a hooked model's folder, a checkpoint's folder, or a Hub id.
@@ -84,7 +84,7 @@ def exporter_for(folder: Path) -> ModuleType:
 
 
 def export(folder: Path, target: Path, dtype: str, progress: Progress, copy: bool = False) -> None:
-    """Export a checkpoint into a folder that does not exist yet; it appears when it is whole.
+    """Export a checkpoint into a new folder; a temporary folder is renamed into place.
 
     Args:
         folder, target: of the checkpoint, and of the hooked model.
@@ -111,7 +111,7 @@ def export(folder: Path, target: Path, dtype: str, progress: Progress, copy: boo
 
 
 def _copy_links(folder: Path, progress: Progress) -> None:
-    """Make every file of a folder one that no other name leads to."""
+    """Replace hard links in a folder by copies of the files."""
     shared = [path for path in folder.iterdir() if path.stat().st_nlink > 1]
     for done, path in enumerate(shared):
         progress(f"copying {path.name}", done, len(shared))
@@ -121,7 +121,7 @@ def _copy_links(folder: Path, progress: Progress) -> None:
 
 
 def export_in_place(folder: Path, dtype: str, progress: Progress) -> None:
-    """Make a checkpoint's own folder a hooked model: `model.onnx` appears beside the weights, which stay as they are.
+    """Write `model.onnx` beside a checkpoint's weights, so that its folder is a hooked model.
 
     Raises:
         ExportError: see `export`.
@@ -150,7 +150,7 @@ def _exported(folder: Path, dtype: str, progress: Progress) -> Path:
 
 
 def _fingerprint(folder: Path, dtype: str, exporter: ModuleType) -> str:
-    """Key of an export: names, sizes and times of the checkpoint's files, and the sources that the exporter runs."""
+    """Key of an export: the checkpoint's files and the exporter's sources."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     text = json.dumps(

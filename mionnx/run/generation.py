@@ -29,15 +29,15 @@ from mionnx.spec.hook_spec import HookSpec
 
 @dataclass
 class Generation:
-    """What `generate` made.
+    """Continued prompts, and what was captured on the way.
 
     Attributes:
         ids: per row the prompt and its continuation, padding left out, [seq]; a given cache's tokens are not in it.
         new_ids: per row the continuation, [new].
-        texts, new_texts: the same as texts, special tokens left out; empty if the model has no tokenizer.
+        texts, new_texts: the same as text, special tokens left out; empty if the model has no tokenizer.
         steps: per step what was captured: first the prompts', then one token a step, [batch, 1, ...]. Empty if the
             spec captures nothing and no logits were asked for.
-        cache: what came of everything but the last token of each row: `generate` or `forward` can go on from it.
+        cache: keys and values, or state, of everything but the last token of each row, to continue from.
         axes: name of a capture -> the names of its axes.
     """
 
@@ -50,7 +50,7 @@ class Generation:
     axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def captured(self, hook: HookPoint | str) -> NDArray[Any]:
-        """A capture of all steps, joined along its sequence axis.
+        """A capture of all steps, concatenated along its sequence axis.
 
         Raises:
             HookError: it was not captured, or its shape changes from step to step (scores, patterns): see `steps`.
@@ -86,7 +86,9 @@ def generate(
     streamer: Streamer | None = None,
     output_logits: bool = False,
 ) -> Generation:
-    """Continue prompts, with a spec's interventions in force at every step; names are those of transformers.
+    """Continue prompts, with a spec's interventions in force at every step.
+
+    Parameters are named and mean what they do in transformers' `generate`.
 
     Args:
         tokens: prompts, as `forward` takes them; ids that are padded must be so on the left.
@@ -109,6 +111,10 @@ def generate(
     Raises:
         InputError: prompts, cache or parameters that nothing can be generated from.
         HookError, InterventionError: the spec would not take effect as asked.
+
+    Example:
+        steer = HookSpec().intervene(HookPoint.ResidPost(2), Intervention.Scale(1.5, positions="generated"))
+        model.generate("The capital of France is", steer, max_new_tokens=3).new_texts
     """
     stopping = Stopping(max_new_tokens, min_new_tokens, _end_tokens(model, eos_token_id), stop_texts(stop_strings))
     if stopping.strings and not model.has_tokenizer:
@@ -197,7 +203,7 @@ class _Passes:
         return logits[:, -1]
 
     def _values(self) -> dict[str, NDArray[Any]]:
-        """Values of interventions; where no position limits them, those of one new token serve all later steps."""
+        """Values of interventions; without limits by position, one step's serve all later steps."""
         if self.steady is not None:
             return self.steady
         values = self.bound.values(self.batch)
@@ -215,7 +221,7 @@ class _Passes:
 
 
 class _Texts:
-    """The texts as they grow."""
+    """The rows of text while they grow."""
 
     def __init__(
         self,

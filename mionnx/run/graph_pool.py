@@ -46,7 +46,7 @@ class OpenGraph:
 
     @property
     def session(self) -> Any:
-        """The engine's own object: an `onnxruntime.InferenceSession`, unless another engine was chosen."""
+        """The engine's own object; for ONNX Runtime an `onnxruntime.InferenceSession`."""
         return self.program.native
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ Open = TypeVar("Open", OpenGraph, SegmentChain)
 
 
 class GraphPool:
-    """The open graphs of one model, in order of last use; the oldest are closed when they are too many or too large."""
+    """The open graphs of one model; the least recently used are closed at a limit."""
 
     def __init__(self, model: HookedModel, options: Options) -> None:
         if options.base not in WHEN:
@@ -80,7 +80,7 @@ class GraphPool:
         return DiskCache(find_model.cache_folder())
 
     def get(self, plan: Plan, tokens: int = 0) -> OpenGraph:
-        """The open graph of a plan, opened if it is not.
+        """The open graph of a plan; rewritten and opened on first use.
 
         Args:
             plan: the structure.
@@ -89,7 +89,7 @@ class GraphPool:
         return self._recent(plan, lambda: self._make(plan), tokens)
 
     def chain(self, plan: Plan, hooks: tuple[str, ...], tokens: int = 0) -> SegmentChain:
-        """The open graphs of a plan that is cut at hook points, opened if they are not.
+        """The open segments of a plan cut at hook points; opened on first use.
 
         Args:
             plan: the structure; it wants all of the hooks.
@@ -111,7 +111,7 @@ class GraphPool:
         return found
 
     def prepare(self) -> bool:
-        """Make the base now, if there is none; whether there is one then."""
+        """Make the prepacked base now; returns whether there is one."""
         self._base = self._base or prepacked.make(self.model, self.options, self._entries)
         return self._base is not None
 

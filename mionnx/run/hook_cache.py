@@ -22,13 +22,13 @@ Key = HookPoint | str | tuple[str, int]
 
 
 class HookCache(Mapping[str, NDArray[Any]]):
-    """What one forward pass gave.
+    """Logits and captures of one forward pass.
 
     A mapping from hook names to arrays, in execution order. Besides by name, values are found by `HookPoint` and by
     short name and layer: `cache["blocks.5.attn.hook_pattern"]`, `cache[HookPoint.AttnPattern(5)]`,
     `cache["pattern", 5]`. Values captured before their interventions have names that end in `.before`.
 
-    What another device than the CPU has computed stays there until it is asked for.
+    Arrays that another device than the CPU computed stay there until they are read.
 
     Attributes:
         kv_cache: the key/value cache after this pass, if `use_cache=True` asked for it.
@@ -83,7 +83,7 @@ class HookCache(Mapping[str, NDArray[Any]]):
         return np.asarray(self._captured[name])
 
     def num_captures(self) -> int:
-        """How many arrays were captured."""
+        """Number of captured arrays."""
         return len(self._captured)
 
     def __getitem__(self, hook: Key) -> NDArray[Any]:
@@ -119,7 +119,15 @@ class HookCache(Mapping[str, NDArray[Any]]):
         return next((name for name in names if name in self._captured), names[0])
 
     def stack(self, short: str) -> NDArray[Any]:
-        """One hook point of every captured layer, with a layer axis in front: `cache.stack("resid_post")`."""
+        """One hook point of every captured layer, [layer, ...].
+
+        Raises:
+            HookError: it was not captured in any layer.
+
+        Example:
+            cache = model.forward("The capital of France is", HookSpec().capture("blocks.*.hook_resid_post"))
+            cache.stack("resid_post").shape  # (n_layers, 1, seq, hidden)
+        """
         names = [name for name in self._captured if HookPoint.parse(name).short == short]
         if not names:
             raise HookError(f"no hook point {short!r} was captured{nearest(short, short_names())}")
@@ -127,7 +135,7 @@ class HookCache(Mapping[str, NDArray[Any]]):
 
 
 def collect(bound: "BoundSpec", batch: "TokenBatch", results: "Mapping[str, Value]", use_cache: bool) -> HookCache:
-    """The logits, captures and past of one pass, from the outputs of its graph; see `BoundSpec.outputs`."""
+    """Logits, captures and past of one pass, from the outputs that `BoundSpec.outputs` names."""
     captured = {capture.node.output: results[capture.node.fetched] for capture in bound.captures}
     carried = bound.plan.outputs.carried
     after = take_present(bound.model, results, batch, use_cache) if carried else (None, None)

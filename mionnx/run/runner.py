@@ -21,12 +21,7 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.past import choose_past
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
-from mionnx.inputs.tokens import (
-    Tokens,
-    load_tokenizer,
-    token_id,
-    tokenize,
-)
+from mionnx.inputs.tokens import Tokens, load_tokenizer, token_id, tokenize
 from mionnx.inputs.world_tokenizer import WorldTokenizer
 from mionnx.machine import memory
 from mionnx.machine.progress import bars
@@ -49,6 +44,7 @@ class Runner:
         hooked: the hooked model: its folder, graph and metadata.
         options: how sessions are opened.
         variants: the open graphs; specs that differ in values only share one.
+        binder: binds specs to this model.
     """
 
     def __init__(self, hooked: HookedModel, options: Options | None = None) -> None:
@@ -91,6 +87,9 @@ class Runner:
             ExportError: a checkpoint that cannot be exported.
             InputError: an unknown engine, or a setting that it does not have.
             RuntimeMissingError: the engine or the provider is not installed.
+
+        Example:
+            model = MIModel.from_pretrained("models/world-llama", provider="cpu", threads=2)
         """
         options = Options(
             provider,
@@ -143,7 +142,7 @@ class Runner:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | WorldTokenizer:
-        """The model's tokenizer, of the `tokenizers` library; of an RWKV World model, mionnx' own with its methods.
+        """The tokenizer: a `tokenizers.Tokenizer`, or a `WorldTokenizer` for an RWKV World model.
 
         Raises:
             TokenizerError: the model has none.
@@ -151,7 +150,11 @@ class Runner:
         return load_tokenizer(self.hooked.folder)
 
     def tokenize(self, text: str) -> Tokens:
-        """Tokenise a text: ids, the place of each token in it, and `positions_of` for a substring's tokens."""
+        """Tokenise a text: ids, offsets, and `positions_of` for a substring's tokens.
+
+        Example:
+            model.tokenize("The capital of France is").positions_of("France")  # [3]
+        """
         return tokenize(self.tokenizer, text)
 
     def token_id(self, text: str) -> int:
@@ -171,11 +174,11 @@ class Runner:
             return False
 
     def compile_graph(self, hooks: HookSpec | None = None, outputs: Outputs | None = None) -> OpenGraph:
-        """The open graph for a spec's structure; rewritten and opened if there is none yet.
+        """The open graph of a spec; rewritten and opened on first use.
 
         Args:
             hooks: the spec.
-            outputs: which of the model's own outputs; all if it is left out.
+            outputs: the model's own outputs to compute; all if left out.
 
         Raises:
             HookError, InterventionError: the spec does not fit the model.
@@ -197,19 +200,23 @@ class Runner:
 
     @property
     def compiled(self) -> Mapping[Plan, OpenGraph]:
-        """The graphs that are open, the one used longest ago first; chains of cut graphs are not among them."""
+        """Open graphs, the least recently used first; chains of cut graphs are left out."""
         found = self.variants.open.items()
         return {plan: one for plan, one in found if isinstance(plan, Plan) and isinstance(one, OpenGraph)}
 
     def warm(self, hooks: HookSpec, logits: bool | Logits = True) -> None:
-        """Open the graph of a spec now, so that the first `forward` with such a structure does not wait for it."""
+        """Open the graph of a spec now, so that the first `forward` does not wait for it.
+
+        Example:
+            model.warm(HookSpec().capture("blocks.*.attn.hook_pattern"))
+        """
         part = logits if isinstance(logits, Logits) else Logits()
         self.compile_graph(hooks, part.outputs(bool(logits)) if logits else Outputs(logits=False, carried=False))
 
     def prepare(self) -> bool:
-        """Make the base from which all graphs of this model open quickly and share one copy of the weights.
+        """Make the prepacked base of this model: graphs open quickly and share its weights.
 
-        It is made once, lies in the store (about twice the size of the weights), and serves every later process on this
+        It is made once, takes about twice the size of the weights in the store, and serves every later process on this
         machine; see `mionnx.run.prepacked`.
 
         Returns:
@@ -229,17 +236,17 @@ class Runner:
         prompt_length: int | Sequence[int] | None = None,
         logits: bool | Logits = True,
     ) -> HookCache:
-        """Run the model once.
+        """Run the model once: capture activations, and change them on the way.
 
         Args:
             tokens: a text, ids [seq] or [batch, seq], `Tokens`, or a list of these; lists of unequal length are padded
                 on the left.
-            hooks: what to capture and where to intervene; nothing if it is left out.
+            hooks: captures and interventions; none if left out.
             attention_mask: [batch, seq], 1 for tokens and 0 for padding on either side, where ids are padded already.
             cache: keys and values of the tokens before these (`HookCache.kv_cache` of an earlier call); of an RWKV
                 model, the same as `initial_state`.
             initial_state: of an RWKV model, the state to begin with (`HookCache.state` of an earlier call).
-            prompt_length: how many tokens of each row's text, the past included, are its prompt; those after it are
+            prompt_length: number of tokens of each row's text, past included, that are its prompt; those after it are
                 the phase "generated", and negative positions count from there. All of it if it is left out.
             use_cache: return the keys and values after this call, as `HookCache.kv_cache`. An RWKV model's state is
                 always there, as `HookCache.state`, except without logits.
@@ -252,6 +259,11 @@ class Runner:
         Raises:
             InputError, TokenizerError: tokens, mask or cache that the model cannot run on.
             HookError, InterventionError: the spec would not take effect as asked.
+
+        Example:
+            spec = HookSpec().capture("*.hook_resid_post").intervene("blocks.1.hook_mlp_out", Intervention.Zero())
+            cache = model.forward("The capital of France is", spec)
+            cache.output().shape, cache["resid_post", 2].shape  # (1, seq, vocab), (1, seq, hidden)
         """
         spec, part = hooks or HookSpec(), logits if isinstance(logits, Logits) else Logits()
         past = choose_past(self.hooked, cache, initial_state)
@@ -279,16 +291,23 @@ class Runner:
         return int(token)
 
     def report(self, hooks: HookSpec) -> Report:
-        """What a spec makes of the graph: which nodes are added where."""
+        """The nodes, inputs and outputs that a spec's rewrite adds and removes.
+
+        Example:
+            print(model.report(HookSpec().intervene("blocks.1.hook_mlp_out", Intervention.Zero())))
+        """
         return self.compile_graph(hooks).report
 
     def estimate(self, hooks: HookSpec, batch: int, seq: int, past: int = 0) -> Estimate:
-        """What a spec's captures will cost, before anything runs.
+        """Estimate the bytes of a spec's captures before anything runs.
 
         Args:
             hooks: the spec.
             batch, seq: of the call.
             past: tokens in the cache.
+
+        Example:
+            model.estimate(HookSpec().capture("*"), batch=1, seq=128).total
         """
         return self.binder.bind(hooks).estimate(batch, seq, past + seq)
 

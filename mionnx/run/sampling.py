@@ -16,13 +16,13 @@ Row = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen; names and meanings are those of transformers' `generate`.
+    """Choice of the next token; names and meanings are those of transformers' `generate`.
 
     Attributes:
-        do_sample: sample; otherwise the likeliest token is taken, ties going to the lowest id.
+        do_sample: sample; otherwise take the top token, ties going to the lowest id.
         temperature: logits are divided by it; only when sampling.
-        top_k: only the k likeliest tokens are kept, 0 for all; only when sampling.
-        top_p: only the likeliest tokens that together reach this probability are kept; only when sampling.
+        top_k: keep the k most likely tokens only, 0 for all; only when sampling.
+        top_p: keep the most likely tokens that together reach this probability; only when sampling.
         repetition_penalty: above 1 makes tokens that stand in the text less likely (Keskar et al. 2019).
     """
 
@@ -65,7 +65,7 @@ class Sampling:
 
 
 def penalised(logits: Row, text: NDArray[np.int64], penalty: float) -> Row:
-    """Logits of tokens that stand in the text, divided by the penalty where positive, multiplied where negative."""
+    """Penalise tokens of the text: divide positive logits, multiply negative ones."""
     if penalty == 1:
         return logits
     scores, seen = logits.copy(), np.unique(text)
@@ -74,14 +74,14 @@ def penalised(logits: Row, text: NDArray[np.int64], penalty: float) -> Row:
 
 
 def top(scores: Row, k: int) -> Row:
-    """All but the k largest as -inf; what equals the k-th stays."""
+    """Mask all but the k largest with -inf; values equal to the k-th stay."""
     if k == 0 or k >= len(scores):
         return scores
     return np.where(scores < np.partition(scores, -k)[-k], -np.inf, scores)
 
 
 def nucleus(scores: Row, p: float) -> Row:
-    """All but the likeliest tokens that together reach probability p as -inf (Holtzman et al. 2019)."""
+    """Mask all but the most likely tokens that reach probability p (Holtzman et al. 2019)."""
     if p >= 1:
         return scores
     order = np.argsort(scores, kind="stable")
@@ -92,22 +92,25 @@ def nucleus(scores: Row, p: float) -> Row:
 
 
 def sample_token(logits: ArrayLike, temperature: float = 0.0, seed: int | None = None) -> int:
-    """Choose a token.
+    """Choose a token from the logits of one position.
 
     Args:
         logits: [vocab].
-        temperature: 0 takes the likeliest, ties going to the lowest id; above, samples softmax(logits / temperature).
+        temperature: 0 takes the top token, ties going to the lowest id; above 0, samples softmax(logits / temperature).
         seed: of the sampling; the same seed, logits and temperature give the same token.
 
     Raises:
         InputError: a negative temperature, NaN or infinity, or logits that are no vector.
+
+    Example:
+        sample_token(model.forward("The capital of France is").output()[0, -1], temperature=0.7, seed=0)
     """
     vector = logit_vector(logits)
     if not temperature >= 0 or not np.isfinite(temperature):
         raise InputError(f"temperature must be 0 or above, got {temperature}")
     if temperature == 0:
         return int(np.argmax(vector))
-    with np.errstate(over="ignore"):  # at a tiny temperature all but the likeliest become -inf, which is right
+    with np.errstate(over="ignore"):  # at a tiny temperature all but the top token become -inf, which is right
         probabilities = np.exp(log_softmax((vector - vector.max()) / temperature))
     return int(np.random.default_rng(seed).choice(len(vector), p=probabilities / probabilities.sum()))
 

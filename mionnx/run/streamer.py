@@ -10,14 +10,14 @@ from mionnx.errors import InputError
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that is needed here."""
+    """A tokenizer, as far as it turns tokens into text."""
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens."""
 
 
 class Streamer(Protocol):
-    """What is told of every token as it is chosen; transformers' streamers have the same methods."""
+    """A receiver of generated tokens; transformers' streamers have the same methods."""
 
     def put(self, value: NDArray[np.int64]) -> None:
         """The prompts' ids [batch, seq] first, then each step's new ids [batch]."""
@@ -27,11 +27,14 @@ class Streamer(Protocol):
 
 
 class TextStreamer:
-    """Prints the continuation of one prompt, token by token: `model.generate(prompt, streamer=TextStreamer(...))`.
+    """Print the continuation of one prompt, token by token.
 
     Args:
         tokenizer: of the model.
-        write: what is called with each new piece of text; it is printed if left out.
+        write: called with each new piece of text; it is printed if left out.
+
+    Example:
+        model.generate("The capital of France is", streamer=TextStreamer(model.tokenizer))
     """
 
     def __init__(self, tokenizer: Decoder, write: Callable[[str], Any] | None = None) -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 from repository import REPOSITORY
 
-ROOMS = ["machine", "graph", "spec", "rewrite"]
+ROOMS = ["machine", "graph", "spec", "rewrite", "view"]
 COLLECT = """
 import sys, pytest
 assert pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *sys.argv[1:]]) == 0
