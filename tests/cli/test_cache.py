@@ -1,12 +1,11 @@
 """`mionnx cache`: list, verify, prune, clear."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
+from command_line import mionnx
 
 from mionnx import HookSpec, MIModel, Options
 from mionnx.machine import disk_cache
@@ -19,16 +18,14 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_the_command_line(models, own_store):
-    model = MIModel(models("llama").hooked, Options(threads=1, base="always"))
+def test_the_command_line(shipped, own_store):
+    model = MIModel(shipped.hooked, Options(threads=1, base="always"))
     model.warm(HookSpec().capture("hook_embed"))
     for mark in own_store.glob("*/*.pins/*"):
         mark.unlink()
 
-    def run(*arguments: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "mionnx", "cache", *arguments]
-        environment = {**os.environ, "MIONNX_CACHE": str(own_store), "COLUMNS": "140"}
-        return subprocess.run(command, capture_output=True, text=True, env=environment)
+    def run(*arguments: str) -> CompletedProcess:
+        return mionnx("cache", *arguments)
 
     listed = json.loads(run("ls", "--json").stdout)
     assert sorted(entry["kind"] for entry in listed) == ["bases", "graphs"]

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from command_line import mionnx
 from families import VOCAB
 from repository import REPOSITORY, SHARED
 
@@ -344,9 +345,9 @@ def test_a_target_whose_provider_is_missing_is_refused(models, tmp_path):
 def test_the_command_line_compiles_what_python_compiles(tmp_path):
     """The same graph, and a knob by name."""
     source = REPOSITORY / "models" / "world-llama"
-    command = [sys.executable, "-m", "mionnx", "compile", str(source), "-o", str(tmp_path / "cli")]
+    command = ["compile", source, "-o", tmp_path / "cli"]
     options = ["--scale", "blocks.2.hook_attn_out=0.5", "--capture", "*.hook_pattern", "--knob", "strength"]
-    ran = subprocess.run([*command, *options], capture_output=True, text=True)
+    ran = mionnx(*command, *options)
     assert ran.returncode == 0, ran.stderr
     assert "1 intervention baked in" in ran.stdout
     spec = HookSpec().intervene(HookPoint.AttnOut(2), Intervention.Scale(0.5)).capture("*.hook_pattern")
@@ -354,6 +355,6 @@ def test_the_command_line_compiles_what_python_compiles(tmp_path):
     folder = model.compile(spec, tmp_path / "python", knobs={"strength": ["blocks.2.hook_attn_out"]})
     graphs = [onnx.load(path / "model.onnx", load_external_data=False).graph for path in (folder, tmp_path / "cli")]
     assert graphs[0] == graphs[1]
-    again = subprocess.run([*command, *options], capture_output=True, text=True)
+    again = mionnx(*command, *options)
     assert again.returncode == 1
     assert "exists already" in again.stderr.replace("\n", " ")

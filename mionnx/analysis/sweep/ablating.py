@@ -42,7 +42,7 @@ def ablation_sweep(
     progress: Progress | None = None,
     shortcuts: Shortcuts | None = None,
 ) -> SweepResult:
-    """Ablate every cell of a grid: its value replaced by zeros, by its mean, or by that of another prompt.
+    """Ablation of every cell of a grid: zeros, means or resampled values replace its value.
 
     Args:
         prompts: one or several.

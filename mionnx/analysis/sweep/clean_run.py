@@ -1,4 +1,4 @@
-"""The runs that a sweep starts from: the prompts as they are, with everything that patched runs begin with."""
+"""Runs without a patch, with the values at which patched runs start."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -7,62 +7,62 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.sweep.layer_graphs import Arrays, LayerGraphs, Text
+from mionnx.analysis.sweep.layer_graphs import Arrays, LayerGraphs, Rows
 
 
 @dataclass
 class CleanRun:
-    """What prompts of one length gave.
+    """Values of a run without a patch, on prompts of one length.
 
     Attributes:
         ids: [rows, seq].
-        streams: layer -> what the piece of that layer begins with.
+        streams: layer -> inputs of that layer's graph.
         values: hook point -> its value, [rows, ...].
-        known: keys and values, by the names of the inputs that take them; empty of a recurrent model.
+        past: graph input -> keys or values; empty for a recurrent model.
         logits: [rows, vocab], at the last position.
     """
 
     ids: NDArray[np.int64]
     streams: dict[int, Arrays] = field(default_factory=dict)
     values: Arrays = field(default_factory=dict)
-    known: Arrays = field(default_factory=dict)
+    past: Arrays = field(default_factory=dict)
     logits: NDArray[Any] = field(default_factory=lambda: np.empty(0))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kept."""
-        found: list[Arrays] = [*self.streams.values(), self.values, self.known, {"logits": self.logits}]
-        return sum(array.nbytes for arrays in found for array in arrays.values())
+        """Bytes of all arrays."""
+        held: list[Arrays] = [*self.streams.values(), self.values, self.past, {"logits": self.logits}]
+        return sum(array.nbytes for arrays in held for array in arrays.values())
 
     def row(self, index: int) -> "CleanRun":
         """One of the rows, [1, ...]."""
 
-        def of(found: Arrays) -> Arrays:
-            return {name: array[index : index + 1] for name, array in found.items()}
+        def of(arrays: Arrays) -> Arrays:
+            return {name: array[index : index + 1] for name, array in arrays.items()}
 
         streams = {layer: of(stream) for layer, stream in self.streams.items()}
         own = slice(index, index + 1)
-        return CleanRun(self.ids[own], streams, of(self.values), of(self.known), self.logits[own])
+        return CleanRun(self.ids[own], streams, of(self.values), of(self.past), self.logits[own])
 
 
 def run_clean(graphs: LayerGraphs, ids: NDArray[np.int64], layers: Collection[int], hooks: Collection[str]) -> CleanRun:
-    """Run prompts of one length, and keep what patched runs need.
+    """Run prompts of one length, and store the values that patched runs need.
 
     Args:
         graphs: the model.
         ids: [rows, seq].
-        layers: those that patched runs begin with.
-        hooks: hook points whose values are kept.
+        layers: layers at which patched runs start.
+        hooks: hook points whose values are stored.
     """
-    made, text = CleanRun(ids), Text(ids)
-    stream = graphs.embed(text)
+    run, rows = CleanRun(ids), Rows(ids)
+    stream = graphs.embed(rows)
     for layer in range(graphs.layers):
         if layer in layers:
-            made.streams[layer] = stream
+            run.streams[layer] = stream
         keys = graphs.keys_of(layer)
         here = [hook for hook in hooks if hook.startswith(f"blocks.{layer}.")]
-        stream, found = graphs.layer(layer, text, stream, wants=tuple(dict.fromkeys([*keys, *here])))
-        made.values |= {hook: found[hook] for hook in here}
-        made.known |= {name: found[hook] for hook, name in keys.items()}
-    made.logits = graphs.logits(text, stream)[:, -1]
-    return made
+        stream, values = graphs.layer(layer, rows, stream, wants=tuple(dict.fromkeys([*keys, *here])))
+        run.values |= {hook: values[hook] for hook in here}
+        run.past |= {name: values[hook] for hook, name in keys.items()}
+    run.logits = graphs.logits(rows, stream)[:, -1]
+    return run

@@ -1,4 +1,4 @@
-"""What an ablation puts in place of a value: zeros, means, or the values of another prompt."""
+"""Donors of an ablation: zeros, means, or prompts whose values are resampled."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ def zero_donors(base: CleanRun) -> Arrays:
 
 
 def mean_donors(graphs: LayerGraphs, grid: Grid, prompts: Sequence[Ids]) -> tuple[Callable[[CleanRun], Arrays], str]:
-    """The mean of each head and feature over all tokens of some prompts.
+    """Mean of each head and feature over all tokens of some prompts.
 
     Returns:
-        the donors, and a mark that tells these prompts from others.
+        a function that makes the donors, and a digest of the prompts.
 
     Raises:
-        InputError: a value along whose last axis there are keys, which have no mean over prompts, or without tokens.
+        InputError: a value with keys along its last axis, which have no mean over prompts, or without tokens.
     """
     if "seq_k" in grid.axes:
         raise InputError(f"{grid.template}: its last axis is keys, of which different texts have others: no mean")
@@ -43,23 +43,23 @@ def mean_donors(graphs: LayerGraphs, grid: Grid, prompts: Sequence[Ids]) -> tupl
         for hook, value in values.items():
             sums[hook] = sums.get(hook, 0) + value.sum(axis=(0, axis), keepdims=True, dtype=np.float64)
     count = sum(map(len, prompts))
-    mark = hashlib.sha256(b"".join(prompt.tobytes() + b"|" for prompt in prompts)).hexdigest()[:16]
-    return lambda base: {hook: (total / count).astype(base.values[hook].dtype) for hook, total in sums.items()}, mark
+    digest = hashlib.sha256(b"".join(prompt.tobytes() + b"|" for prompt in prompts)).hexdigest()[:16]
+    return lambda base: {hook: (total / count).astype(base.values[hook].dtype) for hook, total in sums.items()}, digest
 
 
 def draw_donors(prompts: Sequence[Ids], reference: Sequence[Ids], seed: int) -> list[Ids]:
-    """For each prompt another one of the same length.
+    """Draw for each prompt another one of the same length.
 
     Raises:
-        InputError: there is none, or the seed is none.
+        InputError: no other prompt of that length, or a seed that is no natural number.
     """
     if not isinstance(seed, int | np.integer) or seed < 0:
         raise InputError(f"seed={seed!r}: an integer of 0 or above")
     draw = np.random.default_rng(seed)
-    found = []
+    drawn = []
     for number, prompt in enumerate(prompts):
         fitting = [other for other in reference if len(other) == len(prompt) and not np.array_equal(other, prompt)]
         if not fitting:
             raise InputError(f"prompt {number}: no other reference prompt has {len(prompt)} tokens to resample from")
-        found.append(fitting[int(draw.integers(len(fitting)))])
-    return found
+        drawn.append(fitting[int(draw.integers(len(fitting)))])
+    return drawn

@@ -1,4 +1,4 @@
-"""The cells of a sweep: which axes are varied, and what each cell selects of a value."""
+"""The grid of a sweep: its axes, its cells, and the entries of a value that a cell selects."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -18,14 +18,14 @@ AXES = ("layer", "position", "head", "source")
 
 @dataclass(frozen=True)
 class Grid:
-    """Everything that a sweep varies.
+    """The cells of a sweep.
 
     Attributes:
         over: names of the axes, in the order of the result's.
         template: the hook point with `{i}` for the layer.
-        layers: those that are patched, ascending.
-        axes: the value's axes.
-        sizes: how many there are of each of `over`.
+        layers: patched layers, ascending.
+        axes: of the value.
+        sizes: number of entries of each axis in `over`.
     """
 
     over: tuple[str, ...]
@@ -36,7 +36,7 @@ class Grid:
 
     @property
     def cells(self) -> int:
-        """How many."""
+        """Number of cells."""
         return int(np.prod(self.sizes))
 
     def hook(self, layer: int) -> str:
@@ -44,22 +44,24 @@ class Grid:
         return self.template.format(i=layer)
 
     def along(self, axis: str) -> int | None:
-        """The axis of the value that an axis of the sweep runs along; None for the layer."""
-        found = {"position": sequence_axis, "head": heads_axis, "source": lambda axes: axes.index("seq_k")}
-        return None if axis == "layer" else found[axis](self.axes)
+        """Index of the value's axis for an axis of the sweep; None for the layer."""
+        finders = {"position": sequence_axis, "head": heads_axis, "source": lambda axes: axes.index("seq_k")}
+        return None if axis == "layer" else finders[axis](self.axes)
 
     def layer_of(self, cells: NDArray[np.int64]) -> NDArray[np.int64]:
         """The layer of each cell, by its number."""
-        place = self.over.index("layer")
-        return np.array(self.layers)[np.unravel_index(cells, self.sizes)[place]]
+        return np.array(self.layers)[np.unravel_index(cells, self.sizes)[self.over.index("layer")]]
 
     def selected(self, cells: NDArray[np.int64], shape: Sequence[int], first: int = 0) -> NDArray[np.bool_]:
-        """What cells select: [cells, ...], of the value's rank, 1 wide along axes that they do not limit.
+        """Mask of the entries that cells select.
 
         Args:
             cells: numbers of cells.
             shape: of the value.
-            first: the position that the value's sequence begins with.
+            first: the position at which the value's sequence starts.
+
+        Returns:
+            [cells, ...] bool, of the value's rank; size 1 along axes that the cells do not limit.
         """
         mask = np.ones((len(cells), *[1] * (len(self.axes) - 1)), bool)
         for name, index in zip(self.over, np.unravel_index(cells, self.sizes), strict=True):
@@ -80,23 +82,23 @@ class Grid:
 def make_grid(
     model: HookedModel, hook: str | HookPoint, over: str | Iterable[str], layers: Iterable[int] | None, seq: int | None
 ) -> Grid:
-    """What a sweep over a hook point varies.
+    """Make the grid of a sweep over a hook point.
 
     Args:
         model: the hooked model.
         hook: a short name, "z" or "hook_resid_pre"; a name with `{i}` for the layer, or a glob; or a hook point of one
             layer, which is then the only one.
         over: names of axes, of `AXES`.
-        layers: of those that the hook means; all of them if left out.
+        layers: of those that the hook means; by default all of them.
         seq: positions of the prompts; None if they differ in length.
 
     Raises:
         HookError: no such hook point, or several.
-        InputError: an axis that the value does not have, twice the same one, or a layer that does not exist.
+        InputError: an axis that the value does not have, a repeated axis, or a layer that does not exist.
     """
-    template, there = _meant(model, hook)
+    template, available = _resolve(model, hook)
     variant = HookPoint.parse(template.format(i=0))
-    chosen = _layers(template, there, layers)
+    chosen = _layers(template, available, layers)
     if not isinstance(over, Iterable):
         raise InputError(f"over={over!r} names no axes; it is one or several of {', '.join(AXES)}")
     axes, names = variant.axes or (), (over,) if isinstance(over, str) else tuple(over)
@@ -117,15 +119,15 @@ def make_grid(
     return Grid(names, template, chosen, axes, tuple(sizes[name] for name in names))
 
 
-def _meant(model: HookedModel, hook: str | HookPoint) -> tuple[str, list[int]]:
-    """The hook point that is meant, with `{i}` for the layer, and in which layers."""
+def _resolve(model: HookedModel, hook: str | HookPoint) -> tuple[str, list[int]]:
+    """Template of a hook point with `{i}` for the layer, and its layers in the model."""
     names = [name for name in model.metadata.hooks if name.startswith("blocks.")]
     given = str(hook).replace("{i}", "*")
     short = given.removeprefix("hook_")
-    found = [name for name in names if HookPoint.parse(name).short == short]
+    matching = [name for name in names if HookPoint.parse(name).short == short]
     for pattern in (given, f"blocks.*.{given}"):  # "mlp.hook_act" is a name without its layer
-        found = found or [name for name in names if fnmatchcase(name, pattern)]
-    points = [HookPoint.parse(name) for name in found]
+        matching = matching or [name for name in names if fnmatchcase(name, pattern)]
+    points = [HookPoint.parse(name) for name in matching]
     templates = list(dict.fromkeys(VARIANTS[point.variant].template for point in points))
     if len(templates) > 1:
         raise HookError(f"{str(hook)!r} means several hook points, a sweep goes over one: {', '.join(templates)}")
@@ -143,20 +145,20 @@ def _unknown(model: HookedModel, given: str, names: list[str]) -> HookError:
     )
 
 
-def _layers(template: str, there: list[int], layers: Iterable[int] | None) -> tuple[int, ...]:
-    """The layers of those meant by the hook that are asked for."""
+def _layers(template: str, available: list[int], layers: Iterable[int] | None) -> tuple[int, ...]:
+    """Check the chosen layers."""
     if layers is None:
-        return tuple(there)
+        return tuple(available)
     given = [layers] if isinstance(layers, int | np.integer) else layers
     try:
         chosen = sorted({operator.index(layer) for layer in given})
     except TypeError:
         raise InputError(f"layers={layers!r}: integers are expected, as [0, 3]") from None
-    if not chosen or not {*chosen} <= {*there}:
-        raise InputError(f"layers {chosen} of {template}; the hook given means the layers {_spelled(there)}")
+    if not chosen or not {*chosen} <= {*available}:
+        raise InputError(f"layers {chosen} of {template}; the hook given means the layers {_layers_text(available)}")
     return tuple(chosen)
 
 
-def _spelled(layers: list[int]) -> str:
-    whole = layers == list(range(layers[0], layers[-1] + 1)) and len(layers) > 1
-    return f"{layers[0]} to {layers[-1]}" if whole else ", ".join(map(str, layers))
+def _layers_text(layers: list[int]) -> str:
+    contiguous = layers == list(range(layers[0], layers[-1] + 1)) and len(layers) > 1
+    return f"{layers[0]} to {layers[-1]}" if contiguous else ", ".join(map(str, layers))

@@ -1,4 +1,4 @@
-"""What a sweep measures at every cell: a number from the logits at the position that is read."""
+"""Metrics of a sweep: a number a cell, from the logits at the position that is read."""
 
 import inspect
 import operator
@@ -26,8 +26,8 @@ class Metric:
     """A metric on one prompt, or pair of prompts.
 
     Attributes:
-        name: what it is called.
-        needs: the tokens whose logits it reads, in this order; None if it reads all of them.
+        name: for tables and messages.
+        needs: ids of the tokens whose logits it reads, in this order; None for the whole vocabulary.
         of: logits [rows, vocab or needs], float64 -> [rows].
     """
 
@@ -36,7 +36,7 @@ class Metric:
     of: Callable[[Numbers], Numbers]
 
     def __call__(self, logits: NDArray[Any]) -> Numbers:
-        """The metric of some rows.
+        """Compute the metric of some rows.
 
         Args:
             logits: [rows, vocab or needs].
@@ -45,26 +45,26 @@ class Metric:
             [rows].
 
         Raises:
-            InputError: a function gave something else than one number a row.
+            InputError: a function that returned anything but one number a row.
         """
-        found = np.asarray(self.of(logits.astype(np.float64)))
-        if found.shape != (len(logits),) or found.dtype.kind not in "fiub":
+        values = np.asarray(self.of(logits.astype(np.float64)))
+        if values.shape != (len(logits),) or values.dtype.kind not in "fiub":
             raise InputError(
-                f"metric {self.name} gave {found.dtype} {list(found.shape)} for logits {list(logits.shape)}; it must "
+                f"metric {self.name} gave {values.dtype} {list(values.shape)} for logits {list(logits.shape)}; it must "
                 f"give one number a row, [{len(logits)}]"
             )
-        return found.astype(np.float64)
+        return values.astype(np.float64)
 
 
 @dataclass(frozen=True)
 class MetricRequest:
-    """The metric that was asked for, before the prompts are known.
+    """A metric as requested, before the prompts are known.
 
     Attributes:
         measure: a name, or a function of logits [rows, vocab], and of the pair's index if it takes two arguments, that
             gives [rows].
-        answer, versus: tokens, as ids or texts, one for all pairs or one a pair; None for the likeliest next token of
-            the clean prompt and of the corrupted one.
+        answer, versus: tokens, as ids or texts, one for all pairs or one a pair; None for the top token of the clean
+            prompt and of the corrupted one.
         resume_key: a name for a function, in the file that a sweep is resumed from.
     """
 
@@ -86,12 +86,12 @@ class MetricRequest:
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Name for tables and messages."""
         return self.measure if isinstance(self.measure, str) else getattr(self.measure, "__name__", "function")
 
     @property
     def identity(self) -> list[Any]:
-        """What distinguishes the metric from every other, as JSON holds it.
+        """Name, `resume_key` and tokens, as JSON holds them.
 
         Raises:
             InputError: a function without a `resume_key`: two functions cannot be compared.
@@ -104,15 +104,15 @@ class MetricRequest:
         return [self.name, self.resume_key, _plain(self.answer), _plain(self.versus)]
 
     def bind(self, model: Runner, pair: int, count: int, clean: NDArray[Any], other: NDArray[Any] | None) -> Metric:
-        """The metric of one of several pairs.
+        """Make the metric of one of several pairs.
 
         Args:
             model: for its tokenizer.
-            pair, count: which, of how many.
+            pair, count: number of the pair, and of all pairs.
             clean, other: the logits [vocab] of the clean prompt, and of the corrupted one if there is one.
 
         Raises:
-            InputError: an answer that is no token, or two that are the same.
+            InputError: an answer that is no token, or that equals `versus`.
         """
         if callable(self.measure):
             return Metric(self.name, None, _function(self.measure, pair))
@@ -153,10 +153,10 @@ def _function(given: Callable[..., Any], pair: int) -> Callable[[Numbers], Any]:
 
 
 def _divergence(reference: Numbers, logits: Numbers) -> Numbers:
-    """KL(reference || each row) in nats."""
-    found = log_softmax(logits, axis=-1)
-    chances = np.exp(reference)
-    terms = np.where(chances > 0, chances * (reference - found), 0.0)
+    """KL divergence KL(reference || row) of each row, in nats."""
+    others = log_softmax(logits, axis=-1)
+    probabilities = np.exp(reference)
+    terms = np.where(probabilities > 0, probabilities * (reference - others), 0.0)
     return np.maximum(terms.sum(axis=-1), 0.0)
 
 

@@ -1,12 +1,12 @@
-"""The cells of a sweep, computed many at a time.
+"""Patched runs: the cells of a sweep, computed as rows of a batch.
 
-1. Cells are batch rows. A row begins at the layer that it patches, with the stream of the run that is patched, joins
-   the rows that began before it, and goes on with them.
-2. Positions before the first one that a patch can change are those of the run that is patched: their keys and values
-   are taken from there, and nothing is computed for them.
-3. In the end only the last position is read, so after the last layer's attention only that is computed.
-4. A cell whose donor has the same numbers in that place, or that nothing which is read depends on, is not computed: it
-   has no effect, exactly.
+1. A cell is a row. It starts at the layer that it patches, from the stream of the run without a patch, and joins the
+   rows that started before it.
+2. Positions before the first one that a patch can change are not computed: their keys and values are those of the run
+   without a patch.
+3. Behind the last layer's attention only the last position is computed, since only that is read.
+4. A cell is not computed if its donor equals the base there, or if nothing that is read depends on it: its effect is
+   exactly zero.
 """
 
 import time
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.sweep.clean_run import CleanRun
 from mionnx.analysis.sweep.grid import Grid
-from mionnx.analysis.sweep.layer_graphs import Arrays, LayerGraphs, Text
+from mionnx.analysis.sweep.layer_graphs import Arrays, LayerGraphs, Rows
 from mionnx.analysis.sweep.metric import Metric
 from mionnx.errors import InputError, ModelError
 from mionnx.graph.axes import has_sequence, sequence_axis
@@ -28,22 +28,22 @@ from mionnx.machine import memory
 from mionnx.rewrite.plan import Edit
 from mionnx.spec.kinds import KINDS
 
-TOKENS = 4096  # that one call computes at most: more gains nothing, and takes memory
-FEW = 512  # tokens below which a call is worth filling with rows that begin later
-SHARE = 4  # of the free memory, that a call may take
+TOKENS = 4096  # most tokens of one call: more gains nothing, and takes memory
+FEW = 512  # a call with fewer tokens is filled with rows that start later
+SHARE = 4  # a call may take this part of the free memory: a quarter
 Cells = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Shortcuts:
-    """What is left out or done at once; results are the same without.
+    """Savings in computation; results are the same without them.
 
     Attributes:
         batch: cells are rows of one batch.
-        truncate: a row begins at the layer that it patches.
+        truncate: a row starts at the layer that it patches.
         last: after the last layer's attention only the last position is computed.
         window: positions that cannot change are not computed.
-        skip: cells that cannot have an effect, since base and donor are equal there, are not computed.
+        skip: cells at which base and donor are equal are not computed.
     """
 
     batch: bool = True
@@ -57,13 +57,13 @@ class PatchedRuns:
     """The patched runs of one prompt.
 
     Attributes:
-        graphs, grid, shortcuts: the model, the cells, and how they are computed.
-        base: the run that is patched, [1, ...].
-        donors: hook point -> what is put there, broadcast to its value.
+        graphs, grid, shortcuts: the model's layers, the cells, and the savings in use.
+        base: the run without a patch, [1, ...].
+        donors: hook point -> new value, broadcast to the old one.
         first: the first position at which donor and base differ.
-        read: how many logits of a row the metric reads.
-        rows: how many a call may have; halved when memory runs out.
-        climb: makes the way of some cells through the layers.
+        read: number of logits of a row that the metric reads.
+        rows: largest number of rows of a call; halved when memory runs out.
+        layer_pass: makes the pass of some cells through the layers.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class PatchedRuns:
         self.graphs, self.grid, self.shortcuts = graphs, grid, shortcuts or Shortcuts()
         self.base, self.donors, self.first = base, donors, first
         self.seq, self.read = base.ids.shape[1], read
-        self.rows = min(TOKENS, self._fitting()) if self.shortcuts.batch else 1
+        self.rows = min(TOKENS, self._rows_in_memory()) if self.shortcuts.batch else 1
         self.layer_pass: Callable[[PatchedRuns, Cells, int], LayerPass] = LayerPass
-        self._windowed = self.shortcuts.window and bool(base.known)
+        self._windowed = self.shortcuts.window and bool(base.past)
 
-    def _fitting(self) -> int:
-        """How many rows memory has room for."""
+    def _rows_in_memory(self) -> int:
+        """Number of rows for which memory has room."""
         return max(1, memory.available() // SHARE // self.row_bytes(self.seq))
 
     def row_bytes(self, width: int) -> int:
-        """What a row takes of which so many positions are computed, about: a layer, and in the end its logits.
+        """Approximate bytes of a row with `width` computed positions: one layer, and its logits.
 
         A layer takes the stream, neurons, scores, keys and values; the logits are 4 bytes each as the graph gives them,
         and a metric makes four arrays of 8 of them.
@@ -100,34 +100,37 @@ class PatchedRuns:
         return 4 * width * values + keys + self.read * (4 + 4 * 8)
 
     def effective_cells(self) -> NDArray[np.bool_]:
-        """[cells]: those to be computed, since they can have an effect."""
+        """[cells] bool: cells whose effect is not known to be zero."""
         grid = self.grid
-        found = np.zeros(grid.sizes, bool)
-        place = grid.over.index("layer")
+        effective = np.zeros(grid.sizes, bool)
+        layer_axis = grid.over.index("layer")
         for index, layer in enumerate(grid.layers):
             where: list[Any] = [slice(None)] * len(grid.sizes)
-            where[place] = index
+            where[layer_axis] = index
             for axis, name in enumerate(grid.over):
                 if name in ("position", "source"):
                     where[axis] = slice(self.seq)
-            found[tuple(where)] = self._differing(grid.hook(layer)) if self.shortcuts.skip else True
-        return found.ravel()
+            effective[tuple(where)] = self._differing(grid.hook(layer)) if self.shortcuts.skip else True
+        return effective.ravel()
 
     def _differing(self, hook: str) -> NDArray[np.bool_]:
-        """Which entries differ between base and donor, along the axes of the sweep but the layer, in their order."""
+        """Entries that differ between base and donor, along the sweep's axes without the layer."""
         old = self.base.values[hook]
         changed = old != np.broadcast_to(self.donors[hook], old.shape)
         if self._read_at_the_end(hook):
             earlier = [slice(None)] * changed.ndim
             earlier[sequence_axis(self.grid.axes)] = slice(-1)
             changed[tuple(earlier)] = False
-        kept = [axis for axis in map(self.grid.along, self.grid.over) if axis is not None]
-        reduced = changed.any(axis=tuple(axis for axis in range(changed.ndim) if axis not in kept))
-        return reduced.transpose([sorted(kept).index(axis) for axis in kept])
+        varied = [axis for axis in map(self.grid.along, self.grid.over) if axis is not None]
+        reduced = changed.any(axis=tuple(axis for axis in range(changed.ndim) if axis not in varied))
+        return reduced.transpose([sorted(varied).index(axis) for axis in varied])
 
     def _read_at_the_end(self, hook: str) -> bool:
-        """Whether a value of the last layer is read at the last position alone: all but what other tokens look at."""
-        last = hook == self.grid.hook(self.graphs.layers - 1) and bool(self.graphs.parted)
+        """Whether a hook point is in the last layer and is read at the last position alone.
+
+        Keys, values and the stream before attention are read by other tokens.
+        """
+        last = hook == self.grid.hook(self.graphs.layers - 1) and bool(self.graphs.after_attention)
         return last and HookPoint.parse(hook).variant not in ("ResidPre", "AttnK", "AttnRotK", "AttnV")
 
     def run(self, cells: Cells, metric: Metric, done: Callable[[Cells, NDArray[np.float64]], None]) -> None:
@@ -136,19 +139,19 @@ class PatchedRuns:
         Args:
             cells: their numbers.
             metric: what is measured.
-            done: told of the cells that were computed, and their values.
+            done: called with the computed cells and their values.
 
         Raises:
-            InputError: there is too little memory for a single one.
+            InputError: too little memory for a single cell.
         """
         for chunk, _ in self.batches(cells):
             try:
-                found = metric(self._logits(chunk, metric))
+                values = metric(self._logits(chunk, metric))
             except (MemoryError, ModelError) as error:
                 self._fewer(len(chunk), error)
                 self.run(chunk, metric, done)
             else:
-                done(chunk, found)
+                done(chunk, values)
 
     def _fewer(self, rows: int, error: Exception) -> None:
         """Halve the batch, if memory ran out."""
@@ -173,7 +176,7 @@ class PatchedRuns:
         return waiting[: min(most, max(filled, FEW // width, 1))]
 
     def batches(self, cells: Cells) -> Iterator[tuple[Cells, int]]:
-        """How cells would be put together: the cells of a call, and the position at which it begins."""
+        """Divide cells into batches: the cells of a call, and the position at which it starts."""
         waiting = cells[np.argsort(self._start(cells), kind="stable")]
         while len(waiting):
             chunk = self._next_batch(waiting)
@@ -181,17 +184,14 @@ class PatchedRuns:
             waiting = waiting[len(chunk) :]
 
     def layer_seconds(self, cells: Cells, start: int) -> float:
-        """Seconds that a token of these cells takes in a layer, by a layer that does as much as any."""
+        """Measure the seconds of one token in one layer, on a layer that does as much as any."""
         times = []
         for _ in range(2):  # the first opens the graphs
-            climb = self.layer_pass(self, cells, start)
-            begin = time.perf_counter()
-            climb.time_one_layer()
-            times.append(time.perf_counter() - begin)
+            times.append(self.layer_pass(self, cells, start).time_one_layer())
         return times[-1] / (len(cells) * (self.seq - start))
 
     def work(self, cells: Cells) -> int:
-        """How many tokens go through how many layers, for these cells."""
+        """Number of tokens times layers to be computed for some cells."""
         begins = self.grid.layer_of(cells) if self.shortcuts.truncate else np.zeros(len(cells), np.int64)
         layers = dict(zip(cells.tolist(), (self.graphs.layers - begins).tolist(), strict=True))
         return sum(
@@ -209,7 +209,7 @@ class PatchedRuns:
 
 
 class LayerPass:
-    """Some cells on their way through the layers, in the order in which they join."""
+    """The pass of some cells through the layers, in the order in which they join."""
 
     def __init__(self, patched: PatchedRuns, cells: Cells, start: int) -> None:
         self.patched, self.cells, self.start = patched, cells, start
@@ -219,12 +219,12 @@ class LayerPass:
         self.stream: Arrays = {}
         self.joined = 0
 
-    def text(self) -> Text:
+    def rows(self) -> Rows:
         """The tokens of the rows that have joined."""
-        return Text(np.repeat(self.patched.base.ids, self.joined, axis=0), self.start, self.patched.base.known)
+        return Rows(np.repeat(self.patched.base.ids, self.joined, axis=0), self.start, self.patched.base.past)
 
     def join(self, layer: int) -> None:
-        """Let the rows join that begin at a layer."""
+        """Add the rows that start at a layer."""
         until = int(np.searchsorted(self.begins, layer, side="right"))
         new = until - self.joined
         if new:
@@ -235,7 +235,7 @@ class LayerPass:
             self.joined = until
 
     def edits(self, layer: int, narrow: bool = False) -> dict[Edit, Arrays]:
-        """The patch of a layer, with its inputs for the rows that have joined."""
+        """The edit of a layer, with its inputs for the rows that have joined."""
         if layer not in self.grid.layers:
             return {}
         hook, axes = self.grid.hook(layer), self.grid.axes
@@ -252,30 +252,36 @@ class LayerPass:
         return {edit: {edit.value_input: np.ascontiguousarray(donor), edit.mask_input: mask}}
 
     def step(self, layer: int) -> None:
-        """Go through one layer."""
-        self.stream, _ = self.graphs.layer(layer, self.text(), self.stream, self.edits(layer))
+        """Run one layer."""
+        self.stream, _ = self.graphs.layer(layer, self.rows(), self.stream, self.edits(layer))
 
-    def time_one_layer(self) -> None:
-        """One layer with all rows, for its time."""
+    def time_one_layer(self) -> float:
+        """Run one layer with all rows; seconds."""
+        begin = time.perf_counter()
+        self.run_one_layer()
+        return time.perf_counter() - begin
+
+    def run_one_layer(self) -> None:
+        """Run the last patched layer with all rows."""
         layer = self.grid.layers[-1]
         self.join(layer)
         self.step(layer)
 
     def finish(self, metric: Metric) -> NDArray[Any]:
-        """Go through all layers that are left; the logits at the last position."""
+        """Run all remaining layers; the logits at the last position."""
         graphs, last = self.graphs, self.graphs.layers - 1
-        parted = graphs.parted if self.patched.shortcuts.last else ()
-        for layer in range(int(self.begins[0]), graphs.layers if not parted else last):
+        halves = graphs.after_attention if self.patched.shortcuts.last else ()
+        for layer in range(int(self.begins[0]), graphs.layers if not halves else last):
             self.join(layer)
             self.step(layer)
         tokens = None if metric.needs is None else np.array(metric.needs)
-        if not parted:
-            logits = graphs.logits(self.text(), self.stream, last=self.patched.shortcuts.last, tokens=tokens)
+        if not halves:
+            logits = graphs.logits(self.rows(), self.stream, last=self.patched.shortcuts.last, tokens=tokens)
             return logits[:, -1]
         self.join(last)
         order, hook = self.graphs.model.order, self.grid.hook(last)
-        late = last in self.grid.layers and order[hook] > order[parted[0]]
-        found = graphs.run(self.text(), self.stream, {} if late else self.edits(last), parted)
-        ends = {name: np.ascontiguousarray(value[:, -1:]) for name, value in found.items()}
+        late = last in self.grid.layers and order[hook] > order[halves[0]]
+        values = graphs.run(self.rows(), self.stream, {} if late else self.edits(last), halves)
+        ends = {name: np.ascontiguousarray(value[:, -1:]) for name, value in values.items()}
         narrow = self.edits(last, narrow=True) if late else {}
-        return graphs.logits(graphs.last_of(self.text()), ends, narrow, tokens=tokens)[:, -1]
+        return graphs.logits(graphs.last_position(self.rows()), ends, narrow, tokens=tokens)[:, -1]

@@ -49,9 +49,9 @@ def patch_sweep(
     progress: Progress | None = None,
     shortcuts: Shortcuts | None = None,
 ) -> SweepResult:
-    """Activation patching of every cell of a grid: values of one run put into another, one cell at a time.
+    """Activation patching of every cell of a grid: values of one run are put into another.
 
-    The results equal one forward pass a cell.
+    Each cell is patched by itself; the results equal one forward pass a cell.
 
     Args:
         clean, corrupted: prompts, one or as many of each; the two of a pair have the same number of tokens.

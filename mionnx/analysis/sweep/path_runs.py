@@ -1,11 +1,11 @@
-"""Path patching: what a sender changes is read by chosen receivers alone.
+"""Path patching: only chosen receivers read a sender's change.
 
-The stream that goes on is that of the run that is patched. A sender's change is kept beside it, and a receiver computes
-its input from the stream with the change, everybody else from the stream without. So what receivers make of it goes on
-as usual, and with everything as a receiver the result is that of plain patching.
+The stream is that of the run without a patch; a sender's change is kept beside it. A receiver computes its input from
+the stream with the change, everything else from the stream without. The receivers' outputs go on as usual, and with
+everything as a receiver the result is that of plain patching.
 
 For one receiver this is the path patching of Wang et al. (2022, arXiv:2211.00593) with all other heads and MLPs between
-the two frozen; several receivers see what earlier ones made of it, too.
+the two frozen; with several receivers, later ones read the outputs of earlier ones too.
 """
 
 from functools import partial
@@ -25,12 +25,15 @@ from mionnx.graph.hook_points import VARIANTS, HookPoint
 from mionnx.rewrite.plan import Edit
 from mionnx.spec.kinds import KINDS
 
-# What a sender writes into the stream, and how many stages after the beginning of its layer that is read.
+# Senders that are the stream itself -> number of stages from the start of their layer to the first reader.
 STREAM = {"ResidPre": 0, "ResidMid": 1, "ResidPost": 2}
 
 
 def written(variant: str, parallel: bool) -> tuple[str | None, int]:
-    """By which hook point a sender's change reaches the stream (None: it is the stream's own), and when it is read."""
+    """Hook point by which a sender's change reaches the stream, and stages until it is read.
+
+    None stands for the stream itself.
+    """
     if variant in STREAM:
         return None, STREAM[variant]
     attention = variant in VARIANTS and VARIANTS[variant].group == "attention"
@@ -38,27 +41,27 @@ def written(variant: str, parallel: bool) -> tuple[str | None, int]:
 
 
 def reached_layers(grid: Grid, receivers: Receivers) -> dict[int, bool]:
-    """Of each layer that sends, whether a receiver reads what it changes.
+    """Sender layer -> whether any receiver reads its change.
 
     Raises:
-        InputError: none does in any layer: every cell would be without effect.
+        InputError: no receiver reads any change: every cell would be without effect.
     """
     _, later = written(HookPoint.parse(grid.hook(0)).variant, receivers.parallel)
-    found = {layer: receivers.after(2 * layer + later) for layer in grid.layers}
-    if not any(found.values()):
+    reached = {layer: receivers.after(2 * layer + later) for layer in grid.layers}
+    if not any(reached.values()):
         names = ", ".join([*receivers.heads, *(["hook_final_norm"] if receivers.final else [])])
         raise InputError(
             f"what {grid.template} of layer {grid.layers[0]} and later changes is read by none of the receivers "
             f"{names}: all of them come before it; give senders of earlier layers, or later receivers"
         )
-    return found
+    return reached
 
 
 class PathPatchedRuns(PatchedRuns):
     """The path-patched runs of one prompt.
 
     Attributes:
-        receivers: who reads the change.
+        receivers: the hook points that read the change.
     """
 
     def __init__(self, receivers: Receivers, *given: Any) -> None:
@@ -67,12 +70,12 @@ class PathPatchedRuns(PatchedRuns):
         self.layer_pass = partial(_PathPass, receivers)
 
     def effective_cells(self) -> NDArray[np.bool_]:
-        """[cells]: those whose change somebody receives."""
-        found, layers = reached_layers(self.grid, self.receivers), self.grid.layer_of(np.arange(self.grid.cells))
-        return super().effective_cells() & np.array([found[layer] for layer in layers.tolist()])
+        """[cells] bool: cells whose change is read by a receiver."""
+        reached, layers = reached_layers(self.grid, self.receivers), self.grid.layer_of(np.arange(self.grid.cells))
+        return super().effective_cells() & np.array([reached[layer] for layer in layers.tolist()])
 
     def row_bytes(self, width: int) -> int:
-        """The change and the sums with it take as much again as the stream, and receivers' inputs their own."""
+        """Approximate bytes of a row: the change and its sums besides, and the receivers' inputs."""
         sizes = self.graphs.model.metadata.sizes
         received = (sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_dim
         return super().row_bytes(width) + 4 * width * (8 * sizes.hidden_size + 2 * received)
@@ -82,7 +85,7 @@ class PathPatchedRuns(PatchedRuns):
 
 
 class _PathPass(LayerPass):
-    """Some cells on their way through the layers: the stream, and the change beside it."""
+    """The pass of some cells through the layers: the stream, and the change beside it."""
 
     def __init__(self, receivers: Receivers, patched: PatchedRuns, cells: Cells, start: int) -> None:
         super().__init__(patched, cells, start)
@@ -93,20 +96,20 @@ class _PathPass(LayerPass):
         self.change: NDArray[Any] = np.empty(0)
 
     def finish(self, metric: Metric) -> NDArray[Any]:
-        """Go through all layers that are left; the logits at the last position."""
+        """Run all remaining layers; the logits at the last position."""
         for layer in range(int(self.begins[0]), self.graphs.layers):
             self.join(layer)
             self.step(layer)
         end = self.stream[self.graphs.end] + self.change if self.receivers.final else self.stream[self.graphs.end]
         tokens = None if metric.needs is None else np.array(metric.needs)
-        return self.graphs.logits(self.text(), {self.graphs.end: end}, tokens=tokens)[:, -1]
+        return self.graphs.logits(self.rows(), {self.graphs.end: end}, tokens=tokens)[:, -1]
 
     def step(self, layer: int) -> None:
-        """Go through one layer: what is sent there, and who receives it."""
+        """Run one layer: senders, then receivers."""
         self._layer(layer, self._sent(layer))
 
-    def time_one_layer(self) -> None:
-        """The layer that sends and has the most receivers, every row with a change."""
+    def run_one_layer(self) -> None:
+        """Run the sender layer with the most receivers, every row with a change."""
         count = self.receivers.count
         layer = max(reversed(self.grid.layers), key=count)
         self.begins = np.zeros_like(self.begins)
@@ -115,15 +118,15 @@ class _PathPass(LayerPass):
         self.step(layer)
 
     def join(self, layer: int) -> None:
-        """Let rows join; they have changed nothing yet."""
+        """Add rows; they have changed nothing yet."""
         before = self.joined
         super().join(layer)
-        stream = self.stream[self.graphs.starts(layer)[0]]
+        stream = self.stream[self.graphs.inputs_of(layer)[0]]
         fresh = np.zeros_like(stream[before:])
         self.change = np.concatenate([self.change, fresh]) if before else fresh
 
     def _sent(self, layer: int) -> NDArray[Any] | None:
-        """What senders of this layer add to the stream, zero for rows that sent earlier."""
+        """Change of the stream by this layer's senders; zero for rows that sent earlier."""
         edits = self.edits(layer)
         if not edits:
             return None
@@ -134,12 +137,12 @@ class _PathPass(LayerPass):
             return np.where(inputs[edit.mask_input], inputs[edit.value_input] - old, 0)
         begins = {name: value[:, self.start :] for name, value in self.base.streams[layer].items()}
         begins = {name: np.repeat(value, self.joined, axis=0) for name, value in begins.items()}
-        new = self.graphs.run(self.text(), begins, edits, [through])[through]
+        new = self.graphs.run(self.rows(), begins, edits, [through])[through]
         sends = (self.layers[: self.joined] == layer)[:, None, None]
         return np.where(sends, new - old, 0)
 
     def _layer(self, layer: int, sent: NDArray[Any] | None) -> None:
-        """One layer: its attention, then its MLP, each with what its receivers make of the change."""
+        """Run a layer: attention, then MLP, each with the change at its receivers."""
         pre, mid, post = (str(point(layer)) for point in (HookPoint.ResidPre, HookPoint.ResidMid, HookPoint.ResidPost))
         stages = [(pre, self.receivers.into_attention(layer)), (mid, self.receivers.into_mlp(layer))]
         if self.receivers.parallel:
@@ -149,9 +152,9 @@ class _PathPass(LayerPass):
             self._send(sent, number)
             end = post if begin == stages[-1][0] else mid
             edits = self._received(begin, stream, receivers)
-            stream = self.graphs.run(self.text(), {begin: stream}, edits, [end])[end]
+            stream = self.graphs.run(self.rows(), {begin: stream}, edits, [end])[end]
         self._send(sent, 2)
-        after = self.graphs.starts(layer + 1)[0]
+        after = self.graphs.inputs_of(layer + 1)[0]
         self.stream = {after: stream}
 
     def _send(self, sent: NDArray[Any] | None, stage: int) -> None:
@@ -159,10 +162,10 @@ class _PathPass(LayerPass):
             self.change = self.change + sent
 
     def _received(self, begin: str, stream: NDArray[Any], receivers: list[str]) -> dict[Edit, Arrays]:
-        """The inputs of receivers, computed from the stream with the change."""
+        """Edits with the receivers' inputs, computed from the stream with the change."""
         if not receivers or not self.change.any():
             return {}
-        found = self.graphs.run(self.text(), {begin: stream + self.change}, {}, receivers)
+        inputs = self.graphs.run(self.rows(), {begin: stream + self.change}, {}, receivers)
         edits: dict[Edit, Arrays] = {}
         for name in receivers:
             axes = HookPoint.parse(name).axes or ()
@@ -170,7 +173,7 @@ class _PathPass(LayerPass):
             mask = np.ones([1] * len(axes), bool)
             heads, axis = self.receivers.heads[name], heads_axis(axes)
             if heads is not None and axis is not None:
-                line = np.isin(np.arange(found[name].shape[axis]), heads)
+                line = np.isin(np.arange(inputs[name].shape[axis]), heads)
                 mask = line.reshape([-1 if i == axis else 1 for i in range(len(axes))])
-            edits[edit] = {edit.value_input: found[name], edit.mask_input: mask}
+            edits[edit] = {edit.value_input: inputs[name], edit.mask_input: mask}
         return edits

@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-MOST = 64  # small maps in one figure; of more, those with the largest numbers
+MOST = 64  # small maps in one figure; the ones with the largest numbers
 CELL, LEAST, NARROWEST, WIDEST = 0.28, 2.2, 5.0, 14.0  # inches
-LETTERS = 14  # of a title, an inch
+LETTERS = 14  # letters of a title, an inch
 
 
 def draw(
     numbers: NDArray[np.float64], over: Sequence[str], labels: Mapping[str, list[str]], title: str, what: str
 ) -> "Figure":
-    """Heat maps of the first and last axis; one for each combination of the axes between.
+    """Draw heat maps of the first and last axis, one for each entry of the axes between.
 
     Args:
         numbers: axes in the order of `over`.
         over: names of the axes.
-        labels: of the entries of each.
-        title: above all.
-        what: the numbers are; beside the scale.
+        labels: name of an axis -> names of its entries.
+        title: above all maps.
+        what: label of the colour scale.
     """
     flat = numbers[None] if numbers.ndim == 1 else numbers
     names = ("", *over) if numbers.ndim == 1 else tuple(over)

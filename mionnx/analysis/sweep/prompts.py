@@ -44,7 +44,10 @@ def until(at: int, prompt: Ids) -> Ids:
 
 
 def axis_labels(model: Runner, grid: Grid, prompts: Sequence[Ids]) -> dict[str, list[str]]:
-    """Name the entries of a grid's axes; a position by its token if all prompts have the same one there."""
+    """Name the entries of a grid's axes.
+
+    A position is named by its token if all prompts have the same one there.
+    """
     columns = list(zip(*prompts, strict=False))
     tokens = [
         token_text(model, int(ids[0])) if len({*map(int, ids)}) == 1 else f"[{position}]"
@@ -56,7 +59,7 @@ def axis_labels(model: Runner, grid: Grid, prompts: Sequence[Ids]) -> dict[str, 
 
 
 def quote(model: Runner, ids: Ids) -> str:
-    """A prompt's text in quotes, cut after 60 characters; its ids where the model has no tokenizer."""
+    """A prompt in quotes, cut after 60 characters; its ids if the model has no tokenizer."""
     text = model.tokenizer.decode(ids.tolist()) if model.has_tokenizer else " ".join(map(str, ids.tolist()))
     return repr(text if len(text) <= 60 else text[:57] + "...")
 

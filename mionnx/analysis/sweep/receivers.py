@@ -1,4 +1,4 @@
-"""Who receives in path patching: the inputs of attention heads and MLPs, and what reads the stream in the end."""
+"""Receivers of path patching: inputs of attention heads and MLPs, and the final norm."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ Receiver = str | HookPoint | tuple[str | HookPoint, int | Iterable[int]]
 
 @dataclass(frozen=True)
 class Receivers:
-    """Everything that reads a sender's change.
+    """Hook points that read a sender's change.
 
     Attributes:
-        heads: hook point of a layer -> the heads that receive; None for all, and where there are none.
+        heads: hook point of a layer -> the heads that receive; None for all, and where a value has no heads.
         final: whether the final norm, and so the logits, read it.
         parallel: whether attention and MLP of a layer read the same stream.
-        layers: of the model.
+        layers: number of layers of the model.
     """
 
     heads: dict[str, tuple[int, ...] | None]
@@ -32,23 +32,29 @@ class Receivers:
     layers: int
 
     def into_attention(self, layer: int) -> list[str]:
-        """The receivers that read the stream before a layer: its queries, keys and values; in parallel blocks all."""
+        """Receivers that read the stream before a layer: queries, keys, values.
+
+        In parallel blocks the MLP is among them.
+        """
         variants = (*INTO_ATTENTION, INTO_MLP) if self.parallel else INTO_ATTENTION
         return [
             name for name in (str(getattr(HookPoint, variant)(layer)) for variant in variants) if name in self.heads
         ]
 
     def into_mlp(self, layer: int) -> list[str]:
-        """The receivers that read the stream in the middle of a layer."""
+        """Receivers that read the stream in the middle of a layer."""
         name = str(HookPoint.MlpPre(layer))
         return [name] if name in self.heads and not self.parallel else []
 
     def count(self, layer: int) -> int:
-        """How many hook points of a layer receive."""
+        """Number of receiving hook points of a layer."""
         return len(self.into_attention(layer)) + len(self.into_mlp(layer))
 
     def after(self, stage: int) -> bool:
-        """Whether any of them reads at a stage or later; stage 2 l is before layer l, 2 l + 1 in its middle."""
+        """Whether any receiver reads at a stage or later.
+
+        Stage 2 l is before layer l, 2 l + 1 in its middle.
+        """
         if self.final or stage > 2 * self.layers:
             return self.final
         return any(
@@ -58,7 +64,7 @@ class Receivers:
 
 
 def make_receivers(model: HookedModel, given: str | HookPoint | Iterable[Receiver]) -> Receivers:
-    """The receivers that are meant.
+    """Make receivers from hook points, globs and pairs with heads.
 
     Args:
         model: a transformer.
@@ -76,13 +82,13 @@ def make_receivers(model: HookedModel, given: str | HookPoint | Iterable[Receive
         raise HookError(f"path patching needs attention heads; {model.metadata.family} has none")
     heads: dict[str, tuple[int, ...] | None] = {}
     for point, chosen in _entries(given):
-        found = [name for name in valid if fnmatchcase(name, point)]
-        if not found:
+        matching = [name for name in valid if fnmatchcase(name, point)]
+        if not matching:
             raise HookError(
                 f"{point!r} receives nothing; receivers are the inputs hook_q, hook_k, hook_v and mlp.hook_pre "
                 f"of a layer, and hook_final_norm{nearest(point, valid)}"
             )
-        for name in found:
+        for name in matching:
             heads[name] = _both(heads.get(name, ()), _heads(model, name, chosen))
     final = str(HookPoint.FinalNorm)
     parallel = str(HookPoint.ResidMid(0)) not in model.metadata.hooks
@@ -91,7 +97,7 @@ def make_receivers(model: HookedModel, given: str | HookPoint | Iterable[Receive
 
 
 def _entries(given: str | HookPoint | Iterable[Receiver]) -> list[tuple[str, Any]]:
-    """Hook points, or globs of them, and the heads chosen there."""
+    """Pairs of a hook point or glob, and the heads chosen there."""
     if isinstance(given, str | HookPoint):
         return [("*" if given == "all" else str(given), None)]
     entries = list(given) if isinstance(given, Iterable) else []
@@ -116,8 +122,8 @@ def _heads(model: HookedModel, name: str, chosen: int | Iterable[int] | None) ->
     axis = heads_axis(axes)
     if axis is None:
         raise InputError(f"{name} has no heads to choose from")
-    found = tuple(naturals("head", chosen if isinstance(chosen, Iterable) else [chosen]))
+    heads = tuple(naturals("head", chosen if isinstance(chosen, Iterable) else [chosen]))
     count = int(model.axes(HookPoint.parse(name))[axis])
-    if max(found) >= count:
-        raise InputError(f"heads {list(found)} of {name}, which has {count} (0 to {count - 1})")
-    return found
+    if max(heads) >= count:
+        raise InputError(f"heads {list(heads)} of {name}, which has {count} (0 to {count - 1})")
+    return heads

@@ -1,4 +1,4 @@
-"""`SweepResult`: a number for every cell, and how it looks."""
+"""`SweepResult`: a number for every cell, with table, figure and page."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,19 +19,19 @@ Numbers = NDArray[np.float64]
 
 @dataclass
 class SweepResult(Shown):
-    """What a sweep measured.
+    """Values of a sweep.
 
     Attributes:
-        values: the metric at every cell, mean over prompts; axes in the order of `over`.
-        by_pair: the same of every prompt or pair, [pairs, ...].
+        values: the metric at every cell, float64, mean over prompts; axes in the order of `over`.
+        by_pair: the metric of every prompt or pair, [pairs, ...].
         over: names of the axes.
-        labels: name of an axis -> what its entries are called: layers, tokens, heads.
+        labels: name of an axis -> names of its entries: layers, tokens, heads.
         clean, corrupted: the metric without any patch, mean over pairs; `corrupted` is None where there is no second
             run (ablation).
         direction: "denoising" (clean values put into the corrupted run), "noising" (the other way), or "ablation".
-        metric, hook: what was measured, and where.
-        title, about: a short and a longer line on it.
-        cost: what was computed: cells, those of them that cannot have an effect, seconds.
+        metric, hook: name of the metric, template of the hook point.
+        title, about: a short and a longer line for pictures.
+        cost: numbers of "cells", of cells "without effect", and "seconds".
     """
 
     values: Numbers
@@ -54,15 +54,15 @@ class SweepResult(Shown):
 
     @property
     def effect(self) -> Numbers:
-        """How far each cell moved the metric: values minus base; exactly 0 where nothing can move."""
+        """Change of the metric by each cell: values minus base; exactly 0 for cells without effect."""
         return self.values - self.base
 
     @property
     def normalized(self) -> Numbers:
-        """The effect as a share of the way between the two runs: 0 is no effect, 1 the whole difference.
+        """The effect as a share of the difference between the two runs: 0 is none of it, 1 all.
 
         Raises:
-            InputError: there is no other run, or both have the same metric.
+            InputError: no second run, or the same metric in both.
         """
         if self.corrupted is None:
             raise InputError("an ablation has no second run to normalise by: use `effect`")
@@ -73,13 +73,13 @@ class SweepResult(Shown):
 
     @property
     def shown(self) -> tuple[str, Numbers]:
-        """What pictures show: the normalised effect where there is one, else the effect."""
+        """Label and values of pictures: the normalised effect, or else the effect."""
         if self.corrupted is None or self.clean == self.corrupted:
             return f"change of {self.metric}", self.effect
         return f"share of the difference in {self.metric}", self.normalized
 
     def top(self, k: int = 10) -> list[tuple[dict[str, str], float]]:
-        """The k cells with the largest effect, as labels by axis and the effect."""
+        """The k cells with the largest effect: their labels by axis, and the effect."""
         order = np.argsort(-np.abs(self.effect), axis=None, kind="stable")[:k]
         cells = np.transpose(np.unravel_index(order, self.values.shape))
         return [(self._named(cell), float(self.effect[tuple(cell)])) for cell in cells.tolist()]
@@ -88,7 +88,7 @@ class SweepResult(Shown):
         return {name: self.labels[name][index] for name, index in zip(self.over, cell, strict=True)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON can hold it."""
+        """All attributes, as JSON can hold them."""
         names = (
             "title",
             "about",
@@ -106,24 +106,24 @@ class SweepResult(Shown):
         return {**found, "effect": self.effect, "by_pair": self.by_pair}
 
     def figure(self) -> "Figure":
-        """Heat maps; of more than two axes, a small one for each entry of the others."""
+        """Draw heat maps; with more than two axes, a small one for each entry of the others."""
         what, numbers = self.shown
         return draw(numbers, self.over, self.labels, f"{self.title}\n{self.about}", what)
 
     def page(self) -> str:
-        """A heat map with the values under the pointer; of more than two axes, the others are chosen."""
+        """Render an HTML page: a heat map with values on hover, and selectors of further axes."""
         what, numbers = self.shown
         data = {**self.to_dict(), "shown": numbers, "what": what}
         del data["by_pair"], data["effect"]
         return render("heat.html", self.title, data=data, about=self.about, facts=self.facts())
 
     def facts(self) -> str:
-        """A line on the runs without patches."""
+        """One line with the metric of the runs without a patch."""
         other = "" if self.corrupted is None else f", corrupted {self.corrupted:.4g}"
         return f"{self.metric}: clean {self.clean:.4g}{other}"
 
     def table(self, top: int = 10) -> Table:
-        """For a terminal: the map if it has two axes and fits, else the largest cells."""
+        """Table for a terminal: the map if it has two axes and fits, else the largest cells."""
         what, numbers = self.shown
         if len(self.over) == 2 and numbers.shape[1] <= 24:
             table = Table(f"{self.over[0]} / {self.over[1]}", *self.labels[self.over[1]], title=what)

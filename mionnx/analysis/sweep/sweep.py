@@ -223,7 +223,7 @@ class Sweep:
         return self._prepare(0)
 
     def _prepare(self, pair: int) -> tuple[PatchedRuns, Metric, tuple[float, float]]:
-        """Run a pair without patches: what patched runs begin with, the metric, and its values at base and other."""
+        """Run a pair without a patch: patched runs, metric, its values at base and other."""
         prompts, setting, grid = self.pairs[pair], self.setting, self.setting.grid
         ids = np.stack([prompts.base] if prompts.other is None else [prompts.base, prompts.other])
         begins = {*grid.layers} if setting.shortcuts.truncate else {0}
@@ -258,7 +258,7 @@ def run_sweep(sweep: Sweep, progress: Progress | None, resume: str | Path | bool
 
 
 def _progress_file(sweep: Sweep, resume: str | Path | bool) -> Path | None:
-    """The file in which computed cells are stored; None where nothing is."""
+    """Path of the file for computed cells; None if nothing is stored."""
     if not isinstance(resume, bool):
         return Path(resume)
     if not resume:

@@ -307,7 +307,7 @@ def test_without_a_result_the_model_runs_to_the_last_hook_only(llama):
     assert logits is None
     assert not cache["resid_pre", 1].any()
     chain = list(llama.variants.open.values())[-1]
-    assert max(len(link.session.get_outputs()) for link in chain.links) <= 6
+    assert max(len(link.program.native.get_outputs()) for link in chain.links) <= 6
     assert "logits" not in {name for link in chain.links for name in link.outputs}
 
 
