@@ -97,7 +97,7 @@ def measure(model: MIModel, bridge: TransformerBridge, length: int, repeats: int
         milliseconds = [f"{median(seconds) * 1000:.1f} ms" for seconds in (bare, own)]
         ahead = ratio(times["lens"], own) if "lens" in times else "-"
         rows.append(
-            (str(length), name, str(len(chain.links)), f"{first:.2f} s", *milliseconds, ratio(own, bare), ahead)
+            (str(length), name, str(len(chain.segments)), f"{first:.2f} s", *milliseconds, ratio(own, bare), ahead)
         )
     return rows
 

@@ -21,7 +21,7 @@ from mionnx.run import find_model, prepacked
 from mionnx.run.segment_chain import SegmentChain, open_segments
 
 UNPACKED = 512  # tokens from which on packing the weights gains little (measured: 1.06 at 8 x 64)
-VARIANT = 2**25  # bytes that a session from a base takes besides the weights it shares, about
+VARIANT = 2**25  # approximate bytes of a session from a base besides the weights that it shares
 REWRITING = ("mionnx.rewrite", "mionnx.graph", "mionnx.spec.kinds")  # a change there may change a rewritten graph
 WHEN = ("auto", "always", "ready", "never")
 
@@ -101,14 +101,14 @@ class GraphPool:
     def _recent(self, key: Key, make: Callable[[], Open], tokens: int) -> Open:
         if self.options.prepack is None and self.engine.prepacks:
             self.options = replace(self.options, prepack=tokens < UNPACKED)
-        found: Any = self.open.pop(key, None) or make()
-        self.open[key] = found  # last in the order of the dictionary: the one used most recently
+        graph: Any = self.open.pop(key, None) or make()
+        self.open[key] = graph  # last in the order of the dictionary: the one used most recently
         limit = self.options.max_bytes or memory.total() // 2
         while len(self.open) > 1 and (
             len(self.open) > self.options.max_graphs or sum(one.cost for one in self.open.values()) > limit
         ):
             del self.open[next(iter(self.open))]
-        return found
+        return graph
 
     def prepare(self) -> bool:
         """Make the prepacked base now; returns whether there is one."""
@@ -132,17 +132,17 @@ class GraphPool:
         base = self._find_base()
         if base is not None and base.serves(plan, self.model):
             model, report = self._rewritten(base, plan)
-            opened = self.engine.open(model, base.folder, self.options, optimised=True)
-            return OpenGraph(plan, opened, report, None if plan.empty else model, VARIANT, self.options)
+            program = self.engine.open(model, base.folder, self.options, optimised=True)
+            return OpenGraph(plan, program, report, None if plan.empty else model, VARIANT, self.options)
         folder = self.model.folder
         if plan.empty:
-            opened = self.engine.open(folder / GRAPH, folder, self.options)
-            return OpenGraph(plan, opened, Report(), None, self.weights, self.options)
+            program = self.engine.open(folder / GRAPH, folder, self.options)
+            return OpenGraph(plan, program, Report(), None, self.weights, self.options)
         self._opened += 1
         model, report = rewrite(self.model.proto, plan, self.model.metadata)
         cost = sum(onnx_file.locations(onnx_file.parse(model)).values()) if plan.starts else self.weights
-        opened = self.engine.open(model, folder, self.options)
-        return OpenGraph(plan, opened, report, model, cost, self.options)
+        program = self.engine.open(model, folder, self.options)
+        return OpenGraph(plan, program, report, model, cost, self.options)
 
     def _make_chain(self, plan: Plan, hooks: tuple[str, ...]) -> SegmentChain:
         base, metadata = self._find_base(), self.model.metadata
@@ -169,17 +169,17 @@ class GraphPool:
         """A base's graph rewritten, from the store if it is there."""
         if plan.empty:
             return base.proto.SerializeToString(), Report()
-        made: list[tuple[bytes, Report]] = []
+        rewritten: list[tuple[bytes, Report]] = []
 
         def build(folder: Path) -> dict[str, Any]:
-            made.append(rewrite(base.proto, plan, self.model.metadata))
-            (folder / GRAPH).write_bytes(made[0][0])
-            (folder / "report.json").write_text(made[0][1].to_json())
+            rewritten.append(rewrite(base.proto, plan, self.model.metadata))
+            (folder / GRAPH).write_bytes(rewritten[0][0])
+            (folder / "report.json").write_text(rewritten[0][1].to_json())
             return {"model": self.model.folder.name, "edits": len(plan.edits), "captures": len(plan.captures)}
 
         entry = self._entries.get("graphs", _key_of(base, plan), build)
-        if made or entry is None:
-            return made[0] if made else rewrite(base.proto, plan, self.model.metadata)
+        if rewritten or entry is None:
+            return rewritten[0] if rewritten else rewrite(base.proto, plan, self.model.metadata)
         report = Report.from_json((entry.path / "report.json").read_text())
         return (entry.path / GRAPH).read_bytes(), report
 

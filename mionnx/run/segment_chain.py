@@ -25,7 +25,7 @@ from mionnx.rewrite.plan import Plan
 from mionnx.rewrite.segment import Segment, cut
 
 THREADS = 512  # of all sessions of a chain together: each has its own, and systems limit their number
-LINK = 2**20  # bytes that one more session takes, about
+SEGMENT = 2**20  # approximate bytes of one more session
 
 Arrays = dict[str, NDArray[Any]]
 # (hook, value): what the value becomes.
@@ -41,8 +41,8 @@ class OpenSegment:
         inputs: what is fed to it.
         defaults: inputs that may be left out (an RWKV's gates).
         hooks: the hooked values that it makes, in execution order.
-        outputs: all that it makes: these, and what later links or the caller need.
-        done: what no later link reads.
+        outputs: all that it makes: these, and what later segments or the caller need.
+        done: what no later segment reads.
     """
 
     program: Program
@@ -59,20 +59,20 @@ class SegmentChain:
 
     Attributes:
         plan: what was asked of the graph before it was cut.
-        links: the open segments, in order.
+        segments: the open ones, in order.
         report: which nodes were added where.
-        cost: bytes of memory that it takes, about.
+        cost: approximate bytes of memory.
         options: what its sessions were opened with.
     """
 
     plan: Plan
-    links: tuple[OpenSegment, ...]
+    segments: tuple[OpenSegment, ...]
     report: Report
     cost: int
     options: Options
 
     def run(self, wanted: Collection[str], feeds: Mapping[str, Value], between: Between) -> Arrays:
-        """Run all links in order.
+        """Run all segments in order.
 
         Args:
             wanted: names of outputs.
@@ -80,21 +80,20 @@ class SegmentChain:
             between: called for each hooked value when it is there; what it returns is what later nodes read.
 
         Raises:
-            ModelError: ONNX Runtime failed while running.
+            ModelError: the engine failed while running.
         """
         values: dict[str, Any] = dict(feeds)
-        kept: dict[str, Any] = {}
-        for link in self.links:
-            given = (*link.inputs, *(name for name in link.defaults if name in feeds))
-            read = {name: values[name] for name in given}
-            found = link.program.compute(link.outputs, read)
-            for hook in link.hooks:
-                found[hook] = between(hook, np.asarray(found[hook]))
-            kept |= {name: found[name] for name in found.keys() & wanted}
-            values |= found
-            for name in link.done:
+        results: dict[str, Any] = {}
+        for segment in self.segments:
+            names = (*segment.inputs, *(name for name in segment.defaults if name in feeds))
+            outputs = segment.program.compute(segment.outputs, {name: values[name] for name in names})
+            for hook in segment.hooks:
+                outputs[hook] = between(hook, np.asarray(outputs[hook]))
+            results |= {name: outputs[name] for name in outputs.keys() & wanted}
+            values |= outputs
+            for name in segment.done:
                 values.pop(name, None)
-        return {name: np.asarray(value) for name, value in kept.items()}
+        return {name: np.asarray(value) for name, value in results.items()}
 
 
 def open_segments(
@@ -118,25 +117,25 @@ def open_segments(
         folder: of its weights.
         options: how sessions are opened.
         engine: what runs them.
-        optimised: whether the graph is one that ONNX Runtime has optimised already.
-        cost: bytes that one session of the whole graph takes, about.
+        optimised: whether the engine has optimised the graph already.
+        cost: approximate bytes of one session of the whole graph.
 
     Raises:
-        ModelError: ONNX Runtime refuses a segment.
+        ModelError: the engine refuses a segment.
     """
     segments = cut(model, hooks)
     each = replace(options, threads=_threads(options.threads, len(segments)), cuda_graphs=False)
-    links: list[OpenSegment] = []
+    opened: list[OpenSegment] = []
     later: set[str] = set()
     for segment in reversed(segments):
         part = segment.model.SerializeToString()
         program = engine.open(part, folder, each, optimised=optimised, spinning=False)
-        links.append(_link(segment, program, later))
+        opened.append(_open_segment(segment, program, later))
         later.update(segment.inputs)
-    return SegmentChain(plan, tuple(reversed(links)), report, cost + LINK * len(links), options)
+    return SegmentChain(plan, tuple(reversed(opened)), report, cost + SEGMENT * len(opened), options)
 
 
-def _link(segment: Segment, program: Program, later: set[str]) -> OpenSegment:
+def _open_segment(segment: Segment, program: Program, later: set[str]) -> OpenSegment:
     outputs = (*segment.hooks, *segment.others)
     done = tuple(name for name in (*segment.inputs, *outputs) if name not in later)
     return OpenSegment(program, segment.inputs, segment.defaults, segment.hooks, outputs, done)

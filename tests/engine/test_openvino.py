@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
-from mionnx import HookPoint, HookSpec, Intervention, Logits, MIModel
+from mionnx import HookPoint, HookSpec, Intervention, Logits, MIModel, ModelError, Options
+from mionnx.engine.engines import open_program
 
 MODELS = Path(__file__).parents[2] / "models"
 PROMPT = "The capital of France is"
@@ -105,3 +107,21 @@ def test_a_sweep_runs_its_pieces_in_the_engine(pair, monkeypatch):
     monkeypatch.setattr("onnxruntime.InferenceSession", None)
     found = other.patch_sweep(PROMPT, "The capital of Italy is")
     assert _near(expected.values, found.values)
+
+
+def test_what_the_engine_does_with_unusual_inputs(tmp_path):
+    """A default is fed, and not folded; the k of TopK may be an input; bfloat16 is refused."""
+    text = """<ir_version: 10, opset_import: ["" : 23]>
+        f (float[n] x, int64[1] k, float[n] bias) => (float[m] top, int64[m] at) <float[3] bias = {0, 0, 5}>
+        { y = Add(x, bias)  top, at = TopK(y, k) }"""
+    model = onnx.parser.parse_model(text)
+    program = open_program(model.SerializeToString(), tmp_path, Options(engine="openvino"))
+    assert program.inputs["bias"].optional
+    feeds = {"x": np.float32([1, 2, 3]), "k": np.array([2]), "unread": np.zeros(1)}
+    assert program.run(["at"], feeds)["at"].tolist() == [2, 1]
+    assert program.run(["top"], {**feeds, "bias": np.float32([9, 0, 0])})["top"].tolist() == [10, 3]
+    half = onnx.parser.parse_model(text.replace("float[n] x", "bfloat16[n] x"))
+    with pytest.raises(ModelError, match="engine='onnxruntime'"):
+        open_program(half.SerializeToString(), tmp_path, Options(engine="openvino"))
+    with pytest.raises(ModelError, match="OpenVINO failed"):
+        program.run(["at"], {"x": np.zeros((2, 2), np.float32), "k": np.array([1])})

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from mionnx import HookPoint, Intervention, InterventionError
 from mionnx.bind.splice_check import Site, check_fragment
-from mionnx.graph import onnx_file
+from mionnx.graph.builder import edit as editable
+from mionnx.graph.builder import serialise
 from mionnx.graph.fragment import Fragment
 from mionnx.graph.report import Report
 from mionnx.rewrite.intervene import intervene
@@ -78,9 +79,9 @@ def changed_by_nodes(kind: Kind, point: HookPoint, x: np.ndarray, values: list[n
     if kind.has_fragment:
         fit = check_fragment(Fragment.of(FRAGMENT), 23, [Site(point.name, point.axes, ("batch", "seq", 5))])
     edit = Edit(point.name, kind, 0, point.axes, fit=fit)
-    graph = onnx_file.edit(proto)
+    graph = editable(proto)
     intervene(graph, [edit], Report())
-    session = onnxruntime.InferenceSession(onnx_file.serialise(graph.cleanup().toposort(), proto))
+    session = onnxruntime.InferenceSession(serialise(graph.cleanup().toposort(), proto))
     return session.run(["y"], {"x": x, **dict(zip(edit.value_inputs, values, strict=True))})[0]
 
 

@@ -307,8 +307,8 @@ def test_without_a_result_the_model_runs_to_the_last_hook_only(llama):
     assert logits is None
     assert not cache["resid_pre", 1].any()
     chain = list(llama.variants.open.values())[-1]
-    assert max(len(link.program.native.get_outputs()) for link in chain.links) <= 6
-    assert "logits" not in {name for link in chain.links for name in link.outputs}
+    assert max(len(link.program.native.get_outputs()) for link in chain.segments) <= 6
+    assert "logits" not in {name for link in chain.segments for name in link.outputs}
 
 
 def test_what_nothing_returned_depends_on_may_be_seen_and_not_changed():

@@ -1,0 +1,57 @@
+"""A hooked model's description: hook points in execution order, their axes and dtypes."""
+
+import json
+
+import numpy as np
+import pytest
+from repository import REPOSITORY
+from toy import HOOKS, Z, toy
+
+from mionnx.errors import HookError, ModelError
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
+
+MODELS = REPOSITORY / "models"
+
+
+def test_hook_points_are_in_execution_order_derived_ones_behind_their_source():
+    names = [*toy().order]
+    assert [name for name in names if not HookPoint.parse(name).derived] == [*HOOKS]
+    assert names[names.index(Z) + 1] == "blocks.0.attn.hook_result"
+
+
+def test_axes_are_numbers_where_they_are_fixed():
+    model = toy()
+    assert model.axes(HookPoint.AttnZ(0)) == ["batch", "seq", 2, 2]
+    assert model.axes(HookPoint.AttnResult(0)) == ["batch", "seq", 2, 4]
+    with pytest.raises(HookError, match="this toy model has no hook point"):
+        model.axes(HookPoint.AttnZ(1))
+
+
+def test_a_recurrence_is_float32():
+    model = HookedModel.open(MODELS / "world-rwkv7")
+    assert model.dtype(HookPoint.RwkvK(0)) == np.float32
+    assert model.metadata.recurrent
+    assert not HookedModel.open(MODELS / "world-llama").metadata.recurrent
+
+
+def test_end_tokens_are_those_of_the_generation_config(copy):
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9999, "x"]}))
+    assert HookedModel.open(copy).end_tokens() == [7]
+    (copy / "generation_config.json").write_text("{")
+    (copy / "config.json").write_text(json.dumps({"eos_token_id": 3}))
+    assert HookedModel.open(copy).end_tokens() == [3]
+    (copy / "config.json").unlink()
+    assert HookedModel.open(copy).end_tokens() == []
+
+
+def test_attention_in_another_number_of_layers_is_refused(copy):
+    import onnx
+
+    proto = onnx.load(copy / "model.onnx", load_external_data=False)
+    (entry,) = [entry for entry in proto.metadata_props if entry.key == "mionnx.attention"]
+    for kept in (json.loads(entry.value)[:2], []):
+        entry.value = json.dumps(kept)
+        (copy / "model.onnx").write_bytes(proto.SerializeToString())
+        with pytest.raises(ModelError, match=f"attention in {len(kept)} of 4 layers"):
+            HookedModel.open(copy)
