@@ -1,7 +1,6 @@
 """`MIModel`: a table of contents of all verbs of a model.
 
-A verb is a function `verb(model, ...)` in a room; one line here makes it a method. To add one, write the function and its
-line.
+A verb is a function `verb(model, ...)` in a room, and one line here makes it a method.
 """
 
 from functools import cached_property
