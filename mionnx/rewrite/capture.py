@@ -64,9 +64,9 @@ def _value(
 ) -> gs.Tensor:
     point = HookPoint.parse(want.hook)
     if point.derived:
-        op = Builder(graph, point.name, point.name, report)
+        op = Builder(graph, point.name, want.output, report)
         derived = DERIVATIONS[point.variant](op, point, tensors, metadata)
-        derived.name, derived.shape = point.name, derived.shape or list(point.axes or ())
+        derived.name, derived.shape = want.output, derived.shape or list(point.axes or ())
         return derived
     if want.output in tensors:
         return tensors[want.output]

@@ -40,6 +40,14 @@ def test_shares_of_the_heads_add_up_to_the_output():
     assert np.array_equal(shares.sum(2), whole)
 
 
+def test_a_derived_value_is_the_same_before_and_after():
+    nodes = CaptureNode(RESULT, before=True), CaptureNode(RESULT)
+    before, after = run(Plan(captures=nodes), [node.fetched for node in nodes])
+    (alone,) = run(Plan(captures=nodes[:1]), [f"{RESULT}.before"])
+    assert np.array_equal(before, after)
+    assert np.array_equal(alone, after)
+
+
 def test_a_projection_that_no_node_reads_is_refused():
     model = toy()
     metadata = Metadata("toy", "float32", model.metadata.sizes, model.metadata.hooks, [Attention("W_X", True)])
