@@ -96,7 +96,8 @@ class Builder:
             TypeError: fractions without a dtype, or of an integer one.
         """
         array = np.asarray(value)
-        whole = dtype is None or np.dtype(dtype).kind in "iub"
+        dtype = None if dtype is None else numpy_dtype(dtype)
+        whole = dtype is None or dtype.kind in "iub"
         if whole and array.dtype.kind == "f" and not isinstance(value, np.ndarray | np.generic):
             raise TypeError(f"{value} as an input of a node at {self.where}: give it as an array of some dtype")
         array = array.astype(dtype or array.dtype)
@@ -107,7 +108,7 @@ class Builder:
 
     def input(self, name: str, dtype: DTypeLike, rank: int) -> Variable:
         """A new graph input, dynamic along every axis."""
-        variable = Variable(name, dtype=np.dtype(dtype), shape=[f"{name}:{axis}" for axis in range(rank)])
+        variable = Variable(name, dtype=numpy_dtype(dtype), shape=[f"{name}:{axis}" for axis in range(rank)])
         self.graph.inputs.append(variable)
         self.report.inputs.append(name)
         return variable
@@ -130,8 +131,21 @@ def _number(dtype: Any) -> int:
 
 
 def edit(proto: onnx.ModelProto) -> Graph:
-    """Import a model as a graph to edit; `proto` is left alone."""
-    return import_onnx(proto)
+    """Import a model as a graph to edit; `proto` is left alone.
+
+    graphsurgeon keeps ONNX's number where numpy has no such dtype: bfloat16 is the one of ml_dtypes here.
+    """
+    graph = import_onnx(proto)
+    for part in (graph, *graph.subgraphs(recursive=True)):
+        for tensor in (*part.tensors().values(), *part.inputs, *part.outputs):
+            if isinstance(tensor, Variable) and isinstance(tensor.dtype, int) and tensor.dtype:
+                tensor.dtype = numpy_dtype(tensor.dtype)
+    return graph
+
+
+def numpy_dtype(dtype: Any) -> np.dtype[Any]:
+    """Numpy's dtype, or that of ml_dtypes, of a dtype or of ONNX's number of one."""
+    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(dtype) if isinstance(dtype, int) else dtype)
 
 
 def serialise(graph: Graph, origin: onnx.ModelProto) -> bytes:

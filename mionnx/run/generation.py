@@ -4,6 +4,8 @@ A step knows its tokens' absolute positions, and the graph selects by position, 
 one pass over the whole text. Keys, values and states stay where the engine computed them between steps.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -184,7 +186,7 @@ class _Passes:
         if final_lengths is not None and (final_lengths > self.batch.lengths).any():
             self.bound.values(self.batch.next_step(np.zeros(self.batch.batch, np.int64)))
 
-    def steps(self, texts: "_Texts") -> Iterator[NDArray[Any]]:
+    def steps(self, texts: _Texts) -> Iterator[NDArray[Any]]:
         """The logits [batch, vocab] of the last position of every pass."""
         yield self._pass()
         while not texts.finished:

@@ -1,9 +1,11 @@
 """`Builder`: an operator is a call, a number is a constant of the right dtype, every node is named and reported."""
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx.reference import ReferenceEvaluator
 
 from mionnx.graph.builder import Builder, edit, to_proto, write
 from mionnx.graph.report import Report
@@ -105,3 +107,18 @@ def test_what_is_written_takes_the_name_and_present_readers_keep_the_value(edite
 def test_only_operators_are_calls(edited):
     with pytest.raises(AttributeError):
         _ = edited.op.lowercase
+
+
+def test_bfloat16_is_a_dtype_like_any_other():
+    """Graphsurgeon knows it by number only: an input and a constant beside it have the dtype of ml_dtypes."""
+    origin = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(MODEL.replace("float[", "bfloat16[")))
+    graph, report = edit(origin), Report()
+    op, a = Builder(graph, "here", "prefix", report), graph.tensors()["a"]
+    changed = op.Max(op.Add(a, op.input("value", a.dtype, 2)), 0.5)
+    changed.shape, graph.outputs = ["n", 3], [changed]
+    proto = to_proto(graph.cleanup(remove_unused_graph_inputs=False).toposort(), origin, {})
+    onnx.checker.check_model(proto, full_check=True)
+    narrow = X.astype(ml_dtypes.bfloat16)
+    (found,) = ReferenceEvaluator(proto).run(None, {"x": narrow, "value": narrow * 3})
+    assert found.dtype == ml_dtypes.bfloat16
+    assert np.array_equal(found.astype(np.float32), np.maximum(2 * X, 0.5))
