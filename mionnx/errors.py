@@ -5,15 +5,15 @@ from collections.abc import Iterable
 
 
 class MIError(Exception):
-    """Something asked of mionnx cannot be done; the message says what, where, and the nearest valid choice."""
+    """Base of all errors; the message names the hook or argument, and the nearest valid choice."""
 
 
 class HookError(MIError):
-    """A hook point that the model does not have, or that was not captured."""
+    """Unknown hook point, or one without a captured value."""
 
 
 class InterventionError(MIError):
-    """An intervention that would not take effect as asked: wrong shape, position, head, row, kind or value."""
+    """Intervention without the effect asked for: wrong shape, position, head, row or value."""
 
 
 class InputError(MIError):
@@ -21,7 +21,7 @@ class InputError(MIError):
 
 
 class ModelError(MIError):
-    """A hooked model folder that is corrupt, incomplete, unsafe, or made by another format version."""
+    """Hooked model folder that is corrupt, incomplete, unsafe or of another format version."""
 
 
 class SpecFileError(MIError):
@@ -37,10 +37,10 @@ class ExportError(MIError):
 
 
 class RuntimeMissingError(MIError, ImportError):
-    """No ONNX Runtime, or not the execution provider asked for."""
+    """ONNX Runtime, or the requested execution provider, is not installed."""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """A clause naming the valid choice nearest to `name`, to end an error message with; empty if there is none."""
-    found = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    """End of an error message with the valid choice nearest to a name; empty if none is near."""
+    matches = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -1,4 +1,7 @@
-"""`MIModel`: a hooked model with everything that can be done to it."""
+"""`MIModel`: a table of contents of all verbs of a model.
+
+A verb is a function `verb(model, ...)` in a room, and one line here makes it a method.
+"""
 
 from functools import cached_property
 
@@ -31,6 +34,7 @@ class MIModel(Runner):
         cache["pattern", 2].shape  # (1, n_heads, seq, seq)
     """
 
+    # continuing prompts
     generate = generation.generate
     # causal analysis, cell by cell
     patch_sweep = patching.patch_sweep

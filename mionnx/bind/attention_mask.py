@@ -7,24 +7,24 @@ from mionnx.errors import InterventionError
 from mionnx.inputs.token_batch import TokenBatch
 
 
-def visible_keys(call: TokenBatch, window: int | None) -> NDArray[np.bool_]:
+def visible_keys(batch: TokenBatch, window: int | None) -> NDArray[np.bool_]:
     """[batch, seq, total] bool: keys that a query reads.
 
     Padding, later positions and positions before the sliding window are not read.
 
     Args:
-        call: the token batch.
+        batch: the token batch.
         window: number of keys that a query reads, its own included; None for all before it.
     """
-    query = np.arange(call.total - call.seq, call.total)[:, None]
-    key = np.arange(call.total)[None, :]
+    query = np.arange(batch.total - batch.seq, batch.total)[:, None]
+    key = np.arange(batch.total)[None, :]
     seen = key <= query
     if window is not None:
         seen &= query - key < window
-    return seen[None] & call.attention_mask.astype(bool)[:, None, :]
+    return seen[None] & batch.attention_mask.astype(bool)[:, None, :]
 
 
-def refuse_rows_without_keys(hook: str, blocked: NDArray[np.bool_], call: TokenBatch, window: int | None) -> None:
+def refuse_rows_without_keys(hook: str, blocked: NDArray[np.bool_], batch: TokenBatch, window: int | None) -> None:
     """Refuse a knockout that leaves a query without a key.
 
     The softmax of such a row would be NaN, or fall on masked keys.
@@ -36,12 +36,12 @@ def refuse_rows_without_keys(hook: str, blocked: NDArray[np.bool_], call: TokenB
     Raises:
         InterventionError: naming the batch row, the head and the query's position.
     """
-    left = (visible_keys(call, window)[:, None] & ~blocked).any(axis=-1)  # [batch, n_heads or 1, seq]
-    blind = np.argwhere(~left & call.real[:, None, :])
+    left = (visible_keys(batch, window)[:, None] & ~blocked).any(axis=-1)  # [batch, n_heads or 1, seq]
+    blind = np.argwhere(~left & batch.real[:, None, :])
     if len(blind):
         row, head, query = blind[0].tolist()
         heads = "every head" if left.shape[1] == 1 else f"head {head}"
         raise InterventionError(
-            f"knockout at {hook}: the query at position {call.token_positions[row, query]} of row {row} is left with "
+            f"knockout at {hook}: the query at position {batch.token_positions[row, query]} of row {row} is left with "
             f"no key in {heads}; its attention would be NaN. Keep at least one edge (a position may read itself)"
         )

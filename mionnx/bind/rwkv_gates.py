@@ -25,7 +25,7 @@ from mionnx.spec.state_interventions import TERMS, StateKnockoutSpec, StateSteer
 State = StateKnockoutSpec | StateSteeringSpec
 
 
-def gates_of(spec: HookSpec, call: TokenBatch, metadata: Metadata) -> dict[str, NDArray[Any]]:
+def gates_of(spec: HookSpec, batch: TokenBatch, metadata: Metadata) -> dict[str, NDArray[Any]]:
     """The gates of one pass; none where a default will do.
 
     Padding is invisible: rows of unequal length run as they would alone.
@@ -42,24 +42,24 @@ def gates_of(spec: HookSpec, call: TokenBatch, metadata: Metadata) -> dict[str, 
                 "KnockoutSpec at blocks.{i}.attn.hook_scores"
             )
         return {}
-    if not states and call.real.all():
+    if not states and batch.real.all():
         return {}
     for state in states:
-        _validate(state, call, metadata)
+        _validate(state, batch, metadata)
     sizes = metadata.sizes
-    factors = {name: np.ones((sizes.num_layers, call.batch, call.seq, sizes.num_heads), np.float32) for name in TERMS}
+    factors = {name: np.ones((sizes.num_layers, batch.batch, batch.seq, sizes.num_heads), np.float32) for name in TERMS}
     for steering in spec.state_steerings:
         for term in steering.terms:
-            for index in _places(steering, call, metadata, steering.target_heads(sizes.num_heads)):
+            for index in _indices(steering, batch, metadata, steering.target_heads(sizes.num_heads)):
                 factors[term][index] *= np.float32(steering.scale)
     for knockout in spec.state_knockouts:  # after the steering: it wins wherever both apply
         for term in knockout.terms:
-            for index in _places(knockout, call, metadata, range(sizes.num_heads)):
+            for index in _indices(knockout, batch, metadata, range(sizes.num_heads)):
                 factors[term][index] = 0
     for state in states:
-        _refuse_idle(state, call)
+        _refuse_idle(state, batch)
     for factor in factors.values():
-        factor[:, ~call.real] = 0
+        factor[:, ~batch.real] = 0
     return dict(_changed(factors, metadata))
 
 
@@ -84,9 +84,9 @@ def refuse_idle(spec: HookSpec, wants: Sequence[CaptureNode], num_layers: int) -
             )
 
 
-def _validate(state: State, call: TokenBatch, metadata: Metadata) -> None:
+def _validate(state: State, batch: TokenBatch, metadata: Metadata) -> None:
     sizes = metadata.sizes
-    reached = call.lengths if call.final_lengths is None else call.final_lengths
+    reached = batch.lengths if batch.final_lengths is None else batch.final_lengths
     state.validate(sizes.num_layers, int(reached.min()), sizes.num_heads)
     refuse_terms(state, metadata)
 
@@ -105,9 +105,9 @@ def refuse_terms(state: State, metadata: Metadata) -> None:
         )
 
 
-def _refuse_idle(state: State, call: TokenBatch) -> None:
+def _refuse_idle(state: State, batch: TokenBatch) -> None:
     """Refuse a phase without tokens in a single pass; in a generation it may be another step's."""
-    if call.final_lengths is None and not any(call.columns(state.positions_, row) for row in range(call.batch)):
+    if batch.final_lengths is None and not any(batch.columns(state.positions_, row) for row in range(batch.batch)):
         phases = ", ".join(str(position) for position in state.positions_)
         raise InterventionError(
             f"{state.title}: no token of this call is in the phase {phases!r}; `prompt_length=` says where it begins"
@@ -118,14 +118,14 @@ def _terms(metadata: Metadata) -> list[str]:
     return [term for term in TERMS if term != "erase" or metadata.has_removal]
 
 
-def _places(
-    state: State, call: TokenBatch, metadata: Metadata, heads: Sequence[int]
+def _indices(
+    state: State, batch: TokenBatch, metadata: Metadata, heads: Sequence[int]
 ) -> Iterator[tuple[NDArray[np.int64], int, int, NDArray[np.int64]]]:
-    """Indices into a gate: layers, row, column, heads."""
+    """Indices into a gate at the tokens of a state intervention: layers, row, column, heads."""
     layers = np.array(state.target_layers(metadata.sizes.num_layers))[:, None]
-    for row in range(call.batch):
+    for row in range(batch.batch):
         try:
-            columns = call.columns(state.positions_, row)
+            columns = batch.columns(state.positions_, row)
         except LookupError as error:
             raise InterventionError(f"{state.title}: {error}") from None
         for column in columns:

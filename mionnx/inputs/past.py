@@ -33,7 +33,7 @@ def choose_past(model: HookedModel, cache: Any, initial_state: Any) -> Past | No
     return given
 
 
-def past_inputs(model: HookedModel, past: Past | None, call: TokenBatch) -> Arrays:
+def past_inputs(model: HookedModel, past: Past | None, batch: TokenBatch) -> Arrays:
     """The inputs that carry the past of a call.
 
     Raises:
@@ -41,11 +41,11 @@ def past_inputs(model: HookedModel, past: Past | None, call: TokenBatch) -> Arra
     """
     sizes, dtype = model.metadata.sizes, DTYPES[model.metadata.dtype]
     if model.metadata.recurrent:
-        state = past if isinstance(past, RWKVState) else RWKVState.empty(sizes, call.batch, dtype)
-        return state.feeds(sizes, call.batch, dtype)
-    empty = KVCache.empty(sizes.num_layers, call.batch, sizes.num_kv_heads, sizes.head_dim, dtype)
+        state = past if isinstance(past, RWKVState) else RWKVState.empty(sizes, batch.batch, dtype)
+        return state.feeds(sizes, batch.batch, dtype)
+    empty = KVCache.empty(sizes.num_layers, batch.batch, sizes.num_kv_heads, sizes.head_dim, dtype)
     cache = past if isinstance(past, KVCache) else empty
-    return cache.feeds(sizes, (call.batch, sizes.num_kv_heads, call.total - call.seq, sizes.head_dim), dtype)
+    return cache.feeds(sizes, (batch.batch, sizes.num_kv_heads, batch.total - batch.seq, sizes.head_dim), dtype)
 
 
 def present_to_past(model: HookedModel) -> dict[str, str]:
@@ -61,7 +61,7 @@ def present_names(model: HookedModel, use_cache: bool) -> list[str]:
 
 
 def take_present(
-    model: HookedModel, found: Mapping[str, Value], call: TokenBatch, use_cache: bool
+    model: HookedModel, found: Mapping[str, Value], batch: TokenBatch, use_cache: bool
 ) -> tuple[KVCache | None, RWKVState | None]:
     """The cache or state after a pass, from the outputs of its graph."""
     recurrent = model.metadata.recurrent
@@ -72,5 +72,5 @@ def take_present(
         tuple(found[name] for name in names.layer_outputs(layer)) for layer in range(model.metadata.sizes.num_layers)
     ]
     if recurrent:
-        return None, RWKVState.left(parts, call.attention_mask)
-    return KVCache.left(parts, call.attention_mask), None
+        return None, RWKVState.left(parts, batch.attention_mask)
+    return KVCache.left(parts, batch.attention_mask), None
