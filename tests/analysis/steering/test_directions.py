@@ -218,9 +218,12 @@ def test_one_pair_steers_in_the_middle_layer(model, directions):
     assert directions.best_layer == int(np.argmax(directions.separation.explained))
 
 
+README = REPOSITORY / "mionnx" / "analysis" / "steering" / "README.md"
+
+
 def test_the_command_in_the_readme_steers(monkeypatch, tmp_path):
     monkeypatch.chdir(REPOSITORY)
-    (line,) = re.findall(r"^mionnx (steer models/.*)$", (REPOSITORY / "README.md").read_text(), re.M)
+    (line,) = re.findall(r"^mionnx (steer models/.*)$", README.read_text(), re.M)
     asked = [str(tmp_path / part) if part.endswith(".html") else part for part in shlex.split(line)]
     made = CliRunner().invoke(app, [*asked, "--json"])
     assert made.exit_code == 0, made.output
