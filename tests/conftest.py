@@ -55,7 +55,8 @@ class LeftOut:
         self.config, self.count = config, 0
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
-        self.count += sum(item.get_closest_marker("slow") is not None for item in items)
+        if self.config.option.markexpr == "not slow":
+            self.count += sum(item.get_closest_marker("slow") is not None for item in items)
 
     def pytest_sessionfinish(self) -> None:
         if hasattr(self.config, "workeroutput"):

@@ -13,7 +13,7 @@ LLAMA = Path(__file__).parents[2] / "models" / "world-llama"
 PROMPT = "The capital of France is"
 
 
-@pytest.mark.parametrize("engine", ["reference", "onnxruntime-web"])
+@pytest.mark.parametrize("engine", ["reference", pytest.param("onnxruntime-web", marks=pytest.mark.slow)])
 def test_every_engine_runs_forward(engine, request, monkeypatch):
     if engine == "onnxruntime-web":
         monkeypatch.setenv("MIONNX_NODE", str(request.getfixturevalue("web")))

@@ -60,6 +60,11 @@ def test_forward_gives_what_onnx_runtime_gives(pair):
         assert all(_near(np.asarray(expected[name]), np.asarray(found[name])) for name in expected), title
 
 
+@pytest.mark.parametrize(
+    "pair",
+    ["world-llama", "world-gpt2", pytest.param("world-rwkv7", marks=pytest.mark.slow)],  # a minute of compiling graphs
+    indirect=True,
+)
 def test_observations_change_no_bit(pair):
     """The null law: captures, Add(0) and Scale(1)."""
     model = pair[1]
