@@ -14,7 +14,9 @@ PROMPT = "The capital of France is"
 WITHIN = 5e-5
 
 
-@pytest.fixture(scope="module", params=["world-llama", "world-gpt2", "world-rwkv7"])
+@pytest.fixture(
+    scope="module", params=["world-llama", "world-gpt2", pytest.param("world-rwkv7", marks=pytest.mark.slow)]
+)
 def pair(request: pytest.FixtureRequest) -> tuple[MIModel, MIModel]:
     """One model in ONNX Runtime and in OpenVINO."""
     folder = MODELS / request.param

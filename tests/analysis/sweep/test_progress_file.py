@@ -123,8 +123,12 @@ def test_the_estimate_is_of_the_size_of_what_it_takes(shipped, kind):
 
     sweep()
     estimates = []
-    found = sweep(before=lambda ready: estimates.append((ready.estimate(), seen.append(ready))))
-    assert found.cost["seconds"] / 5 < estimates[0][0].seconds < 5 * found.cost["seconds"]
+    took = [
+        sweep(before=lambda ready: estimates.append((ready.estimate(), seen.append(ready)))).cost["seconds"]
+        for _ in range(4)  # a busy machine delays one of them
+    ]
+    ratios = [estimate.seconds / seconds for (estimate, _), seconds in zip(estimates, took, strict=True)]
+    assert 1 / 5 < np.median(ratios) < 5
     record = seen[0]._first[0].base
     assert estimates[0][0].memory > record.nbytes > 4 * 60 * shipped.hidden_size * shipped.num_layers
 
