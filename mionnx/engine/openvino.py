@@ -104,7 +104,8 @@ class OpenVino(Engine):
         Raises:
             ModelError: they can be neither linked nor copied.
         """
-        scratch = self._folders.setdefault(folder.resolve(), tempfile.TemporaryDirectory())
+        key = folder.resolve()
+        scratch = self._folders[key] = self._folders.get(key) or tempfile.TemporaryDirectory()
         for name in onnx_file.locations(proto):
             source, target = (folder / name).resolve(), Path(scratch.name) / name
             try:

@@ -80,6 +80,7 @@ def test_a_killed_process_leaves_nothing_broken(entries, builds):
         os.kill(child.pid, signal.SIGKILL)
         child.join()
         entry = CacheEntry(entries.root / "graphs" / key)
+        taken *= 0.8 if entry.path.exists() else 1.2  # whatever else runs here, some builds end before they are killed
         if entry.path.exists():
             whole += 1
             assert entry.faults(thorough=True) == []
