@@ -26,7 +26,7 @@ from mionnx.run.runner import Runner
 from mionnx.run.sampling import Sampling
 from mionnx.run.stopping import Stopping, stop_texts
 from mionnx.run.streamer import Decoder, Streamer
-from mionnx.run.tokenizing import Prompt
+from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
 
 
@@ -68,6 +68,7 @@ class Generation:
         return np.concatenate(parts, axis=axes.index("seq"))
 
 
+@takes_encoding
 def generate(
     model: Runner,
     tokens: Prompt,
