@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -24,6 +23,7 @@ from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.inputs.tokens import Tokens, load_tokenizer, token_id, tokenize
 from mionnx.inputs.world_tokenizer import WorldTokenizer
 from mionnx.machine import memory
+from mionnx.machine.once import Once, once_property
 from mionnx.machine.progress import bars
 from mionnx.rewrite import Plan, Report
 from mionnx.rewrite.plan import Outputs
@@ -52,7 +52,7 @@ class Runner:
         self.options = options or Options()
         self.variants = GraphPool(hooked, self.options)
         self.binder = Binder(hooked)
-        self._opened: dict[Any, Any] = {}
+        self._opened: Once[Any, Any] = Once()
 
     @classmethod
     def from_pretrained(
@@ -140,7 +140,7 @@ class Runner:
         """All hook points of this model, in execution order."""
         return self.hooked.hook_points()
 
-    @cached_property
+    @once_property
     def tokenizer(self) -> Tokenizer | WorldTokenizer:
         """The tokenizer: a `tokenizers.Tokenizer`, or a `WorldTokenizer` for an RWKV World model.
 
@@ -194,14 +194,12 @@ class Runner:
         Example:
             lens = model.opened(Lens)
         """
-        if kind not in self._opened:
-            self._opened[kind] = kind(self.hooked, self.options)
-        return self._opened[kind]
+        return self._opened.get(kind, lambda: kind(self.hooked, self.options))
 
     @property
     def compiled(self) -> Mapping[Plan, OpenGraph]:
         """Open graphs, the least recently used first; chains of cut graphs are left out."""
-        found = self.variants.open.items()
+        found = [*self.variants.open.items()]
         return {plan: one for plan, one in found if isinstance(plan, Plan) and isinstance(one, OpenGraph)}
 
     def warm(self, hooks: HookSpec, logits: bool | Logits = True) -> None:
