@@ -22,10 +22,11 @@ from mionnx.inputs.value import Value
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.graph_pool import GraphPool
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.runner import Prompt, Runner
+from mionnx.run.runner import Runner
 from mionnx.run.sampling import Sampling
 from mionnx.run.stopping import Stopping, stop_texts
 from mionnx.run.streamer import Decoder, Streamer
+from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 
 
