@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from command_line import RWKV
 from families import VOCAB, WINDOW, drawn_families
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -301,11 +300,6 @@ def test_positions_count_from_the_start_of_the_prefix(models):
         )
 
 
-@pytest.fixture(scope="module")
-def world_rwkv() -> MIModel:
-    return MIModel.from_pretrained(RWKV, threads=1)
-
-
 @law
 @given(past=st.integers(1, 4), rows=st.integers(1, 2), data=st.data())
 def test_positions_in_the_cached_past_are_refused_as_in_one_pass(shipped, world_rwkv, past, rows, data):
@@ -348,8 +342,8 @@ def cached_position(run) -> str | None:
     try:
         run()
     except InterventionError as error:
-        assert "lies in the cached past" in str(error)
-        return str(error).partition(" lies in")[0]
+        position, found, _ = str(error).partition(" lies in the cached past")
+        return position if found else f"for another reason: {error}"
     return None
 
 
