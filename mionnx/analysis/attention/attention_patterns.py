@@ -14,7 +14,8 @@ from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.memory import format_bytes
 from mionnx.run.prompt import one_text
-from mionnx.run.runner import Prompt, Runner
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.view import Shown, new_figure, render
 from mionnx.view.figure import token_label
