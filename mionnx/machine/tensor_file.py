@@ -39,14 +39,33 @@ def to_bytes(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | 
     Raises:
         SpecFileError: a dtype that safetensors does not have.
     """
+    header, values = _parts(tensors, metadata)
+    header["__metadata__"] = {**header.get("__metadata__", {}), CHECKSUM: _checksum(hashlib.sha256(values), header)}
+    return _joined(header, values)
+
+
+def unchecked_bytes(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
+    """The bytes of a file without a checksum, as earlier versions made them.
+
+    Raises:
+        SpecFileError: a dtype that safetensors does not have.
+    """
+    return _joined(*_parts(tensors, metadata))
+
+
+def _parts(
+    tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None
+) -> tuple[dict[str, Any], memoryview]:
+    """Header and values of a file."""
     try:
         data = save({name: np.asarray(value, order="C") for name, value in tensors.items()}, dict(metadata or {}))
     except (SafetensorError, KeyError, ValueError) as error:
         raise SpecFileError(f"safetensors cannot hold one of {', '.join(tensors)}: {error}") from error
     start = 8 + int.from_bytes(data[:8], "little")
-    header, values = json.loads(data[8:start]), memoryview(data)[start:]
-    told = header.setdefault("__metadata__", {})
-    told[CHECKSUM] = _checksum(hashlib.sha256(values), header)
+    return json.loads(data[8:start]), memoryview(data)[start:]
+
+
+def _joined(header: Mapping[str, Any], values: memoryview) -> bytes:
     text = json.dumps(header, sort_keys=True).encode()
     text += b" " * (-len(text) % 8)
     return b"".join([len(text).to_bytes(8, "little"), text, values])

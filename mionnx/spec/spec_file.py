@@ -20,6 +20,7 @@
 10. Files are written atomically: a temporary file is renamed into place.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from typing import Any, TypeVar
 from numpy.typing import NDArray
 
 from mionnx.errors import MIError, SpecFileError
-from mionnx.machine.tensor_file import read_tensors, to_bytes
+from mionnx.machine.tensor_file import read_tensors, to_bytes, unchecked_bytes
 
 VERSION = "1"
 REQUIRED = ("captures", "interventions")
@@ -48,8 +49,17 @@ def serialise(declaration: Mapping[str, list[Any]], tensors: Tensors) -> bytes:
     Raises:
         SpecFileError: a dtype that safetensors does not have.
     """
+    return to_bytes(tensors, _metadata(declaration))
+
+
+def digest(declaration: Mapping[str, list[Any]], tensors: Tensors) -> str:
+    """SHA-256 of a spec file without its checksum; see `serialise`."""
+    return hashlib.sha256(unchecked_bytes(tensors, _metadata(declaration))).hexdigest()
+
+
+def _metadata(declaration: Mapping[str, list[Any]]) -> dict[str, str]:
     lists = {key: entries for key, entries in declaration.items() if entries or key in REQUIRED}
-    return to_bytes(tensors, {"mionnx_spec": VERSION, "declaration": json.dumps(lists)})
+    return {"mionnx_spec": VERSION, "declaration": json.dumps(lists)}
 
 
 def load(path: str | Path, build: Callable[[Declaration, Tensors], Spec]) -> Spec:
