@@ -23,10 +23,11 @@ from mionnx.machine.brief import Brief, count, spelled
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.graph_pool import GraphPool
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.runner import Prompt, Runner
+from mionnx.run.runner import Runner
 from mionnx.run.sampling import Sampling
 from mionnx.run.stopping import Stopping, stop_texts
 from mionnx.run.streamer import Decoder, Streamer
+from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 
 
@@ -125,7 +126,7 @@ def generate(
 
     Raises:
         InputError: prompts, cache or parameters that nothing can be generated from.
-        HookError, InterventionError: the spec would not take effect as asked.
+        HookError, InterventionError: the spec would not take effect as asked, such as at positions in the cache.
 
     Example:
         steer = HookSpec().intervene(HookPoint.ResidPost(2), Intervention.Scale(1.5, positions="generated"))
@@ -172,7 +173,8 @@ def _prompts(
         raise InputError(f"row {row} is padded on the right: generation continues at the end, so pad on the left")
     stopping.refuse_too_long(batch, sizes.max_positions)
     final_lengths = batch.lengths + stopping.max_new_tokens - 1
-    return replace(batch, prompt_lengths=batch.lengths, final_lengths=final_lengths), past
+    past_lengths = batch.lengths - batch.real.sum(axis=1)
+    return replace(batch, prompt_lengths=batch.lengths, final_lengths=final_lengths, past_lengths=past_lengths), past
 
 
 class _Passes:

@@ -16,7 +16,8 @@ from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.memory import format_bytes
 from mionnx.run.prompt import one_text
-from mionnx.run.runner import Prompt, Runner
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.view import Shown, new_figure, render
 from mionnx.view.figure import token_label

@@ -16,7 +16,8 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.decimals import decimal
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.prompt import Text, one_text, token_of, token_text
-from mionnx.run.runner import Prompt, Runner
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 
 Vector = NDArray[np.float64]
