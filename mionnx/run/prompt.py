@@ -8,7 +8,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from mionnx.errors import InputError
 from mionnx.inputs.token_batch import make_token_batch
-from mionnx.run.runner import Prompt, Runner
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt
 
 Ids = NDArray[np.int64]
 

@@ -10,7 +10,8 @@ from typing import Any
 from mionnx.errors import InputError
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 from mionnx.machine.progress import Progress, silent
-from mionnx.run.runner import Prompt, Runner
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify.bisect import Bisection
 from mionnx.verify.bisect import bisect as bisect_graph

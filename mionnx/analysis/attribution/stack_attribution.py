@@ -16,7 +16,8 @@ from mionnx.analysis.lens.unembedding import Unembedding
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import InputError
 from mionnx.run.prompt import one_text, streams_of, token_of
-from mionnx.run.runner import Prompt, Runner
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 
 TokenLike = int | str | Sequence[int] | NDArray[np.integer[Any]]

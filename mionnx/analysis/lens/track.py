@@ -11,7 +11,8 @@ from mionnx.analysis.lens.logit_lens import Scored, logit_lens, read_vectors
 from mionnx.analysis.lens.readout import Lens
 from mionnx.errors import InputError
 from mionnx.run.prompt import one_text, streams_of, token_of
-from mionnx.run.runner import Prompt, Runner
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 
 

@@ -15,7 +15,8 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.runner import Prompt, Runner
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 
 

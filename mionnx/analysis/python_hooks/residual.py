@@ -16,7 +16,8 @@ from mionnx.errors import HookError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.run.generation import generate
 from mionnx.run.prompt import one_prompt
-from mionnx.run.runner import Prompt, Runner
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
