@@ -29,6 +29,8 @@ class TokenBatch:
             from there. None if the whole text is prompt.
         final_lengths: [batch], during generation: the final length of each row. Lower positions that are not in this
             batch belong to another step and select nothing here.
+        past_lengths: [batch], during generation: tokens of each row's text in the cache that it began with, which no
+            step computes.
     """
 
     input_ids: NDArray[np.int64]
@@ -36,6 +38,7 @@ class TokenBatch:
     position_ids: NDArray[np.int64]
     prompt_lengths: NDArray[np.int64] | None = None
     final_lengths: NDArray[np.int64] | None = None
+    past_lengths: NDArray[np.int64] | None = None
 
     @property
     def batch(self) -> int:
@@ -83,13 +86,19 @@ class TokenBatch:
             raise LookupError(
                 f"position {position} does not exist in row {row}, which has {length} tokens (0 to {length - 1})"
             )
-        found, first = position + end if position < 0 else position, int(self.lengths[row] - self.real[row].sum())
-        if found < first and self.final_lengths is None:
+        found, first = position + end if position < 0 else position, self._first_computed(row)
+        if found < first:
             raise LookupError(
                 f"position {found} of row {row} lies in the cached past, where nothing is computed any "
                 f"more; this call computes {first} to {length - 1}"
             )
         return found
+
+    def _first_computed(self, row: int) -> int:
+        """The first position of a row that this call computes, in any step of a generation."""
+        if self.final_lengths is None:
+            return int(self.lengths[row] - self.real[row].sum())
+        return 0 if self.past_lengths is None else int(self.past_lengths[row])
 
     def absolutes(self, given: Positions, row: int) -> list[int]:
         """Positions of a row's text, counted from its start; for a phase, those in this batch.
@@ -208,7 +217,7 @@ def _mask(mask: NDArray[Any], ids: NDArray[np.int64], cache: Past | None) -> NDA
 
 
 def _refuse_our_padding(counted: NDArray[np.bool_]) -> None:
-    """Refuse a mask that has tokens where a shorter row was padded."""
+    """Refuse a mask with tokens at the padding of a shorter row."""
     if counted.any():
         row, column = np.argwhere(counted)[0].tolist()
         raise InputError(

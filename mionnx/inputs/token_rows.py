@@ -146,12 +146,12 @@ def refuse_types(given: Any) -> None:
 
 
 def is_one_prompt(given: Any) -> bool:
-    """Whether a value is a prompt by itself, rather than a list of prompts: a text, an encoding or a dictionary."""
+    """Whether a value is one prompt, not a list: a text, an encoding or a dictionary."""
     return isinstance(given, str | Mapping) or _is_encoding(given)
 
 
 def _is_encoding(given: Any) -> bool:
-    """Whether a value is a tokenizer's encoding: `Tokens`, `tokenizers.Encoding`, a World tokenizer's."""
+    """Whether a value is an encoding: `Tokens`, `tokenizers.Encoding`, a World one."""
     return isinstance(given, Tokens) or (hasattr(given, "ids") and hasattr(given, "offsets"))
 
 

@@ -19,6 +19,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.past import choose_past, past_inputs, present_to_past, take_present
 from mionnx.inputs.token_batch import Past, TokenBatch, count_rows, make_token_batch
 from mionnx.inputs.value import Value
+from mionnx.machine.brief import Brief, count, spelled
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.graph_pool import GraphPool
 from mionnx.run.hook_cache import HookCache
@@ -30,8 +31,8 @@ from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
 
 
-@dataclass
-class Generation:
+@dataclass(repr=False)
+class Generation(Brief):
     """Continued prompts, and what was captured on the way.
 
     Attributes:
@@ -51,6 +52,18 @@ class Generation:
     steps: list[HookCache] = field(default_factory=list)
     cache: Past | None = None
     axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def _facts(self) -> Iterator[str]:
+        yield count(len(self.ids), "row")
+        yield count(max((len(row) for row in self.new_ids), default=0), "new token")
+        if self.steps:
+            yield f"{count(len(self.steps[0]), 'capture')} at {count(len(self.steps), 'step')}"
+
+    def _lines(self) -> Iterator[str]:
+        for text in self.new_texts:
+            yield f"new text {text!r}"
+        if not self.new_texts:
+            yield from (f"new ids {spelled(row.tolist())}" for row in self.new_ids)
 
     def captured(self, hook: HookPoint | str) -> NDArray[Any]:
         """A capture of all steps, concatenated along its sequence axis.
@@ -114,7 +127,7 @@ def generate(
 
     Raises:
         InputError: prompts, cache or parameters that nothing can be generated from.
-        HookError, InterventionError: the spec would not take effect as asked.
+        HookError, InterventionError: the spec would not take effect as asked, such as at positions in the cache.
 
     Example:
         steer = HookSpec().intervene(HookPoint.ResidPost(2), Intervention.Scale(1.5, positions="generated"))
@@ -161,7 +174,8 @@ def _prompts(
         raise InputError(f"row {row} is padded on the right: generation continues at the end, so pad on the left")
     stopping.refuse_too_long(batch, sizes.max_positions)
     final_lengths = batch.lengths + stopping.max_new_tokens - 1
-    return replace(batch, prompt_lengths=batch.lengths, final_lengths=final_lengths), past
+    past_lengths = batch.lengths - batch.real.sum(axis=1)
+    return replace(batch, prompt_lengths=batch.lengths, final_lengths=final_lengths, past_lengths=past_lengths), past
 
 
 class _Passes:

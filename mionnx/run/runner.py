@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -20,6 +19,7 @@ from mionnx.inputs.past import choose_past
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.machine import memory
+from mionnx.machine.once import Once, once_property
 from mionnx.machine.progress import bars
 from mionnx.rewrite import Plan
 from mionnx.rewrite.plan import Outputs
@@ -44,7 +44,7 @@ class Runner:
     """
 
     # texts as tokens
-    tokenizer = cached_property(tokenizing.tokenizer)
+    tokenizer = once_property(tokenizing.tokenizer)
     tokenize = tokenizing.tokenize
     token_id = tokenizing.token_id
     _ids = tokenizing.ids
@@ -61,7 +61,7 @@ class Runner:
         self.options = options or Options()
         self.variants = GraphPool(hooked, self.options)
         self.binder = Binder(hooked)
-        self._opened: dict[Any, Any] = {}
+        self._opened: Once[Any, Any] = Once()
 
     @classmethod
     def from_pretrained(
@@ -166,14 +166,12 @@ class Runner:
         Example:
             lens = model.opened(Lens)
         """
-        if kind not in self._opened:
-            self._opened[kind] = kind(self.hooked, self.options)
-        return self._opened[kind]
+        return self._opened.get(kind, lambda: kind(self.hooked, self.options))
 
     @property
     def compiled(self) -> Mapping[Plan, OpenGraph]:
         """Open graphs, the least recently used first; chains of cut graphs are left out."""
-        found = self.variants.open.items()
+        found = [*self.variants.open.items()]
         return {plan: one for plan, one in found if isinstance(plan, Plan) and isinstance(one, OpenGraph)}
 
     @takes_encoding
