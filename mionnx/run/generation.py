@@ -6,7 +6,7 @@ one pass over the whole text. Keys, values and states stay where the engine comp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
 from mionnx.run.sampling import Sampling
 from mionnx.run.stopping import Stopping, stop_texts
-from mionnx.run.streamer import Decoder, Streamer
+from mionnx.run.streamer import Decoder, Streamer, make_streamer
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
 
@@ -100,7 +100,7 @@ def generate(
     seed: int | None = None,
     attention_mask: ArrayLike | None = None,
     cache: Past | None = None,
-    streamer: Streamer | None = None,
+    streamer: Streamer | Callable[..., Any] | None = None,
     output_logits: bool = False,
 ) -> Generation:
     """Continue prompts, with a spec's interventions in force at every step.
@@ -122,7 +122,8 @@ def generate(
         attention_mask: [batch, seq], 1 for tokens and 0 for padding.
         cache: of a prefix (`HookCache.kv_cache`, `HookCache.state`, `Generation.cache`); one of a single row serves
             several prompts.
-        streamer: told of every token: `put(ids)`, `end()`; see `TextStreamer`.
+        streamer: told of every token: an object with `put(ids)` and `end()`, such as `TextStreamer`; or, for one text,
+            a function of each new piece of text, or of each new token's id and text.
         output_logits: keep all logits, as `Generation.steps[i].output()`.
 
     Raises:
@@ -142,16 +143,18 @@ def generate(
     pad = model._known(next(iter(stopping.eos_token_ids), 0) if pad_token_id is None else pad_token_id)
     batch, past = _prompts(model, tokens, attention_mask, cache, stopping)
     stopping.refuse_unreached(hooks or HookSpec())
+    tokenizer = model.tokenizer if model.has_tokenizer else None
+    stream = make_streamer(streamer, tokenizer, batch.batch)
     passes = _Passes(model.variants, model.binder.bind(hooks or HookSpec()), batch, past, output_logits)
-    texts = _Texts(batch, sampling, stopping, model.tokenizer if model.has_tokenizer else None, pad, seed)
-    if streamer:
-        streamer.put(batch.input_ids)
+    texts = _Texts(batch, sampling, stopping, tokenizer, pad, seed)
+    if stream is not None:
+        stream.put(batch.input_ids)
     for logits in passes.steps(texts):
         chosen = texts.take(logits)
-        if streamer:
-            streamer.put(chosen)
-    if streamer:
-        streamer.end()
+        if stream is not None:
+            stream.put(chosen)
+    if stream is not None:
+        stream.end()
     return texts.result(passes)
 
 

@@ -1,4 +1,4 @@
-"""Verbs of a model that turn texts into tokens, and prompts that are given as a tokenizer's encoding."""
+"""Verbs of a model that turn texts into tokens; prompts given as an encoding."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -82,9 +82,10 @@ def known(model: Tokenizing, token: int) -> int:
 
 
 def takes_encoding(verb: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Let a verb take its prompt as `verb(model, **encoding)` too: `input_ids` stands for its first argument.
+    """Let a verb take its prompt as `verb(model, **encoding)` too.
 
-    `token_type_ids` may come along, all zeros; `attention_mask` is a parameter of the verb itself.
+    `input_ids` stands for the verb's first argument. `token_type_ids` may come along, all zeros; `attention_mask` is a
+    parameter of the verb itself.
     """
 
     @wraps(verb)
