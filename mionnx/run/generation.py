@@ -220,7 +220,8 @@ class _Passes:
         nodes = [capture.node for capture in self.bound.captures]
         if nodes or self.keeps_logits:
             captured = {node.output: results[node.fetched] for node in nodes}
-            self.caches.append(HookCache(logits if self.keeps_logits else None, captured))
+            layers = self.bound.model.metadata.sizes.num_layers
+            self.caches.append(HookCache(logits if self.keeps_logits else None, captured, num_layers=layers))
         return logits[:, -1]
 
     def _values(self) -> dict[str, NDArray[Any]]:
