@@ -19,6 +19,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.past import choose_past, past_inputs, present_to_past, take_present
 from mionnx.inputs.token_batch import Past, TokenBatch, count_rows, make_token_batch
 from mionnx.inputs.value import Value
+from mionnx.machine.brief import Brief, count, spelled
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.graph_pool import GraphPool
 from mionnx.run.hook_cache import HookCache
@@ -26,12 +27,12 @@ from mionnx.run.runner import Runner
 from mionnx.run.sampling import Sampling
 from mionnx.run.stopping import Stopping, stop_texts
 from mionnx.run.streamer import Decoder, Streamer
-from mionnx.run.tokenizing import Prompt
+from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
 
 
-@dataclass
-class Generation:
+@dataclass(repr=False)
+class Generation(Brief):
     """Continued prompts, and what was captured on the way.
 
     Attributes:
@@ -52,6 +53,18 @@ class Generation:
     cache: Past | None = None
     axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
+    def _facts(self) -> Iterator[str]:
+        yield count(len(self.ids), "row")
+        yield count(max((len(row) for row in self.new_ids), default=0), "new token")
+        if self.steps:
+            yield f"{count(len(self.steps[0]), 'capture')} at {count(len(self.steps), 'step')}"
+
+    def _lines(self) -> Iterator[str]:
+        for text in self.new_texts:
+            yield f"new text {text!r}"
+        if not self.new_texts:
+            yield from (f"new ids {spelled(row.tolist())}" for row in self.new_ids)
+
     def captured(self, hook: HookPoint | str) -> NDArray[Any]:
         """A capture of all steps, concatenated along its sequence axis.
 
@@ -68,6 +81,7 @@ class Generation:
         return np.concatenate(parts, axis=axes.index("seq"))
 
 
+@takes_encoding
 def generate(
     model: Runner,
     tokens: Prompt,

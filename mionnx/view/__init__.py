@@ -3,5 +3,6 @@
 from mionnx.view.figure import empty_figure, new_figure, to_png
 from mionnx.view.page import render
 from mionnx.view.shown import Shown
+from mionnx.view.table import Table
 
-__all__ = ["Shown", "empty_figure", "new_figure", "render", "to_png"]
+__all__ = ["Shown", "Table", "empty_figure", "new_figure", "render", "to_png"]

@@ -1,15 +1,17 @@
 """`HeadScores`: scores of all heads by kind, with table, figure and page."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.markup import escape
-from rich.table import Table
 
 from mionnx.errors import InputError, nearest
-from mionnx.view import Shown, empty_figure, render
+from mionnx.machine.brief import count
+from mionnx.machine.decimals import decimal
+from mionnx.view import Shown, Table, empty_figure, render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,7 +24,7 @@ TARGETS = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class HeadScores(Shown):
     """Attention scores of heads on random repeated sequences.
 
@@ -70,6 +72,17 @@ class HeadScores(Shown):
         places = [divmod(int(at), scores.shape[1]) for at in order]
         return [(layer, head, float(scores[layer, head])) for layer, head in places]
 
+    def _facts(self) -> Iterator[str]:
+        yield from (self.model, count(self.values.shape[1], "layer"), count(self.values.shape[2], "head"))
+        yield f"chance {decimal(self.chance, 3)}"
+
+    def _lines(self) -> Iterator[str]:
+        for kind in self.kinds:
+            best = [
+                f"{layer}.{head} {decimal(score, 3)}" for layer, head, score in self.top(kind, min(4, self[kind].size))
+            ]
+            yield f"{TITLES[kind]:>15}  {'  '.join(best)}"
+
     def to_dict(self) -> dict[str, Any]:
         """All attributes, as JSON can hold them."""
         return {
@@ -85,10 +98,10 @@ class HeadScores(Shown):
         """Table of the highest scores of each kind."""
         count = min(k, self.values[0].size)
         titles = (TITLES[kind] for kind in self.kinds)
-        caption = f"mean attention; chance is {self.chance:.3f}"
+        caption = f"mean attention; chance is {decimal(self.chance, 3)}"
         table = Table(*titles, title=f"{escape(self.model)}: layer.head", caption=caption)
         for heads in zip(*(self.top(kind, count) for kind in self.kinds), strict=True):
-            table.add_row(*(f"{layer}.{head}  {score:.3f}" for layer, head, score in heads))
+            table.add_row(*(f"{layer}.{head}  {decimal(score, 3)}" for layer, head, score in heads))
         return table
 
     def figure(self) -> "Figure":

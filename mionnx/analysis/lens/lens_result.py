@@ -1,6 +1,6 @@
 """`LensResult`: the next token that each layer's residual stream predicts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +9,15 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.lens.readout import Readout
 from mionnx.errors import InputError
+from mionnx.machine.brief import count
+from mionnx.machine.decimals import decimal
 from mionnx.view import Shown, new_figure, render
 from mionnx.view.figure import token_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+TOLD = 6  # points of a printed result
 LABEL = 12  # characters of a token in a figure
 READABLE = 200  # positions from which on a figure's cells are too many for words
 
@@ -86,9 +89,15 @@ class LensResult(Shown):
         """[points, positions]: how many tokens are more likely; 0 for the top token."""
         return self._of(token).ranks[..., 0]
 
-    def __repr__(self) -> str:
+    def _facts(self) -> Iterator[str]:
         points, positions, k = self.top_ids.shape
-        return f"LensResult({points} points, {positions} positions, top {k} tokens)"
+        yield from (count(points, "point"), count(positions, "position"), f"top {count(k, 'token')}")
+
+    def _lines(self) -> Iterator[str]:
+        yield f"at position {self.positions[-1]}, after {self.tokens[-1]!r}:"
+        for i in np.unique(np.linspace(0, len(self.points) - 1, TOLD).astype(int)):
+            best = [f"{self.spell(token)!r} {decimal(probability, 3)}" for token, probability in self.best(i, -1)[:3]]
+            yield f"{label_of(self.points[i]):>8}  {', '.join(best)}"
 
     def _of(self, token: int | str) -> Readout:
         return self.read(np.full((len(self.positions), 1), self.known(token), np.int64))

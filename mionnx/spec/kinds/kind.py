@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.errors import InterventionError
 from mionnx.graph.fragment import Fragment
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.arrays import to_array
 from mionnx.spec.limits import Indices, Positions, check_indices, check_positions
 
 Array = NDArray[Any]
@@ -211,8 +212,8 @@ class Kind(ABC):
     def _numbers(self, name: str, value: ArrayLike) -> Array:
         what = _in_words(name)
         try:
-            array = np.array(value)  # a copy: what the caller does to their array later is not part of the spec
-        except (TypeError, ValueError) as error:  # rows of unequal length, or a tensor that numpy cannot read
+            array = np.array(to_array(value))  # a copy: what the caller changes later is not part of the spec
+        except ValueError as error:  # rows of unequal length, or a tensor that numpy cannot read
             raise InterventionError(f"{self}: {what} is no array of numbers: {error}") from error
         if array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16":
             raise InterventionError(f"{self}: {what} must be numbers, got dtype {array.dtype}")
