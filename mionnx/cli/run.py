@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column
-from safetensors.numpy import save as to_bytes
 from scipy.special import softmax
 
 from mionnx.analysis.ablation import AblationResult
 from mionnx.cli.intervention_options import Interventions, takes_interventions
 from mionnx.cli.options import Captures, Json, Model, Prompt, Provider
 from mionnx.machine.decimals import decimal
-from mionnx.machine.files import write_atomic
+from mionnx.machine.tensor_file import write_tensors
 from mionnx.model import MIModel
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.prompt import token_text
@@ -63,7 +62,7 @@ def run(
     treated = cache.output()[0, -1]
     baseline = opened.forward(tokens).output()[0, -1] if changes else None
     if save:
-        write_atomic(save, to_bytes({"logits": cache.output(), **{key: value.copy() for key, value in cache.items()}}))
+        write_tensors(save, {"logits": cache.output(), **cache})
     if as_json:
         typer.echo(json.dumps(_as_json(opened, cache, baseline, treated, top), indent=1))
     else:

@@ -27,7 +27,7 @@ from mionnx.run.runner import Runner
 from mionnx.run.sampling import Sampling
 from mionnx.run.stopping import Stopping, stop_texts
 from mionnx.run.streamer import Decoder, Streamer
-from mionnx.run.tokenizing import Prompt
+from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.view import card
 
@@ -89,6 +89,7 @@ class Generation(Brief):
         return np.concatenate(parts, axis=axes.index("seq"))
 
 
+@takes_encoding
 def generate(
     model: Runner,
     tokens: Prompt,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -20,13 +19,14 @@ from mionnx.inputs.past import choose_past
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.machine import memory
+from mionnx.machine.once import Once, once_property
 from mionnx.machine.progress import bars
 from mionnx.rewrite import Plan
 from mionnx.rewrite.plan import Outputs
 from mionnx.run import find_model, spec_graphs, tokenizing
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache, collect
-from mionnx.run.tokenizing import Prompt
+from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
 
 SMALL = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
@@ -44,7 +44,7 @@ class Runner:
     """
 
     # texts as tokens
-    tokenizer = cached_property(tokenizing.tokenizer)
+    tokenizer = once_property(tokenizing.tokenizer)
     tokenize = tokenizing.tokenize
     token_id = tokenizing.token_id
     _ids = tokenizing.ids
@@ -61,7 +61,7 @@ class Runner:
         self.options = options or Options()
         self.variants = GraphPool(hooked, self.options)
         self.binder = Binder(hooked)
-        self._opened: dict[Any, Any] = {}
+        self._opened: Once[Any, Any] = Once()
 
     @classmethod
     def from_pretrained(
@@ -166,16 +166,15 @@ class Runner:
         Example:
             lens = model.opened(Lens)
         """
-        if kind not in self._opened:
-            self._opened[kind] = kind(self.hooked, self.options)
-        return self._opened[kind]
+        return self._opened.get(kind, lambda: kind(self.hooked, self.options))
 
     @property
     def compiled(self) -> Mapping[Plan, OpenGraph]:
         """Open graphs, the least recently used first; chains of cut graphs are left out."""
-        found = self.variants.open.items()
+        found = [*self.variants.open.items()]
         return {plan: one for plan, one in found if isinstance(plan, Plan) and isinstance(one, OpenGraph)}
 
+    @takes_encoding
     def forward(
         self,
         tokens: Prompt,
@@ -191,8 +190,9 @@ class Runner:
         """Run the model once: capture activations, and change them on the way.
 
         Args:
-            tokens: a text, ids [seq] or [batch, seq], `Tokens`, or a list of these; lists of unequal length are padded
-                on the left.
+            tokens: a text, ids [seq] or [batch, seq] (arrays or tensors of integers), `Tokens`, a tokenizer's encoding
+                or dictionary, or a list of these; lists of unequal length are padded on the left. A dictionary may be
+                given as `forward(**encoding)` too; its `attention_mask` counts.
             hooks: captures and interventions; none if left out.
             attention_mask: [batch, seq], 1 for tokens and 0 for padding on either side, where ids are padded already.
             cache: keys and values of the tokens before these (`HookCache.kv_cache` of an earlier call); of an RWKV

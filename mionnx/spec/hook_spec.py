@@ -168,6 +168,19 @@ class HookSpec(Brief):
         Raises:
             SpecFileError: a capture by predicate, or a dtype that safetensors does not have.
         """
+        return spec_file.serialise(*self._declaration())
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of declaration and values, hexadecimal; equal specs have equal ones.
+
+        Raises:
+            SpecFileError: a capture by predicate, or a dtype that safetensors does not have.
+        """
+        return spec_file.digest(*self._declaration())
+
+    def _declaration(self) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
+        """Lists and tensors of a spec file."""
         tensors = {
             f"interventions.{n}.{name}": array
             for n, (_, intervention) in enumerate(self.interventions)
@@ -179,7 +192,7 @@ class HookSpec(Brief):
             "state_knockouts": [knockout.to_entry() for knockout in self.state_knockouts],
             "state_steerings": [steering.to_entry() for steering in self.state_steerings],
         }
-        return spec_file.serialise(declaration, tensors)
+        return declaration, tensors
 
     @staticmethod
     def load(path: str) -> "HookSpec":

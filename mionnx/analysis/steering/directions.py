@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from safetensors.numpy import save as to_bytes
 
 from mionnx.analysis.steering import control_vector
 from mionnx.analysis.steering.control_vector import STREAM
 from mionnx.analysis.steering.direction_methods import Separation, cosines
 from mionnx.analysis.steering.hook_template import template_of
 from mionnx.errors import HookError, InterventionError, SpecFileError
+from mionnx.machine.arrays import to_array
 from mionnx.machine.brief import Brief, count, spelled
-from mionnx.machine.files import write_atomic
-from mionnx.machine.tensor_file import read_tensors
+from mionnx.machine.tensor_file import read_tensors, write_tensors
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.limits import Positions
@@ -209,7 +208,7 @@ class Directions(Shown):
         if self.separation is not None:
             tensors |= {name: np.asarray(value) for name, value in vars(self.separation).items()}
         declaration = json.dumps({"hook": self.hook, "method": self.method, "pairs": self.pairs})
-        write_atomic(Path(path), to_bytes(tensors, metadata={"mionnx_directions": FORMAT, "declaration": declaration}))
+        write_tensors(path, tensors, {"mionnx_directions": FORMAT, "declaration": declaration})
         return Path(path)
 
     @classmethod
@@ -304,7 +303,7 @@ class Directions(Shown):
 
 def _vectors(vectors: ArrayLike) -> NDArray[np.float32]:
     try:
-        array = np.array(vectors, np.float32)
+        array = np.array(to_array(vectors), np.float32)
     except (TypeError, ValueError) as error:
         raise InterventionError(f"a direction must be numbers: {error}") from error
     if not np.isfinite(array).all():
