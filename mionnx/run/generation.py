@@ -19,7 +19,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.past import choose_past, past_inputs, present_to_past, take_present
 from mionnx.inputs.token_batch import Past, TokenBatch, count_rows, make_token_batch
 from mionnx.inputs.value import Value
-from mionnx.machine.brief import Brief, count, spelled
+from mionnx.machine.brief import Brief, count, shape_of, spelled
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.graph_pool import GraphPool
 from mionnx.run.hook_cache import HookCache
@@ -29,6 +29,7 @@ from mionnx.run.stopping import Stopping, stop_texts
 from mionnx.run.streamer import Decoder, Streamer, make_streamer
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
+from mionnx.view import card
 
 
 @dataclass(repr=False)
@@ -64,6 +65,13 @@ class Generation(Brief):
             yield f"new text {text!r}"
         if not self.new_texts:
             yield from (f"new ids {spelled(row.tolist())}" for row in self.new_ids)
+
+    def _repr_html_(self) -> str:
+        prompts = [text.removesuffix(new) for text, new in zip(self.texts, self.new_texts, strict=True)]
+        rows = [(f"row {i}", *pair) for i, pair in enumerate(zip(prompts, self.new_texts, strict=True))]
+        ids = [] if rows else [(f"row {i}", "new ids ", spelled(row.tolist())) for i, row in enumerate(self.new_ids)]
+        names = [(name, shape_of(value), "") for name, value in (self.steps[-1] if self.steps else {}).items()]
+        return card(repr(self), [*rows, *ids, *names])
 
     def captured(self, hook: HookPoint | str) -> NDArray[Any]:
         """A capture of all steps, concatenated along its sequence axis.

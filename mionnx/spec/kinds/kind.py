@@ -23,7 +23,7 @@ class ValueShape(Enum):
     """Relation of a value's shape to the activation's."""
 
     BROADCAST = "broadcasts to the activation, or to the part that the limits select"
-    EXACT = "the activation's own shape; with limits, one that broadcasts to the selected part"
+    EXACT = "the activation's own shape; with limits, one that broadcasts to it or to the selected part"
     DIRECTIONS = "[k, width]: directions along the activation's last axis"
     ATTENTION_MASK = "broadcasts to [batch, n_heads, seq_q, seq_k] of the whole text, past included"
 
