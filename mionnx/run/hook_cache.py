@@ -29,7 +29,8 @@ class HookCache(Brief, Mapping[str, NDArray[Any]]):
     A mapping from hook names to arrays, in execution order. Besides by name, values are found by `HookPoint` and by
     short name and layer: `cache["blocks.5.attn.hook_pattern"]`, `cache[HookPoint.AttnPattern(5)]`,
     `cache["pattern", 5]`; layers may count from the end, `cache["resid_post", -1]`. Outside of the layers
-    a short name alone will do, `cache["embed"]`. Values captured before their interventions have names that end in `.before`.
+    a short name alone will do, `cache["embed"]`. Values captured before their interventions have names that end in
+    `.before`.
 
     Arrays that another device than the CPU computed stay there until they are read.
 
