@@ -19,18 +19,21 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.past import choose_past, past_inputs, present_to_past, take_present
 from mionnx.inputs.token_batch import Past, TokenBatch, count_rows, make_token_batch
 from mionnx.inputs.value import Value
+from mionnx.machine.brief import Brief, count, shape_of, spelled
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.graph_pool import GraphPool
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.runner import Prompt, Runner
+from mionnx.run.runner import Runner
 from mionnx.run.sampling import Sampling
 from mionnx.run.stopping import Stopping, stop_texts
 from mionnx.run.streamer import Decoder, Streamer
+from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
+from mionnx.view import card
 
 
-@dataclass
-class Generation:
+@dataclass(repr=False)
+class Generation(Brief):
     """Continued prompts, and what was captured on the way.
 
     Attributes:
@@ -51,6 +54,25 @@ class Generation:
     cache: Past | None = None
     axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
+    def _facts(self) -> Iterator[str]:
+        yield count(len(self.ids), "row")
+        yield count(max((len(row) for row in self.new_ids), default=0), "new token")
+        if self.steps:
+            yield f"{count(len(self.steps[0]), 'capture')} at {count(len(self.steps), 'step')}"
+
+    def _lines(self) -> Iterator[str]:
+        for text in self.new_texts:
+            yield f"new text {text!r}"
+        if not self.new_texts:
+            yield from (f"new ids {spelled(row.tolist())}" for row in self.new_ids)
+
+    def _repr_html_(self) -> str:
+        prompts = [text.removesuffix(new) for text, new in zip(self.texts, self.new_texts, strict=True)]
+        rows = [(f"row {i}", *pair) for i, pair in enumerate(zip(prompts, self.new_texts, strict=True))]
+        ids = [] if rows else [(f"row {i}", "new ids ", spelled(row.tolist())) for i, row in enumerate(self.new_ids)]
+        names = [(name, shape_of(value), "") for name, value in (self.steps[-1] if self.steps else {}).items()]
+        return card(repr(self), [*rows, *ids, *names])
+
     def captured(self, hook: HookPoint | str) -> NDArray[Any]:
         """A capture of all steps, concatenated along its sequence axis.
 
@@ -67,6 +89,7 @@ class Generation:
         return np.concatenate(parts, axis=axes.index("seq"))
 
 
+@takes_encoding
 def generate(
     model: Runner,
     tokens: Prompt,
@@ -112,7 +135,7 @@ def generate(
 
     Raises:
         InputError: prompts, cache or parameters that nothing can be generated from.
-        HookError, InterventionError: the spec would not take effect as asked.
+        HookError, InterventionError: the spec would not take effect as asked, such as at positions in the cache.
 
     Example:
         steer = HookSpec().intervene(HookPoint.ResidPost(2), Intervention.Scale(1.5, positions="generated"))
@@ -159,7 +182,8 @@ def _prompts(
         raise InputError(f"row {row} is padded on the right: generation continues at the end, so pad on the left")
     stopping.refuse_too_long(batch, sizes.max_positions)
     final_lengths = batch.lengths + stopping.max_new_tokens - 1
-    return replace(batch, prompt_lengths=batch.lengths, final_lengths=final_lengths), past
+    past_lengths = batch.lengths - batch.real.sum(axis=1)
+    return replace(batch, prompt_lengths=batch.lengths, final_lengths=final_lengths, past_lengths=past_lengths), past
 
 
 class _Passes:

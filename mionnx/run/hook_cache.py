@@ -1,5 +1,6 @@
 """`HookCache`: the logits of a forward pass and everything that was captured on the way."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from mionnx.errors import HookError, nearest
 from mionnx.graph.hook_points import HookPoint, layer_of, short_names
 from mionnx.inputs.past import take_present
+from mionnx.machine.brief import Brief, count, shape_of
 from mionnx.rewrite.plan import TOP_IDS
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 Key = HookPoint | str | tuple[str, int]
 
 
-class HookCache(Mapping[str, NDArray[Any]]):
+class HookCache(Brief, Mapping[str, NDArray[Any]]):
     """Logits and captures of one forward pass.
 
     A mapping from hook names to arrays, in execution order. Besides by name, values are found by `HookPoint` and by
@@ -98,9 +100,16 @@ class HookCache(Mapping[str, NDArray[Any]]):
     def __len__(self) -> int:
         return len(self._captured)
 
-    def __repr__(self) -> str:
+    def _facts(self) -> Iterator[str]:
         total = sum(array.nbytes for array in self._captured.values())
-        return f"HookCache({len(self)} captures, {total / 1e6:.1f} MB)"
+        yield from (count(len(self), "capture"), f"{total / 1e6:.1f} MB")
+
+    def _lines(self) -> Iterator[str]:
+        if self._logits is not None:
+            yield f"logits: {shape_of(self._logits)}"
+        alike = Counter((_template(name), shape_of(value)) for name, value in self._captured.items())
+        yield from (f"{name}: {shape}{f', {times} layers' * (times > 1)}" for (name, shape), times in alike.items())
+        yield from (repr(past) for past in (self.kv_cache, self.state) if past is not None)
 
     def _name(self, hook: Key) -> str:
         if not isinstance(hook, tuple):
@@ -132,6 +141,12 @@ class HookCache(Mapping[str, NDArray[Any]]):
         if not names:
             raise HookError(f"no hook point {short!r} was captured{nearest(short, short_names())}")
         return np.stack([np.asarray(self._captured[name]) for name in names])
+
+
+def _template(name: str) -> str:
+    """The name of a capture with {i} for the layer."""
+    layer = layer_of(name)
+    return name if layer is None else name.replace(f"blocks.{layer}.", "blocks.{i}.", 1)
 
 
 def collect(bound: "BoundSpec", batch: "TokenBatch", results: "Mapping[str, Value]", use_cache: bool) -> HookCache:
