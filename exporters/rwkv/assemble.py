@@ -15,7 +15,7 @@ from exporters.sidecar_files import find_files, keep_files
 from exporters.weight_files import place, sha256, some
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.metadata import Metadata, Sizes
+from mionnx.graph.metadata import Metadata, Sizes, context_length
 from mionnx.machine.progress import Progress
 
 STAGES = ("reading the checkpoint", "building the graph", "placing weights", "writing")
@@ -55,6 +55,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         attention=[],
         exporter={name: version(name) for name in ("mionnx", "onnxscript")},
         weights_sha256=sha256(sorted({tensor.file for tensor in tensors.values()}), progress),
+        context_length=context_length(config),
     )
     _strip(graph)
     model = ir.Model(graph, ir_version=10, producer_name="mionnx", producer_version=version("mionnx"))

@@ -23,7 +23,7 @@ from exporters.transformers.trace import Traced, buffers_of, trace
 from exporters.transformers.weights import bind_weights
 from exporters.weight_files import sha256
 from mionnx.errors import ExportError
-from mionnx.graph.metadata import Attention, Metadata
+from mionnx.graph.metadata import Attention, Metadata, context_length
 from mionnx.machine.progress import Progress
 
 SLOW_TOKENIZERS = ("vocab.json", "tokenizer.model", "vocab.txt")
@@ -71,6 +71,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
             attention=[_attention(traced, i) for i in range(sizes.num_layers)],
             exporter={name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")},
             weights_sha256=sha256(sorted({tensor.file for tensor in tensors}), progress),
+            context_length=context_length(config.to_dict()),
         )
     traced.model.metadata_props.update(metadata.to_props())
     traced.model.producer_name, traced.model.producer_version = "mionnx", version("mionnx")

@@ -14,7 +14,7 @@ The format, on one page:
    A recurrent model also names what its recurrence reads after the gates, for values that are derived from it:
    `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
-   `attention`, `exporter`, `weights_sha256`. See `mionnx.graph.metadata`.
+   `attention`, `exporter`, `weights_sha256`, `context_length` (null in a file without). See `mionnx.graph.metadata`.
 7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
    the graph, a weight outside the folder or beyond the end of its file.
 """
@@ -33,7 +33,7 @@ from mionnx.graph import onnx_file, validate
 from mionnx.graph.folder_file import read_json
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.known_value import Dims
-from mionnx.graph.metadata import Metadata
+from mionnx.graph.metadata import Metadata, context_length
 
 GRAPH = "model.onnx"
 # What is kept beside a graph, where the checkpoint has it: the config, and what tokenizers are made of.
@@ -120,6 +120,21 @@ class HookedModel:
                 tokens = tokens if isinstance(tokens, list) else [tokens]
                 return [token for token in tokens if isinstance(token, int) and token < self.metadata.sizes.vocab_size]
         return []
+
+    @property
+    def context_length(self) -> int | None:
+        """The longest text that the model is made for: learned positions, else as its config says.
+
+        Older files do not say it in their metadata; `config.json` beside them is read then.
+        """
+        known = self.metadata.sizes.max_positions or self.metadata.context_length
+        if known is not None:
+            return known
+        try:
+            config = read_json(self.folder / "config.json")
+        except ModelError:
+            return None
+        return context_length(config) if isinstance(config, dict) else None
 
     def dtype(self, point: HookPoint) -> DTypeLike:
         """Dtype of a hook point's value: the model's, or float32 in a recurrence."""

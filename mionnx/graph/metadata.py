@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from mionnx.errors import ModelError
 
@@ -21,6 +22,21 @@ class Sizes:
     hidden_size: int
     vocab_size: int
     max_positions: int | None = None
+
+
+# Names of the context length in configs, in the order in which they count.
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "context_length", "ctx_len", "max_seq_len")
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """The context length that a checkpoint's config names; None if it names none.
+
+    Args:
+        config: the table of `config.json`.
+    """
+    inner = config.get("text_config")
+    found = [config.get(name) for name in CONTEXT_NAMES] + ([context_length(inner)] if isinstance(inner, dict) else [])
+    return next((length for length in found if type(length) is int and length > 0), None)
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,7 @@ class Metadata:
         attention: one entry a layer; none in a recurrent model.
         exporter: versions of what made the file.
         weights_sha256: hash of the weight files' bytes, in the order of their names.
+        context_length: the longest text that the checkpoint was made for, as its config says; None if it does not.
     """
 
     family: str
@@ -58,6 +75,7 @@ class Metadata:
     attention: list[Attention]
     exporter: Mapping[str, str] = field(default_factory=dict)
     weights_sha256: str = ""
+    context_length: int | None = None
 
     @property
     def recurrent(self) -> bool:
@@ -98,6 +116,9 @@ class Metadata:
                 )
             values["sizes"] = Sizes(**values["sizes"])
             values["attention"] = [Attention(**entry) for entry in values["attention"]]
+            length = values.get("context_length")
+            if length is not None and (type(length) is not int or length < 1):
+                raise ModelError(f"the hooked model's metadata is damaged: context_length {length!r}")
             return cls(**values)
         except (ValueError, TypeError, KeyError) as error:
             raise ModelError(f"the hooked model's metadata is damaged: {error}") from error
