@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from mionnx.errors import ModelError
 
@@ -48,7 +49,9 @@ class Metadata:
         hooks: hook name -> axes, in execution order; an axis is a name where it is dynamic, a number where it is not.
         attention: one entry a layer; none in a recurrent model.
         exporter: versions of what made the file.
-        weights_sha256: hash of the weight files' bytes, in the order of their names.
+        weights_sha256: hash of the checkpoint's weight files, in the order of their names.
+        weight_files: weight file -> "size", "sampled" and "sha256" (`mionnx.graph.weight_check`); none in a model of
+            an earlier mionnx.
     """
 
     family: str
@@ -58,6 +61,7 @@ class Metadata:
     attention: list[Attention]
     exporter: Mapping[str, str] = field(default_factory=dict)
     weights_sha256: str = ""
+    weight_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def recurrent(self) -> bool:
@@ -98,6 +102,8 @@ class Metadata:
                 )
             values["sizes"] = Sizes(**values["sizes"])
             values["attention"] = [Attention(**entry) for entry in values["attention"]]
+            if not all(isinstance(known, dict) for known in values.get("weight_files", {}).values()):
+                raise TypeError("weight_files must be dictionaries")
             return cls(**values)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ModelError(f"the hooked model's metadata is damaged: {error}") from error
