@@ -11,7 +11,7 @@ from mionnx.run import find_model
 
 
 def check(model: Model) -> None:
-    """Compare every byte of a model's weights with what was exported; exit code 1 if one differs.
+    """Compare every byte of a model's weights with what was exported; else exit code 1.
 
     Opening a model checks sizes and a sample of each file.
 
