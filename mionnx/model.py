@@ -3,8 +3,6 @@
 A verb is a function `verb(model, ...)` in a room, and one line here makes it a method.
 """
 
-from functools import cached_property
-
 from mionnx.analysis.attention import attention_patterns
 from mionnx.analysis.attention import head_scores as heads
 from mionnx.analysis.attribution import attribute as attribution
@@ -18,7 +16,8 @@ from mionnx.analysis.steering import contrast as contrasting
 from mionnx.analysis.steering import dose_response as dosing
 from mionnx.analysis.sweep import ablating, patching
 from mionnx.compile import compile_model
-from mionnx.run import generation
+from mionnx.machine.once import once_property
+from mionnx.run import generation, notebook
 from mionnx.run.runner import Runner
 from mionnx.verify import verbs as comparing
 
@@ -26,7 +25,8 @@ from mionnx.verify import verbs as comparing
 class MIModel(Runner):
     """A language model whose activations can be read and changed.
 
-    Each verb is a function of a model, in the module that it is taken from here; `Runner` has `forward`.
+    Each verb is a function of a model, in the module that it is taken from here; `Runner` has `forward`. A model may be
+    used by several threads at once.
 
     Example:
         model = MIModel.from_pretrained("models/world-llama")
@@ -34,6 +34,7 @@ class MIModel(Runner):
         cache["pattern", 2].shape  # (1, n_heads, seq, seq)
     """
 
+    _repr_html_ = notebook.model_html
     # continuing prompts
     generate = generation.generate
     # causal analysis, cell by cell
@@ -79,12 +80,12 @@ class MIModel(Runner):
     patch_activations = residual.patch_activations
     generate_with_hooks = residual.generate_with_hooks
     # TransformerLens's names for sizes, hook points, matrices and tokens
-    cfg = cached_property(transformer_lens.cfg)
-    hook_dict = cached_property(transformer_lens.hook_dict)
-    W_E = cached_property(transformer_lens.W_E)
-    W_U = cached_property(transformer_lens.W_U)
-    b_U = cached_property(transformer_lens.b_U)  # noqa: N815
-    W_O = cached_property(transformer_lens.W_O)
+    cfg = once_property(transformer_lens.cfg)
+    hook_dict = once_property(transformer_lens.hook_dict)
+    W_E = once_property(transformer_lens.W_E)
+    W_U = once_property(transformer_lens.W_U)
+    b_U = once_property(transformer_lens.b_U)  # noqa: N815
+    W_O = once_property(transformer_lens.W_O)
     to_tokens = transformer_lens.to_tokens
     to_str_tokens = transformer_lens.to_str_tokens
     to_string = transformer_lens.to_string

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from numpy.typing import ArrayLike
 from scipy.special import log_softmax
 
 from mionnx.errors import InputError
+from mionnx.machine.brief import Brief, spelled
+from mionnx.machine.decimals import decimal
 from mionnx.run.sampling import logit_vector
 
 
@@ -27,7 +30,7 @@ class TokenChange:
         return self.ablated - self.baseline
 
 
-class AblationResult:
+class AblationResult(Brief):
     """Two next-token distributions, without and with an intervention.
 
     Attributes:
@@ -69,6 +72,16 @@ class AblationResult:
         before, after = (np.exp(log_softmax(logits)) for logits in (self.baseline_logits, self.ablated_logits))
         order = np.argsort(-np.abs(after - before), kind="stable")[:k]
         return [TokenChange(int(token), float(before[token]), float(after[token])) for token in order]
+
+    def _facts(self) -> Iterator[str]:
+        yield f"KL(baseline || ablated) {spelled(self.kl_divergence())} nats"
+        yield f"{len(self.baseline_logits)} tokens"
+
+    def _lines(self) -> Iterator[str]:
+        if self.spec is not None:
+            yield f"with {spelled(self.spec)}"
+        for one in self.top_changed_tokens(5):
+            yield f"token {one.token}: probability {decimal(one.baseline, 4)} -> {decimal(one.ablated, 4)}"
 
     def _known(self, token: int) -> int:
         if not 0 <= token < len(self.baseline_logits):

@@ -139,11 +139,12 @@ class Binder:
         chosen = tuple(map(partial(_chosen, hooks=hooks), spec.captures))
         if hooks.inner:
             return bind_captures(chosen, hooks)
-        if chosen not in self._known:
-            if len(self._known) == REMEMBERED:
-                self._known.clear()
-            self._known[chosen] = bind_captures(chosen, hooks)
-        return self._known[chosen]
+        found = self._known.get(chosen)
+        if found is None:
+            if len(self._known) >= REMEMBERED:
+                self._known.clear()  # which another thread may do between any two lines here
+            found = self._known[chosen] = bind_captures(chosen, hooks)
+        return found
 
 
 def _chosen(request: Capture, hooks: HookIndex) -> Chosen:

@@ -1,16 +1,18 @@
 """Memory that captures need, estimated before anything runs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from mionnx.bind.plan import BoundCapture
 from mionnx.graph.axes import heads_axis, sequence_axis
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.brief import Brief, count
+from mionnx.machine.memory import format_bytes
 
 
-@dataclass(frozen=True)
-class Estimate:
+@dataclass(frozen=True, repr=False)
+class Estimate(Brief):
     """Bytes that a spec's captures need.
 
     Attributes:
@@ -29,6 +31,13 @@ class Estimate:
         """The peak while they are computed: a value gathered token by token exists twice."""
         gathered = [size for name, size in self.captures.items() if HookPoint.parse(name).on_request]
         return self.total + max(gathered, default=0)
+
+    def _facts(self) -> Iterator[str]:
+        yield from (count(len(self.captures), "capture"), format_bytes(self.total), f"peak {format_bytes(self.peak)}")
+
+    def _lines(self) -> Iterator[str]:
+        for name, size in sorted(self.captures.items(), key=lambda one: -one[1]):
+            yield f"{format_bytes(size):>10}  {name}"
 
 
 def estimate_of(captures: Iterable[BoundCapture], sizes: Mapping[str, int]) -> Estimate:

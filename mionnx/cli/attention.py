@@ -1,11 +1,12 @@
 """The command `mionnx attention`: attention patterns, token by token and head by head."""
 
 from rich.markup import escape
-from rich.table import Table
 
 from mionnx.analysis.attention.attention_patterns import AttentionPatterns
 from mionnx.cli.options import Html, Json, Model, Numbers, Png, Position, Prompt, Provider, deliver
+from mionnx.machine.decimals import decimal
 from mionnx.model import MIModel
+from mionnx.view import Table
 
 
 def attention(
@@ -38,7 +39,9 @@ def attention_table(result: AttentionPatterns, index: int) -> Table:
     table = Table("layer", *(["heads"] if wide else map(str, result.heads)), title=title)
     for i, layer in enumerate(result.layers):
         best = result.patterns[i, :, index].argmax(axis=-1)
-        cells = [f"{result.tokens[key]!r} {result.patterns[i, j, index, key]:.2f}" for j, key in enumerate(best)]
+        cells = [
+            f"{result.tokens[key]!r} {decimal(result.patterns[i, j, index, key], 2)}" for j, key in enumerate(best)
+        ]
         if wide:
             cells = ["  ".join(f"{head}: {cell}" for head, cell in zip(result.heads, cells, strict=True))]
         table.add_row(str(layer), *map(escape, cells))

@@ -4,11 +4,13 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Column
 
 from mionnx.analysis.attribution.attribution import Attribution
 from mionnx.cli.options import Html, Json, Model, Png, Position, Prompt, Provider, deliver
+from mionnx.machine.decimals import decimal
 from mionnx.model import MIModel
+from mionnx.view import Table
 
 
 def attribute(
@@ -44,10 +46,12 @@ def attribution_table(result: Attribution, top: int) -> Table:
     )
     shown = result.top(top)
     for label, value in shown:
-        table.add_row(label, f"{value:+.4f}")
+        table.add_row(label, decimal(value, 4, sign=True))
     left = len(result.labels) - len(shown)
     if left:
-        table.add_row(f"{left} others", f"{result.total - sum(value for _, value in shown):+.4f}", style="dim")
+        table.add_row(
+            f"{left} others", decimal(result.total - sum(value for _, value in shown), 4, sign=True), style="dim"
+        )
     table.columns[0].footer = "the logit" if result.versus is None else "the difference"
-    table.columns[1].footer = f"{result.logit:+.4f}"
+    table.columns[1].footer = decimal(result.logit, 4, sign=True)
     return table

@@ -7,13 +7,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Column, Table
+from rich.table import Column
 
 from mionnx.cli.options import Json
 from mionnx.errors import ModelError
 from mionnx.machine.disk_cache import CacheEntry, DiskCache, size_of
 from mionnx.machine.memory import format_bytes
 from mionnx.run.find_model import cache_folder
+from mionnx.view import Table
 
 app = typer.Typer(
     help="Show and tidy the disk cache: prepacked models, rewritten graphs, interrupted sweeps.",

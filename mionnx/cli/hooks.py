@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Column
 
 from mionnx.cli.options import Json, Model
 from mionnx.errors import ModelError
@@ -14,6 +14,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.progress import bars
 from mionnx.run import find_model
+from mionnx.view import Table
 
 
 def hooks(

@@ -5,11 +5,13 @@ from typing import Annotated
 import numpy as np
 import typer
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Column
 
 from mionnx.analysis.lens.lens_result import LensResult, label_of
 from mionnx.cli.options import Html, Json, Model, Numbers, Png, Position, Prompt, Provider, deliver
+from mionnx.machine.decimals import decimal
 from mionnx.model import MIModel
+from mionnx.view import Table
 
 
 def lens(
@@ -50,9 +52,11 @@ def lens_table(result: LensResult, index: int) -> Table:
         title=escape(f"position {result.positions[index]}, after {result.tokens[index]!r}"),
     )
     for i, point in enumerate(result.points):
-        best = ", ".join(f"{result.spell(one)!r} {probability:.3f}" for one, probability in result.best(i, index))
-        probabilities = [f"{probability:.4f}" for probability in np.exp(result.readout.log_probs[i, index])]
+        best = ", ".join(
+            f"{result.spell(one)!r} {decimal(probability, 3)}" for one, probability in result.best(i, index)
+        )
+        probabilities = [decimal(probability, 4) for probability in np.exp(result.readout.log_probs[i, index])]
         facts = [str(result.answer_rank[i, index])]
-        facts += [f"{values[i, index]:.3f}" for values in (result.entropy, result.divergence)]
+        facts += [decimal(values[i, index], 3) for values in (result.entropy, result.divergence)]
         table.add_row(label_of(point), escape(best), *probabilities, *facts)
     return table

@@ -9,17 +9,18 @@ import typer
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column, Table
-from safetensors.numpy import save as to_bytes
+from rich.table import Column
 from scipy.special import softmax
 
 from mionnx.analysis.ablation import AblationResult
 from mionnx.cli.intervention_options import Interventions, takes_interventions
 from mionnx.cli.options import Captures, Json, Model, Prompt, Provider
-from mionnx.machine.files import write_atomic
+from mionnx.machine.decimals import decimal
+from mionnx.machine.tensor_file import write_tensors
 from mionnx.model import MIModel
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.prompt import token_text
+from mionnx.view import Table
 
 Logits = NDArray[Any]  # [vocab]
 
@@ -61,7 +62,7 @@ def run(
     treated = cache.output()[0, -1]
     baseline = opened.forward(tokens).output()[0, -1] if changes else None
     if save:
-        write_atomic(save, to_bytes({"logits": cache.output(), **{key: value.copy() for key, value in cache.items()}}))
+        write_tensors(save, {"logits": cache.output(), **cache})
     if as_json:
         typer.echo(json.dumps(_as_json(opened, cache, baseline, treated, top), indent=1))
     else:
@@ -81,10 +82,10 @@ def _print(model: MIModel, cache: HookCache, baseline: Logits | None, treated: L
     titles = ["next token"] if baseline is None else ["baseline", "treated"]
     table = Table(*(heading for title in titles for heading in (title, "probability")))
     for cells in zip(*columns, strict=True):
-        table.add_row(*(text for token, probability in cells for text in (repr(token), f"{probability:.4f}")))
+        table.add_row(*(text for token, probability in cells for text in (repr(token), decimal(probability, 4))))
     console.print(table)
     if baseline is not None:
-        console.print(f"KL(baseline || treated) = {AblationResult(baseline, treated).kl_divergence():.6f} nats")
+        console.print(f"KL(baseline || treated) = {decimal(AblationResult(baseline, treated).kl_divergence(), 6)} nats")
     if cache:
         _print_captures(console, cache)
 

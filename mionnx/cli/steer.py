@@ -4,17 +4,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 from rich.console import Group
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Column
 
 from mionnx.analysis.steering.directions import STREAM, Directions
 from mionnx.analysis.steering.dose_result import DoseResponse
 from mionnx.cli.options import Html, Json, Model, Png, Provider, deliver, numbers
+from mionnx.machine.decimals import decimal
 from mionnx.machine.progress import bars
 from mionnx.model import MIModel
+from mionnx.view import Table
 
 Many = list[str] | None
 LAYER = (
@@ -102,20 +103,19 @@ def _tables(response: DoseResponse) -> Group:
 
 def _table(response: DoseResponse, i: int) -> Table:
     target = repr(response.names[int(response.targets[i])])
-    flip = f"from strength {response.flips[i]:.4g}" if np.isfinite(response.flips[i]) else "at none of these strengths"
-    flip = "without steering already" if response.baseline[i] == response.targets[i] else flip
     columns = ["strength", "of the stream", "top token", "probability", escape(f"P({target})"), "KL (nats)"]
     title, caption = (
-        escape(text) for text in (f"{response.prompts[i]!r}, steered at {response.hook}", f"{target} {flip}")
+        escape(text)
+        for text in (f"{response.prompts[i]!r}, steered at {response.hook}", f"{target} {response.turn(i)}")
     )
     table = Table(*(Column(name, justify="right") for name in columns), title=title, caption=caption)
     for n, strength in enumerate(response.strengths):
         table.add_row(
             f"{strength:g}",
-            f"{100 * response.share * strength:.1f} %",
+            f"{decimal(100 * response.share * strength, 1)} %",
             escape(repr(response.top(i)[n])),
-            f"{response.answers.top_probabilities[i, n]:.4f}",
-            f"{response.probabilities[i, n]:.4f}",
-            f"{response.kl[i, n]:.4f}",
+            decimal(response.answers.top_probabilities[i, n], 4),
+            decimal(response.probabilities[i, n], 4),
+            decimal(response.kl[i, n], 4),
         )
     return table

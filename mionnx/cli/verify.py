@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from mionnx.cli.options import Html, Json, Model, Png, SpecFile, deliver, numbers
 from mionnx.machine.progress import bars
@@ -16,6 +15,7 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify import Verification
 from mionnx.verify.result import WIDE
 from mionnx.verify.verbs import read_prompts
+from mionnx.view import Table
 
 DISAGREES = 2  # the exit code where runtimes differ by more than the tolerance; 1 is an error
 Runtimes = Annotated[str, typer.Option(help="Names with commas between: torch, ort-cpu, ort-cpu:none, openvino, ..")]

@@ -1,6 +1,7 @@
 """CUDA graphs: a call is recorded once for each shape, and launched as a whole from then on."""
 
 from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import Any
 
 import ml_dtypes
@@ -16,7 +17,8 @@ class CudaGraphs:
     """Calls of one session by their shapes: one CUDA graph and one set of buffers a shape.
 
     A CUDA graph reads and writes the same addresses every time: inputs are written into the buffers of the first call
-    of that shape, and results are copied out of them. On other providers the same is an ordinary run.
+    of that shape, and results are copied out of them: one thread at a time. On other providers the same is an ordinary
+    run.
     """
 
     LIMIT = 8  # shapes; beyond, the buffers of the one used longest ago are given up
@@ -25,11 +27,18 @@ class CudaGraphs:
         self.session, self.place = session, place
         self._calls: dict[Any, _Replay] = {}
         self._number = 0
+        self._alone = Lock()
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
         """Replay a call, or record it first; results are arrays."""
         arrays = {name: np.asarray(value) for name, value in feeds.items()}
         key = (tuple(outputs), *sorted((name, array.shape, array.dtype.str) for name, array in arrays.items()))
+        with self._alone:
+            return self._replayed(key, outputs, arrays)
+
+    def _replayed(
+        self, key: Any, outputs: Sequence[str], arrays: Mapping[str, NDArray[Any]]
+    ) -> dict[str, NDArray[Any]]:
         call = self._calls.pop(key, None)
         try:
             if call is None:

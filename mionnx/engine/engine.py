@@ -32,7 +32,7 @@ class Input:
 
 
 class Program(ABC):
-    """One graph, open in one engine.
+    """One graph, open in one engine; threads may run it at the same time.
 
     Attributes:
         native: the engine's own object.

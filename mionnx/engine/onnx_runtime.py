@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from mionnx.engine.engine import Arrays, Engine, Input, Program
 from mionnx.engine.options import ONNX_RUNTIME, Options
 from mionnx.errors import ModelError, RuntimeMissingError
 from mionnx.machine import memory
+from mionnx.machine.once import once_property
 
 # These fusions move the last bits when a tensor inside them becomes an output: an observation would change the result.
 UNSTABLE_FUSIONS = (
@@ -86,7 +86,7 @@ class OrtProgram(Program):
         """See `Program.run_on_device`; the CPU is such a device too."""
         return device.run_at(self.native, outputs, self._read(feeds), self.place)
 
-    @cached_property
+    @once_property
     def cuda_graphs(self) -> CudaGraphs:
         """The calls of this session that are CUDA graphs."""
         return CudaGraphs(self.native, self.place)

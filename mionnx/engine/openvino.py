@@ -11,11 +11,13 @@
 import os
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,7 @@ class OpenVinoProgram(Program):
 
     def __init__(self, compiled: Any, inputs: Mapping[str, Input], defaults: Mapping[str, Any]) -> None:
         self.native, self.defaults = compiled, defaults
+        self._idle: deque[Any] = deque()  # infer requests: each serves one thread at a time
         read = {name for port in compiled.inputs for name in port.names}
         self.inputs = {name: entry for name, entry in inputs.items() if name in read}
         self._outputs = {name: port for port in compiled.outputs for name in port.names}
@@ -48,10 +51,19 @@ class OpenVinoProgram(Program):
         arrays = {name: np.asarray(value) for name, value in feeds.items() if name in self.inputs}
         arrays |= {name: value for name, value in self.defaults.items() if name not in arrays and name in self.inputs}
         try:
-            results = self.native(arrays, share_outputs=True)
-            return {name: np.array(results[self._outputs[name]]) for name in outputs}
+            request = self._request()
+            results = request.infer(arrays, share_inputs=True, share_outputs=True)
+            found = {name: np.array(results[self._outputs[name]]) for name in outputs}
+            self._idle.append(request)
+            return found
         except (RuntimeError, TypeError) as error:
             raise ModelError(f"OpenVINO failed while running the model: {error}") from error
+
+    def _request(self) -> Any:
+        try:
+            return self._idle.pop()
+        except IndexError:  # all are running, in other threads
+            return self.native.create_infer_request()
 
 
 class OpenVino(Engine):
@@ -63,6 +75,7 @@ class OpenVino(Engine):
     def __init__(self) -> None:
         self._folders: dict[Path, tempfile.TemporaryDirectory[str]] = {}
         self._numbers = count()
+        self._linking = Lock()
 
     def missing(self, options: Options) -> str | None:
         """Whether OpenVINO is installed."""
@@ -88,7 +101,9 @@ class OpenVino(Engine):
             raise ModelError("OpenVINO takes and gives no bfloat16 in Python: use engine='onnxruntime', or float32")
         inputs, defaults = inputs_of(proto), _take_defaults(proto)
         _declare_counts(proto)
-        file = self._weights(folder, proto) / f"{next(self._numbers)}.onnx"
+        with self._linking:
+            weights = self._weights(folder, proto)
+        file = weights / f"{next(self._numbers)}.onnx"
         try:
             file.write_bytes(proto.SerializeToString())
             compiled = openvino.Core().compile_model(str(file), "CPU", _settings(options))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,14 @@ class ReferenceProgram(Program):
 
     def __init__(self, evaluator: ReferenceEvaluator, model: onnx.ModelProto) -> None:
         self.native, self.inputs = evaluator, inputs_of(model)
+        self._alone = Lock()  # its operators keep attributes of the last run
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
         """See `Program.run`."""
         arrays = {name: np.asarray(value) for name, value in feeds.items() if name in self.inputs}
         try:
-            values = self.native.run(list(outputs), arrays)
+            with self._alone:
+                values = self.native.run(list(outputs), arrays)
         except Exception as error:  # its operators raise what numpy raises
             raise ModelError(f"onnx's ReferenceEvaluator failed while running the model: {error}") from error
         return dict(zip(outputs, map(np.asarray, values), strict=True))

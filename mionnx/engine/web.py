@@ -8,6 +8,7 @@ import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ class WebProgram(Program):
 
     def __init__(self, model: onnx.ModelProto) -> None:
         self.inputs = inputs_of(model)
+        self._alone = Lock()  # one process, one file for each direction
         self._scratch = tempfile.TemporaryDirectory()
         file = Path(self._scratch.name) / "model.onnx"
         file.write_bytes(model.SerializeToString())
@@ -56,7 +58,8 @@ class WebProgram(Program):
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
         """See `Program.run`."""
         arrays = {name: np.asarray(value) for name, value in feeds.items() if name in self.inputs}
-        return _run(self.native, Path(self._scratch.name), arrays, list(outputs))
+        with self._alone:
+            return _run(self.native, Path(self._scratch.name), arrays, list(outputs))
 
 
 def _end(node: "subprocess.Popen[str]", scratch: "tempfile.TemporaryDirectory[str]") -> None:

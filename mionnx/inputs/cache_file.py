@@ -7,12 +7,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import save as to_bytes
 
 from mionnx.errors import InputError, SpecFileError
-from mionnx.machine.files import write_atomic
-from mionnx.machine.tensor_file import read_tensors
+from mionnx.machine.tensor_file import read_tensors, write_tensors
 
 KEY = "mionnx_cache"
 
@@ -24,9 +21,8 @@ def write_cache(path: str | Path, kind: str, tensors: Mapping[str, NDArray[Any]]
         InputError: it cannot be written, or in a dtype that safetensors does not have.
     """
     try:
-        data = to_bytes({name: np.asarray(value, order="C") for name, value in tensors.items()}, metadata={KEY: kind})
-        write_atomic(Path(path), data)
-    except (SafetensorError, SpecFileError) as error:
+        write_tensors(path, tensors, {KEY: kind})
+    except SpecFileError as error:
         raise InputError(f"the cache cannot be saved: {error}") from error
 
 

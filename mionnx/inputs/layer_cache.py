@@ -1,7 +1,7 @@
 """Base of `KVCache` and `RWKVState`: what one pass leaves for the next, layer by layer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, overload
@@ -12,6 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.errors import InputError
 from mionnx.inputs.cache_file import write_cache
 from mionnx.inputs.value import Value
+from mionnx.machine.arrays import to_array
+from mionnx.machine.brief import Brief, count, shape_of
 
 Layer = TypeVar("Layer", bound=Iterable[NDArray[Any]])
 
@@ -53,8 +55,8 @@ class LazyLayers(Sequence[Layer]):
         return new
 
 
-@dataclass
-class LayerCache(ABC, Generic[Layer]):
+@dataclass(repr=False)
+class LayerCache(Brief, ABC, Generic[Layer]):
     """Keys and values, or recurrent states, after the tokens seen so far.
 
     Attributes:
@@ -98,6 +100,13 @@ class LayerCache(ABC, Generic[Layer]):
     def seq_len(self) -> int:
         """Number of positions, padding included."""
         return int(self.attention_mask.shape[1])
+
+    def _facts(self) -> Iterator[str]:
+        yield from (count(self.num_layers, "layer"), count(self.batch, "row"), count(self.seq_len, "position"))
+
+    def _lines(self) -> Iterator[str]:
+        for part, value in zip(self.PARTS, next(iter(self.held()), ()), strict=False):
+            yield f"{part} of each layer: {shape_of(value)}"
 
     def get_layer(self, layer: int) -> Layer:
         """The parts of one layer.
@@ -147,9 +156,12 @@ def checked_like(old: NDArray[Any], value: ArrayLike, what: str) -> NDArray[Any]
     """Check a value against the one it replaces, and cast it to that one's dtype.
 
     Raises:
-        InputError: another shape, or NaN.
+        InputError: no numbers, another shape, or NaN.
     """
-    given = np.asarray(value)
+    try:
+        given = to_array(value)
+    except ValueError as error:
+        raise InputError(f"{what} must be numbers: {error}") from error
     if given.shape != old.shape:
         raise InputError(f"{what} must be {list(old.shape)}, got {list(given.shape)}")
     if np.isnan(given.astype(np.float32)).any():

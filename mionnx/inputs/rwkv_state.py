@@ -20,12 +20,13 @@ from mionnx.graph.metadata import Sizes
 from mionnx.inputs.cache_file import read_cache
 from mionnx.inputs.layer_cache import LayerCache, checked_like
 from mionnx.inputs.value import Value
+from mionnx.machine.brief import Brief
 
 PARTS = STATE.parts
 
 
-@dataclass(frozen=True)
-class Layer:
+@dataclass(frozen=True, repr=False)
+class Layer(Brief):
     """One layer's state.
 
     Attributes:

@@ -1,5 +1,6 @@
 """Text to tokens and back, with the offsets of every token in the text."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,10 +10,11 @@ from tokenizers import Tokenizer
 
 from mionnx.errors import InputError, TokenizerError
 from mionnx.inputs.world_tokenizer import WorldTokenizer, find_vocabulary
+from mionnx.machine.brief import Brief, count, spelled
 
 
-@dataclass(frozen=True)
-class Tokens:
+@dataclass(frozen=True, repr=False)
+class Tokens(Brief):
     """A tokenised text.
 
     Attributes:
@@ -29,6 +31,12 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def _facts(self) -> Iterator[str]:
+        yield from (spelled(self.text), count(len(self), "token"))
+
+    def _lines(self) -> Iterator[str]:
+        yield " ".join(f"{piece}({token})" for piece, token in zip(self.pieces, self.ids.tolist(), strict=True))
 
     def positions_of(self, part: str, occurrence: int | None = None) -> list[int]:
         """The positions of the tokens that make up a part of the text.

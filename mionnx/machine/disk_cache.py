@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import psutil
@@ -314,10 +315,13 @@ def _limit() -> int:
 
 
 _said: set[str] = set()
+_saying = Lock()
 
 
 def _say(message: str) -> None:
     """Warn, once for each message."""
-    if message not in _said:
+    with _saying:
+        if message in _said:
+            return
         _said.add(message)
-        warnings.warn(message, StoreWarning, stacklevel=2)
+    warnings.warn(message, StoreWarning, stacklevel=2)

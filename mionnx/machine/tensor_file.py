@@ -1,39 +1,161 @@
-"""Reading `.safetensors` files: their errors become errors of mionnx."""
+"""`.safetensors` files with a checksum of everything in them, checked on reading.
 
-from collections.abc import Iterator
+1. The checksum is the entry `mionnx_sha256` of the file's `__metadata__`: SHA-256 of the bytes of all tensors, then of
+   the header as JSON with its keys sorted, the checksum itself left out. So it covers names, dtypes, shapes, values and
+   all other metadata.
+2. A file whose bytes do not give its checksum is refused as damaged, before anything of it is used.
+3. A file of others has no checksum, and is read as it is. One that an earlier mionnx wrote (a metadata key begins with
+   `mionnx_`) is read with a warning; where a wrong value could not be noticed later, it is refused (`required`).
+4. Equal tensors and metadata give equal files: the entries of the header are sorted.
+"""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 
 from mionnx.errors import MIError, SpecFileError
+from mionnx.machine.files import write_atomic
+
+CHECKSUM = "mionnx_sha256"
+OWN = "mionnx_"  # how metadata keys of mionnx begin
+
+
+class UncheckedFileWarning(UserWarning):
+    """A file without a checksum, so that damage of its values cannot be noticed."""
+
+
+def to_bytes(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The bytes of a file with its checksum.
+
+    Raises:
+        SpecFileError: a dtype that safetensors does not have.
+    """
+    header, values = _parts(tensors, metadata)
+    header["__metadata__"] = {**header.get("__metadata__", {}), CHECKSUM: _checksum(hashlib.sha256(values), header)}
+    return _joined(header, values)
+
+
+def unchecked_bytes(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
+    """The bytes of a file without a checksum, as earlier versions made them.
+
+    Raises:
+        SpecFileError: a dtype that safetensors does not have.
+    """
+    return _joined(*_parts(tensors, metadata))
+
+
+def _parts(
+    tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None
+) -> tuple[dict[str, Any], memoryview]:
+    """Header and values of a file."""
+    try:
+        data = save({name: np.asarray(value, order="C") for name, value in tensors.items()}, dict(metadata or {}))
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise SpecFileError(f"safetensors cannot hold one of {', '.join(tensors)}: {error}") from error
+    start = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:start]), memoryview(data)[start:]
+
+
+def _joined(header: Mapping[str, Any], values: memoryview) -> bytes:
+    text = json.dumps(header, sort_keys=True).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, values])
+
+
+def write_tensors(
+    path: str | Path, tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a file with its checksum; it appears when it is whole.
+
+    Raises:
+        SpecFileError: it cannot be written, or a dtype that safetensors does not have.
+    """
+    write_atomic(Path(path), to_bytes(tensors, metadata))
 
 
 @contextmanager
-def open_tensors(path: str | Path, problem: str, error: type[MIError] = SpecFileError) -> Iterator[Any]:
-    """Open a file to read some of its tensors.
+def open_tensors(
+    path: str | Path, problem: str, error: type[MIError] = SpecFileError, *, required: bool = False
+) -> Iterator[Any]:
+    """Open a file to read some of its tensors; its checksum, if it has one, is checked first.
 
     Args:
         path: the file.
         problem: first words of the message if it cannot be read: "x.safetensors is no saved spec".
         error: class of that error.
+        required: refuse a file without a checksum.
 
     Raises:
         MIError: the file is missing or damaged, or has a dtype that numpy lacks.
     """
     try:
         with safe_open(path, framework="np") as file:
+            _check(Path(path), file.metadata() or {}, error, required)
             yield file
-    except (OSError, SafetensorError, AttributeError, TypeError, ValueError) as cause:
-        # the last three: a tensor of a dtype that numpy does not have
+    except (OSError, SafetensorError, AttributeError, TypeError, ValueError, KeyError) as cause:
+        # the last four: a tensor of a dtype that numpy does not have
         raise error(f"{problem}: {cause}") from cause
 
 
 def read_tensors(
-    path: str | Path, problem: str, error: type[MIError] = SpecFileError
+    path: str | Path, problem: str, error: type[MIError] = SpecFileError, *, required: bool = False
 ) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
     """Read a whole file: its metadata, and its tensors by name; see `open_tensors`."""
-    with open_tensors(path, problem, error) as file:
-        return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    with open_tensors(path, problem, error, required=required) as file:
+        metadata = {key: text for key, text in (file.metadata() or {}).items() if key != CHECKSUM}
+        return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def values_checksum(tensors: Mapping[str, NDArray[Any]], facts: Sequence[str]) -> str:
+    """SHA-256 of arrays with names, dtypes and shapes, for a file of another format.
+
+    Args:
+        tensors: arrays by name, in any order.
+        facts: what else the file says, in an order of its format.
+
+    Returns:
+        hexadecimal.
+    """
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    for name in sorted(tensors):
+        value = np.asarray(tensors[name], order="C")
+        digest.update(json.dumps([name, str(value.dtype), value.shape]).encode())
+        digest.update(value.tobytes())
+    return digest.hexdigest()
+
+
+def _check(path: Path, metadata: Mapping[str, str], error: type[MIError], required: bool) -> None:
+    if CHECKSUM in metadata:
+        if metadata[CHECKSUM] != _checksum_of(path):
+            raise error(f"{path} is damaged: it does not have the checksum that was written with it")
+    elif required:
+        raise error(f"{path} has no checksum: it is damaged, or an earlier mionnx wrote it")
+    elif any(key.startswith(OWN) for key in metadata):
+        warnings.warn(
+            f"{path} has no checksum, as an earlier mionnx wrote it: damage of its values cannot be noticed; "
+            "save it again",
+            UncheckedFileWarning,
+            stacklevel=5,
+        )
+
+
+def _checksum_of(path: Path) -> str:
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return _checksum(hashlib.file_digest(file, "sha256"), header)
+
+
+def _checksum(values: Any, header: Mapping[str, Any]) -> str:
+    """The checksum of rule 1; `values` has seen the bytes of the tensors."""
+    told = {key: text for key, text in header.get("__metadata__", {}).items() if key != CHECKSUM}
+    values.update(json.dumps({**header, "__metadata__": told}, sort_keys=True).encode())
+    return str(values.hexdigest())

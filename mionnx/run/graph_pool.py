@@ -3,8 +3,8 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
+from threading import Lock, RLock
 from typing import Any, TypeVar
 
 from mionnx.engine.engine import Program
@@ -15,6 +15,7 @@ from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.machine import memory
 from mionnx.machine.disk_cache import DiskCache
+from mionnx.machine.once import KeyedLocks, once_property
 from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan, Report, rewrite
 from mionnx.run import find_model, prepacked
@@ -59,23 +60,30 @@ Open = TypeVar("Open", OpenGraph, SegmentChain)
 
 
 class GraphPool:
-    """The open graphs of one model; the least recently used are closed at a limit."""
+    """The open graphs of one model; the least recently used are closed at a limit.
+
+    Threads may share it: one that asks for a graph which another is opening waits for that one, and graphs of different
+    plans open side by side. A graph that is closed here ends when the last thread that runs it has its result.
+    """
 
     def __init__(self, model: HookedModel, options: Options) -> None:
         if options.base not in WHEN:
             raise InputError(f"base {options.base!r}; one of {', '.join(WHEN)}{nearest(options.base, WHEN)}")
         self.model, self.options, self.engine = model, options, ready_engine(options)
         self.open: dict[Key, OpenGraph | SegmentChain] = {}
+        self._lock = RLock()  # of the dictionary and the numbers here; held for no longer than they are read
+        self._opening: KeyedLocks[Key] = KeyedLocks()
+        self._looking = Lock()
         self._base: prepacked.PrepackedModel | None = None
         self._looked = False
         self._opened = 0
 
-    @cached_property
+    @once_property
     def weights(self) -> int:
         """Bytes of the weights."""
         return sum(onnx_file.locations(self.model.proto).values())
 
-    @cached_property
+    @once_property
     def _entries(self) -> DiskCache:
         return DiskCache(find_model.cache_folder())
 
@@ -99,34 +107,65 @@ class GraphPool:
         return self._recent((plan, hooks), lambda: self._make_chain(plan, hooks), tokens)
 
     def _recent(self, key: Key, make: Callable[[], Open], tokens: int) -> Open:
-        if self.options.prepack is None and self.engine.prepacks:
-            self.options = replace(self.options, prepack=tokens < UNPACKED)
-        graph: Any = self.open.pop(key, None) or make()
-        self.open[key] = graph  # last in the order of the dictionary: the one used most recently
+        with self._lock:
+            if self.options.prepack is None and self.engine.prepacks:
+                self.options = replace(self.options, prepack=tokens < UNPACKED)
+        if found := self._used(key):
+            return found
+        with self._opening.of(key):
+            if found := self._used(key):  # another thread has opened it meanwhile
+                return found
+            graph = make()
+            with self._lock:
+                self.open[key] = graph
+                self._close_beyond_limits()
+        return graph
+
+    def _used(self, key: Key) -> Any:
+        """An open graph, or None; it goes last in the order of the dictionary, as the one used most recently."""
+        with self._lock:
+            graph = self.open.pop(key, None)
+            if graph is not None:
+                self.open[key] = graph
+            return graph
+
+    def _close_beyond_limits(self) -> None:
         limit = self.options.max_bytes or memory.total() // 2
         while len(self.open) > 1 and (
             len(self.open) > self.options.max_graphs or sum(one.cost for one in self.open.values()) > limit
         ):
             del self.open[next(iter(self.open))]
-        return graph
 
     def prepare(self) -> bool:
         """Make the prepacked base now; returns whether there is one."""
+        with self._looking:
+            return self._prepare() is not None
+
+    def _prepare(self) -> prepacked.PrepackedModel | None:
         self._base = self._base or prepacked.make(self.model, self.options, self._entries)
-        return self._base is not None
+        return self._base
 
     def _find_base(self) -> prepacked.PrepackedModel | None:
+        with self._looking:
+            return self._looked_for_base()
+
+    def _looked_for_base(self) -> prepacked.PrepackedModel | None:
         if self.options.base == "never" or self._base is not None:
             return self._base
         if self.options.base == "always" and not self._looked:
-            self.prepare()
+            self._prepare()
         elif self.weights >= prepacked.WORTHWHILE:
             if not self._looked:
                 self._base = prepacked.find(self.model, self.options, self._entries)
             elif self._opened == 1 and self.options.base == "auto":  # a second structure: more may follow
-                self.prepare()
+                self._prepare()
         self._looked = True
         return self._base
+
+    def _count(self) -> None:
+        """Count a graph that is opened without a base."""
+        with self._lock:
+            self._opened += 1
 
     def _make(self, plan: Plan) -> OpenGraph:
         base = self._find_base()
@@ -138,7 +177,7 @@ class GraphPool:
         if plan.empty:
             program = self.engine.open(folder / GRAPH, folder, self.options)
             return OpenGraph(plan, program, Report(), None, self.weights, self.options)
-        self._opened += 1
+        self._count()
         model, report = rewrite(self.model.proto, plan, self.model.metadata)
         cost = sum(onnx_file.locations(onnx_file.parse(model)).values()) if plan.starts else self.weights
         program = self.engine.open(model, folder, self.options)
@@ -150,7 +189,7 @@ class GraphPool:
             model, report = rewrite(base.proto, plan, metadata)
             folder, optimised, cost = base.folder, True, VARIANT
         else:
-            self._opened += 1
+            self._count()
             model, report = rewrite(self.model.proto, plan, metadata)
             folder, optimised, cost = self.model.folder, False, self.weights
         return open_segments(

@@ -14,7 +14,6 @@ import hashlib
 import json
 import shutil
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine import cpu, memory
 from mionnx.machine.disk_cache import DiskCache
+from mionnx.machine.once import once_property
 from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan
 
@@ -47,7 +47,7 @@ class PrepackedModel:
     folder: Path
     outputs: tuple[str, ...]
 
-    @cached_property
+    @once_property
     def proto(self) -> onnx_file.ModelProto:
         """The graph, without its weights."""
         proto = onnx_file.read(self.folder / GRAPH)
@@ -56,7 +56,7 @@ class PrepackedModel:
         proto.graph.output.extend(kept)
         return proto
 
-    @cached_property
+    @once_property
     def _values(self) -> set[str]:
         made = {output for node in self.proto.graph.node for output in node.output}
         return made | {tensor.name for tensor in self.proto.graph.initializer}

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from numpy.typing import ArrayLike
-from tokenizers import Tokenizer
 
 from mionnx.bind.bound_spec import Binder, BoundSpec
-from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
 from mionnx.engine.engines import ready_engine
 from mionnx.engine.options import ONNX_RUNTIME, Options
@@ -21,19 +18,18 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.past import choose_past
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
-from mionnx.inputs.tokens import Tokens, load_tokenizer, token_id, tokenize
-from mionnx.inputs.world_tokenizer import WorldTokenizer
 from mionnx.machine import memory
+from mionnx.machine.once import Once, once_property
 from mionnx.machine.progress import bars
-from mionnx.rewrite import Plan, Report
+from mionnx.rewrite import Plan
 from mionnx.rewrite.plan import Outputs
-from mionnx.run import find_model
+from mionnx.run import find_model, spec_graphs, tokenizing
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache, collect
+from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
 
 SMALL = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
-Prompt = str | Sequence[str] | Tokens | Sequence[Tokens] | ArrayLike
 T = TypeVar("T")
 
 
@@ -47,12 +43,25 @@ class Runner:
         binder: binds specs to this model.
     """
 
+    # texts as tokens
+    tokenizer = once_property(tokenizing.tokenizer)
+    tokenize = tokenizing.tokenize
+    token_id = tokenizing.token_id
+    _ids = tokenizing.ids
+    _known = tokenizing.known
+    # graphs of specs
+    compile_graph = spec_graphs.compile_graph
+    warm = spec_graphs.warm
+    prepare = spec_graphs.prepare
+    report = spec_graphs.report
+    estimate = spec_graphs.estimate
+
     def __init__(self, hooked: HookedModel, options: Options | None = None) -> None:
         self.hooked = hooked
         self.options = options or Options()
         self.variants = GraphPool(hooked, self.options)
         self.binder = Binder(hooked)
-        self._opened: dict[Any, Any] = {}
+        self._opened: Once[Any, Any] = Once()
 
     @classmethod
     def from_pretrained(
@@ -140,31 +149,6 @@ class Runner:
         """All hook points of this model, in execution order."""
         return self.hooked.hook_points()
 
-    @cached_property
-    def tokenizer(self) -> Tokenizer | WorldTokenizer:
-        """The tokenizer: a `tokenizers.Tokenizer`, or a `WorldTokenizer` for an RWKV World model.
-
-        Raises:
-            TokenizerError: the model has none.
-        """
-        return load_tokenizer(self.hooked.folder)
-
-    def tokenize(self, text: str) -> Tokens:
-        """Tokenise a text: ids, offsets, and `positions_of` for a substring's tokens.
-
-        Example:
-            model.tokenize("The capital of France is").positions_of("France")  # [3]
-        """
-        return tokenize(self.tokenizer, text)
-
-    def token_id(self, text: str) -> int:
-        """The id of a text that is one token.
-
-        Raises:
-            InputError: it is none, or several, or the tokenizer makes another text of it, as of an unknown word.
-        """
-        return token_id(self.tokenizer, text)
-
     @property
     def has_tokenizer(self) -> bool:
         """Whether the model's folder has a tokenizer."""
@@ -172,18 +156,6 @@ class Runner:
             return self.tokenizer is not None
         except TokenizerError:
             return False
-
-    def compile_graph(self, hooks: HookSpec | None = None, outputs: Outputs | None = None) -> OpenGraph:
-        """The open graph of a spec; rewritten and opened on first use.
-
-        Args:
-            hooks: the spec.
-            outputs: the model's own outputs to compute; all if left out.
-
-        Raises:
-            HookError, InterventionError: the spec does not fit the model.
-        """
-        return self.variants.get(self.binder.bind(hooks or HookSpec(), outputs).plan)
 
     def opened(self, kind: Callable[[HookedModel, Options], T]) -> T:
         """Return the one instance of a class that opens parts of this model; made on first use.
@@ -194,36 +166,15 @@ class Runner:
         Example:
             lens = model.opened(Lens)
         """
-        if kind not in self._opened:
-            self._opened[kind] = kind(self.hooked, self.options)
-        return self._opened[kind]
+        return self._opened.get(kind, lambda: kind(self.hooked, self.options))
 
     @property
     def compiled(self) -> Mapping[Plan, OpenGraph]:
         """Open graphs, the least recently used first; chains of cut graphs are left out."""
-        found = self.variants.open.items()
+        found = [*self.variants.open.items()]
         return {plan: one for plan, one in found if isinstance(plan, Plan) and isinstance(one, OpenGraph)}
 
-    def warm(self, hooks: HookSpec, logits: bool | Logits = True) -> None:
-        """Open the graph of a spec now, so that the first `forward` does not wait for it.
-
-        Example:
-            model.warm(HookSpec().capture("blocks.*.attn.hook_pattern"))
-        """
-        part = logits if isinstance(logits, Logits) else Logits()
-        self.compile_graph(hooks, part.outputs(bool(logits)) if logits else Outputs(logits=False, carried=False))
-
-    def prepare(self) -> bool:
-        """Make the prepacked base of this model: graphs open quickly and share its weights.
-
-        It is made once, takes about twice the size of the weights in the store, and serves every later process on this
-        machine; see `mionnx.run.prepacked`.
-
-        Returns:
-            whether there is one: not if the store cannot hold it, or the provider is not the CPU.
-        """
-        return self.variants.prepare()
-
+    @takes_encoding
     def forward(
         self,
         tokens: Prompt,
@@ -239,8 +190,9 @@ class Runner:
         """Run the model once: capture activations, and change them on the way.
 
         Args:
-            tokens: a text, ids [seq] or [batch, seq], `Tokens`, or a list of these; lists of unequal length are padded
-                on the left.
+            tokens: a text, ids [seq] or [batch, seq] (arrays or tensors of integers), `Tokens`, a tokenizer's encoding
+                or dictionary, or a list of these; lists of unequal length are padded on the left. A dictionary may be
+                given as `forward(**encoding)` too; its `attention_mask` counts.
             hooks: captures and interventions; none if left out.
             attention_mask: [batch, seq], 1 for tokens and 0 for padding on either side, where ids are padded already.
             cache: keys and values of the tokens before these (`HookCache.kv_cache` of an earlier call); of an RWKV
@@ -277,39 +229,6 @@ class Runner:
         _refuse_too_large(bound, batch)
         graph = self.variants.get(bound.plan, batch.batch * batch.seq)
         return collect(bound, batch, graph.run(bound.outputs(use_cache), inputs), use_cache)
-
-    def _ids(self, tokens: Prompt) -> Any:
-        if isinstance(tokens, str):
-            return self.tokenize(tokens)
-        if isinstance(tokens, Sequence) and tokens and all(isinstance(entry, str) for entry in tokens):
-            return [self.tokenize(str(text)) for text in tokens]
-        return tokens
-
-    def _known(self, token: int) -> int:
-        if not 0 <= token < self.vocab_size:
-            raise InputError(f"token {token}; the vocabulary is 0 to {self.vocab_size - 1}")
-        return int(token)
-
-    def report(self, hooks: HookSpec) -> Report:
-        """The nodes, inputs and outputs that a spec's rewrite adds and removes.
-
-        Example:
-            print(model.report(HookSpec().intervene("blocks.1.hook_mlp_out", Intervention.Zero())))
-        """
-        return self.compile_graph(hooks).report
-
-    def estimate(self, hooks: HookSpec, batch: int, seq: int, past: int = 0) -> Estimate:
-        """Estimate the bytes of a spec's captures before anything runs.
-
-        Args:
-            hooks: the spec.
-            batch, seq: of the call.
-            past: tokens in the cache.
-
-        Example:
-            model.estimate(HookSpec().capture("*"), batch=1, seq=128).total
-        """
-        return self.binder.bind(hooks).estimate(batch, seq, past + seq)
 
     def __repr__(self) -> str:
         sizes = self.hooked.metadata.sizes

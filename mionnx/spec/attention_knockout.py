@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mionnx.errors import InterventionError
+from mionnx.machine.brief import Brief
 
 
-@dataclass
-class LayerTargets:
+@dataclass(repr=False)
+class LayerTargets(Brief):
     """Layers, chained: `.layer(0).layer_range(2, 5)`; all layers by default."""
 
     layers_: list[int] | None = None
@@ -54,7 +55,7 @@ class LayerTargets:
         return "knockout"
 
 
-@dataclass
+@dataclass(repr=False)
 class KnockoutSpec(LayerTargets):
     """Attention edges to knock out: `KnockoutSpec().layer(3).head(0).edge(query, key)`.
 

@@ -1,6 +1,6 @@
 """`HookSpec`: the captures and interventions of a forward pass."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +10,7 @@ import numpy as np
 
 from mionnx.errors import HookError, InterventionError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.brief import Brief, count
 from mionnx.machine.files import write_atomic
 from mionnx.spec import spec_file
 from mionnx.spec.attention_knockout import naturals, whole
@@ -20,8 +21,8 @@ from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 Hook = HookPoint | str
 
 
-@dataclass
-class HookSpec:
+@dataclass(repr=False)
+class HookSpec(Brief):
     """Captures and interventions of one forward pass or generation.
 
     Hook points are written as `HookPoint` or string; methods return the spec itself, so that they chain. Interventions
@@ -138,6 +139,17 @@ class HookSpec:
         """Whether any intervention targets a hook point."""
         return any(point.name == str(hook) for point, _ in self.interventions)
 
+    def _facts(self) -> Iterator[str]:
+        yield from (count(len(self.captures), "capture"), count(len(self.interventions), "intervention"))
+        if self.state_knockouts or self.state_steerings:
+            yield count(len(self.state_knockouts), "state knockout")
+            yield count(len(self.state_steerings), "state steering")
+
+    def _lines(self) -> Iterator[str]:
+        yield from (f"{point}: {intervention!r}" for point, intervention in self.interventions)
+        yield from (str(one) for one in (*self.state_knockouts, *self.state_steerings))
+        yield from (f"capture {request}{' before' * request.before}" for request in self.captures)
+
     def save(self, path: str) -> None:
         """Write the spec as one safetensors file; see `mionnx.spec.spec_file`.
 
@@ -156,6 +168,19 @@ class HookSpec:
         Raises:
             SpecFileError: a capture by predicate, or a dtype that safetensors does not have.
         """
+        return spec_file.serialise(*self._declaration())
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of declaration and values, hexadecimal; equal specs have equal ones.
+
+        Raises:
+            SpecFileError: a capture by predicate, or a dtype that safetensors does not have.
+        """
+        return spec_file.digest(*self._declaration())
+
+    def _declaration(self) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
+        """Lists and tensors of a spec file."""
         tensors = {
             f"interventions.{n}.{name}": array
             for n, (_, intervention) in enumerate(self.interventions)
@@ -167,7 +192,7 @@ class HookSpec:
             "state_knockouts": [knockout.to_entry() for knockout in self.state_knockouts],
             "state_steerings": [steering.to_entry() for steering in self.state_steerings],
         }
-        return spec_file.serialise(declaration, tensors)
+        return declaration, tensors
 
     @staticmethod
     def load(path: str) -> "HookSpec":

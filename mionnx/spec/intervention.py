@@ -1,6 +1,6 @@
 """`Intervention`: one modification of the activation at a hook point."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
@@ -8,6 +8,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from mionnx.errors import InterventionError, nearest
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.brief import Brief, spelled
 from mionnx.spec.kinds import KINDS, add, clamp, knockout, project_out, replace, scale, splice, zero
 from mionnx.spec.kinds.kind import Array, Change, Kind, ValueShape
 
@@ -56,8 +57,8 @@ def find_kind(name: str) -> Kind:
     return KINDS[name]
 
 
-@dataclass(frozen=True, eq=False)
-class Intervention(Change, metaclass=_Constructors):
+@dataclass(frozen=True, eq=False, repr=False)
+class Intervention(Brief, Change, metaclass=_Constructors):
     """One modification of the value at a hook point.
 
     Made by `Replace`, `Add`, `Knockout`, `Scale`, `Zero`, `ProjectOut`, `Splice`, `Clamp` and any other kind in
@@ -68,6 +69,12 @@ class Intervention(Change, metaclass=_Constructors):
       "prompt" or "generated". At scores and patterns they select queries.
     * `heads`: heads, counted from 0 (key/value heads at `hook_k`, `hook_rot_k` and `hook_v`).
     * `rows`: batch rows, counted from 0.
+
+    Along a limited axis a value (a tensor, vector, factor or bound) has one entry for all that is chosen; or one for
+    each, in the order given (`positions=[2, 0, 1]`: entry 0 is for position 2); or one for each index of the whole
+    axis, of which the chosen ones are taken. A size that fits both is in the order given, so that a spec means the
+    same in a text of any length. Where rows choose unequal numbers of positions, and in the phase "generated", a value
+    cannot have an entry for each.
 
     What lies outside the limits keeps its value. A limit that selects nothing, or something that does not exist, is an
     `InterventionError` when the spec is used.
@@ -111,6 +118,17 @@ class Intervention(Change, metaclass=_Constructors):
     def varies_by_step(self) -> bool:
         """Whether the inputs of values and positions change from step to step of a generation."""
         return self.positions is not None or self.rules.shape is ValueShape.ATTENTION_MASK
+
+    def __repr__(self) -> str:
+        return f"Intervention.{self.rules.title}({', '.join(self._facts())})"
+
+    def _facts(self) -> Iterator[str]:
+        names = self.rules.values
+        shown: dict[str, Any] = dict(zip(names, self.values, strict=True))
+        shown |= {name: getattr(self, name) for name in ("fragment", "reads", "positions", "heads", "rows")}
+        for name, value in shown.items():
+            if value is not None:
+                yield spelled(value) if names == (name,) or name == "fragment" else f"{name}={spelled(value)}"
 
     def to_entry(self, point: HookPoint) -> dict[str, Any]:
         """The entry in a spec file, for an intervention at `point`; values are stored beside it."""

@@ -1,7 +1,8 @@
 """Spec files: one `.safetensors` file a spec. The format, on one page.
 
 1. The file is an ordinary safetensors file; it is read without executing anything.
-2. Its `__metadata__` has two entries: `mionnx_spec` = "1", the version, and `declaration`, a JSON text.
+2. Its `__metadata__` has three entries: `mionnx_spec` = "1", the version, `declaration`, a JSON text, and the checksum
+   of `mionnx.machine.tensor_file`, which is checked; a file without one, of an earlier mionnx, is read with a warning.
 3. The declaration is {"captures": [...], "interventions": [...]}, both in the order of the spec, and where there are
    any "state_knockouts": [...] and "state_steerings": [...].
 4. A capture is {"hook": name or glob, "before": true or false}; "positions" and "heads", lists, limit it.
@@ -19,17 +20,16 @@
 10. Files are written atomically: a temporary file is renamed into place.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import save as to_bytes
 
 from mionnx.errors import MIError, SpecFileError
-from mionnx.machine.tensor_file import read_tensors
+from mionnx.machine.tensor_file import read_tensors, to_bytes, unchecked_bytes
 
 VERSION = "1"
 REQUIRED = ("captures", "interventions")
@@ -49,19 +49,17 @@ def serialise(declaration: Mapping[str, list[Any]], tensors: Tensors) -> bytes:
     Raises:
         SpecFileError: a dtype that safetensors does not have.
     """
+    return to_bytes(tensors, _metadata(declaration))
+
+
+def digest(declaration: Mapping[str, list[Any]], tensors: Tensors) -> str:
+    """SHA-256 of a spec file without its checksum; see `serialise`."""
+    return hashlib.sha256(unchecked_bytes(tensors, _metadata(declaration))).hexdigest()
+
+
+def _metadata(declaration: Mapping[str, list[Any]]) -> dict[str, str]:
     lists = {key: entries for key, entries in declaration.items() if entries or key in REQUIRED}
-    try:
-        return _ordered(to_bytes(tensors, metadata={"mionnx_spec": VERSION, "declaration": json.dumps(lists)}))
-    except SafetensorError as error:
-        raise SpecFileError(f"the spec cannot be saved: {error}") from error
-
-
-def _ordered(data: bytes) -> bytes:
-    """The same file, the entries of its header sorted: safetensors writes them in any order."""
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.dumps(json.loads(data[8:end]), sort_keys=True).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header + data[end:]
+    return {"mionnx_spec": VERSION, "declaration": json.dumps(lists)}
 
 
 def load(path: str | Path, build: Callable[[Declaration, Tensors], Spec]) -> Spec:

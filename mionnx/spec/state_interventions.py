@@ -24,7 +24,7 @@ from mionnx.spec.limits import PHASES
 TERMS = ("write", "erase", "decay", "token_shift")
 
 
-@dataclass
+@dataclass(repr=False)
 class StateTargets(LayerTargets):
     """Positions and layers, chained: `.position(0).layer_range(2, 5)`; all layers by default.
 
@@ -110,7 +110,7 @@ def _position(position: int | str) -> int | str:
     return whole("position", position)
 
 
-@dataclass
+@dataclass(repr=False)
 class StateKnockoutSpec(StateTargets):
     """Drop tokens' writes into the recurrent state: `StateKnockoutSpec().position(0).layer(12)`."""
 
@@ -132,7 +132,7 @@ class StateKnockoutSpec(StateTargets):
         return self._with(*TERMS)
 
 
-@dataclass
+@dataclass(repr=False)
 class StateSteeringSpec(StateTargets):
     """Scale tokens' writes into the recurrent state: `StateSteeringSpec(2.0).position(0)`.
 

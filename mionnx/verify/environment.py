@@ -48,5 +48,5 @@ def hashes(graph: GraphUnderTest) -> dict[str, str]:
     return {
         "graph": graph.graph_hash(),
         "weights": held.hexdigest(),
-        "spec": sha256(graph.spec.to_bytes()).hexdigest(),
+        "spec": graph.spec.sha256,
     }

@@ -1,14 +1,17 @@
 """`Verification`: differences of runtimes at each hook point, as numbers, text, table and page."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Column
 
+from mionnx.machine.brief import Brief, count
+from mionnx.machine.decimals import decimal
 from mionnx.verify.difference import Difference
-from mionnx.view import Shown, new_figure, render
+from mionnx.view import Shown, Table, new_figure, render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,8 +84,8 @@ class Fault:
         return f"{self.hook}: this step alone adds {self.local:.2e} of its scale{where}{at}; {named}"
 
 
-@dataclass
-class Beside:
+@dataclass(repr=False)
+class Beside(Brief):
     """One runtime beside the first.
 
     Attributes:
@@ -102,6 +105,10 @@ class Beside:
     fault: Fault | None
     environment: dict[str, Any]
     seconds: float
+
+    def _facts(self) -> Iterator[str]:
+        yield from (self.title, count(len(self.rows), "hook point"))
+        yield f"largest relative difference {self.worst.relative:.1e} at {self.worst.name}"
 
     def agrees(self, tolerance: float) -> bool:
         """Whether all that was compared is a number, and within the tolerance."""
@@ -154,7 +161,7 @@ class Repeat:
     first: str | None
 
 
-@dataclass
+@dataclass(repr=False)
 class Verification(Shown):
     """Differences of runtimes, hook point by hook point.
 
@@ -212,6 +219,17 @@ class Verification(Shown):
         ]
         return {**found, "agrees": self.agrees, "besides": besides, "repeats": [asdict(one) for one in self.repeats]}
 
+    def _facts(self) -> Iterator[str]:
+        yield from (self.title, self.summary())
+
+    def _lines(self) -> Iterator[str]:
+        for beside in self.besides:
+            verdict = "agrees" if beside.agrees(self.tolerance) else "differs"
+            yield f"{beside.title} {verdict}: {beside.worst.relative:.1e} at {beside.worst.name}"
+        yield from (f"{title} failed: {why}" for title, why in self.failed.items())
+        yield from (f"{title} skipped: {why}" for title, why in self.skipped.items())
+        yield from self.notes
+
     def summary(self) -> str:
         """One line."""
         others = [one.title for one in self.besides if not one.agrees(self.tolerance)]
@@ -268,7 +286,7 @@ class Verification(Shown):
     def _cells(self, beside: Beside) -> list[str]:
         row, logits = beside.worst, beside.logits
         verdict = "[green]agrees" if beside.agrees(self.tolerance) else "[red]differs"
-        numbers = [f"{row.relative:.1e}", row.name, f"{row.max_abs:.1e}", f"{row.cosine:.6f}"]
+        numbers = [f"{row.relative:.1e}", row.name, f"{row.max_abs:.1e}", decimal(row.cosine, 6)]
         next_token = [f"{logits['kl_max']:.1e}", f"{logits['top_1']:.0%}"]
         greedy = "" if beside.greedy is None else f"{beside.greedy:.0%}"
         return [escape(beside.title), verdict, *numbers, *next_token, greedy]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mionnx.errors import SpecFileError
+from mionnx.machine.brief import Brief
 from mionnx.machine.files import write_atomic
 from mionnx.view.figure import to_png
 from mionnx.view.page import plain
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Shown(ABC):
-    """A result as a figure, as a page, as JSON; in a notebook it shows its page."""
+class Shown(Brief, ABC):
+    """A result as a figure, as a page, as JSON; a notebook shows its page, `print` few lines."""
 
     frame_height = 480  # of the page in a notebook, in pixels
 

@@ -300,6 +300,76 @@ def test_positions_count_from_the_start_of_the_prefix(models):
         )
 
 
+@law
+@given(past=st.integers(1, 4), rows=st.integers(1, 2), data=st.data())
+def test_positions_in_the_cached_past_are_refused_as_in_one_pass(shipped, world_rwkv, past, rows, data):
+    """Absolute, negative and per-row positions, of interventions and of state interventions, in prompt and past."""
+    prompt, new = past + 2, 4
+    model = data.draw(st.sampled_from([shipped, world_rwkv]))
+    ids = np.random.default_rng(past).integers(3, 400, (rows, prompt))
+    lengths = [prompt - (row and data.draw(st.integers(0, past - 1))) for row in range(rows)]
+    mask = np.stack([np.arange(prompt) >= prompt - length for length in lengths]).astype(int)
+    before = model.forward(ids[:, :past], attention_mask=mask[:, :past], use_cache=True)
+    cache = before.kv_cache or before.state
+    position = st.integers(-min(lengths), min(lengths) - 1)
+    spec = data.draw(specs_at(position, rows, model.hooked.metadata.recurrent))
+    refused = cached_position(lambda: model.forward(ids[:, past:], spec, attention_mask=mask, cache=cache))
+    found = cached_position(
+        lambda: model.generate(
+            ids[:, past:], spec, attention_mask=mask, cache=cache, max_new_tokens=new, eos_token_id=[]
+        )
+    )
+    assert refused == found
+
+
+@st.composite
+def specs_at(draw: st.DrawFn, position: st.SearchStrategy[int], rows: int, recurrent: bool) -> HookSpec:
+    """A spec that changes something at one or two positions."""
+    chosen = draw(st.lists(position, min_size=1, max_size=2))
+    if recurrent and draw(st.booleans()):
+        if draw(st.booleans()):
+            return HookSpec().set_state_knockout(StateKnockoutSpec().positions(chosen))
+        return HookSpec().set_state_steering(StateSteeringSpec(0.5).positions(chosen))
+    by_row = draw(st.lists(st.lists(position, min_size=1, max_size=2), min_size=rows, max_size=rows))
+    limits = {"positions": draw(st.sampled_from([chosen, by_row]))}
+    if draw(st.booleans()):
+        limits["rows"] = draw(st.integers(0, rows - 1))
+    return HookSpec().intervene(HookPoint.ResidPost(0), Intervention.Scale(0.5, **limits))
+
+
+def cached_position(run) -> str | None:
+    """The position that is refused since it lies in the cached past; None if the spec runs."""
+    try:
+        run()
+    except InterventionError as error:
+        position, found, _ = str(error).partition(" lies in the cached past")
+        return position if found else f"for another reason: {error}"
+    return None
+
+
+def test_a_cached_prefix_refuses_what_it_would_hide(shipped, world_rwkv):
+    """Every way to name a position of the past; what takes effect in the new tokens alone stays allowed."""
+    ids, point = np.arange(10, 18), HookPoint.ResidPost(0)
+    cache = shipped.forward(ids[:5], use_cache=True).kv_cache
+    for positions in (0, [6, 4], -4, [[1]], [7, -8]):
+        spec = HookSpec().intervene(point, Intervention.Zero(positions=positions))
+        with pytest.raises(InterventionError, match=r"lies in the cached past.*computes 5 to 9"):
+            shipped.generate(ids[5:], spec, cache=cache, max_new_tokens=3)
+    state = world_rwkv.forward(ids[:5]).state
+    for one in (
+        HookSpec().set_state_knockout(StateKnockoutSpec().positions([6, 4])),
+        HookSpec().set_state_steering(StateSteeringSpec(2.0).position(-5)),
+    ):
+        with pytest.raises(InterventionError, match=r"state .* lies in the cached past"):
+            world_rwkv.generate(ids[5:], one, cache=state, max_new_tokens=3)
+    plain = shipped.generate(ids[5:], cache=cache, max_new_tokens=3, eos_token_id=[], output_logits=True)
+    for positions in (5, 9, -1, "prompt", "generated", None):
+        spec = HookSpec().intervene(point, Intervention.Scale(-2.0, positions=positions))
+        found = shipped.generate(ids[5:], spec, cache=cache, max_new_tokens=3, eos_token_id=[], output_logits=True)
+        pairs = zip(plain.steps, found.steps, strict=True)
+        assert any(not np.array_equal(one.output(), other.output()) for one, other in pairs), positions
+
+
 def test_sampling_is_repeatable_row_by_row(models):
     """The same seed gives the same row, whatever other rows do; another seed another text."""
     model, (ids, _) = models("llama"), prompts(3, 7, 5)

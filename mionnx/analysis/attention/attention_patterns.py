@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.brief import count
+from mionnx.machine.decimals import decimal
 from mionnx.machine.memory import format_bytes
 from mionnx.run.prompt import one_text
-from mionnx.run.runner import Prompt, Runner
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.view import Shown, new_figure, render
 from mionnx.view.figure import token_label
@@ -22,6 +25,7 @@ from mionnx.view.figure import token_label
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+TOLD = 6  # weights of a printed result
 LEVELS = 255  # a weight on a page is (level / 255)^2, which keeps small weights apart
 MOST = 2**26  # bytes of weights that a page may hold
 WORDS = 40  # tokens up to which a figure of one head names them
@@ -66,8 +70,15 @@ class AttentionPatterns(Shown):
             raise InputError(f"position {position} of {len(self.tokens)} tokens (0 to {len(self.tokens) - 1})")
         return position % len(self.tokens)
 
-    def __repr__(self) -> str:
-        return f"AttentionPatterns({len(self.layers)} layers, {len(self.heads)} heads, {len(self.tokens)} tokens)"
+    def _facts(self) -> Iterator[str]:
+        yield from (count(len(self.layers), "layer"), count(len(self.heads), "head"), count(len(self.tokens), "token"))
+
+    def _lines(self) -> Iterator[str]:
+        last = self.patterns[:, :, -1]
+        yield f"the last token, {self.tokens[-1]!r}, reads most:"
+        for layer, head, key in np.transpose(np.unravel_index(np.argsort(-last, None, "stable")[:TOLD], last.shape)):
+            token = f"{key} {self.tokens[key]!r}"
+            yield f"{decimal(last[layer, head, key])}  layer {self.layers[layer]}, head {self.heads[head]}: {token}"
 
     @property
     def title(self) -> str:

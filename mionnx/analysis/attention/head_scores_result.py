@@ -1,19 +1,23 @@
 """`HeadScores`: scores of all heads by kind, with table, figure and page."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.markup import escape
-from rich.table import Table
 
 from mionnx.errors import InputError, nearest
-from mionnx.view import Shown, empty_figure, render
+from mionnx.machine.brief import count
+from mionnx.machine.decimals import decimal
+from mionnx.view import Shown, Table, empty_figure, render
+from mionnx.view.figure import write_numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+NUMBER = 0.3  # inches that a cell with a number takes
 TITLES = {"previous_token": "Previous token", "duplicate_token": "Duplicate token", "induction": "Induction"}
 TARGETS = {
     "previous_token": "the token before",
@@ -22,7 +26,7 @@ TARGETS = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class HeadScores(Shown):
     """Attention scores of heads on random repeated sequences.
 
@@ -70,6 +74,17 @@ class HeadScores(Shown):
         places = [divmod(int(at), scores.shape[1]) for at in order]
         return [(layer, head, float(scores[layer, head])) for layer, head in places]
 
+    def _facts(self) -> Iterator[str]:
+        yield from (self.model, count(self.values.shape[1], "layer"), count(self.values.shape[2], "head"))
+        yield f"chance {decimal(self.chance, 3)}"
+
+    def _lines(self) -> Iterator[str]:
+        for kind in self.kinds:
+            best = [
+                f"{layer}.{head} {decimal(score, 3)}" for layer, head, score in self.top(kind, min(4, self[kind].size))
+            ]
+            yield f"{TITLES[kind]:>15}  {'  '.join(best)}"
+
     def to_dict(self) -> dict[str, Any]:
         """All attributes, as JSON can hold them."""
         return {
@@ -85,21 +100,23 @@ class HeadScores(Shown):
         """Table of the highest scores of each kind."""
         count = min(k, self.values[0].size)
         titles = (TITLES[kind] for kind in self.kinds)
-        caption = f"mean attention; chance is {self.chance:.3f}"
+        caption = f"mean attention; chance is {decimal(self.chance, 3)}"
         table = Table(*titles, title=f"{escape(self.model)}: layer.head", caption=caption)
         for heads in zip(*(self.top(kind, count) for kind in self.kinds), strict=True):
-            table.add_row(*(f"{layer}.{head}  {score:.3f}" for layer, head, score in heads))
+            table.add_row(*(f"{layer}.{head}  {decimal(score, 3)}" for layer, head, score in heads))
         return table
 
     def figure(self) -> "Figure":
         """Draw one heat map a kind: a row a layer, a column a head."""
         _, layers, heads = self.values.shape
-        cell = min(0.36, 5 / max(layers, heads))  # inches
+        cell = min(0.4, 5 / max(layers, heads))  # inches
         wide, high = max(2.6, heads * cell + 0.9), max(1.8, layers * cell + 1.2)
         figure = empty_figure(wide * len(self.kinds) + 0.8, high)
         drawn = figure.subplots(1, len(self.kinds), squeeze=False, sharey=True)[0]
         for axes, kind in zip(drawn, self.kinds, strict=True):
             image = axes.imshow(self[kind], cmap="Blues", vmin=0, vmax=1, aspect="equal")
+            if cell > NUMBER:
+                write_numbers(axes, self[kind], 1, size=6.5)
             axes.set_title(TITLES[kind], fontsize=10)
             axes.set_xlabel("head")
             axes.set_xticks(_ticks(heads))

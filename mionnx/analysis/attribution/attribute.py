@@ -13,9 +13,11 @@ from mionnx.analysis.lens.unembedding import Unembedding
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import InputError, ModelError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.decimals import decimal
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.prompt import Text, one_text, token_of, token_text
-from mionnx.run.runner import Prompt, Runner
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 
 Vector = NDArray[np.float64]
@@ -139,6 +141,6 @@ def _refuse_gap(model: Runner, values: Vector, logit: float) -> None:
     gap = abs(float(values.sum()) - logit)
     if not gap <= slack * max(1.0, float(np.abs(values).sum())):
         raise ModelError(
-            f"{model.hooked.metadata.family}: the components contribute {values.sum():.5f}, and the logit is "
-            f"{logit:.5f}: something else is added to the stream, or an intervention changes the stream itself"
+            f"{model.hooked.metadata.family}: the components contribute {decimal(values.sum(), 5)}, and the logit is "
+            f"{decimal(logit, 5)}: something else is added to the stream, or an intervention changes the stream itself"
         )

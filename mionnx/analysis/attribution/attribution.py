@@ -1,17 +1,21 @@
 """`Attribution`: the direct contribution of each component of a model to a logit."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.machine.brief import count
+from mionnx.machine.decimals import decimal
 from mionnx.view import Shown, empty_figure, render
-from mionnx.view.figure import token_label
+from mionnx.view.figure import token_label, write_numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+TOLD = 6  # components of a printed result
 BARS = 24  # components that a figure shows
 WIDE = 16  # heads from which on a figure's cells are too small for numbers
 
@@ -57,8 +61,14 @@ class Attribution(Shown):
         """
         return dict(zip(self.labels, self.values.tolist(), strict=True))[label]
 
-    def __repr__(self) -> str:
-        return f"Attribution({self.what}: {self.logit:.4f}, {len(self.labels)} components)"
+    def _facts(self) -> Iterator[str]:
+        yield f"{self.what}: {decimal(self.logit, 4)}"
+        yield count(len(self.labels), "component")
+
+    def _lines(self) -> Iterator[str]:
+        yield f"at position {self.position}, after {self.tokens[self.position]!r}; the largest contributions:"
+        for label, value in self.top(TOLD):
+            yield f"{decimal(value, 3, sign=True):>9}  {label}"
 
     @property
     def heads(self) -> NDArray[np.float64] | None:
@@ -113,7 +123,7 @@ class Attribution(Shown):
         _draw_bars(panels[0], shown, len(self.labels))
         if heads is not None:
             _draw_heads(figure, panels[1], heads)
-        figure.suptitle(token_label(f"{self.what}: {self.logit:.3f}"), fontsize=10)
+        figure.suptitle(token_label(f"{self.what}: {decimal(self.logit, 3)}"), fontsize=10)
         return figure
 
 
@@ -131,10 +141,8 @@ def _draw_heads(figure: "Figure", axes: Any, heads: NDArray[np.float64]) -> None
     limit = float(np.abs(heads).max()) or 1.0
     image = axes.imshow(heads, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
     layers, count = heads.shape
-    for layer, head in np.ndindex(layers, count) if count <= WIDE else ():
-        value = heads[layer, head]
-        colour = "white" if abs(value) > 0.6 * limit else "black"
-        axes.text(head, layer, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
+    if count <= WIDE:
+        write_numbers(axes, heads, limit)
     axes.set_xticks(range(count), [str(head) for head in range(count)], fontsize=8)
     axes.set_yticks(range(layers), [str(layer) for layer in range(layers)], fontsize=8)
     axes.set_xlabel("head")

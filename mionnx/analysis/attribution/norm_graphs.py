@@ -1,6 +1,5 @@
 """`NormGraphs`: the norms of a model, found in its graph and run by themselves."""
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.machine.once import once_property
 from mionnx.run.model_part import ModelPart
 
 Part = tuple[str, str]  # the names of the values that a part of the graph begins and ends with
@@ -28,7 +28,7 @@ class NormGraphs:
         self.hooked, self.options = hooked, options
         self._open: dict[tuple[Part, ...], ModelPart] = {}
 
-    @cached_property
+    @once_property
     def output_norms(self) -> dict[int, Part]:
         """See `output_norms`."""
         return output_norms(self.hooked)

@@ -17,7 +17,8 @@ from mionnx.analysis.attribution.decompose import Labelled, PosSlice
 from mionnx.analysis.attribution.linear_norm import LinearNorm
 from mionnx.analysis.attribution.norm_graphs import NormGraphs, final_norm, input_norm
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.runner import Prompt, Runner
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 
 Source = HookCache | Prompt

@@ -1,5 +1,6 @@
 """`FeatureActivations`: the features that are active at each token of a text."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -7,17 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InterventionError
+from mionnx.machine.brief import count, spelled
 from mionnx.view import Shown, new_figure, render
 from mionnx.view.figure import token_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+TOLD = 6  # tokens of a printed result, the last ones
 ROWS = 20  # features in the picture
 COLUMNS = 60  # tokens in the picture
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class FeatureActivations(Shown):
     """The features of a text's tokens.
 
@@ -52,6 +55,15 @@ class FeatureActivations(Shown):
         """The features active at one token, the most active first."""
         pairs = zip(self.ids[position], self.values[position], strict=True)
         return [(int(feature), float(value)) for feature, value in pairs if value > 0]
+
+    def _facts(self) -> Iterator[str]:
+        yield from (self.hook, count(len(self.tokens), "token"), f"top {count(self.ids.shape[1], 'feature')}")
+        yield f"{len(self.followed)} followed"
+
+    def _lines(self) -> Iterator[str]:
+        for position, token in list(enumerate(self.tokens))[-TOLD:]:
+            best = [f"{feature} ({spelled(value)})" for feature, value in self.top(position)[:5]]
+            yield f"{position} {token!r}: {', '.join(best) or 'none'}"
 
     def to_dict(self) -> dict[str, Any]:
         """As lists."""

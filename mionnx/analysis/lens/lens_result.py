@@ -1,22 +1,23 @@
 """`LensResult`: the next token that each layer's residual stream predicts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.analysis.lens.picture import draw_lens, label_of
 from mionnx.analysis.lens.readout import Readout
 from mionnx.errors import InputError
-from mionnx.view import Shown, new_figure, render
-from mionnx.view.figure import token_label
+from mionnx.machine.brief import count
+from mionnx.machine.decimals import decimal
+from mionnx.view import Shown, render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LABEL = 12  # characters of a token in a figure
-READABLE = 200  # positions from which on a figure's cells are too many for words
+TOLD = 6  # points of a printed result
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,9 +87,15 @@ class LensResult(Shown):
         """[points, positions]: how many tokens are more likely; 0 for the top token."""
         return self._of(token).ranks[..., 0]
 
-    def __repr__(self) -> str:
+    def _facts(self) -> Iterator[str]:
         points, positions, k = self.top_ids.shape
-        return f"LensResult({points} points, {positions} positions, top {k} tokens)"
+        yield from (count(points, "point"), count(positions, "position"), f"top {count(k, 'token')}")
+
+    def _lines(self) -> Iterator[str]:
+        yield f"at position {self.positions[-1]}, after {self.tokens[-1]!r}:"
+        for i in np.unique(np.linspace(0, len(self.points) - 1, TOLD).astype(int)):
+            best = [f"{self.spell(token)!r} {decimal(probability, 3)}" for token, probability in self.best(i, -1)[:3]]
+            yield f"{label_of(self.points[i]):>8}  {', '.join(best)}"
 
     def _of(self, token: int | str) -> Readout:
         return self.read(np.full((len(self.positions), 1), self.known(token), np.int64))
@@ -190,32 +197,5 @@ class LensResult(Shown):
         return render("lens.html", "Logit lens", data=data)
 
     def figure(self) -> "Figure":
-        """The top tokens, coloured by their probability."""
-        rows, columns = self.top_ids.shape[:2]
-        readable = columns <= READABLE
-        figure, axes = new_figure(1.2 + (0.95 if readable else 0.1) * columns, 1.2 + 0.32 * rows)
-        probabilities = self.top_probs[:, :, 0]
-        image = axes.imshow(probabilities, vmin=0, vmax=1, cmap="Blues", aspect="auto")
-        for i, j in np.ndindex(rows, columns) if readable else ():
-            axes.text(
-                j,
-                i,
-                token_label(self.spell(int(self.top_ids[i, j, 0])), LABEL),
-                ha="center",
-                va="center",
-                fontsize=8,
-                color="white" if probabilities[i, j] > 0.6 else "black",
-            )
-        axes.set_yticks(range(rows), [label_of(point) for point in self.points], fontsize=8)
-        if readable:
-            labels = [token_label(token, LABEL) for token in self.tokens]
-            axes.set_xticks(range(columns), labels, fontsize=8, rotation=30)
-        axes.set_xlabel("token of the prompt")
-        axes.set_title("top next token after each point", fontsize=10)
-        figure.colorbar(image, label="its probability", fraction=0.04)
-        return figure
-
-
-def label_of(point: str) -> str:
-    """A residual hook point as a label: `2 post` for `blocks.2.hook_resid_post`."""
-    return point.removeprefix("blocks.").replace(".hook_resid_", " ")
+        """The top tokens, coloured by their probability; a long text in several rows of panels."""
+        return draw_lens(self)

@@ -13,7 +13,8 @@ from mionnx.analysis.lens.readout import Lens, LogitHead, Readout
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.run.prompt import Text, is_stream, one_text, streams_of, token_of, token_text
-from mionnx.run.runner import Prompt, Runner
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 
 Scored = list[tuple[int, float]]  # token ids with a probability, cosine or logit each, in descending order

@@ -12,6 +12,7 @@ from mionnx.errors import InputError
 from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.machine.brief import Brief
 from mionnx.rewrite.lens_head import CHOSEN, OUTPUTS, K, lens
 from mionnx.run.model_part import ModelPart
 
@@ -20,8 +21,8 @@ COPIES = 5  # arrays of the logits' size that are alive at once: logits, probabi
 LOGITS = str(HookPoint.Logits)
 
 
-@dataclass(frozen=True)
-class Readout:
+@dataclass(frozen=True, repr=False)
+class Readout(Brief):
     """Predictions of the next token from `n` streams at `positions`.
 
     Attributes:

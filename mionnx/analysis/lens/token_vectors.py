@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from mionnx.errors import InputError
 from mionnx.graph import matrices
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.machine.once import once_property
 from mionnx.run.prompt import streams_of, token_of
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
@@ -26,12 +26,12 @@ class Vocabulary:
     def __init__(self, hooked: HookedModel, options: Options) -> None:
         self.hooked = hooked
 
-    @cached_property
+    @once_property
     def embedding(self) -> NDArray[Any]:
         """[vocab, hidden]."""
         return matrices.embedding(self.hooked)
 
-    @cached_property
+    @once_property
     def unembedding(self) -> NDArray[Any]:
         """[hidden, vocab]."""
         return matrices.unembedding(self.hooked)

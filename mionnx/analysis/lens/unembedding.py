@@ -1,6 +1,5 @@
 """`Unembedding`: tokens as directions in the space of the final norm's output."""
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.matrices import Head, head
+from mionnx.machine.once import once_property
 from mionnx.run.model_part import ModelPart
 
 
@@ -26,7 +26,7 @@ class Unembedding:
         self.hooked, self.options = hooked, options
         self.head: Head = head(hooked)
 
-    @cached_property
+    @once_property
     def _line(self) -> tuple[float, NDArray[np.float64] | None]:
         """The factor, and what is added to all logits, [vocab] or None."""
         own = None if self.head.bias is None else np.asarray(self.head.bias, np.float64)

@@ -5,9 +5,11 @@
 2. The tensor `direction.N`, float32 [width], N >= 1, is added to the output of the block that is N counted from 0:
    `blocks.N.hook_resid_post`. So llama.cpp reads it (`llama_control_vector_load`, and `build_cvec` at block `il == N`):
    the first block has none.
-3. Refused: another architecture, no directions or fewer than the file says, `direction.0` (llama.cpp refuses it too),
-   another type or number of axes, unequal widths, NaN, a damaged file. A direction that is all zeros does nothing in
-   llama.cpp and is left out.
+3. `mionnx.sha256`, a key that other readers pass over, is the checksum of names, values, model_hint and layer_count
+   (`mionnx.machine.tensor_file.values_checksum`); it is checked where it is there.
+4. Refused: another architecture, no directions or fewer than the file says, `direction.0` (llama.cpp refuses it too),
+   another type or number of axes, unequal widths, NaN, a damaged file, another checksum. A direction that is all zeros
+   does nothing in llama.cpp and is left out.
 """
 
 import re
@@ -21,8 +23,11 @@ from numpy.typing import NDArray
 
 from mionnx.errors import RuntimeMissingError, SpecFileError
 from mionnx.machine.files import atomic_path
+from mionnx.machine.tensor_file import values_checksum
 
 ARCHITECTURE = "controlvector"
+HINT, COUNT = f"{ARCHITECTURE}.model_hint", f"{ARCHITECTURE}.layer_count"
+CHECKSUM = "mionnx.sha256"
 STREAM = "resid_post"
 NAME = re.compile(r"direction\.(\d+)")
 
@@ -53,12 +58,14 @@ def write(vectors: Mapping[int, NDArray[np.float32]], path: str | Path, model_hi
             "a control vector file has no place for a direction after the first block (direction.N, N >= 1): "
             f"leave it out, directions.only({[layer for layer in vectors if layer]})"
         )
+    tensors = {f"direction.{layer}": vector for layer, vector in vectors.items()}
     with atomic_path(Path(path)) as partial:
         writer = gguf.GGUFWriter(partial, ARCHITECTURE)
-        writer.add_string(f"{ARCHITECTURE}.model_hint", model_hint)
-        writer.add_int32(f"{ARCHITECTURE}.layer_count", len(vectors))
-        for layer, vector in vectors.items():
-            writer.add_tensor(f"direction.{layer}", vector)
+        writer.add_string(HINT, model_hint)
+        writer.add_int32(COUNT, len(vectors))
+        writer.add_string(CHECKSUM, values_checksum(tensors, [model_hint, str(len(vectors))]))
+        for name, vector in tensors.items():
+            writer.add_tensor(name, vector)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -85,15 +92,24 @@ def read(path: str | Path) -> dict[int, NDArray[np.float32]]:
         raise SpecFileError(f"{path} is no GGUF file, or a damaged one: {type(error).__name__}: {error}") from error
     if facts.get("general.architecture") != ARCHITECTURE:
         raise SpecFileError(f"{path} is no control vector but a {facts.get('general.architecture')!r}")
+    _check_sum(path, facts, {name: data for name, (_, _, data) in tensors.items()})
     vectors = {
         _layer(path, name): _vector(path, name, *entry, gguf.GGMLQuantizationType.F32)
         for name, entry in tensors.items()
         if name.startswith("direction")
     }
-    _check(path, vectors, facts.get(f"{ARCHITECTURE}.layer_count"))
+    _check(path, vectors, facts.get(COUNT))
     if not any(vector.any() for vector in vectors.values()):
         raise SpecFileError(f"{path}: every direction is zero")
     return {layer: vectors[layer] for layer in sorted(vectors) if vectors[layer].any()}
+
+
+def _check_sum(path: str | Path, facts: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> None:
+    if CHECKSUM not in facts:
+        return
+    told = [str(facts.get(HINT, "")), str(facts.get(COUNT))]  # an empty hint is not written
+    if facts[CHECKSUM] != values_checksum(tensors, told):
+        raise SpecFileError(f"{path} is damaged: it does not have the checksum that was written with it")
 
 
 def _layer(path: str | Path, name: str) -> int:
@@ -115,7 +131,7 @@ def _vector(path: str | Path, name: str, kind: Any, shape: list[Any], data: NDAr
 def _check(path: str | Path, vectors: dict[int, NDArray[Any]], count: Any) -> None:
     if not vectors:
         raise SpecFileError(f"{path} has no tensor direction.N")
-    if count is not None and int(count) > len(vectors):
+    if count is not None and not (isinstance(count, int | np.integer) and count <= len(vectors)):
         there = ", ".join(map(str, sorted(vectors)))
         raise SpecFileError(f"{path} says that it has {count} directions, and has {len(vectors)} (layers {there})")
     widths = {layer: len(vector) for layer, vector in vectors.items()}

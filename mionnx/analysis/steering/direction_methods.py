@@ -6,12 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InputError, InterventionError, nearest
+from mionnx.machine.brief import Brief
 
 Matrix = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Separation:
+@dataclass(frozen=True, repr=False)
+class Separation(Brief):
     """Separation of the two sides of the pairs by each layer's direction; arrays are [layers].
 
     Attributes:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from safetensors.numpy import save as to_bytes
 
 from mionnx.analysis.steering import control_vector
 from mionnx.analysis.steering.control_vector import STREAM
 from mionnx.analysis.steering.direction_methods import Separation, cosines
 from mionnx.analysis.steering.hook_template import template_of
 from mionnx.errors import HookError, InterventionError, SpecFileError
-from mionnx.machine.files import write_atomic
-from mionnx.machine.tensor_file import read_tensors
+from mionnx.machine.arrays import to_array
+from mionnx.machine.brief import Brief, count, spelled
+from mionnx.machine.tensor_file import read_tensors, write_tensors
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.limits import Positions
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 FORMAT = "1"
 
 
-@dataclass(frozen=True, eq=False)
-class Direction:
+@dataclass(frozen=True, eq=False, repr=False)
+class Direction(Brief):
     """A vector at one hook point.
 
     Attributes:
@@ -208,7 +208,7 @@ class Directions(Shown):
         if self.separation is not None:
             tensors |= {name: np.asarray(value) for name, value in vars(self.separation).items()}
         declaration = json.dumps({"hook": self.hook, "method": self.method, "pairs": self.pairs})
-        write_atomic(Path(path), to_bytes(tensors, metadata={"mionnx_directions": FORMAT, "declaration": declaration}))
+        write_tensors(path, tensors, {"mionnx_directions": FORMAT, "declaration": declaration})
         return Path(path)
 
     @classmethod
@@ -291,14 +291,19 @@ class Directions(Shown):
         """A table of the layers, and the cosines between them as a heat map."""
         return render("directions.html", f"Directions at {self.hook}", self.to_dict())
 
-    def __repr__(self) -> str:
-        span = f"layers {self.layers[0]} to {self.layers[-1]}"
-        return f"Directions({self.hook}, {span}, width {self.vectors.shape[1]}, {self.method}, {self.pairs} pairs)"
+    def _facts(self) -> Iterator[str]:
+        yield from (self.hook, f"layers {self.layers[0]} to {self.layers[-1]}", f"width {self.vectors.shape[1]}")
+        yield from (self.method, count(self.pairs, "pair"))
+
+    def _lines(self) -> Iterator[str]:
+        yield f"lengths {spelled(self.norms.tolist())}"
+        if self.separation is not None:
+            yield f"explained {spelled(self.separation.explained.tolist())}; best layer {self.best_layer}"
 
 
 def _vectors(vectors: ArrayLike) -> NDArray[np.float32]:
     try:
-        array = np.array(vectors, np.float32)
+        array = np.array(to_array(vectors), np.float32)
     except (TypeError, ValueError) as error:
         raise InterventionError(f"a direction must be numbers: {error}") from error
     if not np.isfinite(array).all():

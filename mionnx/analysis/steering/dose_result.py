@@ -1,11 +1,13 @@
 """`DoseResponse`: the answers to prompts at each strength of a direction."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.machine.brief import Brief, count, spelled
 from mionnx.view import Shown, empty_figure, render
 from mionnx.view.figure import token_label
 
@@ -15,8 +17,8 @@ if TYPE_CHECKING:
 SHOWN = 8  # prompts that a picture tells apart
 
 
-@dataclass(frozen=True)
-class Answers:
+@dataclass(frozen=True, repr=False)
+class Answers(Brief):
     """The answers to prompts at some strengths; arrays are [prompts, strengths].
 
     Attributes:
@@ -32,7 +34,7 @@ class Answers:
     top_probabilities: NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DoseResponse(Shown):
     """The answers to prompts, by the strength of one direction.
 
@@ -75,6 +77,22 @@ class DoseResponse(Shown):
     def top(self, prompt: int = 0) -> list[str]:
         """The top token at each strength, for one prompt."""
         return [self.names[int(token)] for token in self.answers.top[prompt]]
+
+    def _facts(self) -> Iterator[str]:
+        yield from (self.hook, count(len(self.prompts), "prompt"))
+        yield f"{count(len(self.strengths), 'strength')} from {self.strengths[0]:g} to {self.strengths[-1]:g}"
+
+    def _lines(self) -> Iterator[str]:
+        for i, prompt in enumerate(self.prompts):
+            names = (self.names[int(token)] for token in (self.baseline[i], self.targets[i]))
+            yield f"{prompt!r}: {' -> '.join(map(repr, names))} {self.turn(i)}"
+
+    def turn(self, prompt: int = 0) -> str:
+        """The strength that makes the target the top token, in words."""
+        if self.baseline[prompt] == self.targets[prompt]:
+            return "without steering already"
+        flip = self.flips[prompt]
+        return f"from strength {spelled(float(flip))}" if np.isfinite(flip) else "at none of these strengths"
 
     def to_dict(self) -> dict[str, Any]:
         """As lists, one entry a prompt."""

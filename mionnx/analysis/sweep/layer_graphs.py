@@ -12,7 +12,6 @@ opened once, whatever the sweep measures; together they hold the weights of one 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import DTYPES, HookedModel
 from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.inputs.rwkv_state import RWKVState
+from mionnx.machine.once import once_property
 from mionnx.rewrite.plan import LOGIT_TOKENS, CaptureNode, Edit, Outputs, Plan
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 
@@ -75,13 +75,13 @@ class LayerGraphs:
         cut = str(HookPoint.ResidPre(layer))
         return cut, *(name for name in self._crossings[layer] if name != cut)
 
-    @cached_property
+    @once_property
     def _crossings(self) -> list[tuple[str, ...]]:
         """Names of the values that cross into each layer."""
         cuts = [[str(HookPoint.ResidPre(layer))] for layer in range(self.layers)]
         return Dataflow(self.model.proto).crossings(cuts, [self.end], [EMBED])
 
-    @cached_property
+    @once_property
     def after_attention(self) -> tuple[str, ...]:
         """Inputs of the last layer's second graph, behind attention; empty where it cannot be cut."""
         last = self.layers - 1

@@ -25,7 +25,8 @@ from mionnx.errors import InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.progress import Progress
 from mionnx.run.prompt import prompt_ids
-from mionnx.run.runner import Prompt, Runner
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt
 
 DIRECTIONS = ("denoising", "noising")
 

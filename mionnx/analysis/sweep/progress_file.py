@@ -1,7 +1,8 @@
 """Progress of a sweep in a file, from which an interrupted sweep continues.
 
 It is a safetensors file: `values` [pairs, cells] float64 with NaN for cells that are not computed yet, and in its
-metadata `mionnx_sweep`, the hash of everything that the values depend on.
+metadata `mionnx_sweep`, the hash of everything that the values depend on. Its checksum
+(`mionnx.machine.tensor_file`) is required: a damaged file is refused, and never changes a result.
 """
 
 import hashlib
@@ -13,11 +14,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save
 
 from mionnx.errors import InputError
-from mionnx.machine.files import write_atomic
-from mionnx.machine.tensor_file import open_tensors
+from mionnx.machine.tensor_file import read_tensors, write_tensors
 
 EVERY = 5.0  # seconds between two writes
 MARK = "mionnx_sweep"
@@ -45,9 +44,13 @@ class ProgressFile:
             self.values = self._read(path)
 
     def _read(self, path: Path) -> NDArray[np.float64]:
-        with open_tensors(path, f"cannot resume from {path}: it is no file of a sweep", InputError) as file:
-            key, values = (file.metadata() or {}).get(MARK), file.get_tensor("values")
-        if key != self.key or values.shape != self.values.shape:
+        why = f"cannot resume from {path}: it is no file of a sweep"
+        try:
+            metadata, tensors = read_tensors(path, why, InputError, required=True)
+        except InputError as error:
+            raise InputError(f"{error}; delete it, and the sweep begins anew") from error
+        values = tensors.get("values")
+        if metadata.get(MARK) != self.key or values is None or values.shape != self.values.shape:
             raise InputError(
                 f"cannot resume from {path}: it belongs to another sweep (other prompts, model, hook, metric or cells)"
             )
@@ -66,7 +69,7 @@ class ProgressFile:
             SpecFileError: it cannot be written.
         """
         if self.path is not None:
-            write_atomic(self.path, save({"values": self.values}, {MARK: self.key}))
+            write_tensors(self.path, {"values": self.values}, {MARK: self.key})
             self._written = time.monotonic()
 
     def missing(self, pair: int) -> NDArray[np.int64]:

@@ -1,23 +1,27 @@
 """`SweepResult`: a number for every cell, with table, figure and page."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
 
 from mionnx.analysis.sweep.picture import draw
 from mionnx.errors import InputError
-from mionnx.view import Shown, render
+from mionnx.machine.brief import count
+from mionnx.machine.decimals import decimal
+from mionnx.view import Shown, Table, render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Numbers = NDArray[np.float64]
+TOLD = 5  # cells of a printed result
+TOKENS = ("position", "source")  # axes whose labels are tokens
 
 
-@dataclass
+@dataclass(repr=False)
 class SweepResult(Shown):
     """Values of a sweep.
 
@@ -78,13 +82,44 @@ class SweepResult(Shown):
             return f"change of {self.metric}", self.effect
         return f"share of the difference in {self.metric}", self.normalized
 
+    @property
+    def meaning(self) -> str:
+        """A sentence on what 1 and 0 mean in pictures."""
+        if self.corrupted is None or self.clean == self.corrupted:
+            return f"A number is the change of {self.metric} by this cell alone; 0: it stays {self.base:.4g}."
+        given, to = ("clean", "restores") if self.direction == "denoising" else ("corrupted", "brings about")
+        other = self.clean if self.direction == "denoising" else self.corrupted
+        return (
+            f"1: the {given} run's value at this cell alone {to} the whole difference ({self.metric} goes from "
+            f"{self.base:.4g} to {other:.4g}); 0: none of it; below 0: it goes the other way."
+        )
+
     def top(self, k: int = 10) -> list[tuple[dict[str, str], float]]:
         """The k cells with the largest effect: their labels by axis, and the effect."""
-        order = np.argsort(-np.abs(self.effect), axis=None, kind="stable")[:k]
-        cells = np.transpose(np.unravel_index(order, self.values.shape))
-        return [(self._named(cell), float(self.effect[tuple(cell)])) for cell in cells.tolist()]
+        return [(self._named(cell), float(self.effect[cell])) for cell in self._largest(k)]
 
-    def _named(self, cell: list[int]) -> dict[str, str]:
+    def _largest(self, k: int) -> list[tuple[int, ...]]:
+        order = np.argsort(-np.abs(self.effect), axis=None, kind="stable")[:k]
+        return [tuple(cell) for cell in np.transpose(np.unravel_index(order, self.values.shape)).tolist()]
+
+    def _facts(self) -> Iterator[str]:
+        yield f"{self.direction} at {self.hook}"
+        yield f"{' x '.join(self.over)} {list(self.values.shape)}"
+        yield count(len(self.by_pair), "prompt" if self.corrupted is None else "pair")
+
+    def _lines(self) -> Iterator[str]:
+        what, numbers = self.shown
+        yield self.facts()
+        yield f"{what}, the largest effects:"
+        for cell in self._largest(TOLD):
+            yield f"{decimal(numbers[cell]):>7}  {', '.join(self._places(cell))}"
+
+    def _places(self, cell: tuple[int, ...]) -> Iterator[str]:
+        for name, index in zip(self.over, cell, strict=True):
+            label = self.labels[name][index]
+            yield f"{name} {index} {label!r}" if name in TOKENS else f"{name} {label}"
+
+    def _named(self, cell: tuple[int, ...]) -> dict[str, str]:
         return {name: self.labels[name][index] for name, index in zip(self.over, cell, strict=True)}
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,7 +150,7 @@ class SweepResult(Shown):
         what, numbers = self.shown
         data = {**self.to_dict(), "shown": numbers, "what": what}
         del data["by_pair"], data["effect"]
-        return render("heat.html", self.title, data=data, about=self.about, facts=self.facts())
+        return render("heat.html", self.title, data=data, about=self.about, facts=self.facts(), meaning=self.meaning)
 
     def facts(self) -> str:
         """One line with the metric of the runs without a patch."""
@@ -128,9 +163,9 @@ class SweepResult(Shown):
         if len(self.over) == 2 and numbers.shape[1] <= 24:
             table = Table(f"{self.over[0]} / {self.over[1]}", *self.labels[self.over[1]], title=what)
             for label, row in zip(self.labels[self.over[0]], numbers, strict=True):
-                table.add_row(label, *(f"{number:.2f}" for number in row))
+                table.add_row(label, *map(decimal, row))
             return table
         table = Table(*self.over, f"change of {self.metric}", title=f"the {top} cells with the largest effect")
         for cell, effect in self.top(top):
-            table.add_row(*cell.values(), f"{effect:.4f}")
+            table.add_row(*cell.values(), decimal(effect, 4))
         return table

@@ -24,6 +24,7 @@ from mionnx.analysis.sweep.receivers import Receivers
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.brief import Brief
 from mionnx.machine.disk_cache import SWEEPS
 from mionnx.machine.files import make_folder
 from mionnx.machine.progress import Progress, bars, silent
@@ -54,8 +55,8 @@ class Pair:
         return 0 if self.other is None else int(np.flatnonzero(self.base != self.other)[0])
 
 
-@dataclass(frozen=True)
-class SweepEstimate:
+@dataclass(frozen=True, repr=False)
+class SweepEstimate(Brief):
     """Approximate cost of a sweep.
 
     Attributes:

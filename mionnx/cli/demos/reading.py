@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from mionnx.analysis.lens.lens_result import label_of
 from mionnx.bind.logit_selection import Logits
 from mionnx.cli.demos.sweep import write
 from mionnx.errors import HookError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.decimals import decimal
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
+from mionnx.view import Table
 
 if TYPE_CHECKING:
     from mionnx.model import MIModel
@@ -29,9 +30,11 @@ def lens(model: "MIModel", console: Console, folder: Path | None = None) -> None
     answer = result.spell(int(result.answers[-1]))
     table = Table("after", "top tokens", escape(f"P({answer!r})"), "rank", "KL from the last layer (nats)")
     for i, point in enumerate(result.points):
-        best = ", ".join(f"{result.spell(token)!r} {probability:.3f}" for token, probability in result.best(i, -1))
-        rank, gap = str(result.answer_rank[i, -1]), f"{result.divergence[i, -1]:.3f}"
-        table.add_row(label_of(point), escape(best), f"{result.answer_probability[i, -1]:.4f}", rank, gap)
+        best = ", ".join(
+            f"{result.spell(token)!r} {decimal(probability, 3)}" for token, probability in result.best(i, -1)
+        )
+        rank, gap = str(result.answer_rank[i, -1]), decimal(result.divergence[i, -1], 3)
+        table.add_row(label_of(point), escape(best), decimal(result.answer_probability[i, -1], 4), rank, gap)
     console.print(f"{CAPITAL!r}: {answer!r} is the top token from {result.converged[-1]} on.")
     console.print(table)
     write(result, folder, "lens", console)
@@ -48,11 +51,15 @@ def attribution(model: "MIModel", console: Console, folder: Path | None = None) 
     ranks = np.argsort(np.argsort(-np.abs(effects), axis=None)).reshape(effects.shape)
     for flat in np.argsort(-np.abs(heads), axis=None)[:5]:
         layer, head = map(int, np.unravel_index(flat, heads.shape))
-        cells = (f"{heads[layer, head]:+.3f}", f"{effects[layer, head]:+.3f}", str(ranks[layer, head] + 1))
+        cells = (
+            decimal(heads[layer, head], 3, sign=True),
+            decimal(effects[layer, head], 3, sign=True),
+            str(ranks[layer, head] + 1),
+        )
         table.add_row(f"layer {layer}, head {head}", *cells)
     console.print(
-        f"{GIFT!r}: the logit of {result.answer!r}, {result.logit:.3f}, is the sum of {len(result.labels)} components "
-        f"(error {abs(result.total - result.logit):.1e}). The heads with the largest contributions:"
+        f"{GIFT!r}: the logit of {result.answer!r}, {decimal(result.logit, 3)}, is the sum of {len(result.labels)} "
+        f"components (error {abs(result.total - result.logit):.1e}). The heads with the largest contributions:"
     )
     console.print(table)
     write(result, folder, "attribution", console)

@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from scipy.special import softmax
 
 from mionnx.cli.demos.sweep import write
+from mionnx.machine.decimals import decimal
 from mionnx.run.prompt import token_text
 from mionnx.spec.hook_spec import HookSpec
+from mionnx.view import Table
 
 if TYPE_CHECKING:
     from mionnx.model import MIModel
@@ -46,7 +47,7 @@ def show(model: "MIModel", console: Console, folder: Path | None = None) -> None
             *((separation.explained[i], separation.held_out[i]) if separation else (np.nan, np.nan)),
         ]
         table.add_row(
-            str(layer), *(f"{cell:.2f}" for cell in cells), "" if i + 1 == len(cosines) else f"{cosines[i]:.2f}"
+            str(layer), *(decimal(cell, 2) for cell in cells), "" if i + 1 == len(cosines) else decimal(cosines[i], 2)
         )
     console.print(table)
     layer = directions.best_layer
@@ -56,11 +57,15 @@ def show(model: "MIModel", console: Console, folder: Path | None = None) -> None
         "strength", "of the stream", "top token", f"P({response.names[int(response.targets[0])]!r})", "KL (nats)"
     )
     for n, strength in enumerate(response.strengths):
-        shown = f"{response.probabilities[0, n]:.3f}", f"{response.kl[0, n]:.3f}"
-        table.add_row(f"{strength:g}", f"{100 * response.share * strength:.0f} %", repr(response.top()[n]), *shown)
+        shown = decimal(response.probabilities[0, n], 3), decimal(response.kl[0, n], 3)
+        table.add_row(
+            f"{strength:g}", f"{decimal(100 * response.share * strength, 0)} %", repr(response.top()[n]), *shown
+        )
     console.print(table)
     flip = response.flips[0]
-    console.print(f"The answer flips at {f'strength {flip:.3f}' if np.isfinite(flip) else 'none of these strengths'}.")
+    console.print(
+        f"The answer flips at {f'strength {decimal(flip, 3)}' if np.isfinite(flip) else 'none of these strengths'}."
+    )
     _ablate(model, console, directions.ablation_spec())
     write(directions, folder, "directions", console)
     write(response, folder, "dose", console)
@@ -71,6 +76,7 @@ def _ablate(model: "MIModel", console: Console, spec: HookSpec) -> None:
     answer, now = int(before.argmax()), int(after.argmax())
     names = [repr(token_text(model, token)) for token in (answer, now)]
     console.print(
-        f"With each layer's direction projected out of the stream, P({names[0]}) falls from {before[answer]:.3f} to "
-        f"{after[answer]:.3f}; the top token is {names[1]}, with {after[now]:.3f}."
+        f"With each layer's direction projected out of the stream, P({names[0]}) falls from "
+        f"{decimal(before[answer], 3)} to {decimal(after[answer], 3)}; the top token is "
+        f"{names[1]}, with {decimal(after[now], 3)}."
     )

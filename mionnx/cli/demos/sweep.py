@@ -8,6 +8,7 @@ from rich.console import Console
 from scipy.special import softmax
 
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.decimals import decimal
 from mionnx.run.prompt import token_text
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
@@ -46,8 +47,9 @@ def heads_of_the_answer(model: "MIModel", console: Console, folder: Path | None 
     answer = int(before.argmax())
     names = ", ".join(f"{layer}.{head}" for layer, head in chosen)
     console.print(
-        f"Without heads {names}, which have the largest patching effects, P({quoted(model, answer)}) falls from "
-        f"{before[answer]:.3f} to {after[answer]:.3f}; the top token is {quoted(model, int(after.argmax()))}."
+        f"Without heads {names}, which have the largest patching effects, P({quoted(model, answer)}) falls "
+        f"from {decimal(before[answer], 3)} to {decimal(after[answer], 3)}; the top token is "
+        f"{quoted(model, int(after.argmax()))}."
     )
 
 

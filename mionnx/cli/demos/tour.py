@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 from scipy.special import softmax
 
 from mionnx.analysis.ablation import AblationResult, StateAblationResult
 from mionnx.cli.demos import reading, steering, sweep
 from mionnx.cli.demos.sweep import quoted, write
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.decimals import decimal
 from mionnx.machine.files import make_folder
 from mionnx.model import MIModel
 from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
@@ -22,6 +22,7 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.state_interventions import StateKnockoutSpec
 from mionnx.verify.result import WIDE
+from mionnx.view import Table
 
 CAPITAL = "The capital of France is"
 Example = Callable[[MIModel, Console, Path | None], None]
@@ -72,7 +73,7 @@ def attention_patterns(model: MIModel, console: Console, folder: Path | None) ->
     shape = list(cache["pattern", layer].shape)
     console.print(f"{CAPITAL!r}: blocks.{layer}.attn.hook_pattern is {shape} (batch, n_heads, seq_q, seq_k).")
     table = Table("key", *tokens.pieces, title=f"attention of the last token, layer {layer}, head {head}")
-    table.add_row("weight", *(f"{weight:.2f}" for weight in cache["pattern", layer][0, head, -1]))
+    table.add_row("weight", *(decimal(weight, 2) for weight in cache["pattern", layer][0, head, -1]))
     console.print(table)
     write(model.attention(tokens), folder, "attention", console)
 
@@ -96,7 +97,7 @@ def attention_knockout(model: MIModel, console: Console, _: Path | None) -> None
         result = AblationResult(baseline, model.forward(tokens, spec).output()[0, -1], edge)
         where = f"layer {layers[0]}" if len(layers) == 1 else "every layer"
         best = quoted(model, int(result.ablated_logits.argmax()))
-        table.add_row(where, best, f"{result.kl_divergence():.4f}")
+        table.add_row(where, best, decimal(result.kl_divergence(), 4))
     console.print(f"The last token of {CAPITAL!r} can no longer attend to {'France'!r}:")
     console.print(table)
 
@@ -124,7 +125,7 @@ def state_knockout(model: MIModel, console: Console, _: Path | None) -> None:
         result = StateAblationResult(baseline, ablated, spec)
         where = "every layer" if layer is None else f"layer {layer}"
         top, probability = quoted(model, int(ablated.argmax())), softmax(ablated)[answer]
-        table.add_row(where, top, f"{result.kl_divergence():.4f}", f"{probability:.3f}")
+        table.add_row(where, top, decimal(result.kl_divergence(), 4), decimal(probability, 3))
     console.print(f"{'France'!r} in {CAPITAL!r} no longer writes to the state:")
     console.print(table)
 

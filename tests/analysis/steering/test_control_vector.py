@@ -27,11 +27,14 @@ def vectors() -> dict[int, np.ndarray]:
     return {layer: (random.normal(size=WIDTH) * 0.3 * layer).astype(np.float32) for layer in range(1, LAYERS)}
 
 
-def generator_file(path: Path, tensors, count: int | None = None, architecture: str = "controlvector") -> Path:
+def generator_file(
+    path: Path, tensors, count: int | None = None, architecture: str = "controlvector", checksum: str = ""
+) -> Path:
     """What llama.cpp's cvector-generator writes (`export_gguf`): the same keys, types and names, in its order."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_string("controlvector.model_hint", "llama")
     writer.add_int32("controlvector.layer_count", len(tensors) if count is None else count)
+    writer.add_string("mionnx.sha256", checksum)  # ours only: gguf writes no empty text
     for name, tensor in tensors.items():
         writer.add_tensor(name if isinstance(name, str) else f"direction.{name}", tensor)
     writer.write_header_to_file()
@@ -72,8 +75,9 @@ def test_a_generated_file_is_applied_at_the_right_layer(model, tmp_path):
 
 def test_what_is_written_is_what_the_generator_writes(model, tmp_path):
     written = Directions(np.stack([*vectors().values()]), [1, 2, 3]).to_gguf(tmp_path / "b.gguf", model_hint="llama")
-    assert written.read_bytes() == generator_file(tmp_path / "a.gguf", vectors()).read_bytes()
     reader = gguf.GGUFReader(written)
+    checksum = reader.get_field("mionnx.sha256").contents()
+    assert written.read_bytes() == generator_file(tmp_path / "a.gguf", vectors(), checksum=checksum).read_bytes()
     assert reader.get_field("general.architecture").contents() == "controlvector"
     assert reader.get_field("controlvector.layer_count").contents() == 3
     assert reader.get_field("controlvector.layer_count").types == [gguf.GGUFValueType.INT32]

@@ -1,0 +1,76 @@
+"""`Brief`: results as text of few lines; an array is told by its dtype and shape."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+WIDTH = 110  # characters of a line
+LINES = 8  # of a printed result
+ITEMS = 6  # of a list or tuple that are written out
+LETTERS = 40  # of a text
+
+
+class Brief:
+    """Base of results: `repr` is a line, and `print` shows the most important numbers below.
+
+    A class says its facts in `_facts`, and its numbers in `_lines`; by default the facts are its attributes.
+    """
+
+    def _facts(self) -> Iterable[str]:
+        """Pieces of the first line."""
+        shown = {name: value for name, value in vars(self).items() if not name.startswith("_") and value is not None}
+        return [f"{name.rstrip('_')}={spelled(value)}" for name, value in shown.items()]
+
+    def _lines(self) -> Iterable[str]:
+        """Further lines of the printed result, the most important first."""
+        return ()
+
+    def __repr__(self) -> str:
+        return cut(f"{type(self).__name__}({', '.join(self._facts())})", WIDTH)
+
+    def __str__(self) -> str:
+        return "\n".join([repr(self), *(f"  {cut(line, WIDTH - 2)}" for line in _first(self._lines(), LINES - 1))])
+
+
+def spelled(value: Any) -> str:
+    """Spell a value in few letters: arrays by dtype and shape, long lists by their first items."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return shape_of(value)
+    if isinstance(value, str):
+        return repr(cut(value, LETTERS))
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        entries = (f"{key!r}: {spelled(one)}" for key, one in islice(value.items(), ITEMS))
+        return "{" + ", ".join(entries) + _more(value, "}")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(spelled, value[:ITEMS])) + _more(value, "]")
+    return cut(repr(value), WIDTH)
+
+
+def shape_of(value: Any) -> str:
+    """Dtype and shape of an array, "float32 [4, 5]"; a single number is written out."""
+    if len(value.shape) == 0:
+        return f"{value.item():.4g}" if hasattr(value, "item") else str(value.dtype)
+    return f"{value.dtype} {list(value.shape)}"
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things: "1 layer", "4 layers"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def cut(text: str, most: int) -> str:
+    """A text in one line of at most so many characters; a longer one ends in "…"."""
+    line = text.replace("\n", "⏎")
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def _more(items: Any, end: str) -> str:
+    return f", … {len(items)} in all{end}" if len(items) > ITEMS else end
+
+
+def _first(lines: Iterable[str], most: int) -> Iterator[str]:
+    """The first lines; if there are more than fit, the last says how many are left out."""
+    given = list(lines)
+    yield from given if len(given) <= most else [*given[: most - 1], f"… and {len(given) - most + 1} more"]

@@ -1,0 +1,65 @@
+"""Made once, whichever thread asks first: a value by key (`Once`), and a property (`once_property`)."""
+
+from collections.abc import Callable, Hashable
+from functools import cached_property
+from threading import Lock, RLock
+from typing import Any, Generic, Self, TypeVar, overload
+from weakref import WeakValueDictionary
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class KeyedLocks(Generic[K]):
+    """A lock a key, which lives as long as somebody holds it or waits for it."""
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[K, Any] = WeakValueDictionary()
+        self._lock = Lock()
+
+    def of(self, key: K) -> Any:
+        """The lock of a key; reentrant.
+
+        Example:
+            with locks.of("a"): ...
+        """
+        with self._lock:
+            lock = self._locks.get(key)
+            if lock is None:
+                lock = self._locks[key] = RLock()
+            return lock
+
+
+class Once(Generic[K, V]):
+    """Values by key: each is made once, and those of different keys in parallel."""
+
+    def __init__(self) -> None:
+        self._values: dict[K, V] = {}
+        self._making: KeyedLocks[K] = KeyedLocks()
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """The value of a key, made if there is none; if that fails, the next one who asks tries again."""
+        with self._making.of(key):
+            if key not in self._values:
+                self._values[key] = make()
+            return self._values[key]
+
+
+class once_property(cached_property[V]):  # noqa: N801 - used as `cached_property` is
+    """`functools.cached_property` that is computed once, however many threads ask (Python 3.12 computes it in each)."""
+
+    def __init__(self, compute: Callable[[Any], V]) -> None:
+        super().__init__(compute)
+        self._alone = RLock()
+
+    @overload
+    def __get__(self, instance: None, owner: type[Any] | None = None) -> Self: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type[Any] | None = None) -> V: ...
+
+    def __get__(self, instance: object | None, owner: type[Any] | None = None) -> Self | V:
+        if instance is None:
+            return self
+        with self._alone:
+            return super().__get__(instance, owner)

@@ -1,0 +1,76 @@
+"""Verbs of a model about the graph that a spec makes of it."""
+
+from typing import Protocol
+
+from mionnx.bind.bound_spec import Binder
+from mionnx.bind.estimate import Estimate
+from mionnx.bind.logit_selection import Logits
+from mionnx.rewrite import Report
+from mionnx.rewrite.plan import Outputs
+from mionnx.run.graph_pool import GraphPool, OpenGraph
+from mionnx.spec.hook_spec import HookSpec
+
+
+class OpenModel(Protocol):
+    """A model and its open graphs: what the verbs here need of `Runner`."""
+
+    variants: GraphPool
+    binder: Binder
+
+
+def compile_graph(model: OpenModel, hooks: HookSpec | None = None, outputs: Outputs | None = None) -> OpenGraph:
+    """The open graph of a spec; rewritten and opened on first use.
+
+    Args:
+        hooks: the spec.
+        outputs: the model's own outputs to compute; all if left out.
+
+    Raises:
+        HookError, InterventionError: the spec does not fit the model.
+    """
+    return model.variants.get(model.binder.bind(hooks or HookSpec(), outputs).plan)
+
+
+def warm(model: OpenModel, hooks: HookSpec, logits: bool | Logits = True) -> None:
+    """Open the graph of a spec now, so that the first `forward` does not wait for it.
+
+    Example:
+        model.warm(HookSpec().capture("blocks.*.attn.hook_pattern"))
+    """
+    part = logits if isinstance(logits, Logits) else Logits()
+    compile_graph(model, hooks, part.outputs(bool(logits)) if logits else Outputs(logits=False, carried=False))
+
+
+def prepare(model: OpenModel) -> bool:
+    """Make the prepacked base of this model: graphs open quickly and share its weights.
+
+    It is made once, takes about twice the size of the weights in the store, and serves every later process on this
+    machine; see `mionnx.run.prepacked`.
+
+    Returns:
+        whether there is one: not if the store cannot hold it, or the provider is not the CPU.
+    """
+    return model.variants.prepare()
+
+
+def report(model: OpenModel, hooks: HookSpec) -> Report:
+    """The nodes, inputs and outputs that a spec's rewrite adds and removes.
+
+    Example:
+        print(model.report(HookSpec().intervene("blocks.1.hook_mlp_out", Intervention.Zero())))
+    """
+    return compile_graph(model, hooks).report
+
+
+def estimate(model: OpenModel, hooks: HookSpec, batch: int, seq: int, past: int = 0) -> Estimate:
+    """Estimate the bytes of a spec's captures before anything runs.
+
+    Args:
+        hooks: the spec.
+        batch, seq: of the call.
+        past: tokens in the cache.
+
+    Example:
+        model.estimate(HookSpec().capture("*"), batch=1, seq=128).total
+    """
+    return model.binder.bind(hooks).estimate(batch, seq, past + seq)

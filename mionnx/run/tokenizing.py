@@ -1,0 +1,105 @@
+"""Verbs of a model that turn texts into tokens; prompts given as an encoding."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from numpy.typing import ArrayLike
+from tokenizers import Encoding, Tokenizer
+
+from mionnx.errors import InputError
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.inputs import tokens
+from mionnx.inputs.token_rows import IDS, TYPES
+from mionnx.inputs.world_tokenizer import WorldTokenizer
+
+One = tokens.Tokens | Encoding | Mapping[Any, Any]
+Prompt = str | Sequence[str] | One | Sequence[One] | ArrayLike
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class Tokenizing(Protocol):
+    """A model with a tokenizer: what the verbs here need of `Runner`."""
+
+    hooked: HookedModel
+
+    @property
+    def tokenizer(self) -> Tokenizer | WorldTokenizer:
+        """The tokenizer of the model's folder."""
+
+    def tokenize(self, text: str) -> tokens.Tokens:
+        """Tokenise a text."""
+
+
+def tokenizer(model: Tokenizing) -> Tokenizer | WorldTokenizer:
+    """The tokenizer: a `tokenizers.Tokenizer`, or a `WorldTokenizer` for an RWKV World model.
+
+    Raises:
+        TokenizerError: the model has none.
+    """
+    return tokens.load_tokenizer(model.hooked.folder)
+
+
+def tokenize(model: Tokenizing, text: str) -> tokens.Tokens:
+    """Tokenise a text: ids, offsets, and `positions_of` for a substring's tokens.
+
+    Example:
+        model.tokenize("The capital of France is").positions_of("France")  # [3]
+    """
+    return tokens.tokenize(model.tokenizer, text)
+
+
+def token_id(model: Tokenizing, text: str) -> int:
+    """The id of a text that is one token.
+
+    Raises:
+        InputError: it is none, or several, or the tokenizer makes another text of it, as of an unknown word.
+    """
+    return tokens.token_id(model.tokenizer, text)
+
+
+def ids(model: Tokenizing, prompt: Prompt) -> Any:
+    """Tokenise the texts of a prompt; what holds no text is left as it is."""
+    if isinstance(prompt, str):
+        return model.tokenize(prompt)
+    if isinstance(prompt, Sequence) and prompt and all(isinstance(entry, str) for entry in prompt):
+        return [model.tokenize(str(text)) for text in prompt]
+    return prompt
+
+
+def known(model: Tokenizing, token: int) -> int:
+    """Check a token's id.
+
+    Raises:
+        InputError: the id is outside the vocabulary.
+    """
+    size = model.hooked.metadata.sizes.vocab_size
+    if not 0 <= token < size:
+        raise InputError(f"token {token}; the vocabulary is 0 to {size - 1}")
+    return int(token)
+
+
+def takes_encoding(verb: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let a verb take its prompt as `verb(model, **encoding)` too.
+
+    `input_ids` stands for the verb's first argument. `token_type_ids` may come along, all zeros; `attention_mask` is a
+    parameter of the verb itself.
+    """
+
+    @wraps(verb)
+    def call(*arguments: Any, **named: Any) -> Result:
+        given = {key: named.pop(key) for key in (IDS, TYPES) if key in named}
+        if not any(value is not None for value in given.values()):
+            return verb(*arguments, **named)
+        if len(arguments) > 1 or first in named:
+            raise InputError(f"{verb.__name__} got both {first} and {', '.join(given)}: give the prompt once")
+        return of_prompt(*arguments, given, **named)
+
+    of_prompt: Callable[..., Result] = verb
+    declared = signature(verb)
+    _, first, *_ = declared.parameters
+    extra = [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=ArrayLike) for name in (IDS, TYPES)]
+    vars(call)["__signature__"] = declared.replace(parameters=[*declared.parameters.values(), *extra])
+    return call
