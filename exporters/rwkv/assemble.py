@@ -11,7 +11,7 @@ from exporters.rwkv.checkpoint import Shape, layout_of, pth_file, read_config, s
 from exporters.rwkv.layouts import UNREAD
 from exporters.rwkv.network import build_network
 from exporters.rwkv.pth import read_pth
-from exporters.sidecar_files import keep_files
+from exporters.sidecar_files import find_files, keep_files
 from exporters.weight_files import locations, place, some
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
@@ -29,6 +29,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         progress(f"exporting {folder.name}: {STAGES[number]}", number + 1, len(STAGES))
 
     stage(0)
+    find_files(folder)  # refused before work
     target.mkdir(parents=True, exist_ok=True)
     tensors = {tensor.name: tensor for tensor in _read(folder)}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}

@@ -20,7 +20,6 @@ The format, on one page:
    exported (`mionnx.graph.weight_check`).
 """
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +31,9 @@ from numpy.typing import DTypeLike
 
 from mionnx.errors import HookError, ModelError, nearest
 from mionnx.graph import onnx_file, validate, weight_check
+from mionnx.graph.folder_file import read_json
 from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.known_value import Dims
 from mionnx.graph.metadata import Metadata
 from mionnx.machine.progress import Progress, silent
 
@@ -53,6 +54,9 @@ KEPT = (
     "rwkv_vocab*.txt",
 )
 DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+TOKENS = ((1, 1, 0), (2, 3, 5))  # batch, seq, past: token batches for which the sizes of all values are checked
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class HookedModel:
         """
         proto = onnx_file.read(folder / GRAPH)
         metadata = Metadata.from_props(onnx_file.properties(proto))
-        validate.check(proto, folder)
+        validate.check(proto, folder, [_shapes(proto, *tokens) for tokens in TOKENS])
         ranks = onnx_file.value_ranks(proto)
         for name, axes in metadata.hooks.items():
             if name not in ranks:
@@ -118,8 +122,8 @@ class HookedModel:
         """End-of-text tokens of `generation_config.json` or `config.json`; none if neither says."""
         for name in ("generation_config.json", "config.json"):
             try:
-                tokens = json.loads((self.folder / name).read_text()).get("eos_token_id")
-            except (OSError, ValueError, AttributeError):
+                tokens = read_json(self.folder / name).get("eos_token_id")
+            except (ModelError, AttributeError):
                 continue
             if tokens is not None:
                 tokens = tokens if isinstance(tokens, list) else [tokens]
@@ -146,3 +150,14 @@ class HookedModel:
                 f"this {self.metadata.family} model has no hook point {point.name!r}{nearest(point.name, self._points)}"
             )
         return list(self.metadata.hooks[point.name])
+
+
+def _shapes(proto: onnx.ModelProto, batch: int, seq: int, past: int) -> dict[str, Dims]:
+    """The shapes of the inputs for a token batch; an input with a default has its default's."""
+    known = {"batch": batch, "seq": seq, "past": past, "total": past + seq}
+    defaults: dict[str, Dims] = {tensor.name: tuple(tensor.dims) for tensor in proto.graph.initializer}
+    shapes: dict[str, Dims] = {}
+    for value in proto.graph.input:
+        dims = value.type.tensor_type.shape.dim
+        shapes[value.name] = tuple(known.get(dim.dim_param, seq) if dim.dim_param else dim.dim_value for dim in dims)
+    return {name: defaults.get(name, shape) for name, shape in shapes.items()}

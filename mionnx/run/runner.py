@@ -26,7 +26,7 @@ from mionnx.rewrite.plan import Outputs
 from mionnx.run import find_model, spec_graphs, tokenizing
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache, collect
-from mionnx.run.tokenizing import Prompt
+from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
 
 SMALL = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
@@ -178,6 +178,7 @@ class Runner:
         found = [*self.variants.open.items()]
         return {plan: one for plan, one in found if isinstance(plan, Plan) and isinstance(one, OpenGraph)}
 
+    @takes_encoding
     def forward(
         self,
         tokens: Prompt,
@@ -193,8 +194,9 @@ class Runner:
         """Run the model once: capture activations, and change them on the way.
 
         Args:
-            tokens: a text, ids [seq] or [batch, seq], `Tokens`, or a list of these; lists of unequal length are padded
-                on the left.
+            tokens: a text, ids [seq] or [batch, seq] (arrays or tensors of integers), `Tokens`, a tokenizer's encoding
+                or dictionary, or a list of these; lists of unequal length are padded on the left. A dictionary may be
+                given as `forward(**encoding)` too; its `attention_mask` counts.
             hooks: captures and interventions; none if left out.
             attention_mask: [batch, seq], 1 for tokens and 0 for padding on either side, where ids are padded already.
             cache: keys and values of the tokens before these (`HookCache.kv_cache` of an earlier call); of an RWKV

@@ -1,17 +1,23 @@
-"""Verbs of a model that turn texts into tokens."""
+"""Verbs of a model that turn texts into tokens; prompts given as an encoding."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from numpy.typing import ArrayLike
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs import tokens
+from mionnx.inputs.token_rows import IDS, TYPES
 from mionnx.inputs.world_tokenizer import WorldTokenizer
 
-Prompt = str | Sequence[str] | tokens.Tokens | Sequence[tokens.Tokens] | ArrayLike
+One = tokens.Tokens | Encoding | Mapping[Any, Any]
+Prompt = str | Sequence[str] | One | Sequence[One] | ArrayLike
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class Tokenizing(Protocol):
@@ -73,3 +79,27 @@ def known(model: Tokenizing, token: int) -> int:
     if not 0 <= token < size:
         raise InputError(f"token {token}; the vocabulary is 0 to {size - 1}")
     return int(token)
+
+
+def takes_encoding(verb: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let a verb take its prompt as `verb(model, **encoding)` too.
+
+    `input_ids` stands for the verb's first argument. `token_type_ids` may come along, all zeros; `attention_mask` is a
+    parameter of the verb itself.
+    """
+
+    @wraps(verb)
+    def call(*arguments: Any, **named: Any) -> Result:
+        given = {key: named.pop(key) for key in (IDS, TYPES) if key in named}
+        if not any(value is not None for value in given.values()):
+            return verb(*arguments, **named)
+        if len(arguments) > 1 or first in named:
+            raise InputError(f"{verb.__name__} got both {first} and {', '.join(given)}: give the prompt once")
+        return of_prompt(*arguments, given, **named)
+
+    of_prompt: Callable[..., Result] = verb
+    declared = signature(verb)
+    _, first, *_ = declared.parameters
+    extra = [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=ArrayLike) for name in (IDS, TYPES)]
+    vars(call)["__signature__"] = declared.replace(parameters=[*declared.parameters.values(), *extra])
+    return call
