@@ -14,9 +14,10 @@ The format, on one page:
    A recurrent model also names what its recurrence reads after the gates, for values that are derived from it:
    `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
-   `attention`, `exporter`, `weights_sha256`, `context_length` (null in a file without). See `mionnx.graph.metadata`.
+   `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`. See `mionnx.graph.metadata`.
 7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
-   the graph, a weight outside the folder or beyond the end of its file.
+   the graph, a weight outside the folder or beyond the end of its file, weight files that are not those that were
+   exported (`mionnx.graph.weight_check`).
 """
 
 from dataclasses import dataclass
@@ -29,11 +30,12 @@ import onnx
 from numpy.typing import DTypeLike
 
 from mionnx.errors import HookError, ModelError, nearest
-from mionnx.graph import onnx_file, validate
+from mionnx.graph import onnx_file, validate, weight_check
 from mionnx.graph.folder_file import read_json
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.known_value import Dims
 from mionnx.graph.metadata import Metadata, context_length
+from mionnx.machine.progress import Progress, silent
 
 GRAPH = "model.onnx"
 # What is kept beside a graph, where the checkpoint has it: the config, and what tokenizers are made of.
@@ -66,11 +68,17 @@ class HookedModel:
     metadata: Metadata
 
     @classmethod
-    def open(cls, folder: Path) -> "HookedModel":
-        """Open a hooked model's folder and check all but the contents of its weights.
+    def open(cls, folder: Path, *, check: str = "sampled", progress: Progress = silent) -> "HookedModel":
+        """Open a hooked model's folder and check it.
+
+        Args:
+            folder: of the model.
+            check: how its weights are compared with what was exported: "sampled", "full" (every byte) or "none".
+            progress: called as (stage, done, total) while every byte is read.
 
         Raises:
             ModelError: see the module's text.
+            InputError: another `check`.
         """
         proto = onnx_file.read(folder / GRAPH)
         metadata = Metadata.from_props(onnx_file.properties(proto))
@@ -89,6 +97,7 @@ class HookedModel:
             raise ModelError(
                 f"{folder / GRAPH} has the inputs {inputs} and outputs {outputs}; input_ids and logits are missing"
             )
+        weight_check.check(folder, metadata, onnx_file.locations(proto), check, progress)
         return cls(folder, proto, metadata)
 
     def hook_points(self) -> list[HookPoint]:

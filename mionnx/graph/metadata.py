@@ -64,7 +64,9 @@ class Metadata:
         hooks: hook name -> axes, in execution order; an axis is a name where it is dynamic, a number where it is not.
         attention: one entry a layer; none in a recurrent model.
         exporter: versions of what made the file.
-        weights_sha256: hash of the weight files' bytes, in the order of their names.
+        weights_sha256: hash of the checkpoint's weight files, in the order of their names.
+        weight_files: weight file -> "size", "sampled" and "sha256" (`mionnx.graph.weight_check`); none in a model of
+            an earlier mionnx.
         context_length: the longest text that the checkpoint was made for, as its config says; None if it does not.
     """
 
@@ -75,6 +77,7 @@ class Metadata:
     attention: list[Attention]
     exporter: Mapping[str, str] = field(default_factory=dict)
     weights_sha256: str = ""
+    weight_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     context_length: int | None = None
 
     @property
@@ -119,6 +122,8 @@ class Metadata:
             length = values.get("context_length")
             if length is not None and (type(length) is not int or length < 1):
                 raise ModelError(f"the hooked model's metadata is damaged: context_length {length!r}")
+            if not all(isinstance(known, dict) for known in values.get("weight_files", {}).values()):
+                raise TypeError("weight_files must be dictionaries")
             return cls(**values)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ModelError(f"the hooked model's metadata is damaged: {error}") from error

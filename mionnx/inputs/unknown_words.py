@@ -1,4 +1,4 @@
-"""Words that a tokenizer does not know: a warning, once a model, of what becomes `<unk>`."""
+"""Words unknown to a tokenizer: a warning of what becomes `<unk>`, once a model."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ PACKAGE = str(Path(__file__).parents[1])
 
 
 class UnknownWordWarning(UserWarning):
-    """Words of a prompt are not in the vocabulary: the model reads its token for unknown words instead."""
+    """Words outside the vocabulary: the model reads its token for unknown words instead."""
 
 
 class UnknownWords:
@@ -56,7 +56,7 @@ class UnknownWords:
 
 
 def _unknown_token(tokenizer: Tokenizer) -> str | None:
-    """The token that a tokenizer writes for what it does not know."""
+    """The token that a tokenizer writes for unknown words."""
     if type(tokenizer.model).__name__ != "Unigram":
         return getattr(tokenizer.model, "unk_token", None)
     model = json.loads(tokenizer.to_str())["model"]  # the library shows it nowhere else
@@ -64,7 +64,7 @@ def _unknown_token(tokenizer: Tokenizer) -> str | None:
 
 
 def _level() -> int:
-    """The stack level of the nearest caller outside of mionnx, as seen by the function that asks."""
+    """The stack level of the nearest caller outside of mionnx."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame, level = frame.f_back, level + 1
