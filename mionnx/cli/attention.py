@@ -3,7 +3,7 @@
 from rich.markup import escape
 
 from mionnx.analysis.attention.attention_patterns import AttentionPatterns
-from mionnx.cli.options import Html, Json, Model, Numbers, Png, Position, Prompt, Provider, deliver
+from mionnx.cli.options import Heads, Html, Json, Layers, Model, Png, Position, Prompt, Provider, chosen, deliver
 from mionnx.machine.decimals import decimal
 from mionnx.model import MIModel
 from mionnx.view import Table
@@ -13,8 +13,8 @@ def attention(
     model: Model,
     prompt: Prompt,
     position: Position = -1,
-    layers: Numbers = None,
-    heads: Numbers = None,
+    layers: Layers = None,
+    heads: Heads = None,
     html: Html = None,
     png: Png = None,
     as_json: Json = False,
@@ -27,7 +27,7 @@ def attention(
     Example: mionnx attention models/world-llama "The capital of France is" --html attention.html
     """
     opened = MIModel.from_pretrained(model, provider=provider, prepack=False)
-    result = opened.attention(opened.tokenize(prompt), layers, heads)
+    result = opened.attention(opened.tokenize(prompt), chosen("layers", layers), chosen("heads", heads))
     index = result.at(position)
     deliver(result, lambda: attention_table(result, index), html, png, as_json)
 

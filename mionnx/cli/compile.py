@@ -1,12 +1,13 @@
 """The command `mionnx compile`: interventions baked into a plain ONNX model."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mionnx.cli.intervention_options import Interventions, takes_interventions
-from mionnx.cli.options import Captures, Model
+from mionnx.cli.options import Captures, Json, Model
 from mionnx.compile.package import Packaging, compile_spec
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.progress import bars
@@ -30,6 +31,7 @@ def compile_(
     target: Annotated[str, typer.Option(help="generic, ort-cpu, ort-cuda or web.")] = "generic",
     optimum: Annotated[bool, typer.Option(help="Write the layout of optimum's ORTModelForCausalLM.")] = False,
     triton: Annotated[bool, typer.Option(help="Write the layout of a Triton Inference Server repository.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Bake interventions into a plain ONNX model that runs without mionnx.
 
@@ -59,6 +61,10 @@ def compile_(
             progress=progress,
         )
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    if as_json:
+        facts = {"bytes": size, "target": packaging.target, "weights": packaging.placed}
+        typer.echo(json.dumps({"folder": str(folder), "interventions": _count(spec), **facts}, indent=1))
+        return
     typer.echo(
         f"{folder}: {_changes(spec)} baked in, {size / 2**20:.1f} MiB, {packaging.target}, weights {packaging.placed}"
     )
@@ -73,6 +79,10 @@ def _knobs(texts: list[str]) -> dict[str, list[str] | None]:
     return knobs
 
 
+def _count(spec: HookSpec) -> int:
+    return spec.num_interventions() + len(spec.state_knockouts) + len(spec.state_steerings)
+
+
 def _changes(spec: HookSpec) -> str:
-    count = spec.num_interventions() + len(spec.state_knockouts) + len(spec.state_steerings)
+    count = _count(spec)
     return f"{count} intervention{'s' * (count != 1)}"

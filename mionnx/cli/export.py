@@ -1,11 +1,13 @@
 """The command `mionnx export`: a checkpoint becomes a hooked model."""
 
+import json
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from mionnx.cli.options import Json
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.progress import bars
 from mionnx.run import find_model
@@ -19,6 +21,7 @@ def export(
     copy: Annotated[bool, typer.Option(help="Copy the weights instead of linking them.")] = False,
     in_place: Annotated[bool, typer.Option(help="Write model.onnx beside the checkpoint's own weights.")] = False,
     dtype: Annotated[str, typer.Option(help=DTYPES)] = "float32",
+    as_json: Json = False,
 ) -> None:
     """Export a checkpoint as a hooked model.
 
@@ -40,6 +43,10 @@ def export(
     hooked = HookedModel.open(output or folder)
     size = (hooked.folder / "model.onnx").stat().st_size
     metadata = hooked.metadata
+    if as_json:
+        facts = {"family": metadata.family, "dtype": metadata.dtype, "hook_points": len(hooked.hook_points())}
+        typer.echo(json.dumps({"folder": str(hooked.folder), **facts}, indent=1))
+        return
     typer.echo(
         f"{hooked.folder}: {metadata.family}, {metadata.sizes.num_layers} layers, "
         f"{len(hooked.hook_points())} hook points, {metadata.dtype}, graph {size / 1024:.0f} KiB, "

@@ -4,14 +4,16 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any
 
+import numpy as np
 import typer
+from numpy.typing import NDArray
 
 from mionnx.cli.intervention_options import Interventions, takes_interventions
 from mionnx.cli.options import Json, Model, Prompt, Provider
-from mionnx.errors import InterventionError
+from mionnx.errors import InputError, InterventionError
 from mionnx.inputs.tokens import Tokens
 from mionnx.model import MIModel
-from mionnx.run.streamer import TextStreamer
+from mionnx.run.streamer import Decoder, TextStreamer
 from mionnx.spec.hook_spec import HookSpec
 
 
@@ -22,9 +24,16 @@ def generate(
     interventions: Interventions,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 32,
     compare: Annotated[bool, typer.Option(help="First generate without the interventions.")] = False,
-    temperature: Annotated[float | None, typer.Option(help="Sample at this temperature; greedy if left out.")] = None,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample among the k most likely tokens; 0 for all.")] = 50,
-    top_p: Annotated[float, typer.Option(help="Sample among the tokens that reach this probability together.")] = 1.0,
+    do_sample: Annotated[
+        bool | None, typer.Option(help="Sample; else greedy. The four options below imply it.", show_default=False)
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sample at this temperature; 1.0 if left out.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help="Sample among the k most likely tokens; 50 if left out, 0 for all.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample among the tokens that reach this probability together.")
+    ] = None,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: fewer of the tokens in the text.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Random seed of the sampling.")] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End at this text; may be repeated.")] = None,
@@ -48,29 +57,54 @@ def generate(
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "stop_strings": stop,
-        "top_k": top_k,
-        "top_p": top_p,
         "repetition_penalty": repetition_penalty,
-        "seed": seed,
+        **_sampling(do_sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
     }
-    if temperature is not None:
-        options |= {"temperature": temperature, "do_sample": True}
     runs = {"baseline": HookSpec(), "steered": spec} if compare else {"text": spec}
     results = {}
     for title, chosen in runs.items():
-        if not as_json:
-            typer.echo((f"{title}: " if compare else "") + prompt, nl=False)
-        streamer = None if as_json else TextStreamer(opened.tokenizer, _after_space(opened, tokens))
+        begin = (f"{title}: " if compare else "") + prompt
+        streamer = None if as_json else PromptStreamer(opened.tokenizer, begin, _after_space(opened, tokens))
         result = opened.generate(tokens, chosen, streamer=streamer, **options)
         results[title] = {
             "text": result.texts[0],
             "new_text": result.new_texts[0],
             "new_ids": result.new_ids[0].tolist(),
         }
-        if not as_json:
-            typer.echo()
     if as_json:
         typer.echo(json.dumps(results, indent=1))
+
+
+def _sampling(do_sample: bool | None, **given: float | None) -> dict[str, Any]:
+    """The sampling options that are given; any of them implies sampling.
+
+    Raises:
+        InputError: one of them, and --no-do-sample.
+    """
+    named = {name: value for name, value in given.items() if value is not None}
+    if named and do_sample is False:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in named)
+        raise InputError(f"{options}: sampling only, and --no-do-sample is given: leave one of the two out")
+    return named | {"do_sample": bool(named) or bool(do_sample)}
+
+
+class PromptStreamer(TextStreamer):
+    """A streamer that writes the prompt first, once it is accepted, and a new line last."""
+
+    def __init__(self, tokenizer: Decoder, prompt: str, write: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, write)
+        self.prompt = prompt
+
+    def put(self, value: NDArray[np.int64]) -> None:
+        """The prompt, then each new token."""
+        if self._ids is None:
+            typer.echo(self.prompt, nl=False)
+        super().put(value)
+
+    def end(self) -> None:
+        """The rest, and a new line."""
+        super().end()
+        typer.echo()
 
 
 def _after_space(model: MIModel, tokens: Tokens) -> Callable[[str], None]:

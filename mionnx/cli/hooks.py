@@ -19,7 +19,9 @@ from mionnx.view import Table
 
 def hooks(
     model: Model,
-    layer: Annotated[int | None, typer.Option(help="List one layer's hook points by their full names.")] = None,
+    layer: Annotated[
+        int | None, typer.Option("--layer", "--layers", help="List one layer's hook points by their full names.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List a model's hook points with their axes; {i} stands for the layer.

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Column
 
 from mionnx.analysis.lens.lens_result import LensResult, label_of
-from mionnx.cli.options import Html, Json, Model, Numbers, Png, Position, Prompt, Provider, deliver
+from mionnx.cli.options import Html, Json, Layers, Model, Png, Position, Prompt, Provider, chosen, deliver
 from mionnx.machine.decimals import decimal
 from mionnx.model import MIModel
 from mionnx.view import Table
@@ -20,7 +20,7 @@ def lens(
     token: Annotated[list[str] | None, typer.Option(help="A further token to follow; may be repeated.")] = None,
     position: Position = -1,
     top: Annotated[int, typer.Option(min=1, help="Number of top tokens.")] = 5,
-    layers: Numbers = None,
+    layers: Layers = None,
     html: Html = None,
     png: Png = None,
     as_json: Json = False,
@@ -33,7 +33,7 @@ def lens(
     Example: mionnx lens models/world-llama "The capital of France is" --token Berlin --html lens.html
     """
     opened = MIModel.from_pretrained(model, provider=provider, prepack=False)
-    result = opened.logit_lens(opened.tokenize(prompt), k=top, layers=layers, tokens=token or ())
+    result = opened.logit_lens(opened.tokenize(prompt), k=top, layers=chosen("layers", layers), tokens=token or ())
     index = result.at(position)
     deliver(result, lambda: lens_table(result, index), html, png, as_json)
 

@@ -1,6 +1,9 @@
 """The command line `mionnx`: its commands, one file each."""
 
 import sys
+import warnings
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -34,15 +37,39 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"mionnx {version('mionnx')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Options before a command."""
+
+
 for command in COMMANDS:
     app.command(command.__name__.rstrip("_"))(command)
 app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:
-    """Run the command line; an `MIError` becomes one message on stderr and exit code 1."""
+    """Run the command line; on stderr an `MIError` is one message, a warning a note."""
     try:
-        app()
+        with warnings.catch_warnings():
+            warnings.showwarning = _note
+            app()
     except MIError as error:
         Console(stderr=True).print(f"[bold red]error:[/] {type(error).__name__}:", error, markup=True, highlight=False)
         sys.exit(1)
+
+
+def _note(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    """Show a warning as a note, without the line of code that it came from."""
+    Console(stderr=True).print("[bold]note:[/]", str(message), highlight=False)

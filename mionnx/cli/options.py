@@ -10,10 +10,12 @@ from rich.console import Console, RenderableType
 from mionnx.errors import InputError
 from mionnx.view import Shown
 
+SOME = "Only these, as 0,3; may be repeated."
 Model = Annotated[str, typer.Argument(help="Folder of a hooked model or a Hugging Face checkpoint, or a Hub id.")]
 Prompt = Annotated[str, typer.Argument(help="The prompt.")]
 Position = Annotated[int, typer.Option(help="Token of the prompt: from 0, or negative from its end.")]
-Numbers = Annotated[list[int] | None, typer.Option(metavar="NUMBER", help="Only this one; may be repeated.")]
+Layers = Annotated[list[str] | None, typer.Option("--layers", "--layer", metavar="NUMBERS", help=SOME)]
+Heads = Annotated[list[str] | None, typer.Option("--heads", "--head", metavar="NUMBERS", help=SOME)]
 Captures = Annotated[list[str] | None, typer.Option("--capture", metavar="HOOK", help="Capture; globs allowed.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Provider = Annotated[str, typer.Option(help="cpu, cuda, or the full name of an execution provider.")]
@@ -33,6 +35,15 @@ def numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
         return [kind(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"--{option} {text!r}: numbers with commas between, as 0,1") from None
+
+
+def chosen(option: str, texts: list[str] | None) -> list[int] | None:
+    """The numbers of an option that may be repeated; None if it is left out.
+
+    Raises:
+        InputError: a part is no integer.
+    """
+    return None if texts is None else [number for text in texts for number in numbers(option, text, int)]
 
 
 def deliver(

@@ -35,7 +35,7 @@ def steer(
         str | None, typer.Option(help=f"Variant of hook point, such as mlp_out; {STREAM} if left out.")
     ] = None,
     method: Annotated[str | None, typer.Option(help="mean_difference, the default, or pca.")] = None,
-    layer: Annotated[int | None, typer.Option(help=LAYER)] = None,
+    layer: Annotated[int | None, typer.Option("--layer", "--layers", help=LAYER)] = None,
     strengths: Annotated[str, typer.Option(help="Factors of the direction.")] = "0,0.25,0.5,0.75,1,1.5,2",
     positions: Annotated[str | None, typer.Option(help="Steer these tokens only, such as -1 or 0,1.")] = None,
     target: Annotated[str | None, typer.Option(help="Token to follow; the strongest answer if left out.")] = None,

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Sweep
-from mionnx.cli.options import Html, Json, Model, Png, Provider, deliver, numbers
+from mionnx.cli.options import Html, Json, Layers, Model, Png, Provider, chosen, deliver
 from mionnx.machine.memory import format_bytes
 from mionnx.model import MIModel
 
@@ -29,7 +29,7 @@ def sweep(
     receiver: Annotated[
         list[str] | None, typer.Option(metavar="HOOK", help="Path patching: a receiver, or all.")
     ] = None,
-    layers: Annotated[str | None, typer.Option(help="Layers, as 0,3,5; all if left out.")] = None,
+    layers: Layers = None,
     at: Annotated[int, typer.Option(help="Position of the logits that the metric reads.")] = -1,
     top: Annotated[int, typer.Option(min=1, help="Number of cells to list where the map does not fit.")] = 12,
     html: Html = None,
@@ -56,7 +56,7 @@ def sweep(
         "metric": metric,
         "answer": answer,
         "versus": versus,
-        "layers": None if layers is None else numbers("layers", layers, int),
+        "layers": chosen("layers", layers),
     }
     named |= {"sender" if receiver else "hook": hook, "over": over.split(",") if over else None}
     options = {name: value for name, value in named.items() if value is not None}

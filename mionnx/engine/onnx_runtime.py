@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mionnx.engine import device
 from mionnx.engine.cuda_graphs import CudaGraphs
 from mionnx.engine.engine import Arrays, Engine, Input, Program
-from mionnx.engine.options import ONNX_RUNTIME, Options
+from mionnx.engine.options import ONNX_RUNTIME, PROVIDERS, Options
 from mionnx.errors import ModelError, RuntimeMissingError
 from mionnx.machine import memory
 from mionnx.machine.once import once_property
@@ -127,6 +127,8 @@ class OnnxRuntime(Engine):
         try:
             options.provider_name()
         except RuntimeMissingError as error:
+            if PROVIDERS.get(options.provider, options.provider) not in known_providers():
+                return str(error)
             install = INSTALL.get(options.provider, "a build of ONNX Runtime that has this provider")
             return f"{error}; what would install it: {install}"
         return None

@@ -1,6 +1,6 @@
 """`Options`: the engine that runs a model's graphs, and how it opens them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import onnxruntime
@@ -12,6 +12,17 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 LEVELS = ("none", "basic", "extended", "all")
 CUDA_GRAPH = "enable_cuda_graph"
 ONNX_RUNTIME = "onnxruntime"  # the engine that has all of these options
+
+
+def _meant(provider: str, available: Sequence[str]) -> str:
+    """End of a message with the provider nearest to a name; "gpu" means "cuda"."""
+    spoken = provider.lower().partition(":")[0]
+    known = "cuda" if spoken in ("gpu", "nvidia", "onnxruntime-gpu") else spoken
+    if known in PROVIDERS and known != provider:
+        number = provider.partition(":")[2]
+        device = f', with provider_options={{"device_id": {number}}}' if number.isdigit() else ""
+        return f"; did you mean {known!r}{device}?"
+    return "" if provider in PROVIDERS else nearest(provider, [*PROVIDERS, *available])
 
 
 @dataclass(frozen=True)
@@ -93,7 +104,7 @@ class Options:
         available = onnxruntime.get_available_providers()
         if name not in available:
             raise RuntimeMissingError(
-                f"no {name} in this ONNX Runtime, which has {', '.join(available)}{nearest(name, available)}"
+                f"no {name} in this ONNX Runtime, which has {', '.join(available)}{_meant(self.provider, available)}"
             )
         return name
 
