@@ -12,10 +12,11 @@ from exporters.rwkv.layouts import UNREAD
 from exporters.rwkv.network import build_network
 from exporters.rwkv.pth import read_pth
 from exporters.sidecar_files import find_files, keep_files
-from exporters.weight_files import place, sha256, some
+from exporters.weight_files import locations, place, some
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.metadata import Metadata, Sizes
+from mionnx.graph.metadata import Metadata, Sizes, context_length
+from mionnx.graph.weight_check import fingerprints, sha256
 from mionnx.machine.progress import Progress
 
 STAGES = ("reading the checkpoint", "building the graph", "placing weights", "writing")
@@ -55,6 +56,8 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         attention=[],
         exporter={name: version(name) for name in ("mionnx", "onnxscript")},
         weights_sha256=sha256(sorted({tensor.file for tensor in tensors.values()}), progress),
+        weight_files=fingerprints(target, locations(parameters), progress),
+        context_length=context_length(config),
     )
     _strip(graph)
     model = ir.Model(graph, ir_version=10, producer_name="mionnx", producer_version=version("mionnx"))

@@ -14,9 +14,10 @@ The format, on one page:
    A recurrent model also names what its recurrence reads after the gates, for values that are derived from it:
    `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
-   `attention`, `exporter`, `weights_sha256`. See `mionnx.graph.metadata`.
+   `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`. See `mionnx.graph.metadata`.
 7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
-   the graph, a weight outside the folder or beyond the end of its file.
+   the graph, a weight outside the folder or beyond the end of its file, weight files that are not those that were
+   exported (`mionnx.graph.weight_check`).
 """
 
 from collections.abc import Sequence
@@ -30,11 +31,12 @@ import onnx
 from numpy.typing import DTypeLike
 
 from mionnx.errors import HookError, ModelError, nearest
-from mionnx.graph import onnx_file, validate
+from mionnx.graph import onnx_file, validate, weight_check
 from mionnx.graph.folder_file import read_json
 from mionnx.graph.hook_points import HookPoint, layer_of
 from mionnx.graph.known_value import Dims, Known
-from mionnx.graph.metadata import Metadata, Sizes
+from mionnx.graph.metadata import Metadata, Sizes, context_length
+from mionnx.machine.progress import Progress, silent
 
 GRAPH = "model.onnx"
 # What is kept beside a graph, where the checkpoint has it: the config, and what tokenizers are made of.
@@ -68,11 +70,17 @@ class HookedModel:
     metadata: Metadata
 
     @classmethod
-    def open(cls, folder: Path) -> "HookedModel":
-        """Open a hooked model's folder and check all but the contents of its weights.
+    def open(cls, folder: Path, *, check: str = "sampled", progress: Progress = silent) -> "HookedModel":
+        """Open a hooked model's folder and check it.
+
+        Args:
+            folder: of the model.
+            check: how its weights are compared with what was exported: "sampled", "full" (every byte) or "none".
+            progress: called as (stage, done, total) while every byte is read.
 
         Raises:
             ModelError: see the module's text.
+            InputError: another `check`.
         """
         proto = onnx_file.read(folder / GRAPH, LARGEST)
         metadata = Metadata.from_props(onnx_file.properties(proto))
@@ -96,6 +104,7 @@ class HookedModel:
             raise ModelError(
                 f"{folder / GRAPH} has the inputs {inputs} and outputs {outputs}; input_ids and logits are missing"
             )
+        weight_check.check(folder, metadata, onnx_file.locations(proto), check, progress)
         return cls(folder, proto, metadata)
 
     def hook_points(self) -> list[HookPoint]:
@@ -127,6 +136,21 @@ class HookedModel:
                 tokens = tokens if isinstance(tokens, list) else [tokens]
                 return [token for token in tokens if isinstance(token, int) and token < self.metadata.sizes.vocab_size]
         return []
+
+    @property
+    def context_length(self) -> int | None:
+        """The longest text that the model is made for: learned positions, else as its config says.
+
+        Older files do not say it in their metadata; `config.json` beside them is read then.
+        """
+        known = self.metadata.sizes.max_positions or self.metadata.context_length
+        if known is not None:
+            return known
+        try:
+            config = read_json(self.folder / "config.json")
+        except ModelError:
+            return None
+        return context_length(config) if isinstance(config, dict) else None
 
     def dtype(self, point: HookPoint) -> DTypeLike:
         """Dtype of a hook point's value: the model's, or float32 in a recurrence."""

@@ -7,6 +7,7 @@ graph is checked by `HookedModel.open`.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from mionnx.errors import ModelError
 from mionnx.graph.folder_file import parse_json
@@ -28,6 +29,21 @@ class Sizes:
     hidden_size: int
     vocab_size: int
     max_positions: int | None = None
+
+
+# Names of the context length in configs, in the order in which they count.
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "context_length", "ctx_len", "max_seq_len")
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """The context length that a checkpoint's config names; None if it names none.
+
+    Args:
+        config: the table of `config.json`.
+    """
+    inner = config.get("text_config")
+    found = [config.get(name) for name in CONTEXT_NAMES] + ([context_length(inner)] if isinstance(inner, dict) else [])
+    return next((length for length in found if type(length) is int and length > 0), None)
 
 
 @dataclass(frozen=True)
@@ -55,7 +71,10 @@ class Metadata:
         hooks: hook name -> axes, in execution order; an axis is a name where it is dynamic, a number where it is not.
         attention: one entry a layer; none in a recurrent model.
         exporter: versions of what made the file.
-        weights_sha256: hash of the weight files' bytes, in the order of their names.
+        weights_sha256: hash of the checkpoint's weight files, in the order of their names.
+        weight_files: weight file -> "size", "sampled" and "sha256" (`mionnx.graph.weight_check`); none in a model of
+            an earlier mionnx.
+        context_length: the longest text that the checkpoint was made for, as its config says; None if it does not.
     """
 
     family: str
@@ -65,6 +84,8 @@ class Metadata:
     attention: list[Attention]
     exporter: Mapping[str, str] = field(default_factory=dict)
     weights_sha256: str = ""
+    weight_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    context_length: int | None = None
 
     @property
     def recurrent(self) -> bool:
@@ -134,8 +155,13 @@ def _check(read: Metadata) -> None:
     for hook, axes in read.hooks.items():
         known = isinstance(axes, list) and all(type(axis) in (str, int) for axis in axes)
         _expect(known, f"hooks[{hook!r}]", "a list of axes", axes)
+    if read.context_length is not None:
+        _check_number("context_length", read.context_length)
+    _expect(isinstance(read.weight_files, dict), "weight_files", "a table of files", read.weight_files)
+    for file, facts in read.weight_files.items():
+        _expect(isinstance(facts, dict), f"weight_files[{file!r}]", "a table", facts)
     for layer, entry in enumerate(read.attention):
-        _expect(isinstance(entry.output_projection, str), f"attention[{layer}]", "of a weight", entry)
+        _expect(isinstance(entry.output_projection, str), f"attention[{layer}]", "of a weight by its name", entry)
         _expect(isinstance(entry.output_is_rows, bool), f"attention[{layer}].output_is_rows", "true or false", entry)
         if entry.sliding_window is not None:
             _check_number(f"attention[{layer}].sliding_window", entry.sliding_window)
@@ -149,4 +175,4 @@ def _check_number(name: str, value: object) -> None:
 def _expect(known: bool, name: str, wanted: str, found: object) -> None:
     if not known:
         shown = repr(found)
-        raise ValueError(f"{name} is {shown[:60]}{' ...' if len(shown) > 60 else ''}, no {wanted}")
+        raise ValueError(f"{name} {shown[:60]}{' ...' if len(shown) > 60 else ''} must be {wanted}")

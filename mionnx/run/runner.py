@@ -46,6 +46,7 @@ class Runner:
     # texts as tokens
     tokenizer = once_property(tokenizing.tokenizer)
     tokenize = tokenizing.tokenize
+    _unknown_words = once_property(tokenizing.unknown_words)
     token_id = tokenizing.token_id
     _ids = tokenizing.ids
     _known = tokenizing.known
@@ -77,6 +78,7 @@ class Runner:
         provider_options: Mapping[str, str | int] | None = None,
         cuda_graphs: bool = False,
         engine: str = ONNX_RUNTIME,
+        check: str = "sampled",
     ) -> Self:
         """Open a model.
 
@@ -90,6 +92,8 @@ class Runner:
             fast: allow fusions that change the last bits of the logits when something inside them is captured.
             prepack, base, provider_options, cuda_graphs: see `mionnx.Options`.
             engine: "onnxruntime", "openvino", "onnxruntime-web" or "reference" (onnx's own evaluator).
+            check: compare the weights with what was exported: "sampled" (under a millisecond a file), "full" (every
+                byte), or "none" where they were changed on purpose.
 
         Raises:
             ModelError: no model there, or a damaged one.
@@ -113,7 +117,8 @@ class Runner:
         ready_engine(options)  # refused before a checkpoint is exported
         with bars() as progress:
             folder = find_model.find_model(source, dtype, progress)
-        return cls(HookedModel.open(folder), options)
+            hooked = HookedModel.open(folder, check=check, progress=progress)
+        return cls(hooked, options)
 
     @property
     def num_layers(self) -> int:
