@@ -15,7 +15,7 @@ from exporters.sidecar_files import find_files, keep_files
 from exporters.weight_files import locations, place, some
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.metadata import Metadata, Sizes
+from mionnx.graph.metadata import Metadata, Sizes, context_length
 from mionnx.graph.weight_check import fingerprints, sha256
 from mionnx.machine.progress import Progress
 
@@ -57,6 +57,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         exporter={name: version(name) for name in ("mionnx", "onnxscript")},
         weights_sha256=sha256(sorted({tensor.file for tensor in tensors.values()}), progress),
         weight_files=fingerprints(target, locations(parameters), progress),
+        context_length=context_length(config),
     )
     _strip(graph)
     model = ir.Model(graph, ir_version=10, producer_name="mionnx", producer_version=version("mionnx"))

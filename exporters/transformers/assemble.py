@@ -23,7 +23,7 @@ from exporters.transformers.trace import Traced, buffers_of, trace
 from exporters.transformers.weights import bind_weights
 from exporters.weight_files import locations
 from mionnx.errors import ExportError
-from mionnx.graph.metadata import Attention, Metadata
+from mionnx.graph.metadata import Attention, Metadata, context_length
 from mionnx.graph.weight_check import fingerprints, sha256
 from mionnx.machine.progress import Progress
 
@@ -73,6 +73,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
             exporter={name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")},
             weights_sha256=sha256(sorted({tensor.file for tensor in tensors}), progress),
             weight_files=fingerprints(target, locations(parameters), progress),
+            context_length=context_length(config.to_dict()),
         )
     traced.model.metadata_props.update(metadata.to_props())
     traced.model.producer_name, traced.model.producer_version = "mionnx", version("mionnx")

@@ -48,6 +48,7 @@ class Runner:
     # texts as tokens
     tokenizer = once_property(tokenizing.tokenizer)
     tokenize = tokenizing.tokenize
+    _unknown_words = once_property(tokenizing.unknown_words)
     token_id = tokenizing.token_id
     _ids = tokenizing.ids
     _known = tokenizing.known

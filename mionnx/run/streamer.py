@@ -139,7 +139,7 @@ def _has(given: Any, method: str) -> bool:
 
 
 def _positional(function: Callable[..., Any]) -> int:
-    """Number of values that a function needs, 1 or 2; 1 where it does not say."""
+    """Number of values that a function needs, 1 or 2; 1 of an unknown signature."""
     try:
         entries = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin

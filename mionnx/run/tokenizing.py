@@ -12,6 +12,7 @@ from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs import tokens
 from mionnx.inputs.token_rows import IDS, TYPES
+from mionnx.inputs.unknown_words import UnknownWords
 from mionnx.inputs.world_tokenizer import WorldTokenizer
 
 One = tokens.Tokens | Encoding | Mapping[Any, Any]
@@ -29,6 +30,10 @@ class Tokenizing(Protocol):
     def tokenizer(self) -> Tokenizer | WorldTokenizer:
         """The tokenizer of the model's folder."""
 
+    @property
+    def _unknown_words(self) -> UnknownWords:
+        """Warns of unknown words, once."""
+
     def tokenize(self, text: str) -> tokens.Tokens:
         """Tokenise a text."""
 
@@ -42,13 +47,22 @@ def tokenizer(model: Tokenizing) -> Tokenizer | WorldTokenizer:
     return tokens.load_tokenizer(model.hooked.folder)
 
 
+def unknown_words(model: Tokenizing) -> UnknownWords:
+    """Watcher of the unknown words in this model's prompts."""
+    return UnknownWords(model.tokenizer, model.hooked.folder.resolve().name)
+
+
 def tokenize(model: Tokenizing, text: str) -> tokens.Tokens:
     """Tokenise a text: ids, offsets, and `positions_of` for a substring's tokens.
+
+    Words that become `<unk>` are warned about once for a model (`UnknownWordWarning`).
 
     Example:
         model.tokenize("The capital of France is").positions_of("France")  # [3]
     """
-    return tokens.tokenize(model.tokenizer, text)
+    found = tokens.tokenize(model.tokenizer, text)
+    model._unknown_words.look(found)
+    return found
 
 
 def token_id(model: Tokenizing, text: str) -> int:

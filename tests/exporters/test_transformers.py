@@ -264,3 +264,9 @@ def test_recognising_a_checkpoint_reads_its_config_only(tmp_path):
     assert recognises(tmp_path)
     with pytest.raises(ModelError, match="no folder"):
         MIModel.from_pretrained(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_the_context_length_is_that_of_the_config(models, references, family):
+    length = references(family).config.max_position_embeddings
+    assert models(family).hooked.metadata.context_length == models(family).cfg.n_ctx == length > 0

@@ -39,7 +39,8 @@ class ModelSizes:
         d_head: width of a head.
         d_mlp: neurons a layer; None where the model has no hook points at them.
         d_vocab: tokens in the vocabulary.
-        n_ctx: the longest text; None where there is no limit.
+        n_ctx: the longest text that the model is made for: its learned positions, which nothing passes, or else the
+            context length of its config, which is no limit here. None where no config says (RWKV).
         dtype: of weights and activations, as numpy names it.
     """
 
@@ -69,7 +70,7 @@ def cfg(model: Runner) -> ModelSizes:
         d_head=sizes.head_dim,
         d_mlp=neurons if isinstance(neurons, int) else None,
         d_vocab=sizes.vocab_size,
-        n_ctx=sizes.max_positions,
+        n_ctx=model.hooked.context_length,
         dtype=metadata.dtype,
     )
 
