@@ -26,6 +26,7 @@ from mionnx.rewrite.plan import Outputs
 from mionnx.run import find_model, spec_graphs, tokenizing
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache, collect
+from mionnx.run.recipe import Recipe
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 
@@ -227,6 +228,15 @@ class Runner:
         _refuse_too_large(bound, batch)
         graph = self.variants.get(bound.plan, batch.batch * batch.seq)
         return collect(bound, batch, graph.run(bound.outputs(use_cache), inputs), use_cache)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Recipe.open, (Recipe.of(self),)
+
+    def __copy__(self) -> Self:
+        return type(self)(self.hooked, self.options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.__copy__()
 
     def __repr__(self) -> str:
         sizes = self.hooked.metadata.sizes
