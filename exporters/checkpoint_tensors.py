@@ -2,9 +2,12 @@
 
 import json
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -12,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mionnx.errors import ExportError, nearest
+from mionnx.errors import ExportError, ModelError, nearest
+from mionnx.graph.folder_file import inside, read_json
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -63,22 +67,50 @@ def read_tensors(folder: Path, staging: Path) -> list[Stored]:
 
 def _shards(folder: Path, stem: str) -> list[Path]:
     index = folder / f"{stem}.index.json"
-    if not index.is_file():
-        return [folder / stem] if (folder / stem).is_file() else []
+    if not index.exists():
+        return _in_folder(folder, [stem]) if (folder / stem).exists() else []
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError) as error:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    except (ModelError, KeyError, TypeError, AttributeError) as error:
         raise ExportError(f"{index} is damaged: {error}") from error
-    missing = [name for name in names if not (folder / name).is_file()]
+    missing = [name for name in names if _is_plain(name) and not (folder / name).exists()]
     if missing:
         raise ExportError(
             f"{folder} lacks {len(missing)} of the {len(names)} weight files of its index: {missing[0]} ..."
         )
+    return _in_folder(folder, names)
+
+
+def _is_plain(name: Any) -> bool:
+    return isinstance(name, str) and len(name) < 256 and "\0" not in name and Path(name).name == name
+
+
+def _in_folder(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Files of a checkpoint, none of them outside its folder or in a folder of its own."""
+    try:
+        for name in names:
+            if not _is_plain(name):
+                raise ModelError(f"{name!r} is no name of a weight file in {folder}: refused, shards lie in one folder")
+            inside(folder, name)
+    except ModelError as error:
+        raise ExportError(str(error)) from error
     return [folder / name for name in names]
 
 
 def to_safetensors(file: Path, staging: Path) -> Path:
-    tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    """Rewrite a `.bin` of tensors as safetensors.
+
+    Nothing but tensors is unpickled, and nothing is executed.
+
+    Raises:
+        ExportError: a damaged file, or something else than tensors in it.
+    """
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, UnpicklingError, BadZipFile, EOFError, ValueError) as error:
+        raise ExportError(f"{file} is no intact file of tensors, and nothing else in it is read: {error}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ExportError(f"{file} holds something else than a table of tensors")
     target = staging / f"{file.stem}.safetensors"
     # Tied tensors share storage in a .bin; a safetensors file holds each name once, on its own.
     save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, target)

@@ -3,13 +3,30 @@
 import shutil
 from pathlib import Path
 
+from mionnx.errors import ExportError, ModelError
+from mionnx.graph.folder_file import check_regular, inside
 from mionnx.graph.hooked_model import KEPT
+
+LARGEST = 2**30  # bytes
+
+
+def find_files(folder: Path) -> list[Path]:
+    """The small files of a checkpoint that are kept beside its graph.
+
+    Raises:
+        ExportError: one of them is no regular file, lies outside the folder, or is larger than any vocabulary.
+    """
+    files = [file for pattern in KEPT for file in folder.glob(pattern)]
+    for file in files:
+        try:
+            check_regular(inside(folder, file.name), LARGEST)
+        except ModelError as error:
+            raise ExportError(str(error)) from error
+    return files
 
 
 def keep_files(folder: Path, target: Path) -> None:
     """Copy a checkpoint's small files into the hooked model's folder."""
-    if folder.resolve() == target.resolve():
-        return
-    for pattern in KEPT:
-        for file in folder.glob(pattern):
+    if folder.resolve() != target.resolve():
+        for file in find_files(folder):
             shutil.copyfile(file, target / file.name)

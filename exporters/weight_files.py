@@ -6,7 +6,6 @@
    conversion in memory at a time.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -27,7 +26,6 @@ from mionnx.errors import ExportError
 from mionnx.machine.progress import Progress
 
 CONVERTED = "converted.safetensors"
-CHUNK = 1 << 24
 _SAFETENSORS_NAME = {dtype: name for name, dtype in DTYPES.items()}
 _IR_DTYPE = {
     torch.float32: ir.DataType.FLOAT,
@@ -157,18 +155,9 @@ def _write(file: BinaryIO, value: ir.Value, tensor: Tensor, place: Placed) -> No
     file.write(memoryview(converted.contiguous().view(torch.uint8).numpy()).cast("B"))
 
 
-def sha256(files: Iterable[Path], progress: Progress) -> str:
-    """The hash of files' bytes, in the order given."""
-    files = list(files)
-    total, done = sum(file.stat().st_size for file in files), 0
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            while chunk := stream.read(CHUNK):
-                digest.update(chunk)
-                done += len(chunk)
-                progress("hashing weights", done, total)
-    return digest.hexdigest()
+def locations(parameters: Iterable[ir.Value]) -> set[str]:
+    """The weight files of parameters that `place` has given their data."""
+    return {str(value.const_value.location) for value in parameters}
 
 
 def some(names: Iterable[str]) -> str:

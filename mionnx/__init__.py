@@ -35,6 +35,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.tokens import Tokens
+from mionnx.inputs.unknown_words import UnknownWordWarning
 from mionnx.model import MIModel
 from mionnx.rewrite import Report
 from mionnx.run.generation import Generation
@@ -93,6 +94,7 @@ __all__ = [
     "TokenChange",
     "TokenizerError",
     "Tokens",
+    "UnknownWordWarning",
     "Verification",
     "create_knockout_mask",
     "sample_token",

@@ -17,7 +17,7 @@ from mionnx.analysis.steering import dose_response as dosing
 from mionnx.analysis.sweep import ablating, patching
 from mionnx.compile import compile_model
 from mionnx.machine.once import once_property
-from mionnx.run import generation
+from mionnx.run import generation, notebook
 from mionnx.run.runner import Runner
 from mionnx.verify import verbs as comparing
 
@@ -34,6 +34,7 @@ class MIModel(Runner):
         cache["pattern", 2].shape  # (1, n_heads, seq, seq)
     """
 
+    _repr_html_ = notebook.model_html
     # continuing prompts
     generate = generation.generate
     # causal analysis, cell by cell

@@ -11,11 +11,12 @@ from exporters.rwkv.checkpoint import Shape, layout_of, pth_file, read_config, s
 from exporters.rwkv.layouts import UNREAD
 from exporters.rwkv.network import build_network
 from exporters.rwkv.pth import read_pth
-from exporters.sidecar_files import keep_files
-from exporters.weight_files import place, sha256, some
+from exporters.sidecar_files import find_files, keep_files
+from exporters.weight_files import locations, place, some
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.metadata import Metadata, Sizes
+from mionnx.graph.metadata import Metadata, Sizes, context_length
+from mionnx.graph.weight_check import fingerprints, sha256
 from mionnx.machine.progress import Progress
 
 STAGES = ("reading the checkpoint", "building the graph", "placing weights", "writing")
@@ -28,6 +29,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         progress(f"exporting {folder.name}: {STAGES[number]}", number + 1, len(STAGES))
 
     stage(0)
+    find_files(folder)  # refused before work
     target.mkdir(parents=True, exist_ok=True)
     tensors = {tensor.name: tensor for tensor in _read(folder)}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -54,6 +56,8 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         attention=[],
         exporter={name: version(name) for name in ("mionnx", "onnxscript")},
         weights_sha256=sha256(sorted({tensor.file for tensor in tensors.values()}), progress),
+        weight_files=fingerprints(target, locations(parameters), progress),
+        context_length=context_length(config),
     )
     _strip(graph)
     model = ir.Model(graph, ir_version=10, producer_name="mionnx", producer_version=version("mionnx"))

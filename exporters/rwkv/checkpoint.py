@@ -1,13 +1,13 @@
 """RWKV checkpoints: layout, sizes and constants."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from exporters.rwkv.layouts import Layout, find_layout
-from mionnx.errors import ExportError
+from mionnx.errors import ExportError, ModelError
+from mionnx.graph.folder_file import read_json
 
 GROUP_NORM_EPS = 64e-5
 LAYER_NORM_EPS = 1e-5
@@ -55,12 +55,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         ExportError: it is damaged.
     """
     path = folder / "config.json"
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ExportError(f"{path} is damaged: {error}") from error
+        config = read_json(path)
+    except ModelError as error:
+        raise ExportError(str(error)) from error
     if not isinstance(config, dict):
         raise ExportError(f"{path} is damaged: it holds no table")
     return config

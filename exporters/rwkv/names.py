@@ -7,17 +7,23 @@ import zipfile
 from pathlib import Path
 
 MAX_HEADER = 100_000_000
+MAX_PICKLE = 16_000_000
 
 
 def tensor_names(folder: Path) -> set[str]:
     """Names of a checkpoint's tensors, read without torch; empty if there is no checkpoint."""
     names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
+    for file in _files(folder, "*.safetensors"):
         names |= _safetensors_names(file)
     if not names:
-        for file in folder.glob("*.pth"):
+        for file in _files(folder, "*.pth"):
             names |= _pickled_names(file)
     return names
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    """Regular files only: a device or a pipe has no end."""
+    return [file for file in folder.glob(pattern) if file.is_file()]
 
 
 def _safetensors_names(file: Path) -> set[str]:
@@ -25,7 +31,7 @@ def _safetensors_names(file: Path) -> set[str]:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             return set(json.loads(stream.read(min(length, MAX_HEADER)))) - {"__metadata__"}
-    except (OSError, ValueError, struct.error, TypeError):
+    except (OSError, ValueError, struct.error, TypeError, RecursionError):
         return set()
 
 
@@ -34,9 +40,9 @@ def _pickled_names(file: Path) -> set[str]:
     try:
         with zipfile.ZipFile(file) as archive:
             entry = next(info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
-            if entry.file_size > MAX_HEADER:
+            if entry.file_size > MAX_PICKLE:
                 return set()
             operations = pickletools.genops(archive.read(entry))
             return {argument for _, argument, _ in operations if isinstance(argument, str)}
-    except (OSError, zipfile.BadZipFile, StopIteration, ValueError):
+    except (OSError, zipfile.BadZipFile, StopIteration, ValueError, RuntimeError, NotImplementedError):
         return set()

@@ -25,7 +25,7 @@ def read_pth(file: Path) -> list[Stored]:
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         starts = _starts(file)
-    except (OSError, RuntimeError, UnpicklingError, zipfile.BadZipFile, EOFError) as error:
+    except (OSError, RuntimeError, UnpicklingError, zipfile.BadZipFile, EOFError, ValueError) as error:
         raise ExportError(f"{file} is no intact .pth of tensors: {error}") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ExportError(f"{file} holds something else than a table of tensors")

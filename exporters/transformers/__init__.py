@@ -5,12 +5,13 @@ One mechanism for every family: the model is built without weights, instrumented
 they lie in the checkpoint (`checkpoint`, `weights`).  What differs between families is a table (`families`).
 """
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exporters import rwkv
+from mionnx.errors import ModelError
+from mionnx.graph.folder_file import read_json
 from mionnx.machine.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ def recognises(folder: Path) -> bool:
     RWKV is left to its own exporter. Cheap: torch and transformers are not imported.
     """
     try:
-        named = isinstance(json.loads((folder / "config.json").read_text()).get("model_type"), str)
-    except (OSError, ValueError, AttributeError):
+        named = isinstance(read_json(folder / "config.json").get("model_type"), str)
+    except (ModelError, AttributeError):
         return False
     return named and not rwkv.recognises(folder)
 

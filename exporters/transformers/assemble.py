@@ -1,26 +1,30 @@
 """A checkpoint folder to a hooked model folder, step by step."""
 
 import tempfile
+import warnings
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 import onnx_ir as ir
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from exporters.checkpoint_tensors import export_dtype, read_tensors
-from exporters.sidecar_files import keep_files
+from exporters.sidecar_files import find_files, keep_files
 from exporters.transformers.check_hooked import check_stream, hook_axes
 from exporters.transformers.checkpoint import map_tensors
 from exporters.transformers.families import layout_of
 from exporters.transformers.naming import name_dimensions, name_hooks, strip
+from exporters.transformers.native_config import native_config
 from exporters.transformers.simplify import simplify
 from exporters.transformers.sizes import sizes_of, sliding_window
 from exporters.transformers.trace import Traced, buffers_of, trace
 from exporters.transformers.weights import bind_weights
-from exporters.weight_files import sha256
-from mionnx.graph.metadata import Attention, Metadata
+from exporters.weight_files import locations
+from mionnx.errors import ExportError
+from mionnx.graph.metadata import Attention, Metadata, context_length
+from mionnx.graph.weight_check import fingerprints, sha256
 from mionnx.machine.progress import Progress
 
 SLOW_TOKENIZERS = ("vocab.json", "tokenizer.model", "vocab.txt")
@@ -36,12 +40,15 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         progress(f"exporting {folder.name}: {STAGES[done - 1]}", done, len(STAGES))
 
     stage()
-    config = AutoConfig.from_pretrained(folder)
+    find_files(folder)  # refused before work
+    config = native_config(folder)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".mionnx-") as staging:
         tensors = read_tensors(folder, Path(staging))
         kind = export_dtype(dtype, tensors)
         sizes = sizes_of(config, learned_positions=layout_of(config).positions is not None)
+        if sizes.num_layers > len(tensors):
+            raise ExportError(f"the config says {sizes.num_layers} layers, the checkpoint has {len(tensors)} tensors")
         stage()
         traced = trace(config, sizes.num_kv_heads, sizes.head_dim, kind)
         stage()
@@ -65,6 +72,8 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
             attention=[_attention(traced, i) for i in range(sizes.num_layers)],
             exporter={name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")},
             weights_sha256=sha256(sorted({tensor.file for tensor in tensors}), progress),
+            weight_files=fingerprints(target, locations(parameters), progress),
+            context_length=context_length(config.to_dict()),
         )
     traced.model.metadata_props.update(metadata.to_props())
     traced.model.producer_name, traced.model.producer_version = "mionnx", version("mionnx")
@@ -103,6 +112,11 @@ def _write_fast_tokenizer(folder: Path, target: Path) -> None:
     slow = any((folder / name).is_file() for name in SLOW_TOKENIZERS)
     if not slow or (target / "tokenizer.json").exists():
         return
-    backend = getattr(AutoTokenizer.from_pretrained(folder), "backend_tokenizer", None)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the libraries' errors share no base class
+        warnings.warn(f"{folder}: no tokenizer, give token ids instead of text: {error}", stacklevel=2)
+        return
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         backend.save(str(target / "tokenizer.json"))

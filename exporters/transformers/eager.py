@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from exporters.transformers.native_config import native_config
 from exporters.transformers.trace import run_eagerly
 from mionnx.errors import ModelError
 
@@ -34,10 +35,16 @@ def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
 
     Raises:
         ModelError: weights are missing.
+        ExportError: see `native_config`.
     """
     with _without_bars():
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager", dtype=getattr(torch, dtype), output_loading_info=True
+            folder,
+            config=native_config(folder),
+            attn_implementation="eager",
+            dtype=getattr(torch, dtype),
+            output_loading_info=True,
+            trust_remote_code=False,
         )
     if info["missing_keys"]:
         name = sorted(info["missing_keys"])[0]

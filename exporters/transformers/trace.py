@@ -94,7 +94,7 @@ def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """A config's model without weights, under the current `FakeTensorMode` or device."""
     prepare(config)
     try:
-        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     except (KeyError, ValueError) as error:  # no such architecture, or attention code of its own for each backend
         raise ExportError(f"transformers builds no {config.model_type!r} with attention to replace: {error}") from error
     for module in skeleton.modules():

@@ -1,12 +1,13 @@
 """`Selection`: the rows, heads and positions that an intervention selects in one token batch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from mionnx.bind.selected_part import Chosen, SelectedPart
 from mionnx.errors import InterventionError
 from mionnx.graph.axes import format_shape, heads_axis, sequence_axis
 from mionnx.inputs.token_batch import TokenBatch
@@ -105,6 +106,11 @@ class Selection:
     def _here(self, row: int) -> list[int]:
         return [column for column in self.columns(row) if column is not None]
 
+    def _later(self) -> bool:
+        """Whether a later step computes a selected token."""
+        positions = self.positions() or {}
+        return any(at >= self.call.lengths[row] for row, chosen in positions.items() for at in chosen)
+
     def mask(self) -> NDArray[np.bool_]:
         """Selected heads and rows as a mask of the activation's rank, 1 wide along other axes."""
         mask = self._along(0, self.rows())
@@ -146,15 +152,18 @@ class Selection:
                 raise self._refuse(f"direction of width {value.shape[-1]}, the value is {self.spelled}")
             return self._cast(value, dtype)
         if self.intervention.positions is not None and not any(self._here(row) for row in self.rows()):
+            if form is not ValueShape.ATTENTION_MASK and self._later():
+                self._refuse_misfit(self.part(), value.shape, later=True)
             return np.zeros((1,) * len(self.shape), dtype)  # another step's: selected nowhere in this one
         if form is ValueShape.ATTENTION_MASK:
             value = self.knockout_mask(value)
+        if self.intervention.limited:
+            return self._cast(self._placed(value), dtype)
         exact = form is ValueShape.EXACT and self.call.final_lengths is None
-        whole = value.shape == self.shape if exact else broadcasts(value.shape, self.shape)
-        if not whole and not self.intervention.limited:
+        if not (value.shape == self.shape if exact else broadcasts(value.shape, self.shape)):
             verb = "must be" if form is ValueShape.EXACT else "must broadcast to"
             raise self._refuse(f"value of shape {list(value.shape)} {verb} {self.spelled}")
-        full = self._cast(value if whole else self._scattered(value), dtype)
+        full = self._cast(value, dtype)
         return full.reshape((1,) * (len(self.shape) - full.ndim) + full.shape)
 
     def applied(self, activation: NDArray[Any]) -> NDArray[Any]:
@@ -177,32 +186,47 @@ class Selection:
         right = keys - mask.shape[-1] if value.shape[-1] > 1 else 0
         return np.pad(mask, [*[(0, 0)] * (value.ndim - 2), (0, below), (0, right)])
 
-    def _scattered(self, value: NDArray[Any]) -> NDArray[Any]:
-        """A value of the selected part, scattered into an array of the activation's shape."""
-        index = {row: self._index(row) for row in self.rows()}
-        widths = {tuple(len(along) for along in one) for one in index.values()}
-        part = (len(index), *widths.pop())
-        if widths or not broadcasts(value.shape, part):
-            raise self._refuse(
-                f"value of shape {list(value.shape)} fits neither the whole value {self.spelled} "
-                f"nor the selected part {list(part)}"
-            )
-        full, spread = np.zeros(self.shape, value.dtype), np.broadcast_to(value, part)
-        for i, (row, one) in enumerate(index.items()):
-            here = [[n for n, at in enumerate(along) if at is not None] for along in one]  # none of another step's
-            there = [[at for at in along if at is not None] for along in one]
-            full[row][np.ix_(*there)] = spread[i][np.ix_(*here)]
-        return full
+    def _placed(self, value: NDArray[Any]) -> NDArray[Any]:
+        """A value of the selected part, its entries at the indices that they are given for."""
+        part = self.part()
+        self._refuse_misfit(part, value.shape)
+        return part.placed(value)
 
-    def _index(self, row: int) -> list[list[int | None]]:
-        """Selected indices in a row along each axis after batch; None for those of another step."""
-        index: list[list[int | None]] = [list(range(dim)) for dim in self.shape]
-        if self.intervention.positions is not None:
-            index[sequence_axis(self.edit.axes)] = self.columns(row)
-        axis, heads = heads_axis(self.edit.axes), self.heads()
+    def _refuse_misfit(self, part: SelectedPart, shape: Shape, later: bool = False) -> None:
+        if not part.fits(shape, later):
+            raise self._refuse(
+                f"value of shape {list(shape)} fits neither the whole value {self.spelled} "
+                f"nor the selected part {part.spelled}"
+            )
+        if (axis := part.twice(shape)) is not None:
+            raise self._refuse(
+                f"an index along {axis} is chosen twice, and the value of shape {list(shape)} has two entries for it"
+            )
+
+    def part(self) -> SelectedPart:
+        """The part that rows, heads and positions select."""
+        rows, heads, axis = self.rows(), self.heads(), heads_axis(self.edit.axes)
+        chosen: dict[int, Chosen] = {}
+        if self.intervention.rows is not None:
+            chosen[0] = Chosen(dict.fromkeys(rows, rows), len(rows), len({*rows}) < len(rows))
         if axis is not None and heads is not None:
-            index[axis] = list(heads)
-        return index[1:]
+            chosen[axis] = Chosen(dict.fromkeys(rows, heads), len(heads), len({*heads}) < len(heads))
+        if (positions := self.positions()) is not None:
+            chosen[sequence_axis(self.edit.axes)] = self._chosen_tokens(positions)
+        return SelectedPart(self.edit.axes, self.shape, rows, chosen)
+
+    def _chosen_tokens(self, positions: Mapping[int, Sequence[int]]) -> Chosen:
+        """The selected positions as columns.
+
+        A value may have an entry for each, except in the phase "generated": how many tokens are in it depends on the
+        text's length.
+        """
+        limit = self.intervention.positions
+        columns = {row: self.columns(row) for row in positions}
+        given = positions if isinstance(limit, str) else self._by_row(limit)
+        counts = {len(given[row]) for row in positions}
+        count = counts.pop() if len(counts) == 1 and limit != "generated" else None
+        return Chosen(columns, count, any(len(positions[row]) < len(given[row]) for row in positions))
 
     def _cast(self, value: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
         with np.errstate(over="ignore"):

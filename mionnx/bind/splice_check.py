@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 
 from mionnx.engine.engines import open_program
 from mionnx.engine.options import Options
-from mionnx.errors import InterventionError, MIError
+from mionnx.errors import InterventionError, MIError, ModelError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.fitted_fragment import HOOK, FittedFragment, InnerHook
 from mionnx.graph.fragment import Fragment
+from mionnx.graph.known_value import Dims
 from mionnx.graph.onnx_file import ModelProto, ValueInfoProto, dtype_of, in_opset, with_outputs
+from mionnx.graph.value_sizes import check_sizes
 
 # Sizes that dynamic axes have in the two runs; the n-th of a value's dynamic axes has the n-th of them.
 SIZES = ((2, 3), (5, 7), (11, 13))
@@ -69,6 +71,8 @@ def _fit(fragment: Fragment, opset: int, sites: Sequence[Site]) -> FittedFragmen
         _check_type(where, value, site)
     _check_type(where, fragment.structure.graph.output[0], sites[0])
     proto = _converted(where, fragment, opset)
+    for run in (0, 1):
+        _check_sizes(where, fragment, proto, sites, run)
     names = _hooks(proto)
     first, second = (_run(where, fragment, proto, names, sites, run) for run in (0, 1))
     made = proto.graph.output[0].name
@@ -106,6 +110,17 @@ def _converted(where: str, fragment: Fragment, opset: int) -> ModelProto:
             f"{where}: the fragment is written in opset {fragment.opset}, which cannot be converted to the model's "
             f"{opset}: {error}"
         ) from error
+
+
+def _check_sizes(where: str, fragment: Fragment, proto: ModelProto, sites: Sequence[Site], run: int) -> None:
+    """Refuse a fragment whose values grow without bound, before it is run."""
+    shapes: dict[str, Dims] = {name: array.shape for name, array in fragment.weights.items()}
+    for value, site in zip(fragment.activations, sites, strict=True):
+        shapes[value.name] = site.shape(run)
+    try:
+        check_sizes(proto, shapes, fragment.size)
+    except ModelError as error:
+        raise InterventionError(f"{where}: {error}") from error
 
 
 def _hooks(proto: ModelProto) -> list[str]:

@@ -9,6 +9,7 @@ from mionnx.cli import cache
 from mionnx.cli.attention import attention
 from mionnx.cli.attribute import attribute
 from mionnx.cli.bisect import bisect
+from mionnx.cli.check import check
 from mionnx.cli.compile import compile_
 from mionnx.cli.demo import demo
 from mionnx.cli.export import export
@@ -23,7 +24,7 @@ from mionnx.cli.verify import verify
 from mionnx.errors import MIError
 
 COMMANDS = (
-    *(export, hooks, run, generate, sweep, lens, attention, attribute, heads, steer),
+    *(export, check, hooks, run, generate, sweep, lens, attention, attribute, heads, steer),
     *(compile_, verify, bisect, demo),
 )
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import onnx
 
+from mionnx.engine.onnx_runtime import UNSTABLE_FUSIONS
 from mionnx.graph.metadata import Metadata
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
@@ -61,6 +62,14 @@ is the call that token 0 stands in; "generated" means every later call.
 import onnxruntime
 
 session = onnxruntime.InferenceSession("model.onnx")
+```
+
+On the CPU this session gives the bits of `forward` of a model that was opened with `fast=True`. Where the graph has
+layer norms, ONNX Runtime fuses the sum before them into them (SkipLayerNormFusion), which moves the last bits; mionnx
+leaves such fusions out by default. A session with these settings gives the bits of mionnx' default:
+
+```python
+session = onnxruntime.InferenceSession("model.onnx", disabled_optimizers={list(UNSTABLE_FUSIONS)})
 ```
 
 | input | dtype | shape |

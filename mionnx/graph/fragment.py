@@ -158,8 +158,11 @@ def _parsed(model: bytes) -> onnx.ModelProto:
 
 def _bare(proto: onnx.ModelProto) -> onnx.ModelProto:
     """A copy with functions inlined, without producer, documentation and metadata."""
+    if proto.functions:
+        validate.check(proto, Path())  # how often functions are called, before they are inlined
+        proto = inline_local_functions(proto)
     bare = onnx.ModelProto()
-    bare.CopyFrom(inline_local_functions(proto) if proto.functions else proto)
+    bare.CopyFrom(proto)
     for field in ("producer_name", "producer_version", "doc_string", "metadata_props"):
         bare.ClearField(field)
     for part in validate.graphs(bare):

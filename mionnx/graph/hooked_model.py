@@ -14,12 +14,13 @@ The format, on one page:
    A recurrent model also names what its recurrence reads after the gates, for values that are derived from it:
    `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
-   `attention`, `exporter`, `weights_sha256`. See `mionnx.graph.metadata`.
+   `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`. See `mionnx.graph.metadata`.
 7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
-   the graph, a weight outside the folder or beyond the end of its file.
+   the graph, a weight outside the folder or beyond the end of its file, weight files that are not those that were
+   exported (`mionnx.graph.weight_check`).
 """
 
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,9 +31,12 @@ import onnx
 from numpy.typing import DTypeLike
 
 from mionnx.errors import HookError, ModelError, nearest
-from mionnx.graph import onnx_file, validate
-from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.metadata import Metadata
+from mionnx.graph import onnx_file, validate, weight_check
+from mionnx.graph.folder_file import read_json
+from mionnx.graph.hook_points import HookPoint, layer_of
+from mionnx.graph.known_value import Dims, Known
+from mionnx.graph.metadata import Metadata, Sizes, context_length
+from mionnx.machine.progress import Progress, silent
 
 GRAPH = "model.onnx"
 # What is kept beside a graph, where the checkpoint has it: the config, and what tokenizers are made of.
@@ -53,6 +57,10 @@ KEPT = (
 DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
+LARGEST = 2**28  # bytes of a graph without its weights
+TOKENS = ((1, 1, 0), (2, 3, 5))  # batch, seq, past: token batches for which the sizes of all values are checked
+
+
 @dataclass(frozen=True)
 class HookedModel:
     """A hooked model, opened and checked."""
@@ -62,21 +70,32 @@ class HookedModel:
     metadata: Metadata
 
     @classmethod
-    def open(cls, folder: Path) -> "HookedModel":
-        """Open a hooked model's folder and check all but the contents of its weights.
+    def open(cls, folder: Path, *, check: str = "sampled", progress: Progress = silent) -> "HookedModel":
+        """Open a hooked model's folder and check it.
+
+        Args:
+            folder: of the model.
+            check: how its weights are compared with what was exported: "sampled", "full" (every byte) or "none".
+            progress: called as (stage, done, total) while every byte is read.
 
         Raises:
             ModelError: see the module's text.
+            InputError: another `check`.
         """
-        proto = onnx_file.read(folder / GRAPH)
+        proto = onnx_file.read(folder / GRAPH, LARGEST)
         metadata = Metadata.from_props(onnx_file.properties(proto))
-        validate.check(proto, folder)
-        ranks = onnx_file.value_ranks(proto)
+        known = validate.check(proto, folder, [_shapes(proto, *tokens) for tokens in TOKENS])
+        made = {output for node in proto.graph.node for output in node.output}
         for name, axes in metadata.hooks.items():
-            if name not in ranks:
+            if name not in made:
                 raise ModelError(f"{folder / GRAPH} lists the hook point {name!r}, but no node makes such a value")
-            if ranks[name] not in (None, len(axes)):
-                raise ModelError(f"{name} has {ranks[name]} axes in the graph, but its metadata say {axes}")
+            _check_axes(name, axes, known[name], metadata.sizes)
+        layers = {layer_of(name) for name in metadata.hooks} - {None}
+        if layers and metadata.sizes.num_layers != len(layers):
+            raise ModelError(
+                f"{folder / GRAPH} has hook points of {len(layers)} layers, but its metadata say "
+                f"{metadata.sizes.num_layers}"
+            )
         attending = metadata.sizes.num_layers if any(".attn." in name for name in metadata.hooks) else 0
         if len(metadata.attention) != attending:
             raise ModelError(f"{folder / GRAPH} describes attention in {len(metadata.attention)} of {attending} layers")
@@ -85,6 +104,7 @@ class HookedModel:
             raise ModelError(
                 f"{folder / GRAPH} has the inputs {inputs} and outputs {outputs}; input_ids and logits are missing"
             )
+        weight_check.check(folder, metadata, onnx_file.locations(proto), check, progress)
         return cls(folder, proto, metadata)
 
     def hook_points(self) -> list[HookPoint]:
@@ -109,13 +129,28 @@ class HookedModel:
         """End-of-text tokens of `generation_config.json` or `config.json`; none if neither says."""
         for name in ("generation_config.json", "config.json"):
             try:
-                tokens = json.loads((self.folder / name).read_text()).get("eos_token_id")
-            except (OSError, ValueError, AttributeError):
+                tokens = read_json(self.folder / name).get("eos_token_id")
+            except (ModelError, AttributeError):
                 continue
             if tokens is not None:
                 tokens = tokens if isinstance(tokens, list) else [tokens]
                 return [token for token in tokens if isinstance(token, int) and token < self.metadata.sizes.vocab_size]
         return []
+
+    @property
+    def context_length(self) -> int | None:
+        """The longest text that the model is made for: learned positions, else as its config says.
+
+        Older files do not say it in their metadata; `config.json` beside them is read then.
+        """
+        known = self.metadata.sizes.max_positions or self.metadata.context_length
+        if known is not None:
+            return known
+        try:
+            config = read_json(self.folder / "config.json")
+        except ModelError:
+            return None
+        return context_length(config) if isinstance(config, dict) else None
 
     def dtype(self, point: HookPoint) -> DTypeLike:
         """Dtype of a hook point's value: the model's, or float32 in a recurrence."""
@@ -137,3 +172,34 @@ class HookedModel:
                 f"this {self.metadata.family} model has no hook point {point.name!r}{nearest(point.name, self._points)}"
             )
         return list(self.metadata.hooks[point.name])
+
+
+def _check_axes(name: str, axes: Sequence[str | int], known: Known, sizes: Sizes) -> None:
+    """Check what the metadata say of a hook point's axes against the graph and the sizes."""
+    shape = known.shape if known.shape is not None else (None,) * len(axes)
+    fixed = [(axis, dim) for axis, dim in zip(axes, shape, strict=False) if isinstance(axis, int)]
+    if len(shape) != len(axes) or any(None is not dim != axis for axis, dim in fixed):
+        raise ModelError(f"{name} has the shape {list(shape)} in the graph, but its metadata say {list(axes)}")
+    named = {
+        "hidden": sizes.hidden_size,
+        "n_heads": sizes.num_heads,
+        "n_kv_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "key_dim": sizes.head_dim,
+        "value_dim": sizes.head_dim,
+        "vocab": sizes.vocab_size,
+    }
+    for axis, size in zip(HookPoint.parse(name).axes or (), axes, strict=False):
+        if isinstance(size, int) and named.get(axis, size) != size:
+            raise ModelError(f"the axis {axis} of {name} is {size}, but the metadata's sizes say {named[axis]}")
+
+
+def _shapes(proto: onnx.ModelProto, batch: int, seq: int, past: int) -> dict[str, Dims]:
+    """The shapes of the inputs for a token batch; an input with a default has its default's."""
+    known = {"batch": batch, "seq": seq, "past": past, "total": past + seq}
+    defaults: dict[str, Dims] = {tensor.name: tuple(tensor.dims) for tensor in proto.graph.initializer}
+    shapes: dict[str, Dims] = {}
+    for value in proto.graph.input:
+        dims = value.type.tensor_type.shape.dim
+        shapes[value.name] = tuple(known.get(dim.dim_param, seq) if dim.dim_param else dim.dim_value for dim in dims)
+    return {name: defaults.get(name, shape) for name, shape in shapes.items()}

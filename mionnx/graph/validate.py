@@ -2,27 +2,27 @@
 
 Checked when a hooked model is opened, before a session is made; in subgraphs and functions too.
 
-1. External data lie in files inside the folder, followed through links; offset and length inside the file, and the
-   length what dtype and shape say. Two weights have the same bytes or none in common.
+1. External data lie in files inside the folder, followed through links (see `mionnx.graph.folder_file`); offset and
+   length inside the file, and the length what dtype and shape say. Two weights have the same bytes or none in common.
 2. A tensor in the graph has as much data as its dtype and shape say.
 3. The graph is valid ONNX by onnx's own checker: known operators, in an order that can run, each value made once.
-4. No node makes a value of more than 2^31 elements out of constants (ConstantOfShape, Expand, Tile, Range, Pad): ONNX
-   Runtime would compute it while it opens the graph.
+4. No value grows without bound, see `mionnx.graph.value_sizes`; a graph has at most `NODES` nodes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import onnx
 
 from mionnx.errors import ModelError
+from mionnx.graph.folder_file import resolve
+from mionnx.graph.known_value import Dims
+from mionnx.graph.value_sizes import Scope, check_sizes
 
-LARGEST = 2**31
-MAKERS = {"ConstantOfShape": 0, "Expand": 1, "Tile": 1, "Range": 1, "Pad": 1}  # op -> the input that says how large
+NODES = 2**15  # a layer has some 50 to 300
 PACKED: dict[int, int] = {onnx.TensorProto.INT4: 2, onnx.TensorProto.UINT4: 2, onnx.TensorProto.FLOAT4E2M1: 2}
 
 
@@ -36,24 +36,36 @@ class Span:
     name: str
 
 
-def check(proto: onnx.ModelProto, folder: Path) -> None:
+def check(proto: onnx.ModelProto, folder: Path, batches: Sequence[Mapping[str, Dims]] = ()) -> Scope:
     """Check everything above.
+
+    Args:
+        proto: a model without its external data.
+        folder: of its external data.
+        batches: shapes of the inputs; for each, every value must have a bound. If there are none, those that are made
+            of constants alone.
+
+    Returns:
+        name of a value -> what is known of it in the last of the batches.
 
     Raises:
         ModelError: the first thing that is wrong.
     """
     root, sizes, spans = folder.resolve(), dict[str, int](), list[Span]()
+    if sum(len(graph.node) for graph in graphs(proto)) > NODES:
+        raise ModelError(f"the graph has more than {NODES:,} nodes: refused")
     for graph in graphs(proto):
-        constants: dict[str, onnx.TensorProto] = {}
         for tensor in tensors(graph):
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
                 spans.append(_span(tensor, root, sizes))
             else:
                 _check_held(tensor)
-                constants[tensor.name] = tensor
-        _check_makers(graph.node, constants)
     _check_apart(spans)
     _check_valid(proto)
+    weights = sum({(span.location, span.start, span.end): span.end - span.start for span in spans}.values())
+    weights += sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
+    found = [check_sizes(proto, shapes, weights, whole=bool(batches)) for shapes in batches or [{}]]
+    return found[-1]
 
 
 def _check_valid(proto: onnx.ModelProto) -> None:
@@ -100,6 +112,8 @@ def tensors(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.Tensor
             raise ModelError(f"weight {sparse.values.name!r} is sparse: no exporter writes such weights")
     for node in graph.node:
         for attribute in node.attribute:
+            if attribute.HasField("sparse_tensor") or attribute.sparse_tensors:
+                raise ModelError(f"{node.op_type} node {node.name!r} has a sparse tensor: no exporter writes such")
             held = [attribute.t] if attribute.HasField("t") else []
             for tensor in [*held, *attribute.tensors]:
                 if node.op_type == "Constant" and node.output and not tensor.name:
@@ -153,9 +167,10 @@ def _span(tensor: onnx.TensorProto, root: Path, sizes: dict[str, int]) -> Span:
 
 
 def _size(root: Path, location: str, name: str) -> int:
-    path = (root / location).resolve() if "\0" not in location else root
-    if not location or Path(location).is_absolute() or not path.is_relative_to(root) or path == root:
-        raise ModelError(f"weight {name!r} points at {location!r}, outside the model's folder: refused")
+    try:
+        path = resolve(root, location)
+    except ModelError as error:
+        raise ModelError(f"weight {name!r} points at {location!r}, outside the model's folder: refused") from error
     if not path.is_file():
         raise ModelError(f"weight file {location} is missing from {root}")
     return path.stat().st_size
@@ -186,15 +201,3 @@ def _check_held(tensor: onnx.TensorProto) -> None:
     complex_ = tensor.data_type in (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)
     if count * PACKED.get(tensor.data_type, 1) < wanted * (1 + complex_):
         raise ModelError(f"weight {tensor.name!r} of shape {list(tensor.dims)} has {count} of its numbers")
-
-
-def _check_makers(nodes: Iterable[onnx.NodeProto], constants: dict[str, onnx.TensorProto]) -> None:
-    for node in nodes:
-        at = MAKERS.get(node.op_type)
-        if at is None or len(node.input) <= at or node.input[at] not in constants:
-            continue
-        sizes = onnx.numpy_helper.to_array(constants[node.input[at]]).astype(np.float64, copy=False)
-        size = float(np.abs(sizes).max(initial=0)) if node.op_type in ("Range", "Pad") else float(np.prod(sizes))
-        if not size <= LARGEST:
-            where = f"{node.op_type} node {(node.name or node.output[0])!r}"
-            raise ModelError(f"{where} would make {size:.0f} elements: refused")

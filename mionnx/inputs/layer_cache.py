@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.errors import InputError
 from mionnx.inputs.cache_file import write_cache
 from mionnx.inputs.value import Value
+from mionnx.machine.arrays import to_array
 from mionnx.machine.brief import Brief, count, shape_of
 
 Layer = TypeVar("Layer", bound=Iterable[NDArray[Any]])
@@ -155,9 +156,12 @@ def checked_like(old: NDArray[Any], value: ArrayLike, what: str) -> NDArray[Any]
     """Check a value against the one it replaces, and cast it to that one's dtype.
 
     Raises:
-        InputError: another shape, or NaN.
+        InputError: no numbers, another shape, or NaN.
     """
-    given = np.asarray(value)
+    try:
+        given = to_array(value)
+    except ValueError as error:
+        raise InputError(f"{what} must be numbers: {error}") from error
     if given.shape != old.shape:
         raise InputError(f"{what} must be {list(old.shape)}, got {list(given.shape)}")
     if np.isnan(given.astype(np.float32)).any():

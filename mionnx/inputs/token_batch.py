@@ -11,7 +11,7 @@ from mionnx.errors import InputError
 from mionnx.graph.metadata import Sizes
 from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.rwkv_state import RWKVState
-from mionnx.inputs.tokens import Tokens
+from mionnx.inputs.token_rows import read_rows
 
 Past = KVCache | RWKVState
 Positions = str | Sequence[int | str]
@@ -156,7 +156,8 @@ def make_token_batch(
     """Check and complete the token inputs of a forward pass.
 
     Args:
-        tokens: ids as [seq] or [batch, seq], `Tokens`, or a list of either; lists of unequal length are padded left.
+        tokens: ids [seq] or [batch, seq], `Tokens`, an encoding or dictionary of a tokenizer, or a list of these; lists
+            of unequal length are padded left. See `mionnx.inputs.token_rows`.
         attention_mask: [batch, seq] of this call's tokens, or [batch, total] with the past; 1 for tokens, 0 for
             padding.
         cache: what came before.
@@ -167,9 +168,11 @@ def make_token_batch(
         InputError: no tokens, ids outside the vocabulary, a mask that does not fit, or more positions than were
             learned.
     """
-    ids, mask = _rows(tokens)
-    if attention_mask is not None:
-        mask = _mask(attention_mask, ids, cache)
+    rows = read_rows(tokens)
+    ids, mask, given = rows.ids, rows.mask, rows.chosen_mask(attention_mask)
+    if given is not None:
+        mask = _mask(rows.mask_array(given), ids, cache)
+        _refuse_our_padding(mask[:, -ids.shape[1] :] > rows.mask)
     if cache is not None and mask.shape[1] == ids.shape[1]:
         _check_batch(cache, ids)
         mask = np.concatenate([cache.attention_mask, mask], axis=1)
@@ -185,7 +188,7 @@ def make_token_batch(
 
 def count_rows(tokens: Any) -> int:
     """Number of rows of a pass on these tokens; see `make_token_batch`."""
-    return len(_rows(tokens)[0])
+    return len(read_rows(tokens).ids)
 
 
 def _prompt_lengths(given: int | Sequence[int], call: TokenBatch) -> NDArray[np.int64]:
@@ -198,53 +201,7 @@ def _prompt_lengths(given: int | Sequence[int], call: TokenBatch) -> NDArray[np.
     return spread
 
 
-def _rows(tokens: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[batch, seq] ids and mask, from whatever was given."""
-    if isinstance(tokens, Tokens):
-        tokens = tokens.ids
-    if isinstance(tokens, Sequence) and tokens and not isinstance(tokens[0], int | np.integer):
-        return _pad_left([_row(row) for row in tokens])
-    ids = _array("tokens", tokens)
-    ids = ids[None] if ids.ndim == 1 else ids
-    if ids.ndim != 2:
-        raise InputError(f"tokens must be [seq] or [batch, seq], got shape {list(ids.shape)}")
-    if ids.size == 0:
-        raise InputError("the prompt is empty: there is no token to run on")
-    return _integers(ids), np.ones(ids.shape, np.int64)
-
-
-def _row(row: Any) -> NDArray[np.int64]:
-    ids = _array("a row of tokens", row.ids if isinstance(row, Tokens) else row)
-    if ids.ndim != 1:
-        raise InputError(f"each row of tokens must be [seq], got shape {list(ids.shape)}")
-    if ids.size == 0:
-        raise InputError("a prompt is empty: there is no token to run on")
-    return _integers(ids)
-
-
-def _array(what: str, given: Any) -> NDArray[Any]:
-    try:
-        return np.asarray(given)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{what} must be an array of integers: {error}") from error
-
-
-def _integers(ids: NDArray[Any]) -> NDArray[np.int64]:
-    if ids.dtype.kind not in "iu":
-        raise InputError(f"tokens must be integers, got {ids.dtype}")
-    return np.array(ids, np.int64)  # a copy: impossible ids of padding are overwritten below
-
-
-def _pad_left(rows: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    width = max(len(row) for row in rows)
-    ids, mask = np.zeros((2, len(rows), width), np.int64)
-    for i, row in enumerate(rows):
-        ids[i, width - len(row) :], mask[i, width - len(row) :] = row, 1
-    return ids, mask
-
-
-def _mask(given: ArrayLike, ids: NDArray[np.int64], cache: Past | None) -> NDArray[np.int64]:
-    mask = np.atleast_2d(_array("attention_mask", given))
+def _mask(mask: NDArray[Any], ids: NDArray[np.int64], cache: Past | None) -> NDArray[np.int64]:
     total = ids.shape[1] + (cache.seq_len if cache else 0)
     if mask.shape not in ((len(ids), ids.shape[1]), (len(ids), total)):
         raise InputError(
@@ -257,6 +214,16 @@ def _mask(given: ArrayLike, ids: NDArray[np.int64], cache: Past | None) -> NDArr
     if (mask[:, -ids.shape[1] :].sum(axis=1) == 0).any():
         raise InputError("a row of the attention_mask is all padding")
     return np.ascontiguousarray(mask)
+
+
+def _refuse_our_padding(counted: NDArray[np.bool_]) -> None:
+    """Refuse a mask with tokens at the padding of a shorter row."""
+    if counted.any():
+        row, column = np.argwhere(counted)[0].tolist()
+        raise InputError(
+            f"attention_mask has 1 at row {row}, column {column}, which is padding: the rows have unequal lengths and "
+            "are padded on the left; give a mask of each row's own length, or none"
+        )
 
 
 def _check_batch(cache: Past, ids: NDArray[np.int64]) -> None:

@@ -11,7 +11,7 @@ LETTERS = 40  # of a text
 
 
 class Brief:
-    """Base of results: `repr` is one line, and `print` shows the most important numbers below it.
+    """Base of results: `repr` is a line, and `print` shows the most important numbers below.
 
     A class says its facts in `_facts`, and its numbers in `_lines`; by default the facts are its attributes.
     """
@@ -33,7 +33,7 @@ class Brief:
 
 
 def spelled(value: Any) -> str:
-    """A value in few letters: arrays by dtype and shape, long lists by their first items and their number."""
+    """Spell a value in few letters: arrays by dtype and shape, long lists by their first items."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return shape_of(value)
     if isinstance(value, str):

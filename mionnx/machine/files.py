@@ -50,6 +50,14 @@ def write_atomic(path: Path, data: bytes) -> None:
         raise SpecFileError(f"cannot write {path}: {error}") from error
 
 
+def link_or_copy(file: Path, target: Path) -> None:
+    """Hard-link a file, or copy it across file systems."""
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copyfile(file, target)
+
+
 def make_folder(path: Path) -> None:
     """Make a folder, if there is none.
 

@@ -12,8 +12,9 @@ from filelock import FileLock
 from platformdirs import user_cache_path
 
 from mionnx.errors import ExportError, ModelError
+from mionnx.graph.folder_file import inside
 from mionnx.graph.hooked_model import GRAPH
-from mionnx.machine.files import atomic_path
+from mionnx.machine.files import atomic_path, link_or_copy
 from mionnx.machine.progress import Progress
 from mionnx.machine.source_digest import source_digest
 
@@ -40,7 +41,9 @@ def find_model(source: str | Path, dtype: str, progress: Progress) -> Path:
         ExportError: a checkpoint that cannot be exported.
     """
     folder = checkpoint_folder(source)
-    return folder if (folder / GRAPH).is_file() else _exported(folder, dtype, progress)
+    if not (folder / GRAPH).exists():
+        return _exported(folder, dtype, progress)
+    return _linked(folder) if (folder / GRAPH).is_symlink() else folder
 
 
 def checkpoint_folder(source: str | Path) -> Path:
@@ -146,6 +149,27 @@ def _exported(folder: Path, dtype: str, progress: Progress) -> Path:
     with FileLock(f"{target}.lock"):
         if not target.exists():
             export(folder, target, dtype, progress)
+    return target
+
+
+def _linked(folder: Path) -> Path:
+    """A folder of hard links to the files of a hooked model in the Hub's cache.
+
+    ONNX Runtime follows no link out of a folder.
+
+    Raises:
+        ModelError: a link that leads elsewhere than into the Hub's cache.
+    """
+    files = {path.name: inside(folder, path.name) for path in folder.iterdir() if not path.is_dir()}
+    key = hashlib.sha256(json.dumps({name: str(path) for name, path in files.items()}).encode()).hexdigest()[:16]
+    target = cache_folder() / "models" / f"{folder.name}-{key}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):
+        if not target.exists():
+            with atomic_path(target, ModelError) as partial:
+                partial.mkdir()
+                for name, path in files.items():
+                    link_or_copy(path, partial / name)
     return target
 
 

@@ -6,7 +6,7 @@ one pass over the whole text. Keys, values and states stay where the engine comp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,16 +19,17 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.past import choose_past, past_inputs, present_to_past, take_present
 from mionnx.inputs.token_batch import Past, TokenBatch, count_rows, make_token_batch
 from mionnx.inputs.value import Value
-from mionnx.machine.brief import Brief, count, spelled
+from mionnx.machine.brief import Brief, count, shape_of, spelled
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.graph_pool import GraphPool
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
 from mionnx.run.sampling import Sampling
 from mionnx.run.stopping import Stopping, stop_texts
-from mionnx.run.streamer import Decoder, Streamer
-from mionnx.run.tokenizing import Prompt
+from mionnx.run.streamer import Decoder, Streamer, make_streamer
+from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
+from mionnx.view import card
 
 
 @dataclass(repr=False)
@@ -65,6 +66,13 @@ class Generation(Brief):
         if not self.new_texts:
             yield from (f"new ids {spelled(row.tolist())}" for row in self.new_ids)
 
+    def _repr_html_(self) -> str:
+        prompts = [text.removesuffix(new) for text, new in zip(self.texts, self.new_texts, strict=True)]
+        rows = [(f"row {i}", *pair) for i, pair in enumerate(zip(prompts, self.new_texts, strict=True))]
+        ids = [] if rows else [(f"row {i}", "new ids ", spelled(row.tolist())) for i, row in enumerate(self.new_ids)]
+        names = [(name, shape_of(value), "") for name, value in (self.steps[-1] if self.steps else {}).items()]
+        return card(repr(self), [*rows, *ids, *names])
+
     def captured(self, hook: HookPoint | str) -> NDArray[Any]:
         """A capture of all steps, concatenated along its sequence axis.
 
@@ -81,6 +89,7 @@ class Generation(Brief):
         return np.concatenate(parts, axis=axes.index("seq"))
 
 
+@takes_encoding
 def generate(
     model: Runner,
     tokens: Prompt,
@@ -99,7 +108,7 @@ def generate(
     seed: int | None = None,
     attention_mask: ArrayLike | None = None,
     cache: Past | None = None,
-    streamer: Streamer | None = None,
+    streamer: Streamer | Callable[..., Any] | None = None,
     output_logits: bool = False,
 ) -> Generation:
     """Continue prompts, with a spec's interventions in force at every step.
@@ -121,7 +130,8 @@ def generate(
         attention_mask: [batch, seq], 1 for tokens and 0 for padding.
         cache: of a prefix (`HookCache.kv_cache`, `HookCache.state`, `Generation.cache`); one of a single row serves
             several prompts.
-        streamer: told of every token: `put(ids)`, `end()`; see `TextStreamer`.
+        streamer: told of every token: an object with `put(ids)` and `end()`, such as `TextStreamer`; or, for one text,
+            a function of each new piece of text, or of each new token's id and text.
         output_logits: keep all logits, as `Generation.steps[i].output()`.
 
     Raises:
@@ -141,16 +151,18 @@ def generate(
     pad = model._known(next(iter(stopping.eos_token_ids), 0) if pad_token_id is None else pad_token_id)
     batch, past = _prompts(model, tokens, attention_mask, cache, stopping)
     stopping.refuse_unreached(hooks or HookSpec())
+    tokenizer = model.tokenizer if model.has_tokenizer else None
+    stream = make_streamer(streamer, tokenizer, batch.batch)
     passes = _Passes(model.variants, model.binder.bind(hooks or HookSpec()), batch, past, output_logits)
-    texts = _Texts(batch, sampling, stopping, model.tokenizer if model.has_tokenizer else None, pad, seed)
-    if streamer:
-        streamer.put(batch.input_ids)
+    texts = _Texts(batch, sampling, stopping, tokenizer, pad, seed)
+    if stream is not None:
+        stream.put(batch.input_ids)
     for logits in passes.steps(texts):
         chosen = texts.take(logits)
-        if streamer:
-            streamer.put(chosen)
-    if streamer:
-        streamer.end()
+        if stream is not None:
+            stream.put(chosen)
+    if stream is not None:
+        stream.end()
     return texts.result(passes)
 
 
@@ -216,7 +228,8 @@ class _Passes:
         nodes = [capture.node for capture in self.bound.captures]
         if nodes or self.keeps_logits:
             captured = {node.output: results[node.fetched] for node in nodes}
-            self.caches.append(HookCache(logits if self.keeps_logits else None, captured))
+            layers = self.bound.model.metadata.sizes.num_layers
+            self.caches.append(HookCache(logits if self.keeps_logits else None, captured, num_layers=layers))
         return logits[:, -1]
 
     def _values(self) -> dict[str, NDArray[Any]]:

@@ -28,7 +28,9 @@ class HookCache(Brief, Mapping[str, NDArray[Any]]):
 
     A mapping from hook names to arrays, in execution order. Besides by name, values are found by `HookPoint` and by
     short name and layer: `cache["blocks.5.attn.hook_pattern"]`, `cache[HookPoint.AttnPattern(5)]`,
-    `cache["pattern", 5]`. Values captured before their interventions have names that end in `.before`.
+    `cache["pattern", 5]`; layers may count from the end, `cache["resid_post", -1]`. Outside of the layers
+    a short name alone will do, `cache["embed"]`. Values captured before their interventions have names that end in
+    `.before`.
 
     Arrays that another device than the CPU computed stay there until they are read.
 
@@ -36,6 +38,7 @@ class HookCache(Brief, Mapping[str, NDArray[Any]]):
         kv_cache: the key/value cache after this pass, if `use_cache=True` asked for it.
         state: the recurrent state after this pass, of an RWKV model; None of any other.
         top_ids: the tokens of the largest logits, [batch, seq, k], if `Logits(top_k=k)` asked for them.
+        num_layers: of the model, for layers that are counted from the end; None if it is not known.
     """
 
     def __init__(
@@ -45,12 +48,15 @@ class HookCache(Brief, Mapping[str, NDArray[Any]]):
         kv_cache: "KVCache | None" = None,
         state: "RWKVState | None" = None,
         top_ids: "Value | None" = None,
+        *,
+        num_layers: int | None = None,
     ) -> None:
         self._logits = logits
         self._captured = dict(captured)
         self.kv_cache = kv_cache
         self.state = state
         self.top_ids = None if top_ids is None else np.asarray(top_ids)
+        self.num_layers = num_layers
 
     def output(self) -> NDArray[Any]:
         """The logits, [batch, seq, vocab], or the part that `logits=` asked for.
@@ -76,8 +82,9 @@ class HookCache(Brief, Mapping[str, NDArray[Any]]):
         """The captured array.
 
         Raises:
-            HookError: the hook point was not captured; the message names the nearest that was.
+            HookError: the hook point was not captured, and the message names the nearest that was; or no such layer.
         """
+        self._check_layer(hook)
         name = self._name(hook)
         if name not in self._captured:
             held = f"; captured: {len(self)} hook points" if self._captured else "; nothing was captured"
@@ -113,10 +120,10 @@ class HookCache(Brief, Mapping[str, NDArray[Any]]):
 
     def _name(self, hook: Key) -> str:
         if not isinstance(hook, tuple):
-            return str(hook)
+            return _outside(str(hook)) if isinstance(hook, str) and hook not in self._captured else str(hook)
         if len(hook) != 2:
             raise HookError(f"{hook!r} is no pair of a short name and a layer, such as ('pattern', 5)")
-        short, layer = hook
+        short, layer = hook[0], self._from_start(hook[1])
         templates = short_names().get(short)
         inner = [name for name in self._captured if name.endswith(f".hook_{short}")]
         inner = [name for name in inner if layer_of(name) == layer]
@@ -126,6 +133,26 @@ class HookCache(Brief, Mapping[str, NDArray[Any]]):
             raise HookError(f"no hook point ends in {short!r}{nearest(short, short_names())}")
         names = [template.format(i=layer) for template in templates]
         return next((name for name in names if name in self._captured), names[0])
+
+    def _from_start(self, layer: int) -> int:
+        """A layer counted from 0; one that does not exist stays as it is."""
+        if isinstance(layer, int | np.integer) and self.num_layers and -self.num_layers <= layer < 0:
+            return int(layer) + self.num_layers
+        return layer
+
+    def _check_layer(self, hook: Key) -> None:
+        """Refuse a layer that the model does not have."""
+        if not isinstance(hook, tuple) or len(hook) != 2:
+            return
+        layer, count, name = hook[1], self.num_layers, _outside(hook[0])
+        if name != hook[0]:
+            raise HookError(f"{hook!r}: {name!r} stands in no layer: cache[{name!r}]")
+        if not isinstance(layer, int | np.integer) or isinstance(layer, bool):
+            raise HookError(f"{hook!r}: a layer is an integer, got {layer!r}")
+        if count is not None and not -count <= layer < count:
+            raise HookError(f"{hook!r}: the model has the layers 0 to {count - 1}, or -{count} to -1 from the end")
+        if count is None and layer < 0:
+            raise HookError(f"{hook!r}: this cache does not know its model's number of layers: count from 0")
 
     def stack(self, short: str) -> NDArray[Any]:
         """One hook point of every captured layer, [layer, ...].
@@ -143,6 +170,11 @@ class HookCache(Brief, Mapping[str, NDArray[Any]]):
         return np.stack([np.asarray(self._captured[name]) for name in names])
 
 
+def _outside(short: str) -> str:
+    """The name of a hook point outside the blocks from its short name; any other name as it is."""
+    return next((one for one in short_names().get(short, ()) if "{i}" not in one), short)
+
+
 def _template(name: str) -> str:
     """The name of a capture with {i} for the layer."""
     layer = layer_of(name)
@@ -154,4 +186,5 @@ def collect(bound: "BoundSpec", batch: "TokenBatch", results: "Mapping[str, Valu
     captured = {capture.node.output: results[capture.node.fetched] for capture in bound.captures}
     carried = bound.plan.outputs.carried
     after = take_present(bound.model, results, batch, use_cache) if carried else (None, None)
-    return HookCache(results.get("logits"), captured, *after, results.get(TOP_IDS))
+    count = bound.model.metadata.sizes.num_layers
+    return HookCache(results.get("logits"), captured, *after, results.get(TOP_IDS), num_layers=count)

@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mionnx.errors import InputError
 from mionnx.inputs.token_batch import make_token_batch
+from mionnx.machine.arrays import to_array
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 
@@ -90,7 +91,7 @@ def token_of(model: Runner, token: int | str) -> int:
 def is_stream(given: Any) -> bool:
     """Whether an argument holds vectors of the residual stream, rather than a prompt."""
     try:
-        return np.asarray(given).dtype.kind not in "iubOUST"
+        return to_array(given).dtype.kind not in "iubOUST"
     except ValueError:  # rows of unequal length
         return False
 
@@ -104,7 +105,10 @@ def streams_of(given: ArrayLike, hidden: int, what: str = "residual") -> NDArray
     Raises:
         InputError: another width, no numbers, NaN or infinities.
     """
-    vectors = np.asarray(given)
+    try:
+        vectors = to_array(given)
+    except ValueError as error:
+        raise InputError(f"{what} must be numbers [..., hidden={hidden}]: {error}") from error
     if vectors.dtype.kind in "iu":
         vectors = vectors.astype(np.float32)
     if vectors.dtype.kind in "bOUSTc" or vectors.shape[-1:] != (hidden,) or 0 in vectors.shape:

@@ -25,7 +25,7 @@ M = TypeVar("M", bound=Opened)
 
 @dataclass(frozen=True)
 class Recipe(Generic[M]):
-    """Folder and options, from which any process that has the folder opens the model again.
+    """Folder and options of a model, to open it again in any process with that folder.
 
     Attributes:
         kind: the model's class, made from a `HookedModel` and `Options`.

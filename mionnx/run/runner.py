@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -26,8 +27,9 @@ from mionnx.rewrite.plan import Outputs
 from mionnx.run import find_model, spec_graphs, tokenizing
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache, collect
+from mionnx.run.nan_logits import checked, refuse_nan
 from mionnx.run.recipe import Recipe
-from mionnx.run.tokenizing import Prompt
+from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
 
 SMALL = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
@@ -47,6 +49,7 @@ class Runner:
     # texts as tokens
     tokenizer = once_property(tokenizing.tokenizer)
     tokenize = tokenizing.tokenize
+    _unknown_words = once_property(tokenizing.unknown_words)
     token_id = tokenizing.token_id
     _ids = tokenizing.ids
     _known = tokenizing.known
@@ -78,6 +81,7 @@ class Runner:
         provider_options: Mapping[str, str | int] | None = None,
         cuda_graphs: bool = False,
         engine: str = ONNX_RUNTIME,
+        check: str = "sampled",
     ) -> Self:
         """Open a model.
 
@@ -91,6 +95,8 @@ class Runner:
             fast: allow fusions that change the last bits of the logits when something inside them is captured.
             prepack, base, provider_options, cuda_graphs: see `mionnx.Options`.
             engine: "onnxruntime", "openvino", "onnxruntime-web" or "reference" (onnx's own evaluator).
+            check: compare the weights with what was exported: "sampled" (under a millisecond a file), "full" (every
+                byte), or "none" where they were changed on purpose.
 
         Raises:
             ModelError: no model there, or a damaged one.
@@ -114,7 +120,8 @@ class Runner:
         ready_engine(options)  # refused before a checkpoint is exported
         with bars() as progress:
             folder = find_model.find_model(source, dtype, progress)
-        return cls(HookedModel.open(folder), options)
+            hooked = HookedModel.open(folder, check=check, progress=progress)
+        return cls(hooked, options)
 
     @property
     def num_layers(self) -> int:
@@ -175,6 +182,7 @@ class Runner:
         found = [*self.variants.open.items()]
         return {plan: one for plan, one in found if isinstance(plan, Plan) and isinstance(one, OpenGraph)}
 
+    @takes_encoding
     def forward(
         self,
         tokens: Prompt,
@@ -190,8 +198,9 @@ class Runner:
         """Run the model once: capture activations, and change them on the way.
 
         Args:
-            tokens: a text, ids [seq] or [batch, seq], `Tokens`, or a list of these; lists of unequal length are padded
-                on the left.
+            tokens: a text, ids [seq] or [batch, seq] (arrays or tensors of integers), `Tokens`, a tokenizer's encoding
+                or dictionary, or a list of these; lists of unequal length are padded on the left. A dictionary may be
+                given as `forward(**encoding)` too; its `attention_mask` counts.
             hooks: captures and interventions; none if left out.
             attention_mask: [batch, seq], 1 for tokens and 0 for padding on either side, where ids are padded already.
             cache: keys and values of the tokens before these (`HookCache.kv_cache` of an earlier call); of an RWKV
@@ -210,6 +219,7 @@ class Runner:
         Raises:
             InputError, TokenizerError: tokens, mask or cache that the model cannot run on.
             HookError, InterventionError: the spec would not take effect as asked.
+            ModelError: the logits are NaN; with interventions that cause it, an InterventionError.
 
         Example:
             spec = HookSpec().capture("*.hook_resid_post").intervene("blocks.1.hook_mlp_out", Intervention.Zero())
@@ -227,7 +237,12 @@ class Runner:
         inputs = bound.inputs(batch, past)
         _refuse_too_large(bound, batch)
         graph = self.variants.get(bound.plan, batch.batch * batch.seq)
-        return collect(bound, batch, graph.run(bound.outputs(use_cache), inputs), use_cache)
+        results = graph.run(bound.outputs(use_cache), inputs)
+        if logits:
+            mask, length = attention_mask, prompt_length
+            again = partial(self.forward, tokens, attention_mask=mask, cache=past, prompt_length=length, logits=False)
+            results["logits"] = checked(results["logits"], partial(refuse_nan, spec=spec, again=again))
+        return collect(bound, batch, results, use_cache)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Recipe.open, (Recipe.of(self),)

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import log_softmax, softmax
 
 from mionnx.errors import InputError
+from mionnx.machine.arrays import to_array
 
 Row = NDArray[np.float64]
 
@@ -122,7 +123,7 @@ def logit_vector(logits: ArrayLike) -> NDArray[np.float64]:
         InputError: another shape, NaN, or no finite largest one.
     """
     try:
-        array = np.asarray(logits, np.float64)
+        array = np.asarray(to_array(logits), np.float64)
     except (TypeError, ValueError) as error:
         raise InputError(f"logits are no array of numbers: {error}") from error
     if array.ndim != 1 or array.size == 0:

@@ -1,12 +1,13 @@
-"""Printing a text while it is generated."""
+"""A text while it is generated: printed, or handed to a streamer or a function."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.errors import InputError
+from mionnx.errors import InputError, TokenizerError
 
 
 class Decoder(Protocol):
@@ -67,3 +68,87 @@ class TextStreamer:
         if len(text) > len(self._written):
             self.write(text[len(self._written) :])
             self._written = text
+
+
+class TokenCallback(TextStreamer):
+    """Call a function with each new token: its id, and the text that it completes.
+
+    The text is empty while a character is not whole yet. What never becomes whole comes at the end, with the last id.
+
+    Args:
+        tokenizer: of the model.
+        function: called as (id, text).
+    """
+
+    def __init__(self, tokenizer: Decoder, function: Callable[[int, str], Any]) -> None:
+        self._pieces: list[str] = []
+        super().__init__(tokenizer, self._pieces.append)
+        self.function = function
+        self._last = 0
+
+    def put(self, value: NDArray[np.int64]) -> None:
+        """The prompt's ids [1, seq], and then each new token's, [1]."""
+        is_prompt = self._ids is None
+        super().put(value)
+        if not is_prompt:
+            self._last = int(value[0])
+            self._call()
+
+    def end(self) -> None:
+        """No more tokens follow: what was held back comes with the last id."""
+        super().end()
+        if self._pieces:
+            self._call()
+
+    def _call(self) -> None:
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        self.function(self._last, text)
+
+
+def make_streamer(given: Any, tokenizer: Decoder | None, rows: int) -> Streamer | None:
+    """The streamer of a generation, from an object with `put` and `end` or from a function.
+
+    Args:
+        given: a streamer; a function of one value, called with each new piece of text; a function of two, called with
+            each new token's id and its text; or None.
+        tokenizer: of the model, None without one.
+        rows: number of texts.
+
+    Raises:
+        InputError: something else, or a function for several texts.
+        TokenizerError: a function, and no tokenizer to make texts with.
+    """
+    if given is None or (not isinstance(given, type) and all(_has(given, name) for name in ("put", "end"))):
+        return given
+    if isinstance(given, type) or not callable(given) or inspect.iscoroutinefunction(given):
+        raise InputError(
+            f"streamer={given!r} is neither a streamer, with put(ids) and end(), nor a function of each piece of text "
+            "or of (id, text)"
+        )
+    taken = _positional(given)
+    if rows != 1:
+        raise InputError(f"a function as streamer is told of one text, but {rows} are generated: give put and end")
+    if tokenizer is None:
+        raise TokenizerError("the model has no tokenizer to make texts of tokens: give a streamer with put and end")
+    return TokenCallback(tokenizer, given) if taken == 2 else TextStreamer(tokenizer, given)
+
+
+def _has(given: Any, method: str) -> bool:
+    return callable(getattr(given, method, None))
+
+
+def _positional(function: Callable[..., Any]) -> int:
+    """Number of values that a function needs, 1 or 2; 1 of an unknown signature."""
+    try:
+        entries = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin
+        return 1
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    places = [entry for entry in entries if entry.kind in kinds]
+    needed = sum(entry.default is entry.empty for entry in places)
+    open_ended = any(entry.kind is inspect.Parameter.VAR_POSITIONAL for entry in entries)
+    keywords = [one.name for one in entries if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
+    if needed > 2 or keywords or not (places or open_ended):
+        raise InputError(f"streamer={function!r} must take a piece of text, or a token's id and its text")
+    return max(needed, 1)

@@ -1,17 +1,24 @@
-"""Verbs of a model that turn texts into tokens."""
+"""Verbs of a model that turn texts into tokens; prompts given as an encoding."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from numpy.typing import ArrayLike
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs import tokens
+from mionnx.inputs.token_rows import IDS, TYPES
+from mionnx.inputs.unknown_words import UnknownWords
 from mionnx.inputs.world_tokenizer import WorldTokenizer
 
-Prompt = str | Sequence[str] | tokens.Tokens | Sequence[tokens.Tokens] | ArrayLike
+One = tokens.Tokens | Encoding | Mapping[Any, Any]
+Prompt = str | Sequence[str] | One | Sequence[One] | ArrayLike
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class Tokenizing(Protocol):
@@ -22,6 +29,10 @@ class Tokenizing(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | WorldTokenizer:
         """The tokenizer of the model's folder."""
+
+    @property
+    def _unknown_words(self) -> UnknownWords:
+        """Warns of unknown words, once."""
 
     def tokenize(self, text: str) -> tokens.Tokens:
         """Tokenise a text."""
@@ -36,13 +47,22 @@ def tokenizer(model: Tokenizing) -> Tokenizer | WorldTokenizer:
     return tokens.load_tokenizer(model.hooked.folder)
 
 
+def unknown_words(model: Tokenizing) -> UnknownWords:
+    """Watcher of the unknown words in this model's prompts."""
+    return UnknownWords(model.tokenizer, model.hooked.folder.resolve().name)
+
+
 def tokenize(model: Tokenizing, text: str) -> tokens.Tokens:
     """Tokenise a text: ids, offsets, and `positions_of` for a substring's tokens.
+
+    Words that become `<unk>` are warned about once for a model (`UnknownWordWarning`).
 
     Example:
         model.tokenize("The capital of France is").positions_of("France")  # [3]
     """
-    return tokens.tokenize(model.tokenizer, text)
+    found = tokens.tokenize(model.tokenizer, text)
+    model._unknown_words.look(found)
+    return found
 
 
 def token_id(model: Tokenizing, text: str) -> int:
@@ -73,3 +93,27 @@ def known(model: Tokenizing, token: int) -> int:
     if not 0 <= token < size:
         raise InputError(f"token {token}; the vocabulary is 0 to {size - 1}")
     return int(token)
+
+
+def takes_encoding(verb: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let a verb take its prompt as `verb(model, **encoding)` too.
+
+    `input_ids` stands for the verb's first argument. `token_type_ids` may come along, all zeros; `attention_mask` is a
+    parameter of the verb itself.
+    """
+
+    @wraps(verb)
+    def call(*arguments: Any, **named: Any) -> Result:
+        given = {key: named.pop(key) for key in (IDS, TYPES) if key in named}
+        if not any(value is not None for value in given.values()):
+            return verb(*arguments, **named)
+        if len(arguments) > 1 or first in named:
+            raise InputError(f"{verb.__name__} got both {first} and {', '.join(given)}: give the prompt once")
+        return of_prompt(*arguments, given, **named)
+
+    of_prompt: Callable[..., Result] = verb
+    declared = signature(verb)
+    _, first, *_ = declared.parameters
+    extra = [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=ArrayLike) for name in (IDS, TYPES)]
+    vars(call)["__signature__"] = declared.replace(parameters=[*declared.parameters.values(), *extra])
+    return call

@@ -70,6 +70,12 @@ class Intervention(Brief, Change, metaclass=_Constructors):
     * `heads`: heads, counted from 0 (key/value heads at `hook_k`, `hook_rot_k` and `hook_v`).
     * `rows`: batch rows, counted from 0.
 
+    Along a limited axis a value (a tensor, vector, factor or bound) has one entry for all that is chosen; or one for
+    each, in the order given (`positions=[2, 0, 1]`: entry 0 is for position 2); or one for each index of the whole
+    axis, of which the chosen ones are taken. A size that fits both is in the order given, so that a spec means the
+    same in a text of any length. Where rows choose unequal numbers of positions, and in the phase "generated", a value
+    cannot have an entry for each.
+
     What lies outside the limits keeps its value. A limit that selects nothing, or something that does not exist, is an
     `InterventionError` when the spec is used.
 

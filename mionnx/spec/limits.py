@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from mionnx.errors import InterventionError, nearest
+from mionnx.machine.arrays import is_tensor, to_array
 
 Positions = int | str | Sequence[int] | Sequence[Sequence[int]]
 Indices = int | Iterable[int]
@@ -50,4 +51,4 @@ def check_positions(positions: Positions | None) -> tuple[Any, ...] | str | None
 
 
 def _plain(limit: Any) -> Any:
-    return limit.tolist() if isinstance(limit, np.ndarray) else limit
+    return to_array(limit).tolist() if isinstance(limit, np.ndarray) or is_tensor(limit) else limit

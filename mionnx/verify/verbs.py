@@ -9,6 +9,7 @@ from typing import Any
 
 from mionnx.errors import InputError
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
+from mionnx.inputs.token_rows import is_one_prompt
 from mionnx.machine.progress import Progress, silent
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
@@ -22,7 +23,7 @@ from mionnx.verify.verify import verify as compare_runtimes
 
 def verify(
     model: Runner,
-    prompts: Sequence[Prompt] | str = (),
+    prompts: Sequence[Prompt] | Prompt = (),
     runtimes: Sequence[str] = ("ort-cpu", "ort-cpu:none", "reference"),
     *,
     hooks: str | Sequence[str] | None = None,
@@ -77,13 +78,14 @@ def verify(
         result = model.verify("The capital of France is", ["ort-cpu", "reference"], greedy=0)
         assert result.agrees, result.summary()
     """
-    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    texts = _listed(prompts)
     request = Request(
         runtimes, hooks, spec, other.hooked if other else None, _path(against), _path(record), tolerance, local,
         greedy, positions, repeat, _path(checkpoint),
     )  # fmt: skip
     calls = [_call(model, prompt) for prompt in texts]
-    return compare_runtimes(model.hooked, calls, [_shown(prompt) for prompt in texts], request, progress)
+    shown = [_shown(prompt, call) for prompt, call in zip(texts, calls, strict=True)]
+    return compare_runtimes(model.hooked, calls, shown, request, progress)
 
 
 def bisect(
@@ -125,6 +127,10 @@ def bisect(
     )
 
 
+def _listed(prompts: Any) -> list[Any]:
+    return [prompts] if is_one_prompt(prompts) else list(prompts)
+
+
 def _call(model: Runner, prompt: Prompt) -> TokenBatch:
     call = make_token_batch(model._ids(prompt), None, None, model.hooked.metadata.sizes)
     if not call.real.all():
@@ -152,7 +158,6 @@ def _path(given: str | Path | None) -> Path | None:
     return None if given is None else Path(given)
 
 
-def _shown(prompt: Prompt) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return getattr(prompt, "text", None) or f"ids {getattr(prompt, 'shape', None) or len(prompt)}"  # type: ignore[arg-type]
+def _shown(prompt: Prompt, call: TokenBatch) -> str:
+    text = prompt if isinstance(prompt, str) else getattr(prompt, "text", "")
+    return text or f"ids {list(call.input_ids.shape)}"

@@ -1,7 +1,12 @@
 """matplotlib figures, made without its global state: no window, no backend, safe in any thread."""
 
 from io import BytesIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.machine.decimals import decimal
 
 if TYPE_CHECKING:  # it takes as long to import as all the rest
     from matplotlib.axes import Axes
@@ -28,6 +33,22 @@ def to_png(figure: "Figure") -> bytes:
     buffer = BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def write_numbers(axes: "Axes", values: NDArray[Any], limit: float, size: float = 7) -> None:
+    """Write its number into each cell of a heat map.
+
+    Args:
+        axes: of the map.
+        values: [rows, columns].
+        limit: the size of the number whose colour is the darkest.
+        size: of the letters.
+    """
+    places = 2 if limit >= 0.1 else 3 if limit >= 0.01 else 4
+    for row, column in np.ndindex(*values.shape):
+        colour = "white" if abs(values[row, column]) > 0.6 * limit else "black"
+        text = decimal(values[row, column], places)
+        axes.text(column, row, text, ha="center", va="center", fontsize=size, color=colour)
 
 
 def token_label(token: str, most: int | None = None) -> str:

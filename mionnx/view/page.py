@@ -5,6 +5,7 @@ as JSON in which no character can end the element that holds it, and scripts put
 """
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -26,6 +27,16 @@ def render(template: str, title: str, data: Any = None, **values: Any) -> str:
         values: what the template names.
     """
     return _environment().get_template(template).render(title=title, data=_embedded(data), **values)
+
+
+def card(title: str, rows: Sequence[tuple[str, str, str]]) -> str:
+    """A small table for a notebook, without scripts.
+
+    Args:
+        title: of the table.
+        rows: (name, text, text in bold) each.
+    """
+    return _environment().get_template("card.html").render(title=title, rows=rows)
 
 
 @cache

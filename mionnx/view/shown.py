@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Shown(Brief, ABC):
-    """A result as a figure, as a page, as JSON; in a notebook it shows its page, and `print` shows few lines."""
+    """A result as a figure, as a page, as JSON; a notebook shows its page, `print` few lines."""
 
     frame_height = 480  # of the page in a notebook, in pixels
 

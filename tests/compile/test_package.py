@@ -1,9 +1,12 @@
 """Compiled intervention graphs: run without mionnx, they give what mionnx gives."""
 
+import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +27,12 @@ from mionnx import (
     MIModel,
     ModelError,
     RuntimeMissingError,
+    RWKVState,
     StateKnockoutSpec,
     StateSteeringSpec,
     create_knockout_mask,
 )
+from mionnx.engine.onnx_runtime import UNSTABLE_FUSIONS
 
 NEW = 5
 RUNNER = SHARED / "runner.py"
@@ -52,11 +57,21 @@ def feeds_of(model: MIModel, ids: np.ndarray, mask: np.ndarray) -> dict[str, np.
     return feeds
 
 
-def run_alone(graph: Path, feeds: dict[str, np.ndarray], folder: Path, new: int = NEW) -> dict[str, np.ndarray]:
-    """The outputs of a process that has onnxruntime and numpy only: "{step}/{output}"."""
+def run_alone(
+    graph: Path,
+    feeds: dict[str, np.ndarray],
+    folder: Path,
+    new: int = NEW,
+    disabled: Sequence[str] = UNSTABLE_FUSIONS,
+) -> dict[str, np.ndarray]:
+    """The outputs of a process that has onnxruntime and numpy only: "{step}/{output}".
+
+    Without the fusions that mionnx' sessions leave out by default, unless `disabled` says otherwise.
+    """
     np.savez(folder / "feeds.npz", **feeds)
     files = [str(path) for path in (graph, folder / "feeds.npz", folder / "out.npz")]
-    ran = subprocess.run([sys.executable, "-I", str(RUNNER), *files, str(new)], capture_output=True, text=True)
+    command = [sys.executable, "-I", str(RUNNER), *files, str(new), *disabled]
+    ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     return dict(np.load(folder / "out.npz"))
 
@@ -105,6 +120,30 @@ def test_a_compiled_graph_gives_the_same_bits(family, models, tmp_path):
     )
     ours, theirs = (np.moveaxis(a, 2, 1)[real] for a in (alone["0/blocks.1.attn.hook_pattern"], expected["pattern", 1]))
     assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("target", ["generic", "ort-cpu"])
+@pytest.mark.parametrize("name", ["world-gpt2", "world-llama", "world-rwkv7"])
+def test_plain_onnxruntime_gives_the_bits_that_the_card_promises(name, target, tmp_path):
+    """A plain session gives the bits of `fast=True`; with the card's settings, those of `forward` by default."""
+    default, fast = (MIModel.from_pretrained(REPOSITORY / "models" / name, fast=fast) for fast in (False, True))
+    layer = default.num_layers - 1
+    spec = HookSpec().intervene(HookPoint.ResidPost(0), Intervention.Add(np.cos(np.arange(default.hidden_size))))
+    spec.intervene(HookPoint.MlpOut(layer), Intervention.Zero())
+    folder = default.compile(spec, tmp_path / "out", target=target)
+    card = (folder / "README.md").read_text()
+    settings = ast.literal_eval(re.search(r"disabled_optimizers=(\[.*?\])", card).group(1))
+    ids = np.array([default.tokenize("The capital of France is").ids])
+    if "rwkv" in name:
+        sizes = default.hooked.metadata.sizes
+        start = RWKVState.empty(sizes, 1, np.float32).feeds(sizes, 1, np.float32)
+        feeds = {"input_ids": ids} | {part: np.asarray(value) for part, value in start.items()}
+    else:
+        feeds = feeds_of(default, ids, np.ones_like(ids))
+    plain, carded = (run_alone(folder / "model.onnx", feeds, tmp_path, 0, off)["0/logits"] for off in ((), settings))
+    assert np.array_equal(plain, fast.forward(ids, spec).output())
+    assert np.array_equal(carded, default.forward(ids, spec).output())
+    np.testing.assert_allclose(plain, carded, rtol=0, atol=5e-5)
 
 
 def test_decoding_with_a_compiled_graph_is_generating(family, models, tmp_path):

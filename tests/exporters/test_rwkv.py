@@ -15,6 +15,9 @@ from safetensors.torch import save_file
 
 from exporters import rwkv, transformers
 from mionnx import ExportError, HookPoint, HookSpec, MIModel
+from mionnx.graph import onnx_file
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.weight_check import fingerprints
 from mionnx.run.find_model import exporter_for
 
 IDS = np.random.default_rng(3).integers(0, VOCAB, 21)
@@ -67,6 +70,9 @@ def test_the_graph_is_valid_in_the_standard_domain(tmp_path, layout):
     proto = onnx.load(tmp_path / "model.onnx", load_external_data=False)
     assert {entry.domain for entry in proto.opset_import} == {""}
     assert not any(node.metadata_props or node.doc_string for node in proto.graph.node)
+    known = HookedModel.open(folder, check="full").metadata.weight_files
+    assert known == fingerprints(folder, onnx_file.locations(proto))
+    assert known
 
 
 def test_low_rank_sizes_come_from_the_weights(tmp_path):

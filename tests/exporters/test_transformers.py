@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from exporters.transformers import export, recognises
 from mionnx import ExportError, HookSpec, MIModel, ModelError
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.weight_check import fingerprints
 from mionnx.machine.progress import silent
 from mionnx.run import find_model
 
@@ -51,6 +52,7 @@ def test_weights_are_referenced_where_they_lie(hooked, checkpoint):
     assert sum(len(t.raw_data) for t in inside) < 1000
     names = {t.name for t in proto.graph.initializer} - {t.name for t in inside}
     assert names == set(load_file(folder / "model.safetensors"))
+    assert HookedModel.open(folder, check="full").metadata.weight_files == fingerprints(folder, ["model.safetensors"])
 
 
 @pytest.mark.slow
@@ -262,3 +264,9 @@ def test_recognising_a_checkpoint_reads_its_config_only(tmp_path):
     assert recognises(tmp_path)
     with pytest.raises(ModelError, match="no folder"):
         MIModel.from_pretrained(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_the_context_length_is_that_of_the_config(models, references, family):
+    length = references(family).config.max_position_embeddings
+    assert models(family).hooked.metadata.context_length == models(family).cfg.n_ctx == length > 0

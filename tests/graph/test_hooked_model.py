@@ -1,15 +1,18 @@
 """A hooked model's description: hook points in execution order, their axes and dtypes."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from repository import REPOSITORY
 from toy import HOOKS, Z, toy
 
+from mionnx import MIModel
 from mionnx.errors import HookError, ModelError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.metadata import Metadata
 
 MODELS = REPOSITORY / "models"
 
@@ -55,3 +58,23 @@ def test_attention_in_another_number_of_layers_is_refused(copy):
         (copy / "model.onnx").write_bytes(proto.SerializeToString())
         with pytest.raises(ModelError, match=f"attention in {len(kept)} of 4 layers"):
             HookedModel.open(copy)
+
+
+class TestContextLength:
+    @pytest.mark.parametrize(("name", "length"), [("world-llama", 256), ("world-gpt2", 256), ("world-rwkv7", None)])
+    def test_of_the_models_that_ship(self, name, length):
+        """Older files, whose metadata do not say it: their config.json does."""
+        assert MIModel.from_pretrained(REPOSITORY / "models" / name).cfg.n_ctx == length
+
+    def test_without_a_config_it_is_not_known(self, copy):
+        (copy / "config.json").unlink()
+        assert MIModel.from_pretrained(copy).cfg.n_ctx is None
+        (copy / "config.json").write_text('{"text_config": {"n_ctx": 77}}')
+        assert MIModel.from_pretrained(copy).cfg.n_ctx == 77
+
+    def test_it_is_part_of_the_metadata(self, shipped):
+        metadata = replace(shipped.hooked.metadata, context_length=8192)
+        assert Metadata.from_props(metadata.to_props()) == metadata
+        assert replace(shipped.hooked, metadata=metadata).context_length == 8192
+        with pytest.raises(ModelError, match="context_length 0"):
+            Metadata.from_props(replace(metadata, context_length=0).to_props())

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mionnx import HookCache, HookError, HookPoint
+from mionnx import HookCache, HookError, HookPoint, HookSpec
 
 
 class TestHookCache:
@@ -38,3 +38,45 @@ class TestHookCache:
         assert cache.into_output().shape == (1, 2, 3)
         with pytest.raises(HookError, match="into_output"):
             cache.output()
+
+
+class TestLayers:
+    prompt = "The capital of France is"
+
+    @pytest.fixture
+    def cache(self, shipped):
+        return shipped.run_with_cache(self.prompt)[1]
+
+    def test_layers_count_from_the_end(self, shipped, cache):
+        for short in ("resid_post", "pattern", "z"):
+            for layer in range(1, 5):
+                assert cache[short, -layer] is cache[short, 4 - layer]
+        assert cache["resid_post", np.int64(-1)] is cache[HookPoint.ResidPost(3)]
+        assert ("z", -2) in cache
+        assert ("z", -5) not in cache
+        assert cache.get(("z", 4)) is None
+        spec = HookSpec().capture("blocks.*.hook_resid_post")
+        steps = shipped.generate(self.prompt, spec, max_new_tokens=2).steps
+        assert steps[1]["resid_post", -1] is steps[1]["resid_post", 3]
+
+    @pytest.mark.parametrize("layer", [4, -5, 99])
+    def test_a_layer_that_does_not_exist(self, cache, layer):
+        with pytest.raises(HookError, match="layers 0 to 3, or -4 to -1 from the end"):
+            cache["resid_post", layer]
+
+    @pytest.mark.parametrize("layer", [None, "1", 1.0, True])
+    def test_what_is_no_layer(self, cache, layer):
+        with pytest.raises(HookError, match="a layer is an integer"):
+            cache["resid_post", layer]
+
+    def test_a_cache_of_its_own_counts_from_the_start_only(self):
+        with pytest.raises(HookError, match="does not know its model's number of layers"):
+            TestHookCache.cache["pattern", -1]
+
+    def test_hook_points_outside_the_layers_have_short_names(self, cache):
+        assert cache["embed"] is cache["hook_embed"]
+        assert "final_norm" in cache
+        with pytest.raises(HookError, match="'hook_embed' stands in no layer"):
+            cache["embed", 0]
+        with pytest.raises(HookError, match="'resid_post' was not captured"):
+            cache["resid_post"]

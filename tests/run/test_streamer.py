@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from families import VOCAB
 
-from mionnx import MIModel, TextStreamer
+from mionnx import InputError, MIModel, TextStreamer, TokenizerError
 from mionnx.inputs.world_tokenizer import WorldTokenizer
+from mionnx.run.generation import _Passes
+from mionnx.run.streamer import make_streamer
 
 
 def prompts(rows: int, seq: int = 7, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -83,3 +85,61 @@ def test_a_streamer_holds_back_parts_of_a_character(tmp_path):
         streamer.put(np.array([token]))
     streamer.end()
     assert pieces[4:] == ["a", " ", "\ufffd"]
+
+
+def test_a_function_is_told_of_each_piece_of_text(world):
+    pieces: list[str] = []
+    tokens: list[tuple[int, str]] = []
+    prompt = "The capital of France is"
+    found = world.generate(prompt, max_new_tokens=6, streamer=pieces.append)
+    assert "".join(pieces) == found.new_texts[0]
+    assert len(pieces) > 1
+    world.generate(prompt, max_new_tokens=6, streamer=lambda token, text: tokens.append((token, text)))
+    assert [token for token, _ in tokens] == found.new_ids[0].tolist()
+    assert "".join(text for _, text in tokens) == found.new_texts[0]
+    assert all(isinstance(token, int) for token, _ in tokens)
+
+
+def test_print_is_a_streamer(world, capsys):
+    world.generate("The capital of France is", max_new_tokens=2, streamer=print)
+    assert capsys.readouterr().out == "Paris\n .\n"
+
+
+def test_a_function_of_ids_gets_whole_characters(tmp_path):
+    vocabulary = tmp_path / "rwkv_vocab_bytes.txt"
+    vocabulary.write_text("".join(f"{byte + 1} {bytes([byte])!r} 1\n" for byte in range(256)))
+    tokenizer = WorldTokenizer.from_file(vocabulary)
+    ids, told = tokenizer.encode("é東").ids[:4], []
+    streamer = make_streamer(lambda token, text: told.append((token, text)), tokenizer, 1)
+    for token in [1, *ids]:
+        streamer.put(np.array([token]))
+    streamer.end()
+    assert told == [(ids[0], ""), (ids[1], "é"), (ids[2], ""), (ids[3], ""), (ids[3], "\ufffd")]
+
+
+async def later(text: str) -> None: ...
+
+
+WRONG = {
+    "a number": 3,
+    "a class": TextStreamer,
+    "put alone": type("Half", (), {"put": print})(),
+    "a coroutine": later,
+    "of three": lambda one, two, three: None,
+    "of none": lambda: None,
+    "by keyword": lambda *, text: None,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_no_streamer_is_refused_before_anything_runs(world, wrong, monkeypatch):
+    monkeypatch.setattr(_Passes, "_pass", lambda self: pytest.fail("the prompt ran"))
+    with pytest.raises(InputError, match="streamer="):
+        world.generate("The capital of France is", streamer=WRONG[wrong])
+    with pytest.raises(InputError, match="one text, but 2"):
+        world.generate(["The capital of France is"] * 2, streamer=print)
+
+
+def test_a_function_needs_a_tokenizer(models):
+    with pytest.raises(TokenizerError, match="no tokenizer"):
+        models("llama").generate([3, 4], streamer=print)

@@ -1,8 +1,9 @@
 """What somebody has who was handed a compiled graph: onnxruntime and numpy, and nothing else.
 
-    python -I runner.py MODEL.onnx FEEDS.npz OUT.npz [NEW]
+    python -I runner.py MODEL.onnx FEEDS.npz OUT.npz NEW [FUSION ...]
 
 Runs the feeds, then NEW greedy tokens more with the cache that comes out; OUT.npz gets every output of every step.
+The named fusions are disabled in the session.
 """
 
 import sys
@@ -11,10 +12,8 @@ import numpy as np
 import onnxruntime
 
 
-def main(model: str, feeds: str, out: str, new: str = "0") -> None:
-    # These fusions may move the last bits; without them a graph gives the bits that mionnx' own sessions give.
-    fusions = ["SkipLayerNormFusion", "GeluApproximation", "FastGeluFusion", "BiasGeluFusion", "GeluFusionL2"]
-    session = onnxruntime.InferenceSession(model, disabled_optimizers=[*fusions, "MatMulScaleFusion"])
+def main(model: str, feeds: str, out: str, new: str = "0", *disabled: str) -> None:
+    session = onnxruntime.InferenceSession(model, disabled_optimizers=list(disabled))
     names, given, found = [entry.name for entry in session.get_outputs()], dict(np.load(feeds)), {}
     read = {entry.name for entry in (*session.get_inputs(), *session.get_overridable_initializers())}
     for step in range(int(new) + 1):
@@ -26,7 +25,7 @@ def main(model: str, feeds: str, out: str, new: str = "0") -> None:
 
 
 def following(given: dict[str, np.ndarray], result: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The next step's feeds: the likeliest token of each row, and what the step left."""
+    """The next step's feeds: the top token of each row, and what the step left."""
     after = {name: value for name, value in given.items() if not name.startswith(("past_", "input_ids"))}
     after["input_ids"] = result["logits"][:, -1].argmax(-1)[:, None]
     if "attention_mask" in given:

@@ -12,10 +12,12 @@ from mionnx.errors import InputError, nearest
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.view import Shown, Table, empty_figure, render
+from mionnx.view.figure import write_numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+NUMBER = 0.3  # inches that a cell with a number takes
 TITLES = {"previous_token": "Previous token", "duplicate_token": "Duplicate token", "induction": "Induction"}
 TARGETS = {
     "previous_token": "the token before",
@@ -107,12 +109,14 @@ class HeadScores(Shown):
     def figure(self) -> "Figure":
         """Draw one heat map a kind: a row a layer, a column a head."""
         _, layers, heads = self.values.shape
-        cell = min(0.36, 5 / max(layers, heads))  # inches
+        cell = min(0.4, 5 / max(layers, heads))  # inches
         wide, high = max(2.6, heads * cell + 0.9), max(1.8, layers * cell + 1.2)
         figure = empty_figure(wide * len(self.kinds) + 0.8, high)
         drawn = figure.subplots(1, len(self.kinds), squeeze=False, sharey=True)[0]
         for axes, kind in zip(drawn, self.kinds, strict=True):
             image = axes.imshow(self[kind], cmap="Blues", vmin=0, vmax=1, aspect="equal")
+            if cell > NUMBER:
+                write_numbers(axes, self[kind], 1, size=6.5)
             axes.set_title(TITLES[kind], fontsize=10)
             axes.set_xlabel("head")
             axes.set_xticks(_ticks(heads))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.view import Shown, empty_figure, render
-from mionnx.view.figure import token_label
+from mionnx.view.figure import token_label, write_numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -141,10 +141,8 @@ def _draw_heads(figure: "Figure", axes: Any, heads: NDArray[np.float64]) -> None
     limit = float(np.abs(heads).max()) or 1.0
     image = axes.imshow(heads, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
     layers, count = heads.shape
-    for layer, head in np.ndindex(layers, count) if count <= WIDE else ():
-        value = heads[layer, head]
-        colour = "white" if abs(value) > 0.6 * limit else "black"
-        axes.text(head, layer, decimal(value), ha="center", va="center", fontsize=7, color=colour)
+    if count <= WIDE:
+        write_numbers(axes, heads, limit)
     axes.set_xticks(range(count), [str(head) for head in range(count)], fontsize=8)
     axes.set_yticks(range(layers), [str(layer) for layer in range(layers)], fontsize=8)
     axes.set_xlabel("head")

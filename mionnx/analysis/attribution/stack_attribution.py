@@ -15,6 +15,7 @@ from mionnx.analysis.attribution.residual_stack import Source, cache_of, norm_be
 from mionnx.analysis.lens.unembedding import Unembedding
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import InputError
+from mionnx.inputs.token_rows import read_array
 from mionnx.run.prompt import one_text, streams_of, token_of
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
@@ -145,7 +146,7 @@ def _directions(model: Runner, tokens: TokenLike, shape: tuple[int, ...]) -> NDA
     unembedding = model.opened(Unembedding)
     if isinstance(tokens, int | str | np.integer):
         return unembedding.directions(np.array(token_of(model, tokens)))
-    ids = np.asarray(tokens)
+    ids = read_array("tokens", tokens)
     if ids.dtype.kind not in "iu" or ids.ndim > len(shape) or ids.ndim == 0:
         raise InputError(f"tokens must be one token, or ids [batch] or [batch, pos], got {tokens!r}")
     for token in ids.ravel().tolist():

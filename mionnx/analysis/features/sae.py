@@ -12,8 +12,9 @@ from mionnx.analysis.features import files
 from mionnx.analysis.features.config import Config, Weights, check
 from mionnx.analysis.features.network import autoencoder
 from mionnx.analysis.steering.directions import Direction
-from mionnx.errors import HookError, InputError, InterventionError, nearest
+from mionnx.errors import HookError, InputError, InterventionError, ModelError, nearest
 from mionnx.graph.fragment import Fragment
+from mionnx.machine.arrays import to_array
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.limits import Positions
@@ -36,8 +37,12 @@ class SAE:
         Raises:
             ModelError: weights that are missing, surplus or of another shape.
         """
-        check(config, weights, where)
-        self.config, self.weights = config, weights
+        try:
+            arrays = {name: np.asarray(to_array(weight), np.float32) for name, weight in weights.items()}
+        except ValueError as error:
+            raise ModelError(f"{where}: weights must be arrays of numbers: {error}") from error
+        check(config, arrays, where)
+        self.config, self.weights = config, arrays
         self._fragment = cache(self._build)
 
     @classmethod

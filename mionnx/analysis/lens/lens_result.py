@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.analysis.lens.picture import draw_lens, label_of
 from mionnx.analysis.lens.readout import Readout
 from mionnx.errors import InputError
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
-from mionnx.view import Shown, new_figure, render
-from mionnx.view.figure import token_label
+from mionnx.view import Shown, render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TOLD = 6  # points of a printed result
-LABEL = 12  # characters of a token in a figure
-READABLE = 200  # positions from which on a figure's cells are too many for words
 
 
 @dataclass(frozen=True, repr=False)
@@ -199,32 +197,5 @@ class LensResult(Shown):
         return render("lens.html", "Logit lens", data=data)
 
     def figure(self) -> "Figure":
-        """The top tokens, coloured by their probability."""
-        rows, columns = self.top_ids.shape[:2]
-        readable = columns <= READABLE
-        figure, axes = new_figure(1.2 + (0.95 if readable else 0.1) * columns, 1.2 + 0.32 * rows)
-        probabilities = self.top_probs[:, :, 0]
-        image = axes.imshow(probabilities, vmin=0, vmax=1, cmap="Blues", aspect="auto")
-        for i, j in np.ndindex(rows, columns) if readable else ():
-            axes.text(
-                j,
-                i,
-                token_label(self.spell(int(self.top_ids[i, j, 0])), LABEL),
-                ha="center",
-                va="center",
-                fontsize=8,
-                color="white" if probabilities[i, j] > 0.6 else "black",
-            )
-        axes.set_yticks(range(rows), [label_of(point) for point in self.points], fontsize=8)
-        if readable:
-            labels = [token_label(token, LABEL) for token in self.tokens]
-            axes.set_xticks(range(columns), labels, fontsize=8, rotation=30)
-        axes.set_xlabel("token of the prompt")
-        axes.set_title("top next token after each point", fontsize=10)
-        figure.colorbar(image, label="its probability", fraction=0.04)
-        return figure
-
-
-def label_of(point: str) -> str:
-    """A residual hook point as a label: `2 post` for `blocks.2.hook_resid_post`."""
-    return point.removeprefix("blocks.").replace(".hook_resid_", " ")
+        """The top tokens, coloured by their probability; a long text in several rows of panels."""
+        return draw_lens(self)

@@ -51,10 +51,10 @@ class LensReader:
         """Read tokens [positions, tokens], and the `k` most likely ones, at every point."""
         return self.model.opened(Lens).read(self.streams[-1], self.streams[:-1], chosen, k)
 
-    def answers(self) -> NDArray[np.int64]:
-        """[positions]: the top token after the last layer."""
+    def last(self) -> Readout:
+        """Read the top token after the last layer."""
         no_tokens = np.empty((self.streams.shape[1], 0), np.int64)
-        return self.model.opened(Lens).read(self.streams[-1], self.streams[-1:], no_tokens, 1).top_ids[0, :, 0]
+        return self.model.opened(Lens).read(self.streams[-1], self.streams[-1:], no_tokens, 1)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LensReader, (self._model if isinstance(self._model, Recipe) else Recipe.of(self._model), self.streams)

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.analysis.lens.logit_lens import Scored, logit_lens, read_vectors
 from mionnx.analysis.lens.readout import Lens
 from mionnx.errors import InputError
+from mionnx.inputs.token_rows import IDS
 from mionnx.run.prompt import one_text, streams_of, token_of
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
@@ -73,10 +74,10 @@ def track_race(
     Example:
         model.track_race("The capital of France is", k=3)[2]  # the top three after layer 2
     """
-    if isinstance(source, Mapping):
+    if isinstance(source, Mapping) and IDS not in source:
         if not source or position != -1 or hooks is not None:
             raise InputError("track_race takes a prompt, or {layer: residual} with nothing but k")
         rows = [streams_of(residual, model.hidden_size, f"layer {layer}") for layer, residual in source.items()]
-        return dict(zip(source, read_vectors(model, np.stack(rows), k), strict=True))
+        return dict(zip(map(int, source), read_vectors(model, np.stack(rows), k), strict=True))
     lens = logit_lens(model, one_text(model, source).ids, hooks, k=k, positions=position)
     return {layer: lens.best(layer, 0) for layer in range(model.num_layers)}

@@ -9,6 +9,7 @@ from mionnx.analysis.python_hooks.hook import Hook, HookFunction, shape_text
 from mionnx.errors import InterventionError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch
+from mionnx.machine.arrays import to_array
 
 SCORES = "AttnScores"
 
@@ -46,8 +47,8 @@ def _replacement(
 ) -> NDArray[Any]:
     where = f"{_name_of(function)} at {hook.name}"
     try:
-        result = np.asarray(returned)
-    except (TypeError, ValueError) as error:
+        result = to_array(returned)
+    except ValueError as error:
         raise InterventionError(f"{where} returned no array: {error}") from error
     if result.dtype.kind != "f" and result.dtype.name != "bfloat16":
         raise InterventionError(

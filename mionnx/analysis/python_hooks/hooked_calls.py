@@ -16,10 +16,11 @@ from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
-from mionnx.run.tokenizing import Prompt
+from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
 
 
+@takes_encoding
 def call(
     model: Runner,
     tokens: Prompt,
@@ -46,6 +47,7 @@ def call(
     )
 
 
+@takes_encoding
 def run_with_hooks(
     model: Runner,
     tokens: Prompt,
@@ -107,6 +109,7 @@ def run_with_hooks(
     return convert_logits(return_type, result.output() if return_type else None, inputs.batch(model))
 
 
+@takes_encoding
 def run_with_cache(
     model: Runner,
     tokens: Prompt,

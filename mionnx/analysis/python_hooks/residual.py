@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mionnx.errors import HookError, InterventionError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.arrays import to_array
 from mionnx.run.generation import generate
 from mionnx.run.prompt import one_prompt
 from mionnx.run.runner import Runner
@@ -155,7 +156,10 @@ def _ablation(model: Runner, layers: Layers) -> HookSpec:
 def _steering(model: Runner, steers: Sequence[Steer], positions: Sequence[int | str]) -> HookSpec:
     spec = HookSpec()
     for layer, vector, strength in steers:
-        given = np.asarray(vector)
+        try:
+            given = to_array(vector)
+        except ValueError as error:
+            raise InterventionError(f"a steering vector must be numbers: {error}") from error
         if given.shape != (model.hidden_size,):
             raise InterventionError(f"a steering vector is [hidden={model.hidden_size}], got {list(given.shape)}")
         for point in _points(model, layer).values():

@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.errors import InputError
 from mionnx.graph import matrices
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.token_rows import read_array, read_rows
 from mionnx.run.prompt import token_of
 from mionnx.run.runner import Runner
 
@@ -38,7 +39,8 @@ class ModelSizes:
         d_head: width of a head.
         d_mlp: neurons a layer; None where the model has no hook points at them.
         d_vocab: tokens in the vocabulary.
-        n_ctx: the longest text; None where there is no limit.
+        n_ctx: the longest text that the model is made for: its learned positions, which nothing passes, or else the
+            context length of its config, which is no limit here. None where no config says (RWKV).
         dtype: of weights and activations, as numpy names it.
     """
 
@@ -68,7 +70,7 @@ def cfg(model: Runner) -> ModelSizes:
         d_head=sizes.head_dim,
         d_mlp=neurons if isinstance(neurons, int) else None,
         d_vocab=sizes.vocab_size,
-        n_ctx=sizes.max_positions,
+        n_ctx=model.hooked.context_length,
         dtype=metadata.dtype,
     )
 
@@ -139,7 +141,7 @@ def to_string(model: Runner, tokens: ArrayLike) -> Any:
     Example:
         model.to_string(model.to_tokens("The capital of France is")[0])
     """
-    ids = np.asarray(tokens)
+    ids = read_array("tokens", tokens)
     if ids.ndim == 2:
         return [to_string(model, row) for row in ids]
     return model.tokenizer.decode(_row(model, ids), skip_special_tokens=False)
@@ -159,8 +161,7 @@ def to_single_token(model: Runner, text: str) -> int:
 
 def _row(model: Runner, tokens: str | ArrayLike) -> list[int]:
     """Ids as a list, checked."""
-    ids = np.atleast_1d(model.tokenize(tokens).ids if isinstance(tokens, str) else np.asarray(tokens))
-    row = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
-    if row.ndim != 1 or row.dtype.kind not in "iu":
-        raise InputError(f"tokens must be integers [seq], got {row.dtype} {list(ids.shape)}")
-    return [token_of(model, int(token)) for token in row]
+    rows = read_rows(model.tokenize(tokens) if isinstance(tokens, str) else np.atleast_1d(tokens))
+    if len(rows.ids) != 1:
+        raise InputError(f"tokens must be integers [seq], got {list(rows.ids.shape)}")
+    return [token_of(model, int(token)) for token in rows.ids[0]]

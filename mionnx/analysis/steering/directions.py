@@ -16,6 +16,7 @@ from mionnx.analysis.steering.control_vector import STREAM
 from mionnx.analysis.steering.direction_methods import Separation, cosines
 from mionnx.analysis.steering.hook_template import template_of
 from mionnx.errors import HookError, InterventionError, SpecFileError
+from mionnx.machine.arrays import to_array
 from mionnx.machine.brief import Brief, count, spelled
 from mionnx.machine.tensor_file import read_tensors, write_tensors
 from mionnx.spec.hook_spec import HookSpec
@@ -302,7 +303,7 @@ class Directions(Shown):
 
 def _vectors(vectors: ArrayLike) -> NDArray[np.float32]:
     try:
-        array = np.array(vectors, np.float32)
+        array = np.array(to_array(vectors), np.float32)
     except (TypeError, ValueError) as error:
         raise InterventionError(f"a direction must be numbers: {error}") from error
     if not np.isfinite(array).all():

@@ -18,6 +18,7 @@ from mionnx.bind.logit_selection import Logits
 from mionnx.errors import InputError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.tokens import Tokens
+from mionnx.machine.arrays import to_array
 from mionnx.machine.progress import Progress, silent
 from mionnx.run.prompt import token_of, token_text
 from mionnx.run.runner import Runner
@@ -194,7 +195,7 @@ def _refuse_unbounded(logits: NDArray[Any], strengths: NDArray[Any]) -> None:
 
 def _doses(strengths: ArrayLike) -> NDArray[np.float64]:
     try:
-        doses = np.unique(np.asarray(strengths, np.float64))
+        doses = np.unique(np.asarray(to_array(strengths), np.float64))
     except (TypeError, ValueError) as error:
         raise InputError(f"strengths must be numbers: {error}") from error
     if doses.size == 0 or not np.isfinite(doses).all():

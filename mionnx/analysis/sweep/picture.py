@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.view.figure import empty_figure, token_label
+from mionnx.view.figure import empty_figure, token_label, write_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MOST = 64  # small maps in one figure; the ones with the largest numbers
 CELL, LEAST, NARROWEST, WIDEST = 0.28, 2.2, 5.0, 14.0  # inches
+WRITTEN, WIDER = 24, 0.44  # cells in a row of a map up to which they hold numbers, and their width then
 LETTERS = 14  # letters of a title, an inch
 
 
@@ -38,7 +39,7 @@ def draw(
     height, width = flat.shape[0], flat.shape[-1]
     columns = _columns(len(maps), width)
     rows = ceil(len(maps) / columns)
-    size = (max(LEAST, CELL * width) + 0.6, max(1.0, CELL * height) + (0.8 if len(maps) > 1 else 1.2))
+    size = (max(LEAST, _cell(width) * width) + 0.6, max(1.0, CELL * height) + (0.8 if len(maps) > 1 else 1.2))
     across = max(NARROWEST, columns * size[0] + 1)
     figure = empty_figure(across, rows * size[1] + 0.9)
     limit = float(np.nanmax(np.abs(numbers), initial=0.0)) or 1.0
@@ -55,8 +56,13 @@ def draw(
 
 
 def _columns(count: int, width: int) -> int:
-    fitting = max(1, int(WIDEST / (max(LEAST, CELL * width) + 0.6)))
+    fitting = max(1, int(WIDEST / (max(LEAST, _cell(width) * width) + 0.6)))
     return min(count, fitting, ceil(count**0.5))
+
+
+def _cell(width: int) -> float:
+    """The width of a cell in inches, in a map of so many columns."""
+    return WIDER if width <= WRITTEN else CELL
 
 
 def _maps(
@@ -81,6 +87,8 @@ def _map(
         _ticks(panel, names[0], labels, horizontal=False)
     else:
         panel.set_yticks([])
+    if values.shape[1] <= WRITTEN:
+        write_numbers(panel, values, limit)
     return image
 
 

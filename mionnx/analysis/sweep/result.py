@@ -82,6 +82,18 @@ class SweepResult(Shown):
             return f"change of {self.metric}", self.effect
         return f"share of the difference in {self.metric}", self.normalized
 
+    @property
+    def meaning(self) -> str:
+        """A sentence on what 1 and 0 mean in pictures."""
+        if self.corrupted is None or self.clean == self.corrupted:
+            return f"A number is the change of {self.metric} by this cell alone; 0: it stays {self.base:.4g}."
+        given, to = ("clean", "restores") if self.direction == "denoising" else ("corrupted", "brings about")
+        other = self.clean if self.direction == "denoising" else self.corrupted
+        return (
+            f"1: the {given} run's value at this cell alone {to} the whole difference ({self.metric} goes from "
+            f"{self.base:.4g} to {other:.4g}); 0: none of it; below 0: it goes the other way."
+        )
+
     def top(self, k: int = 10) -> list[tuple[dict[str, str], float]]:
         """The k cells with the largest effect: their labels by axis, and the effect."""
         return [(self._named(cell), float(self.effect[cell])) for cell in self._largest(k)]
@@ -138,7 +150,7 @@ class SweepResult(Shown):
         what, numbers = self.shown
         data = {**self.to_dict(), "shown": numbers, "what": what}
         del data["by_pair"], data["effect"]
-        return render("heat.html", self.title, data=data, about=self.about, facts=self.facts())
+        return render("heat.html", self.title, data=data, about=self.about, facts=self.facts(), meaning=self.meaning)
 
     def facts(self) -> str:
         """One line with the metric of the runs without a patch."""

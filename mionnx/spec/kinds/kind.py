@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.errors import InterventionError
 from mionnx.graph.fragment import Fragment
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.arrays import to_array
 from mionnx.spec.limits import Indices, Positions, check_indices, check_positions
 
 Array = NDArray[Any]
@@ -22,7 +23,7 @@ class ValueShape(Enum):
     """Relation of a value's shape to the activation's."""
 
     BROADCAST = "broadcasts to the activation, or to the part that the limits select"
-    EXACT = "the activation's own shape; with limits, one that broadcasts to the selected part"
+    EXACT = "the activation's own shape; with limits, one that broadcasts to it or to the selected part"
     DIRECTIONS = "[k, width]: directions along the activation's last axis"
     ATTENTION_MASK = "broadcasts to [batch, n_heads, seq_q, seq_k] of the whole text, past included"
 
@@ -211,8 +212,8 @@ class Kind(ABC):
     def _numbers(self, name: str, value: ArrayLike) -> Array:
         what = _in_words(name)
         try:
-            array = np.array(value)  # a copy: what the caller does to their array later is not part of the spec
-        except (TypeError, ValueError) as error:  # rows of unequal length, or a tensor that numpy cannot read
+            array = np.array(to_array(value))  # a copy: what the caller changes later is not part of the spec
+        except ValueError as error:  # rows of unequal length, or a tensor that numpy cannot read
             raise InterventionError(f"{self}: {what} is no array of numbers: {error}") from error
         if array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16":
             raise InterventionError(f"{self}: {what} must be numbers, got dtype {array.dtype}")

@@ -32,7 +32,8 @@ class Replace(Kind):
 
         Args:
             tensor: of the value's shape. With `positions`, `heads` or `rows` it may instead have the selected part's
-                shape, or one that broadcasts to it (a [hidden] vector at chosen positions).
+                shape, its entries in the order given, or one that broadcasts to it (a number, or a [hidden] vector at
+                chosen positions); see `Intervention`.
             positions, heads, rows: limits; everywhere if none is given.
 
         Raises:

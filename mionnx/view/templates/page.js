@@ -36,6 +36,20 @@ function spelled(value) {
   return value === 0 ? "0" : size >= 1e5 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
 
+// A number with some decimal places; what rounds to zero has no sign. null is what was not finite.
+function fixed(value, places) {
+  if (value === null || value === undefined) return "–";
+  const text = value.toFixed(places);
+  return Number(text) === 0 ? (0).toFixed(places) : text;
+}
+
+// A number in a small cell, among others that are at most `limit` in size.
+function brief(value, limit) {
+  if (value === null || value === undefined) return "–";
+  if (limit > 0 && limit < 1e-4) return value === 0 ? "0" : value.toExponential(0);
+  return fixed(value, limit >= 1000 ? 0 : limit >= 100 ? 1 : limit >= 0.1 ? 2 : limit >= 0.01 ? 3 : 4);
+}
+
 function mix(one, other, share) {
   return "rgb(" + one.map((from, i) => Math.round(from + (other[i] - from) * share)).join(",") + ")";
 }

@@ -1,0 +1,103 @@
+"""Checks on files of an untrusted folder: inside it, regular, of a bounded size.
+
+A link may lead to another file of the folder, or, in the Hugging Face Hub's cache (`snapshots/{revision}/{name}`), into
+the `blobs` beside `snapshots`. Devices, pipes and sockets are refused before a byte is read.
+"""
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from mionnx.errors import ModelError
+
+LARGEST_JSON = 64 * 2**20  # bytes
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Resolve a file name that a checkpoint or a graph gives, links followed.
+
+    Raises:
+        ModelError: it leads out of the folder, or to what is no regular file.
+    """
+    path = resolve(folder, name)
+    check_regular(path)
+    return path
+
+
+def resolve(folder: Path, name: str) -> Path:
+    """Resolve a file name; the file need not be there.
+
+    Raises:
+        ModelError: it leads out of the folder.
+    """
+    if not isinstance(name, str) or not name or "\0" in name or Path(name).is_absolute():
+        raise ModelError(f"{name!r} names no file inside {folder}: refused")
+    root = folder.resolve()
+    named = Path(name)
+    try:
+        path = (root / name).resolve()
+    except (OSError, RuntimeError) as error:  # a name too long, links in a circle
+        raise ModelError(f"{name!r} names no file inside {folder}: {error}") from error
+    outside = ".." in named.parts or not any(path.is_relative_to(known) for known in _roots(root)) or path == root
+    if outside:
+        leads = f", and leads to {path}" if ".." not in named.parts else ""
+        raise ModelError(f"{name!r} points outside {folder}{leads}: refused; files of a model lie in its folder")
+    return path
+
+
+def _roots(root: Path) -> list[Path]:
+    """The folder, and the Hub's blobs if it is a snapshot in the Hub's cache."""
+    snapshots = [parent for parent in root.parents if parent.name == "snapshots"][:1]
+    return [root, *(parent.parent / "blobs" for parent in snapshots)]
+
+
+def check_regular(path: Path, largest: int | None = None) -> None:
+    """Refuse anything but a regular file of at most some size.
+
+    Args:
+        path: links are followed.
+        largest: bytes; None for any size.
+
+    Raises:
+        ModelError: it is missing, a folder, a device or a pipe, or too large.
+    """
+    try:
+        found = path.stat()
+    except (OSError, ValueError) as error:  # a name that no file can have is a ValueError
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise ModelError(f"cannot read {path}: {reason or error}") from error
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a device, a pipe or a socket"
+        raise ModelError(f"{path} is {kind}, no file: refused")
+    if largest is not None and found.st_size > largest:
+        raise ModelError(f"{path} has {found.st_size:,} bytes, more than the {largest:,} that are read of such a file")
+
+
+def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        ModelError: see `check_regular`, and `parse_json`.
+    """
+    check_regular(path, largest)
+    try:
+        return parse_json(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+    except ModelError as error:
+        raise ModelError(f"{path} is damaged: {error}") from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises:
+        ModelError: it is none, or nested deeper than Python's parser follows.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ModelError("it is nested too deep") from error
+    except ValueError as error:
+        raise ModelError(str(error)) from error

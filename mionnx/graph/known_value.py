@@ -1,0 +1,219 @@
+"""`Known`: type, shape and, where it is small, content of a value, found without running the graph.
+
+Shapes come from onnx's own inference, one node at a time; small numbers, from which later sizes are computed, from
+onnx's reference evaluator. Where neither says a shape, an upper bound of the elements is kept for the operators that
+have one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx.reference import ReferenceEvaluator
+from onnx.shape_inference import infer_node_outputs
+
+from mionnx.errors import ModelError
+
+SMALL = 2**12  # elements of a value whose content is followed
+Dims = tuple[int | None, ...]
+# Operators that compute sizes. None takes longer than its inputs and outputs are large.
+FOLDED = frozenset(
+    "Abs Add And ArgMax ArgMin Cast Ceil Clip Concat ConstantOfShape CumSum Div Equal Expand Flatten Floor Gather "  # noqa: SIM905
+    "GatherElements GatherND Greater GreaterOrEqual Identity Less LessOrEqual Max Min Mod Mul Neg Not Or Pow Range "
+    "ReduceMax ReduceMin ReduceProd ReduceSum Reshape Round ScatterElements ScatterND Sign Slice Split Sqrt Squeeze "
+    "Sub Sum Tile Transpose Trilu Unsqueeze Where Xor".split()
+)
+# How many elements come out at most where the shape is not known: as many as go in first, the product of all inputs.
+NO_MORE = frozenset(
+    "Abs ArgMax ArgMin Cast Ceil Clip Compress CumSum Dropout Erf Exp Flatten Floor Gelu Identity LayerNormalization "  # noqa: SIM905
+    "Log LogSoftmax Neg Not RMSNormalization ReduceL1 ReduceL2 ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum "
+    "ReduceSumSquare Relu Reshape Round ScatterElements ScatterND Sigmoid Sign Slice Softmax Split Sqrt Squeeze Tanh "
+    "TopK Transpose Trilu Unique Unsqueeze".split()
+)
+NO_MORE_THAN_PRODUCT = frozenset(
+    "Add And Div Equal Gather GatherElements GatherND Gemm Greater GreaterOrEqual Less LessOrEqual MatMul Max Min Mod "  # noqa: SIM905
+    "Mul Or Pow Sub Sum Where Xor".split()
+)
+
+
+@dataclass(frozen=True)
+class Known:
+    """Facts about a value before anything runs.
+
+    Attributes:
+        dtype: number of the ONNX dtype; 0 if unknown.
+        shape: None for an unknown rank, None for an axis that only a run knows.
+        most: upper bound of the elements; None if there is none.
+        data: the content, where it is small and follows from constants and shapes.
+        constant: whether no input of the graph takes part in it: a runtime may compute it while it opens the graph.
+    """
+
+    dtype: int = 0
+    shape: Dims | None = None
+    most: int | None = None
+    data: NDArray[Any] | None = None
+    constant: bool = False
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Upper bound of the bytes; 0 without one."""
+        return (self.most or 0) * _itemsize(self.dtype)
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """All facts in hashable form."""
+        content = None if self.data is None else (str(self.data.dtype), self.data.tobytes())
+        return self.dtype, self.shape, self.most, content, self.constant
+
+
+def _itemsize(dtype: int) -> int:
+    try:
+        return max(1, onnx.helper.tensor_dtype_to_np_dtype(dtype).itemsize)
+    except (KeyError, ValueError, TypeError):
+        return 8
+
+
+def of_shape(dtype: int, shape: Dims | None, constant: bool, data: NDArray[Any] | None = None) -> Known:
+    """A value of a known type; its elements are counted if all axes are known."""
+    whole = shape is not None and None not in shape
+    return Known(dtype, shape, prod(dim or 0 for dim in shape) if whole and shape is not None else None, data, constant)
+
+
+def of_array(array: NDArray[Any]) -> Known:
+    """A constant."""
+    dtype = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+    return of_shape(dtype, array.shape, True, array if array.size <= SMALL else None)
+
+
+def of_tensor(tensor: onnx.TensorProto) -> Known:
+    """A weight or a constant; its content is read if it is small and in the graph."""
+    dims, count = tuple(tensor.dims), prod(tensor.dims)
+    if tensor.data_type == onnx.TensorProto.STRING:
+        raise ModelError(f"{tensor.name!r} is text: no graph of a model computes with texts")
+    if count > SMALL or tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return of_shape(tensor.data_type, dims, True)
+    return of_shape(tensor.data_type, dims, True, onnx.numpy_helper.to_array(tensor))
+
+
+def infer(node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[str, int]) -> list[Known]:
+    """The outputs of a node that has no graph inside.
+
+    Raises:
+        InferenceError: its inputs do not fit together.
+        LookupError: an operator that onnx does not have.
+        ModelError: outputs that are no tensors.
+    """
+    constant = all(known.constant for known in inputs if known is not None)
+    if node.op_type in ("Shape", "Size") and inputs[0] is not None:
+        sized = _sizes(node, inputs[0])
+        if sized is not None:
+            return [of_shape(onnx.TensorProto.INT64, sized.shape, inputs[0].constant, sized)]
+    types = _types(node, inputs, opsets)
+    found = [_of_type(node, types.get(name), constant) for name in node.output]
+    found = [_bounded(node, known, inputs) for known in found]
+    content = _content(node, inputs, found, opsets)
+    return [
+        known if array is None else of_shape(known.dtype, array.shape, constant, array)
+        for known, array in zip(found, content, strict=True)
+    ]
+
+
+def _sizes(node: onnx.NodeProto, value: Known) -> NDArray[Any] | None:
+    """The content of `Shape` and `Size`."""
+    if value.shape is None or None in value.shape:
+        return None
+    dims = [dim for dim in value.shape if dim is not None]
+    if node.op_type == "Size":
+        return np.array(min(prod(dims), 2**63 - 1), np.int64)
+    bounds = {attribute.name: attribute.i for attribute in node.attribute}
+    return np.array(dims[bounds.get("start", 0) : bounds.get("end", len(dims))], np.int64)
+
+
+def _types(
+    node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[str, int]
+) -> Mapping[str, onnx.TypeProto]:
+    """onnx's shape inference of one node."""
+    domain = "" if node.domain == "ai.onnx" else node.domain
+    try:
+        schema = onnx.defs.get_schema(node.op_type, opsets.get(domain, 1), domain)
+    except onnx.defs.SchemaError as error:
+        raise LookupError(f"onnx has no operator {node.op_type} in the domain {domain or 'ai.onnx'!r}") from error
+    named = {name: known for name, known in zip(node.input, inputs, strict=True) if known is not None}
+    types = {name: _type_of(known) for name, known in named.items()}
+    data = {name: onnx.numpy_helper.from_array(k.data) for name, k in named.items() if k.data is not None}
+    imports = [onnx.helper.make_opsetid(name, version) for name, version in opsets.items()]
+    return infer_node_outputs(schema, node, types, data, opset_imports=imports)
+
+
+def _type_of(known: Known) -> onnx.TypeProto:
+    return onnx.helper.make_tensor_type_proto(known.dtype, known.shape)
+
+
+def _of_type(node: onnx.NodeProto, made: onnx.TypeProto | None, constant: bool) -> Known:
+    if made is None or not made.ByteSize():
+        return Known(constant=constant)
+    if not made.HasField("tensor_type") or made.tensor_type.elem_type == onnx.TensorProto.STRING:
+        raise ModelError(f"{node.op_type} node {label(node)} makes texts or lists, whose size has no bound: refused")
+    tensor = made.tensor_type
+    if not tensor.HasField("shape"):
+        return of_shape(tensor.elem_type, None, constant)
+    dims = tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim)
+    if any(dim is not None and dim < 0 for dim in dims):
+        raise ModelError(f"{node.op_type} node {label(node)} would make a value of shape {list(dims)}: refused")
+    return of_shape(tensor.elem_type, dims, constant)
+
+
+def _bounded(node: onnx.NodeProto, made: Known, inputs: Sequence[Known | None]) -> Known:
+    """The value with an upper bound of its elements, where its shape is not known."""
+    if made.most is not None:
+        return made
+    counts = [known.most for known in inputs if known is not None]
+    most: int | None = None
+    if node.op_type == "OneHot" and inputs[1] is not None and inputs[1].data is not None and counts[0] is not None:
+        most = counts[0] * max(0, int(inputs[1].data.reshape(-1)[0]))
+    elif node.op_type == "NonZero" and counts[0] is not None and inputs[0] is not None:
+        most = counts[0] * (len(inputs[0].shape) if inputs[0].shape is not None else 64)
+    elif node.op_type in NO_MORE and counts:
+        most = counts[0]
+    elif node.op_type in NO_MORE_THAN_PRODUCT and None not in counts:
+        most = prod(max(1, count or 0) for count in counts)
+    elif node.op_type == "Concat" and None not in counts:
+        most = sum(count or 0 for count in counts)
+    return Known(made.dtype, made.shape, most, None, made.constant)
+
+
+def _content(
+    node: onnx.NodeProto, inputs: Sequence[Known | None], made: Sequence[Known], opsets: Mapping[str, int]
+) -> list[NDArray[Any] | None]:
+    """The outputs of a node of small inputs."""
+    nothing: list[NDArray[Any] | None] = [None] * len(made)
+    if node.op_type not in FOLDED or node.domain not in ("", "ai.onnx"):
+        return nothing
+    if any(known is not None and known.data is None for known in inputs):
+        return nothing
+    if any(known.most is None or known.most > SMALL for known in made):
+        return nothing
+    graph = onnx.helper.make_graph(
+        [node],
+        "one",
+        [onnx.helper.make_value_info(name, onnx.TypeProto()) for name in dict.fromkeys(node.input) if name],
+        [onnx.helper.make_value_info(name, onnx.TypeProto()) for name in node.output],
+    )
+    imports = [onnx.helper.make_opsetid(name, version) for name, version in opsets.items()]
+    feeds = {name: known.data for name, known in zip(node.input, inputs, strict=True) if known is not None}
+    try:
+        with np.errstate(all="ignore"):
+            found: Any = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=imports)).run(None, feeds)
+    except Exception:  # numpy's and the evaluator's own errors: then the content stays unknown
+        return nothing
+    return [np.asarray(array) if isinstance(array, np.ndarray | np.generic) else None for array in found]
+
+
+def label(node: onnx.NodeProto) -> str:
+    """The name of a node, for messages."""
+    return repr(node.name or next(iter(node.output), ""))

@@ -1,0 +1,320 @@
+"""Bounds of the sizes of all values in a graph, found before anything runs.
+
+The graph is followed node by node with the shapes of its inputs (`mionnx.graph.known_value`), into branches, loops and
+functions too.
+
+1. No value takes more than `VALUE` bytes and 2 times the weights. All that are made of constants alone take at most
+   `TOTAL` and 3 times the weights, all others `TOTAL` and 16 times.
+2. A size that follows from neither constants nor shapes is refused. In the branch of an `If` that is not taken, and
+   where the shapes of the inputs are not known, only what is made of constants alone must have a bound: a runtime
+   computes it while it opens the graph.
+3. A `Loop` has a trip count that follows from constants and shapes, of at most `TRIPS` with those around it; what it
+   carries keeps its shape.
+4. Products of constants take at most `PRODUCTS` multiplications.
+"""
+
+from collections import ChainMap
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from mionnx.errors import ModelError
+from mionnx.graph.known_value import Dims, Known, infer, label, of_array, of_shape, of_tensor
+
+VALUE, TOTAL = 2**28, 2**30  # bytes that any graph may take besides its weights
+TRIPS = 2**20
+PRODUCTS = 2**36
+VISITS = 2**16  # nodes, those of functions as often as they are called
+STEPS = 32  # after which what a loop carries must keep its shape
+LIST_ATTRIBUTES = {"value_ints": "int64", "value_floats": "float32", "value_int": "int64", "value_float": "float32"}
+Scope = MutableMapping[str, Known]
+
+
+def check_sizes(proto: onnx.ModelProto, shapes: Mapping[str, Dims], weights: int, whole: bool = True) -> Scope:
+    """Check the sizes of all values.
+
+    Args:
+        proto: a valid model.
+        shapes: of inputs; of an input that is not there no shape is known.
+        weights: bytes of the weights, those outside the graph included.
+        whole: whether every value must have a bound; otherwise those that are made of constants alone.
+
+    Returns:
+        name of a value of the outermost graph -> what is known of it.
+
+    Raises:
+        ModelError: a value that is too large or has no bound.
+    """
+    return _Walk(proto, weights).check(shapes, whole)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Place of a node: whether it surely runs, how often at most, how deep."""
+
+    whole: bool
+    times: int = 1
+    depth: int = 0
+
+
+class _Walk:
+    """One pass through a model."""
+
+    def __init__(self, proto: onnx.ModelProto, weights: int) -> None:
+        self.proto = proto
+        self.value, self.most = VALUE + 2 * weights, {True: TOTAL + 3 * weights, False: TOTAL + 16 * weights}
+        self.opsets = _opsets(proto.opset_import)
+        self.functions = {(function.domain, function.name): function for function in proto.functions}
+        self.spent = {True: 0, False: 0}
+        self.visits = self.products = 0
+        self.known: dict[object, list[Known]] = {}
+
+    def check(self, shapes: Mapping[str, Dims], whole: bool) -> Scope:
+        """Follow the whole graph."""
+        graph, scope = self.proto.graph, dict[str, Known]()
+        for value in graph.input:
+            scope[value.name] = of_shape(value.type.tensor_type.elem_type, shapes.get(value.name), False)
+        for tensor in graph.initializer:
+            known = of_tensor(tensor)
+            scope[tensor.name] = replace(known, data=None) if tensor.name in scope else known
+        self.nodes(graph.node, scope, _Place(whole))
+        return scope
+
+    def nodes(self, nodes: Sequence[onnx.NodeProto], scope: Scope, place: _Place) -> None:
+        """Follow nodes in order, and put what is known of their outputs into the scope."""
+        if place.depth > 64:
+            raise ModelError("graphs and functions are nested more than 64 deep: refused")
+        for node in nodes:
+            self.visits += 1
+            if self.visits > VISITS:
+                raise ModelError(f"the functions of the graph expand to more than {VISITS:,} nodes: refused")
+            inputs = [scope.get(name, Known()) if name else None for name in node.input]
+            outputs = self.node(node, inputs, scope, place)
+            for name, known in zip(node.output, outputs, strict=False):
+                self._count(node, known, place)
+                if name:
+                    scope[name] = known
+
+    def _count(self, node: onnx.NodeProto, known: Known, place: _Place) -> None:
+        """Add a value to what was made so far."""
+        if known.most is None:
+            if place.whole or known.constant:
+                raise ModelError(
+                    f"{node.op_type} node {label(node)} makes a value whose size follows from neither constants nor "
+                    "shapes: it has no bound, refused"
+                )
+            return
+        spent = self.spent[known.constant] = self.spent[known.constant] + known.nbytes * place.times
+        if known.nbytes > self.value or spent > self.most[known.constant]:
+            what = f"{known.most:,} elements" if known.nbytes > self.value else f"{spent:,} bytes with those before"
+            raise ModelError(f"{node.op_type} node {label(node)} would make {what}: refused")
+
+    def node(
+        self, node: onnx.NodeProto, inputs: Sequence[Known | None], scope: Scope, place: _Place
+    ) -> Sequence[Known]:
+        """Facts about a node's outputs."""
+        if (node.domain, node.op_type) in self.functions:
+            return self._function(self.functions[node.domain, node.op_type], node, inputs, place)
+        if node.domain in ("", "ai.onnx") and node.op_type in ("Constant", "If", "Loop", "Scan"):
+            return getattr(self, f"_{node.op_type.lower()}")(node, inputs, scope, place)
+        attributes = b"".join(attribute.SerializeToString(deterministic=True) for attribute in node.attribute)
+        names = tuple(dict.fromkeys(node.input)) if len({*node.input}) < len(node.input) else ()
+        version, facts = self.opsets.get(node.domain), [known and known.key for known in inputs]
+        key = (node.domain, version, node.op_type, attributes, len(node.output), names, *facts)
+        if key not in self.known:
+            self.known[key] = self._inferred(node, inputs, place)
+        return self.known[key]
+
+    def _inferred(self, node: onnx.NodeProto, inputs: Sequence[Known | None], place: _Place) -> list[Known]:
+        constant = all(known.constant for known in inputs if known is not None)
+        try:
+            made = infer(node, inputs, self.opsets)
+        except ModelError:
+            raise
+        except Exception as error:  # onnx's errors share no base class
+            if place.whole or constant:
+                reason = str(error).strip().splitlines()[-1:] or [""]
+                raise ModelError(f"{node.op_type} node {label(node)}: its size is not known: {reason[0]}") from error
+            return [Known() for _ in node.output]
+        if constant and made:
+            self.products += _products(node, inputs, made[0]) * place.times
+            if self.products > PRODUCTS:
+                raise ModelError(f"{node.op_type} node {label(node)}: constants of {self.products:,} products: refused")
+        return made
+
+    def _constant(
+        self, node: onnx.NodeProto, inputs: Sequence[Known | None], scope: Scope, place: _Place
+    ) -> list[Known]:
+        attribute = node.attribute[0]
+        if attribute.name == "value":
+            return [of_tensor(attribute.t)]
+        if attribute.name not in LIST_ATTRIBUTES:
+            raise ModelError(f"Constant node {label(node)} is a {attribute.name}: refused, no exporter writes such")
+        content = onnx.helper.get_attribute_value(attribute)
+        return [of_array(_array(content, LIST_ATTRIBUTES[attribute.name]))]
+
+    def _function(
+        self, function: onnx.FunctionProto, node: onnx.NodeProto, inputs: Sequence[Known | None], place: _Place
+    ) -> list[Known]:
+        given = {attribute.name: attribute for attribute in [*function.attribute_proto, *node.attribute]}
+        scope = {name: known for name, known in zip(function.input, inputs, strict=False) if known is not None}
+        nodes = [_with_attributes(inner, given) for inner in function.node]
+        outside = self.opsets
+        self.opsets = outside | _opsets(function.opset_import)
+        self.nodes(nodes, scope, replace(place, depth=place.depth + 1))
+        self.opsets = outside
+        return [scope.get(name, Known()) for name in function.output]
+
+    def _if(self, node: onnx.NodeProto, inputs: Sequence[Known | None], scope: Scope, place: _Place) -> list[Known]:
+        condition = inputs[0]
+        taken = None if condition is None or condition.data is None else bool(condition.data.reshape(-1)[:1].all())
+        found = {}
+        for attribute in node.attribute:
+            runs = place.whole and taken in (None, attribute.name == "then_branch")
+            inner: Scope = ChainMap(dict[str, Known](), scope)
+            self._weights(attribute.g, inner)
+            self.nodes(attribute.g.node, inner, replace(place, whole=runs, depth=place.depth + 1))
+            found[attribute.name] = [inner.get(value.name, Known()) for value in attribute.g.output]
+        if taken is not None:
+            return found["then_branch" if taken else "else_branch"]
+        return [_either(*pair) for pair in zip(found["then_branch"], found["else_branch"], strict=True)]
+
+    def _loop(self, node: onnx.NodeProto, inputs: Sequence[Known | None], scope: Scope, place: _Place) -> list[Known]:
+        count = inputs[0] if inputs else None
+        trips = None if count is None or count.data is None else max(0, int(count.data.reshape(-1)[0]))
+        if trips is None and (place.whole or count is None or count.constant):
+            raise ModelError(
+                f"Loop node {label(node)} has no trip count that follows from constants and shapes: refused"
+            )
+        carried = [known for known in inputs[2:] if known is not None]
+        first = [of_shape(onnx.TensorProto.INT64, (), False), of_shape(onnx.TensorProto.BOOL, (), False)]
+        made = self._steps(node, node.attribute[0].g, first, carried, 1, trips or 0, scope, place)
+        kept, each = made[: len(carried)], made[len(carried) :]
+        return [*kept, *(_collected(known, None, 0, trips or 0) for known in each)]
+
+    def _scan(self, node: onnx.NodeProto, inputs: Sequence[Known | None], scope: Scope, place: _Place) -> list[Known]:
+        given = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+        known = [one for one in inputs if one is not None]
+        states = len(known) - int(given["num_scan_inputs"])
+        axes = given.get("scan_input_axes") or [0] * (len(known) - states)
+        lengths = [_length(one, axis) for one, axis in zip(known[states:], axes, strict=True)]
+        trips = next((length for length in lengths if length is not None), None)
+        if trips is None and place.whole:
+            raise ModelError(f"Scan node {label(node)} runs over an axis whose length has no bound: refused")
+        slices = [_slice(one, axis) for one, axis in zip(known[states:], axes, strict=True)]
+        made = self._steps(node, given["body"], [], known[:states], 0, trips or 0, scope, place, slices)
+        out = given.get("scan_output_axes") or [0] * (len(made) - states)
+        each = [_collected(one, trips, axis, trips or 0) for one, axis in zip(made[states:], out, strict=True)]
+        return [*made[:states], *each]
+
+    def _steps(
+        self,
+        node: onnx.NodeProto,
+        body: onnx.GraphProto,
+        first: Sequence[Known],
+        carried: Sequence[Known],
+        skipped: int,
+        trips: int,
+        scope: Scope,
+        place: _Place,
+        slices: Sequence[Known] = (),
+    ) -> list[Known]:
+        """Outputs of a loop's body after `skipped` ones: carried values, then values of one step."""
+        inside = _Place(place.whole and trips > 0, place.times * max(1, trips), place.depth + 1)
+        if inside.times > TRIPS:
+            raise ModelError(f"{node.op_type} node {label(node)} would take {inside.times:,} steps: refused")
+        carried = [replace(known, data=None) for known in carried]
+        for _ in range(STEPS):
+            inner: Scope = ChainMap(dict[str, Known](), scope)
+            self._weights(body, inner)
+            inner.update(zip([value.name for value in body.input], [*first, *carried, *slices], strict=False))
+            self.nodes(body.node, inner, inside)
+            made = [inner.get(value.name, Known()) for value in body.output][skipped:]
+            after = [replace(known, data=None) for known in made[: len(carried)]]
+            if [known.shape for known in after] == [known.shape for known in carried]:
+                return [*after, *made[len(carried) :]]
+            carried = after
+        raise ModelError(f"{node.op_type} node {label(node)} carries a value that grows with every step: refused")
+
+    def _weights(self, graph: onnx.GraphProto, scope: Scope) -> None:
+        scope.update({tensor.name: of_tensor(tensor) for tensor in graph.initializer})
+
+
+def _opsets(imports: Iterable[onnx.OperatorSetIdProto]) -> dict[str, int]:
+    """Domain -> version, the standard domain by one name."""
+    return {"" if entry.domain == "ai.onnx" else entry.domain: entry.version for entry in imports}
+
+
+def _array(content: Any, dtype: str) -> NDArray[Any]:
+    return np.asarray(content, dtype)
+
+
+def _with_attributes(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto]) -> onnx.NodeProto:
+    """A node of a function, with the call's attributes in place of references."""
+    if not node.attribute:
+        return node
+    own = onnx.NodeProto()
+    own.CopyFrom(node)
+    del own.attribute[:]
+    for attribute in node.attribute:
+        if attribute.ref_attr_name:
+            if attribute.ref_attr_name in given:
+                own.attribute.add().CopyFrom(given[attribute.ref_attr_name])
+                own.attribute[-1].name = attribute.name
+            continue
+        own.attribute.add().CopyFrom(attribute)
+        for graph in [own.attribute[-1].g] if attribute.HasField("g") else []:
+            inner = [_with_attributes(one, given) for one in graph.node]
+            del graph.node[:]
+            graph.node.extend(inner)
+    return own
+
+
+def _products(node: onnx.NodeProto, inputs: Sequence[Known | None], made: Known) -> int:
+    """Multiplications of a node, roughly."""
+    counts = [known.most or 0 for known in inputs if known is not None]
+    if node.op_type == "Einsum":
+        return prod(counts)
+    if node.op_type in ("MatMul", "Gemm", "MatMulInteger", "QLinearMatMul"):
+        shape = inputs[0].shape if inputs and inputs[0] is not None else None
+        return (made.most or 0) * max((dim or 0 for dim in shape or ()), default=1)
+    if "Conv" in node.op_type and len(counts) > 1:
+        return (made.most or 0) * counts[1]
+    return 0
+
+
+def _either(one: Known, other: Known) -> Known:
+    """Facts about the output of one of two branches."""
+    bounds = [known.most for known in (one, other) if known.most is not None]
+    same = one.shape if one.shape == other.shape else None
+    if same is None and one.shape is not None and other.shape is not None and len(one.shape) == len(other.shape):
+        same = tuple(a if a == b else None for a, b in zip(one.shape, other.shape, strict=True))
+    most = max(bounds) if len(bounds) == 2 else None
+    return Known(one.dtype or other.dtype, same, most, None, one.constant and other.constant)
+
+
+def _length(known: Known, axis: int) -> int | None:
+    return known.shape[axis] if known.shape is not None and -len(known.shape) <= axis < len(known.shape) else None
+
+
+def _slice(known: Known, axis: int) -> Known:
+    """One step's part of what a Scan runs over."""
+    if known.shape is None or not known.shape:
+        return replace(known, shape=None, data=None)
+    axis %= len(known.shape)
+    return of_shape(known.dtype, known.shape[:axis] + known.shape[axis + 1 :], known.constant)
+
+
+def _collected(known: Known, length: int | None, axis: int, trips: int) -> Known:
+    """A loop's output of one value a step; `length` is None if it may end earlier."""
+    most = None if known.most is None else known.most * trips
+    if known.shape is None:
+        return replace(known, most=most, data=None)
+    axis %= len(known.shape) + 1
+    shape = (*known.shape[:axis], length, *known.shape[axis:])
+    return replace(known, shape=shape, most=most, data=None)

@@ -1,0 +1,119 @@
+"""Weight files compared with what was recorded of them when the model was exported.
+
+1. Recorded of each file in the metadata's `weight_files`: its size, a sampled hash, and the hash of all its bytes.
+2. The sampled hash is SHA-256 of 16 blocks of 64 KiB, spread evenly from the first to the last: under a millisecond a
+   file, whatever its size. It is checked whenever a model is opened, so that weights that were exchanged, trained on in
+   place, cut or only half copied are noticed. One flipped bit between two blocks is not: `check="full"` reads it all.
+3. Times of change are not recorded: copies, checkouts and hard links have others for the same bytes.
+4. A model of an earlier mionnx has `weights_sha256` alone, the hash of the checkpoint's files. Where its weights are
+   one `model.safetensors` of at most 16 MiB, that hash is checked on opening; larger ones open as before.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mionnx.errors import InputError, ModelError, nearest
+from mionnx.graph.metadata import Metadata
+from mionnx.machine.progress import Progress, silent
+
+LEVELS = ("sampled", "full", "none")
+BLOCK, BLOCKS = 2**16, 16
+CHUNK = 2**24
+SMALL = 2**24  # bytes that are hashed on opening where no sampled hash was recorded
+CHECKPOINT = "model.safetensors"  # the weight file of which `weights_sha256` is the hash, if it is the only one
+AGAIN = "export the model again, or open it with check='none' if you changed them on purpose"
+
+
+def fingerprints(folder: Path, names: Iterable[str], progress: Progress = silent) -> dict[str, dict[str, Any]]:
+    """Size, sampled hash and whole hash of weight files, for `Metadata.weight_files`.
+
+    Args:
+        folder, names: of the files.
+        progress: called as (stage, done, total) in bytes.
+    """
+    files = {name: folder / name for name in sorted({*names})}
+    return {
+        name: {"size": file.stat().st_size, "sampled": sampled(file), "sha256": sha256([file], progress)}
+        for name, file in files.items()
+    }
+
+
+def sampled(file: Path) -> str:
+    """SHA-256 of 16 blocks of a file, the first and the last among them."""
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        last = max(0, file.stat().st_size - BLOCK)
+        for start in sorted({last * n // (BLOCKS - 1) for n in range(BLOCKS)}):
+            stream.seek(start)
+            digest.update(stream.read(BLOCK))
+    return digest.hexdigest()
+
+
+def sha256(files: Iterable[Path], progress: Progress = silent) -> str:
+    """SHA-256 of files' bytes, in the order given."""
+    files = list(files)
+    total, done = sum(file.stat().st_size for file in files), 0
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while chunk := stream.read(CHUNK):
+                digest.update(chunk)
+                done += len(chunk)
+                progress("hashing weights", done, total)
+    return digest.hexdigest()
+
+
+def check(folder: Path, metadata: Metadata, names: Iterable[str], level: str, progress: Progress = silent) -> None:
+    """Compare a model's weight files with what was recorded of them.
+
+    Args:
+        folder: the hooked model's folder.
+        metadata: of its graph.
+        names: the weight files that the graph reads.
+        level: "sampled", "full" (every byte), or "none".
+        progress: called as (stage, done, total) in bytes.
+
+    Raises:
+        InputError: another level.
+        ModelError: a file differs, or nothing was recorded of it and every byte is to be checked.
+    """
+    if level not in LEVELS:
+        raise InputError(f"check={level!r} must be one of {', '.join(LEVELS)}{nearest(str(level), LEVELS)}")
+    if level == "none":
+        return
+    try:
+        if metadata.weight_files:
+            _compare(folder, metadata.weight_files, {*names}, level == "full", progress)
+        else:
+            _compare_whole(folder, metadata, {*names}, level == "full", progress)
+    except OSError as error:
+        raise ModelError(f"cannot read the weights in {folder}: {error}") from error
+
+
+def _compare(
+    folder: Path, recorded: Mapping[str, Mapping[str, Any]], names: set[str], full: bool, progress: Progress
+) -> None:
+    for name in sorted(names):
+        known = recorded.get(name)
+        if known is None:  # a file that a later program wrote, as when a model is quantised
+            if full:
+                raise ModelError(f"nothing was recorded of {folder / name}, so that it cannot be checked")
+            continue
+        _say_if(folder / name, (folder / name).stat().st_size != known.get("size"))
+        _say_if(folder / name, sampled(folder / name) != known.get("sampled"))
+        _say_if(folder / name, full and sha256([folder / name], progress) != known.get("sha256"))
+
+
+def _compare_whole(folder: Path, metadata: Metadata, names: set[str], full: bool, progress: Progress) -> None:
+    known = names == {CHECKPOINT} and bool(metadata.weights_sha256)
+    if full and not known:
+        raise ModelError(f"{folder} was exported before hashes of its files were recorded: export it again")
+    if known and (full or (folder / CHECKPOINT).stat().st_size <= SMALL):
+        _say_if(folder / CHECKPOINT, sha256([folder / CHECKPOINT], progress) != metadata.weights_sha256)
+
+
+def _say_if(file: Path, differs: bool) -> None:
+    if differs:
+        raise ModelError(f"{file} is damaged or not the file that was exported: {AGAIN}")

@@ -1,0 +1,194 @@
+"""Prompts as rows of ids: arrays and tensors, lists, `Tokens`, a tokenizer's encodings and dictionaries.
+
+transformers' tokenizers give a dictionary (`BatchEncoding`), `tokenizers` gives an `Encoding`; neither library is
+imported here. A dictionary's keys:
+
+* `input_ids`: the ids, in any form that a prompt has.
+* `attention_mask`: 1 for tokens, 0 for padding; the same as the parameter of that name.
+* `token_type_ids`: zeros, as tokenizers write them for one text; others are refused, since the graph has no such input.
+* `special_tokens_mask`, `offset_mapping`, `length`, `overflow_to_sample_mapping` and `num_truncated_tokens` say
+  something of the text and nothing to the model: they are left aside. Any other key is refused.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.errors import InputError, nearest
+from mionnx.inputs.tokens import Tokens
+from mionnx.machine.arrays import to_array
+
+IDS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"
+ASIDE = ("special_tokens_mask", "offset_mapping", "length", "overflow_to_sample_mapping", "num_truncated_tokens")
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows of ids as they were given, padded on the left where they have unequal lengths.
+
+    Attributes:
+        ids: [batch, seq], int64; a copy.
+        widths: [batch]: number of ids that were given for each row; what is before them is padding of ours.
+        own_mask: the attention_mask that came with the ids, as it was given; None without one.
+    """
+
+    ids: NDArray[np.int64]
+    widths: tuple[int, ...]
+    own_mask: Any = None
+
+    @property
+    def mask(self) -> NDArray[np.int64]:
+        """[batch, seq]: 1 for what was given, 0 for padding of ours."""
+        columns = np.arange(self.ids.shape[1])
+        return (columns >= self.ids.shape[1] - np.array(self.widths)[:, None]).astype(np.int64)
+
+    def chosen_mask(self, given: Any) -> Any:
+        """The attention mask to use: the parameter, or the one that came with the ids.
+
+        Raises:
+            InputError: both, and they differ.
+        """
+        if given is None or self.own_mask is None:
+            return self.own_mask if given is None else given
+        if not np.array_equal(self.mask_array(given), self.mask_array(self.own_mask)):
+            raise InputError("attention_mask is given twice, by itself and with the ids, and the two differ")
+        return given
+
+    def mask_array(self, given: Any) -> NDArray[Any]:
+        """A mask [batch, seq or total]; rows of unequal length are padded as the ids are.
+
+        Raises:
+            InputError: no array, or rows whose lengths are not those of the ids.
+        """
+        if _is_ragged(given) and tuple(map(len, given)) == self.widths:
+            return _padded([read_array("a row of attention_mask", row) for row in given])
+        return np.atleast_2d(read_array("attention_mask", given))
+
+
+def read_rows(tokens: Any) -> TokenRows:
+    """Rows of ids, from whatever was given.
+
+    Args:
+        tokens: ids [seq] or [batch, seq], `Tokens`, an encoding, a dictionary of ids, or a list of these.
+
+    Raises:
+        InputError: no ids, or something else.
+    """
+    if isinstance(tokens, Mapping):
+        return _of_dictionary(tokens)
+    if _is_encoding(tokens):
+        return _of_encoding(tokens)
+    if isinstance(tokens, Sequence) and not isinstance(tokens, str) and any(map(_is_row, tokens)):
+        return _of_rows([read_row(row) for row in tokens])
+    ids = read_array("tokens", tokens)
+    ids = ids[None] if ids.ndim == 1 else ids
+    if ids.ndim != 2:
+        raise InputError(f"tokens must be [seq] or [batch, seq], got shape {list(ids.shape)}")
+    if ids.size == 0:
+        raise InputError("the prompt is empty: there is no token to run on")
+    return TokenRows(_integers(ids), (ids.shape[1],) * len(ids))
+
+
+def read_row(given: Any) -> TokenRows:
+    """One row of a list of rows.
+
+    Raises:
+        InputError: several rows, or no ids.
+    """
+    if isinstance(given, Mapping) or _is_encoding(given):
+        row = read_rows(given)
+        if len(row.ids) != 1:
+            raise InputError(f"each entry of a list of prompts is one row, got {len(row.ids)} in one")
+        return row
+    if isinstance(given, str):
+        raise InputError(f"a list of prompts holds texts or ids, not both: {given!r} is among ids")
+    ids = read_array("a row of tokens", given)
+    if ids.ndim != 1:
+        raise InputError(f"each row of tokens must be [seq], got shape {list(ids.shape)}")
+    if ids.size == 0:
+        raise InputError("a prompt is empty: there is no token to run on")
+    return TokenRows(_integers(ids)[None], (len(ids),))
+
+
+def _of_rows(rows: list[TokenRows]) -> TokenRows:
+    masked = any(row.own_mask is not None for row in rows)
+    own = [row.mask_array(np.ones(row.widths) if row.own_mask is None else row.own_mask)[0] for row in rows]
+    ids = _padded([row.ids[0] for row in rows]).astype(np.int64)
+    return TokenRows(ids, tuple(row.widths[0] for row in rows), own if masked else None)
+
+
+def _of_dictionary(given: Mapping[Any, Any]) -> TokenRows:
+    if IDS not in given:
+        raise InputError(f"a prompt given as a dictionary has {IDS!r}; this one has {sorted(map(str, given))}")
+    known = (IDS, MASK, TYPES)
+    for key in given:
+        if key not in (*known, *ASIDE) and given[key] is not None:
+            choice = nearest(str(key), known) or f"; it may have {', '.join(known)}"
+            raise InputError(f"the prompt's dictionary has {key!r}, which the model does not read{choice}")
+    rows = read_rows(given[IDS])
+    refuse_types(given.get(TYPES))
+    own = given.get(MASK)
+    return rows if own is None else TokenRows(rows.ids, rows.widths, rows.chosen_mask(own))
+
+
+def refuse_types(given: Any) -> None:
+    """Refuse token types other than 0.
+
+    Raises:
+        InputError: the graph has no input for them.
+    """
+    parts = [] if given is None else given if _is_ragged(given) else [given]
+    if any(read_array(TYPES, part).astype(bool).any() for part in parts):
+        raise InputError(f"{TYPES} holds other numbers than 0, and the model has no such input: leave it out")
+
+
+def is_one_prompt(given: Any) -> bool:
+    """Whether a value is one prompt, not a list: a text, an encoding or a dictionary."""
+    return isinstance(given, str | Mapping) or _is_encoding(given)
+
+
+def _is_encoding(given: Any) -> bool:
+    """Whether a value is an encoding: `Tokens`, `tokenizers.Encoding`, a World one."""
+    return isinstance(given, Tokens) or (hasattr(given, "ids") and hasattr(given, "offsets"))
+
+
+def _of_encoding(given: Any) -> TokenRows:
+    row = read_row(given.ids)
+    mask = getattr(given, MASK, None)
+    return row if mask is None else TokenRows(row.ids, row.widths, mask)
+
+
+def _is_row(entry: Any) -> bool:
+    """Whether an entry of a list is a row, rather than an id."""
+    return _is_encoding(entry) or (hasattr(entry, "__len__") and getattr(entry, "ndim", 1) > 0)
+
+
+def _is_ragged(given: Any) -> bool:
+    return isinstance(given, list | tuple) and all(map(_is_row, given)) and len({*map(len, given)}) > 1
+
+
+def read_array(what: str, given: Any) -> NDArray[Any]:
+    """An array or a tensor of ids as a numpy array; its dtype is not checked.
+
+    Raises:
+        InputError: no array, with `what` as its name.
+    """
+    try:
+        return to_array(given)
+    except ValueError as error:
+        raise InputError(f"{what} must be an array of integers: {error}") from error
+
+
+def _integers(ids: NDArray[Any]) -> NDArray[np.int64]:
+    if ids.dtype.kind not in "iu":
+        raise InputError(f"tokens must be integers, got {ids.dtype}")
+    return np.array(ids, np.int64)  # a copy: impossible ids of padding are overwritten later
+
+
+def _padded(rows: list[NDArray[Any]]) -> NDArray[Any]:
+    """[batch, longest]: rows with zeros on their left."""
+    width = max(len(row) for row in rows)
+    return np.stack([np.pad(row, (width - len(row), 0)) for row in rows])
