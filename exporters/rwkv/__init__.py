@@ -10,7 +10,7 @@ from mionnx.machine.progress import Progress, silent
 
 
 def recognises(folder: Path) -> bool:
-    """Whether a folder or a `.pth` file holds an RWKV-6 or RWKV-7 checkpoint, by the names of its tensors.
+    """Whether a folder or a `.pth` file holds RWKV-6 or RWKV-7, by the names of its tensors.
 
     Cheap: torch is not imported, and nothing is unpickled.
     """

@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from mionnx.errors import InputError
 from mionnx.view import Shown
 
-Model = Annotated[str, typer.Argument(help="Folder of a hooked model or a checkpoint, a .pth file of RWKV, or a Hub id.")]
+Model = Annotated[str, typer.Argument(help="Folder of a hooked model or a checkpoint, a .pth file, or a Hub id.")]
 Prompt = Annotated[str, typer.Argument(help="The prompt.")]
 Position = Annotated[int, typer.Option(help="Token of the prompt: from 0, or negative from its end.")]
 Numbers = Annotated[list[int] | None, typer.Option(metavar="NUMBER", help="Only this one; may be repeated.")]

@@ -49,7 +49,9 @@ def find_model(source: str | Path, dtype: str, progress: Progress) -> Path:
 
 
 def checkpoint_folder(source: str | Path) -> Path:
-    """The folder of a model named by a path or a Hub id, downloaded if need be; or the `.pth` file of an RWKV model.
+    """The folder of a model named by a path or a Hub id, or its `.pth` file.
+
+    It is downloaded if need be.
 
     Raises:
         InputError: not a path.

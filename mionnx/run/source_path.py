@@ -1,4 +1,4 @@
-"""Paths given for a model: a folder, a file that can be opened, or an error that says what to give instead."""
+"""Paths given for a model: folders, the files that open too, and advice where there is no model."""
 
 import difflib
 import os
@@ -81,7 +81,7 @@ def _near_files(path: Path) -> str:
 
 
 def missing(name: str, choices: Iterable[str] = ()) -> str:
-    """End of an error message for a path where nothing is: the nearest folder that is there.
+    """End of an error message for a missing path: the nearest folder.
 
     Args:
         name: the path.
