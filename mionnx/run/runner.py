@@ -28,6 +28,7 @@ from mionnx.run import find_model, spec_graphs, tokenizing
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache, collect
 from mionnx.run.nan_logits import checked, refuse_nan
+from mionnx.run.recipe import Recipe
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
 
@@ -242,6 +243,15 @@ class Runner:
             again = partial(self.forward, tokens, attention_mask=mask, cache=past, prompt_length=length, logits=False)
             results["logits"] = checked(results["logits"], partial(refuse_nan, spec=spec, again=again))
         return collect(bound, batch, results, use_cache)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Recipe.open, (Recipe.of(self),)
+
+    def __copy__(self) -> Self:
+        return type(self)(self.hooked, self.options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.__copy__()
 
     def __repr__(self) -> str:
         sizes = self.hooked.metadata.sizes
