@@ -1,6 +1,7 @@
 """Files beside a hooked model: the checkpoint's config and tokenizer files."""
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from mionnx.errors import ExportError, ModelError
@@ -25,8 +26,8 @@ def find_files(folder: Path) -> list[Path]:
     return files
 
 
-def keep_files(folder: Path, target: Path) -> None:
-    """Copy a checkpoint's small files into the hooked model's folder."""
-    if folder.resolve() != target.resolve():
-        for file in find_files(folder):
+def keep_files(files: Iterable[Path], target: Path) -> None:
+    """Copy small files into the hooked model's folder, unless they lie there."""
+    for file in files:
+        if file.parent.resolve() != target.resolve():
             shutil.copyfile(file, target / file.name)

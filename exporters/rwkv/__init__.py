@@ -10,22 +10,23 @@ from mionnx.machine.progress import Progress, silent
 
 
 def recognises(folder: Path) -> bool:
-    """Whether a folder holds an RWKV-6 or RWKV-7 checkpoint, by the names of its tensors.
+    """Whether a folder or a `.pth` file holds RWKV-6 or RWKV-7, by the names of its tensors.
 
-    It may be safetensors or `.pth`. Cheap: torch is not imported, and nothing is unpickled.
+    Cheap: torch is not imported, and nothing is unpickled.
     """
     from exporters.rwkv.layouts import find_layout
     from exporters.rwkv.names import tensor_names
 
-    return folder.is_dir() and find_layout(tensor_names(folder)) is not None
+    return find_layout(tensor_names(folder)) is not None
 
 
 def export(folder: Path, target: Path, dtype: str = "float32", progress: Progress = silent) -> None:
-    """Write a checkpoint folder as a hooked model into an empty or new folder.
+    """Write a checkpoint as a hooked model into an empty or new folder.
 
     Args:
         folder: RWKV-6 in Hugging Face's layout, RWKV-7 in flash-linear-attention's, or one BlinkDL `.pth` of either;
-            with `config.json` and tokenizer files where there are any.
+            with `config.json` and tokenizer files where there are any. Or a `.pth` file, of whose folder the tokenizer
+            files alone belong to it.
         target: where `model.onnx`, the weights, the config and the tokenizer go.
         dtype: "float32", "float16", "bfloat16", or "auto" for the checkpoint's own. Weights already of this dtype are
             referenced in place, others converted one at a time. The recurrence runs in float32 all the same.

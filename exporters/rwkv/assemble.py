@@ -19,6 +19,7 @@ from mionnx.graph.metadata import Metadata, Sizes, context_length
 from mionnx.graph.weight_check import fingerprints, sha256
 from mionnx.machine.progress import Progress
 
+CONFIGS = ("config.json", "generation_config.json")
 STAGES = ("reading the checkpoint", "building the graph", "placing weights", "writing")
 
 
@@ -29,11 +30,12 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         progress(f"exporting {folder.name}: {STAGES[number]}", number + 1, len(STAGES))
 
     stage(0)
-    find_files(folder)  # refused before work
+    alone = folder.is_file()  # then nothing but a tokenizer belongs to it
+    files = [file for file in find_files(folder.parent if alone else folder) if not (alone and file.name in CONFIGS)]
     target.mkdir(parents=True, exist_ok=True)
     tensors = {tensor.name: tensor for tensor in _read(folder)}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    layout, config = layout_of(shapes, folder), read_config(folder)
+    layout, config = layout_of(shapes, folder), {} if alone else read_config(folder)
     shape = shape_of(shapes, layout, config)
     kind = export_dtype(dtype, list(tensors.values()))
     stage(1)
@@ -63,10 +65,12 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
     model = ir.Model(graph, ir_version=10, producer_name="mionnx", producer_version=version("mionnx"))
     model.metadata_props.update(metadata.to_props())
     ir.save(model, target / "model.onnx")
-    keep_files(folder, target)
+    keep_files(files, target)
 
 
 def _read(folder: Path) -> list[Stored]:
+    if folder.is_file():
+        return read_pth(folder)
     if not any(folder.glob("*.safetensors")):
         file = pth_file(folder)
         if file is not None:

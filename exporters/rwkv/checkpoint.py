@@ -7,7 +7,7 @@ from typing import Any
 
 from exporters.rwkv.layouts import Layout, find_layout
 from mionnx.errors import ExportError, ModelError
-from mionnx.graph.folder_file import read_json
+from mionnx.graph.folder_file import inside, read_json
 
 GROUP_NORM_EPS = 64e-5
 LAYER_NORM_EPS = 1e-5
@@ -37,7 +37,7 @@ def pth_file(folder: Path) -> Path | None:
     """The folder's `.pth`.
 
     Raises:
-        ExportError: there are several.
+        ExportError: there are several, or it leads out of the folder.
     """
     files = sorted(folder.glob("*.pth"))
     if len(files) > 1:
@@ -45,7 +45,10 @@ def pth_file(folder: Path) -> Path | None:
             f"{folder} holds {len(files)} .pth files ({', '.join(file.name for file in files[:3])} ...): "
             "give each a folder of its own"
         )
-    return files[0] if files else None
+    try:
+        return inside(folder, files[0].name) if files else None
+    except ModelError as error:
+        raise ExportError(str(error)) from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:

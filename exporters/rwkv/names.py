@@ -11,8 +11,14 @@ MAX_PICKLE = 16_000_000
 
 
 def tensor_names(folder: Path) -> set[str]:
-    """Names of a checkpoint's tensors, read without torch; empty if there is no checkpoint."""
+    """Names of a checkpoint's tensors, read without torch; empty if there is no checkpoint.
+
+    Args:
+        folder: of the checkpoint, or a `.pth` file.
+    """
     names: set[str] = set()
+    if folder.is_file():
+        return _pickled_names(folder)
     for file in _files(folder, "*.safetensors"):
         names |= _safetensors_names(file)
     if not names:

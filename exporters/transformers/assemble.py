@@ -40,7 +40,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         progress(f"exporting {folder.name}: {STAGES[done - 1]}", done, len(STAGES))
 
     stage()
-    find_files(folder)  # refused before work
+    files = find_files(folder)
     config = native_config(folder)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".mionnx-") as staging:
@@ -78,7 +78,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
     traced.model.metadata_props.update(metadata.to_props())
     traced.model.producer_name, traced.model.producer_version = "mionnx", version("mionnx")
     ir.save(traced.model, target / "model.onnx")
-    keep_files(folder, target)
+    keep_files(files, target)
     _write_fast_tokenizer(folder, target)
 
 

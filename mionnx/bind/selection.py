@@ -164,6 +164,8 @@ class Selection:
             verb = "must be" if form is ValueShape.EXACT else "must broadcast to"
             raise self._refuse(f"value of shape {list(value.shape)} {verb} {self.spelled}")
         full = self._cast(value, dtype)
+        if form is ValueShape.EXACT:
+            return np.ascontiguousarray(np.broadcast_to(full, self.shape))  # it stands for the activation itself
         return full.reshape((1,) * (len(self.shape) - full.ndim) + full.shape)
 
     def applied(self, activation: NDArray[Any]) -> NDArray[Any]:

@@ -112,6 +112,9 @@ def _values(graph: Graph, place: Selection, inputs: Sequence[Variable], knob: Co
         replace_input(graph, inputs[0], _mask(graph, edit, mask, report))
         return
     arrays = _fixed(place, inputs[0].dtype) if inputs else ()
+    if rules.shape is ValueShape.EXACT and not (edit.at_positions or edit.masked):
+        _spread(graph, place, inputs[0], arrays[0], report)
+        return
     if knob is None:
         for variable, array in zip(inputs, arrays, strict=True):
             _become(graph, variable, array)
@@ -127,6 +130,25 @@ def _values(graph: Graph, place: Selection, inputs: Sequence[Variable], knob: Co
     node = next(node for node in graph.nodes if node.name.startswith(step))
     node.inputs = [turned if entry is variable else entry for entry in node.inputs]
     _become(graph, variable, array)
+
+
+def _spread(graph: Graph, place: Selection, value: Variable, array: NDArray[Any], report: Report) -> None:
+    """Expand a constant to the whole activation that it stands for, in any batch and text."""
+    tensors = graph.tensors()
+    op = Builder(graph, place.edit.hook, f"{place.edit.prefix}.spread", report)
+    dynamic = {
+        "batch": ("input_ids", 0),
+        "seq": ("input_ids", 1),
+        "seq_q": ("input_ids", 1),
+        "seq_k": ("attention_mask", 1),
+    }
+    sizes = [
+        op.Shape(tensors[dynamic[name][0]], start=dynamic[name][1], end=dynamic[name][1] + 1)
+        if name in dynamic
+        else np.array([size])
+        for name, size in zip(place.edit.axes, place.shape, strict=True)
+    ]
+    replace_input(graph, value, op.Expand(array, op.Concat(*sizes, axis=0)))
 
 
 def _by_row(positions: Any) -> bool:

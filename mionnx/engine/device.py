@@ -56,6 +56,9 @@ class DeviceArray:
         """The value on the CPU."""
         return fetch(self.value, self.place)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return np.asarray, (self.array,)  # pickled and copied as what it is read as
+
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         return np.array(self.array, dtype, copy=copy)
 

@@ -20,6 +20,7 @@ The format, on one page:
    exported (`mionnx.graph.weight_check`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,9 +33,9 @@ from numpy.typing import DTypeLike
 from mionnx.errors import HookError, ModelError, nearest
 from mionnx.graph import onnx_file, validate, weight_check
 from mionnx.graph.folder_file import read_json
-from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.known_value import Dims
-from mionnx.graph.metadata import Metadata, context_length
+from mionnx.graph.hook_points import HookPoint, layer_of
+from mionnx.graph.known_value import Dims, Known
+from mionnx.graph.metadata import Metadata, Sizes, context_length
 from mionnx.machine.progress import Progress, silent
 
 GRAPH = "model.onnx"
@@ -56,6 +57,7 @@ KEPT = (
 DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
+LARGEST = 2**28  # bytes of a graph without its weights
 TOKENS = ((1, 1, 0), (2, 3, 5))  # batch, seq, past: token batches for which the sizes of all values are checked
 
 
@@ -80,15 +82,20 @@ class HookedModel:
             ModelError: see the module's text.
             InputError: another `check`.
         """
-        proto = onnx_file.read(folder / GRAPH)
+        proto = onnx_file.read(folder / GRAPH, LARGEST)
         metadata = Metadata.from_props(onnx_file.properties(proto))
-        validate.check(proto, folder, [_shapes(proto, *tokens) for tokens in TOKENS])
-        ranks = onnx_file.value_ranks(proto)
+        known = validate.check(proto, folder, [_shapes(proto, *tokens) for tokens in TOKENS])
+        made = {output for node in proto.graph.node for output in node.output}
         for name, axes in metadata.hooks.items():
-            if name not in ranks:
+            if name not in made:
                 raise ModelError(f"{folder / GRAPH} lists the hook point {name!r}, but no node makes such a value")
-            if ranks[name] not in (None, len(axes)):
-                raise ModelError(f"{name} has {ranks[name]} axes in the graph, but its metadata say {axes}")
+            _check_axes(name, axes, known[name], metadata.sizes)
+        layers = {layer_of(name) for name in metadata.hooks} - {None}
+        if layers and metadata.sizes.num_layers != len(layers):
+            raise ModelError(
+                f"{folder / GRAPH} has hook points of {len(layers)} layers, but its metadata say "
+                f"{metadata.sizes.num_layers}"
+            )
         attending = metadata.sizes.num_layers if any(".attn." in name for name in metadata.hooks) else 0
         if len(metadata.attention) != attending:
             raise ModelError(f"{folder / GRAPH} describes attention in {len(metadata.attention)} of {attending} layers")
@@ -165,6 +172,26 @@ class HookedModel:
                 f"this {self.metadata.family} model has no hook point {point.name!r}{nearest(point.name, self._points)}"
             )
         return list(self.metadata.hooks[point.name])
+
+
+def _check_axes(name: str, axes: Sequence[str | int], known: Known, sizes: Sizes) -> None:
+    """Check what the metadata say of a hook point's axes against the graph and the sizes."""
+    shape = known.shape if known.shape is not None else (None,) * len(axes)
+    fixed = [(axis, dim) for axis, dim in zip(axes, shape, strict=False) if isinstance(axis, int)]
+    if len(shape) != len(axes) or any(None is not dim != axis for axis, dim in fixed):
+        raise ModelError(f"{name} has the shape {list(shape)} in the graph, but its metadata say {list(axes)}")
+    named = {
+        "hidden": sizes.hidden_size,
+        "n_heads": sizes.num_heads,
+        "n_kv_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "key_dim": sizes.head_dim,
+        "value_dim": sizes.head_dim,
+        "vocab": sizes.vocab_size,
+    }
+    for axis, size in zip(HookPoint.parse(name).axes or (), axes, strict=False):
+        if isinstance(size, int) and named.get(axis, size) != size:
+            raise ModelError(f"the axis {axis} of {name} is {size}, but the metadata's sizes say {named[axis]}")
 
 
 def _shapes(proto: onnx.ModelProto, batch: int, seq: int, past: int) -> dict[str, Dims]:

@@ -1,4 +1,8 @@
-"""`Metadata`: sizes, hook points, attention and origin, as `metadata_props` of `model.onnx`."""
+"""`Metadata`: sizes, hook points, attention and origin, as `metadata_props` of `model.onnx`.
+
+They may come from anybody: `from_props` is their only reader, and checks types and limits. Whether they agree with the
+graph is checked by `HookedModel.open`.
+"""
 
 import json
 from collections.abc import Mapping
@@ -6,9 +10,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mionnx.errors import ModelError
+from mionnx.graph.folder_file import parse_json
 
 FORMAT_VERSION = 1
 PREFIX = "mionnx."
+LARGEST = 2**24  # characters; 30 layers have 40,000
+DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -104,26 +111,68 @@ class Metadata:
         Raises:
             ModelError: the file is no hooked model, is of another format version, or its metadata is damaged.
         """
+        if sum(len(key) + len(text) for key, text in props.items()) > LARGEST:
+            raise ModelError(f"the hooked model's metadata has more than {LARGEST:,} characters: refused")
         if f"{PREFIX}format" not in props:
             raise ModelError(
                 "this ONNX file is not a hooked model: it has no mionnx metadata; make one with `mionnx export`"
             )
         try:
             values = {
-                key.removeprefix(PREFIX): json.loads(text) for key, text in props.items() if key.startswith(PREFIX)
+                key.removeprefix(PREFIX): parse_json(text) for key, text in props.items() if key.startswith(PREFIX)
             }
-            version = values.pop("format")
-            if version != FORMAT_VERSION:
-                raise ModelError(
-                    f"hooked model of format {version}, but this mionnx reads format {FORMAT_VERSION}: export it again"
-                )
+        except ModelError as error:
+            raise ModelError(f"the hooked model's metadata is damaged: {error}") from error
+        version = values.pop("format")
+        if version != FORMAT_VERSION:
+            raise ModelError(
+                f"hooked model of format {version}, but this mionnx reads format {FORMAT_VERSION}: export it again"
+            )
+        try:
             values["sizes"] = Sizes(**values["sizes"])
             values["attention"] = [Attention(**entry) for entry in values["attention"]]
-            length = values.get("context_length")
-            if length is not None and (type(length) is not int or length < 1):
-                raise ModelError(f"the hooked model's metadata is damaged: context_length {length!r}")
-            if not all(isinstance(known, dict) for known in values.get("weight_files", {}).values()):
-                raise TypeError("weight_files must be dictionaries")
-            return cls(**values)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            read = cls(**values)
+            _check(read)
+        except (ValueError, TypeError, KeyError) as error:
             raise ModelError(f"the hooked model's metadata is damaged: {error}") from error
+        return read
+
+
+def _check(read: Metadata) -> None:
+    """Check types and limits.
+
+    Raises:
+        ValueError: the first that is wrong.
+    """
+    for name, value in asdict(read.sizes).items():
+        if not (value is None and name == "max_positions"):
+            _check_number(f"sizes.{name}", value)
+    for name, text in (("family", read.family), ("weights_sha256", read.weights_sha256)):
+        _expect(isinstance(text, str) and len(text) <= 100, name, "a short text", text)
+    _expect(read.dtype in DTYPE_NAMES, "dtype", f"one of {', '.join(DTYPE_NAMES)}", read.dtype)
+    _expect(isinstance(read.exporter, dict), "exporter", "a table of versions", read.exporter)
+    _expect(isinstance(read.hooks, dict), "hooks", "a table of axes", read.hooks)
+    for hook, axes in read.hooks.items():
+        known = isinstance(axes, list) and all(type(axis) in (str, int) for axis in axes)
+        _expect(known, f"hooks[{hook!r}]", "a list of axes", axes)
+    if read.context_length is not None:
+        _check_number("context_length", read.context_length)
+    _expect(isinstance(read.weight_files, dict), "weight_files", "a table of files", read.weight_files)
+    for file, facts in read.weight_files.items():
+        _expect(isinstance(facts, dict), f"weight_files[{file!r}]", "a table", facts)
+    for layer, entry in enumerate(read.attention):
+        _expect(isinstance(entry.output_projection, str), f"attention[{layer}]", "of a weight by its name", entry)
+        _expect(isinstance(entry.output_is_rows, bool), f"attention[{layer}].output_is_rows", "true or false", entry)
+        if entry.sliding_window is not None:
+            _check_number(f"attention[{layer}].sliding_window", entry.sliding_window)
+
+
+def _check_number(name: str, value: object) -> None:
+    known = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+    _expect(known, name, "a positive number", value)
+
+
+def _expect(known: bool, name: str, wanted: str, found: object) -> None:
+    if not known:
+        shown = repr(found)
+        raise ValueError(f"{name} {shown[:60]}{' ...' if len(shown) > 60 else ''} must be {wanted}")

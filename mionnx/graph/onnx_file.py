@@ -14,17 +14,24 @@ from google.protobuf.message import DecodeError
 from numpy.typing import DTypeLike, NDArray
 
 from mionnx.errors import ModelError
+from mionnx.graph.folder_file import check_regular
 
 ModelProto: TypeAlias = onnx.ModelProto
 ValueInfoProto: TypeAlias = onnx.ValueInfoProto
+LARGEST = 2**31  # bytes of an ONNX file
 
 
-def read(path: Path) -> onnx.ModelProto:
+def read(path: Path, largest: int = LARGEST) -> onnx.ModelProto:
     """Read `model.onnx` without its external data.
 
+    Args:
+        path: of the file.
+        largest: bytes; a larger file is not read.
+
     Raises:
-        ModelError: no such file, or no ONNX in it.
+        ModelError: no such file, no regular one, or no ONNX in it.
     """
+    check_regular(path, largest)
     try:
         proto = onnx.load(path, load_external_data=False)
     except OSError as error:
@@ -85,15 +92,6 @@ def embed(proto: onnx.ModelProto, folder: Path) -> None:
                 tensor.raw_data = file.read(int(entry["length"]))
             del tensor.external_data[:]
             tensor.data_location = onnx.TensorProto.DEFAULT
-
-
-def value_ranks(proto: onnx.ModelProto) -> dict[str, int | None]:
-    """Value of a node -> its rank, None where the model does not say it."""
-    ranks: dict[str, int | None] = {output: None for node in proto.graph.node for output in node.output}
-    for value in [*proto.graph.value_info, *proto.graph.output]:
-        if value.name in ranks and value.type.tensor_type.HasField("shape"):
-            ranks[value.name] = len(value.type.tensor_type.shape.dim)
-    return ranks
 
 
 def interface(proto: onnx.ModelProto) -> tuple[list[str], list[str]]:

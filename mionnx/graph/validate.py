@@ -20,7 +20,7 @@ import onnx
 from mionnx.errors import ModelError
 from mionnx.graph.folder_file import resolve
 from mionnx.graph.known_value import Dims
-from mionnx.graph.value_sizes import check_sizes
+from mionnx.graph.value_sizes import Scope, check_sizes
 
 NODES = 2**15  # a layer has some 50 to 300
 PACKED: dict[int, int] = {onnx.TensorProto.INT4: 2, onnx.TensorProto.UINT4: 2, onnx.TensorProto.FLOAT4E2M1: 2}
@@ -36,7 +36,7 @@ class Span:
     name: str
 
 
-def check(proto: onnx.ModelProto, folder: Path, batches: Sequence[Mapping[str, Dims]] = ()) -> None:
+def check(proto: onnx.ModelProto, folder: Path, batches: Sequence[Mapping[str, Dims]] = ()) -> Scope:
     """Check everything above.
 
     Args:
@@ -44,6 +44,9 @@ def check(proto: onnx.ModelProto, folder: Path, batches: Sequence[Mapping[str, D
         folder: of its external data.
         batches: shapes of the inputs; for each, every value must have a bound. If there are none, those that are made
             of constants alone.
+
+    Returns:
+        name of a value -> what is known of it in the last of the batches.
 
     Raises:
         ModelError: the first thing that is wrong.
@@ -61,8 +64,8 @@ def check(proto: onnx.ModelProto, folder: Path, batches: Sequence[Mapping[str, D
     _check_valid(proto)
     weights = sum({(span.location, span.start, span.end): span.end - span.start for span in spans}.values())
     weights += sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
-    for shapes in batches or [{}]:
-        check_sizes(proto, shapes, weights, whole=bool(batches))
+    found = [check_sizes(proto, shapes, weights, whole=bool(batches)) for shapes in batches or [{}]]
+    return found[-1]
 
 
 def _check_valid(proto: onnx.ModelProto) -> None:

@@ -35,7 +35,7 @@ LIST_ATTRIBUTES = {"value_ints": "int64", "value_floats": "float32", "value_int"
 Scope = MutableMapping[str, Known]
 
 
-def check_sizes(proto: onnx.ModelProto, shapes: Mapping[str, Dims], weights: int, whole: bool = True) -> None:
+def check_sizes(proto: onnx.ModelProto, shapes: Mapping[str, Dims], weights: int, whole: bool = True) -> Scope:
     """Check the sizes of all values.
 
     Args:
@@ -44,10 +44,13 @@ def check_sizes(proto: onnx.ModelProto, shapes: Mapping[str, Dims], weights: int
         weights: bytes of the weights, those outside the graph included.
         whole: whether every value must have a bound; otherwise those that are made of constants alone.
 
+    Returns:
+        name of a value of the outermost graph -> what is known of it.
+
     Raises:
         ModelError: a value that is too large or has no bound.
     """
-    _Walk(proto, weights).check(shapes, whole)
+    return _Walk(proto, weights).check(shapes, whole)
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class _Walk:
         self.visits = self.products = 0
         self.known: dict[object, list[Known]] = {}
 
-    def check(self, shapes: Mapping[str, Dims], whole: bool) -> None:
+    def check(self, shapes: Mapping[str, Dims], whole: bool) -> Scope:
         """Follow the whole graph."""
         graph, scope = self.proto.graph, dict[str, Known]()
         for value in graph.input:
@@ -80,6 +83,7 @@ class _Walk:
             known = of_tensor(tensor)
             scope[tensor.name] = replace(known, data=None) if tensor.name in scope else known
         self.nodes(graph.node, scope, _Place(whole))
+        return scope
 
     def nodes(self, nodes: Sequence[onnx.NodeProto], scope: Scope, place: _Place) -> None:
         """Follow nodes in order, and put what is known of their outputs into the scope."""

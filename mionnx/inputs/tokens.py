@@ -8,9 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from mionnx.errors import InputError, TokenizerError
+from mionnx.errors import InputError, ModelError, TokenizerError
+from mionnx.graph.folder_file import check_regular
 from mionnx.inputs.world_tokenizer import WorldTokenizer, find_vocabulary
 from mionnx.machine.brief import Brief, count, spelled
+
+LARGEST = 2**30  # bytes of a tokenizer.json
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,6 +86,10 @@ def load_tokenizer(folder: Path) -> Tokenizer | WorldTokenizer:
                 f"{folder} has neither a tokenizer.json nor a rwkv_vocab*.txt: give token ids instead of text"
             )
         return WorldTokenizer.from_file(vocabulary)
+    try:
+        check_regular(path, LARGEST)
+    except ModelError as error:
+        raise TokenizerError(str(error)) from error
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception

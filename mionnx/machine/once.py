@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 
 class KeyedLocks(Generic[K]):
-    """A lock a key, which lives as long as somebody holds it or waits for it."""
+    """A lock a key; it lives as long as a thread holds it or waits for it."""
 
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[K, Any] = WeakValueDictionary()
@@ -38,7 +38,7 @@ class Once(Generic[K, V]):
         self._making: KeyedLocks[K] = KeyedLocks()
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """The value of a key, made if there is none; if that fails, the next one who asks tries again."""
+        """The value of a key, made if there is none; after a failure the next thread tries again."""
         with self._making.of(key):
             if key not in self._values:
                 self._values[key] = make()
@@ -46,7 +46,10 @@ class Once(Generic[K, V]):
 
 
 class once_property(cached_property[V]):  # noqa: N801 - used as `cached_property` is
-    """`functools.cached_property` that is computed once, however many threads ask (Python 3.12 computes it in each)."""
+    """`functools.cached_property`, computed once for all threads.
+
+    From Python 3.12 on, `functools` computes it in every thread that asks at the same time.
+    """
 
     def __init__(self, compute: Callable[[Any], V]) -> None:
         super().__init__(compute)

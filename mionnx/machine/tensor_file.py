@@ -97,6 +97,8 @@ def open_tensors(
     Raises:
         MIError: the file is missing or damaged, or has a dtype that numpy lacks.
     """
+    if Path(path).exists() and not Path(path).is_file():
+        raise error(f"{problem}: it is a folder, a device or a pipe")
     try:
         with safe_open(path, framework="np") as file:
             _check(Path(path), file.metadata() or {}, error, required)

@@ -17,8 +17,10 @@ from mionnx.graph.hooked_model import GRAPH
 from mionnx.machine.files import atomic_path, link_or_copy
 from mionnx.machine.progress import Progress
 from mionnx.machine.source_digest import source_digest
+from mionnx.run.source_path import advice, local_path, missing
 
 EXPORTING = ("mionnx.graph",)  # what every exporter uses: a change there may change the graph
+FILES = (".pth", ".onnx", ".safetensors", ".gguf", ".bin", ".pt")  # what is meant as a file, and is no Hub id
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.onnx")
 
 
@@ -47,17 +49,20 @@ def find_model(source: str | Path, dtype: str, progress: Progress) -> Path:
 
 
 def checkpoint_folder(source: str | Path) -> Path:
-    """The folder of a model named by a path or a Hub id, downloaded if need be.
+    """The folder of a model named by a path or a Hub id, or its `.pth` file.
+
+    It is downloaded if need be.
 
     Raises:
-        ModelError: nothing there.
+        InputError: not a path.
+        ModelError: nothing there, or a file of another kind.
     """
-    return Path(source) if Path(source).is_dir() else _download(str(source))
+    return local_path(source) or _download(str(source))
 
 
 def _download(name: str) -> Path:
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists():
-        raise ModelError(f"{name} is no folder with a model")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILES:
+        raise ModelError(f"{name} is no folder with a model: nothing is there{missing(name)}")
     from huggingface_hub import snapshot_download  # not needed for a folder, and slow to import
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -65,7 +70,7 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
-            f"{name!r} is neither a folder here nor a model that the Hugging Face Hub gives: {error}"
+            f"{name!r} is neither a folder here nor a model that the Hugging Face Hub gives{missing(name)} ({error})"
         ) from error
 
 
@@ -83,6 +88,7 @@ def exporter_for(folder: Path) -> ModuleType:
     names = ", ".join(entry.name for entry in installed) or "none"
     raise ExportError(
         f"{folder} holds neither a hooked model nor a checkpoint that an exporter knows (installed: {names})"
+        f"{advice(folder)}"
     )
 
 
@@ -129,6 +135,8 @@ def export_in_place(folder: Path, dtype: str, progress: Progress) -> None:
     Raises:
         ExportError: see `export`.
     """
+    if not folder.is_dir():
+        raise ExportError(f"{folder} is a file: only a checkpoint in a folder of its own is exported in place")
     partial = folder / f".{os.getpid()}.partial"
     try:
         export(folder, partial, dtype, progress)
@@ -175,7 +183,8 @@ def _linked(folder: Path) -> Path:
 
 def _fingerprint(folder: Path, dtype: str, exporter: ModuleType) -> str:
     """Key of an export: the checkpoint's files and the exporter's sources."""
-    files = sorted(path for path in folder.iterdir() if path.is_file())
+    files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+    files += [] if folder.is_dir() else [folder, *sorted(folder.parent.glob("rwkv_vocab*.txt"))]
     facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     text = json.dumps(
         [str(folder.resolve()), facts, dtype, source_digest(exporter.__name__.partition(".")[0], *EXPORTING)]

@@ -237,7 +237,7 @@ class _Passes:
         if self.steady is not None:
             return self.steady
         values = self.bound.values(self.batch)
-        if self.decoding and not any(one.varies_by_step for _, one in self.bound.edits):
+        if self.decoding and not any(one.varies_by_step or "seq_k" in edit.axes for edit, one in self.bound.edits):
             self.steady = values
         return values
 

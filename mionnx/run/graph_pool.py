@@ -122,7 +122,7 @@ class GraphPool:
         return graph
 
     def _used(self, key: Key) -> Any:
-        """An open graph, or None; it goes last in the order of the dictionary, as the one used most recently."""
+        """An open graph, or None; it goes last in the dictionary, as the one used most recently."""
         with self._lock:
             graph = self.open.pop(key, None)
             if graph is not None:

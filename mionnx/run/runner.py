@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -26,6 +27,8 @@ from mionnx.rewrite.plan import Outputs
 from mionnx.run import find_model, spec_graphs, tokenizing
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache, collect
+from mionnx.run.nan_logits import checked, refuse_nan
+from mionnx.run.recipe import Recipe
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
 
@@ -216,6 +219,7 @@ class Runner:
         Raises:
             InputError, TokenizerError: tokens, mask or cache that the model cannot run on.
             HookError, InterventionError: the spec would not take effect as asked.
+            ModelError: the logits are NaN; with interventions that cause it, an InterventionError.
 
         Example:
             spec = HookSpec().capture("*.hook_resid_post").intervene("blocks.1.hook_mlp_out", Intervention.Zero())
@@ -233,7 +237,21 @@ class Runner:
         inputs = bound.inputs(batch, past)
         _refuse_too_large(bound, batch)
         graph = self.variants.get(bound.plan, batch.batch * batch.seq)
-        return collect(bound, batch, graph.run(bound.outputs(use_cache), inputs), use_cache)
+        results = graph.run(bound.outputs(use_cache), inputs)
+        if logits:
+            mask, length = attention_mask, prompt_length
+            again = partial(self.forward, tokens, attention_mask=mask, cache=past, prompt_length=length, logits=False)
+            results["logits"] = checked(results["logits"], partial(refuse_nan, spec=spec, again=again))
+        return collect(bound, batch, results, use_cache)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Recipe.open, (Recipe.of(self),)
+
+    def __copy__(self) -> Self:
+        return type(self)(self.hooked, self.options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.__copy__()
 
     def __repr__(self) -> str:
         sizes = self.hooked.metadata.sizes

@@ -1,5 +1,6 @@
 """`Capture`: one request of a spec to read activations, by name, glob or predicate."""
 
+import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -39,6 +40,23 @@ class Capture:
         limits = {"positions": self.positions, "heads": self.heads}
         limited = {name: limit for name, limit in limits.items() if limit is not None}
         return {"hook": str(self.what), "before": self.before, **limited}
+
+    def __copy__(self) -> "Capture":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Capture":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if callable(self.what):
+            try:
+                pickle.dumps(self.what)
+            except (AttributeError, TypeError, pickle.PicklingError) as error:
+                raise SpecFileError(
+                    f"a capture by the predicate {self} cannot be pickled: {error}; define the function in a module, "
+                    "name the hook points, or use a glob"
+                ) from error
+        return Capture, (self.what, self.before, self.positions, self.heads)
 
     def __str__(self) -> str:
         return getattr(self.what, "__name__", None) or str(self.what)

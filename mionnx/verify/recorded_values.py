@@ -99,6 +99,8 @@ class RecordedValues:
         Raises:
             SpecFileError: missing, damaged, or no recorded run.
         """
+        if path.exists() and not path.is_file():
+            raise SpecFileError(f"{path} is no recorded run but a folder, a device or a pipe")
         try:
             with safe_open(path, framework="np") as file:
                 found = file.metadata() or {}

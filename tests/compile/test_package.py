@@ -122,6 +122,19 @@ def test_a_compiled_graph_gives_the_same_bits(family, models, tmp_path):
     assert np.array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("name", ["blocks.1.hook_resid_post", "blocks.1.attn.hook_q", "blocks.2.attn.hook_pattern"])
+def test_a_replacement_without_limits_has_the_shape_of_what_it_replaces(shipped, name, tmp_path):
+    """In a batch of texts and in every later step, though the constant has one entry for all of them."""
+    value = np.linspace(0.2, 0.7, {"hook_resid_post": 128, "hook_q": 16, "hook_pattern": 1}[name.split(".")[-1]])
+    ids, rows = np.arange(3, 15).reshape(2, 6), [0, 1]
+    found = shipped.compile(HookSpec().intervene(name, Intervention.Replace(value)), tmp_path / "out")
+    alone = run_alone(found / "model.onnx", feeds_of(shipped, ids, np.ones_like(ids)), tmp_path, new=2)
+    limited = HookSpec().intervene(name, Intervention.Replace(value, rows=rows))
+    expected = shipped.generate(ids, limited, max_new_tokens=3, eos_token_id=[], output_logits=True)
+    for step, cache in enumerate(expected.steps):
+        assert np.array_equal(alone[f"{step}/logits"], cache.output())
+
+
 @pytest.mark.parametrize("target", ["generic", "ort-cpu"])
 @pytest.mark.parametrize("name", ["world-gpt2", "world-llama", "world-rwkv7"])
 def test_plain_onnxruntime_gives_the_bits_that_the_card_promises(name, target, tmp_path):

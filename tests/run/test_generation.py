@@ -370,6 +370,21 @@ def test_a_cached_prefix_refuses_what_it_would_hide(shipped, world_rwkv):
         assert any(not np.array_equal(one.output(), other.output()) for one, other in pairs), positions
 
 
+@pytest.mark.parametrize("point", [HookPoint.ResidPost(0), HookPoint.AttnQ(1), HookPoint.AttnPattern(1)])
+def test_one_value_replaces_every_token_of_every_step(shipped, point):
+    """A replacement without limits is the activation itself: it has its shape, whatever shape was given."""
+    width = 1 if point.variant == "AttnPattern" else shipped.hidden_size if point.variant == "ResidPost" else 16
+    value, ids = np.linspace(0.2, 0.7, width), np.arange(3, 15).reshape(2, 6)
+    spec = HookSpec().intervene(point, Intervention.Replace(value)).capture(point)
+    found = shipped.generate(ids, spec, max_new_tokens=4, eos_token_id=[], output_logits=True)
+    limited = HookSpec().intervene(point, Intervention.Replace(value, rows=[0, 1])).capture(point)
+    expected = shipped.generate(ids, limited, max_new_tokens=4, eos_token_id=[], output_logits=True)
+    for ours, theirs in zip(found.steps, expected.steps, strict=True):
+        assert np.array_equal(ours[point], theirs[point])
+        assert np.array_equal(ours.output(), theirs.output())
+    assert np.array_equal(found.cache.layers[3][0], expected.cache.layers[3][0])
+
+
 def test_sampling_is_repeatable_row_by_row(models):
     """The same seed gives the same row, whatever other rows do; another seed another text."""
     model, (ids, _) = models("llama"), prompts(3, 7, 5)

@@ -1,6 +1,5 @@
 """Files of sparse autoencoders: SAELens' folders and Gemma Scope's `params.npz`."""
 
-import json
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.features.config import Config, Weights, from_saelens
 from mionnx.errors import ModelError
+from mionnx.graph.folder_file import read_json
 from mionnx.machine.tensor_file import read_tensors
 
 CONFIG, WEIGHTS, PARAMS = "cfg.json", "sae_weights.safetensors", "params.npz"
@@ -31,10 +31,7 @@ def read(path: Path, hook: str, hook_out: str) -> tuple[Config, Weights]:
         return _gemma_scope(path / PARAMS if path.is_dir() else path, hook, hook_out)
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise ModelError(f"{path} has neither {CONFIG} with {WEIGHTS} nor {PARAMS}")
-    try:
-        cfg = json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder / CONFIG} is damaged: {error}") from error
+    cfg = read_json(folder / CONFIG)
     if not isinstance(cfg, dict) or not isinstance(cfg.get("metadata", {}), dict):
         raise ModelError(f"{folder / CONFIG} is no configuration of an SAE")
     weights = _unscaled(_tensors(folder / WEIGHTS), folder)
@@ -59,6 +56,8 @@ def _unscaled(weights: Weights, folder: Path) -> Weights:
 
 def _gemma_scope(path: Path, hook: str, hook_out: str) -> tuple[Config, Weights]:
     """JumpReLU, b_dec not subtracted (Lieberum et al. 2024, "Gemma Scope")."""
+    if path.exists() and not path.is_file():
+        raise ModelError(f"{path} is a device or a pipe, no file: refused")
     try:
         with np.load(path, allow_pickle=False) as file:
             weights = {_cased(name): _floats(file[name]) for name in file.files}

@@ -222,6 +222,9 @@ class SAE:
             )
         return Direction(self.hook, row / np.linalg.norm(row) if own.by_decoder_norm else row)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SAE, (self.config, self.weights)  # the fragments made of them are left behind
+
     def __repr__(self) -> str:
         kind = f"{self.config.activation}{' transcoder' if self.config.transcoder else ''}"
         return f"SAE({kind}, {self.d_in} to {self.d_sae} features, {self.config.hook or 'no hook'})"

@@ -35,7 +35,7 @@ class LensResult(Shown):
         tracked: further tokens that the page follows through the layers.
         spell: a token's text.
         known: the id of a token that is given by id or text.
-        read: reads further tokens: [positions, tokens] ids -> `Readout`.
+        read: reads further tokens: [positions, tokens] ids -> `Readout`; see `mionnx.analysis.lens.reader`.
     """
 
     points: list[str]

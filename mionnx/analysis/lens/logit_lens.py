@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.analysis.lens.lens_result import LensResult
-from mionnx.analysis.lens.readout import Lens, LogitHead, Readout
-from mionnx.errors import HookError, InputError, nearest
+from mionnx.analysis.lens.reader import LensReader
+from mionnx.analysis.lens.readout import Lens, LogitHead
+from mionnx.errors import HookError, InputError, ModelError, nearest
 from mionnx.graph.hook_points import HookPoint
-from mionnx.run.prompt import Text, is_stream, one_text, streams_of, token_of, token_text
+from mionnx.run.nan_logits import ADVICE, has_nan
+from mionnx.run.prompt import Text, is_stream, one_text, streams_of, token_of
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
@@ -97,25 +99,15 @@ def _lens_result(
     tracked: list[int],
     k: int,
 ) -> LensResult:
-    lens, reference = model.opened(Lens), streams[-1]
-
-    def read(chosen: NDArray[np.int64], k: int = 1) -> Readout:
-        return lens.read(reference, streams[:-1], chosen, k)
-
-    no_tokens = np.empty((len(indices), 0), np.int64)
-    answers = lens.read(reference, streams[-1:], no_tokens, 1).top_ids[0, :, 0]
+    reader = LensReader(model, streams)
+    last = reader.last()
+    if has_nan(last.top):
+        raise ModelError(f"logits are NaN and the streams are not: {ADVICE}, in the final norm or the head")
+    answers = last.top_ids[0, :, 0]
     followed = np.column_stack([answers, *(np.full(len(indices), token) for token in tracked)])
-    return LensResult(
-        names,
-        indices,
-        [text.tokens[index] for index in indices],
-        read(followed, k),
-        answers,
-        tracked,
-        lambda token: token_text(model, token),
-        lambda token: token_of(model, token),
-        read,
-    )
+    pieces = [text.tokens[index] for index in indices]
+    readout = reader.read(followed, k)
+    return LensResult(names, indices, pieces, readout, answers, tracked, reader.spell, reader.known, reader.read)
 
 
 def _captured(model: Runner, text: Text, hooks: HookSpec | None, names: list[str], indices: list[int]) -> NDArray[Any]:
@@ -126,7 +118,11 @@ def _captured(model: Runner, text: Text, hooks: HookSpec | None, names: list[str
     for name in dict.fromkeys(names):
         spec.capture(name, positions=indices)
     cache = model.forward(text.ids, spec, logits=False)
-    return np.stack([cache[name][0] for name in names])
+    streams = np.stack([cache[name][0] for name in names])
+    if has_nan(streams):
+        model.forward(text.ids, hooks)  # an error that names the first hook point
+        raise ModelError(f"streams of the lens have NaN where the logits have none: {ADVICE}")
+    return streams
 
 
 def _last_stream(model: Runner) -> str:

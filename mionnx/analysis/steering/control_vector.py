@@ -81,6 +81,8 @@ def read(path: str | Path) -> dict[int, NDArray[np.float32]]:
         RuntimeMissingError: the gguf package is not installed.
     """
     gguf = _gguf()
+    if Path(path).exists() and not Path(path).is_file():
+        raise SpecFileError(f"{path} is no GGUF file but a folder, a device or a pipe")
     try:
         reader = gguf.GGUFReader(path)
         fields = {name: reader.get_field(name) for name in reader.fields}

@@ -2,12 +2,14 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.sweep.layer_graphs import Arrays, LayerGraphs, Rows
+from mionnx.errors import ModelError
+from mionnx.run.nan_logits import ADVICE, has_nan
 
 
 @dataclass
@@ -53,6 +55,9 @@ def run_clean(graphs: LayerGraphs, ids: NDArray[np.int64], layers: Collection[in
         ids: [rows, seq].
         layers: layers at which patched runs start.
         hooks: hook points whose values are stored.
+
+    Raises:
+        ModelError: the logits are NaN.
     """
     run, rows = CleanRun(ids), Rows(ids)
     stream = graphs.embed(rows)
@@ -65,4 +70,17 @@ def run_clean(graphs: LayerGraphs, ids: NDArray[np.int64], layers: Collection[in
         run.values |= {hook: values[hook] for hook in here}
         run.past |= {name: values[hook] for hook, name in keys.items()}
     run.logits = graphs.logits(rows, stream)[:, -1]
+    if has_nan(run.logits):
+        _refuse_nan(graphs, rows)
     return run
+
+
+def _refuse_nan(graphs: LayerGraphs, rows: Rows) -> NoReturn:
+    """Name the first layer whose input has NaN."""
+    stream = graphs.embed(rows)
+    for layer in range(graphs.layers):
+        if any(has_nan(array) for array in stream.values()):
+            raise ModelError(f"logits are NaN without a patch; first at the input of layer {layer}: {ADVICE}")
+        stream, _ = graphs.layer(layer, rows, stream, wants=())
+    where = "the output of the last layer" if any(has_nan(array) for array in stream.values()) else "the logits"
+    raise ModelError(f"logits are NaN without a patch; first at {where}: {ADVICE}")

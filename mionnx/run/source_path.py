@@ -1,0 +1,115 @@
+"""Paths given for a model: folders, the files that open too, and advice where there is no model."""
+
+import difflib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from mionnx.errors import InputError, MIError, ModelError
+from mionnx.graph import onnx_file
+from mionnx.graph.hooked_model import GRAPH
+from mionnx.graph.metadata import PREFIX
+
+PTH = ".pth"
+MARKS = (GRAPH, "config.json")  # files that make a folder a model's
+GGUF_ADVICE = (
+    "GGUF models are not read; give the folder or the Hub id of the checkpoint that it was made from, or write one "
+    "with transformers: AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(NEW_FOLDER)"
+)
+ONNX_ADVICE = (
+    "mionnx did not export it, so it has no hook points; give the folder of the checkpoint that it was made from, "
+    "which is exported on first use"
+)
+
+
+def local_path(source: str | Path) -> Path | None:
+    """The folder, or the `.pth` file, that a path means; None if nothing is there.
+
+    Args:
+        source: a path. A hooked model's own `model.onnx` means its folder.
+
+    Raises:
+        InputError: not a path.
+        ModelError: a file of another kind, or a name that no path can have.
+    """
+    if not isinstance(source, str | os.PathLike):
+        raise InputError(f"source must be a folder or a Hub id, got {type(source).__name__}{_instead(source)}")
+    if not os.fspath(source):
+        raise ModelError("source is empty: give a folder or a Hub id")
+    path = Path(source)
+    try:
+        path = path.expanduser() if str(source).startswith("~") else path
+        if path.is_dir():
+            return path
+        return _file(path) if path.exists() else None
+    except (OSError, RuntimeError) as error:  # a name too long; no such user's home
+        name = str(source)
+        raise ModelError(f"{name[:60]}{' ...' if len(name) > 60 else ''} is no path: {error.args[-1]}") from error
+
+
+def _instead(source: object) -> str:
+    if hasattr(source, "state_dict"):
+        return ": a model in memory has to be saved first, model.save_pretrained(FOLDER), and FOLDER be given"
+    return ": it is a model already" if hasattr(source, "hook_points") else ""
+
+
+def _file(path: Path) -> Path:
+    """The folder or file to open for a path to a file."""
+    if path.suffix == PTH and path.is_file():
+        return path
+    if path.name == GRAPH and _is_hooked(path):
+        return path.parent
+    if path.suffix == ".onnx":
+        raise ModelError(f"{path} is an ONNX file, and cannot be opened: {ONNX_ADVICE}")
+    if path.suffix == ".gguf":
+        raise ModelError(f"{path} cannot be opened: {GGUF_ADVICE}")
+    if any((path.parent / mark).exists() for mark in MARKS):
+        raise ModelError(f"{path} is one file of a model: give its folder, {path.parent}")
+    raise ModelError(f"{path} is a file, and no folder with a model{_near_files(path)}")
+
+
+def _is_hooked(path: Path) -> bool:
+    """Whether a graph names itself a hooked model; a damaged one is left to be refused as such."""
+    try:
+        return f"{PREFIX}format" in onnx_file.properties(onnx_file.read(path))
+    except MIError:
+        return True
+
+
+def _near_files(path: Path) -> str:
+    return ": weights need their config.json beside them" if path.suffix in (".safetensors", ".bin", ".pt") else ""
+
+
+def missing(name: str, choices: Iterable[str] = ()) -> str:
+    """End of an error message for a missing path: the nearest folder.
+
+    Args:
+        name: the path.
+        choices: other names that are accepted.
+    """
+    path = Path(name).expanduser() if name.startswith("~") else Path(name)
+    while not path.parent.is_dir() and path != path.parent:
+        path = path.parent
+    try:
+        folders = [str(found) for found in path.parent.iterdir() if found.is_dir()]
+    except OSError:
+        folders = []
+    near = difflib.get_close_matches(str(path), folders, 1, 0.6)
+    near = near or difflib.get_close_matches(name, [*choices], 1, 0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def advice(folder: Path) -> str:
+    """End of an error message for a folder without a model: what it holds instead."""
+    try:
+        inner = sorted(path.name for path in folder.iterdir() if any((path / mark).is_file() for mark in MARKS))
+        kinds = {path.suffix for path in folder.iterdir()}
+    except OSError:
+        return ""
+    if inner:
+        return f"; it holds folders of models: {', '.join(inner[:5])}{' ...' if len(inner) > 5 else ''}"
+    if ".gguf" in kinds:
+        return f"; {GGUF_ADVICE}"
+    if ".onnx" in kinds:
+        return f"; it holds an ONNX file: {ONNX_ADVICE}"
+    return ""
