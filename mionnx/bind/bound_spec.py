@@ -1,18 +1,19 @@
 """`BoundSpec`: a spec on a model, checked once; it has the plan of the graph and makes the inputs of a token batch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 from numpy.typing import NDArray
 
+from mionnx.bind.effect import LOGITS, ByRow, Shown, refuse_idle_in, refuse_idle_structure
 from mionnx.bind.estimate import Estimate, estimate_of
 from mionnx.bind.hook_index import HookIndex, index_hooks
 from mionnx.bind.logit_selection import Logits
 from mionnx.bind.plan import BoundCapture, Chosen, bind_captures, edits_of, in_order
 from mionnx.bind.rwkv_gates import gates_of, refuse_idle
-from mionnx.bind.values import capture_inputs, edit_inputs, weight_inputs
+from mionnx.bind.values import capture_inputs, edit_inputs, selections_of, weight_inputs
 from mionnx.graph.axes import dynamic_sizes
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
@@ -73,17 +74,48 @@ class BoundSpec:
             InterventionError: a value that does not fit, a position, head or row that does not exist, or an attention
                 row that would be left with no key.
         """
-        return edit_inputs(self.edits, self.hooks, batch)
+        return edit_inputs(selections_of(self.edits, self.hooks, batch), self.hooks, batch)
 
-    def inputs(self, batch: TokenBatch, past: Past | None = None) -> dict[str, Value]:
+    def inputs(self, batch: TokenBatch, past: Past | None = None, use_cache: bool = False) -> dict[str, Value]:
         """All inputs of a pass: tokens, past, values, positions, masks, weights, gates, parts.
+
+        Args:
+            batch: the tokens.
+            past: what came before them.
+            use_cache: whether keys and values are returned, so that a change of them alone is an effect.
 
         Raises:
             InputError: a past that does not fit, or tokens and a top_k outside the vocabulary.
-            InterventionError: see `values`, `rwkv_gates.gates_of` and `values.capture_inputs`.
+            InterventionError: see `values`, `refuse_idle`, `rwkv_gates.gates_of` and `values.capture_inputs`.
         """
         edits = {**self.values(batch), **self.weights}
-        return self.step_inputs(batch, past_inputs(self.model, past, batch), edits)
+        inputs = self.step_inputs(batch, past_inputs(self.model, past, batch), edits)
+        self.refuse_idle(batch, use_cache)
+        return inputs
+
+    def refuse_idle(self, batch: TokenBatch, use_cache: bool, logits: ByRow | None = None) -> None:
+        """Refuse interventions without effect in a pass, or in the generation that it begins.
+
+        Args:
+            batch: the tokens.
+            use_cache: whether keys and values are returned.
+            logits: row -> text positions of the logits that are read; those of the outputs if left out.
+
+        Raises:
+            InterventionError: see `effect.refuse_idle_in`.
+        """
+        if not self.edits:
+            return
+        places = {} if logits is None else {LOGITS: logits}
+        if logits is None and self.logits is not None and self.logits.positions is not None:
+            places = {LOGITS: _in_text(self.logits.positions_, batch)}
+        for capture in self.captures:
+            if capture.request.positions is not None:
+                places[capture.node.output] = _in_text(capture.request.positions, batch)
+        outputs = self.plan.outputs
+        carried = outputs.carried and (use_cache or self.model.metadata.recurrent)
+        shown = Shown(self.plan.captures, outputs.logits, carried, places)
+        refuse_idle_in(selections_of(self.edits, self.hooks, batch), self.plan, shown, self.model)
 
     def step_inputs(self, batch: TokenBatch, past: Mapping[str, Value], edits: Mapping[str, Value]) -> dict[str, Value]:
         """As `inputs`, with the inputs of the past, and of `values` and `weights`, at hand."""
@@ -133,7 +165,9 @@ class Binder:
         outputs = outputs or Outputs()
         if not (outputs.logits or outputs.carried):
             refuse_idle(spec, nodes, self.model.metadata.sizes.num_layers)
-        return BoundSpec(spec, self.model, hooks, captures, Plan(edits_of(spec, hooks), tuple(nodes), outputs), logits)
+        bound = BoundSpec(spec, self.model, hooks, captures, Plan(edits_of(spec, hooks), tuple(nodes), outputs), logits)
+        refuse_idle_structure(bound.edits, bound.plan, self.model)
+        return bound
 
     def _captures(self, spec: HookSpec, hooks: HookIndex) -> tuple[BoundCapture, ...]:
         chosen = tuple(map(partial(_chosen, hooks=hooks), spec.captures))
@@ -145,6 +179,11 @@ class Binder:
                 self._known.clear()  # which another thread may do between any two lines here
             found = self._known[chosen] = bind_captures(chosen, hooks)
         return found
+
+
+def _in_text(positions: Sequence[int], batch: TokenBatch) -> dict[int, list[int]]:
+    """Row -> positions counted from the start of its text."""
+    return {row: batch.absolutes(positions, row) for row in range(batch.batch)}
 
 
 def _chosen(request: Capture, hooks: HookIndex) -> Chosen:

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from mionnx.bind.knockout_mask import KnockoutMask, end_of, first_position
 from mionnx.bind.selected_part import Chosen, SelectedPart
 from mionnx.errors import InterventionError
 from mionnx.graph.axes import format_shape, heads_axis, sequence_axis
@@ -156,7 +158,7 @@ class Selection:
                 self._refuse_misfit(self.part(), value.shape, later=True)
             return np.zeros((1,) * len(self.shape), dtype)  # another step's: selected nowhere in this one
         if form is ValueShape.ATTENTION_MASK:
-            value = self.knockout_mask(value)
+            return self._cast(self.knockout_mask.in_batch, dtype)
         if self.intervention.limited:
             return self._cast(self._placed(value), dtype)
         exact = form is ValueShape.EXACT and self.call.final_lengths is None
@@ -173,20 +175,33 @@ class Selection:
         changed = self.edit.kind.reference(activation, *self.values(activation.dtype))
         return np.where(self.selected(), changed, activation)
 
-    def knockout_mask(self, value: NDArray[Any]) -> NDArray[Any]:
-        """The part of a mask on the queries and keys of a generation's step.
+    @cached_property
+    def knockout_mask(self) -> KnockoutMask:
+        """The mask of a knockout.
 
-        Rows and columns of a mask are columns of the batch, padding included; beyond the mask nothing is knocked out.
+        Raises:
+            InterventionError: it does not fit the batch.
         """
-        if self.call.final_lengths is None or value.ndim < 2:
-            return value
-        queries, keys = self.shape[-2:]
-        first = self.call.total - self.call.seq
-        mask = value[..., first : first + queries, :] if value.shape[-2] > 1 else value
-        mask = mask[..., :keys] if value.shape[-1] > 1 else mask
-        below = queries - mask.shape[-2] if value.shape[-2] > 1 else 0
-        right = keys - mask.shape[-1] if value.shape[-1] > 1 else 0
-        return np.pad(mask, [*[(0, 0)] * (value.ndim - 2), (0, below), (0, right)])
+        limits = self.intervention
+        if limits.value is None or limits.rules.shape is not ValueShape.ATTENTION_MASK:
+            raise self._refuse("it has no mask")
+        chosen = None if isinstance(limits.positions, str) else self.positions()
+        given = limits.value, self.shape, self.call, self.rows(), limits.rows is not None, self.heads(), chosen
+        return KnockoutMask(f"{self.edit.kind} at {self.edit.hook}", *given)
+
+    def text_positions(self) -> dict[int, Sequence[int]]:
+        """Selected row -> text positions that it selects, in this call or in the generation that it begins."""
+        limit, given = self.intervention.positions, self.call.final_lengths is not None
+        chosen = None if given and isinstance(limit, str) else self.positions()
+        return {row: self._within(row, None if chosen is None else chosen[row]) for row in self.rows()}
+
+    def _within(self, row: int, chosen: list[int] | None) -> Sequence[int]:
+        limit, prompts = self.intervention.positions, self.call.prompt_lengths
+        first, end = first_position(self.call, row), end_of(self.call, row)
+        if chosen is not None:
+            return [at for at in chosen if first <= at < end]
+        prompt = end if prompts is None else int(prompts[row])
+        return range(prompt if limit == "generated" else first, prompt if limit == "prompt" else end)
 
     def _placed(self, value: NDArray[Any]) -> NDArray[Any]:
         """A value of the selected part, its entries at the indices that they are given for."""

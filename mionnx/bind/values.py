@@ -24,22 +24,25 @@ NOWHERE = -2  # in an input of positions: selects no token; -1 is what padding h
 Pairs = Sequence[tuple[Edit, Intervention]]
 
 
-def edit_inputs(edits: Pairs, hooks: HookIndex, batch: TokenBatch) -> dict[str, NDArray[Any]]:
+def selections_of(edits: Pairs, hooks: HookIndex, batch: TokenBatch) -> list[Selection]:
+    """The part of one token batch that each intervention selects."""
+    sizes = dynamic_sizes(batch.batch, batch.seq, batch.total)
+    return [
+        Selection(edit, intervention, shape_of(hooks.dims(HookPoint.parse(edit.hook)), sizes), batch)
+        for edit, intervention in edits
+    ]
+
+
+def edit_inputs(selections: Sequence[Selection], hooks: HookIndex, batch: TokenBatch) -> dict[str, NDArray[Any]]:
     """The inputs with the values, positions and masks of interventions.
 
     Raises:
         InterventionError: a value that does not fit, a position, head or row that does not exist, or an attention row
             that would be left with no key.
     """
-    sizes = dynamic_sizes(batch.batch, batch.seq, batch.total)
-    points = [HookPoint.parse(edit.hook) for edit, _ in edits]
-    selections = [
-        Selection(edit, intervention, shape_of(hooks.dims(point), sizes), batch)
-        for (edit, intervention), point in zip(edits, points, strict=True)
-    ]
     inputs: dict[str, NDArray[Any]] = {TOKEN_POSITIONS: batch.token_positions}
-    for selection, point in zip(selections, points, strict=True):
-        inputs |= _inputs(selection, hooks.dtype(point))
+    for selection in selections:
+        inputs |= _inputs(selection, hooks.dtype(HookPoint.parse(selection.edit.hook)))
     _refuse_blind(selections, batch, hooks.model)
     refuse_unread(selections)
     return inputs
@@ -68,10 +71,9 @@ def _refuse_blind(selections: Iterable[Selection], batch: TokenBatch, model: Hoo
     """Refuse knockouts that together leave an attention row without a key."""
     blocked: dict[int, NDArray[np.bool_]] = {}
     for selection in selections:
-        layer, mask = HookPoint.parse(selection.edit.hook).layer, selection.intervention.value
-        knocks_out = selection.intervention.rules.shape is ValueShape.ATTENTION_MASK
-        if knocks_out and layer is not None and mask is not None:
-            here = np.isneginf(selection.knockout_mask(mask)) & selection.selected()
+        layer = HookPoint.parse(selection.edit.hook).layer
+        if selection.intervention.rules.shape is ValueShape.ATTENTION_MASK and layer is not None:
+            here = np.isneginf(selection.knockout_mask.in_batch) & selection.selected()
             blocked[layer] = blocked[layer] | here if layer in blocked else here
     for layer, mask in blocked.items():
         window = model.metadata.attention[layer].sliding_window

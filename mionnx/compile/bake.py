@@ -4,7 +4,7 @@
    graph serves texts of any length.
 2. Positions are worked out in the graph. A call in which the token at position 0 stands is the prompt's: negative
    positions count from its end, "prompt" means its tokens, and "generated" those of every later call.
-3. A knockout mask holds for the columns it was made for; beyond them nothing is knocked out.
+3. A knockout mask holds for the positions of each row's text that it was made for; beyond them nothing is knocked out.
 4. State interventions of a recurrent model take the place of the gates' defaults; see `mionnx.compile.bake_gates`.
 5. A knob stays an input, with a default: it multiplies what is added or removed, or is the factor itself.
 """
@@ -101,16 +101,17 @@ def _edit(
     if intervention.fragment is not None:
         for name, array in intervention.fragment.weights.items():
             _become(graph, tensors[edit.weight_input(name)], array)
-    _values(graph, place, [tensors[name] for name in edit.value_inputs], knob, report)
+    inputs = [tensors[name] for name in edit.value_inputs]
+    if intervention.rules.shape is ValueShape.ATTENTION_MASK:
+        _refuse_mask(edit, intervention)
+        replace_input(graph, inputs[0], _mask(graph, edit, place.knockout_mask.value, calls, report))
+    else:
+        _values(graph, place, inputs, knob, report)
 
 
 def _values(graph: Graph, place: Selection, inputs: Sequence[Variable], knob: Constant | None, report: Report) -> None:
     """Turn the inputs of values into constants, times a knob's strength if there is one."""
     edit, rules = place.edit, place.intervention.rules
-    if rules.shape is ValueShape.ATTENTION_MASK:
-        (mask,) = place.intervention.values
-        replace_input(graph, inputs[0], _mask(graph, edit, mask, report))
-        return
     arrays = _fixed(place, inputs[0].dtype) if inputs else ()
     if rules.shape is ValueShape.EXACT and not (edit.at_positions or edit.masked):
         _spread(graph, place, inputs[0], arrays[0], report)
@@ -178,23 +179,40 @@ def _fixed(place: Selection, dtype: Any) -> tuple[NDArray[Any], ...]:
         ) from None
 
 
-def _mask(graph: Graph, edit: Edit, given: NDArray[Any], report: Report) -> Tensor:
-    """Cut a knockout mask to the call's queries and keys; 0 beyond the text it was made for."""
+def _mask(graph: Graph, edit: Edit, given: NDArray[Any], calls: TokenFacts, report: Report) -> Tensor:
+    """Take the entries of a knockout mask at the text positions of a call; 0 beyond the text it was made for.
+
+    Args:
+        given: [1, n_heads or 1, seq_q or 1, seq_k or 1].
+    """
     op = Builder(graph, edit.hook, f"{edit.prefix}.mask", report)
     dtype = graph.tensors()[edit.value_input].dtype
-    full = given.astype(dtype).reshape((1,) * (len(edit.axes) - given.ndim) + given.shape)
-    full = np.pad(full, [(0, 0)] * (full.ndim - 2) + [(0, int(size > 1)) for size in full.shape[-2:]])
-    mask: Tensor = op.constant(full)
-    tensors = graph.tensors()
-    total = op.Shape(tensors["attention_mask"], start=1, end=2)
-    seq = op.Shape(tensors["input_ids"], start=1, end=2)
-    keys = op.Range(0, op.Squeeze(total), 1)
-    queries = op.Range(op.Squeeze(op.Sub(total, seq)), op.Squeeze(total), 1)
-    for axis, index in ((-2, queries), (-1, keys)):
-        if full.shape[axis] > 1:
-            inside = op.Min(index, full.shape[axis] - 1)
-            mask = op.Gather(mask, inside, axis=full.ndim + axis)
-    return mask
+    heads, *axes = given.shape[1:]
+    full = np.pad(given.astype(dtype), [(0, 0), (0, 0), *((0, int(size > 1)) for size in axes)])
+    index: Tensor | None = None
+    for axis, size, positions in ((0, axes[0], calls.positions), (1, axes[1], calls.keys)):
+        if size > 1:
+            beyond = op.Or(op.Less(positions, 0), op.Greater(positions, size))
+            at = op.Unsqueeze(op.Where(beyond, size, positions, dtype=np.int64), [2 - axis])
+            index = at if index is None else op.Add(op.Mul(index, [size + 1]), at)
+    if index is None:
+        constant: Tensor = op.constant(full)
+        return constant
+    flat = op.constant(full.reshape(heads, -1))
+    return op.Transpose(op.Gather(flat, index, axis=1), perm=[1, 0, 2, 3])
+
+
+def _refuse_mask(edit: Edit, intervention: Intervention) -> None:
+    """Refuse a mask for the chosen positions of one call, and one of later keys only."""
+    positions, mask = intervention.positions, np.atleast_2d(intervention.values[0])
+    queries, keys = mask.shape[-2:]
+    if isinstance(positions, tuple) and 1 < queries == len(positions):
+        raise InterventionError(
+            f"{edit.kind} at {edit.hook}: a mask with one row for each of its positions is a matter of one call: give "
+            "the mask of the whole text"
+        )
+    if queries > 1 and not np.isneginf(mask[..., np.tri(queries, keys, dtype=bool)]).any():
+        raise InterventionError(f"{edit.kind} at {edit.hook}: it knocks nothing out: no query reads a later key")
 
 
 def _become(graph: Graph, variable: Variable, array: NDArray[Any]) -> None:

@@ -29,6 +29,15 @@ class TokenFacts:
         return self._known["positions"]
 
     @property
+    def keys(self) -> Tensor:
+        """[batch, total]: each key's position in its row's text, past included, -1 for padding."""
+        if "keys" not in self._known:
+            mask = self.graph.tensors()["attention_mask"]
+            counted = self.op.Sub(self.op.CumSum(mask, np.array(1)), [1])
+            self._known["keys"] = self.op.Where(self.op.Cast(mask, to=np.bool_), counted, -1, name="keys")
+        return self._known["keys"]
+
+    @property
     def length(self) -> Tensor:
         """[batch, 1]: length of each row's text so far."""
         if "length" not in self._known:

@@ -46,12 +46,14 @@ class Dataflow:
                 waiting += [name for name in self.reads[node] if name not in known]
         return nodes
 
-    def descendants(self, sources: Iterable[str]) -> set[str]:
-        """Some values and everything that is computed from them."""
+    def descendants(self, sources: Iterable[str], barriers: Collection[str] = ()) -> set[str]:
+        """Some values and everything that is computed from them; barriers are reached, and nothing passes them."""
         values = {*sources}
+        passing = {*values}
         for node, names in zip(self.nodes, self.reads, strict=True):
-            if not values.isdisjoint(names):
+            if not passing.isdisjoint(names):
                 values.update(name for name in node.output if name)
+                passing.update(name for name in node.output if name and name not in barriers)
         return values
 
     def needed(self, known: Iterable[str], ends: Sequence[str]) -> list[str]:

@@ -34,6 +34,7 @@ from mionnx.errors import HookError, ModelError, nearest
 from mionnx.graph import onnx_file, validate, weight_check
 from mionnx.graph.folder_file import read_json
 from mionnx.graph.hook_points import HookPoint, layer_of
+from mionnx.graph.influence import Influence
 from mionnx.graph.known_value import Dims, Known
 from mionnx.graph.metadata import Metadata, Sizes, context_length
 from mionnx.machine.progress import Progress, silent
@@ -124,6 +125,11 @@ class HookedModel:
             points.append(point)
             points += point.derivations()
         return {point.name: point for point in points}
+
+    @cached_property
+    def influence(self) -> Influence:
+        """The reach of its hook points."""
+        return Influence(self.proto, self.metadata)
 
     def end_tokens(self) -> list[int]:
         """End-of-text tokens of `generation_config.json` or `config.json`; none if neither says."""

@@ -206,6 +206,7 @@ class _Passes:
         self.decoding = False
         self.caches: list[HookCache] = []
         self._check_every_step()
+        self.bound.refuse_idle(batch, True, None if keeps_logits else _read_positions(batch))
 
     def _check_every_step(self) -> None:
         """Refuse what would not fit a later step before the first one runs."""
@@ -248,6 +249,12 @@ class _Passes:
         cache = state if kv_cache is None else kv_cache
         assert cache is not None  # a pass that keeps its past has one of the two
         return cache
+
+
+def _read_positions(batch: TokenBatch) -> dict[int, range]:
+    """Row -> positions whose logits a generation reads: the prompt's last one, and those after it."""
+    ends = batch.lengths if batch.final_lengths is None else batch.final_lengths
+    return {row: range(int(batch.lengths[row]) - 1, int(end)) for row, end in enumerate(ends)}
 
 
 class _Texts:

@@ -234,7 +234,7 @@ class Runner:
         outputs = part.outputs(carried) if logits else Outputs(logits=False, carried=carried)
         bound = self.binder.bind(spec, outputs, logits=part)
         batch = make_token_batch(self._ids(tokens), attention_mask, past, self.hooked.metadata.sizes, prompt_length)
-        inputs = bound.inputs(batch, past)
+        inputs = bound.inputs(batch, past, use_cache)
         _refuse_too_large(bound, batch)
         graph = self.variants.get(bound.plan, batch.batch * batch.seq)
         results = graph.run(bound.outputs(use_cache), inputs)

@@ -1,7 +1,7 @@
 """Attention knockout: edges by query and key position, as a mask of 0 and -inf."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -61,7 +61,7 @@ class KnockoutSpec(LayerTargets):
 
     Without `head` or `heads` every head is meant, without any layer every layer. `edge` names single edges;
     `from_position` all edges out of a query position, `to_position` all edges into a key position. Positions count from
-    0; negative ones from the end of the sequence that the mask is made for.
+    0 in a row's own text; negative ones from the end of the text that the mask is made for.
     """
 
     heads_: list[int] | None = None
@@ -143,17 +143,23 @@ def _parsed(number: str, text: str) -> int:
         raise InterventionError(f"{text!r}: {number!r} is no integer") from None
 
 
-def create_knockout_mask(spec: KnockoutSpec, n_heads: int, seq_len: int, dtype: DTypeLike = np.float32) -> NDArray:
+def create_knockout_mask(
+    spec: KnockoutSpec, n_heads: int, seq_len: int | Sequence[int], dtype: DTypeLike = np.float32
+) -> NDArray:
     """Build the mask of a knockout, to be added to attention scores.
+
+    Its rows and columns are positions of a text, padding not counted, whatever batch the text stands in.
 
     Args:
         spec: edges and heads. Its layers do not shape the mask; they say at which layers to use it.
         n_heads: query heads of the model.
-        seq_len: length of the sequence, past included.
+        seq_len: length of the text, past included; or one length for each row of a batch, from whose end that row's
+            negative positions then count.
         dtype: a floating dtype.
 
     Returns:
-        [1, n_heads, seq_len, seq_len] (query, key): 0 to keep, -inf to knock out.
+        [1 or rows, n_heads, seq_len, seq_len] (query, key): 0 to keep, -inf to knock out; of several lengths the
+            longest.
 
     Raises:
         InterventionError: no edge, an edge or head that does not exist, an edge to a later position, or a dtype that
@@ -166,15 +172,32 @@ def create_knockout_mask(spec: KnockoutSpec, n_heads: int, seq_len: int, dtype: 
         raise InterventionError(f"a knockout mask holds -inf, which {np.dtype(dtype)} does not have")
     if not spec.edges:
         raise InterventionError("a KnockoutSpec without edge, from_position or to_position knocks nothing out")
-    blocked = np.zeros((seq_len, seq_len), bool)
-    for query, key in spec.edges:
-        _block(blocked, _index(query, seq_len), _index(key, seq_len))
+    lengths = _lengths(seq_len)
     heads = range(n_heads) if spec.heads_ is None else spec.heads_
     if max(heads, default=0) >= n_heads:
         raise InterventionError(f"head {max(heads, default=0)} of {n_heads} heads (0 to {n_heads - 1})")
-    mask = np.zeros((1, n_heads, seq_len, seq_len), dtype)
-    mask[:, list(heads)] = np.where(blocked, -np.inf, 0)
+    mask = np.zeros((len(lengths), n_heads, max(lengths), max(lengths)), dtype)
+    for row, length in zip(mask, lengths, strict=True):
+        row[list(heads), :length, :length] = np.where(_blocked(spec, length), -np.inf, 0)
     return mask
+
+
+def _lengths(given: int | Sequence[int]) -> list[int]:
+    entries = [given] if isinstance(given, int | np.integer) else given
+    if not isinstance(entries, Iterable) or isinstance(entries, str):
+        raise InterventionError(f"a length is an integer, or one for each row, got {given!r}")
+    lengths = [whole("length", entry) for entry in entries]
+    if not lengths or min(lengths) < 1:
+        raise InterventionError(f"a text has a length of at least 1, got {given!r}")
+    return lengths
+
+
+def _blocked(spec: KnockoutSpec, length: int) -> NDArray[np.bool_]:
+    """[length, length]: the edges of a text that are cut."""
+    blocked = np.zeros((length, length), bool)
+    for query, key in spec.edges:
+        _block(blocked, _index(query, length), _index(key, length))
+    return blocked
 
 
 def _block(blocked: NDArray, query: int | None, key: int | None) -> None:

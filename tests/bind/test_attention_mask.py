@@ -37,8 +37,8 @@ class TestKnockedOutRows:
     def test_padding_is_no_key(self, models):
         ids, attention = np.full((2, 6), 5), np.ones((2, 6), int)
         attention[1, :3] = 0
-        mask = np.zeros((1, 1, 6, 6))
-        mask[..., 4, 3:] = -np.inf
+        mask = np.zeros((2, 1, 6, 6))
+        mask[0, :, 4, 3:] = mask[1, :, 1, :2] = -np.inf
         with pytest.raises(InterventionError, match="position 1 of row 1"):
             models("llama").forward(ids, knock_out(mask), attention_mask=attention)
         models("llama").forward(ids, knock_out(mask, rows=0), attention_mask=attention)

@@ -105,7 +105,7 @@ def test_a_compiled_graph_gives_the_same_bits(family, models, tmp_path):
         if edit.positions == "generated" or edit.positions == (5,):
             continue
         if edit.kind == "knockout":
-            edit = Intervention.Knockout(edit.value[..., :7, :7])
+            edit = Intervention.Knockout(edit.value[..., :7, :7], rows=[1, 2])  # row 0 has none of its edges
         if edit.positions == (1, -1, 8):
             edit = Intervention.Add(DIRECTION, positions=[1, -1])
         plain.intervene(point, edit)

@@ -1,6 +1,7 @@
 """Batches for every family, mionnx on them, and every intervention that a hook point allows."""
 
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 from families import VOCAB, WINDOW
@@ -74,6 +75,9 @@ def limited(point: HookPoint, shape: tuple[int, ...]) -> Iterator[list[Intervent
             made.append(Intervention.ProjectOut(rng.normal(0, 1, (2, shape[-1])), **limit))
         if point.variant == "AttnScores":
             mask = np.zeros(shape, np.float32)
-            mask[..., -1, -2] = mask[..., -2, 1] = mask[..., -3, -4] = -np.inf
+            past = shape[-1] - shape[-2]
+            for query, back in product(range(shape[-2]), range(1, 5)):  # some of them read, whatever the padding
+                if query + past >= back:
+                    mask[..., query, query + past - back] = -np.inf
             made.append(Intervention.Knockout(mask, **limit))
         yield made

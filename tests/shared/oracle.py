@@ -53,13 +53,14 @@ def run(model: PreTrainedModel, inputs: Inputs, edits: Edits = ()) -> Outcome:
         _, past = run_eagerly(model, _ignore, ids[:, first], mask[:, first], positions[:, first], past)
     rest = slice(inputs.past, None)
     here = torch.where(mask[:, rest].bool(), positions[:, rest], -1)
+    keys = torch.where(mask.bool(), positions, -1)
     ends = mask.sum(1) if inputs.prompts is None else torch.from_numpy(inputs.prompts)
 
     def listen(name: str, value: Tensor, stream: bool) -> Tensor:
         changed = value
         for point, intervention in edits:
             if point.name == name:
-                changed = apply(changed, point, intervention, here, ends)
+                changed = apply(changed, point, intervention, here, ends, keys)
         if stream and changed is not value:
             value.copy_(changed)
             changed = value
@@ -84,11 +85,13 @@ def _empty_past(model: PreTrainedModel, batch: int) -> Past:
     return [(empty, empty) for _ in range(config.num_hidden_layers)]
 
 
-def apply(value: Tensor, point: HookPoint, edit: Intervention, here: Tensor, ends: Tensor) -> Tensor:
+def apply(value: Tensor, point: HookPoint, edit: Intervention, here: Tensor, ends: Tensor, keys: Tensor) -> Tensor:
     """An intervention in plain torch: the changed value where it is selected, the old one elsewhere."""
     given = None if edit.value is None else torch.from_numpy(np.asarray(edit.value, np.float32))
-    if edit.kind in ("add", "knockout"):
+    if edit.kind == "add":
         changed = value + given
+    elif edit.kind == "knockout":
+        changed = value + _in_columns(given, value, here, keys)
     elif edit.kind == "scale":
         changed = value * given
     elif edit.kind == "zero":
@@ -100,6 +103,22 @@ def apply(value: Tensor, point: HookPoint, edit: Intervention, here: Tensor, end
     else:
         raise NotImplementedError(edit.kind)
     return torch.where(_selected(value, point, edit, here, ends), changed, value)
+
+
+def _in_columns(mask: Tensor, value: Tensor, here: Tensor, keys: Tensor) -> Tensor:
+    """A mask over positions of each row's own text, at the columns in which they stand; 0 elsewhere.
+
+    Its queries are those of the whole text, or of this call's tokens.
+    """
+    full = torch.zeros_like(value)
+    mask = mask.expand(*value.shape[:2], *mask.shape[-2:])
+    for row in range(len(value)):
+        first = 0 if mask.shape[2] == keys.shape[1] else int(here[row][here[row] >= 0].min())
+        for column, query in enumerate((here[row] - first).tolist()):
+            for at, key in enumerate(keys[row].tolist()):
+                if 0 <= query < mask.shape[2] and 0 <= key < mask.shape[3] and int(here[row, column]) >= 0:
+                    full[row, :, column, at] = mask[row, :, query, key]
+    return full
 
 
 def _selected(value: Tensor, point: HookPoint, edit: Intervention, here: Tensor, ends: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ class ValueShape(Enum):
     BROADCAST = "broadcasts to the activation, or to the part that the limits select"
     EXACT = "the activation's own shape; with limits, one that broadcasts to it or to the selected part"
     DIRECTIONS = "[k, width]: directions along the activation's last axis"
-    ATTENTION_MASK = "broadcasts to [batch, n_heads, seq_q, seq_k] of the whole text, past included"
+    ATTENTION_MASK = "broadcasts to [batch, n_heads, seq_q, seq_k] of each row's own text, past included"
 
 
 class Operators(Protocol):
@@ -84,6 +84,7 @@ class Kind(ABC):
         spelling: the value on the command line, "" without one; None if the kind has no option.
         of_prompt: whether reading the spelling needs the length of a prompt.
         has_fragment: whether an ONNX fragment takes the place of values.
+        overwrites: whether nothing is left of the activation where it applies, whatever the values.
         has_strength: whether a compiled graph can have its strength as an input; see `strength`.
         strength_step: node whose input is multiplied by the strength, by its name; None: the value itself is.
     """
@@ -96,6 +97,7 @@ class Kind(ABC):
     spelling: ClassVar[str | None] = "VALUE"
     of_prompt: ClassVar[bool] = False
     has_fragment: ClassVar[bool] = False
+    overwrites: ClassVar[bool] = False
     has_strength: ClassVar[bool] = False
     strength_step: ClassVar[str | None] = None
 

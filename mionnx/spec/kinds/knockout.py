@@ -38,11 +38,14 @@ class Knockout(Kind):
         """Add a mask of 0 (keep) and -inf (knock out) to attention scores, before the softmax.
 
         Args:
-            mask: broadcastable to [batch, n_heads, seq_q, seq_k]; `create_knockout_mask` makes one.
+            mask: broadcastable to [batch, n_heads, seq_q, seq_k], where seq_q and seq_k are positions of each row's
+                own text, past included and padding not; `create_knockout_mask` makes one. seq_q may be those of this
+                call's tokens only. Of a longer mask, a shorter row takes the part that it has.
             positions, heads, rows: queries, heads and rows that it applies to.
 
         Raises:
-            InterventionError: another number than 0 and -inf.
+            InterventionError: another number than 0 and -inf; when it is used, a mask that knocks nothing out, or
+                nothing in a row of which it asks for an edge.
 
         Example:
             Intervention.Knockout(create_knockout_mask(KnockoutSpec().edge(-1, 3), model.num_heads, len(tokens)))

@@ -18,6 +18,7 @@ class Replace(Kind):
 
     name = "replace"
     shape = ValueShape.EXACT
+    overwrites = True
 
     @classmethod
     def make(

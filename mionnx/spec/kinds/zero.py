@@ -16,6 +16,7 @@ class Zero(Kind):
     name = "zero"
     values = ()
     spelling = ""
+    overwrites = True
 
     @classmethod
     def make(

@@ -1,0 +1,225 @@
+"""Refusal of interventions without effect: edges that are not read, what is overwritten, what nothing shows.
+
+Decided by structure: which values a hook point leads to, and at which positions. Where that cannot tell, as with
+splices, which may do anything, an intervention is taken to have an effect. Values are not looked at: `Add(0)` and
+`Scale(1)` are the zero of a dose.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.bind.knockout_mask import cut_edges, end_of
+from mionnx.bind.selection import Selection
+from mionnx.errors import InterventionError
+from mionnx.graph.axes import heads_axis
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.influence import Reach
+from mionnx.rewrite.plan import CaptureNode, Edit, Plan
+from mionnx.spec.intervention import Intervention
+from mionnx.spec.kinds.kind import ValueShape
+
+Pairs = Sequence[tuple[Edit, Intervention]]
+ByRow = Mapping[int, Collection[int]]  # row -> text positions
+LOGITS = "logits"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What of a pass is returned.
+
+    Attributes:
+        captures: captured values; each may be in part.
+        logits: whether there are any.
+        carried: whether keys and values, or a state, are.
+        positions: capture's output name, or "logits" -> the text positions that are shown; all where it has none.
+    """
+
+    captures: Sequence[CaptureNode]
+    logits: bool
+    carried: bool
+    positions: Mapping[str, ByRow] = field(default_factory=dict)
+
+    def views(self) -> Iterator["View"]:
+        """Each value that is shown."""
+        if self.logits:
+            yield View(LOGITS, LOGITS)
+        for node in self.captures:
+            point = HookPoint.parse(node.hook)
+            yield View(node.output, point.source.name, node.before, point.derived)
+
+    def __str__(self) -> str:
+        parts = [LOGITS] * self.logits + [node.output for node in self.captures] + ["the cache"] * self.carried
+        named = parts if len(parts) < 4 else [*parts[:3], f"{len(parts) - 3} more"]
+        return ", ".join(f"{name} in part" if name in self.positions else name for name in named) or "nothing"
+
+
+@dataclass(frozen=True)
+class View:
+    """One value that is shown: its name, the value that it is computed from, whether before interventions."""
+
+    name: str
+    source: str
+    before: bool = False
+    derived: bool = False
+
+    def depends_on(self, hook: str, reach: Reach) -> bool:
+        """Whether it can depend on an intervention at a hook point."""
+        if self.source == hook:
+            return self.derived or not self.before
+        return self.source in (reach.arrives if self.before or self.derived else reach.passes)
+
+
+def refuse_idle_structure(edits: Pairs, plan: Plan, model: HookedModel) -> None:
+    """Refuse what has no effect in any call.
+
+    Raises:
+        InterventionError: a mask without -inf, an intervention that a later one overwrites, or one that no output of
+            the plan depends on.
+    """
+    for edit, one in edits:
+        if one.rules.shape is ValueShape.ATTENTION_MASK and not np.isneginf(one.values[0]).any():
+            raise InterventionError(f"{edit.kind} at {edit.hook}: its mask has no -inf, so it knocks nothing out")
+    for n, (edit, one) in enumerate(edits):
+        for later, other in _overwriting(edits, n, plan):
+            if _covers(other, one):
+                raise _overwritten(edit, later)
+    shown = Shown(plan.captures, plan.outputs.logits, plan.outputs.carried)
+    for edit, _ in edits:
+        _refuse_unseen(edit, edits, shown, model, None)
+
+
+def refuse_idle_in(selections: Sequence[Selection], plan: Plan, shown: Shown, model: HookedModel) -> None:
+    """Refuse what has no effect in one call, or in the generation that it begins.
+
+    Raises:
+        InterventionError: a knockout of edges that no query reads, an intervention that later ones overwrite, or one
+            that nothing shown depends on.
+    """
+    edits = [(selection.edit, selection.intervention) for selection in selections]
+    for n, selection in enumerate(selections):
+        chosen = _chosen(selection, model)
+        _refuse_overwritten(selection, chosen, [selections[m] for m, _ in _later(edits, n, plan)])
+        _refuse_unseen(selection.edit, edits, shown, model, chosen)
+
+
+def _chosen(selection: Selection, model: HookedModel) -> ByRow:
+    """The text positions at which an intervention changes something, a row's without edges left out."""
+    chosen = selection.text_positions()
+    if selection.intervention.rules.shape is not ValueShape.ATTENTION_MASK:
+        return chosen
+    layer, limited = HookPoint.parse(selection.edit.hook).layer or 0, selection.intervention.positions is not None
+    window = model.metadata.attention[layer].sliding_window
+    found: dict[int, list[int]] = {}
+    for row, asked, queries in cut_edges(selection.knockout_mask, chosen, limited, window):
+        if asked and not queries:
+            raise _no_edge(selection, row, window)
+        found[row] = queries
+    if not any(found.values()):
+        raise InterventionError(
+            f"{selection.edit.kind} at {selection.edit.hook}: it knocks nothing out; -inf must stand at a query that "
+            "is selected and computed in this call, and at a key that it reads: its own position or an earlier one"
+        )
+    return found
+
+
+def _no_edge(selection: Selection, row: int, window: int | None) -> InterventionError:
+    tokens = end_of(selection.call, row)
+    within = "" if window is None else f", each query reading {window} keys"
+    return InterventionError(
+        f"{selection.edit.kind} at {selection.edit.hook}: it knocks nothing out in row {row}, which has {tokens} tokens"
+        f" (0 to {tokens - 1}){within}; rows and columns of a mask are positions of each row's own text: limit it by "
+        "rows=, or give each row its own mask (create_knockout_mask takes a length for each row)"
+    )
+
+
+def _later(edits: Pairs, n: int, plan: Plan) -> Iterator[tuple[int, Intervention]]:
+    """The later interventions at the same hook point that leave nothing of an earlier one where they apply."""
+    hook = edits[n][0].hook
+    here = [(m, edit, one) for m, (edit, one) in enumerate(edits) if edit.hook == hook]
+    if any(edit.fit for _, edit, _ in here) and any(node.hook.startswith(f"{hook}.") for node in plan.captures):
+        return  # a value inside a splice may show it
+    yield from ((m, one) for m, _, one in here if m > n and one.rules.overwrites)
+
+
+def _overwriting(edits: Pairs, n: int, plan: Plan) -> Iterator[tuple[Edit, Intervention]]:
+    return ((edits[m][0], one) for m, one in _later(edits, n, plan))
+
+
+def _covers(other: Intervention, one: Intervention) -> bool:
+    """Whether a limit of one intervention lies within that of another in every call."""
+    limits = (other.heads, one.heads), (other.rows, one.rows), (other.positions, one.positions)
+    return all(wide is None or (narrow is not None and _within(narrow, wide)) for wide, narrow in limits)
+
+
+def _within(narrow: tuple[object, ...] | str, wide: tuple[object, ...] | str) -> bool:
+    return narrow == wide or not (isinstance(narrow, str) or isinstance(wide, str) or {*narrow} - {*wide})
+
+
+def _overwritten(edit: Edit, later: Edit) -> InterventionError:
+    return InterventionError(
+        f"{edit.kind} at {edit.hook} would do nothing: the {later.kind} after it there puts other values in place of "
+        "all that it changes; leave it out, or register it after that one"
+    )
+
+
+def _refuse_overwritten(selection: Selection, chosen: ByRow, later: Sequence[Selection]) -> None:
+    if not later:
+        return
+    left = _spots(selection, chosen)
+    for other in later:
+        left &= ~_spots(other, other.text_positions())
+    if not left.any():
+        raise _overwritten(selection.edit, later[-1].edit)
+
+
+def _spots(selection: Selection, chosen: ByRow) -> NDArray[np.bool_]:
+    """[batch, n_heads or 1, longest text] bool: the places that an intervention changes."""
+    call, heads, axis = selection.call, selection.heads(), heads_axis(selection.edit.axes)
+    longest = max(end_of(call, row) for row in range(call.batch))
+    spots = np.zeros((call.batch, 1 if axis is None else selection.shape[axis], longest), bool)
+    for row, positions in chosen.items():
+        for head in range(spots.shape[1]) if heads is None else heads:
+            spots[row, head, list(positions)] = True
+    return spots
+
+
+def _refuse_unseen(edit: Edit, edits: Pairs, shown: Shown, model: HookedModel, chosen: ByRow | None) -> None:
+    """Refuse an intervention that nothing shown depends on; at every position if none are chosen."""
+    if any(one.fit for one, _ in edits):
+        return  # a splice may mix positions, and read other hook points
+    whole = {other.hook for other, one in edits if one.rules.overwrites and not one.limited}
+    overwritten = frozenset(whole - {edit.hook})
+    leads_on = not overwritten and HookPoint.parse(edit.hook).variant != "RwkvState"  # every other leads to the logits
+    if leads_on and shown.logits and (chosen is None or LOGITS not in shown.positions):
+        return
+    reach = model.influence.of(edit.hook, overwritten)
+    if shown.carried and reach.carried:
+        return
+    if not any(_seen(edit.hook, view, reach, shown, chosen) for view in shown.views()):
+        raise _unseen(edit, shown, chosen)
+
+
+def _seen(hook: str, view: View, reach: Reach, shown: Shown, chosen: ByRow | None) -> bool:
+    """Whether a value that is shown can depend on a hook point, at some of the positions changed."""
+    positions = shown.positions.get(view.name)
+    if not view.depends_on(hook, reach) or positions is None or chosen is None:
+        return view.depends_on(hook, reach)
+    later = view.source in reach.spread
+    return any(
+        not {*changed}.isdisjoint(positions[row]) or (later and min(changed) < max(positions[row]))
+        for row, changed in chosen.items()
+        if changed
+    )
+
+
+def _unseen(edit: Edit, shown: Shown, chosen: ByRow | None) -> InterventionError:
+    places = sorted({at for positions in (chosen or {}).values() for at in positions})
+    at = f" at position {', '.join(map(str, places[:4]))}{', ...' * (len(places) > 4)}" if places else ""
+    return InterventionError(
+        f"{edit.kind} at {edit.hook}{at} changes nothing that is asked for ({shown}): ask for logits there, or capture "
+        "a hook point behind it"
+    )

@@ -1,0 +1,218 @@
+"""`KnockoutMask`: the mask of a knockout on one token batch; its rows and columns are positions of each row's own text.
+
+Padding is no position, wherever it stands; keys of the past count. One mask so means the same in every batch.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.errors import InterventionError
+from mionnx.graph.axes import format_shape
+from mionnx.inputs.token_batch import TokenBatch
+
+Shape = tuple[int, ...]
+Queries = Mapping[int, NDArray[np.int64]]
+AXES = ("batch", "n_heads", "seq_q", "seq_k")
+
+
+@dataclass(frozen=True)
+class KnockoutMask:
+    """A mask of 0 and -inf, [batch, n_heads, seq_q, seq_k] or what broadcasts to it.
+
+    Attributes:
+        title: kind and hook point, for messages.
+        given: the mask, as it was given.
+        shape: of the scores.
+        call: the token batch.
+        rows: selected batch rows.
+        by_row: whether these are a limit, so that the mask may have one entry for each of them.
+        heads: selected heads; None for all.
+        positions: row -> positions of the selected queries, in the order given; None if no list limits them.
+    """
+
+    title: str
+    given: NDArray[Any]
+    shape: Shape
+    call: TokenBatch
+    rows: list[int]
+    by_row: bool = False
+    heads: list[int] | None = None
+    positions: Mapping[int, list[int]] | None = None
+
+    @cached_property
+    def value(self) -> NDArray[Any]:
+        """The mask with four axes, its heads at their places.
+
+        Raises:
+            InterventionError: rows, heads or keys of another number.
+        """
+        if self.given.ndim > 4:
+            raise self._misfit()
+        value = self.given.reshape((1,) * (4 - self.given.ndim) + self.given.shape)
+        rows, heads, _, keys = value.shape
+        if not (rows in (1, self.shape[0]) or (self.by_row and rows == len(self.rows))):
+            raise self._misfit()
+        if self.call.final_lengths is None and keys not in (1, *self._lengths):
+            raise self._misfit()
+        if self.by_row and 1 < rows == len(self.rows):
+            self._refuse_twice("rows", self.rows)
+        if heads > 1 and self.heads is not None and heads == len(self.heads):
+            self._refuse_twice("heads", self.heads)
+            full = np.zeros((rows, self.shape[1], *value.shape[2:]), value.dtype)
+            full[:, self.heads] = value
+            return full
+        if heads not in (1, self.shape[1]):
+            raise self._misfit()
+        return value
+
+    @property
+    def _lengths(self) -> list[int]:
+        """Numbers of positions of a whole text: the longest selected row's, the longest row's, or with padding."""
+        lengths = self.call.lengths
+        return sorted({int(lengths[self.rows].max()), int(lengths.max()), self.call.total})
+
+    def _misfit(self) -> InterventionError:
+        return InterventionError(
+            f"{self.title}: value of shape {list(self.given.shape)} must broadcast to {format_shape(AXES, self.shape)};"
+            f" its last two axes are positions of each row's own text, 1 or {' or '.join(map(str, self._lengths))} of "
+            "them, and `create_knockout_mask` takes a length for each row"
+        )
+
+    def _refuse_twice(self, limit: str, given: Sequence[int]) -> None:
+        if len({*given}) < len(given):
+            raise InterventionError(
+                f"{self.title}: one of {limit}={[*given]} is chosen twice, and the mask of shape "
+                f"{list(self.given.shape)} has two entries for it"
+            )
+
+    def row(self, row: int) -> NDArray[Any]:
+        """[heads or 1, seq_q, seq_k] of the mask: the part of one row."""
+        return self.value[self._index(row)]
+
+    def _index(self, row: int) -> int:
+        if len(self.value) == 1:
+            return 0
+        return self.rows.index(row) if self.by_row and len(self.value) == len(self.rows) else row
+
+    @cached_property
+    def queries(self) -> Queries | None:
+        """Row -> text positions of the mask's queries; None if it holds for every query.
+
+        Raises:
+            InterventionError: neither the text's number of queries, nor this call's, nor the selected ones'.
+        """
+        count, call = self.value.shape[2], self.call
+        if count == 1:
+            return None
+        chosen = self.positions
+        if chosen is not None and all(len(chosen[row]) == count for row in self.rows):
+            for row in self.rows:
+                self._refuse_twice("positions", chosen[row])
+            return {row: np.array(chosen[row], np.int64) for row in self.rows}
+        here = np.arange(count)
+        if call.final_lengths is not None or count in self._lengths:
+            return dict.fromkeys(self.rows, here)
+        if count not in (call.seq, int(call.real[self.rows].sum(axis=1).max())):
+            raise self._misfit()
+        return {row: first_position(call, row) + here for row in self.rows}
+
+    @cached_property
+    def in_batch(self) -> NDArray[Any]:
+        """The mask in the batch's own columns, which broadcasts to the scores; 0 at padding and beyond the mask."""
+        _, heads, queries, keys = self.value.shape
+        wide = np.pad(self.value, [(0, 0), (0, 0), (0, int(queries > 1)), (0, int(keys > 1))])
+        at = {row: (self._query_places(row), self._key_places(row)) for row in self.rows}
+        shape = heads, self.call.seq if queries > 1 else 1, self.call.total if keys > 1 else 1
+        if len(self.value) == 1 and all(_equal(places, at[self.rows[0]]) for places in at.values()):
+            return _taken(wide[0], *at[self.rows[0]])[None]
+        full = np.zeros((self.shape[0], *shape), wide.dtype)
+        for row, places in at.items():
+            full[row] = _taken(wide[self._index(row)], *places)
+        return full
+
+    def _query_places(self, row: int) -> NDArray[np.int64] | None:
+        """[seq]: index in the mask of each query of the batch; -1 for none."""
+        if self.queries is None:
+            return None
+        return _places(self.queries[row], self.call.token_positions[row])
+
+    def _key_places(self, row: int) -> NDArray[np.int64] | None:
+        """[total]: index in the mask of each key of the batch; -1 for none."""
+        count = self.value.shape[3]
+        if count == 1:
+            return None
+        mask = self.call.attention_mask[row]
+        return _places(np.arange(count), np.where(mask == 1, mask.cumsum() - 1, -1))
+
+    def edges(self, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """The mask of one row as edges.
+
+        Returns:
+            the text positions of its queries [q] and keys [k], and which edges it cuts in any selected head [q, k].
+        """
+        end = end_of(self.call, row)
+        cut = np.isneginf(self.row(row))
+        cut = cut if self.heads is None or len(cut) == 1 else cut[self.heads]
+        queries = np.arange(first_position(self.call, row), end) if self.queries is None else self.queries[row]
+        keys = np.arange(end if cut.shape[2] == 1 else cut.shape[2])
+        return queries, keys, np.broadcast_to(cut.any(axis=0), (len(queries), len(keys)))
+
+
+def first_position(call: TokenBatch, row: int) -> int:
+    """The text position of a row's first token in a batch."""
+    return int(call.lengths[row] - call.real[row].sum())
+
+
+def end_of(call: TokenBatch, row: int) -> int:
+    """Length of a row's text after the call, or after the generation that it begins."""
+    return int((call.lengths if call.final_lengths is None else call.final_lengths)[row])
+
+
+def _places(positions: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Index of each wanted position among some; -1 where it is not among them."""
+    size = 2 + max(int(positions.max(initial=0)), int(wanted.max(initial=0)))
+    table = np.full(size, -1, np.int64)  # its last entry, which padding's -1 finds, is not among them
+    table[positions] = np.arange(len(positions))
+    return table[wanted]
+
+
+Places = tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]
+
+
+def _equal(one: Places, other: Places) -> bool:
+    return all(a is None or b is None or np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _taken(part: NDArray[Any], queries: NDArray[np.int64] | None, keys: NDArray[np.int64] | None) -> NDArray[Any]:
+    part = part if queries is None else part.take(queries, axis=1)
+    return part if keys is None else part.take(keys, axis=2)
+
+
+def cut_edges(
+    mask: KnockoutMask, selected: Mapping[int, Sequence[int]], limited: bool, window: int | None
+) -> Iterator[tuple[int, bool, list[int]]]:
+    """What a mask cuts in each selected row, in this call or in any step of the generation that it begins.
+
+    Args:
+        mask: the mask.
+        selected: row -> text positions of the queries that the intervention selects.
+        limited: whether positions limit it: what the mask asks for elsewhere is then not meant.
+        window: number of keys that a query reads, its own included; None for all before it.
+
+    Yields:
+        the row; whether the mask asks there for any edge to an earlier key, or to the query's own; the text positions
+        of the queries that lose an edge which they would have read.
+    """
+    for row in mask.rows:
+        queries, keys, cut = mask.edges(row)
+        here = np.isin(queries, list(selected[row]))[:, None]
+        asked = cut & (keys <= queries[:, None]) & (here | (not limited))
+        read = asked & here & (keys < end_of(mask.call, row))
+        if window is not None:
+            read &= queries[:, None] - keys < window
+        yield row, bool(asked.any()), queries[read.any(axis=1)].tolist()

@@ -1,0 +1,93 @@
+"""`Influence`: the hook points and outputs that the value at a hook point can change, and at which positions.
+
+A token's value reaches later tokens only through what is carried from call to call: keys and values, or a recurrent
+state. What does not lead there changes its own position alone.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import onnx
+
+from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.hook_points import HookPoint, layer_of
+from mionnx.graph.io_names import KEYS_AND_VALUES, STATE
+from mionnx.graph.metadata import Metadata
+
+CARRIED = (f"{KEYS_AND_VALUES.present}.", f"{STATE.present}.")
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The hook points and outputs that one hook point can change.
+
+    Attributes:
+        arrives: by what flows into them, before their interventions.
+        passes: and after these.
+        spread: those of them that it can change at later positions than its own.
+    """
+
+    arrives: frozenset[str]
+    passes: frozenset[str]
+    spread: frozenset[str]
+
+    @property
+    def carried(self) -> bool:
+        """Whether keys and values, or a state, can change."""
+        return any(name.startswith(CARRIED) for name in self.passes)
+
+
+class Influence:
+    """The reach of the hook points of one model; each is worked out once."""
+
+    def __init__(self, proto: onnx.ModelProto, metadata: Metadata) -> None:
+        self.proto, self.metadata = proto, metadata
+        self._known: dict[tuple[str, frozenset[str]], Reach] = {}
+
+    @cached_property
+    def _flow(self) -> Dataflow:
+        return Dataflow(self.proto)
+
+    @cached_property
+    def _named(self) -> frozenset[str]:
+        return frozenset((*self.metadata.hooks, *(output.name for output in self.proto.graph.output)))
+
+    def of(self, hook: str, overwritten: frozenset[str] = frozenset()) -> Reach:
+        """The reach of a hook point.
+
+        Args:
+            hook: its name.
+            overwritten: hook points whose values are replaced whole: nothing passes them.
+        """
+        key = hook, overwritten
+        if key not in self._known:
+            arrives = self._after([hook], overwritten)
+            passes = arrives - overwritten
+            spread = self._spread({hook, *passes}, overwritten) - {hook}
+            self._known[key] = Reach(arrives, passes, spread)
+        return self._known[key]
+
+    def _after(self, sources: Iterable[str], overwritten: frozenset[str]) -> frozenset[str]:
+        sources = {*sources}
+        return frozenset((self._flow.descendants(sources, overwritten) - sources) & self._named)
+
+    def _spread(self, changed: set[str], overwritten: frozenset[str]) -> frozenset[str]:
+        if not any(name.startswith(CARRIED) for name in changed):
+            return frozenset()
+        mixed = [name for layer in range(self.metadata.sizes.num_layers) for name in self._keys_and_values(layer)]
+        mixing = changed.intersection(mixed)
+        if not mixing or not self._every_layer_names_them:
+            return frozenset(changed)
+        first = min(layer_of(name) or 0 for name in mixing)
+        return self._after(mixing, overwritten).union(mixing).difference(self._keys_and_values(first))
+
+    @cached_property
+    def _every_layer_names_them(self) -> bool:
+        layers = range(self.metadata.sizes.num_layers)
+        needed = {str(point(layer)) for layer in layers for point in (HookPoint.AttnK, HookPoint.AttnV)}
+        return needed <= self.metadata.hooks.keys()
+
+    def _keys_and_values(self, layer: int) -> list[str]:
+        points = HookPoint.AttnK(layer), HookPoint.AttnRotK(layer), HookPoint.AttnV(layer)
+        return [point.name for point in points if point.name in self.metadata.hooks]
