@@ -202,7 +202,8 @@ def _check_axes(name: str, axes: Sequence[str | int], known: Known, sizes: Sizes
 
 def _shapes(proto: onnx.ModelProto, batch: int, seq: int, past: int) -> dict[str, Dims]:
     """The shapes of the inputs for a token batch; an input with a default has its default's."""
-    known = {"batch": batch, "seq": seq, "past": past, "total": past + seq}
+    carries = any(dim.dim_param == "past" for value in proto.graph.input for dim in value.type.tensor_type.shape.dim)
+    known = {"batch": batch, "seq": seq, "past": past, "total": past + seq if carries else seq}
     defaults: dict[str, Dims] = {tensor.name: tuple(tensor.dims) for tensor in proto.graph.initializer}
     shapes: dict[str, Dims] = {}
     for value in proto.graph.input:

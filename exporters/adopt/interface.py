@@ -1,0 +1,180 @@
+"""Inputs and outputs of an adopted graph, by the names, shapes and dtypes of a hooked model."""
+
+import numpy as np
+import onnx_ir as ir
+
+from exporters.adopt.flow import INDICES, LOOKUPS, SIZES, climb, find_embedding, rank, static, table_of
+from exporters.adopt.operators.op_writer import MASK, POSITIONS, TOKENS
+from mionnx.errors import ExportError
+
+INT64 = ir.TensorType(ir.DataType.INT64)
+AXES = {TOKENS: ("batch", "seq"), MASK: ("batch", "total"), POSITIONS: ("batch", "seq")}
+UNKNOWN = -1  # no axis
+NEAR_ANGLES = 40  # nodes from positions to a cosine
+MASKING = frozenset(("Softmax", "GroupQueryAttention", "MultiHeadAttention", "Attention"))
+
+
+def name_inputs(model: ir.Model) -> None:
+    """Name the inputs of tokens, mask and positions, each found by what reads it; all become int64.
+
+    Raises:
+        ExportError: an input of integers that is none of them.
+    """
+    graph = model.graph
+    tokens = climb(find_embedding(graph).inputs[1])
+    _take(graph, tokens, TOKENS)
+    for value in [value for value in graph.inputs if value.name != TOKENS and not _is_past(value) and value.uses()]:
+        _take(graph, value, POSITIONS if _feeds_angles(value) else MASK)
+
+
+def _is_past(value: ir.Value) -> bool:
+    return value.dtype is not None and value.dtype.is_floating_point()
+
+
+def _take(graph: ir.Graph, value: ir.Value, name: str) -> None:
+    """Give an input a name; a cast stands behind one of another dtype."""
+    other = next((one for one in graph.inputs if one.name == name and one is not value), None)
+    if other is not None and (rank(other) == rank(value) or name != MASK):
+        raise ExportError(
+            f"the inputs {other.name} and {value.name} both look like {name}: which is which is not known"
+        )
+    if rank(value) not in (2, None):
+        raise ExportError(
+            f"the input {value.name} has the shape {value.shape}: a mask of another form than [batch, total]"
+        )
+    kind = value.dtype
+    value.name, value.shape = name, ir.Shape(AXES[name])
+    if kind not in (ir.DataType.INT64, None):
+        readers = list(value.uses())
+        cast = ir.node("Cast", [value], attributes={"to": int(kind)})
+        cast.outputs[0].type = ir.TensorType(kind)
+        for node, place in readers:
+            node.replace_input_with(place, cast.outputs[0])
+        graph.insert_before(graph[0], cast)
+    value.type = INT64
+
+
+def _feeds_angles(value: ir.Value) -> bool:
+    """Whether cosines, or rows of a table of fractions, follow from an input in few steps."""
+    seen: set[ir.Node] = set()
+    waiting = [value]
+    while waiting and len(seen) < NEAR_ANGLES:
+        for node, place in waiting.pop(0).uses():
+            if node in seen or node.op_type in SIZES or node.op_type in MASKING:
+                continue
+            seen.add(node)
+            rotates = node.op_type == "RotaryEmbedding" or (node.op_type == "GroupQueryAttention" and place == 9)
+            if node.op_type in ("Cos", "Sin") or rotates or (place == 1 and _is_table_look_up(node)):
+                return True
+            waiting += node.outputs
+    return False
+
+
+def _is_table_look_up(node: ir.Node) -> bool:
+    """Whether a node picks rows of a constant matrix: of learned positions, or of angles."""
+    if node.op_type not in LOOKUPS or node.inputs[0] is None:
+        return False
+    table, _ = table_of(node.inputs[0])
+    return table.is_initializer() and rank(table) in (2, 3)
+
+
+def supply_positions(model: ir.Model) -> str | None:
+    """Make positions an input where the graph counts them itself from the length of the text.
+
+    Positions that follow from the attention mask are left: they heed padding already.
+
+    Returns:
+        what a user has to know of positions that cannot be given; None if there is nothing to know.
+    """
+    graph = model.graph
+    if any(value.name == POSITIONS for value in graph.inputs):
+        return None
+    made = ir.Value(name=POSITIONS, type=INT64, shape=ir.Shape(AXES[POSITIONS]))
+    graph.inputs.append(made)
+    counted = _counted(graph)
+    for node, place, axis in counted:
+        node.replace_input_with(place, made if axis is None else _unsqueezed(graph, made, axis))
+    if counted:
+        return None
+    keep = ir.node("Identity", [made])  # the rewriter looks for the input, and an unread one would not be kept
+    keep.outputs[0].name, keep.outputs[0].type, keep.outputs[0].shape = "adopted.positions", INT64, made.shape
+    graph.insert_before(graph[0], keep)
+    return "position_ids: the graph makes its positions itself; those that are given are not read"
+
+
+def _unsqueezed(graph: ir.Graph, value: ir.Value, axis: int) -> ir.Value:
+    name = f"adopted.positions.axis{axis}"
+    if name not in graph.initializers:
+        axes = ir.tensor(np.array([axis], np.int64), name=name)
+        graph.register_initializer(
+            ir.Value(name=name, type=INT64, shape=ir.Shape([1]), const_value=axes),
+        )
+    node = ir.node("Unsqueeze", [value, graph.initializers[name]])
+    node.outputs[0].type = INT64
+    graph.insert_before(graph[0], node)
+    return node.outputs[0]
+
+
+def _counted(graph: ir.Graph) -> list[tuple[ir.Node, int, int | None]]:
+    """The reads of counted positions on the way to angles: node, place, and an axis to add to [batch, seq]."""
+    found: dict[tuple[ir.Node, int], int | None] = {}
+    for node in graph:
+        if node.op_type in ("Cos", "Sin"):
+            read = _counted_read(node)
+        elif _is_table_look_up(node):
+            read = (node, 1) if node.inputs[1] is not None and _is_counted(node.inputs[1]) else None
+        else:
+            continue
+        if read is not None:
+            found[read] = _added_axis(read[0].inputs[read[1]])
+    return [(node, place, axis) for (node, place), axis in found.items() if axis != UNKNOWN]
+
+
+def _counted_read(angle: ir.Node) -> tuple[ir.Node, int] | None:
+    """The first read above a cosine of integers that a `Range` counts."""
+    seen: set[ir.Node] = set()
+    waiting = [angle]
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node.op_type in SIZES:
+            continue
+        seen.add(node)
+        for place, entry in enumerate(node.inputs):
+            if entry is None or entry.producer() is None:
+                continue
+            if entry.dtype in INDICES and _is_counted(entry):
+                return node, place
+            waiting += [entry.producer()] if entry.dtype not in INDICES else []
+    return None
+
+
+def _is_counted(value: ir.Value) -> bool:
+    node = climb(value).producer()
+    return node is not None and node.op_type == "Range"
+
+
+def _added_axis(value: ir.Value | None) -> int | None:
+    """The axis that [batch, seq] lacks to stand for counted positions: None if none, `UNKNOWN` if that is not known."""
+    if value is None or rank(value) not in (2, 3):
+        return UNKNOWN
+    if rank(value) == 2:
+        return None
+    return next((axis for axis in (2, 1) if static(value, axis) == 1 and static(value, 3 - axis) != 1), UNKNOWN)
+
+
+def _following(value: ir.Value | None) -> set[ir.Value]:
+    """All values that follow from the content of one."""
+    found: set[ir.Value] = set() if value is None else {value}
+    waiting = list(found)
+    while waiting:
+        for node, _ in waiting.pop().uses():
+            if node.op_type not in SIZES:
+                fresh = [output for output in node.outputs if output not in found]
+                found.update(fresh)
+                waiting += fresh
+    return found
+
+
+def heeds_mask(model: ir.Model, scores: ir.Value) -> bool:
+    """Whether attention scores follow from the content of the attention mask."""
+    return scores in _following(next((value for value in model.graph.inputs if value.name == MASK), None))

@@ -1,0 +1,119 @@
+"""Hook names onto values; a value with several gets an `Identity` for each after the first, in execution order."""
+
+import onnx_ir as ir
+
+from exporters.adopt.flow import KEEPING, SIZES, Flow, Origin, climb, static
+from exporters.adopt.recognise import Recognised
+from mionnx.errors import ExportError
+
+PAST = "past_key_values"
+LOGITS = "logits"
+
+
+def name_points(found: Recognised) -> list[str]:
+    """Give every recognised value its hook name.
+
+    Returns:
+        the names, in execution order.
+    """
+    graph, current = found.flow.graph, dict[ir.Value, ir.Value]()
+    taken: set[ir.Value] = set()
+    for name, origin in found.points:
+        value = current.get(origin, origin)
+        if name == "hook_logits":
+            _name_logits(graph, value)
+            continue
+        elif value in taken or value.producer() is None or value.is_graph_output():
+            value = current[origin] = _identity(graph, value)
+        value.name = name
+        taken.add(value)
+    return [name for name, _ in found.points]
+
+
+def _name_logits(graph: ir.Graph, value: ir.Value) -> None:
+    """The logits' hook point is the value before the output of that name, in the model's own dtype."""
+    inner = climb(value, KEEPING)
+    if inner is not value:
+        inner.name, value.name = "hook_logits", LOGITS
+        return
+    place = graph.outputs.index(value)
+    node = ir.node("Identity", [value])
+    graph.insert_after(value.producer(), node)
+    value.name, node.outputs[0].name = "hook_logits", LOGITS
+    node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
+    graph.outputs[place] = node.outputs[0]
+
+
+def _identity(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    """A value of its own, which every node reads that read the other for more than its size."""
+    readers = [(node, place) for node, place in value.uses() if node.op_type not in SIZES]
+    node = ir.node("Identity", [value])
+    made = node.outputs[0]
+    made.type, made.shape = value.type, value.shape
+    if value.producer() is not None:
+        graph.insert_after(value.producer(), node)
+    else:
+        graph.insert_before(graph[0], node)
+    for reader, place in readers:
+        reader.replace_input_with(place, made)
+    return made
+
+
+def name_caches(found: Recognised) -> int:
+    """Name the inputs and outputs of keys and values, and drop all other outputs but the logits.
+
+    Returns:
+        the number of layers with a cache.
+
+    Raises:
+        ExportError: some layers have a cache and some have none, or an input of fractions is no past.
+    """
+    flow, cached = found.flow, 0
+    graph, kept = flow.graph, {flow.logits}
+    for layer, attention in enumerate(found.attention):
+        joined = {"key": attention.keys.joined, "value": attention.values.joined}
+        if None in joined.values():
+            continue
+        cached += 1
+        for kind, node in joined.items():
+            kept.add(_name_cache(flow, f"{layer}.{kind}", node))
+    if 0 < cached < len(found.attention):
+        raise ExportError(f"{cached} of {len(found.attention)} layers have a past of keys and values")
+    for value in [value for value in graph.outputs if value not in kept]:
+        graph.outputs.remove(value)
+        found.notes.append(f"output {value.name}: dropped, it is no part of a hooked model")
+    unknown = [value.name for value in graph.inputs if flow.origin.get(value) == Origin.PAST and not _named(value)]
+    if unknown:
+        raise ExportError(f"inputs of fractions that are no past of keys and values: {', '.join(map(str, unknown))}")
+    return cached
+
+
+def _named(value: ir.Value) -> bool:
+    return str(value.name).startswith(f"{PAST}.")
+
+
+def _name_cache(flow: Flow, suffix: str, joined: ir.Node) -> ir.Value:
+    """Name the past that a node appends to, and the present that it makes; returns the output."""
+    graph = flow.graph
+    past = next(climb(value) for value in joined.inputs if flow.origin.get(value) == Origin.PAST)
+    new = next(value for value in joined.inputs if flow.is_text(value))
+    if not past.is_graph_input():
+        raise ExportError(f"the past {suffix} is a part of a larger input: such a cache is not taken apart")
+    past.name = f"{PAST}.{suffix}"
+    heads, width = (static(joined.outputs[0], axis) or static(new, axis) or static(past, axis) for axis in (1, 3))
+    if heads is None or width is None:
+        raise ExportError(f"the past {past.name} has heads of unknown number or width, {past.shape}")
+    past.shape = ir.Shape(["batch", heads, "past", width])
+    present = joined.outputs[0]
+    held = [value for value in graph.outputs if climb(value, {"Identity", "Cast"}) is present]
+    output = held[0] if held else _identity_of_output(graph, present)
+    output.name = f"present.{suffix}"
+    return output
+
+
+def _identity_of_output(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    node = ir.node("Identity", [value])
+    node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
+    graph.insert_after(value.producer(), node)
+    graph.outputs.append(node.outputs[0])
+    return node.outputs[0]

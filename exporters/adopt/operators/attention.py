@@ -1,0 +1,183 @@
+"""Fused attention: GroupQueryAttention, MultiHeadAttention and Attention of ONNX Runtime, Attention of opset 23.
+
+An expansion takes positions from `position_ids` and visibility from `attention_mask` [batch, total], as hooked models
+do, and appends keys and values to the past: left padding works where the fused operator has none.
+"""
+
+import numpy as np
+import onnx_ir as ir
+
+from exporters.adopt.flow import rank, static
+from exporters.adopt.operators.op_writer import OpWriter, input_at, kind_of, width_of
+from exporters.adopt.operators.rotary import angles, rotate
+from mionnx.errors import ExportError
+
+
+def _attend(
+    op: OpWriter,
+    queries: ir.Value,
+    keys: ir.Value,
+    values: ir.Value,
+    scale: float,
+    kind: ir.DataType,
+    *,
+    cap: float = 0.0,
+    seen: ir.Value | None = None,
+    bias: ir.Value | None = None,
+    sink: ir.Value | None = None,
+) -> ir.Value:
+    """softmax(cap * tanh(q kᵀ scale / cap) + bias, masked) v, [batch, heads, seq, width]; a sink adds one column."""
+    scores = op.Mul(op.MatMul(queries, op.Transpose(keys, perm=[0, 1, 3, 2])), op.number(scale, kind))
+    if cap:
+        scores = op.Mul(op.Tanh(op.Div(scores, op.number(cap, kind))), op.number(cap, kind))
+    if bias is not None:
+        scores = op.Add(scores, bias)
+    if seen is not None:
+        scores = op.Where(seen, scores, op.number(float(np.finfo(kind.numpy()).min), kind))
+    if sink is None:
+        return op.MatMul(op.Softmax(scores, axis=-1), values)
+    column = op.Expand(sink, op.Concat(op.Slice(op.Shape(scores), op.ints([0]), op.ints([3])), op.ints([1]), axis=0))
+    pattern = op.Softmax(op.Concat(scores, column, axis=-1), axis=-1)
+    return op.MatMul(op.Slice(pattern, op.ints([0]), op.ints([-1]), op.ints([3])), values)
+
+
+def grouped_query(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
+    """GroupQueryAttention: packed or not, rotation inside, soft cap, local window, bias and sinks."""
+    queries, keys, values, past_keys, past_values = (input_at(node, place) for place in range(5))
+    heads, groups = node.attributes.get_int("num_heads", 0), node.attributes.get_int("kv_num_heads", 0)
+    width = _head_width(node, queries, heads + 2 * groups if keys is None else heads)
+    if keys is None:
+        queries, keys, values = op.split(queries, [heads * width, groups * width, groups * width])
+    queries, keys, values = (
+        op.heads(queries, heads, width),
+        op.heads(keys, groups, width),
+        op.heads(values, groups, width),
+    )
+    if node.attributes.get_int("do_rotary", 0):
+        tables = input_at(node, 7), input_at(node, 8)
+        part = 2 * (static(tables[0], 1) or 0)
+        at = input_at(node, 9) or op.positions()
+        cos, sin = (angles(op, table, at) for table in tables)
+        pairs = bool(node.attributes.get_int("rotary_interleaved", 0))
+        queries, keys = (rotate(op, x, cos, sin, width, part, pairs) for x in (queries, keys))
+    for past in (past_keys, past_values):
+        if past is not None:
+            past.shape = ir.Shape(["batch", groups, "past", width])
+    keys = keys if past_keys is None else op.Concat(past_keys, keys, axis=2)
+    values = values if past_values is None else op.Concat(past_values, values, axis=2)
+    window, kind = node.attributes.get_int("local_window_size", -1), kind_of(past_keys, node.inputs[0])
+    repeats = heads // groups
+    z = _attend(
+        op,
+        queries,
+        op.repeated(keys, repeats, heads, width),
+        op.repeated(values, repeats, heads, width),
+        node.attributes.get_float("scale", 0.0) or width**-0.5,
+        kind,
+        cap=node.attributes.get_float("softcap", 0.0),
+        seen=op.visible(window if window > 0 else None),
+        bias=input_at(node, 10),
+        sink=_sink(op, node, heads, kind),
+    )
+    return {0: op.merged(z, heads * width), 1: keys, 2: values}
+
+
+def _sink(op: OpWriter, node: ir.Node, heads: int, kind: ir.DataType) -> ir.Value | None:
+    """The logit of the column that belongs to no key, [1, heads, 1, 1]: one a head, or 0 of a smooth softmax."""
+    given = input_at(node, 11)
+    if given is not None:
+        return op.Reshape(given, op.ints([1, heads, 1, 1]))
+    smooth = node.attributes.get_int("smooth_softmax", 0) > 0
+    return op.constant(np.zeros((1, heads, 1, 1)), kind.numpy()) if smooth else None
+
+
+def _head_width(node: ir.Node, queries: ir.Value | None, heads: int) -> int:
+    size = width_of(queries)
+    if size is None or not heads:
+        raise ExportError(f"{node.op_type} node {node.name!r} reads queries of unknown width: it cannot be expanded")
+    return size // heads
+
+
+def multi_head(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
+    """MultiHeadAttention: [batch, seq, hidden], packed [batch, seq, heads, 3, width], or heads first."""
+    queries, keys, values, bias, mask, added, past_keys, past_values = (input_at(node, place) for place in range(8))
+    heads = node.attributes.get_int("num_heads", 0)
+    kind = kind_of(queries, keys, values, bias)
+    if keys is None:
+        if static(queries, 4) is None:
+            raise ExportError(
+                f"MultiHeadAttention node {node.name!r} is packed to unknown sizes: it cannot be expanded"
+            )
+        width = static(queries, 4)
+        parts = op.split(queries, [1, 1, 1], axis=3)
+        queries, keys, values = (op.Reshape(part, op.ints([0, 0, heads * width])) for part in parts)
+    size = next((s for x in (queries, keys, values) if rank(x) == 3 and (s := static(x, 2)) is not None), None)
+    size = size or (static(bias, 0) or 0) // 3 if size is None and bias is not None else size
+    if not size:
+        raise ExportError(
+            f"MultiHeadAttention node {node.name!r} reads queries of unknown width: it cannot be expanded"
+        )
+    width = size // heads
+    if bias is not None:
+        shifts = op.split(bias, [size] * 3, axis=0)
+        queries, keys, values = (op.Add(x, shift) for x, shift in zip((queries, keys, values), shifts, strict=True))
+    queries, keys, values = (x if rank(x) == 4 else op.heads(x, heads, width) for x in (queries, keys, values))
+    if past_keys is not None and past_values is not None:
+        keys, values = op.Concat(past_keys, keys, axis=2), op.Concat(past_values, values, axis=2)
+    causal = node.attributes.get_int("unidirectional", 0) or mask is not None
+    scale = node.attributes.get_float("scale", 0.0) or width**-0.5
+    z = _attend(op, queries, keys, values, scale, kind, seen=op.visible(None) if causal else None, bias=added)
+    return {0: op.merged(z, size), 1: keys, 2: values}
+
+
+def packed_attention(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
+    """com.microsoft Attention: its projection inside; a past [2, batch, heads, past, width]."""
+    x, weight, bias, mask, past, added = (input_at(node, place) for place in range(6))
+    heads = node.attributes.get_int("num_heads", 0)
+    width, kind = _head_width(node, weight, 3 * heads), kind_of(weight, x)
+    size = heads * width
+    projected = op.MatMul(x, weight) if bias is None else op.Add(op.MatMul(x, weight), bias)
+    queries, keys, values = (op.heads(part, heads, width) for part in op.split(projected, [size] * 3))
+    made: dict[int, ir.Value] = {}
+    if past is not None:
+        before = [op.Squeeze(part, op.ints([0])) for part in op.split(past, [1, 1], axis=0)]
+        keys, values = (op.Concat(old, new, axis=2) for old, new in zip(before, (keys, values), strict=True))
+        made[1] = op.Concat(op.Unsqueeze(keys, op.ints([0])), op.Unsqueeze(values, op.ints([0])), axis=0)
+    causal = node.attributes.get_int("unidirectional", 0) or mask is not None
+    scale = node.attributes.get_float("scale", 0.0) or width**-0.5
+    z = _attend(op, queries, keys, values, scale, kind, seen=op.visible(None) if causal else None, bias=added)
+    return {0: op.merged(z, size), **made}
+
+
+def standard_attention(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
+    """Attention of opset 23 and 24: three or four axes, a boolean mask or one that is added, a past."""
+    queries, keys, values, mask, past_keys, past_values = (input_at(node, place) for place in range(6))
+    heads, groups = node.attributes.get_int("q_num_heads", 0), node.attributes.get_int("kv_num_heads", 0)
+    flat = heads > 0
+    heads, groups = heads or (static(queries, 1) or 0), groups or (static(keys, 1) or 0)
+    width = _head_width(node, queries, heads if flat else 1)
+    if not groups:
+        raise ExportError(f"Attention node {node.name!r} has an unknown number of heads: it cannot be expanded")
+    kind = kind_of(queries, keys, values)
+    if flat:
+        queries, keys, values = (
+            op.heads(queries, heads, width),
+            op.heads(keys, groups, width),
+            op.heads(values, groups, width),
+        )
+    if past_keys is not None and past_values is not None:
+        keys, values = op.Concat(past_keys, keys, axis=2), op.Concat(past_values, values, axis=2)
+    boolean = mask is not None and mask.dtype == ir.DataType.BOOL
+    seen = mask if boolean else (op.visible(None) if node.attributes.get_int("is_causal", 0) else None)
+    z = _attend(
+        op,
+        queries,
+        op.repeated(keys, heads // groups, heads, width),
+        op.repeated(values, heads // groups, heads, width),
+        node.attributes.get_float("scale", 0.0) or width**-0.5,
+        kind,
+        cap=node.attributes.get_float("softcap", 0.0),
+        seen=seen,
+        bias=None if boolean else mask,
+    )
+    return {0: op.merged(z, heads * width) if flat else z, 1: keys, 2: values}

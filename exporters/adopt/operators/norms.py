@@ -1,0 +1,45 @@
+"""Norms: RMS norms that ONNX has not, and norms with the residual addition inside."""
+
+import onnx_ir as ir
+
+from exporters.adopt.linear import PRODUCTS
+from exporters.adopt.operators.op_writer import OpWriter, input_at, kind_of
+
+EPSILON = 1e-5  # of ONNX Runtime's operators where a node names none
+
+
+def _rms(op: OpWriter, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:
+    kind = kind_of(weight, x)
+    root = op.Sqrt(op.Add(op.mean(op.Mul(x, x)), op.number(epsilon, kind)))
+    return op.Mul(op.Div(x, root), weight)
+
+
+def simplified_norm(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
+    """SimplifiedLayerNormalization: x / sqrt(mean(x²) + epsilon) * weight."""
+    return {0: _rms(op, node.inputs[0], node.inputs[1], node.attributes.get_float("epsilon", EPSILON))}
+
+
+def skip_norm(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
+    """SkipLayerNormalization and its simplified form: the norm of x + skip, and the sum.
+
+    The bias is one of the branch, not of the stream: it is added to the summand that a matrix product makes.
+    """
+    x, skip, weight = node.inputs[:3]
+    simplified = node.op_type == "SkipSimplifiedLayerNormalization"
+    bias, epsilon = input_at(node, 3 if simplified else 4), node.attributes.get_float("epsilon", EPSILON)
+    if bias is not None and _is_product(x):
+        x = op.Add(x, bias)
+    elif bias is not None:
+        skip = op.Add(skip, bias)
+    total = op.Add(x, skip)
+    if simplified:
+        return {0: _rms(op, total, weight, epsilon), 3: total}
+    shift = [value for value in [input_at(node, 3)] if value is not None]
+    return {0: op.LayerNormalization(total, weight, *shift, axis=-1, epsilon=epsilon), 3: total}
+
+
+def _is_product(value: ir.Value) -> bool:
+    node = value.producer()
+    while node is not None and node.op_type in ("Reshape", "Cast") and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    return node is not None and node.op_type in PRODUCTS

@@ -1,0 +1,84 @@
+"""The hook points of a decoder's graph, layer by layer, recognised by its dataflow."""
+
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from exporters.adopt.attention import Attention, find_attention
+from exporters.adopt.flow import KEEPING, Flow, Origin, climb
+from exporters.adopt.linear import input_of, linear_maps
+from exporters.adopt.mlp import find_mlp
+from exporters.adopt.stream import Step, has_attention, residual_steps
+from mionnx.errors import ExportError
+
+
+@dataclass
+class Recognised:
+    """A decoder whose values are known.
+
+    Attributes:
+        flow: of its graph.
+        points: hook name and value, in execution order; a value may have several names.
+        attention: of each layer.
+        notes: the hook points that the graph has not, and why.
+    """
+
+    flow: Flow
+    points: list[tuple[str, ir.Value]] = field(default_factory=list)
+    attention: list[Attention] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def recognise(graph: ir.Graph) -> Recognised:
+    """Find the hook points of a decoder whose fused operators have been expanded.
+
+    Raises:
+        ExportError: what is found is no decoder with a residual stream, attention and MLPs.
+    """
+    found = Recognised(Flow(graph))
+    steps = residual_steps(found.flow)
+    found.points += _embedding(found.flow, steps[0].before)
+    for step in steps:
+        _layer(found, step)
+    if not found.attention:
+        raise ExportError("no branch of the residual stream holds attention: the graph is no decoder of text")
+    last = linear_maps(found.flow, steps[-1].after, found.flow.logits)
+    if last:
+        found.points.append(("hook_final_norm", input_of(found.flow, last[-1])))
+    else:
+        found.notes.append("hook_final_norm: no linear map makes the logits")
+    found.points.append(("hook_logits", found.flow.logits))
+    return found
+
+
+def _embedding(flow: Flow, first: ir.Value) -> list[tuple[str, ir.Value]]:
+    """The embedding as the first layer reads it, and learned positions."""
+    inner = climb(first, KEEPING)
+    node = inner.producer()
+    if inner is not flow.embedding and node is not None and node.op_type == "Add" and len(flow.text(node)) == 1:
+        (tokens,) = flow.text(node)
+        positions = [value for value in node.inputs if value is not None and flow.origin.get(value) == Origin.CALL]
+        if positions:
+            return [("hook_embed", tokens), ("hook_pos_embed", positions[0])]
+    return [("hook_embed", first)]
+
+
+def _layer(found: Recognised, step: Step) -> None:
+    """The points of one residual addition: a new layer where it holds attention, else the layer's MLP."""
+    flow, top = found.flow, step.before
+    attends = {branch: has_attention(flow, top, branch) for branch in step.branches}
+    if not found.attention and not any(attends.values()):
+        raise ExportError("the first branch of the residual stream holds no attention: the graph is no decoder of text")
+    layer = len(found.attention) - (not any(attends.values()))
+    points = [("hook_resid_pre", top)] if any(attends.values()) else []
+    for branch in sorted(step.branches, key=lambda branch: not attends[branch]):
+        if attends[branch]:
+            found.attention.append(find_attention(flow, layer, top, branch))
+            points += found.attention[-1].points()
+        else:
+            mlp = find_mlp(flow, layer, top, branch)
+            found.notes += mlp.notes
+            points += mlp.points
+    ends = "hook_resid_post" if len(step.branches) > 1 or not any(attends.values()) else "hook_resid_mid"
+    points.append((ends, step.after))
+    found.points += [(f"blocks.{layer}.{name}", value) for name, value in points]

@@ -1,0 +1,195 @@
+"""Laws that hold in every decoder, whatever its weights: an adopted graph is run once and checked against them.
+
+No reference is needed. What is named wrongly breaks a law: a pattern that is no pattern, keys that are values, a branch
+without its bias.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from numpy.typing import NDArray
+
+from mionnx.errors import ExportError
+from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.extract import extract
+
+Array = NDArray[Any]
+BATCH, SEQ = 2, 6
+ROUNDINGS = 64  # of the dtype, at the size of the compared numbers, by which two sides of a law may differ
+ONNX_FLOATS = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
+ONNX_INTEGERS = {"tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_}
+
+
+@dataclass(frozen=True)
+class LawResult:
+    """How well one law holds.
+
+    Attributes:
+        law: in words.
+        layer: the layer where it holds least; None if it is of the whole model.
+        difference: the largest difference of the two sides, relative to the largest number.
+        allowed: the difference that rounding explains.
+    """
+
+    law: str
+    layer: int | None
+    difference: float
+    allowed: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the difference is one of rounding; NaN is none."""
+        return bool(self.difference <= self.allowed)
+
+    def __str__(self) -> str:
+        where = "" if self.layer is None else f" (layer {self.layer})"
+        return f"{self.law}{where}: {self.difference:.1e}, allowed {self.allowed:.1e}"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One run of an adopted graph.
+
+    Attributes:
+        values: hook points, logits and present keys and values by name.
+        dtypes: ONNX Runtime's name of the dtype of every value of the graph.
+        feeds: what was given.
+    """
+
+    values: Mapping[str, Array]
+    dtypes: Mapping[str, str]
+    feeds: Mapping[str, Array]
+
+    @property
+    def rounding(self) -> float:
+        """The relative difference that rounding to the model's dtype explains."""
+        return ROUNDINGS * max(float(np.finfo(value.dtype).eps) for value in self.values.values())
+
+
+def probe(proto: onnx.ModelProto, folder: Path, names: list[str]) -> Probe:
+    """Run a graph once, with its hook points as outputs.
+
+    Args:
+        proto: the graph, by the names of a hooked model.
+        folder: of its weights.
+        names: its hook points.
+
+    Raises:
+        ExportError: ONNX Runtime does not open or run it.
+    """
+    session = open_session(proto, folder, [name for node in proto.graph.node for name in node.output if name])
+    feeds = {entry.name: _feed(entry) for entry in session.get_inputs()}
+    wanted = [*names, *(entry.name for entry in proto.graph.output)]
+    dtypes = {entry.name: entry.type for entry in session.get_outputs()}
+    return Probe(dict(zip(wanted, run(session, wanted, feeds), strict=True)), dtypes, feeds)
+
+
+def open_session(proto: onnx.ModelProto, folder: Path, values: list[str]) -> onnxruntime.InferenceSession:
+    """A session without optimisations, in which values of the graph are outputs too.
+
+    Raises:
+        ExportError: ONNX Runtime does not open it.
+    """
+    shown = onnx.ModelProto()
+    shown.CopyFrom(proto)
+    held = {entry.name for entry in shown.graph.output}
+    shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values if name not in held)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    try:
+        return onnxruntime.InferenceSession(shown.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its errors share no base class
+        raise ExportError(f"ONNX Runtime does not open the graph: {error}") from error
+
+
+def run(session: onnxruntime.InferenceSession, names: list[str], feeds: Mapping[str, Array]) -> list[Array]:
+    """Run a session.
+
+    Raises:
+        ExportError: it fails.
+    """
+    try:
+        return session.run(names, dict(feeds))
+    except Exception as error:  # its errors share no base class
+        raise ExportError(f"ONNX Runtime does not run the graph: {error}") from error
+
+
+def _feed(entry: Any) -> Array:
+    """An input of the probe: two texts of six tokens, no padding, an empty past."""
+    if entry.name == "input_ids":
+        return (np.arange(BATCH * SEQ, dtype=np.int64).reshape(BATCH, SEQ) * 7) % 97 + 3
+    if entry.name == "attention_mask":
+        return np.ones((BATCH, SEQ), np.int64)
+    if entry.name == "position_ids":
+        return np.tile(np.arange(SEQ, dtype=np.int64), (BATCH, 1))
+    if entry.type in ONNX_FLOATS and len(entry.shape) == 4:
+        return np.zeros((BATCH, entry.shape[1], 0, entry.shape[3]), ONNX_FLOATS[entry.type])
+    raise ExportError(f"input {entry.name}, {entry.type} {entry.shape}, is none of a decoder's: it cannot be adopted")
+
+
+def check_laws(found: Probe, proto: onnx.ModelProto, folder: Path, layers: int, sinks: bool) -> list[LawResult]:
+    """Check every law; each result is that of the layer where the law holds least."""
+    worst, allowed = dict[str, LawResult](), found.rounding
+    for layer in range(layers):
+        for law, left, right in _laws_of_layer(found.values, layer, sinks):
+            result = compare(law, layer, left, right, allowed)
+            if law not in worst or not result.difference <= worst[law].difference:
+                worst[law] = result
+    last = f"blocks.{layers - 1}.hook_resid_post"
+    head = open_session(extract(Dataflow(proto), [last], ["logits"]), folder, [])
+    given = {**found.feeds, last: found.values[last]}
+    (lens,) = run(head, ["logits"], {entry.name: given[entry.name] for entry in head.get_inputs()})
+    return [*worst.values(), compare("lens of the last layer = logits", None, lens, found.values["logits"], allowed)]
+
+
+def compare(law: str, layer: int | None, left: Array, right: Array, allowed: float) -> LawResult:
+    """Compare the two sides of a law."""
+    one, other = np.asarray(left, np.float64), np.asarray(right, np.float64)
+    scale = max(1.0, float(np.abs(one).max(initial=0)), float(np.abs(other).max(initial=0)))
+    difference = float(np.abs(one - other).max(initial=0)) / scale if one.shape == other.shape else np.inf
+    return LawResult(law, layer, difference, allowed)
+
+
+def _laws_of_layer(values: Mapping[str, Array], layer: int, sinks: bool) -> Iterator[tuple[str, Array, Array]]:
+    """Each law in words, with its two sides."""
+
+    def get(name: str) -> Array | None:
+        return values.get(f"blocks.{layer}.{name}")
+
+    pattern, v, z = get("attn.hook_pattern"), get("attn.hook_v"), get("attn.hook_z")
+    q, k = (values.get(f"blocks.{layer}.attn.hook_rot_{x}", get(f"attn.hook_{x}")) for x in "qk")
+    sums = pattern.sum(-1, dtype=np.float64).astype(pattern.dtype)
+    yield ("pattern rows sum to 1", np.maximum(sums, 1) if sinks else sums, np.ones_like(sums))
+    yield ("pattern is causal", np.triu(pattern, 1), np.zeros_like(pattern))
+    groups = pattern.shape[1] // v.shape[1]
+    yield ("z = pattern v", np.einsum("bhqk,bhkd->bqhd", pattern, np.repeat(v, groups, 1)), z)
+    yield ("scores rise with q k", *_rise(q, np.repeat(k, groups, 1), get("attn.hook_scores")))
+    pre, mid, post = get("hook_resid_pre"), get("hook_resid_mid"), get("hook_resid_post")
+    if mid is not None:
+        yield ("mid = pre + attn_out", pre + get("hook_attn_out"), mid)
+        yield ("post = mid + mlp_out", mid + get("hook_mlp_out"), post)
+    else:
+        yield ("post = pre + attn_out + mlp_out", pre + get("hook_attn_out") + get("hook_mlp_out"), post)
+    if f"present.{layer}.key" in values:
+        yield ("present = keys", values[f"present.{layer}.key"], k)
+        yield ("present = values", values[f"present.{layer}.value"], v)
+
+
+def _rise(q: Array, k: Array, scores: Array) -> tuple[Array, Array]:
+    """The scores of each query in the order of q k, and the same sorted: equal where they rise with it.
+
+    A scale and a soft cap keep the order; so does a mask, among the keys that are seen.
+    """
+    products = np.einsum("bhqd,bhkd->bhqk", q.astype(np.float64), k.astype(np.float64))
+    products[..., ~np.tri(products.shape[-1], dtype=bool)] = np.inf
+    shown = np.where(np.isinf(products), 0, scores.astype(np.float64)).astype(scores.dtype)
+    order = np.argsort(products, axis=-1)
+    ordered, visible = np.take_along_axis(shown, order, -1), np.take_along_axis(np.isfinite(products), order, -1)
+    return ordered, np.where(visible, np.sort(np.where(visible, ordered, np.inf), -1), ordered)
