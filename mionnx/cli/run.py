@@ -16,7 +16,6 @@ from mionnx.analysis.ablation import AblationResult
 from mionnx.cli.intervention_options import Interventions, takes_interventions
 from mionnx.cli.options import Captures, Json, Model, Prompt, Provider
 from mionnx.machine.decimals import decimal
-from mionnx.machine.tensor_file import write_tensors
 from mionnx.model import MIModel
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.prompt import token_text
@@ -32,7 +31,7 @@ def run(
     interventions: Interventions,
     capture: Captures = None,
     top: Annotated[int, typer.Option(min=1, help="Number of next tokens to show.")] = 5,
-    save: Annotated[Path | None, typer.Option(help="Write captures and logits to a safetensors file.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write captures and logits to a .safetensors file.")] = None,
     as_json: Json = False,
     provider: Provider = "cpu",
 ) -> None:
@@ -62,7 +61,7 @@ def run(
     treated = cache.output()[0, -1]
     baseline = opened.forward(tokens).output()[0, -1] if changes else None
     if save:
-        write_tensors(save, {"logits": cache.output(), **cache})
+        cache.save(save)
     if as_json:
         typer.echo(json.dumps(_as_json(opened, cache, baseline, treated, top), indent=1))
     else:

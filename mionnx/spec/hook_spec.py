@@ -12,6 +12,7 @@ from mionnx.errors import HookError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import Brief, count
 from mionnx.machine.files import write_atomic
+from mionnx.machine.stored import Storable
 from mionnx.spec import spec_file
 from mionnx.spec.attention_knockout import naturals, whole
 from mionnx.spec.capture import Capture, Predicate, is_glob
@@ -22,7 +23,7 @@ Hook = HookPoint | str
 
 
 @dataclass(repr=False)
-class HookSpec(Brief):
+class HookSpec(Brief, Storable):
     """Captures and interventions of one forward pass or generation.
 
     Hook points are written as `HookPoint` or string; methods return the spec itself, so that they chain. Interventions
@@ -193,6 +194,13 @@ class HookSpec(Brief):
             "state_steerings": [steering.to_entry() for steering in self.state_steerings],
         }
         return declaration, tensors
+
+    def _contents(self) -> dict[str, Any]:
+        return dict(zip(("declaration", "tensors"), self._declaration(), strict=True))
+
+    @classmethod
+    def _of_contents(cls, contents: dict[str, Any]) -> "HookSpec":
+        return _declared(**contents)
 
     @staticmethod
     def load(path: str) -> "HookSpec":

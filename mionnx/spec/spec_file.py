@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 from numpy.typing import NDArray
 
 from mionnx.errors import MIError, SpecFileError
+from mionnx.machine.file_kinds import whose
 from mionnx.machine.tensor_file import read_tensors, to_bytes, unchecked_bytes
 
 VERSION = "1"
@@ -74,10 +75,10 @@ def load(path: str | Path, build: Callable[[Declaration, Tensors], Spec]) -> Spe
         MIError: what `build` refuses, with the file's name.
     """
     metadata, tensors = read_tensors(path, f"{path} is no saved spec")
-    if metadata.get("mionnx_spec") != VERSION:
-        raise SpecFileError(
-            f"{path} is no spec of version {VERSION}: its metadata says {metadata.get('mionnx_spec')!r}"
-        )
+    if "mionnx_spec" not in metadata:
+        raise SpecFileError(f"{path} is no saved spec: {whose(metadata)}")
+    if metadata["mionnx_spec"] != VERSION:
+        raise SpecFileError(f"{path} is no spec of version {VERSION}: its metadata says {metadata['mionnx_spec']!r}")
     try:
         spec = build(_checked(json.loads(metadata["declaration"])), tensors)
     except MIError as error:

@@ -9,7 +9,8 @@ import pytest
 from command_line import LLAMA, PROMPT, RWKV, in_a_process, mionnx, succeeded
 from safetensors.numpy import load_file, save_file
 
-from mionnx import HookSpec, Intervention
+from mionnx import AttentionPatterns, Attribution, HeadScores, HookCache, HookSpec, Intervention, LensResult
+from mionnx.analysis.sweep.result import SweepResult
 
 
 def test_a_process_exits_by_what_happened():
@@ -84,6 +85,27 @@ def test_run_saves_what_it_captured(tmp_path):
     found = load_file(out)
     assert set(found) == {"logits", *(f"blocks.{i}.attn.hook_pattern" for i in range(4))}
     assert np.abs(found["blocks.2.attn.hook_pattern"].sum(-1) - 1).max() < 1e-6
+    np.testing.assert_array_equal(HookCache.load(out)["pattern", -1], found["blocks.3.attn.hook_pattern"])
+
+
+SAVED = {
+    "sweep": (SweepResult, [PROMPT, "--ablate", "zero", "--over", "layer"]),
+    "lens": (LensResult, [PROMPT, "--top", "2"]),
+    "attention": (AttentionPatterns, [PROMPT, "--layer", "1"]),
+    "attribute": (Attribution, [PROMPT]),
+    "heads": (HeadScores, ["--batch", "2", "--period", "5"]),
+}
+
+
+@pytest.mark.parametrize("command", SAVED)
+def test_analyses_save_what_python_loads(tmp_path, command):
+    kind, arguments = SAVED[command]
+    file = tmp_path / "result.safetensors"
+    printed = succeeded(command, LLAMA, *arguments, "--json", "--save", file)
+    assert json.loads(kind.load(file).to_json()) == json.loads(printed)
+    refused = mionnx(command, LLAMA, *arguments, "--save", tmp_path / "result.npz")
+    assert refused.returncode == 2
+    assert "should end in .safetensors" in refused.stderr
 
 
 def test_every_kind_of_intervention_runs(tmp_path):
