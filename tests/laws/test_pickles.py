@@ -136,7 +136,7 @@ def test_a_result_of_a_recurrent_model_is_too(recurrent: MIModel, name: str) -> 
 
 
 def test_every_public_type_is_among_them() -> None:
-    errors = {name for name in mionnx.__all__ if name.endswith("Error")}
+    errors = {name for name in mionnx.__all__ if name.endswith(("Error", "Warning"))}
     assert {*mionnx.__all__} <= errors | OTHERS | RESULTS.keys() | RECURRENT.keys()
     for name in sorted(errors):
         error = pickle.loads(pickle.dumps(getattr(mionnx, name)("why")))
