@@ -12,7 +12,7 @@ from mionnx.machine.stored import ENDING
 from mionnx.view import Shown
 
 SOME = "Only these, as 0,3; may be repeated."
-Model = Annotated[str, typer.Argument(help="Folder of a hooked model or a checkpoint, a .pth file, or a Hub id.")]
+Model = Annotated[str, typer.Argument(help="Folder of a model, a .pth file, a shipped model's name, or a Hub id.")]
 Prompt = Annotated[str, typer.Argument(help="The prompt.")]
 Position = Annotated[int, typer.Option(help="Token of the prompt: from 0, or negative from its end.")]
 Layers = Annotated[list[str] | None, typer.Option("--layers", "--layer", metavar="NUMBERS", help=SOME)]

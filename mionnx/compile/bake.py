@@ -180,7 +180,7 @@ def _fixed(place: Selection, dtype: Any) -> tuple[NDArray[Any], ...]:
 
 
 def _mask(graph: Graph, edit: Edit, given: NDArray[Any], calls: TokenFacts, report: Report) -> Tensor:
-    """Take the entries of a knockout mask at the text positions of a call; 0 beyond the text it was made for.
+    """Take a knockout mask's entries at the text positions of a call; 0 beyond its own text.
 
     Args:
         given: [1, n_heads or 1, seq_q or 1, seq_k or 1].

@@ -256,7 +256,7 @@ class _Passes:
 
 
 def _read_positions(batch: TokenBatch) -> dict[int, range]:
-    """Row -> positions whose logits a generation reads: the prompt's last one, and those after it."""
+    """Row -> positions whose logits a generation reads: the prompt's last and all after it."""
     ends = batch.lengths if batch.final_lengths is None else batch.final_lengths
     return {row: range(int(batch.lengths[row]) - 1, int(end)) for row, end in enumerate(ends)}
 

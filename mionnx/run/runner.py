@@ -86,8 +86,9 @@ class Runner:
         """Open a model.
 
         Args:
-            source: a hooked model's folder, a Hugging Face checkpoint's folder, or a Hub id. A checkpoint is exported
-                on first use into the store (`MIONNX_CACHE`, else the user's cache directory), and reused after.
+            source: a hooked model's folder, a Hugging Face checkpoint's folder, a shipped model's name
+                ("world-llama"), or a Hub id. A checkpoint is exported on first use into the store (`MIONNX_CACHE`,
+                else the user's cache directory), and reused after.
             dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto". A hooked model has its
                 own already.
             provider: "cpu", "cuda", or any execution provider's name.
