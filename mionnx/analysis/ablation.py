@@ -35,7 +35,7 @@ class TokenChange:
 
 
 class AblationResult(Brief, Stored):
-    """Two next-token distributions, without and with an intervention; saved as .safetensors with its spec.
+    """Two next-token distributions, without and with an intervention.
 
     Attributes:
         baseline_logits, ablated_logits: [vocab].

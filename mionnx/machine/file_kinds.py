@@ -1,4 +1,4 @@
-"""The kinds of `.safetensors` files that mionnx writes, told by their metadata, and what reads each."""
+"""Kinds of `.safetensors` files of mionnx, told by their metadata, with the reader of each."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ OTHERS = {
 
 
 def whose(metadata: Mapping[str, str]) -> str:
-    """Words on what a file holds and what reads it, for the message of a reader that it is not for."""
+    """Name the content and the reader of a file, in the message of another reader."""
     for key, words in OTHERS.items():
         if key in metadata:
             return words

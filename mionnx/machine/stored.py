@@ -30,12 +30,12 @@ Tensors = dict[str, NDArray[Any]]
 
 
 class Storable:
-    """A value that may stand in a saved result: by default a dataclass, which is told by its fields."""
+    """Base of the values in a saved result; by default dataclasses, told by their fields."""
 
     INSIDE: ClassVar[tuple[type["Storable"], ...]] = ()  # classes of values inside it
 
     def _contents(self) -> dict[str, Any]:
-        """What is stored, by name: None, numbers, texts, arrays, lists, tuples, dictionaries and `INSIDE`."""
+        """The stored attributes: numbers, texts, arrays, lists, tuples, dictionaries, `INSIDE`."""
         if not is_dataclass(self):
             raise SpecFileError(f"a {type(self).__name__} cannot be saved to be loaded again")
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -37,7 +37,7 @@ from mionnx.view import card
 
 @dataclass(repr=False)
 class Generation(Brief, Stored):
-    """Continued prompts, and what was captured on the way; saved as .safetensors, and loaded, whole.
+    """Continued prompts, and what was captured on the way; `save` writes .safetensors.
 
     Attributes:
         ids: per row the prompt and its continuation, padding left out, [seq]; a given cache's tokens are not in it.

@@ -42,7 +42,7 @@ class Shown(Brief, Stored, ABC):
         return json.dumps(plain(self.to_dict(), digits=None), indent=1, allow_nan=False)
 
     def save(self, path: str | Path) -> Path:
-        """Write .safetensors to load again, or .html, .png or .json to look at, by the file's ending.
+        """Write .safetensors to load again, or .html, .png, .json, by the file's ending.
 
         Raises:
             SpecFileError: another ending, or a file that cannot be written.

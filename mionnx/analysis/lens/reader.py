@@ -74,7 +74,7 @@ class LensReader:
 
 
 class SavedReader:
-    """The tokens of a lens that was loaded without its model: those that are in it, by their ids.
+    """Tokens of a lens without its model, by their ids.
 
     Attributes:
         streams: as those of a `LensReader`; None if the lens was saved without.

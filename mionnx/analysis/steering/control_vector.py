@@ -33,7 +33,7 @@ NAME = re.compile(r"direction\.(\d+)")
 
 
 class LayerLeftOutWarning(UserWarning):
-    """Directions of which a control vector file holds all but that of layer 0."""
+    """A control vector file without the direction of layer 0."""
 
 
 def _gguf() -> ModuleType:
