@@ -39,13 +39,16 @@ def run(
 
     Prints the top tokens side by side, and the KL divergence of the two distributions.
 
-    An intervention is written HOOK[=VALUE][@LIMITS]. A value is a number, FILE.safetensors:KEY[*FACTOR], or for
-    --knockout edges QUERY>KEY; limits are positions=..;heads=..;rows=.. State interventions of RWKV models have limits
-    only: positions=..;layers=..;terms=.. (or heads=.. for --state-steering).
+    An intervention is written HOOK[=VALUE][@LIMITS]. A hook is a name, a glob, which means one intervention at each
+    hook point that it matches, or several of them with commas. A value is a number, FILE.safetensors:KEY[*FACTOR], or
+    for --knockout edges QUERY>KEY; limits are positions=..;heads=..;rows=.. State interventions of RWKV models have
+    limits only: positions=..;layers=..;terms=.. (or heads=.. for --state-steering).
 
     Examples:
 
     mionnx run models/world-llama "The capital of France is" --zero "blocks.1.attn.hook_z@heads=3"
+
+    mionnx run models/world-llama "The capital of France is" --scale "blocks.*.hook_mlp_out=0.5"
 
     mionnx run models/world-llama "The capital of France is" --knockout "blocks.2.attn.hook_scores=-1>3"
 

@@ -122,9 +122,33 @@ def test_every_kind_of_intervention_runs(tmp_path):
     assert json.loads(output)["kl_divergence"] > 0
 
 
+def test_a_glob_and_a_list_are_their_hook_points(tmp_path):
+    each = [part for layer in range(4) for part in ("--zero", f"blocks.{layer}.attn.hook_z@heads=3")]
+    loop = succeeded("run", LLAMA, PROMPT, "--json", *each)
+    assert json.loads(loop)["kl_divergence"] > 0
+    assert succeeded("run", LLAMA, PROMPT, "--json", "--zero", "blocks.*.attn.hook_z@heads=3") == loop
+    listed = "blocks.[01].attn.hook_z,blocks.2.attn.hook_z,blocks.3.attn.hook_z@heads=3"
+    assert succeeded("run", LLAMA, PROMPT, "--json", "--zero", listed) == loop
+    plain, less = (
+        succeeded("generate", LLAMA, PROMPT, "--json", "--max-new-tokens", 3, "--scale", f"blocks.*.hook_mlp_out={by}")
+        for by in (1, 0.1)
+    )
+    assert plain != less
+    HookSpec().intervene("blocks.*.attn.hook_z", Intervention.Zero(heads=3)).save(tmp_path / "spec.safetensors")
+    assert succeeded("run", LLAMA, PROMPT, "--json", "--spec", tmp_path / "spec.safetensors") == loop
+    command = ["compile", LLAMA, "-o", tmp_path / "out", "--scale", "blocks.*.hook_mlp_out=0.5"]
+    made = json.loads(succeeded(*command, "--knob", "half=blocks.[0-2].*", "--json"))
+    assert made["interventions"] == 4
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "- `half`: the strength at blocks.0.hook_mlp_out, blocks.1.hook_mlp_out, blocks.2.hook_mlp_out\n" in card
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["run", LLAMA, PROMPT, "--zero", "blocks.*.hook_mlp_ot"], "did you mean 'blocks.3.hook_mlp_out'"),
+        (["run", LLAMA, PROMPT, "--zero", "blocks.*.attn.*"], "intervene at blocks.0.attn.hook_z instead"),
+        (["generate", LLAMA, PROMPT, "--knockout", "blocks.2.*=-1>0"], "'blocks.2.*' means that hook point too"),
         (["run", "models/none", PROMPT], "ModelError"),
         (["run", LLAMA, PROMPT, "--capture", "blocks.1.hook_resid_pots"], "blocks.1.hook_resid_post"),
         (["run", LLAMA, PROMPT, "--zero", "blocks.1.hook_mlp_out=3"], "--zero takes"),
