@@ -21,6 +21,7 @@ from mionnx.machine.files import link_or_copy
 from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers, temporary_folder
 from mionnx.machine.progress import Progress
 from mionnx.machine.source_digest import source_digest
+from mionnx.run.shipped_models import shipped_models
 from mionnx.run.source_path import advice, local_path, missing
 
 MADE = (GRAPH, "converted.safetensors", "config.json")  # what tells a folder of an export that was killed
@@ -40,10 +41,10 @@ def cache_folder() -> Path:
 
 
 def find_model(source: str | Path, dtype: str, progress: Progress) -> Path:
-    """The hooked model's folder of a path or a Hub id.
+    """The hooked model's folder of a path, a shipped model's name or a Hub id.
 
     Args:
-        source: a hooked model's folder, a checkpoint's folder, or a Hub id.
+        source: a hooked model's folder, a checkpoint's folder, a shipped model's name, or a Hub id.
         dtype: what a checkpoint is exported as.
         progress: of downloading and exporting.
 
@@ -61,28 +62,29 @@ def find_model(source: str | Path, dtype: str, progress: Progress) -> Path:
 
 
 def checkpoint_folder(source: str | Path) -> Path:
-    """The folder of a model named by a path or a Hub id, or its `.pth` file.
+    """The folder, or the `.pth` file, of a path, a shipped model's name or a Hub id.
 
-    It is downloaded if need be.
+    A folder goes before a shipped model of its name. Models of the Hub are downloaded if need be.
 
     Raises:
         InputError: not a path.
         ModelError: nothing there, or a file of another kind.
     """
-    return local_path(source) or _download(str(source))
+    return local_path(source) or shipped_models().get(str(source)) or _download(str(source))
 
 
 def _download(name: str) -> Path:
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILES:
-        raise ModelError(f"{name} is no folder with a model: nothing is there{missing(name)}")
+        raise ModelError(f"{name} is no folder with a model: nothing is there{missing(name, shipped_models())}")
     from huggingface_hub import snapshot_download  # not needed for a folder, and slow to import
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    near = missing(name, shipped_models())
     try:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
-            f"{name!r} is neither a folder here nor a model that the Hugging Face Hub gives{missing(name)} ({error})"
+            f"{name!r} is neither a folder here nor a model that the Hugging Face Hub gives{near} ({error})"
         ) from error
 
 
