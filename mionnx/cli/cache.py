@@ -120,7 +120,7 @@ def prune(
 
 @app.command()
 def clear() -> None:
-    """Remove every entry that no live process uses, and what killed processes left unfinished.
+    """Remove every entry that is not in use, and the parts left by killed processes.
 
     Exported models are exported again when they are next opened.
     """

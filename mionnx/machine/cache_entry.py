@@ -48,12 +48,15 @@ class CacheEntry:
 
     @property
     def shared(self) -> int:
-        """Bytes of files with a name elsewhere: an exported model's weights are often the checkpoint's own files."""
+        """Bytes of files with a name elsewhere.
+
+        An exported model's weights are often the checkpoint's own files.
+        """
         return sum(found.st_size for found in self.stats) - self.size
 
     @property
     def stats(self) -> list[os.stat_result]:
-        """What the system knows of each of its files."""
+        """Size, time of change and number of names of each of its files."""
         return [*_stats(self.path)]
 
     @property
@@ -113,7 +116,10 @@ class CacheEntry:
 
 
 def bytes_kept(stats: Iterable[os.stat_result]) -> int:
-    """Bytes that some files keep on the disk: of those without a name outside of them, each counted once."""
+    """Bytes that files keep on the disk, each file counted once.
+
+    One with a name outside of them counts for nothing: removing it here gives nothing back.
+    """
     found = [*stats]
     names = Counter((one.st_dev, one.st_ino) for one in found)
     sizes = {(one.st_dev, one.st_ino): one.st_size for one in found if names[one.st_dev, one.st_ino] >= one.st_nlink}

@@ -121,7 +121,10 @@ class DiskCache:
         return entry.path
 
     def use(self, folder: Path) -> None:
-        """Mark an entry that was found by its path as used by this process; nothing if it is none of this store's."""
+        """Mark an entry that was found by its path as used by this process.
+
+        A folder outside of this store is left as it is.
+        """
         entry = CacheEntry(folder.resolve())
         if entry.path.parent.parent != self.root.resolve() or entry.kind not in KINDS:
             return
@@ -129,7 +132,7 @@ class DiskCache:
             entry.mark()
 
     def _say_unusable(self, error: Exception, otherwise: str) -> None:
-        """Warn that the store cannot be used; once for each reason that the system gives."""
+        """Warn of a store without use, once for each reason."""
         number = getattr(error, "errno", None)
         _say(f"the store {self.root} cannot be used ({error}): {otherwise}", f"{self.root} {number}" if number else "")
 

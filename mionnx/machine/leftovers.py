@@ -1,4 +1,4 @@
-"""Folders that appear complete or not at all, and what killed processes left of them.
+"""Folders that appear complete or not at all, and the parts left by killed processes.
 
 1. A folder is made beside its target as `.{name}.{six digits}.{pid}.partial`, and renamed when it is complete.
 2. Its maker holds a lock on a file in it. The system gives a lock back when its process ends, however it ends: a folder
@@ -55,7 +55,7 @@ def new_folder(target: Path, error: type[Exception]) -> Iterator[Path]:
 
 
 def partial_path(target: Path) -> Path:
-    """A path beside a target that is nobody else's, and says which process' it is."""
+    """A path beside a target, of this process alone, with its number in the name."""
     return target.with_name(f".{target.name}.{token_hex(3)}.{os.getpid()}.partial")
 
 
