@@ -207,7 +207,7 @@ def _refuse_unseen(edit: Edit, edits: Pairs, shown: Shown, model: HookedModel, c
     if shown.carried and reach.carried:
         return
     if not any(_seen(edit.hook, view, reach, shown, chosen) for view in shown.views()):
-        raise _unseen(edit, shown, chosen)
+        raise _unseen(edit, shown, chosen, [hook for hook in overwritten if hook in reach.arrives])
 
 
 def _seen(hook: str, view: View, reach: Reach, shown: Shown, chosen: ByRow | None) -> bool:
@@ -223,10 +223,11 @@ def _seen(hook: str, view: View, reach: Reach, shown: Shown, chosen: ByRow | Non
     )
 
 
-def _unseen(edit: Edit, shown: Shown, chosen: ByRow | None) -> InterventionError:
+def _unseen(edit: Edit, shown: Shown, chosen: ByRow | None, overwritten: Collection[str]) -> InterventionError:
     places = sorted({at for positions in (chosen or {}).values() for at in positions})
     at = f" at position {', '.join(map(str, places[:4]))}{', ...' * (len(places) > 4)}" if places else ""
+    behind = f"; another intervention overwrites the whole value at {min(overwritten)}" if overwritten else ""
     return InterventionError(
-        f"{edit.kind} at {edit.hook}{at} changes nothing that is asked for ({shown}): ask for logits there, or capture "
-        "a hook point behind it"
+        f"{edit.kind} at {edit.hook}{at} changes nothing that is asked for ({shown}){behind}: ask for logits there, or "
+        "capture a hook point behind it"
     )

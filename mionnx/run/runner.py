@@ -242,7 +242,7 @@ class Runner:
         if logits:
             mask, length = attention_mask, prompt_length
             again = partial(self.forward, tokens, attention_mask=mask, cache=past, prompt_length=length, logits=False)
-            results["logits"] = checked(results["logits"], partial(refuse_nan, spec=spec, again=again))
+            results["logits"] = checked(results["logits"], partial(refuse_nan, spec=bound.spec, again=again))
         return collect(bound, batch, results, use_cache)
 
     def __reduce__(self) -> tuple[Any, ...]:
