@@ -21,3 +21,21 @@ def recognises(folder: Path) -> bool:
     from exporters.adopt.source_file import onnx_files
 
     return bool(onnx_files(folder))
+
+
+def export(folder: Path, target: Path, dtype: str = "auto", progress: Progress = silent) -> None:
+    """Write a foreign ONNX file as a hooked model into an empty or new folder; its weights are referenced in place.
+
+    Args:
+        folder: with one or several ONNX files, in the layouts of the Hub; or the file itself.
+        target: where `model.onnx`, links to the weight files, the config and the tokenizer go.
+        dtype: not read: a file computes in its own dtype.
+        progress: called as (stage, done, total).
+
+    Raises:
+        ExportError: no decoder is recognised in it, or what is recognised breaks a law.
+    """
+    from exporters.adopt.assemble import adopt
+    from exporters.adopt.source_file import choose
+
+    adopt(choose(folder), target, progress)

@@ -32,15 +32,12 @@ def name_points(found: Recognised) -> list[str]:
 
 def _name_logits(graph: ir.Graph, value: ir.Value) -> None:
     """The logits' hook point is the value before the output of that name, in the model's own dtype."""
-    inner = climb(value, KEEPING)
-    if inner is not value:
-        inner.name, value.name = "hook_logits", LOGITS
-        return
-    place = graph.outputs.index(value)
-    node = ir.node("Identity", [value])
-    graph.insert_after(value.producer(), node)
-    value.name, node.outputs[0].name = "hook_logits", LOGITS
-    node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
+    place, inner = graph.outputs.index(value), climb(value, KEEPING)
+    node = ir.node("Identity", [inner])
+    graph.insert_after(inner.producer(), node)
+    value.name = "adopted.logits"
+    inner.name, node.outputs[0].name = "hook_logits", LOGITS
+    node.outputs[0].type, node.outputs[0].shape = inner.type, inner.shape
     graph.outputs[place] = node.outputs[0]
 
 
@@ -104,9 +101,13 @@ def _name_cache(flow: Flow, suffix: str, joined: ir.Node) -> ir.Value:
     if heads is None or width is None:
         raise ExportError(f"the past {past.name} has heads of unknown number or width, {past.shape}")
     past.shape = ir.Shape(["batch", heads, "past", width])
+    if past.dtype != new.dtype and new.dtype is not None:  # files of float16 may keep an interface of float32
+        past.type = ir.TensorType(new.dtype)
     present = joined.outputs[0]
-    held = [value for value in graph.outputs if climb(value, {"Identity", "Cast"}) is present]
-    output = held[0] if held else _identity_of_output(graph, present)
+    for value in [value for value in graph.outputs if climb(value, KEEPING) is present]:
+        graph.outputs.remove(value)
+        value.name = f"adopted.{suffix}"
+    output = _identity_of_output(graph, present)
     output.name = f"present.{suffix}"
     return output
 

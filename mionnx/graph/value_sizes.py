@@ -280,7 +280,7 @@ def _products(node: onnx.NodeProto, inputs: Sequence[Known | None], made: Known)
     counts = [known.most or 0 for known in inputs if known is not None]
     if node.op_type == "Einsum":
         return prod(counts)
-    if node.op_type in ("MatMul", "Gemm", "MatMulInteger", "QLinearMatMul"):
+    if node.op_type in ("MatMul", "Gemm", "MatMulInteger", "QLinearMatMul", "MatMulNBits", "FusedMatMul"):
         shape = inputs[0].shape if inputs and inputs[0] is not None else None
         return (made.most or 0) * max((dim or 0 for dim in shape or ()), default=1)
     if "Conv" in node.op_type and len(counts) > 1:
