@@ -1,19 +1,22 @@
 """The command `mionnx verify`: one model in several runtimes, compared at every hook point."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
+from rich.table import Column
 
-from mionnx.cli.options import Html, Json, Model, Png, SpecFile, deliver, numbers
+from mionnx.cli.options import Html, Json, Model, Png, Save, SpecFile, deliver, numbers
 from mionnx.machine.progress import bars
 from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify import Verification
-from mionnx.verify.result import WIDE
+from mionnx.verify.result import Repeat
+from mionnx.verify.result_table import natural_width, short_name
 from mionnx.verify.verbs import read_prompts
 from mionnx.view import Table
 
@@ -43,6 +46,7 @@ def verify(
     checkpoint: Annotated[Path | None, typer.Option(help="Checkpoint folder for the torch runtime.")] = None,
     html: Html = None,
     png: Png = None,
+    save: Save = None,
     as_json: Json = False,
 ) -> None:
     """Run one model in several runtimes and compare them hook point by hook point.
@@ -76,10 +80,16 @@ def verify(
             checkpoint=checkpoint,
             progress=progress,
         )
-    deliver(result, lambda: result.table(Console().width >= WIDE), html, png, as_json)
+    deliver(result, lambda: _shown(result), html, png, as_json, save)
     if not as_json:
         _tell(result)
     sys.exit(0 if result.agrees else DISAGREES)
+
+
+def _shown(result: Verification) -> RenderableType:
+    """The table of what was compared; a line if nothing was."""
+    compared = result.besides or result.failed or result.skipped
+    return result.table(width=Console().width) if compared else escape(result.summary())
 
 
 def _tell(result: Verification) -> None:
@@ -94,10 +104,21 @@ def _tell(result: Verification) -> None:
         if trouble:
             console.print(f"[red]{escape(beside.title)}[/]: {escape(trouble)}", highlight=False)
     if result.repeats:
-        table = Table("runtime", "repeated", "bits", "largest relative", "first at")
-        for one in result.repeats:
-            bits = "identical" if one.identical else "differ"
-            table.add_row(escape(one.runtime), one.what, bits, f"{one.relative:.1e}", one.first or "")
-        console.print(table)
+        console.print(_repeats(result.repeats, console.width))
     if result.besides:
         console.print(escape(result.summary()), highlight=False)
+
+
+def _repeats(repeats: Sequence[Repeat], width: int) -> Table:
+    """Table of repeated runs; names are whole, what was repeated may be folded."""
+    heads = ("runtime", "repeated", "bits", "relative", "first at")
+    for short in (False, True):
+        table = Table(*(Column(head, no_wrap=head != "repeated") for head in heads))
+        for one in repeats:
+            first = one.first or ""
+            bits = "identical" if one.identical else "differ"
+            cells = (one.what, bits, f"{one.relative:.1e}", short_name(first) if short else first)
+            table.add_row(escape(one.runtime), *cells)
+        if natural_width(table) <= width:
+            break
+    return table
