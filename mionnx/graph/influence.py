@@ -37,6 +37,11 @@ class Reach:
         """Whether keys and values, or a state, can change."""
         return any(name.startswith(CARRIED) for name in self.passes)
 
+    @property
+    def next_token_only(self) -> bool:
+        """Whether all that is carried is the input of a channel mix, which the next token alone reads."""
+        return all(name.endswith(".ffn_shift") for name in self.passes if name.startswith(CARRIED))
+
 
 class Influence:
     """The reach of the hook points of one model; each is worked out once."""
