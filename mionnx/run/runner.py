@@ -120,8 +120,7 @@ class Runner:
         )
         ready_engine(options)  # refused before a checkpoint is exported
         with bars() as progress:
-            folder = find_model.find_model(source, dtype, progress)
-            hooked = HookedModel.open(folder, check=check, progress=progress)
+            hooked = find_model.open_model(source, dtype, check, progress)
         return cls(hooked, options)
 
     @property
