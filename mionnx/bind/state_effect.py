@@ -61,7 +61,7 @@ def _leads_to(state: State, view: View, model: HookedModel, overwritten: frozens
 
 
 def _begins(state: State, layer: int) -> list[str]:
-    """Hook points of a layer that a state intervention changes, and that lead to all others."""
+    """Hook points of a layer at which the effect of a state intervention begins."""
     mixed = [HookPoint.RwkvWkv(layer), HookPoint.RwkvState(layer)]
     shifted = [HookPoint.RwkvR(layer), HookPoint.RwkvK(layer), HookPoint.RwkvV(layer), HookPoint.MlpAct(layer)]
     return [point.name for point in (*mixed, *(shifted if "token_shift" in state.terms else []))]
