@@ -39,7 +39,7 @@ class Reach:
 
     @property
     def next_token_only(self) -> bool:
-        """Whether all that is carried is the input of a channel mix, which the next token alone reads."""
+        """Whether what is carried goes to the next token's channel mix alone."""
         return all(name.endswith(".ffn_shift") for name in self.passes if name.startswith(CARRIED))
 
 
