@@ -37,7 +37,7 @@ def _register() -> None:
 
 @cache
 def _shrinker() -> onnxruntime.InferenceSession:
-    """A session of one node, whose only use is that its run can end by shrinking the arena."""
+    """A session of one node, run only to shrink the arena at its end."""
     ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("from", "to")]
     body = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["from"], ["to"])], "shrink", ends[:1], ends[1:])
     model = onnx.helper.make_model(body, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)

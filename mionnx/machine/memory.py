@@ -45,7 +45,7 @@ def release() -> bool:
 
 
 def anonymous() -> int:
-    """Bytes that this process holds of no file; all that it holds where the system does not say."""
+    """Resident bytes of this process, those of mapped files not counted on Linux."""
     try:
         lines = (PROCESS / "status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
@@ -54,7 +54,7 @@ def anonymous() -> int:
 
 
 def release_mapped(files: Collection[Path], keep: int) -> int:
-    """Give pages of mapped files back to the system's page cache if more than `keep` bytes are held.
+    """Return pages of mapped files to the page cache if more than `keep` bytes are held.
 
     The mappings stay: a page that is read again is found in the page cache (some 0.1 s a gigabyte). Only mappings that
     were never written to are touched, and only on Linux.
@@ -74,7 +74,7 @@ def release_mapped(files: Collection[Path], keep: int) -> int:
 
 
 def _mappings() -> Iterator[tuple[int, int, str, int]]:
-    """Start, length, file and proportional bytes of the mappings of files that hold no page of their own."""
+    """Start, length, file and bytes (PSS) of mapped files never written to."""
     try:
         parts = (PROCESS / "smaps").read_text().split("VmFlags:")
     except OSError:  # another system

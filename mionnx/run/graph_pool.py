@@ -146,7 +146,7 @@ class GraphPool:
             del self.open[next(iter(self.open))]
 
     def close_idle(self, allowed: int) -> None:
-        """Close graphs that were not used since the last such call, while all take more than the bytes allowed."""
+        """Close graphs not used since the last such call, while all take more than allowed."""
         with self._lock:
             lately, self._lately = self._lately, set()
             for key in [key for key in self.open if key not in lately]:
@@ -155,7 +155,7 @@ class GraphPool:
                 del self.open[key]
 
     def _close_plain(self) -> None:
-        """Close graphs with packed weights of their own, now that there is a base whose weights all share."""
+        """Close graphs with weights of their own, now that there is a base."""
         with self._lock:
             for key in self._plain & self.open.keys():
                 if self.base is not None and self.base.serves(key if isinstance(key, Plan) else key[0], self.model):

@@ -32,7 +32,7 @@ class OpenModel(Protocol):
 
 
 class IdleMemory:
-    """What a process held when memory was last returned; the least since.
+    """The memory of a process when some was last returned, or the least since.
 
     Attributes:
         held: bytes of no file.
@@ -52,7 +52,7 @@ class IdleMemory:
 
 
 def give_back(model: OpenModel) -> None:
-    """Return memory to the system that no call uses any more: idle graphs, free arenas, pages of weights.
+    """Return memory in use no more: idle graphs, free arenas, pages of weights.
 
     Analyses do so themselves when they end. Call it where large captures are no longer needed.
 

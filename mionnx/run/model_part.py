@@ -30,7 +30,7 @@ class ModelPart:
 
     @classmethod
     def after(cls, hook: str, make: Callable[[ModelProto], bytes], hooked: HookedModel, options: Options) -> Self:
-        """Open what lies behind a hook point, with the packed weights of the model's base if it has one.
+        """Open the part behind a hook point, with the packed weights of a base if there is one.
 
         Args:
             hook: where the part begins.
