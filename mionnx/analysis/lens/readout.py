@@ -14,6 +14,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.onnx_file import ModelProto
 from mionnx.machine.brief import Brief
+from mionnx.machine.stored import Storable
 from mionnx.rewrite.lens_head import CHOSEN, OUTPUTS, K, lens
 from mionnx.run.model_part import ModelPart
 
@@ -23,7 +24,7 @@ LOGITS = str(HookPoint.Logits)
 
 
 @dataclass(frozen=True, repr=False)
-class Readout(Brief):
+class Readout(Brief, Storable):
     """Predictions of the next token from `n` streams at `positions`.
 
     Attributes:
