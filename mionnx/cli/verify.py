@@ -1,14 +1,12 @@
 """The command `mionnx verify`: one model in several runtimes, compared at every hook point."""
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.table import Column
 
 from mionnx.cli.options import Html, Json, Model, Png, Save, SpecFile, deliver, numbers
 from mionnx.machine.progress import bars
@@ -16,9 +14,8 @@ from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify import Verification
 from mionnx.verify.result import Repeat
-from mionnx.verify.result_table import natural_width, short_name
+from mionnx.verify.result_table import repeats_table
 from mionnx.verify.verbs import read_prompts
-from mionnx.view import Table
 
 DISAGREES = 2  # the exit code where runtimes differ by more than the tolerance; 1 is an error
 Runtimes = Annotated[str, typer.Option(help="Names with commas between: torch, ort-cpu, ort-cpu:none, openvino, ..")]
@@ -89,7 +86,7 @@ def verify(
 def _shown(result: Verification) -> RenderableType:
     """The table of what was compared; a line if nothing was."""
     compared = result.besides or result.failed or result.skipped
-    return result.table(width=Console().width) if compared else escape(result.summary())
+    return result.table() if compared else escape(result.summary())
 
 
 def _tell(result: Verification) -> None:
@@ -104,21 +101,12 @@ def _tell(result: Verification) -> None:
         if trouble:
             console.print(f"[red]{escape(beside.title)}[/]: {escape(trouble)}", highlight=False)
     if result.repeats:
-        console.print(_repeats(result.repeats, console.width))
+        console.print(repeats_table([*map(_repeat, result.repeats)]))
     if result.besides:
         console.print(escape(result.summary()), highlight=False)
 
 
-def _repeats(repeats: Sequence[Repeat], width: int) -> Table:
-    """Table of repeated runs; names are whole, what was repeated may be folded."""
-    heads = ("runtime", "repeated", "bits", "relative", "first at")
-    for short in (False, True):
-        table = Table(*(Column(head, no_wrap=head != "repeated") for head in heads))
-        for one in repeats:
-            first = one.first or ""
-            bits = "identical" if one.identical else "differ"
-            cells = (one.what, bits, f"{one.relative:.1e}", short_name(first) if short else first)
-            table.add_row(escape(one.runtime), *cells)
-        if natural_width(table) <= width:
-            break
-    return table
+def _repeat(one: Repeat) -> tuple[str, ...]:
+    """The cells of a repeated run."""
+    bits = "identical" if one.identical else "differ"
+    return escape(one.runtime), one.what, bits, f"{one.relative:.1e}", one.first or ""

@@ -11,7 +11,7 @@ from mionnx.machine.brief import Brief, count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.stored import Storable
 from mionnx.verify.difference import Difference
-from mionnx.verify.result_table import ENDLESS, fitting
+from mionnx.verify.result_table import verification_table
 from mionnx.view import Shown, Table, new_figure, render
 
 if TYPE_CHECKING:
@@ -265,18 +265,20 @@ class Verification(Shown):
         """Error-by-depth curves with the numbers under the pointer, and tables."""
         return render("verify.html", self.title, data=self.to_dict(), summary=self.summary(), least=LEAST)
 
-    def table(self, wide: bool = True, *, width: int | None = None) -> Table:
+    def table(self, wide: bool = True) -> Table:
         """For a terminal: one row a runtime, the largest differences and where they are.
 
+        Where the terminal has no room for all numbers, some are left out, never a part of a hook point's name.
+
         Args:
-            wide: whether there is room for 110 columns; else for 80.
-            width: the columns of the terminal, instead of `wide`. Where there is no room for all numbers, some are left
-                out, never a part of a hook point's name.
+            wide: whether there may be more than 80 columns.
         """
         rows = [self._cells(beside) for beside in self.besides]
         titles = dict.fromkeys(self.failed, "[red]failed") | dict.fromkeys(self.skipped, "[yellow]skipped")
-        room = (ENDLESS if wide else NARROW) if width is None else width
-        return fitting(rows, titles, f"{self.title}, beside {self.reference}", room)
+        table = verification_table(rows, titles, f"{self.title}, beside {self.reference}")
+        while not wide and table.narrower is not None and table.natural_width > NARROW:
+            table = table.narrower
+        return table
 
     def _cells(self, beside: Beside) -> dict[str, str]:
         row, logits = beside.worst, beside.logits

@@ -1,20 +1,18 @@
 """Tables of a `Verification` for a terminal of any width: names stay whole, numbers are left out."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
-from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.table import Column
 
 from mionnx.view import Table
 
 GOING = ("cosine", "absolute", "greedy", "top 1", "KL, nats")  # left out in this order where there is no room
-ENDLESS = 10_000  # columns of a terminal in which nothing is folded
 
 
-def fitting(rows: list[dict[str, str]], titles: Mapping[str, str], title: str, width: int) -> Table:
-    """The table with the most numbers that fits a terminal.
+def verification_table(rows: list[dict[str, str]], titles: Mapping[str, str], title: str) -> Table:
+    """The table of all numbers; a narrow terminal shows the most of them for which it has room.
 
     Where not all fit, hook points are first written without "blocks." and "hook_".
 
@@ -22,21 +20,32 @@ def fitting(rows: list[dict[str, str]], titles: Mapping[str, str], title: str, w
         rows: heading -> cell, of a runtime each; the cells of "at" are hook points.
         titles: further runtimes, which have a verdict only.
         title: of the table.
-        width: columns of the terminal.
     """
-    tables = [_table(rows, titles, title, *form) for form in _forms([*rows[0]] if rows else ["runtime", ""])]
-    return next((table for table in tables if natural_width(table) <= width), tables[-1])
+    heads = [*rows[0]] if rows else ["runtime", ""]
+    return _chain([_table(rows, titles, title, *form) for form in _forms(heads)])
 
 
-def natural_width(table: Table) -> int:
-    """The columns that a table takes if nothing is folded."""
-    console = Console(width=ENDLESS)
-    return Measurement.get(console, console.options, table).maximum
+def repeats_table(rows: Sequence[tuple[str, ...]]) -> Table:
+    """Table of repeated runs: runtime, repetition, bits, relative difference, hook point."""
+    tables = []
+    for short in (False, True):
+        heads = ("runtime", "repeated", "bits", "relative", "first at")
+        table = Table(*(Column(head, no_wrap=head != "repeated") for head in heads))
+        for *cells, first in rows:
+            table.add_row(*cells, short_name(first) if short else first)
+        tables.append(table)
+    return _chain(tables)
 
 
 def short_name(hook: str) -> str:
     """A hook point without "blocks." and "hook_": "3.resid_post", "0.attn.pattern"."""
     return hook.removeprefix("blocks.").replace("hook_", "", 1)
+
+
+def _chain(tables: list[Table]) -> Table:
+    for wide, narrow in pairwise(tables):
+        wide.narrower = narrow
+    return tables[0]
 
 
 def _forms(heads: list[str]) -> Iterator[tuple[list[str], bool]]:

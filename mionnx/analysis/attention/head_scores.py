@@ -21,6 +21,7 @@ from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import HookError, InputError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.progress import Progress, silent
+from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
@@ -72,11 +73,13 @@ def head_scores(
     progress("attention patterns", 0, batch)
     done = 0
     for ids in sequences.chunks(rows):
-        cache = model.forward(ids, spec, logits=False)
+        cache = numbers(model.forward(ids, spec, logits=False))
         for layer, point in enumerate(points):
             totals[:, layer] += [attention_to(kind, cache[point], sequences) for kind in chosen]
         done += len(ids)
         progress("attention patterns", done, batch)
+    del cache
+    model.give_back()
     return HeadScores(chosen, totals / batch, sequences.chance, period, batch, model.hooked.folder.resolve().name)
 
 

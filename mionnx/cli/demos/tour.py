@@ -134,6 +134,6 @@ def runtimes(model: MIModel, console: Console, folder: Path | None) -> None:
     """Compare ONNX Runtime, with and without optimisation, and onnx's reference evaluator."""
     result = model.verify([CAPITAL], ["ort-cpu", "ort-cpu:none", "reference"], hooks="blocks.*.hook_resid_post")
     console.print(f"{CAPITAL!r} in each runtime: every layer's residual stream, and the logits:")
-    console.print(result.table(width=console.width))
+    console.print(result.table())
     console.print(result.summary(), highlight=False)
     write(result, folder, "verify", console)
