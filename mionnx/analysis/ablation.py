@@ -13,6 +13,7 @@ from scipy.special import log_softmax
 from mionnx.errors import InputError
 from mionnx.machine.brief import Brief, spelled
 from mionnx.machine.decimals import decimal
+from mionnx.machine.typed import typed
 from mionnx.run.sampling import logit_vector
 
 
@@ -30,6 +31,7 @@ class TokenChange:
         return self.ablated - self.baseline
 
 
+@typed(InputError)
 class AblationResult(Brief):
     """Two next-token distributions, without and with an intervention.
 

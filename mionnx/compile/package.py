@@ -125,6 +125,8 @@ def _indices(spec: HookSpec, knobs: Knobs) -> dict[str, list[int]]:
     indices: dict[str, list[int]] = {}
     numbered = [(n, str(point), one) for n, (point, one) in enumerate(spec.interventions)]
     for name, where in knobs.items():
+        if not name.strip():
+            raise InterventionError(f"a knob is an input of the graph, and {name!r} is no name for one")
         if where is None:
             indices[name] = [n for n, _, one in numbered if one.rules.has_strength]
             missing = [] if indices[name] else ["*"]

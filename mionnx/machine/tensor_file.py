@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from mionnx.errors import MIError, SpecFileError
-from mionnx.machine.files import write_atomic
+from mionnx.machine.files import is_no_file, write_atomic
 
 CHECKSUM = "mionnx_sha256"
 OWN = "mionnx_"  # how metadata keys of mionnx begin
@@ -97,7 +97,7 @@ def open_tensors(
     Raises:
         MIError: the file is missing or damaged, or has a dtype that numpy lacks.
     """
-    if Path(path).exists() and not Path(path).is_file():
+    if is_no_file(Path(path)):
         raise error(f"{problem}: it is a folder, a device or a pipe")
     try:
         with safe_open(path, framework="np") as file:

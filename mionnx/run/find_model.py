@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -30,13 +31,16 @@ def cache_folder() -> Path:
     return Path(chosen) if chosen else user_cache_path("mionnx", appauthor=False)
 
 
-def find_model(source: str | Path, dtype: str, progress: Progress) -> Path:
+def find_model(
+    source: str | Path, dtype: str, progress: Progress, refuse: Callable[[Path], None] | None = None
+) -> Path:
     """The hooked model's folder of a path or a Hub id.
 
     Args:
         source: a hooked model's folder, a checkpoint's folder, or a Hub id.
         dtype: what a checkpoint is exported as.
         progress: of downloading and exporting.
+        refuse: called with a checkpoint's folder before it is exported; raises what speaks against it.
 
     Raises:
         ModelError: nothing there.
@@ -44,6 +48,8 @@ def find_model(source: str | Path, dtype: str, progress: Progress) -> Path:
     """
     folder = checkpoint_folder(source)
     if not (folder / GRAPH).exists():
+        if refuse is not None:
+            refuse(folder)
         return _exported(folder, dtype, progress)
     return _linked(folder) if (folder / GRAPH).is_symlink() else folder
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.errors import HookError, nearest
+from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.hook_points import HookPoint, layer_of, short_names
 from mionnx.inputs.past import take_present
 from mionnx.machine.brief import Brief, count, shape_of
+from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import TOP_IDS
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 Key = HookPoint | str | tuple[str, int]
 
 
+@typed(InputError, leave=["hook"])
 class HookCache(Brief, Mapping[str, NDArray[Any]]):
     """Logits and captures of one forward pass.
 

@@ -12,6 +12,7 @@ from mionnx.errors import HookError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import Brief, count
 from mionnx.machine.files import write_atomic
+from mionnx.machine.typed import typed
 from mionnx.spec import spec_file
 from mionnx.spec.attention_knockout import naturals, whole
 from mionnx.spec.capture import Capture, Predicate, is_glob
@@ -21,6 +22,7 @@ from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 Hook = HookPoint | str
 
 
+@typed(HookError, leave=["intervention"])
 @dataclass(repr=False)
 class HookSpec(Brief):
     """Captures and interventions of one forward pass or generation.
@@ -150,7 +152,7 @@ class HookSpec(Brief):
         yield from (str(one) for one in (*self.state_knockouts, *self.state_steerings))
         yield from (f"capture {request}{' before' * request.before}" for request in self.captures)
 
-    def save(self, path: str) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the spec as one safetensors file; see `mionnx.spec.spec_file`.
 
         Raises:
@@ -195,7 +197,7 @@ class HookSpec(Brief):
         return declaration, tensors
 
     @staticmethod
-    def load(path: str) -> "HookSpec":
+    def load(path: str | Path) -> "HookSpec":
         """Read a spec that `save` wrote; see `mionnx.spec.spec_file`.
 
         Raises:
@@ -221,7 +223,7 @@ def _of(kind: type[Spec], spec: object) -> Spec:
 def _limit(what: str, indices: int | Iterable[int] | None) -> tuple[int, ...] | None:
     if indices is None:
         return None
-    entries = [indices] if isinstance(indices, int | np.integer) else list(indices)
+    entries = list(indices) if isinstance(indices, Iterable) else [indices]
     limit = tuple(whole(what, entry) for entry in entries) if what == "positions" else tuple(naturals(what, entries))
     if not limit:
         raise InterventionError(f"a capture of no {what} would be empty")

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Column
 
+from mionnx.errors import InputError, nearest
 from mionnx.machine.brief import Brief, count
 from mionnx.machine.decimals import decimal
+from mionnx.machine.typed import typed
 from mionnx.verify.difference import Difference
 from mionnx.view import Shown, Table, new_figure, render
 
@@ -162,6 +164,7 @@ class Repeat:
 
 
 @dataclass(repr=False)
+@typed(InputError)
 class Verification(Shown):
     """Differences of runtimes, hook point by hook point.
 
@@ -201,9 +204,12 @@ class Verification(Shown):
         """One runtime's part.
 
         Raises:
-            KeyError: it was not compared.
+            InputError: it was not compared.
         """
-        return {beside.title: beside for beside in self.besides}[title]
+        found = {beside.title: beside for beside in self.besides}
+        if title not in found:
+            raise InputError(f"no runtime {title!r} was compared, only {', '.join(found)}{nearest(title, found)}")
+        return found[title]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""

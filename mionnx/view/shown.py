@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mionnx.errors import SpecFileError
 from mionnx.machine.brief import Brief
 from mionnx.machine.files import write_atomic
+from mionnx.machine.typed import typed
 from mionnx.view.figure import to_png
 from mionnx.view.page import plain
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+@typed(SpecFileError)
 class Shown(Brief, ABC):
     """A result as a figure, as a page, as JSON; a notebook shows its page, `print` few lines."""
 

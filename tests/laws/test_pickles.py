@@ -86,7 +86,7 @@ RESULTS: dict[str, Callable[[MIModel], Any]] = {
     "LensResult": lambda model: model.logit_lens(TEXT, k=3, tokens=["Tokyo"]),
     "Logits": lambda model: Logits(positions=-1),
     "ModelSizes": lambda model: model.cfg,
-    "Options": lambda model: Options(threads=2, provider_options={"device_id": 0}),
+    "Options": lambda model: Options("cuda", threads=2, provider_options={"device_id": 0}),
     "Report": lambda model: model.report(a_spec()),
     "SAE": lambda model: an_sae(),
     "SteeringCalibration": lambda model: model.calibrate(model.contrast([TEXT], [OTHER]), [TEXT]),
@@ -136,7 +136,7 @@ def test_a_result_of_a_recurrent_model_is_too(recurrent: MIModel, name: str) -> 
 
 
 def test_every_public_type_is_among_them() -> None:
-    errors = {name for name in mionnx.__all__ if name.endswith("Error")}
+    errors = {name for name in mionnx.__all__ if name.endswith(("Error", "Warning"))}
     assert {*mionnx.__all__} <= errors | OTHERS | RESULTS.keys() | RECURRENT.keys()
     for name in sorted(errors):
         error = pickle.loads(pickle.dumps(getattr(mionnx, name)("why")))

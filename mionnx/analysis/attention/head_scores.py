@@ -20,12 +20,14 @@ from mionnx.analysis.attention.repeated_sequences import (
 from mionnx.errors import HookError, InputError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.progress import Progress, silent
+from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
 CAPTURED = 2**26  # bytes of patterns that are held at once, where one row takes less
 
 
+@typed()
 def head_scores(
     model: Runner,
     kinds: str | Sequence[str] = KINDS,

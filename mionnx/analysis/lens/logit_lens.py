@@ -13,6 +13,7 @@ from mionnx.analysis.lens.reader import LensReader
 from mionnx.analysis.lens.readout import Lens, LogitHead
 from mionnx.errors import HookError, InputError, ModelError, nearest
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.typed import typed
 from mionnx.run.nan_logits import ADVICE, has_nan
 from mionnx.run.prompt import Text, is_stream, one_text, streams_of, token_of
 from mionnx.run.runner import Runner
@@ -24,6 +25,7 @@ STREAMS = ("resid_pre", "resid_mid", "resid_post")
 
 
 @overload
+@typed()
 def logit_lens(model: Runner, source: NDArray[np.floating[Any]], *, k: int = 10) -> list[Any]: ...  # type: ignore[overload-overlap]
 
 
@@ -177,6 +179,7 @@ def _scored(ids: NDArray[np.int64], values: NDArray[Any]) -> Scored:
     return list(zip(ids.tolist(), values.tolist(), strict=True))
 
 
+@typed()
 def project_to_vocab(model: Runner, residual: ArrayLike) -> NDArray[Any]:
     """All logits of residual streams, read as the last layer's: final norm, head, soft cap.
 

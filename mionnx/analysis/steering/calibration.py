@@ -11,13 +11,15 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.steering.directions import Directions
 from mionnx.analysis.steering.prompts import Texts, positions_of, texts_of, whole_numbers
-from mionnx.errors import HookError
+from mionnx.errors import HookError, InputError
 from mionnx.inputs.tokens import Tokens
+from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
 
 @dataclass(frozen=True)
+@typed(InputError)
 class SteeringCalibration:
     """Strengths in units of the stream that they are added to.
 
@@ -52,6 +54,7 @@ class SteeringCalibration:
         return self.layers.index(layer)
 
 
+@typed()
 def calibrate(
     model: Runner, directions: Directions, prompts: Texts, positions: int | str | Sequence[int] | None = None
 ) -> SteeringCalibration:
