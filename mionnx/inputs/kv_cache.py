@@ -154,4 +154,4 @@ class KVCache(LayerCache[Layer]):
         if not 0 <= num_layers <= MOST_LAYERS:
             raise InputError(f"{num_layers} layers: a model has 0 to {MOST_LAYERS}")
         nothing = zeros((batch, n_kv_heads, 0, head_dim), dtype)
-        return KVCache([(nothing, nothing)] * num_layers, np.zeros((batch, 0), np.int64))
+        return KVCache([(nothing, nothing)] * num_layers, zeros((batch, 0), np.int64))

@@ -15,6 +15,7 @@ from mionnx.inputs.value import Value
 from mionnx.machine import memory
 from mionnx.machine.arrays import LARGE, to_array
 from mionnx.machine.brief import Brief, count, shape_of
+from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
 
 Layer = TypeVar("Layer", bound=Iterable[NDArray[Any]])
@@ -59,7 +60,7 @@ class LazyLayers(Sequence[Layer]):
 
 @typed(InputError)
 @dataclass(repr=False)
-class LayerCache(Brief, ABC, Generic[Layer]):
+class LayerCache(Brief, Storable, ABC, Generic[Layer]):
     """Keys and values, or recurrent states, after the tokens seen so far.
 
     Attributes:
@@ -143,6 +144,14 @@ class LayerCache(Brief, ABC, Generic[Layer]):
             raise InputError(f"only a {self.NOUN} of one row can be repeated, this one has {self.batch}")
         layers = [self.layer_of(np.repeat(part, rows, axis=0) for part in layer) for layer in self.layers]
         return type(self)(layers, np.repeat(self.attention_mask, rows, axis=0))
+
+    def _contents(self) -> dict[str, Any]:
+        layers = [tuple(map(np.asarray, layer)) for layer in self.held()]
+        return {"layers": layers, "attention_mask": self.attention_mask}
+
+    @classmethod
+    def _of_contents(cls, contents: dict[str, Any]) -> Self:
+        return cls([cls.layer_of(parts) for parts in contents.pop("layers")], **contents)
 
     def save(self, path: str | Path) -> None:
         """Write it as one safetensors file.

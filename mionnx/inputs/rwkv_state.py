@@ -144,7 +144,7 @@ class RWKVState(LayerCache[Layer]):
         """
         shift = zeros((batch, sizes.hidden_size), dtype)
         wkv = zeros((batch, sizes.num_heads, sizes.head_dim, sizes.head_dim), np.float32)
-        return RWKVState([Layer(shift, wkv, shift)] * sizes.num_layers, np.zeros((batch, 0), np.int64))
+        return RWKVState([Layer(shift, wkv, shift)] * sizes.num_layers, zeros((batch, 0), np.int64))
 
     def feeds(self, sizes: Sizes, batch: int, dtype: DTypeLike) -> dict[str, Value]:
         """The inputs of the graph.

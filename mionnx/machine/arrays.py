@@ -39,7 +39,7 @@ def zeros(shape: Sequence[int], dtype: Any, error: type[MIError] = InputError) -
         raise error(f"sizes are 0 or above, got {list(shape)}")
     if (size := prod(shape) * kind.itemsize) > LARGE and size > memory.available():
         raise error(f"an array {list(shape)} of {kind} needs {memory.format_bytes(size)}, more than is free")
-    return np.zeros(tuple(shape), kind)
+    return np.zeros([int(size) for size in shape], kind)
 
 
 def read_dtype(given: Any, error: type[MIError] = InputError) -> "np.dtype[Any]":

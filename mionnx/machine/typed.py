@@ -218,7 +218,7 @@ def _instance(kind: type, value: Any) -> Any:
 
 def _integer(value: Any) -> Any:
     if isinstance(value, int):
-        return int(value)
+        return value
     try:
         return operator.index(value)
     except Exception:  # numpy and torch raise errors of several kinds

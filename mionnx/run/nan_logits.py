@@ -1,4 +1,4 @@
-"""Logits that are NaN: refused, with the first hook point that is.
+"""Refusal of NaN logits, with the name of the first hook point that is NaN.
 
 1. The logits that `forward` returns are looked at once, in a pass over memory that takes under 1 % of the forward
    pass; logits on another device when they are read. Captures are not looked at: `forward(..., logits=False)` gives

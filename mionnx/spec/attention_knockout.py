@@ -11,6 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 from mionnx.errors import InterventionError
 from mionnx.machine.arrays import read_dtype, zeros
 from mionnx.machine.brief import Brief
+from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
 
 MOST = 2**16  # layers, or heads, of any model
@@ -18,7 +19,7 @@ MOST = 2**16  # layers, or heads, of any model
 
 @typed(InterventionError)
 @dataclass(repr=False)
-class LayerTargets(Brief):
+class LayerTargets(Brief, Storable):
     """Layers, chained: `.layer(0).layer_range(2, 5)`; all layers by default."""
 
     layers_: list[int] | None = None

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.markup import escape
 from rich.table import Column
@@ -11,6 +11,7 @@ from rich.table import Column
 from mionnx.errors import InputError, nearest
 from mionnx.machine.brief import Brief, count
 from mionnx.machine.decimals import decimal
+from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
 from mionnx.verify.difference import Difference
 from mionnx.view import Shown, Table, new_figure, render
@@ -26,7 +27,7 @@ TWICE, ONE_THREAD, BATCH = "the same run twice", "1 thread and all", "row alone 
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Storable):
     """One hook point in one runtime beside the first.
 
     Attributes:
@@ -62,7 +63,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Fault:
+class Fault(Storable):
     """The first step that adds more than the tolerance by itself.
 
     Attributes:
@@ -87,7 +88,7 @@ class Fault:
 
 
 @dataclass(repr=False)
-class Beside(Brief):
+class Beside(Brief, Storable):
     """One runtime beside the first.
 
     Attributes:
@@ -143,7 +144,7 @@ class Beside(Brief):
 
 
 @dataclass(frozen=True)
-class Repeat:
+class Repeat(Storable):
     """Difference of a run that was repeated in another way.
 
     Attributes:
@@ -194,6 +195,7 @@ class Verification(Shown):
     environment: dict[str, Any]
     repeats: list[Repeat] = field(default_factory=list)
     frame_height = 720
+    INSIDE: ClassVar = (Beside, Row, Fault, Repeat)
 
     @property
     def agrees(self) -> bool:

@@ -120,6 +120,21 @@ def test_a_spec_is_in_force_in_torch_too(llama, tmp_path):
     assert found.hashes["graph"] != llama.verify([PROMPT], ["ort-cpu", "ort-cpu:none"], greedy=0).hashes["graph"]
 
 
+def test_a_glob_and_a_predicate_are_in_force_in_torch_too(llama, tmp_path):
+    glob = HookSpec().intervene("blocks.*.attn.hook_z", Intervention.Zero(heads=3))
+    found = llama.verify([PROMPT], ["torch", "ort-cpu"], spec=glob, greedy=0, record=tmp_path / "run.safetensors")
+    assert found.agrees
+    assert "4 interventions" in found.title
+    recorded = load_file(tmp_path / "run.safetensors")["0.hook_logits"]
+    ablated, plain = (llama.forward(PROMPT, hooks).output() for hooks in (glob, None))
+    assert np.abs(recorded - ablated).max() < TOLERANCE * np.abs(ablated).max()
+    assert np.abs(recorded - plain).max() > 0.1
+    predicate = HookSpec().intervene(lambda name: name.endswith("hook_z"), Intervention.Zero(heads=3))
+    again = llama.verify([PROMPT], ["ort-cpu"], spec=predicate, greedy=0, against=tmp_path / "run.safetensors")
+    assert again.agrees
+    assert again.hashes["spec"] == found.hashes["spec"]
+
+
 def test_a_splice_is_compared_where_it_can_run(llama):
     """Values inside a splice are its own; torch, which cannot run it, is left out and named."""
     halved = onnx.parser.parse_model(

@@ -17,8 +17,10 @@ from mionnx.analysis.attention.repeated_sequences import (
     check_kinds,
     repeat_sequences,
 )
+from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import HookError, InputError, InterventionError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.token_rows import read_array
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
@@ -27,7 +29,7 @@ from mionnx.spec.hook_spec import HookSpec
 CAPTURED = 2**26  # bytes of patterns that are held at once, where one row takes less
 
 
-@typed()
+@typed(leave=["tokens", "batch", "period", "seed"])
 def head_scores(
     model: Runner,
     kinds: str | Sequence[str] = KINDS,
@@ -85,9 +87,10 @@ def _refuse_row_hooks(model: Runner, spec: HookSpec) -> None:
     """Refuse captures, and interventions that depend on the row."""
     if spec.captures:
         raise HookError("hooks of head_scores are interventions: it captures what it needs itself")
-    for point, one in spec.interventions:
+    hooks = index_hooks(spec, model.hooked)
+    for point, one in hooks.interventions:
         own = isinstance(one.positions, tuple) and any(isinstance(entry, tuple) for entry in one.positions)
-        rank = len(point.axes or model.hooked.axes(point))
+        rank = len(hooks.axes(point))
         each = any(value.ndim == rank and len(value) > 1 for value in one.values)
         if own or each or one.rows is not None:
             raise InterventionError(
@@ -110,7 +113,9 @@ def _draw(model: Runner, tokens: Iterable[int] | None, batch: int, period: int, 
     if tokens is None:
         candidates = np.setdiff1d(np.arange(model.vocab_size), special)
     else:
-        given = np.asarray(tokens if isinstance(tokens, str | Sequence | np.ndarray) else list(tokens))
+        if not isinstance(tokens, Iterable):
+            raise InputError(f"tokens={tokens!r}: the ids to draw from are integers, [count]")
+        given = read_array("tokens", tokens if isinstance(tokens, str | Sequence | np.ndarray) else list(tokens))
         if given.ndim != 1 or given.dtype.kind not in "iu":
             raise InputError(f"tokens={tokens!r}: the ids to draw from are integers, [count]")
         candidates = np.unique([model._known(token) for token in given]).astype(np.int64)

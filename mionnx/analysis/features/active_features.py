@@ -17,7 +17,7 @@ from mionnx.spec.intervention import Intervention
 FOLLOWED = 40  # features whose activations are given at every token, if none are named
 
 
-@typed()
+@typed(leave=["prompt"])
 def features(
     model: Runner,
     prompt: str | Tokens,

@@ -25,7 +25,6 @@ STREAMS = ("resid_pre", "resid_mid", "resid_post")
 
 
 @overload
-@typed()
 def logit_lens(model: Runner, source: NDArray[np.floating[Any]], *, k: int = 10) -> list[Any]: ...  # type: ignore[overload-overlap]
 
 
@@ -43,6 +42,7 @@ def logit_lens(
 ) -> LensResult: ...
 
 
+@typed()
 def logit_lens(
     model: Runner,
     source: Any,

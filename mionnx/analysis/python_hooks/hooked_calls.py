@@ -50,7 +50,7 @@ def call(
 
 
 @takes_encoding
-@typed()
+@typed(leave=["fwd_hooks"])
 def run_with_hooks(
     model: Runner,
     tokens: Prompt,
@@ -113,7 +113,7 @@ def run_with_hooks(
 
 
 @takes_encoding
-@typed()
+@typed(leave=["fwd_hooks"])
 def run_with_cache(
     model: Runner,
     tokens: Prompt,

@@ -54,7 +54,7 @@ class SteeringCalibration:
         return self.layers.index(layer)
 
 
-@typed()
+@typed(leave=["positions"])
 def calibrate(
     model: Runner, directions: Directions, prompts: Texts, positions: int | str | Sequence[int] | None = None
 ) -> SteeringCalibration:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from mionnx.errors import InputError
 from mionnx.machine.brief import Brief, count, spelled
 from mionnx.machine.ranges import index_within
+from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
 from mionnx.view import Shown, empty_figure, render
 from mionnx.view.figure import token_label
@@ -21,7 +22,7 @@ SHOWN = 8  # prompts that a picture tells apart
 
 
 @dataclass(frozen=True, repr=False)
-class Answers(Brief):
+class Answers(Brief, Storable):
     """The answers to prompts at some strengths; arrays are [prompts, strengths].
 
     Attributes:
@@ -67,6 +68,7 @@ class DoseResponse(Shown):
     tolerance: float
     share: float
     names: dict[int, str]
+    INSIDE: ClassVar = (Answers,)
 
     @property
     def kl(self) -> NDArray[np.float64]:

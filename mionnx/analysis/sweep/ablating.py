@@ -24,7 +24,7 @@ from mionnx.run.tokenizing import Prompt
 KINDS = ("zero", "mean", "resample")
 
 
-@typed()
+@typed(leave=["layers", "over", "answer", "versus", "seed"])
 def ablation_sweep(
     model: Runner,
     prompts: Prompt,

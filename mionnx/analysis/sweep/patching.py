@@ -32,7 +32,7 @@ from mionnx.run.tokenizing import Prompt
 DIRECTIONS = ("denoising", "noising")
 
 
-@typed()
+@typed(leave=["layers", "over", "answer", "versus"])
 def patch_sweep(
     model: Runner,
     clean: Prompt,
@@ -92,7 +92,7 @@ def patch_sweep(
     return run_sweep(sweep, progress, resume, before)
 
 
-@typed()
+@typed(leave=["layers", "over", "answer", "versus", "receivers"])
 def path_patch(
     model: Runner,
     clean: Prompt,
