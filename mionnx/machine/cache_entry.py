@@ -77,6 +77,12 @@ class CacheEntry:
         """Whether a live process uses it."""
         return any(_alive(mark) for mark in [*files_in(self.pins)])
 
+    @property
+    def used_by_others(self) -> bool:
+        """Whether a live process other than this one uses it."""
+        me = f"{socket.gethostname()}@{os.getpid()}@"
+        return any(_alive(mark) for mark in [*files_in(self.pins)] if not mark.name.startswith(me))
+
     def mark(self) -> None:
         """Mark it as used by this process, now.
 

@@ -67,7 +67,7 @@ class DiskCache:
             with self._lock(entry):
                 return entry if self._usable(entry) else None
         except UNUSABLE as error:
-            self._say_unusable(error, "running without it")
+            self.say_unusable(error, "running without it")
             return None
 
     def get(self, kind: str, key: str, build: Build) -> CacheEntry | None:
@@ -86,7 +86,7 @@ class DiskCache:
                     self._checked.add(entry.path)
                     entry.mark()
         except UNUSABLE as error:
-            self._say_unusable(error, "running without it")
+            self.say_unusable(error, "running without it")
             return None
         self.prune()
         return entry
@@ -114,7 +114,7 @@ class DiskCache:
                 entry.mark()
         except UNUSABLE as error:
             there = entry.path.is_dir()
-            self._say_unusable(error, "what is in it is used as it is" if there else otherwise)
+            self.say_unusable(error, "what is in it is used as it is" if there else otherwise)
             return entry.path if there else None
         if made:
             self.prune()
@@ -126,15 +126,22 @@ class DiskCache:
         A folder outside of this store is left as it is.
         """
         entry = CacheEntry(folder.resolve())
-        if entry.path.parent.parent != self.root.resolve() or entry.kind not in KINDS:
+        if not self._holds(entry):
             return
         with suppress(*UNUSABLE), self._lock(entry):
             entry.mark()
 
-    def _say_unusable(self, error: Exception, otherwise: str) -> None:
-        """Warn of a store without use, once for each reason."""
+    def say_unusable(self, error: Exception, otherwise: str, subject: str = "") -> None:
+        """Warn of a store without use, once for each reason.
+
+        Args:
+            error: the reason.
+            otherwise: what is done without it.
+            subject: what cannot be stored, where it is said apart from the rest.
+        """
         number = getattr(error, "errno", None)
-        _say(f"the store {self.root} cannot be used ({error}): {otherwise}", f"{self.root} {number}" if number else "")
+        known = f"{self.root} {number} {subject}" if number else ""
+        _say(f"the store {self.root} cannot be used ({error}): {otherwise}", known)
 
     def _lock(self, entry: CacheEntry) -> FileLock:
         return FileLock(f"{entry.path}.lock")
@@ -211,8 +218,29 @@ class DiskCache:
         """
         return sum(remove_leftovers(self.root / kind) for kind in (*KINDS, SWEEPS))
 
-    def remove(self, entry: CacheEntry) -> bool:
+    def discard(self, folder: Path, reason: str) -> bool:
+        """Remove an entry that turned out to be damaged, and say so.
+
+        One of another store, or in use by another process, stays.
+
+        Returns:
+            whether it was removed.
+        """
+        entry = CacheEntry(folder.resolve())
+        if not self._holds(entry) or not self.remove(entry, mine=True):
+            return False
+        _say(f"the store's entry {entry.kind}/{entry.path.name} is damaged ({reason}): it is made again")
+        return True
+
+    def _holds(self, entry: CacheEntry) -> bool:
+        return entry.path.parent.parent == self.root.resolve() and entry.kind in KINDS
+
+    def remove(self, entry: CacheEntry, mine: bool = False) -> bool:
         """Remove an entry, unless a live process uses it.
+
+        Args:
+            entry: the entry.
+            mine: remove it even if this process uses it.
 
         Returns:
             whether it was removed.
@@ -222,7 +250,7 @@ class DiskCache:
                 entry.path.unlink()
                 return True
             with FileLock(f"{entry.path}.lock", timeout=0):
-                if entry.in_use:
+                if entry.used_by_others if mine else entry.in_use:
                     return False
                 doomed = partial_path(entry.path)
                 entry.path.rename(doomed)  # at once: nobody finds half of it

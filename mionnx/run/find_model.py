@@ -14,7 +14,7 @@ from platformdirs import user_cache_path
 
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import inside
-from mionnx.graph.hooked_model import GRAPH
+from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.machine.cache_entry import MODELS
 from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.files import link_or_copy
@@ -64,6 +64,31 @@ def find_model(
         return _linked(folder)
     DiskCache(cache_folder()).use(folder)
     return folder
+
+
+def open_model(
+    source: str | Path, dtype: str, check: str, progress: Progress, refuse: Callable[[Path], None] | None = None
+) -> HookedModel:
+    """Find a model and open it.
+
+    An export in the store that is damaged is made again, unless another process uses it, and that is said.
+
+    Args:
+        source, dtype, refuse: see `find_model`.
+        check: how its weights are compared with what was exported, see `HookedModel.open`.
+        progress: of downloading, exporting and reading.
+
+    Raises:
+        ModelError: nothing there, or damaged.
+        ExportError: a checkpoint that cannot be exported.
+    """
+    folder = find_model(source, dtype, progress, refuse)
+    try:
+        return HookedModel.open(folder, check=check, progress=progress)
+    except ModelError as error:
+        if local_path(source) == folder or not DiskCache(cache_folder()).discard(folder, str(error)):
+            raise
+    return HookedModel.open(find_model(source, dtype, progress, refuse), check=check, progress=progress)
 
 
 def checkpoint_folder(source: str | Path) -> Path:

@@ -126,8 +126,7 @@ class Runner:
         where = f"{options.engine} on {options.provider}" if options.engine == ONNX_RUNTIME else options.engine
         refuse = partial(model_dtype.refuse_uncomputed, dtype=dtype, lacking=lacking, where=where)
         with bars() as progress:
-            folder = find_model.find_model(source, dtype, progress, refuse)
-            hooked = HookedModel.open(folder, check=check, progress=progress)
+            hooked = find_model.open_model(source, dtype, check, progress, refuse)
         model_dtype.refuse_other(hooked, dtype)
         return cls(hooked, options)
 

@@ -6,7 +6,6 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.markup import escape
-from rich.table import Column
 
 from mionnx.errors import InputError, nearest
 from mionnx.machine.brief import Brief, count
@@ -14,6 +13,7 @@ from mionnx.machine.decimals import decimal
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
 from mionnx.verify.difference import Difference
+from mionnx.verify.result_table import verification_table
 from mionnx.view import Shown, Table, new_figure, render
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 LEAST = 1e-9  # where curves on a logarithmic axis begin: what is identical lies there
 SHOWN = 8  # nodes of a step that are named
-WIDE = 110  # columns of a terminal that has room for all numbers
-NARROW = (4, 5, 8)  # columns of the table that others leave out
+NARROW = 80  # columns of a terminal that has no room for all numbers
 TWICE, ONE_THREAD, BATCH = "the same run twice", "1 thread and all", "row alone and in a batch"
 
 
@@ -275,29 +274,31 @@ class Verification(Shown):
     def table(self, wide: bool = True) -> Table:
         """For a terminal: one row a runtime, the largest differences and where they are.
 
+        Where the terminal has no room for all numbers, some are left out, never a part of a hook point's name.
+
         Args:
-            wide: whether there is room for 110 columns; else some of the numbers are left out.
+            wide: whether there may be more than 80 columns.
         """
-        heads = ("runtime", "", "relative", "at", "absolute", "cosine", "KL, nats", "top 1", "greedy")
-        shown = [place for place in range(len(heads)) if wide or place not in NARROW]
-        columns = [Column(head, no_wrap=head != "at", overflow="fold") for head in heads]
-        title = escape(f"{self.title}, beside {self.reference}")
-        table = Table(*(columns[place] for place in shown), title=title)
-        for beside in self.besides:
-            cells = self._cells(beside)
-            table.add_row(*(cells[place] for place in shown))
-        for titles, verdict in ((self.failed, "[red]failed"), (self.skipped, "[yellow]skipped")):
-            for title in titles:
-                table.add_row(escape(title), verdict)
+        rows = [self._cells(beside) for beside in self.besides]
+        titles = dict.fromkeys(self.failed, "[red]failed") | dict.fromkeys(self.skipped, "[yellow]skipped")
+        table = verification_table(rows, titles, f"{self.title}, beside {self.reference}")
+        while not wide and table.narrower is not None and table.natural_width > NARROW:
+            table = table.narrower
         return table
 
-    def _cells(self, beside: Beside) -> list[str]:
+    def _cells(self, beside: Beside) -> dict[str, str]:
         row, logits = beside.worst, beside.logits
-        verdict = "[green]agrees" if beside.agrees(self.tolerance) else "[red]differs"
-        numbers = [f"{row.relative:.1e}", row.name, f"{row.max_abs:.1e}", decimal(row.cosine, 6)]
-        next_token = [f"{logits['kl_max']:.1e}", f"{logits['top_1']:.0%}"]
-        greedy = "" if beside.greedy is None else f"{beside.greedy:.0%}"
-        return [escape(beside.title), verdict, *numbers, *next_token, greedy]
+        return {
+            "runtime": escape(beside.title),
+            "": "[green]agrees" if beside.agrees(self.tolerance) else "[red]differs",
+            "relative": f"{row.relative:.1e}",
+            "at": row.name,
+            "absolute": f"{row.max_abs:.1e}",
+            "cosine": decimal(row.cosine, 6),
+            "KL, nats": f"{logits['kl_max']:.1e}",
+            "top 1": f"{logits['top_1']:.0%}",
+            "greedy": "" if beside.greedy is None else f"{beside.greedy:.0%}",
+        }
 
 
 def _above(value: float) -> float:

@@ -152,6 +152,29 @@ class TestTheStoreOfExports:
         assert run.returncode == 1
         assert f"models/{folder.name}: " in run.stdout
 
+    def test_a_damaged_export_is_made_again(self, exporter, checkpoints, store):
+        folder = MIModel.from_pretrained(checkpoints[0]).hooked.folder
+        weights = bytes(len((LLAMA / "model.safetensors").read_bytes()))
+        for file, data in (("model.onnx", b"cut"), ("model.safetensors", weights)):
+            (folder / file).unlink()
+            (folder / file).write_bytes(data)
+            with pytest.raises(ModelError):
+                MIModel.from_pretrained(folder)  # by its path: of what, is not known
+            with pytest.warns(StoreWarning, match=rf"models/{folder.name} is damaged \(.*\): it is made again"):
+                again = MIModel.from_pretrained(checkpoints[0], threads=1)
+            assert again.hooked.folder == folder
+            assert again.forward([5]).output().size
+        assert len(exporter.exports) == 3
+        (folder / "model.onnx").write_bytes(b"cut")
+        ready = FORK.Event()
+        child = FORK.Process(target=lambda: (DiskCache(store).use(folder), ready.set(), time.sleep(60)), daemon=True)
+        child.start()
+        assert ready.wait(30)
+        with pytest.raises(ModelError):  # not while another process uses it
+            MIModel.from_pretrained(checkpoints[0])
+        child.kill()
+        child.join()
+
     def test_the_limit_counts_exports_and_the_oldest_go(self, exporter, checkpoints, store, monkeypatch):
         for age, folder in enumerate(checkpoints[:2]):
             made = MIModel.from_pretrained(folder).hooked.folder
@@ -237,9 +260,12 @@ class TestWithoutAStore:
             again = MIModel.from_pretrained(checkpoints[0], threads=1)
             model.prepare()
             found = model.forward([5, 6], HookSpec().capture("hook_embed")).output()
+            swept = model.patch_sweep([5, 6], [5, 7], answer=5, versus=6, over=("layer",), resume=True)
         stores = [one.message for one in said if isinstance(one.message, StoreWarning)]
-        assert len(stores) == 1
+        assert len(stores) == 2  # the second is said only of sweeps that are to be resumed
         assert "temporary folder that lasts as long as this process" in str(stores[0])
+        assert "an interruption would lose the cells" in str(stores[1])
+        assert np.isfinite(swept.values).all()
         assert len(exporter.exports) == 1
         assert again.hooked.folder == model.hooked.folder
         assert model.hooked.folder.parent.parent == tmp_path

@@ -23,6 +23,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_rows import read_array
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.typed import typed
+from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
@@ -75,7 +76,7 @@ def head_scores(
     progress("attention patterns", 0, batch)
     done = 0
     for ids in sequences.chunks(rows):
-        cache = model.forward(ids, spec, logits=False)
+        cache = numbers(model.forward(ids, spec, logits=False))
         for layer, point in enumerate(points):
             totals[:, layer] += [attention_to(kind, cache[point], sequences) for kind in chosen]
         done += len(ids)

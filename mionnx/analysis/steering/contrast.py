@@ -15,6 +15,7 @@ from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.typed import typed
+from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
@@ -79,7 +80,7 @@ def _activations(
     batches = []
     for first in range(0, len(texts), ROWS):
         progress("capturing", first, len(texts))
-        cache = model.forward(texts[first : first + ROWS], spec, logits=False)
+        cache = numbers(model.forward(texts[first : first + ROWS], spec, logits=False))
         batches.append(np.stack([cache[point].astype(np.float64).mean(axis=1) for point in points]))
     progress("capturing", len(texts), len(texts))
     return np.concatenate(batches, axis=1)

@@ -324,7 +324,7 @@ def test_directions_are_saved_and_read(directions, tmp_path):
         with pytest.raises(SpecFileError, match="no directions"):
             Directions.load(tmp_path / name)
     HookSpec().save(tmp_path / "spec.safetensors")
-    with pytest.raises(SpecFileError, match="version 1"):
+    with pytest.raises(SpecFileError, match="it is a saved HookSpec"):
         Directions.load(tmp_path / "spec.safetensors")
 
 
@@ -436,7 +436,7 @@ def test_the_command_line_writes_and_reads_control_vectors(tmp_path):
     wrote = mionnx(*made, *pair, "--save", file)
     assert wrote.returncode == 0, wrote.stderr
     assert "note: " in wrote.stderr
-    assert "holds layers 1 to 3: a control vector has no direction for layer 0" in wrote.stderr.replace("\n", " ")
+    assert "holds layers 1 to 3: a control vector has no direction for layer 0" in " ".join(wrote.stderr.split())
     assert Directions.from_gguf(file).layers == (1, 2, 3)
     read = CliRunner().invoke(app, [*made, "--gguf", str(file)])
     assert read.exit_code == 0, read.output
