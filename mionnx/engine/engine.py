@@ -12,6 +12,7 @@ import onnx
 from numpy.typing import NDArray
 
 from mionnx.engine.options import Options
+from mionnx.machine import memory
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -120,6 +121,10 @@ class Engine(ABC):
         Raises:
             ModelError: the engine refuses the model.
         """
+
+    def release(self) -> None:
+        """Return memory to the system that no open graph and no result uses."""
+        memory.release()
 
     @contextmanager
     def opened_alone(self, model: Path | bytes, folder: Path, options: Options) -> Iterator[Program]:

@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from mionnx.engine import device
+from mionnx.engine import arena, device
 from mionnx.engine.cuda_graphs import CudaGraphs
 from mionnx.engine.engine import Arrays, Engine, Input, Program
 from mionnx.engine.options import ONNX_RUNTIME, PROVIDERS, Options
@@ -164,6 +164,11 @@ class OnnxRuntime(Engine):
             settings.add_session_config_entry("session.prepack.enable_parallel", "1")
         return _program(model, folder, settings, options, optimised)
 
+    def release(self) -> None:
+        """See `Engine.release`."""
+        arena.shrink()
+        memory.release()
+
     @contextmanager
     def opened_alone(self, model: Path | bytes, folder: Path, options: Options) -> Iterator[Program]:
         """See `Engine.opened_alone`: ONNX Runtime gives the CPU what a provider does not take."""
@@ -216,6 +221,8 @@ def _settings(folder: Path, options: Options) -> onnxruntime.SessionOptions:
     settings.graph_optimization_level = OPTIMISATION[options.level]
     settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     settings.add_session_config_entry(STOP_SPINNING, "1")
+    if options.provider_name() == PROVIDERS["cpu"]:
+        arena.share(settings)
     return settings
 
 

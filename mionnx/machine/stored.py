@@ -118,7 +118,8 @@ class _Writer:
         if isinstance(value, Storable) and self.classes.get(type(value).__name__) is type(value):
             return {type(value).__name__: self.members(value, f"{place}.")}
         if hasattr(value, "__array__"):  # of numpy, or on the device that computed it
-            place += "'" * (place in self.tensors)
+            while place in self.tensors:
+                place += "'"
             self.tensors[place] = np.asarray(value)
             return {"scalar" if isinstance(value, np.generic) else "array": place}
         if type(value) in (type(None), bool, int, float, str):

@@ -25,7 +25,7 @@ from mionnx.machine.progress import bars
 from mionnx.machine.typed import typed
 from mionnx.rewrite import Plan
 from mionnx.rewrite.plan import Outputs
-from mionnx.run import find_model, model_dtype, spec_graphs, tokenizing
+from mionnx.run import find_model, idle_memory, model_dtype, spec_graphs, tokenizing
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache, collect
 from mionnx.run.nan_logits import checked, refuse_nan
@@ -46,6 +46,7 @@ class Runner:
         options: how sessions are opened.
         variants: the open graphs; specs that differ in values only share one.
         binder: binds specs to this model.
+        idle: what the process held when memory was last returned.
     """
 
     # texts as tokens
@@ -61,6 +62,7 @@ class Runner:
     prepare = spec_graphs.prepare
     report = spec_graphs.report
     estimate = spec_graphs.estimate
+    give_back = idle_memory.give_back
 
     def __init__(self, hooked: HookedModel, options: Options | None = None) -> None:
         self.hooked = hooked
@@ -68,6 +70,7 @@ class Runner:
         self.variants = GraphPool(hooked, self.options)
         self.binder = Binder(hooked)
         self._opened: Once[Any, Any] = Once()
+        self.idle = idle_memory.IdleMemory()
 
     @classmethod
     def from_pretrained(
@@ -181,7 +184,14 @@ class Runner:
         Example:
             lens = model.opened(Lens)
         """
-        return self._opened.get(kind, lambda: kind(self.hooked, self.options))
+        based = self.variants.base is not None  # parts from before there was a base hold weights of their own
+        self._opened.keep(lambda key: key[1] is based)
+        return self._opened.get((kind, based), lambda: kind(self.hooked, self.options))
+
+    @property
+    def parts(self) -> list[Any]:
+        """The instances that `opened` made."""
+        return self._opened.values()
 
     @property
     def compiled(self) -> Mapping[Plan, OpenGraph]:

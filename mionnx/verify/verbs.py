@@ -88,7 +88,9 @@ def verify(
     )  # fmt: skip
     calls = [_call(model, prompt) for prompt in texts]
     shown = [_shown(prompt, call) for prompt, call in zip(texts, calls, strict=True)]
-    return compare_runtimes(model.hooked, calls, shown, request, progress)
+    found = compare_runtimes(model.hooked, calls, shown, request, progress)
+    model.give_back()
+    return found
 
 
 @typed()
@@ -126,9 +128,11 @@ def bisect(
         print(model.bisect("The capital of France is", ["ort-cpu", "reference"], tolerance=0))
     """
     hooked = other.hooked if other else None
-    return bisect_graph(
+    found = bisect_graph(
         model.hooked, _call(model, prompt), list(runtimes), _path(folder), spec, hooked, tolerance, progress
     )
+    model.give_back()
+    return found
 
 
 def _listed(prompts: Any) -> list[Any]:

@@ -81,6 +81,8 @@ def head_scores(
             totals[:, layer] += [attention_to(kind, cache[point], sequences) for kind in chosen]
         done += len(ids)
         progress("attention patterns", done, batch)
+    del cache
+    model.give_back()
     return HeadScores(chosen, totals / batch, sequences.chance, period, batch, model.hooked.folder.resolve().name)
 
 

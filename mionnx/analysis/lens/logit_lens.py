@@ -89,7 +89,9 @@ def logit_lens(
     names = _stream_names(model, layers, points)
     streams = _captured(model, text, hooks, [*names, _last_stream(model)], indices)
     tracked = [token_of(model, token) for token in tokens]
-    return _lens_result(model, text, names, indices, streams, tracked, k)
+    result = _lens_result(model, text, names, indices, streams, tracked, k)
+    model.give_back()
+    return result
 
 
 def _lens_result(
