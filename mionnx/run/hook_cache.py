@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.errors import HookError, InputError, nearest
+from mionnx.errors import HookError, InputError, SpecFileError, nearest
 from mionnx.graph.hook_points import HookPoint, layer_of, short_names
 from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.past import take_present
@@ -66,13 +66,10 @@ class HookCache(Brief, Stored, Mapping[str, NDArray[Any]]):
 
     def _contents(self) -> dict[str, Any]:
         past = {"kv_cache": self.kv_cache, "state": self.state}
-        return {
-            "logits": self._logits,
-            **past,
-            "top_ids": self.top_ids,
-            "num_layers": self.num_layers,
-            **self._captured,
-        }
+        told = {"logits": self._logits, **past, "top_ids": self.top_ids, "num_layers": self.num_layers}
+        if taken := told.keys() & self._captured.keys():
+            raise SpecFileError(f"a capture that is called {taken.pop()!r} has no place in a file")
+        return {**told, **self._captured}
 
     @classmethod
     def _of_contents(cls, contents: dict[str, Any]) -> Self:
