@@ -8,6 +8,7 @@ import typer
 from rich.console import Console, RenderableType
 
 from mionnx.errors import InputError
+from mionnx.machine.stored import ENDING
 from mionnx.view import Shown
 
 SOME = "Only these, as 0,3; may be repeated."
@@ -22,6 +23,7 @@ Provider = Annotated[str, typer.Option(help="cpu, cuda, or the full name of an e
 SpecFile = Annotated[Path | None, typer.Option(help="A saved HookSpec to begin with.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page that works offline.")]
 Png = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture.")]
+Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a .safetensors file to load in Python.")]
 Number = TypeVar("Number", int, float)
 
 
@@ -47,7 +49,12 @@ def chosen(option: str, texts: list[str] | None) -> list[int] | None:
 
 
 def deliver(
-    result: Shown, table: Callable[[], RenderableType], html: Path | None, png: Path | None, as_json: bool
+    result: Shown,
+    table: Callable[[], RenderableType],
+    html: Path | None,
+    png: Path | None,
+    as_json: bool,
+    save: Path | None = None,
 ) -> None:
     """Write the requested files, then print the result as JSON or as a table.
 
@@ -55,7 +62,7 @@ def deliver(
         BadParameter: a file has another ending.
         SpecFileError: a file cannot be written.
     """
-    for path, ending in ((html, ".html"), (png, ".png")):
+    for path, ending in ((html, ".html"), (png, ".png"), (save, ENDING)):
         if path is not None:
             if path.suffix.lower() != ending:
                 raise typer.BadParameter(f"{path} should end in {ending}")

@@ -48,9 +48,9 @@ def bake(
     Raises:
         InterventionError: what only a single call can have: batch rows, values for several tokens.
     """
-    turned = {
-        at: _knob(graph, name, [bound.edits[n] for n in where], report) for name, where in knobs.items() for at in where
-    }
+    turned: dict[int, Constant] = {}
+    for name, where in knobs.items():
+        turned |= dict.fromkeys(where, _knob(graph, name, [bound.edits[n] for n in where], report))
     calls = TokenFacts(graph, report)
     for n, (edit, intervention) in enumerate(bound.edits):
         dims = bound.hooks.dims(HookPoint.parse(edit.hook))

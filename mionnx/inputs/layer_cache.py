@@ -12,8 +12,11 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.errors import InputError
 from mionnx.inputs.cache_file import write_cache
 from mionnx.inputs.value import Value
-from mionnx.machine.arrays import to_array
+from mionnx.machine import memory
+from mionnx.machine.arrays import LARGE, to_array
 from mionnx.machine.brief import Brief, count, shape_of
+from mionnx.machine.stored import Storable
+from mionnx.machine.typed import typed
 
 Layer = TypeVar("Layer", bound=Iterable[NDArray[Any]])
 
@@ -55,8 +58,9 @@ class LazyLayers(Sequence[Layer]):
         return new
 
 
+@typed(InputError)
 @dataclass(repr=False)
-class LayerCache(Brief, ABC, Generic[Layer]):
+class LayerCache(Brief, Storable, ABC, Generic[Layer]):
     """Keys and values, or recurrent states, after the tokens seen so far.
 
     Attributes:
@@ -131,12 +135,23 @@ class LayerCache(Brief, ABC, Generic[Layer]):
         """Repeat a cache of one row: a prefix shared by many continuations.
 
         Raises:
-            InputError: it has several rows already.
+            InputError: it has several rows already; less than one row, or more than memory holds, are asked for.
         """
+        size = rows * sum(value.nbytes for layer in self.held() for value in layer)
+        if rows < 1 or (size > LARGE and size > memory.available()):
+            raise InputError(f"repeat({rows}): one or more rows, and {memory.format_bytes(size)} of memory are needed")
         if self.batch != 1:
             raise InputError(f"only a {self.NOUN} of one row can be repeated, this one has {self.batch}")
         layers = [self.layer_of(np.repeat(part, rows, axis=0) for part in layer) for layer in self.layers]
         return type(self)(layers, np.repeat(self.attention_mask, rows, axis=0))
+
+    def _contents(self) -> dict[str, Any]:
+        layers = [tuple(map(np.asarray, layer)) for layer in self.held()]
+        return {"layers": layers, "attention_mask": self.attention_mask}
+
+    @classmethod
+    def _of_contents(cls, contents: dict[str, Any]) -> Self:
+        return cls([cls.layer_of(parts) for parts in contents.pop("layers")], **contents)
 
     def save(self, path: str | Path) -> None:
         """Write it as one safetensors file.

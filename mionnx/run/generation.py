@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,15 +16,19 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.errors import HookError, InputError, TokenizerError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.past import choose_past, past_inputs, present_to_past, take_present
+from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, count_rows, make_token_batch
 from mionnx.inputs.value import Value
 from mionnx.machine.brief import Brief, count, shape_of, spelled
+from mionnx.machine.stored import Stored
+from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.graph_pool import GraphPool
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
-from mionnx.run.sampling import Sampling
+from mionnx.run.sampling import Sampling, refuse_seed
 from mionnx.run.stopping import Stopping, stop_texts
 from mionnx.run.streamer import Decoder, Streamer, make_streamer
 from mionnx.run.tokenizing import Prompt, takes_encoding
@@ -33,8 +37,9 @@ from mionnx.view import card
 
 
 @dataclass(repr=False)
-class Generation(Brief):
-    """Continued prompts, and what was captured on the way.
+@typed(InputError)
+class Generation(Brief, Stored):
+    """Continued prompts, and what was captured on the way; `save` writes .safetensors.
 
     Attributes:
         ids: per row the prompt and its continuation, padding left out, [seq]; a given cache's tokens are not in it.
@@ -53,6 +58,7 @@ class Generation(Brief):
     steps: list[HookCache] = field(default_factory=list)
     cache: Past | None = None
     axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    INSIDE: ClassVar = (HookCache, KVCache, RWKVState)
 
     def _facts(self) -> Iterator[str]:
         yield count(len(self.ids), "row")
@@ -90,6 +96,7 @@ class Generation(Brief):
 
 
 @takes_encoding
+@typed()
 def generate(
     model: Runner,
     tokens: Prompt,
@@ -148,6 +155,7 @@ def generate(
     sampling = Sampling(do_sample, temperature, top_k, top_p, repetition_penalty)
     if not do_sample and ((temperature, top_k, top_p) != (1.0, 50, 1.0) or seed is not None):
         raise InputError("temperature, top_k, top_p and seed apply to sampling only: give do_sample=True too")
+    refuse_seed(seed)
     pad = model._known(next(iter(stopping.eos_token_ids), 0) if pad_token_id is None else pad_token_id)
     batch, past = _prompts(model, tokens, attention_mask, cache, stopping)
     stopping.refuse_unreached(hooks or HookSpec())

@@ -15,6 +15,8 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.memory import format_bytes
+from mionnx.machine.typed import typed
+from mionnx.run.nan_logits import numbers
 from mionnx.run.prompt import one_text
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
@@ -32,6 +34,7 @@ WORDS = 40  # tokens up to which a figure of one head names them
 
 
 @dataclass(frozen=True, repr=False)
+@typed(InputError)
 class AttentionPatterns(Shown):
     """Attention patterns of one text; effective attention for an RWKV model.
 
@@ -159,6 +162,7 @@ class AttentionPatterns(Shown):
         return figure
 
 
+@typed()
 def attention(
     model: Runner,
     prompt: Prompt,
@@ -190,7 +194,7 @@ def attention(
     point: Callable[[int], HookPoint] = HookPoint.RwkvEffectiveAttn if effective else HookPoint.AttnPattern
     for layer in chosen:
         spec.capture(point(layer), heads=shown)
-    cache = model.forward(text.ids, spec, logits=False)
+    cache = numbers(model.forward(text.ids, spec, logits=False))
     patterns = np.stack([cache[point(layer)][0].astype(np.float32) for layer in chosen])
     return AttentionPatterns(text.tokens, chosen, shown, patterns, effective)
 

@@ -17,15 +17,20 @@ from mionnx.analysis.attention.repeated_sequences import (
     check_kinds,
     repeat_sequences,
 )
+from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import HookError, InputError, InterventionError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.token_rows import read_array
 from mionnx.machine.progress import Progress, silent
+from mionnx.machine.typed import typed
+from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
 CAPTURED = 2**26  # bytes of patterns that are held at once, where one row takes less
 
 
+@typed(leave=["tokens", "batch", "period", "seed"])
 def head_scores(
     model: Runner,
     kinds: str | Sequence[str] = KINDS,
@@ -71,11 +76,13 @@ def head_scores(
     progress("attention patterns", 0, batch)
     done = 0
     for ids in sequences.chunks(rows):
-        cache = model.forward(ids, spec, logits=False)
+        cache = numbers(model.forward(ids, spec, logits=False))
         for layer, point in enumerate(points):
             totals[:, layer] += [attention_to(kind, cache[point], sequences) for kind in chosen]
         done += len(ids)
         progress("attention patterns", done, batch)
+    del cache
+    model.give_back()
     return HeadScores(chosen, totals / batch, sequences.chance, period, batch, model.hooked.folder.resolve().name)
 
 
@@ -83,9 +90,10 @@ def _refuse_row_hooks(model: Runner, spec: HookSpec) -> None:
     """Refuse captures, and interventions that depend on the row."""
     if spec.captures:
         raise HookError("hooks of head_scores are interventions: it captures what it needs itself")
-    for point, one in spec.interventions:
+    hooks = index_hooks(spec, model.hooked)
+    for point, one in hooks.interventions:
         own = isinstance(one.positions, tuple) and any(isinstance(entry, tuple) for entry in one.positions)
-        rank = len(point.axes or model.hooked.axes(point))
+        rank = len(hooks.axes(point))
         each = any(value.ndim == rank and len(value) > 1 for value in one.values)
         if own or each or one.rows is not None:
             raise InterventionError(
@@ -108,7 +116,9 @@ def _draw(model: Runner, tokens: Iterable[int] | None, batch: int, period: int, 
     if tokens is None:
         candidates = np.setdiff1d(np.arange(model.vocab_size), special)
     else:
-        given = np.asarray(tokens if isinstance(tokens, str | Sequence | np.ndarray) else list(tokens))
+        if not isinstance(tokens, Iterable):
+            raise InputError(f"tokens={tokens!r}: the ids to draw from are integers, [count]")
+        given = read_array("tokens", tokens if isinstance(tokens, str | Sequence | np.ndarray) else list(tokens))
         if given.ndim != 1 or given.dtype.kind not in "iu":
             raise InputError(f"tokens={tokens!r}: the ids to draw from are integers, [count]")
         candidates = np.unique([model._known(token) for token in given]).astype(np.int64)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import RuntimeMissingError, SpecFileError
-from mionnx.machine.files import atomic_path
+from mionnx.machine.files import atomic_path, is_no_file
 from mionnx.machine.tensor_file import values_checksum
 
 ARCHITECTURE = "controlvector"
@@ -30,6 +30,10 @@ HINT, COUNT = f"{ARCHITECTURE}.model_hint", f"{ARCHITECTURE}.layer_count"
 CHECKSUM = "mionnx.sha256"
 STREAM = "resid_post"
 NAME = re.compile(r"direction\.(\d+)")
+
+
+class LayerLeftOutWarning(UserWarning):
+    """A control vector file without the direction of layer 0."""
 
 
 def _gguf() -> ModuleType:
@@ -56,7 +60,7 @@ def write(vectors: Mapping[int, NDArray[np.float32]], path: str | Path, model_hi
     if 0 in vectors:
         raise SpecFileError(
             "a control vector file has no place for a direction after the first block (direction.N, N >= 1): "
-            f"leave it out, directions.only({[layer for layer in vectors if layer]})"
+            "steer at a later layer"
         )
     tensors = {f"direction.{layer}": vector for layer, vector in vectors.items()}
     with atomic_path(Path(path)) as partial:
@@ -81,7 +85,7 @@ def read(path: str | Path) -> dict[int, NDArray[np.float32]]:
         RuntimeMissingError: the gguf package is not installed.
     """
     gguf = _gguf()
-    if Path(path).exists() and not Path(path).is_file():
+    if is_no_file(Path(path)):
         raise SpecFileError(f"{path} is no GGUF file but a folder, a device or a pipe")
     try:
         reader = gguf.GGUFReader(path)

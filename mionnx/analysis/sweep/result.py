@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.markup import escape
 
 from mionnx.analysis.sweep.picture import draw
 from mionnx.errors import InputError
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
+from mionnx.machine.ranges import at_least
+from mionnx.machine.typed import typed
 from mionnx.view import Shown, Table, render
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ TOKENS = ("position", "source")  # axes whose labels are tokens
 
 
 @dataclass(repr=False)
+@typed(InputError)
 class SweepResult(Shown):
     """Values of a sweep.
 
@@ -95,7 +99,12 @@ class SweepResult(Shown):
         )
 
     def top(self, k: int = 10) -> list[tuple[dict[str, str], float]]:
-        """The k cells with the largest effect: their labels by axis, and the effect."""
+        """The k cells with the largest effect: their labels by axis, and the effect.
+
+        Raises:
+            InputError: k is negative.
+        """
+        at_least("k", k, 0)
         return [(self._named(cell), float(self.effect[cell])) for cell in self._largest(k)]
 
     def _largest(self, k: int) -> list[tuple[int, ...]]:
@@ -161,11 +170,16 @@ class SweepResult(Shown):
         """Table for a terminal: the map if it has two axes and fits, else the largest cells."""
         what, numbers = self.shown
         if len(self.over) == 2 and numbers.shape[1] <= 24:
-            table = Table(f"{self.over[0]} / {self.over[1]}", *self.labels[self.over[1]], title=what)
+            table = Table(f"{self.over[0]} / {self.over[1]}", *self.labels[self.over[1]], title=self._above(what))
             for label, row in zip(self.labels[self.over[0]], numbers, strict=True):
                 table.add_row(label, *map(decimal, row))
             return table
-        table = Table(*self.over, f"change of {self.metric}", title=f"the {top} cells with the largest effect")
+        title = self._above(f"the {top} cells with the largest effect")
+        table = Table(*self.over, f"change of {self.metric}", title=title)
         for cell, effect in self.top(top):
             table.add_row(*cell.values(), decimal(effect, 4))
         return table
+
+    def _above(self, what: str) -> str:
+        """The title of a table: the swept hook point, and its numbers."""
+        return escape(f"{self.title}\n{what}")
