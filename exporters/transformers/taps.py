@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicCache, DynamicLayer
-from transformers.masking_utils import and_masks, causal_mask_function, eager_mask
+from transformers.masking_utils import causal_mask_function, eager_mask
 
 from exporters.transformers.families import Layout
 from mionnx.errors import ExportError
@@ -95,9 +95,11 @@ def _mask(local_size: int | None = None, **options: Any) -> Tensor:
     places = options["attention_mask"].cumsum(dim=1)
 
     def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return places[batch, key] > places[batch, query] - local_size
+        own = places.index_select(1, query.flatten())[:, None, :, None]
+        within = places.index_select(1, key.flatten())[:, None, None, :] > own - local_size
+        return causal_mask_function(batch, head, query, key) & within
 
-    return eager_mask(**{**options, "mask_function": and_masks(causal_mask_function, near)})
+    return eager_mask(**{**options, "mask_function": near})
 
 
 AttentionInterface.register(ATTENTION, _attention)
