@@ -103,7 +103,7 @@ def to_safetensors(file: Path, staging: Path) -> Path:
     Nothing but tensors is unpickled, and nothing is executed.
 
     Raises:
-        ExportError: a damaged file, or something else than tensors in it.
+        ExportError: a damaged file, something else than tensors in it, or a full disk.
     """
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -113,7 +113,10 @@ def to_safetensors(file: Path, staging: Path) -> Path:
         raise ExportError(f"{file} holds something else than a table of tensors")
     target = staging / f"{file.stem}.safetensors"
     # Tied tensors share storage in a .bin; a safetensors file holds each name once, on its own.
-    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, target)
+    try:
+        save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, target)
+    except SafetensorError as error:  # the disk is full
+        raise ExportError(f"cannot write {target}: {error}") from error
     return target
 
 

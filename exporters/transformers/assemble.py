@@ -43,7 +43,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
     files = find_files(folder)
     config = native_config(folder)
     target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".mionnx-") as staging:
+    with tempfile.TemporaryDirectory(dir=target, prefix=".mionnx-") as staging:
         tensors = read_tensors(folder, Path(staging))
         kind = export_dtype(dtype, tensors)
         sizes = sizes_of(config, learned_positions=layout_of(config).positions is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,7 +13,11 @@ from scipy.special import log_softmax
 from mionnx.errors import InputError
 from mionnx.machine.brief import Brief, spelled
 from mionnx.machine.decimals import decimal
+from mionnx.machine.stored import Stored
 from mionnx.run.sampling import logit_vector
+from mionnx.spec.attention_knockout import KnockoutSpec
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class TokenChange:
         return self.ablated - self.baseline
 
 
-class AblationResult(Brief):
+class AblationResult(Brief, Stored):
     """Two next-token distributions, without and with an intervention.
 
     Attributes:
@@ -38,11 +42,20 @@ class AblationResult(Brief):
         spec: the intervention (a `KnockoutSpec`, a `HookSpec`), for the record.
     """
 
+    INSIDE: ClassVar = (HookSpec, KnockoutSpec, StateKnockoutSpec, StateSteeringSpec)
+
     def __init__(self, baseline_logits: ArrayLike, ablated_logits: ArrayLike, spec: Any = None) -> None:
         self.baseline_logits, self.ablated_logits = logit_vector(baseline_logits), logit_vector(ablated_logits)
         self.spec = spec
         if self.baseline_logits.shape != self.ablated_logits.shape:
             raise InputError(f"logits of {self.baseline_logits.shape[0]} and {self.ablated_logits.shape[0]} tokens")
+
+    def _contents(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @classmethod
+    def _of_contents(cls, contents: dict[str, Any]) -> Self:
+        return cls(**contents)
 
     def kl_divergence(self) -> float:
         """KL divergence KL(baseline || ablated) in nats, in float64.

@@ -21,7 +21,8 @@ from mionnx.inputs.past import past_inputs, present_names
 from mionnx.inputs.token_batch import Past, TokenBatch
 from mionnx.inputs.value import Value
 from mionnx.rewrite.plan import TOP_IDS, CaptureNode, Edit, Outputs, Plan
-from mionnx.spec.capture import Capture, resolve
+from mionnx.spec.capture import Capture
+from mionnx.spec.hook_choice import resolve
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
@@ -33,7 +34,7 @@ class BoundSpec:
     """A spec on a model.
 
     Attributes:
-        spec: the spec.
+        spec: the spec, each of its interventions at one hook point.
         model: the hooked model.
         hooks: hook points of the model and of the spec's splices.
         captures: the spec's captures, in execution order.
@@ -51,7 +52,7 @@ class BoundSpec:
     @cached_property
     def edits(self) -> list[tuple[Edit, Intervention]]:
         """Each edit of the plan with the intervention that it comes from."""
-        return [(edit, change) for edit, (_, change) in zip(self.plan.edits, self.spec.interventions, strict=True)]
+        return [(edit, one) for edit, (_, one) in zip(self.plan.edits, self.hooks.interventions, strict=True)]
 
     @cached_property
     def weights(self) -> dict[str, NDArray[Any]]:
@@ -158,6 +159,8 @@ class Binder:
     ) -> BoundSpec:
         """Bind a spec; see `bind`."""
         hooks = index_hooks(spec, self.model)
+        if hooks.chosen:
+            spec = replace(spec, interventions=[*hooks.interventions])
         captures = self._captures(spec, hooks)
         nodes = [capture.node for capture in captures]
         if added := [node for node in map(CaptureNode, cuts) if node not in nodes]:
@@ -165,7 +168,7 @@ class Binder:
         outputs = outputs or Outputs()
         if not (outputs.logits or outputs.carried):
             refuse_idle(spec, nodes, self.model.metadata.sizes.num_layers)
-        bound = BoundSpec(spec, self.model, hooks, captures, Plan(edits_of(spec, hooks), tuple(nodes), outputs), logits)
+        bound = BoundSpec(spec, self.model, hooks, captures, Plan(edits_of(hooks), tuple(nodes), outputs), logits)
         refuse_idle_structure(bound.edits, bound.plan, self.model)
         return bound
 
@@ -202,7 +205,8 @@ def bind(spec: HookSpec, model: HookedModel, outputs: Outputs | None = None) -> 
         outputs: the model's own outputs to compute; all of them by default.
 
     Raises:
-        HookError: a hook point that the model does not have, or one captured in two different parts.
+        HookError: a hook point that the model does not have, a glob or predicate that selects none, or one captured
+            in two different parts.
         InterventionError: a kind or limit that makes no sense at its hook point, or a fragment that does not fit.
     """
     return Binder(model).bind(spec, outputs)

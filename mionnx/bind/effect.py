@@ -1,4 +1,4 @@
-"""Refusal of interventions without effect: edges that are not read, what is overwritten, what nothing shows.
+"""Refusal of interventions without effect: on edges never read, on values overwritten, or unseen.
 
 Decided by structure: which values a hook point leads to, and at which positions. Where that cannot tell, as with
 splices, which may do anything, an intervention is taken to have an effect. Values are not looked at: `Add(0)` and
@@ -29,7 +29,7 @@ LOGITS = "logits"
 
 @dataclass(frozen=True)
 class Shown:
-    """What of a pass is returned.
+    """Values that a pass returns.
 
     Attributes:
         captures: captured values; each may be in part.
@@ -59,7 +59,14 @@ class Shown:
 
 @dataclass(frozen=True)
 class View:
-    """One value that is shown: its name, the value that it is computed from, whether before interventions."""
+    """One value that is shown.
+
+    Attributes:
+        name: its output name, or "logits".
+        source: the value that it is computed from.
+        before: whether it is captured before interventions.
+        derived: whether it is computed on request.
+    """
 
     name: str
     source: str
@@ -93,7 +100,7 @@ def refuse_idle_structure(edits: Pairs, plan: Plan, model: HookedModel) -> None:
 
 
 def refuse_idle_in(selections: Sequence[Selection], plan: Plan, shown: Shown, model: HookedModel) -> None:
-    """Refuse what has no effect in one call, or in the generation that it begins.
+    """Refuse interventions without effect in one call, or in its whole generation.
 
     Raises:
         InterventionError: a knockout of edges that no query reads, an intervention that later ones overwrite, or one
@@ -107,7 +114,7 @@ def refuse_idle_in(selections: Sequence[Selection], plan: Plan, shown: Shown, mo
 
 
 def _chosen(selection: Selection, model: HookedModel) -> ByRow:
-    """The text positions at which an intervention changes something, a row's without edges left out."""
+    """Text positions at which an intervention changes something; none for a row without edges."""
     chosen = selection.text_positions()
     if selection.intervention.rules.shape is not ValueShape.ATTENTION_MASK:
         return chosen
@@ -137,7 +144,7 @@ def _no_edge(selection: Selection, row: int, window: int | None) -> Intervention
 
 
 def _later(edits: Pairs, n: int, plan: Plan) -> Iterator[tuple[int, Intervention]]:
-    """The later interventions at the same hook point that leave nothing of an earlier one where they apply."""
+    """Later interventions at the same hook point that overwrite all of an earlier one."""
     hook = edits[n][0].hook
     here = [(m, edit, one) for m, (edit, one) in enumerate(edits) if edit.hook == hook]
     if any(edit.fit for _, edit, _ in here) and any(node.hook.startswith(f"{hook}.") for node in plan.captures):
@@ -188,7 +195,7 @@ def _spots(selection: Selection, chosen: ByRow) -> NDArray[np.bool_]:
 
 
 def _refuse_unseen(edit: Edit, edits: Pairs, shown: Shown, model: HookedModel, chosen: ByRow | None) -> None:
-    """Refuse an intervention that nothing shown depends on; at every position if none are chosen."""
+    """Refuse an intervention that nothing shown depends on; None: at every position."""
     if any(one.fit for one, _ in edits):
         return  # a splice may mix positions, and read other hook points
     whole = {other.hook for other, one in edits if one.rules.overwrites and not one.limited}
@@ -200,11 +207,11 @@ def _refuse_unseen(edit: Edit, edits: Pairs, shown: Shown, model: HookedModel, c
     if shown.carried and reach.carried:
         return
     if not any(_seen(edit.hook, view, reach, shown, chosen) for view in shown.views()):
-        raise _unseen(edit, shown, chosen)
+        raise _unseen(edit, shown, chosen, [hook for hook in overwritten if hook in reach.arrives])
 
 
 def _seen(hook: str, view: View, reach: Reach, shown: Shown, chosen: ByRow | None) -> bool:
-    """Whether a value that is shown can depend on a hook point, at some of the positions changed."""
+    """Whether a value that is shown can depend on one of the positions changed."""
     positions = shown.positions.get(view.name)
     if not view.depends_on(hook, reach) or positions is None or chosen is None:
         return view.depends_on(hook, reach)
@@ -216,10 +223,11 @@ def _seen(hook: str, view: View, reach: Reach, shown: Shown, chosen: ByRow | Non
     )
 
 
-def _unseen(edit: Edit, shown: Shown, chosen: ByRow | None) -> InterventionError:
+def _unseen(edit: Edit, shown: Shown, chosen: ByRow | None, overwritten: Collection[str]) -> InterventionError:
     places = sorted({at for positions in (chosen or {}).values() for at in positions})
     at = f" at position {', '.join(map(str, places[:4]))}{', ...' * (len(places) > 4)}" if places else ""
+    behind = f"; another intervention overwrites the whole value at {min(overwritten)}" if overwritten else ""
     return InterventionError(
-        f"{edit.kind} at {edit.hook}{at} changes nothing that is asked for ({shown}): ask for logits there, or capture "
-        "a hook point behind it"
+        f"{edit.kind} at {edit.hook}{at} changes nothing that is asked for ({shown}){behind}: ask for logits there, or "
+        "capture a hook point behind it"
     )

@@ -1,17 +1,19 @@
-"""Hook points of a model and of a spec's splices, by name."""
+"""Hook points of a model and of a spec's splices, by name; each intervention of the spec at one of them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from numpy.typing import DTypeLike
 
 from mionnx.bind.splice_check import Site, check_fragment
-from mionnx.errors import HookError, InterventionError, nearest
+from mionnx.errors import HookError, InterventionError, MIError, nearest
 from mionnx.graph import onnx_file
 from mionnx.graph.fitted_fragment import FittedFragment, InnerHook, inner_names
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.hook_choice import HookChoice, resolve
+from mionnx.spec.hook_spec import HookSpec, Where
 from mionnx.spec.intervention import Intervention
 
 Dims = list[str | int]
@@ -24,12 +26,16 @@ class HookIndex:
     Attributes:
         model: the model.
         inner: name in the graph -> axes and dtype of a hook point inside a splice.
+        interventions: those of the spec, in registration order, each at one hook point.
         fits: index of an intervention that is a splice -> its fragment's structure.
+        chosen: index of an intervention that a glob or predicate of the spec means -> this.
     """
 
     model: HookedModel
     inner: Mapping[str, InnerHook]
+    interventions: Sequence[tuple[HookPoint, Intervention]]
     fits: Mapping[int, FittedFragment]
+    chosen: Mapping[int, HookChoice]
 
     @property
     def names(self) -> list[str]:
@@ -68,24 +74,67 @@ class HookIndex:
         outer = max((own for own in self.model.order if name.startswith(f"{own}.")), key=len)
         return self.model.order[outer], 1 + [*self.inner].index(name)
 
+    def points(self, where: Where) -> list[HookPoint]:
+        """The hook points that an intervention of a spec is at, in execution order.
+
+        Raises:
+            HookError: a glob or predicate that selects none.
+        """
+        if isinstance(where, HookPoint):
+            return [where]
+        return [HookPoint.parse(name) for name in sorted(resolve(where, self.names), key=self.place)]
+
 
 def index_hooks(spec: HookSpec, model: HookedModel) -> HookIndex:
-    """The hook points of a model and of a spec's splices.
+    """Index the hook points of a model and of a spec's splices, and its interventions.
+
+    A splice's glob or predicate means hook points of the model, and of the splices before it.
 
     Raises:
-        HookError: a splice at, or reading from, a hook point that is not there.
+        HookError: a splice at, or reading from, a hook point that is not there; a glob or predicate that selects none.
         InterventionError: a fragment that does not fit, or two that bring the same hook point.
     """
-    points = HookIndex(model, inner := {}, fits := {})
-    for n, (point, intervention) in enumerate(spec.interventions):
-        if intervention.fragment is None:
-            continue
-        fits[n] = found = _fit(points, point, intervention)
-        for name, one in zip(inner_names(point.name, found), found.inner, strict=True):
-            if name in inner:
-                raise InterventionError(f"splice at {point}: another splice there brings the hook point {name!r} too")
-            inner[name] = one
-    return points
+    inner: dict[str, InnerHook] = {}
+    interventions: list[tuple[HookPoint, Intervention]] = []
+    hooks = HookIndex(model, inner, interventions, fits := {}, chosen := {})
+    spliced: dict[int, dict[HookPoint, FittedFragment]] = {}
+    for n, (where, one) in enumerate(spec.interventions):
+        if one.fragment is not None:
+            spliced[n] = {}
+            for point in hooks.points(where):
+                with naming(where):
+                    spliced[n][point] = found = _fit(hooks, point, one)
+                    inner |= _brought(point, found, inner)
+    for n, (where, one) in enumerate(spec.interventions):
+        for point in spliced.get(n) or hooks.points(where):
+            index = len(interventions)
+            interventions.append((point, one))
+            if n in spliced:
+                fits[index] = spliced[n][point]
+            if isinstance(where, HookChoice):
+                chosen[index] = where
+    return hooks
+
+
+@contextmanager
+def naming(where: Where | None) -> Iterator[None]:
+    """Name the glob or predicate in errors about one of the hook points that it means."""
+    try:
+        yield
+    except MIError as error:
+        if not isinstance(where, HookChoice):
+            raise
+        raise type(error)(
+            f"{error} ({str(where)!r} means that hook point too: narrow it, or choose by a function of the name)"
+        ) from error
+
+
+def _brought(point: HookPoint, found: FittedFragment, before: Mapping[str, InnerHook]) -> dict[str, InnerHook]:
+    """The hook points that a splice brings."""
+    brought = dict(zip(inner_names(point.name, found), found.inner, strict=True))
+    for name in brought.keys() & before.keys():
+        raise InterventionError(f"splice at {point}: another splice there brings the hook point {name!r} too")
+    return brought
 
 
 def _fit(points: HookIndex, point: HookPoint, intervention: Intervention) -> FittedFragment:

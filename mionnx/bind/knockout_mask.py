@@ -72,7 +72,7 @@ class KnockoutMask:
 
     @property
     def _lengths(self) -> list[int]:
-        """Numbers of positions of a whole text: the longest selected row's, the longest row's, or with padding."""
+        """Accepted lengths of a text: the longest selected row's, the longest row's, with padding."""
         lengths = self.call.lengths
         return sorted({int(lengths[self.rows].max()), int(lengths.max()), self.call.total})
 
@@ -123,7 +123,7 @@ class KnockoutMask:
 
     @cached_property
     def in_batch(self) -> NDArray[Any]:
-        """The mask in the batch's own columns, which broadcasts to the scores; 0 at padding and beyond the mask."""
+        """The mask in the batch's columns, 0 at padding and beyond it; broadcasts to the scores."""
         _, heads, queries, keys = self.value.shape
         wide = np.pad(self.value, [(0, 0), (0, 0), (0, int(queries > 1)), (0, int(keys > 1))])
         at = {row: (self._query_places(row), self._key_places(row)) for row in self.rows}
@@ -196,7 +196,7 @@ def _taken(part: NDArray[Any], queries: NDArray[np.int64] | None, keys: NDArray[
 def cut_edges(
     mask: KnockoutMask, selected: Mapping[int, Sequence[int]], limited: bool, window: int | None
 ) -> Iterator[tuple[int, bool, list[int]]]:
-    """What a mask cuts in each selected row, in this call or in any step of the generation that it begins.
+    """Edges that a mask cuts in each selected row, in this call or its whole generation.
 
     Args:
         mask: the mask.

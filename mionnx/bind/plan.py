@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mionnx.bind.hook_index import HookIndex
+from mionnx.bind.hook_index import HookIndex, naming
 from mionnx.errors import HookError, InterventionError
 from mionnx.graph.axes import dynamic_sizes, has_sequence, heads_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.rewrite.plan import CaptureNode, Edit
-from mionnx.spec.capture import Capture, resolve
-from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.capture import Capture
+from mionnx.spec.hook_choice import resolve
 from mionnx.spec.intervention import Intervention
 
 
@@ -70,8 +70,8 @@ def _capture(request: Capture, hooks: HookIndex, point: HookPoint) -> BoundCaptu
     return BoundCapture(node, request, tuple(hooks.dims(point)), np.dtype(hooks.dtype(point)).itemsize)
 
 
-def edits_of(spec: HookSpec, hooks: HookIndex) -> tuple[Edit, ...]:
-    """The structure of a spec's interventions, in registration order.
+def edits_of(hooks: HookIndex) -> tuple[Edit, ...]:
+    """The structure of a spec's interventions, each at one hook point, in registration order.
 
     Raises:
         HookError: a hook point that the model does not have.
@@ -79,9 +79,10 @@ def edits_of(spec: HookSpec, hooks: HookIndex) -> tuple[Edit, ...]:
     """
     seen: dict[str, int] = {}
     edits = []
-    for n, (point, intervention) in enumerate(spec.interventions):
+    for n, (point, intervention) in enumerate(hooks.interventions):
         index = seen[point.name] = seen.get(point.name, -1) + 1
-        edit = _edit(hooks, point, intervention, index)
+        with naming(hooks.chosen.get(n)):
+            edit = _edit(hooks, point, intervention, index)
         edits.append(replace(edit, fit=hooks.fits.get(n), reads=intervention.reads))
     return tuple(edits)
 

@@ -190,7 +190,7 @@ class Selection:
         return KnockoutMask(f"{self.edit.kind} at {self.edit.hook}", *given)
 
     def text_positions(self) -> dict[int, Sequence[int]]:
-        """Selected row -> text positions that it selects, in this call or in the generation that it begins."""
+        """Selected row -> its selected text positions, in this call or its whole generation."""
         limit, given = self.intervention.positions, self.call.final_lengths is not None
         chosen = None if given and isinstance(limit, str) else self.positions()
         return {row: self._within(row, None if chosen is None else chosen[row]) for row in self.rows()}

@@ -3,7 +3,7 @@
 from rich.markup import escape
 
 from mionnx.analysis.attention.attention_patterns import AttentionPatterns
-from mionnx.cli.options import Heads, Html, Json, Layers, Model, Png, Position, Prompt, Provider, chosen, deliver
+from mionnx.cli.options import Heads, Html, Json, Layers, Model, Png, Position, Prompt, Provider, Save, chosen, deliver
 from mionnx.machine.decimals import decimal
 from mionnx.model import MIModel
 from mionnx.view import Table
@@ -17,6 +17,7 @@ def attention(
     heads: Heads = None,
     html: Html = None,
     png: Png = None,
+    save: Save = None,
     as_json: Json = False,
     provider: Provider = "cpu",
 ) -> None:
@@ -29,7 +30,7 @@ def attention(
     opened = MIModel.from_pretrained(model, provider=provider, prepack=False)
     result = opened.attention(opened.tokenize(prompt), chosen("layers", layers), chosen("heads", heads))
     index = result.at(position)
-    deliver(result, lambda: attention_table(result, index), html, png, as_json)
+    deliver(result, lambda: attention_table(result, index), html, png, as_json, save)
 
 
 def attention_table(result: AttentionPatterns, index: int) -> Table:

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Column
 
 from mionnx.analysis.attribution.attribution import Attribution
-from mionnx.cli.options import Html, Json, Model, Png, Position, Prompt, Provider, deliver
+from mionnx.cli.options import Html, Json, Model, Png, Position, Prompt, Provider, Save, deliver
 from mionnx.machine.decimals import decimal
 from mionnx.model import MIModel
 from mionnx.view import Table
@@ -22,6 +22,7 @@ def attribute(
     top: Annotated[int, typer.Option(min=1, help="Number of components in the table.")] = 15,
     html: Html = None,
     png: Png = None,
+    save: Save = None,
     as_json: Json = False,
     provider: Provider = "cpu",
 ) -> None:
@@ -31,7 +32,7 @@ def attribute(
     """
     opened = MIModel.from_pretrained(model, provider=provider, prepack=False)
     result = opened.attribute(opened.tokenize(prompt), answer, versus, position=position)
-    deliver(result, lambda: attribution_table(result, top), html, png, as_json)
+    deliver(result, lambda: attribution_table(result, top), html, png, as_json, save)
 
 
 def attribution_table(result: Attribution, top: int) -> Table:

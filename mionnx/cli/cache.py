@@ -1,4 +1,4 @@
-"""The commands `mionnx cache ls|info|verify|prune|clear`: the disk cache."""
+"""The commands `mionnx cache ls|info|verify|prune|clear`: the disk cache, exported models among it."""
 
 import json
 from datetime import UTC, datetime
@@ -10,14 +10,16 @@ from rich.progress import track
 from rich.table import Column
 
 from mionnx.cli.options import Json
-from mionnx.errors import ModelError
-from mionnx.machine.disk_cache import CacheEntry, DiskCache, size_of
+from mionnx.errors import MIError, ModelError
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.machine.cache_entry import MODELS, CacheEntry
+from mionnx.machine.disk_cache import DiskCache, size_of
 from mionnx.machine.memory import format_bytes
 from mionnx.run.find_model import cache_folder
 from mionnx.view import Table
 
 app = typer.Typer(
-    help="Show and tidy the disk cache: prepacked models, rewritten graphs, interrupted sweeps.",
+    help="Show and tidy the disk cache: exported and prepacked models, rewritten graphs, interrupted sweeps.",
     no_args_is_help=True,
 )
 
@@ -31,6 +33,7 @@ def _facts(entry: CacheEntry) -> dict[str, Any]:
         "kind": entry.kind,
         "key": entry.path.name,
         "bytes": entry.size,
+        "shared_bytes": entry.shared,
         "used": datetime.fromtimestamp(entry.used, UTC).isoformat(timespec="seconds"),
         "in_use": entry.in_use,
         "what": entry.manifest.get("what", {}),
@@ -39,17 +42,21 @@ def _facts(entry: CacheEntry) -> dict[str, Any]:
 
 @app.command("ls")
 def list_(as_json: Json = False) -> None:
-    """List the entries, least recently used first."""
+    """List the entries, least recently used first.
+
+    Weights of an exported model that are the checkpoint's own files under another name take no room: they are named
+    apart from its size.
+    """
     listed = [_facts(entry) for entry in _cache().all()]
     if as_json:
         typer.echo(json.dumps(listed, indent=1))
         return
     table = Table("kind", Column("key", no_wrap=True), Column("size", justify="right"), "last used", "in use", "what")
     for facts in listed:
-        what = ", ".join(f"{name} {value}" for name, value in facts["what"].items())
-        table.add_row(
-            facts["kind"], facts["key"][:12], format_bytes(facts["bytes"]), facts["used"], "yes" * facts["in_use"], what
-        )
+        what = [f"{name} {value}" for name, value in facts["what"].items()]
+        what += [f"and {format_bytes(facts['shared_bytes'])} of the checkpoint's files"] * bool(facts["shared_bytes"])
+        key, size = facts["key"] if facts["kind"] == MODELS else facts["key"][:12], format_bytes(facts["bytes"])
+        table.add_row(facts["kind"], key, size, facts["used"], "yes" * facts["in_use"], ", ".join(what))
     Console().print(table)
 
 
@@ -61,7 +68,7 @@ def info(as_json: Json = False) -> None:
     facts: dict[str, Any] = {
         "folder": str(cache.root),
         "entries": len(entries),
-        "bytes": sum(entry.size for entry in entries),
+        "bytes": cache.size,
         "limit": cache.limit,
         "in_use": sum(entry.in_use for entry in entries),
     }
@@ -72,6 +79,17 @@ def info(as_json: Json = False) -> None:
     typer.echo(f"{cache.root}: {len(entries)} entries, {size}, {facts['in_use']} in use")
 
 
+def _faults(entry: CacheEntry) -> list[str]:
+    if entry.kind != MODELS:
+        return entry.faults(thorough=True)
+    try:
+        if HookedModel.open(entry.path).metadata.weight_files:
+            HookedModel.open(entry.path, check="full")
+    except MIError as error:
+        return [str(error)]
+    return []
+
+
 @app.command()
 def verify() -> None:
     """Hash every file of every entry; exit code 1 if one is damaged.
@@ -80,7 +98,7 @@ def verify() -> None:
     """
     faulty = 0
     for entry in track(_cache().all(), "verifying", console=Console(stderr=True)):
-        for fault in entry.faults(thorough=True):
+        for fault in _faults(entry):
             typer.echo(f"{entry.kind}/{entry.path.name}: {fault}")
             faulty += 1
     if faulty:
@@ -97,13 +115,19 @@ def prune(
     """Remove the least recently used entries until the cache fits; never one in use."""
     cache = _cache()
     removed = cache.prune(size_of(to) if to else None)
-    typer.echo(f"removed {len(removed)} entries; {format_bytes(sum(entry.size for entry in cache.all()))} are left")
+    typer.echo(f"removed {len(removed)} entries; {format_bytes(cache.size)} are left")
 
 
 @app.command()
 def clear() -> None:
-    """Remove every entry that no live process uses; exported models stay."""
+    """Remove every entry that is not in use, and the parts left by killed processes.
+
+    Exported models are exported again when they are next opened.
+    """
     cache = _cache()
-    before = cache.all()
+    unfinished, before = cache.tidy(), cache.all()
     removed = sum(cache.remove(entry) for entry in before)
-    typer.echo(f"removed {removed} entries" + (f"; {len(before) - removed} are in use" * (removed < len(before))))
+    said = [f"removed {removed} entries"]
+    said += [f"{len(before) - removed} are in use"] * (removed < len(before))
+    said += [f"{unfinished} left by killed processes removed too"] * bool(unfinished)
+    typer.echo("; ".join(said))

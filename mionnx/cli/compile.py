@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from mionnx.bind.hook_index import index_hooks
 from mionnx.cli.intervention_options import Interventions, takes_interventions
 from mionnx.cli.options import Captures, Json, Model
 from mionnx.compile.package import Packaging, compile_spec
@@ -36,7 +37,7 @@ def compile_(
     """Bake interventions into a plain ONNX model that runs without mionnx.
 
     Interventions are written as for `mionnx run`, or come from a saved HookSpec. A knob without HOOK controls every
-    strength that can be one.
+    strength that can be one; HOOK may be a glob.
 
     Example:
 
@@ -61,12 +62,14 @@ def compile_(
             progress=progress,
         )
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    count = _count(spec, hooked)
     if as_json:
         facts = {"bytes": size, "target": packaging.target, "weights": packaging.placed}
-        typer.echo(json.dumps({"folder": str(folder), "interventions": _count(spec), **facts}, indent=1))
+        typer.echo(json.dumps({"folder": str(folder), "interventions": count, **facts}, indent=1))
         return
     typer.echo(
-        f"{folder}: {_changes(spec)} baked in, {size / 2**20:.1f} MiB, {packaging.target}, weights {packaging.placed}"
+        f"{folder}: {count} intervention{'s' * (count != 1)} baked in, {size / 2**20:.1f} MiB, {packaging.target}, "
+        f"weights {packaging.placed}"
     )
 
 
@@ -79,10 +82,6 @@ def _knobs(texts: list[str]) -> dict[str, list[str] | None]:
     return knobs
 
 
-def _count(spec: HookSpec) -> int:
-    return spec.num_interventions() + len(spec.state_knockouts) + len(spec.state_steerings)
-
-
-def _changes(spec: HookSpec) -> str:
-    count = _count(spec)
-    return f"{count} intervention{'s' * (count != 1)}"
+def _count(spec: HookSpec, model: HookedModel) -> int:
+    """Number of interventions, those of a glob one by one."""
+    return len(index_hooks(spec, model).interventions) + len(spec.state_knockouts) + len(spec.state_steerings)

@@ -69,6 +69,7 @@ def generate(
         results[title] = {
             "text": result.texts[0],
             "new_text": result.new_texts[0],
+            "ids": result.ids[0].tolist(),
             "new_ids": result.new_ids[0].tolist(),
         }
     if as_json:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from mionnx.analysis.attention.repeated_sequences import KINDS
-from mionnx.cli.options import Html, Json, Model, Png, Provider, deliver
+from mionnx.cli.options import Html, Json, Model, Png, Provider, Save, deliver
 from mionnx.machine.progress import bars
 from mionnx.model import MIModel
 
@@ -19,6 +19,7 @@ def heads(
     top: Annotated[int, typer.Option(min=1, help="Number of heads of each kind to print.")] = 5,
     html: Html = None,
     png: Png = None,
+    save: Save = None,
     as_json: Json = False,
     provider: Provider = "cpu",
 ) -> None:
@@ -29,4 +30,4 @@ def heads(
     opened = MIModel.from_pretrained(model, provider=provider, prepack=False)
     with bars() as progress:
         scores = opened.head_scores(kind or KINDS, batch=batch, period=period, seed=seed, progress=progress)
-    deliver(scores, lambda: scores.table(top), html, png, as_json)
+    deliver(scores, lambda: scores.table(top), html, png, as_json, save)

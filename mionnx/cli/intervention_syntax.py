@@ -2,6 +2,7 @@
 
 HOOK[=VALUE][@LIMITS]
 
+HOOK    a name, a glob, or several with commas --zero 'blocks.*.attn.hook_z'
 VALUE   a number                              --scale blocks.1.hook_mlp_out=0.5
         FILE.safetensors:KEY[*FACTOR]         --add blocks.2.hook_resid_post=dir.safetensors:key*1.5
         QUERY>KEY, comma separated, * for all --knockout 'blocks.2.attn.hook_scores=-1>0,3>*'
@@ -63,8 +64,8 @@ def spelling(kind: Kind) -> str:
     return f"HOOK={kind.spelling}[@LIMITS]" if kind.spelling else "HOOK[@LIMITS]"
 
 
-def parse(kind: str, text: str, n_heads: int, seq_len: int) -> tuple[str, Intervention]:
-    """Parse an intervention option: the hook point and the intervention.
+def parse(kind: str, text: str, n_heads: int, seq_len: int) -> tuple[list[str], Intervention]:
+    """Parse an intervention option: the names and globs of hook points, and the intervention.
 
     Args:
         kind: name of a kind that has a spelling.
@@ -84,7 +85,7 @@ def parse(kind: str, text: str, n_heads: int, seq_len: int) -> tuple[str, Interv
         expected = "HOOK=VALUE[@LIMITS]" if rules.values else "HOOK[@LIMITS]"
         raise InterventionError(f"--{kind} takes {expected}, got {text!r}")
     chosen = _limits(limits, text)
-    return hook, getattr(Intervention, rules.title)(*rules.read(value, Reader(n_heads, seq_len)), **chosen)
+    return hook.split(","), getattr(Intervention, rules.title)(*rules.read(value, Reader(n_heads, seq_len)), **chosen)
 
 
 def parse_state_knockout(text: str) -> StateKnockoutSpec:

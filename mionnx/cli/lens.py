@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Column
 
 from mionnx.analysis.lens.lens_result import LensResult, label_of
-from mionnx.cli.options import Html, Json, Layers, Model, Png, Position, Prompt, Provider, chosen, deliver
+from mionnx.cli.options import Html, Json, Layers, Model, Png, Position, Prompt, Provider, Save, chosen, deliver
 from mionnx.machine.decimals import decimal
 from mionnx.model import MIModel
 from mionnx.view import Table
@@ -23,6 +23,7 @@ def lens(
     layers: Layers = None,
     html: Html = None,
     png: Png = None,
+    save: Save = None,
     as_json: Json = False,
     provider: Provider = "cpu",
 ) -> None:
@@ -35,7 +36,7 @@ def lens(
     opened = MIModel.from_pretrained(model, provider=provider, prepack=False)
     result = opened.logit_lens(opened.tokenize(prompt), k=top, layers=chosen("layers", layers), tokens=token or ())
     index = result.at(position)
-    deliver(result, lambda: lens_table(result, index), html, png, as_json)
+    deliver(result, lambda: lens_table(result, index), html, png, as_json, save)
 
 
 def lens_table(result: LensResult, index: int) -> Table:

@@ -8,10 +8,11 @@ import typer
 from rich.console import Console, RenderableType
 
 from mionnx.errors import InputError
+from mionnx.machine.stored import ENDING
 from mionnx.view import Shown
 
 SOME = "Only these, as 0,3; may be repeated."
-Model = Annotated[str, typer.Argument(help="Folder of a hooked model or a checkpoint, a .pth file, or a Hub id.")]
+Model = Annotated[str, typer.Argument(help="Folder of a model, a .pth file, a shipped model's name, or a Hub id.")]
 Prompt = Annotated[str, typer.Argument(help="The prompt.")]
 Position = Annotated[int, typer.Option(help="Token of the prompt: from 0, or negative from its end.")]
 Layers = Annotated[list[str] | None, typer.Option("--layers", "--layer", metavar="NUMBERS", help=SOME)]
@@ -22,6 +23,7 @@ Provider = Annotated[str, typer.Option(help="cpu, cuda, or the full name of an e
 SpecFile = Annotated[Path | None, typer.Option(help="A saved HookSpec to begin with.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page that works offline.")]
 Png = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture.")]
+Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a .safetensors file to load in Python.")]
 Number = TypeVar("Number", int, float)
 
 
@@ -47,7 +49,12 @@ def chosen(option: str, texts: list[str] | None) -> list[int] | None:
 
 
 def deliver(
-    result: Shown, table: Callable[[], RenderableType], html: Path | None, png: Path | None, as_json: bool
+    result: Shown,
+    table: Callable[[], RenderableType],
+    html: Path | None,
+    png: Path | None,
+    as_json: bool,
+    save: Path | None = None,
 ) -> None:
     """Write the requested files, then print the result as JSON or as a table.
 
@@ -55,7 +62,7 @@ def deliver(
         BadParameter: a file has another ending.
         SpecFileError: a file cannot be written.
     """
-    for path, ending in ((html, ".html"), (png, ".png")):
+    for path, ending in ((html, ".html"), (png, ".png"), (save, ENDING)):
         if path is not None:
             if path.suffix.lower() != ending:
                 raise typer.BadParameter(f"{path} should end in {ending}")

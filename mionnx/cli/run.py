@@ -16,7 +16,6 @@ from mionnx.analysis.ablation import AblationResult
 from mionnx.cli.intervention_options import Interventions, takes_interventions
 from mionnx.cli.options import Captures, Json, Model, Prompt, Provider
 from mionnx.machine.decimals import decimal
-from mionnx.machine.tensor_file import write_tensors
 from mionnx.model import MIModel
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.prompt import token_text
@@ -32,7 +31,7 @@ def run(
     interventions: Interventions,
     capture: Captures = None,
     top: Annotated[int, typer.Option(min=1, help="Number of next tokens to show.")] = 5,
-    save: Annotated[Path | None, typer.Option(help="Write captures and logits to a safetensors file.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write captures and logits to a .safetensors file.")] = None,
     as_json: Json = False,
     provider: Provider = "cpu",
 ) -> None:
@@ -40,13 +39,16 @@ def run(
 
     Prints the top tokens side by side, and the KL divergence of the two distributions.
 
-    An intervention is written HOOK[=VALUE][@LIMITS]. A value is a number, FILE.safetensors:KEY[*FACTOR], or for
-    --knockout edges QUERY>KEY; limits are positions=..;heads=..;rows=.. State interventions of RWKV models have limits
-    only: positions=..;layers=..;terms=.. (or heads=.. for --state-steering).
+    An intervention is written HOOK[=VALUE][@LIMITS]. A hook is a name, a glob, which means one intervention at each
+    hook point that it matches, or several of them with commas. A value is a number, FILE.safetensors:KEY[*FACTOR], or
+    for --knockout edges QUERY>KEY; limits are positions=..;heads=..;rows=.. State interventions of RWKV models have
+    limits only: positions=..;layers=..;terms=.. (or heads=.. for --state-steering).
 
     Examples:
 
     mionnx run models/world-llama "The capital of France is" --zero "blocks.1.attn.hook_z@heads=3"
+
+    mionnx run models/world-llama "The capital of France is" --scale "blocks.*.hook_mlp_out=0.5"
 
     mionnx run models/world-llama "The capital of France is" --knockout "blocks.2.attn.hook_scores=-1>3"
 
@@ -62,7 +64,7 @@ def run(
     treated = cache.output()[0, -1]
     baseline = opened.forward(tokens).output()[0, -1] if changes else None
     if save:
-        write_tensors(save, {"logits": cache.output(), **cache})
+        cache.save(save)
     if as_json:
         typer.echo(json.dumps(_as_json(opened, cache, baseline, treated, top), indent=1))
     else:

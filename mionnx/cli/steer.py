@@ -77,18 +77,8 @@ def steer(
             prompt, directions[where], doses, target=target, positions=at, bisect=bisect, progress=progress
         )
     if save is not None:
-        _write(directions, save)
+        directions.save(save)
     deliver(response, lambda: _tables(response), html, png, as_json)
-
-
-def _write(directions: Directions, path: Path) -> None:
-    """Save directions; a .gguf file cannot hold layer 0, and a note on stderr says so."""
-    if path.suffix.lower() != ".gguf" or directions.layers[0] != 0:
-        directions.save(path)
-        return
-    layers = directions.layers[1:]
-    directions.only(layers).save(path)
-    typer.echo(f"{path} holds layers {layers[0]} to {layers[-1]}: a control vector has no layer 0", err=True)
 
 
 def _positions(text: str | None) -> Sequence[int] | str | None:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Sweep
-from mionnx.cli.options import Html, Json, Layers, Model, Png, Provider, chosen, deliver
+from mionnx.cli.options import Html, Json, Layers, Model, Png, Provider, Save, chosen, deliver
 from mionnx.machine.memory import format_bytes
 from mionnx.model import MIModel
 
@@ -34,6 +34,7 @@ def sweep(
     top: Annotated[int, typer.Option(min=1, help="Number of cells to list where the map does not fit.")] = 12,
     html: Html = None,
     png: Png = None,
+    save: Save = None,
     as_json: Json = False,
     provider: Provider = "cpu",
 ) -> None:
@@ -70,7 +71,7 @@ def sweep(
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command goes on where this one stopped", err=True)
         sys.exit(STOPPED)
-    deliver(result, lambda: result.table(top), html, png, as_json)
+    deliver(result, lambda: result.table(top), html, png, as_json, save)
     if not as_json:
         typer.echo(result.facts())
 

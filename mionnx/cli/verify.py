@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 
-from mionnx.cli.options import Html, Json, Model, Png, SpecFile, deliver, numbers
+from mionnx.cli.options import Html, Json, Model, Png, Save, SpecFile, deliver, numbers
 from mionnx.machine.progress import bars
 from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify import Verification
-from mionnx.verify.result import WIDE
+from mionnx.verify.result import Repeat
+from mionnx.verify.result_table import repeats_table
 from mionnx.verify.verbs import read_prompts
-from mionnx.view import Table
 
 DISAGREES = 2  # the exit code where runtimes differ by more than the tolerance; 1 is an error
 Runtimes = Annotated[str, typer.Option(help="Names with commas between: torch, ort-cpu, ort-cpu:none, openvino, ..")]
@@ -43,6 +43,7 @@ def verify(
     checkpoint: Annotated[Path | None, typer.Option(help="Checkpoint folder for the torch runtime.")] = None,
     html: Html = None,
     png: Png = None,
+    save: Save = None,
     as_json: Json = False,
 ) -> None:
     """Run one model in several runtimes and compare them hook point by hook point.
@@ -76,10 +77,16 @@ def verify(
             checkpoint=checkpoint,
             progress=progress,
         )
-    deliver(result, lambda: result.table(Console().width >= WIDE), html, png, as_json)
+    deliver(result, lambda: _shown(result), html, png, as_json, save)
     if not as_json:
         _tell(result)
     sys.exit(0 if result.agrees else DISAGREES)
+
+
+def _shown(result: Verification) -> RenderableType:
+    """The table of what was compared; a line if nothing was."""
+    compared = result.besides or result.failed or result.skipped
+    return result.table() if compared else escape(result.summary())
 
 
 def _tell(result: Verification) -> None:
@@ -94,10 +101,12 @@ def _tell(result: Verification) -> None:
         if trouble:
             console.print(f"[red]{escape(beside.title)}[/]: {escape(trouble)}", highlight=False)
     if result.repeats:
-        table = Table("runtime", "repeated", "bits", "largest relative", "first at")
-        for one in result.repeats:
-            bits = "identical" if one.identical else "differ"
-            table.add_row(escape(one.runtime), one.what, bits, f"{one.relative:.1e}", one.first or "")
-        console.print(table)
+        console.print(repeats_table([*map(_repeat, result.repeats)]))
     if result.besides:
         console.print(escape(result.summary()), highlight=False)
+
+
+def _repeat(one: Repeat) -> tuple[str, ...]:
+    """The cells of a repeated run."""
+    bits = "identical" if one.identical else "differ"
+    return escape(one.runtime), one.what, bits, f"{one.relative:.1e}", one.first or ""

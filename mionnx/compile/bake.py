@@ -48,9 +48,9 @@ def bake(
     Raises:
         InterventionError: what only a single call can have: batch rows, values for several tokens.
     """
-    turned = {
-        at: _knob(graph, name, [bound.edits[n] for n in where], report) for name, where in knobs.items() for at in where
-    }
+    turned: dict[int, Constant] = {}
+    for name, where in knobs.items():
+        turned |= dict.fromkeys(where, _knob(graph, name, [bound.edits[n] for n in where], report))
     calls = TokenFacts(graph, report)
     for n, (edit, intervention) in enumerate(bound.edits):
         dims = bound.hooks.dims(HookPoint.parse(edit.hook))
@@ -180,7 +180,7 @@ def _fixed(place: Selection, dtype: Any) -> tuple[NDArray[Any], ...]:
 
 
 def _mask(graph: Graph, edit: Edit, given: NDArray[Any], calls: TokenFacts, report: Report) -> Tensor:
-    """Take the entries of a knockout mask at the text positions of a call; 0 beyond the text it was made for.
+    """Take a knockout mask's entries at the text positions of a call; 0 beyond its own text.
 
     Args:
         given: [1, n_heads or 1, seq_q or 1, seq_k or 1].

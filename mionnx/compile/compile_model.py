@@ -38,7 +38,8 @@ def compile_model(
         hooks: the spec. Values must be the same for all tokens they apply to.
         folder: path of a folder that does not exist yet.
         knobs: name of a graph input -> the hook points whose interventions it scales (None: all that have a strength).
-            The input multiplies what is added or projected out, by default by 1, or is the factor of a scale.
+            A glob means those that it matches. The input multiplies what is added or projected out, by default by 1,
+            or is the factor of a scale.
         captures: keep the spec's captures as outputs.
         last_logits: return the logits of the last position only.
         weights, target, layout: see `mionnx.compile.package.Packaging`.

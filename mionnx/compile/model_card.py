@@ -10,6 +10,16 @@ from mionnx.graph.metadata import Metadata
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
+QUIET = """
+What may be left out is an input with a default value. ONNX Runtime warns of each ("Initializer ... appears in graph
+inputs"), which means just that. Without the warnings:
+
+```python
+options = onnxruntime.SessionOptions()
+options.log_severity_level = 3
+session = onnxruntime.InferenceSession("model.onnx", options)
+```
+"""
 Typed = Sequence[tuple[onnx.ValueInfoProto, tuple[str, list[Any]]]]
 
 
@@ -86,7 +96,7 @@ session = onnxruntime.InferenceSession("model.onnx", disabled_optimizers={list(U
     gates = [value.name for value, _ in optional if value.name not in facts["knobs"]]
     if gates:
         text += f"\nGates of the recurrence, which may be left out: {', '.join(f'`{name}`' for name in gates)}\n"
-    return text
+    return text + (QUIET if optional else "")
 
 
 def _rows(values: Typed) -> str:

@@ -5,7 +5,7 @@ Any ONNX runtime runs it without mionnx. The folder:
 model.onnx          the graph; `metadata_props["mionnx.compiled"]` is JSON: what it is, from which model and spec
 model.onnx.data,    the weights, if they are not embedded; of the target "generic" they are the files of the hooked
 *.safetensors, ...  model: copies (`weights="alongside"`) or hard links (`"referenced"`)
-spec.safetensors    the spec, as `HookSpec.save` writes it
+spec.safetensors    the spec, as `HookSpec.save` writes it, every glob and predicate as the names that it means
 README.md           the card: that this is not the original model, and what was done to it
 config.json, ...    config and tokenizer of the model
 
@@ -40,6 +40,7 @@ from mionnx.machine.progress import Progress, silent
 from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.rewrite.plan import Outputs, Plan
 from mionnx.rewrite.prune import prune
+from mionnx.spec.hook_choice import HookChoice
 from mionnx.spec.hook_spec import HookSpec
 
 COMPILED = "mionnx.compiled"
@@ -101,12 +102,12 @@ def compile_spec(
     if target.exists():
         raise ModelError(f"{target} exists already")
     bound = bind(spec if captures else _without_captures(spec), model, Outputs(last=last_logits))
-    proto = _compiled(bound, _indices(spec, knobs or {}))
+    proto = _compiled(bound, _indices(bound, knobs or {}))
     with atomic_path(target, ModelError) as partial:
         at = partial / target.name / "1" if packaging.layout == "triton" else partial
         at.mkdir(parents=True)
         _write_model(model, proto, at, packaging, progress)
-        _write_rest(model, spec, proto, at.parent if packaging.layout == "triton" else at, packaging, target.name)
+        _write_rest(model, bound.spec, proto, at.parent if packaging.layout == "triton" else at, packaging, target.name)
     return target
 
 
@@ -116,22 +117,24 @@ def _without_captures(spec: HookSpec) -> HookSpec:
     return bare
 
 
-def _indices(spec: HookSpec, knobs: Knobs) -> dict[str, list[int]]:
+def _indices(bound: BoundSpec, knobs: Knobs) -> dict[str, list[int]]:
     """Knob -> indices of the interventions that it turns.
+
+    None for the hook points means all interventions that have a strength; a glob means those at what it matches.
 
     Raises:
         InterventionError: none at that hook point, or one that has two knobs.
     """
     indices: dict[str, list[int]] = {}
-    numbered = [(n, str(point), one) for n, (point, one) in enumerate(spec.interventions)]
+    numbered = [(n, edit.hook, one) for n, (edit, one) in enumerate(bound.edits)]
     for name, where in knobs.items():
         if where is None:
             indices[name] = [n for n, _, one in numbered if one.rules.has_strength]
             missing = [] if indices[name] else ["*"]
         else:
-            hooks = [str(hook) for hook in ([where] if isinstance(where, str | HookPoint) else where)]
-            indices[name] = [n for n, point, _ in numbered if point in hooks]
-            missing = [hook for hook in hooks if hook not in {point for _, point, _ in numbered}]
+            hooks = [HookChoice(str(hook)) for hook in ([where] if isinstance(where, str | HookPoint) else where)]
+            indices[name] = [n for n, point, _ in numbered if any(hook.selects(point) for hook in hooks)]
+            missing = [str(hook) for hook in hooks if not any(hook.selects(point) for _, point, _ in numbered)]
         if missing:
             there = ", ".join(f"{one.kind} at {point}" for _, point, one in numbered) or "none"
             raise InterventionError(f"knob {name!r}: nothing that it could turn at {missing[0]}; there are: {there}")

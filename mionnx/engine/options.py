@@ -22,7 +22,7 @@ def _meant(provider: str, available: Sequence[str]) -> str:
         number = provider.partition(":")[2]
         device = f', with provider_options={{"device_id": {number}}}' if number.isdigit() else ""
         return f"; did you mean {known!r}{device}?"
-    return "" if provider in PROVIDERS else nearest(provider, [*PROVIDERS, *available])
+    return "" if provider in (*PROVIDERS, *PROVIDERS.values()) else nearest(provider, [*PROVIDERS, *available])
 
 
 @dataclass(frozen=True)

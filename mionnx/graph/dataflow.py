@@ -47,7 +47,7 @@ class Dataflow:
         return nodes
 
     def descendants(self, sources: Iterable[str], barriers: Collection[str] = ()) -> set[str]:
-        """Some values and everything that is computed from them; barriers are reached, and nothing passes them."""
+        """Some values and all computed from them, up to and including the barriers."""
         values = {*sources}
         passing = {*values}
         for node, names in zip(self.nodes, self.reads, strict=True):

@@ -37,7 +37,7 @@ from mionnx.graph.hook_points import HookPoint, layer_of
 from mionnx.graph.influence import Influence
 from mionnx.graph.known_value import Dims, Known
 from mionnx.graph.metadata import Metadata, Sizes, context_length
-from mionnx.machine.progress import Progress, silent
+from mionnx.graph.weight_check import Progress, silent
 
 GRAPH = "model.onnx"
 # What is kept beside a graph, where the checkpoint has it: the config, and what tokenizers are made of.

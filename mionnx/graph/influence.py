@@ -1,4 +1,4 @@
-"""`Influence`: the hook points and outputs that the value at a hook point can change, and at which positions.
+"""`Influence`: the hook points, outputs and positions that the value at a hook point can change.
 
 A token's value reaches later tokens only through what is carried from call to call: keys and values, or a recurrent
 state. What does not lead there changes its own position alone.

@@ -10,13 +10,12 @@
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mionnx.errors import InputError, ModelError, nearest
 from mionnx.graph.metadata import Metadata
-from mionnx.machine.progress import Progress, silent
 
 LEVELS = ("sampled", "full", "none")
 BLOCK, BLOCKS = 2**16, 16
@@ -24,6 +23,12 @@ CHUNK = 2**24
 SMALL = 2**24  # bytes that are hashed on opening where no sampled hash was recorded
 CHECKPOINT = "model.safetensors"  # the weight file of which `weights_sha256` is the hash, if it is the only one
 AGAIN = "export the model again, or open it with check='none' if you changed them on purpose"
+
+Progress = Callable[[str, int, int], None]  # (stage, done, total), as in `mionnx.machine.progress`
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Show no progress."""
 
 
 def fingerprints(folder: Path, names: Iterable[str], progress: Progress = silent) -> dict[str, dict[str, Any]]:

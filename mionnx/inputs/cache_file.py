@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InputError, SpecFileError
+from mionnx.machine.file_kinds import whose
 from mionnx.machine.tensor_file import read_tensors, write_tensors
 
 KEY = "mionnx_cache"
@@ -35,7 +36,7 @@ def read_cache(path: str | Path, kind: str, parts: Sequence[str]) -> dict[str, N
     metadata, tensors = read_tensors(path, f"{path} is no saved cache", InputError)
     found = metadata.get(KEY)
     if found != kind:
-        raise InputError(f"{path} is no saved cache of kind {kind!r}: its metadata says {found!r}")
+        raise InputError(f"{path} is no saved cache of kind {kind!r}: {whose(metadata)}")
     layers = {int(match[1]) for name in tensors if (match := re.fullmatch(r"(\d+)\.\w+", name))}
     wanted = {"attention_mask", *(f"{i}.{part}" for i in range(len(layers)) for part in parts)}
     if tensors.keys() != wanted or not layers:

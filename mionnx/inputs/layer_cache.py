@@ -14,6 +14,7 @@ from mionnx.inputs.cache_file import write_cache
 from mionnx.inputs.value import Value
 from mionnx.machine.arrays import to_array
 from mionnx.machine.brief import Brief, count, shape_of
+from mionnx.machine.stored import Storable
 
 Layer = TypeVar("Layer", bound=Iterable[NDArray[Any]])
 
@@ -56,7 +57,7 @@ class LazyLayers(Sequence[Layer]):
 
 
 @dataclass(repr=False)
-class LayerCache(Brief, ABC, Generic[Layer]):
+class LayerCache(Brief, Storable, ABC, Generic[Layer]):
     """Keys and values, or recurrent states, after the tokens seen so far.
 
     Attributes:
@@ -137,6 +138,14 @@ class LayerCache(Brief, ABC, Generic[Layer]):
             raise InputError(f"only a {self.NOUN} of one row can be repeated, this one has {self.batch}")
         layers = [self.layer_of(np.repeat(part, rows, axis=0) for part in layer) for layer in self.layers]
         return type(self)(layers, np.repeat(self.attention_mask, rows, axis=0))
+
+    def _contents(self) -> dict[str, Any]:
+        layers = [tuple(map(np.asarray, layer)) for layer in self.held()]
+        return {"layers": layers, "attention_mask": self.attention_mask}
+
+    @classmethod
+    def _of_contents(cls, contents: dict[str, Any]) -> Self:
+        return cls([cls.layer_of(parts) for parts in contents.pop("layers")], **contents)
 
     def save(self, path: str | Path) -> None:
         """Write it as one safetensors file.

@@ -97,8 +97,7 @@ def open_tensors(
     Raises:
         MIError: the file is missing or damaged, or has a dtype that numpy lacks.
     """
-    if Path(path).exists() and not Path(path).is_file():
-        raise error(f"{problem}: it is a folder, a device or a pipe")
+    _refuse_special(path, problem, error)
     try:
         with safe_open(path, framework="np") as file:
             _check(Path(path), file.metadata() or {}, error, required)
@@ -106,6 +105,21 @@ def open_tensors(
     except (OSError, SafetensorError, AttributeError, TypeError, ValueError, KeyError) as cause:
         # the last four: a tensor of a dtype that numpy does not have
         raise error(f"{problem}: {cause}") from cause
+
+
+def read_metadata(path: str | Path, problem: str, error: type[MIError] = SpecFileError) -> dict[str, str]:
+    """The metadata of a file, unchecked: to see what kind of file it is; see `open_tensors`."""
+    _refuse_special(path, problem, error)
+    try:
+        with safe_open(path, framework="np") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError, TypeError, ValueError) as cause:
+        raise error(f"{problem}: {cause}") from cause
+
+
+def _refuse_special(path: str | Path, problem: str, error: type[MIError]) -> None:
+    if Path(path).exists() and not Path(path).is_file():
+        raise error(f"{problem}: it is a folder, a device or a pipe")
 
 
 def read_tensors(

@@ -4,24 +4,34 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
+from threading import Lock
 from types import ModuleType
 
-from filelock import FileLock
 from platformdirs import user_cache_path
 
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import inside
-from mionnx.graph.hooked_model import GRAPH
-from mionnx.machine.files import atomic_path, link_or_copy
+from mionnx.graph.hooked_model import GRAPH, HookedModel
+from mionnx.machine.cache_entry import MODELS
+from mionnx.machine.disk_cache import DiskCache
+from mionnx.machine.files import link_or_copy
+from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers, temporary_folder
 from mionnx.machine.progress import Progress
 from mionnx.machine.source_digest import source_digest
+from mionnx.run.shipped_models import shipped_models
 from mionnx.run.source_path import advice, local_path, missing
 
+MADE = (GRAPH, "converted.safetensors", "config.json")  # what tells a folder of an export that was killed
+LONGEST = 100  # characters of a model's name in the store
 EXPORTING = ("mionnx.graph",)  # what every exporter uses: a change there may change the graph
 FILES = (".pth", ".onnx", ".safetensors", ".gguf", ".bin", ".pt")  # what is meant as a file, and is no Hub id
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.onnx")
+
+
+_temporarily = Lock()
 
 
 def cache_folder() -> Path:
@@ -31,10 +41,10 @@ def cache_folder() -> Path:
 
 
 def find_model(source: str | Path, dtype: str, progress: Progress) -> Path:
-    """The hooked model's folder of a path or a Hub id.
+    """The hooked model's folder of a path, a shipped model's name or a Hub id.
 
     Args:
-        source: a hooked model's folder, a checkpoint's folder, or a Hub id.
+        source: a hooked model's folder, a checkpoint's folder, a shipped model's name, or a Hub id.
         dtype: what a checkpoint is exported as.
         progress: of downloading and exporting.
 
@@ -45,32 +55,59 @@ def find_model(source: str | Path, dtype: str, progress: Progress) -> Path:
     folder = checkpoint_folder(source)
     if not (folder / GRAPH).exists():
         return _exported(folder, dtype, progress)
-    return _linked(folder) if (folder / GRAPH).is_symlink() else folder
+    if (folder / GRAPH).is_symlink():
+        return _linked(folder)
+    DiskCache(cache_folder()).use(folder)
+    return folder
+
+
+def open_model(source: str | Path, dtype: str, check: str, progress: Progress) -> HookedModel:
+    """Find a model and open it.
+
+    An export in the store that is damaged is made again, unless another process uses it, and that is said.
+
+    Args:
+        source, dtype: see `find_model`.
+        check: how its weights are compared with what was exported, see `HookedModel.open`.
+        progress: of downloading, exporting and reading.
+
+    Raises:
+        ModelError: nothing there, or damaged.
+        ExportError: a checkpoint that cannot be exported.
+    """
+    folder = find_model(source, dtype, progress)
+    try:
+        return HookedModel.open(folder, check=check, progress=progress)
+    except ModelError as error:
+        if local_path(source) == folder or not DiskCache(cache_folder()).discard(folder, str(error)):
+            raise
+    return HookedModel.open(find_model(source, dtype, progress), check=check, progress=progress)
 
 
 def checkpoint_folder(source: str | Path) -> Path:
-    """The folder of a model named by a path or a Hub id, or its `.pth` file.
+    """The folder, or the `.pth` file, of a path, a shipped model's name or a Hub id.
 
-    It is downloaded if need be.
+    A folder goes before a shipped model of its name. Models of the Hub are downloaded if need be.
 
     Raises:
         InputError: not a path.
         ModelError: nothing there, or a file of another kind.
     """
-    return local_path(source) or _download(str(source))
+    return local_path(source) or shipped_models().get(str(source)) or _download(str(source))
 
 
 def _download(name: str) -> Path:
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILES:
-        raise ModelError(f"{name} is no folder with a model: nothing is there{missing(name)}")
+        raise ModelError(f"{name} is no folder with a model: nothing is there{missing(name, shipped_models())}")
     from huggingface_hub import snapshot_download  # not needed for a folder, and slow to import
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    near = missing(name, shipped_models())
     try:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
-            f"{name!r} is neither a folder here nor a model that the Hugging Face Hub gives{missing(name)} ({error})"
+            f"{name!r} is neither a folder here nor a model that the Hugging Face Hub gives{near} ({error})"
         ) from error
 
 
@@ -107,16 +144,22 @@ def export(folder: Path, target: Path, dtype: str, progress: Progress, copy: boo
     exporter = exporter_for(folder)
     if target.exists():
         raise ExportError(f"{target} exists already")
+    remove_leftovers(target.parent, holding=MADE)
+    with new_folder(target, ExportError) as partial:
+        _write(exporter, folder, partial, dtype, progress)
+        if copy:
+            _copy_links(partial, progress)
+
+
+def _write(exporter: ModuleType, folder: Path, target: Path, dtype: str, progress: Progress) -> None:
     try:
-        with atomic_path(target, ExportError) as partial:
-            partial.mkdir(parents=True)
-            exporter.export(folder, partial, dtype, progress)
-            if copy:
-                _copy_links(partial, progress)
+        exporter.export(folder, target, dtype, progress)
     except ImportError as error:
         raise ExportError(
             f"exporting needs torch and transformers ({error.name}): pip install 'mionnx[export]'"
         ) from error
+    except OSError as error:
+        raise ExportError(f"cannot export {folder}: {error}") from error
 
 
 def _copy_links(folder: Path, progress: Progress) -> None:
@@ -137,26 +180,45 @@ def export_in_place(folder: Path, dtype: str, progress: Progress) -> None:
     """
     if not folder.is_dir():
         raise ExportError(f"{folder} is a file: only a checkpoint in a folder of its own is exported in place")
-    partial = folder / f".{os.getpid()}.partial"
+    made = partial_path(folder / "export")
+    export(folder, made, dtype, progress)
     try:
-        export(folder, partial, dtype, progress)
-        made = [path for path in partial.iterdir() if path.name == GRAPH or not (folder / path.name).exists()]
-        for path in sorted(made, key=lambda path: path.name == GRAPH):  # the graph last: then all it reads is there
+        files = [path for path in made.iterdir() if path.name == GRAPH or not (folder / path.name).exists()]
+        for path in sorted(files, key=lambda path: path.name == GRAPH):  # the graph last: then all it reads is there
             path.replace(folder / path.name)
     except OSError as error:
         raise ExportError(f"cannot write into {folder}: {error}") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def _exported(folder: Path, dtype: str, progress: Progress) -> Path:
     exporter = exporter_for(folder)
-    store = cache_folder() / "models"
-    store.mkdir(parents=True, exist_ok=True)
-    target = store / f"{folder.resolve().name}-{_fingerprint(folder, dtype, exporter)}"
-    with FileLock(f"{target}.lock"):
-        if not target.exists():
-            export(folder, target, dtype, progress)
+    name = f"{folder.resolve().name[:LONGEST]}-{_fingerprint(folder, dtype, exporter)}"
+    return _kept(name, lambda target: _write(exporter, folder, target, dtype, progress))
+
+
+def _kept(name: str, make: Callable[[Path], None]) -> Path:
+    """A model's folder in the store, made if need be.
+
+    Where the store cannot be written, it is a temporary folder that lasts as long as this process.
+
+    Raises:
+        ExportError: neither can be written.
+    """
+    otherwise = "the model goes into a temporary folder that lasts as long as this process"
+    found = DiskCache(cache_folder()).folder(MODELS, name, make, otherwise)
+    if found is not None:
+        return found
+    with _temporarily:
+        try:
+            target = temporary_folder() / name
+            if not target.exists():
+                with new_folder(target, OSError) as partial:
+                    make(partial)
+        except OSError as error:
+            problem = f"neither the store {cache_folder()} nor a temporary folder can be written"
+            raise ExportError(f"{problem}: {error}") from error
     return target
 
 
@@ -170,15 +232,15 @@ def _linked(folder: Path) -> Path:
     """
     files = {path.name: inside(folder, path.name) for path in folder.iterdir() if not path.is_dir()}
     key = hashlib.sha256(json.dumps({name: str(path) for name, path in files.items()}).encode()).hexdigest()[:16]
-    target = cache_folder() / "models" / f"{folder.name}-{key}"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{target}.lock"):
-        if not target.exists():
-            with atomic_path(target, ModelError) as partial:
-                partial.mkdir()
-                for name, path in files.items():
-                    link_or_copy(path, partial / name)
-    return target
+
+    def make(target: Path) -> None:
+        try:
+            for name, path in files.items():
+                link_or_copy(path, target / name)
+        except OSError as error:
+            raise ModelError(f"cannot link or copy the files of {folder}: {error}") from error
+
+    return _kept(f"{folder.name[:LONGEST]}-{key}", make)
 
 
 def _fingerprint(folder: Path, dtype: str, exporter: ModuleType) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,10 +16,13 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.errors import HookError, InputError, TokenizerError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.past import choose_past, past_inputs, present_to_past, take_present
+from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, count_rows, make_token_batch
 from mionnx.inputs.value import Value
 from mionnx.machine.brief import Brief, count, shape_of, spelled
+from mionnx.machine.stored import Stored
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.graph_pool import GraphPool
 from mionnx.run.hook_cache import HookCache
@@ -33,8 +36,8 @@ from mionnx.view import card
 
 
 @dataclass(repr=False)
-class Generation(Brief):
-    """Continued prompts, and what was captured on the way.
+class Generation(Brief, Stored):
+    """Continued prompts, and what was captured on the way; `save` writes .safetensors.
 
     Attributes:
         ids: per row the prompt and its continuation, padding left out, [seq]; a given cache's tokens are not in it.
@@ -53,6 +56,7 @@ class Generation(Brief):
     steps: list[HookCache] = field(default_factory=list)
     cache: Past | None = None
     axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    INSIDE: ClassVar = (HookCache, KVCache, RWKVState)
 
     def _facts(self) -> Iterator[str]:
         yield count(len(self.ids), "row")
@@ -252,7 +256,7 @@ class _Passes:
 
 
 def _read_positions(batch: TokenBatch) -> dict[int, range]:
-    """Row -> positions whose logits a generation reads: the prompt's last one, and those after it."""
+    """Row -> positions whose logits a generation reads: the prompt's last and all after it."""
     ends = batch.lengths if batch.final_lengths is None else batch.final_lengths
     return {row: range(int(batch.lengths[row]) - 1, int(end)) for row, end in enumerate(ends)}
 

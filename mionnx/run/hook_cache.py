@@ -2,28 +2,29 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import HookError, nearest
 from mionnx.graph.hook_points import HookPoint, layer_of, short_names
+from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.past import take_present
+from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.machine.brief import Brief, count, shape_of
+from mionnx.machine.stored import Stored
 from mionnx.rewrite.plan import TOP_IDS
 
 if TYPE_CHECKING:
     from mionnx.bind.bound_spec import BoundSpec
-    from mionnx.inputs.kv_cache import KVCache
-    from mionnx.inputs.rwkv_state import RWKVState
     from mionnx.inputs.token_batch import TokenBatch
     from mionnx.inputs.value import Value
 
 Key = HookPoint | str | tuple[str, int]
 
 
-class HookCache(Brief, Mapping[str, NDArray[Any]]):
+class HookCache(Brief, Stored, Mapping[str, NDArray[Any]]):
     """Logits and captures of one forward pass.
 
     A mapping from hook names to arrays, in execution order. Besides by name, values are found by `HookPoint` and by
@@ -32,7 +33,8 @@ class HookCache(Brief, Mapping[str, NDArray[Any]]):
     a short name alone will do, `cache["embed"]`. Values captured before their interventions have names that end in
     `.before`.
 
-    Arrays that another device than the CPU computed stay there until they are read.
+    Arrays that another device than the CPU computed stay there until they are read. `save("name.safetensors")` writes
+    everything, the captures under their names; `HookCache.load` reads it.
 
     Attributes:
         kv_cache: the key/value cache after this pass, if `use_cache=True` asked for it.
@@ -40,6 +42,8 @@ class HookCache(Brief, Mapping[str, NDArray[Any]]):
         top_ids: the tokens of the largest logits, [batch, seq, k], if `Logits(top_k=k)` asked for them.
         num_layers: of the model, for layers that are counted from the end; None if it is not known.
     """
+
+    INSIDE: ClassVar = (KVCache, RWKVState)
 
     def __init__(
         self,
@@ -57,6 +61,21 @@ class HookCache(Brief, Mapping[str, NDArray[Any]]):
         self.state = state
         self.top_ids = None if top_ids is None else np.asarray(top_ids)
         self.num_layers = num_layers
+
+    def _contents(self) -> dict[str, Any]:
+        past = {"kv_cache": self.kv_cache, "state": self.state}
+        return {
+            "logits": self._logits,
+            **past,
+            "top_ids": self.top_ids,
+            "num_layers": self.num_layers,
+            **self._captured,
+        }
+
+    @classmethod
+    def _of_contents(cls, contents: dict[str, Any]) -> Self:
+        told = {name: contents.pop(name) for name in ("logits", "kv_cache", "state", "top_ids", "num_layers")}
+        return cls(captured=contents, **told)
 
     def output(self) -> NDArray[Any]:
         """The logits, [batch, seq, vocab], or the part that `logits=` asked for.

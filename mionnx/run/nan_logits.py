@@ -1,8 +1,8 @@
-"""Logits that are NaN: refused, with the first hook point that is.
+"""Refusal of NaN logits, with the name of the first hook point that is NaN.
 
 1. The logits that `forward` returns are looked at once, in a pass over memory that takes under 1 % of the forward
    pass; logits on another device when they are read. Captures are not looked at: `forward(..., logits=False)` gives
-   them whatever they hold.
+   them whatever they hold. Analyses that reduce captures to fewer numbers look at them first (`numbers`).
 2. Where logits are NaN, one more pass captures every hook point, and the error names the first with NaN in execution
    order. It is an `InterventionError` if the same tokens without interventions give numbers, else a `ModelError`.
 """
@@ -103,12 +103,28 @@ def refuse_nan(logits: NDArray[Any], spec: HookSpec, again: Again) -> None:
     raise ModelError(f"logits are NaN; first at {where}: {ADVICE}; forward(..., logits=False) with captures shows them")
 
 
+def numbers(cache: HookCache) -> HookCache:
+    """The captures of a pass, once they are known to be numbers.
+
+    Raises:
+        ModelError: one has NaN; the message names the first.
+    """
+    where = _first_of(cache)
+    if where is not None:
+        raise ModelError(f"{where} is NaN: {ADVICE}; forward(..., logits=False) with captures shows it")
+    return cache
+
+
 def _first(again: Again, spec: HookSpec) -> str | None:
     """The first hook point with NaN, and where; None if no hook point has any."""
     try:
         cache = again(HookSpec().extend(spec).capture("*"))
     except InputError:  # they do not fit into memory together
         return "a hook point that cannot be named, as the captures of all do not fit into memory"
+    return _first_of(cache)
+
+
+def _first_of(cache: HookCache) -> str | None:
     for name, value in cache.items():
         if value.dtype.kind not in "iub" and has_nan(value):
             return f"{name} {np.argwhere(np.isnan(value))[0].tolist()}"

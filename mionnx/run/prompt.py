@@ -83,9 +83,10 @@ def token_of(model: Runner, token: int | str) -> int:
     """
     if isinstance(token, str):
         return model.token_id(token)
-    if not isinstance(token, int | np.integer) or isinstance(token, bool):
+    number = to_array(token)[()] if getattr(token, "ndim", None) == 0 else token  # of an array or a tensor
+    if not isinstance(number, int | np.integer) or isinstance(number, bool):
         raise InputError(f"a token is its id or its text, got {token!r}")
-    return model._known(int(token))
+    return model._known(int(number))
 
 
 def is_stream(given: Any) -> bool:

@@ -9,6 +9,8 @@ from typing import Generic, Protocol, TypeVar
 from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph.hooked_model import GRAPH, HookedModel
+from mionnx.machine.disk_cache import DiskCache
+from mionnx.run.find_model import cache_folder
 
 
 class Opened(Protocol):
@@ -53,4 +55,5 @@ class Recipe(Generic[M]):
                 f"{self.folder} has no {GRAPH}: a model is pickled as its folder and options, without weights, and can "
                 "be opened where that folder is"
             )
+        DiskCache(cache_folder()).use(self.folder)
         return self.kind(HookedModel.open(self.folder), self.options)

@@ -86,8 +86,9 @@ class Runner:
         """Open a model.
 
         Args:
-            source: a hooked model's folder, a Hugging Face checkpoint's folder, or a Hub id. A checkpoint is exported
-                on first use into the store (`MIONNX_CACHE`, else the user's cache directory), and reused after.
+            source: a hooked model's folder, a Hugging Face checkpoint's folder, a shipped model's name
+                ("world-llama"), or a Hub id. A checkpoint is exported on first use into the store (`MIONNX_CACHE`,
+                else the user's cache directory), and reused after.
             dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto". A hooked model has its
                 own already.
             provider: "cpu", "cuda", or any execution provider's name.
@@ -119,8 +120,7 @@ class Runner:
         )
         ready_engine(options)  # refused before a checkpoint is exported
         with bars() as progress:
-            folder = find_model.find_model(source, dtype, progress)
-            hooked = HookedModel.open(folder, check=check, progress=progress)
+            hooked = find_model.open_model(source, dtype, check, progress)
         return cls(hooked, options)
 
     @property
@@ -241,7 +241,7 @@ class Runner:
         if logits:
             mask, length = attention_mask, prompt_length
             again = partial(self.forward, tokens, attention_mask=mask, cache=past, prompt_length=length, logits=False)
-            results["logits"] = checked(results["logits"], partial(refuse_nan, spec=spec, again=again))
+            results["logits"] = checked(results["logits"], partial(refuse_nan, spec=bound.spec, again=again))
         return collect(bound, batch, results, use_cache)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Paths given for a model: folders, the files that open too, and advice where there is no model."""
+"""Paths given for a model: folders, files that open too, advice for a path without a model."""
 
 import difflib
 import os

@@ -10,10 +10,11 @@ from numpy.typing import DTypeLike, NDArray
 
 from mionnx.errors import InterventionError
 from mionnx.machine.brief import Brief
+from mionnx.machine.stored import Storable
 
 
 @dataclass(repr=False)
-class LayerTargets(Brief):
+class LayerTargets(Brief, Storable):
     """Layers, chained: `.layer(0).layer_range(2, 5)`; all layers by default."""
 
     layers_: list[int] | None = None

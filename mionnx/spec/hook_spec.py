@@ -12,17 +12,19 @@ from mionnx.errors import HookError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import Brief, count
 from mionnx.machine.files import write_atomic
+from mionnx.machine.stored import Storable
 from mionnx.spec import spec_file
 from mionnx.spec.attention_knockout import naturals, whole
-from mionnx.spec.capture import Capture, Predicate, is_glob
+from mionnx.spec.capture import Capture
+from mionnx.spec.hook_choice import Hook, HookChoice, Hooks, each
 from mionnx.spec.intervention import Intervention, find_kind
 from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
-Hook = HookPoint | str
+Where = HookPoint | HookChoice
 
 
 @dataclass(repr=False)
-class HookSpec(Brief):
+class HookSpec(Brief, Storable):
     """Captures and interventions of one forward pass or generation.
 
     Hook points are written as `HookPoint` or string; methods return the spec itself, so that they chain. Interventions
@@ -34,13 +36,13 @@ class HookSpec(Brief):
     """
 
     captures: list[Capture] = field(default_factory=list)
-    interventions: list[tuple[HookPoint, Intervention]] = field(default_factory=list)
+    interventions: list[tuple[Where, Intervention]] = field(default_factory=list)
     state_knockouts: list[StateKnockoutSpec] = field(default_factory=list)
     state_steerings: list[StateSteeringSpec] = field(default_factory=list)
 
     def capture(
         self,
-        hook: Hook | Predicate,
+        hook: Hooks,
         before: bool = False,
         *,
         positions: int | Iterable[int] | None = None,
@@ -49,7 +51,8 @@ class HookSpec(Brief):
         """Capture the value at a hook point, or at every one selected by a glob or predicate.
 
         Args:
-            hook: a hook point, its name, a glob ("blocks.*.hook_resid_post"), or a function of the name.
+            hook: a hook point, its name, a glob ("blocks.*.hook_resid_post"), a function of the name, or a list of
+                these, each a request of its own.
             before: capture the value before the interventions at the hook point, not after them.
             positions: only these token positions, in this order, counted in each row's own text, negative ones from its
                 end; query positions at scores and patterns. The rest is never copied out of the graph.
@@ -57,30 +60,40 @@ class HookSpec(Brief):
 
         Raises:
             InterventionError: positions or heads that are no integers.
+            HookError: an empty list.
 
         Example:
             spec = HookSpec().capture("blocks.*.attn.hook_pattern", heads=[0, 3])
         """
-        what = hook if callable(hook) or is_glob(hook) else HookPoint.parse(hook)
-        request = Capture(what, before, _limit("positions", positions), _limit("heads", heads))
-        if request not in self.captures:
-            self.captures.append(request)
+        limits = _limit("positions", positions), _limit("heads", heads)
+        for request in [Capture(what, before, *limits) for what in each(hook)]:
+            if request not in self.captures:
+                self.captures.append(request)
         return self
 
-    def intervene(self, hook: Hook, intervention: Intervention) -> "HookSpec":
-        """Register an intervention at one hook point.
+    def intervene(self, hook: Hooks, intervention: Intervention) -> "HookSpec":
+        """Register an intervention at a hook point, or at every one selected by a glob or predicate.
+
+        A glob or predicate means one intervention at each hook point that a capture of it would take, in the order in
+        which the model computes them. It is found out when the spec is used: it must select at least one, and the
+        intervention must be possible, and have an effect, at each.
+
+        Args:
+            hook: a hook point, its name, a glob ("blocks.*.attn.hook_z"), a function of the name, or a list of these,
+                which registers one after the other.
+            intervention: what is done there.
 
         Raises:
-            HookError: a glob; interventions name their hook points one by one.
+            HookError: an empty list, or something else than an `Intervention`.
 
         Example:
             spec = HookSpec().intervene("blocks.1.attn.hook_z", Intervention.Zero(heads=3))
+            spec.intervene("blocks.*.hook_mlp_out", Intervention.Scale(0.5))
         """
         if not isinstance(intervention, Intervention):
             raise HookError(f"intervene({str(hook)!r}, ...) takes an Intervention, got {type(intervention).__name__}")
-        if is_glob(hook):
-            raise HookError(f"intervene takes one hook point, and {hook!r} is a pattern: call it once for each")
-        self.interventions.append((HookPoint.parse(hook), intervention))
+        chosen = [what if isinstance(what, HookPoint) else HookChoice(what) for what in each(hook)]
+        self.interventions += [(where, intervention) for where in chosen]
         return self
 
     def set_state_knockout(self, *specs: StateKnockoutSpec) -> "HookSpec":
@@ -128,7 +141,7 @@ class HookSpec(Brief):
         return len(self.captures)
 
     def num_interventions(self) -> int:
-        """Number of interventions, without state knockouts and steerings."""
+        """Number of interventions, without those in a state; a glob or predicate counts once."""
         return len(self.interventions)
 
     def is_captured(self, hook: Hook) -> bool:
@@ -137,7 +150,7 @@ class HookSpec(Brief):
 
     def has_intervention_at(self, hook: Hook) -> bool:
         """Whether any intervention targets a hook point."""
-        return any(point.name == str(hook) for point, _ in self.interventions)
+        return any(_targets(where, str(hook)) for where, _ in self.interventions)
 
     def _facts(self) -> Iterator[str]:
         yield from (count(len(self.captures), "capture"), count(len(self.interventions), "intervention"))
@@ -146,7 +159,7 @@ class HookSpec(Brief):
             yield count(len(self.state_steerings), "state steering")
 
     def _lines(self) -> Iterator[str]:
-        yield from (f"{point}: {intervention!r}" for point, intervention in self.interventions)
+        yield from (f"{where}: {intervention!r}" for where, intervention in self.interventions)
         yield from (str(one) for one in (*self.state_knockouts, *self.state_steerings))
         yield from (f"capture {request}{' before' * request.before}" for request in self.captures)
 
@@ -154,8 +167,8 @@ class HookSpec(Brief):
         """Write the spec as one safetensors file; see `mionnx.spec.spec_file`.
 
         Raises:
-            SpecFileError: a capture by predicate, a dtype that safetensors does not have, or a file that cannot be
-                written.
+            SpecFileError: a capture or intervention by predicate, a dtype that safetensors does not have, or a file
+                that cannot be written.
 
         Example:
             HookSpec().capture("hook_embed").save("spec.safetensors")
@@ -166,7 +179,7 @@ class HookSpec(Brief):
         """The bytes of the file that `save` writes; equal specs have equal bytes.
 
         Raises:
-            SpecFileError: a capture by predicate, or a dtype that safetensors does not have.
+            SpecFileError: a capture or intervention by predicate, or a dtype that safetensors does not have.
         """
         return spec_file.serialise(*self._declaration())
 
@@ -175,7 +188,7 @@ class HookSpec(Brief):
         """SHA-256 of declaration and values, hexadecimal; equal specs have equal ones.
 
         Raises:
-            SpecFileError: a capture by predicate, or a dtype that safetensors does not have.
+            SpecFileError: a capture or intervention by predicate, or a dtype that safetensors does not have.
         """
         return spec_file.digest(*self._declaration())
 
@@ -188,11 +201,18 @@ class HookSpec(Brief):
         }
         declaration = {
             "captures": [request.to_entry() for request in self.captures],
-            "interventions": [intervention.to_entry(point) for point, intervention in self.interventions],
+            "interventions": [intervention.to_entry(_text(where)) for where, intervention in self.interventions],
             "state_knockouts": [knockout.to_entry() for knockout in self.state_knockouts],
             "state_steerings": [steering.to_entry() for steering in self.state_steerings],
         }
         return declaration, tensors
+
+    def _contents(self) -> dict[str, Any]:
+        return dict(zip(("declaration", "tensors"), self._declaration(), strict=True))
+
+    @classmethod
+    def _of_contents(cls, contents: dict[str, Any]) -> "HookSpec":
+        return _declared(**contents)
 
     @staticmethod
     def load(path: str) -> "HookSpec":
@@ -201,7 +221,6 @@ class HookSpec(Brief):
         Raises:
             SpecFileError: the file is missing, damaged, or of another version.
             InterventionError: a value in it that no intervention may have (NaN, infinity), or a limit that is none.
-            HookError: an intervention at a pattern.
 
         Example:
             spec = HookSpec.load("spec.safetensors")
@@ -210,6 +229,14 @@ class HookSpec(Brief):
 
 
 Spec = TypeVar("Spec")
+
+
+def _targets(where: Where, name: str) -> bool:
+    return where.name == name if isinstance(where, HookPoint) else where.selects(name)
+
+
+def _text(where: Where) -> str:
+    return where.name if isinstance(where, HookPoint) else where.text
 
 
 def _of(kind: type[Spec], spec: object) -> Spec:
@@ -228,17 +255,23 @@ def _limit(what: str, indices: int | Iterable[int] | None) -> tuple[int, ...] | 
     return limit
 
 
+def _hook(entry: dict[str, Any]) -> str:
+    if not isinstance(entry["hook"], str):
+        raise ValueError(f"hook must be a name or a glob, got {entry['hook']!r}")
+    return entry["hook"]
+
+
 def _declared(declaration: dict[str, Any], tensors: dict[str, np.ndarray]) -> HookSpec:
     """Build the spec of a declaration; the tensors it uses are removed from `tensors`."""
     spec = HookSpec()
     for entry in declaration["captures"]:
         if not isinstance(entry["before"], bool):
             raise ValueError(f"before must be true or false, got {entry['before']!r}")
-        spec.capture(entry["hook"], before=entry["before"], positions=entry.get("positions"), heads=entry.get("heads"))
+        spec.capture(_hook(entry), before=entry["before"], positions=entry.get("positions"), heads=entry.get("heads"))
     for n, entry in enumerate(declaration["interventions"]):
         names = find_kind(entry["kind"]).stored_values
         values = {name: tensors.pop(f"interventions.{n}.{name}") for name in names}
-        spec.intervene(entry["hook"], Intervention.from_entry(entry, values))
+        spec.intervene(_hook(entry), Intervention.from_entry(entry, values))
     for entry in declaration.get("state_knockouts", []):
         spec.set_state_knockout(StateKnockoutSpec.from_entry(entry))
     for entry in declaration.get("state_steerings", []):

@@ -7,7 +7,6 @@ from inspect import signature
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from mionnx.errors import InterventionError, nearest
-from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import Brief, spelled
 from mionnx.spec.kinds import KINDS, add, clamp, knockout, project_out, replace, scale, splice, zero
 from mionnx.spec.kinds.kind import Array, Change, Kind, ValueShape
@@ -130,10 +129,14 @@ class Intervention(Brief, Change, metaclass=_Constructors):
             if value is not None:
                 yield spelled(value) if names == (name,) or name == "fragment" else f"{name}={spelled(value)}"
 
-    def to_entry(self, point: HookPoint) -> dict[str, Any]:
-        """The entry in a spec file, for an intervention at `point`; values are stored beside it."""
+    def to_entry(self, hook: str) -> dict[str, Any]:
+        """The entry in a spec file; values are stored beside it.
+
+        Args:
+            hook: name or glob.
+        """
         return {
-            "hook": point.name,
+            "hook": hook,
             "kind": self.kind,
             "positions": self.positions,
             "heads": self.heads,

@@ -6,14 +6,14 @@
 3. The declaration is {"captures": [...], "interventions": [...]}, both in the order of the spec, and where there are
    any "state_knockouts": [...] and "state_steerings": [...].
 4. A capture is {"hook": name or glob, "before": true or false}; "positions" and "heads", lists, limit it.
-5. An intervention is {"hook": name, "kind": kind, "positions": ..., "heads": ..., "rows": ...}; limits that are not
-   given are null. Positions are a list of integers, or a list of such lists, one a batch row. A splice that reads
-   another hook point has "reads", its name, besides.
+5. An intervention is {"hook": name or glob, "kind": kind, "positions": ..., "heads": ..., "rows": ...}; limits that
+   are not given are null. Positions are a list of integers, or a list of such lists, one a batch row. A splice that
+   reads another hook point has "reads", its name, besides.
 6. The value of intervention n (0-based) is the tensor `interventions.n.value`, in the dtype it was given in; "zero" has
    none, and a kind of several values one tensor for each, `interventions.n.{name}`. The directions of "project_out" are
    stored orthonormal, [k, width]; the fragment of "splice" as the bytes of an ONNX model, uint8 [n].
 7. Refused: another version; a declaration that is no such JSON; a missing or surplus tensor; an unknown kind; NaN
-   anywhere, an infinity that the kind does not have; on saving, a capture by predicate, which no file can hold.
+   anywhere, an infinity that the kind does not have; on saving, a predicate, which no file can hold.
 8. A state knockout is {"positions": [...], "layers": [...] or null, "terms": [...]}; a state steering has "scale" and
    "heads" (a list or null) besides.
 9. Equal specs give equal files, byte for byte: the header's entries are sorted.
@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 from numpy.typing import NDArray
 
 from mionnx.errors import MIError, SpecFileError
+from mionnx.machine.file_kinds import whose
 from mionnx.machine.tensor_file import read_tensors, to_bytes, unchecked_bytes
 
 VERSION = "1"
@@ -74,10 +75,10 @@ def load(path: str | Path, build: Callable[[Declaration, Tensors], Spec]) -> Spe
         MIError: what `build` refuses, with the file's name.
     """
     metadata, tensors = read_tensors(path, f"{path} is no saved spec")
-    if metadata.get("mionnx_spec") != VERSION:
-        raise SpecFileError(
-            f"{path} is no spec of version {VERSION}: its metadata says {metadata.get('mionnx_spec')!r}"
-        )
+    if "mionnx_spec" not in metadata:
+        raise SpecFileError(f"{path} is no saved spec: {whose(metadata)}")
+    if metadata["mionnx_spec"] != VERSION:
+        raise SpecFileError(f"{path} is no spec of version {VERSION}: its metadata says {metadata['mionnx_spec']!r}")
     try:
         spec = build(_checked(json.loads(metadata["declaration"])), tensors)
     except MIError as error:

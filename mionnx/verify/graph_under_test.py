@@ -12,6 +12,7 @@ import onnx
 from numpy.typing import NDArray
 
 from mionnx.bind.bound_spec import BoundSpec, bind
+from mionnx.bind.hook_index import index_hooks
 from mionnx.graph import onnx_file
 from mionnx.graph.axes import dynamic_sizes, shape_of
 from mionnx.graph.dataflow import Dataflow
@@ -33,7 +34,7 @@ class GraphUnderTest:
 
     Attributes:
         model: the hooked model.
-        spec: what intervenes.
+        spec: what intervenes, each at one hook point.
         names: the hook points that are compared, in execution order; the last is `hook_logits`.
         calls: one a prompt.
         title: what distinguishes it from another graph in the same comparison; empty if there is one only.
@@ -45,6 +46,7 @@ class GraphUnderTest:
         self.model, self.names, self.calls, self.title = model, list(names), list(calls), title
         self.spec = HookSpec().extend(spec)
         self.spec.captures.clear()
+        self.spec.interventions = [*index_hooks(spec, model).interventions]
 
     @cached_property
     def bound(self) -> BoundSpec:

@@ -10,6 +10,8 @@ import numpy as np
 from mionnx.errors import HookError, InputError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
+from mionnx.machine.brief import count
+from mionnx.machine.memory import format_bytes
 from mionnx.verify.compare import Settings, Side
 from mionnx.verify.recorded_values import RecordedValues
 
@@ -69,8 +71,11 @@ def other_machine(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 def keep(
     side: Side, path: Path, prompts: Sequence[str], hashed: dict[str, str], where: dict[str, Any], settings: Settings
-) -> None:
+) -> str:
     """Write a side's values, with all facts that a comparison needs.
+
+    Returns:
+        a line on what was written.
 
     Raises:
         SpecFileError: the file cannot be written.
@@ -89,3 +94,12 @@ def keep(
         "environment": where,
     }
     side.recording.keep(path, facts)
+    return _written(side, path, settings)
+
+
+def _written(side: Side, path: Path, settings: Settings) -> str:
+    names, size = side.graph.names, format_bytes(path.stat().st_size)
+    points = names[0] if len(names) == 1 else f"{len(names)} hook points from {names[0]} to {names[-1]}"
+    where = "" if settings.positions is None else f", positions {', '.join(map(str, settings.positions))} only"
+    chosen = f", {count(settings.greedy, 'greedy token')} after each" if settings.greedy else ""
+    return f"wrote {path}, {size}: {side.title} at {points}, {count(len(side.graph.calls), 'prompt')}{where}{chosen}"

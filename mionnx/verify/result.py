@@ -3,14 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.markup import escape
-from rich.table import Column
 
 from mionnx.machine.brief import Brief, count
 from mionnx.machine.decimals import decimal
+from mionnx.machine.stored import Storable
 from mionnx.verify.difference import Difference
+from mionnx.verify.result_table import verification_table
 from mionnx.view import Shown, Table, new_figure, render
 
 if TYPE_CHECKING:
@@ -18,13 +19,12 @@ if TYPE_CHECKING:
 
 LEAST = 1e-9  # where curves on a logarithmic axis begin: what is identical lies there
 SHOWN = 8  # nodes of a step that are named
-WIDE = 110  # columns of a terminal that has room for all numbers
-NARROW = (4, 5, 8)  # columns of the table that others leave out
+NARROW = 80  # columns of a terminal that has no room for all numbers
 TWICE, ONE_THREAD, BATCH = "the same run twice", "1 thread and all", "row alone and in a batch"
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Storable):
     """One hook point in one runtime beside the first.
 
     Attributes:
@@ -60,7 +60,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Fault:
+class Fault(Storable):
     """The first step that adds more than the tolerance by itself.
 
     Attributes:
@@ -85,7 +85,7 @@ class Fault:
 
 
 @dataclass(repr=False)
-class Beside(Brief):
+class Beside(Brief, Storable):
     """One runtime beside the first.
 
     Attributes:
@@ -141,7 +141,7 @@ class Beside(Brief):
 
 
 @dataclass(frozen=True)
-class Repeat:
+class Repeat(Storable):
     """Difference of a run that was repeated in another way.
 
     Attributes:
@@ -191,6 +191,7 @@ class Verification(Shown):
     environment: dict[str, Any]
     repeats: list[Repeat] = field(default_factory=list)
     frame_height = 720
+    INSIDE: ClassVar = (Beside, Row, Fault, Repeat)
 
     @property
     def agrees(self) -> bool:
@@ -267,29 +268,31 @@ class Verification(Shown):
     def table(self, wide: bool = True) -> Table:
         """For a terminal: one row a runtime, the largest differences and where they are.
 
+        Where the terminal has no room for all numbers, some are left out, never a part of a hook point's name.
+
         Args:
-            wide: whether there is room for 110 columns; else some of the numbers are left out.
+            wide: whether there may be more than 80 columns.
         """
-        heads = ("runtime", "", "relative", "at", "absolute", "cosine", "KL, nats", "top 1", "greedy")
-        shown = [place for place in range(len(heads)) if wide or place not in NARROW]
-        columns = [Column(head, no_wrap=head != "at", overflow="fold") for head in heads]
-        title = escape(f"{self.title}, beside {self.reference}")
-        table = Table(*(columns[place] for place in shown), title=title)
-        for beside in self.besides:
-            cells = self._cells(beside)
-            table.add_row(*(cells[place] for place in shown))
-        for titles, verdict in ((self.failed, "[red]failed"), (self.skipped, "[yellow]skipped")):
-            for title in titles:
-                table.add_row(escape(title), verdict)
+        rows = [self._cells(beside) for beside in self.besides]
+        titles = dict.fromkeys(self.failed, "[red]failed") | dict.fromkeys(self.skipped, "[yellow]skipped")
+        table = verification_table(rows, titles, f"{self.title}, beside {self.reference}")
+        while not wide and table.narrower is not None and table.natural_width > NARROW:
+            table = table.narrower
         return table
 
-    def _cells(self, beside: Beside) -> list[str]:
+    def _cells(self, beside: Beside) -> dict[str, str]:
         row, logits = beside.worst, beside.logits
-        verdict = "[green]agrees" if beside.agrees(self.tolerance) else "[red]differs"
-        numbers = [f"{row.relative:.1e}", row.name, f"{row.max_abs:.1e}", decimal(row.cosine, 6)]
-        next_token = [f"{logits['kl_max']:.1e}", f"{logits['top_1']:.0%}"]
-        greedy = "" if beside.greedy is None else f"{beside.greedy:.0%}"
-        return [escape(beside.title), verdict, *numbers, *next_token, greedy]
+        return {
+            "runtime": escape(beside.title),
+            "": "[green]agrees" if beside.agrees(self.tolerance) else "[red]differs",
+            "relative": f"{row.relative:.1e}",
+            "at": row.name,
+            "absolute": f"{row.max_abs:.1e}",
+            "cosine": decimal(row.cosine, 6),
+            "KL, nats": f"{logits['kl_max']:.1e}",
+            "top 1": f"{logits['top_1']:.0%}",
+            "greedy": "" if beside.greedy is None else f"{beside.greedy:.0%}",
+        }
 
 
 def _above(value: float) -> float:

@@ -121,7 +121,7 @@ def verify(
         rest += _others(request, names, runtimes, graph, skipped)
         besides, failed = _all_compared(first, rest, Path(scratch), settings)
         if request.record:
-            keep(first, request.record, prompts, hashed, where, settings)
+            notes.append(keep(first, request.record, prompts, hashed, where, settings))
     again = runtimes if request.repeat else []
     found = [one for runtime in again for one in _repeats(runtime, graph, request, failed, settings)]
     return Verification(_title(model, graph), first.title, besides, skipped, failed, settings.tolerance, notes,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mionnx.errors import SpecFileError
 from mionnx.machine.brief import Brief
 from mionnx.machine.files import write_atomic
+from mionnx.machine.stored import ENDING, Stored
 from mionnx.view.figure import to_png
 from mionnx.view.page import plain
 
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Shown(Brief, ABC):
-    """A result as a figure, as a page, as JSON; a notebook shows its page, `print` few lines."""
+class Shown(Brief, Stored, ABC):
+    """A result as a figure, as a page, as JSON; a notebook shows its page, `print` few lines.
+
+    Saved as .safetensors it can be loaded again; see `mionnx.machine.stored`.
+    """
 
     frame_height = 480  # of the page in a notebook, in pixels
 
@@ -38,14 +42,18 @@ class Shown(Brief, ABC):
         return json.dumps(plain(self.to_dict(), digits=None), indent=1, allow_nan=False)
 
     def save(self, path: str | Path) -> Path:
-        """Write the result as .html, .png or .json, by the file's ending.
+        """Write .safetensors to load again, or .html, .png, .json, by the file's ending.
 
         Raises:
             SpecFileError: another ending, or a file that cannot be written.
         """
+        if Path(path).suffix.lower() == ENDING:
+            return self._store(path)
         form = {".html": self._html, ".png": self._png, ".json": self._json}.get(Path(path).suffix.lower())
         if form is None:
-            raise SpecFileError(f"{path}: a result is saved as .html, .png or .json")
+            raise SpecFileError(
+                f"{path}: a result is saved as .html, .png or .json, and as {ENDING} to be loaded again"
+            )
         write_atomic(Path(path), form())
         return Path(path)
 

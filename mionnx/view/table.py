@@ -1,11 +1,34 @@
-"""`Table`: a table that `print` shows as it is."""
+"""`Table`: a table that `print` shows as it is, in a narrow terminal in another form."""
+
+from typing import Self
 
 import rich.table
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+
+ENDLESS = 10_000  # columns of a terminal in which nothing is folded
 
 
 class Table(rich.table.Table):
-    """A table of rich; as text it is the table itself, as wide as the terminal at most."""
+    """A table of rich; as text it is the table itself, as wide as the terminal at most.
+
+    Attributes:
+        narrower: shown instead where this one would have to fold its cells.
+    """
+
+    narrower: Self | None = None
+
+    @property
+    def natural_width(self) -> int:
+        """The columns that it takes if nothing is folded; the title does not count."""
+        console = Console(width=ENDLESS)
+        return Measurement.get(console, console.options, self).maximum
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.narrower is None or self.natural_width <= options.max_width:
+            yield from super().__rich_console__(console, options)
+        else:
+            yield from self.narrower.__rich_console__(console, options)
 
     def __str__(self) -> str:
         console = Console(color_system=None)

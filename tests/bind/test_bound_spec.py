@@ -101,3 +101,33 @@ def test_what_makes_no_sense_on_the_model_is_refused(spec, error, message):
 def test_what_does_not_fit_the_batch_is_refused(edit, message):
     with pytest.raises(InterventionError, match=message):
         bind(HookSpec().intervene(RESID, edit), toy()).values(batch_of())
+
+
+def test_a_glob_is_the_loop_over_its_hook_points():
+    glob = HookSpec().intervene("blocks.0.hook_*", Intervention.Add(VECTOR)).intervene(RESID, Intervention.Scale(2.0))
+    loop = HookSpec()
+    for name in (ATTN_OUT, RESID):
+        loop.intervene(name, Intervention.Add(VECTOR))
+    loop.intervene(RESID, Intervention.Scale(2.0))
+    assert bind(glob, toy()).plan == bind(loop, toy()).plan
+    assert bind(glob, toy()).spec.to_bytes() == loop.to_bytes()
+    assert glob.num_interventions() == 2  # the spec itself stays as it was
+    expected = reference({ATTN_OUT: lambda value: value + VECTOR, RESID: lambda value: 2 * (value + VECTOR)})
+    assert np.array_equal(computed(glob, "logits")[0], expected["hook_logits"])
+
+
+@pytest.mark.parametrize(
+    ("where", "edit", "message"),
+    [
+        ("blocks.*", Intervention.Zero(), rf"{RESULT} is derived.* intervene at {Z} instead \('blocks.\*' means"),
+        (lambda name: True, Intervention.Knockout([[0, -np.inf]]), r"before the softmax.*\('<lambda>' means"),
+        (
+            "*",
+            Intervention.Zero(heads=0),
+            r"zero at hook_embed: axes .* have no heads; hook points that do: .*'\*' means",
+        ),
+    ],
+)
+def test_a_glob_at_a_hook_point_that_cannot_be_changed_so_is_refused_by_name(where, edit, message):
+    with pytest.raises(InterventionError, match=message):
+        bind(HookSpec().intervene(where, edit), toy())

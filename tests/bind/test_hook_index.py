@@ -63,3 +63,34 @@ def test_two_splices_with_one_name_are_refused(fragment):
     index_hooks(HookSpec().intervene(ATTN_OUT, splice).intervene(RESID, splice), toy())
     with pytest.raises(InterventionError, match="another splice there"):
         index_hooks(HookSpec().intervene(RESID, splice).intervene(RESID, splice), toy())
+
+
+class TestInterventionsByGlobAndPredicate:
+    def test_each_hook_point_in_execution_order_and_each_request_in_registration_order(self):
+        zero, scale = Intervention.Zero(), Intervention.Scale(2.0)
+        spec = HookSpec().intervene(lambda name: name in (RESID, "hook_embed"), zero).intervene(Z, zero)
+        spec.intervene(["blocks.0.hook_*", Z], scale)
+        hooks = index_hooks(spec, toy())
+        places = [("hook_embed", zero), (RESID, zero), (Z, zero), (ATTN_OUT, scale), (RESID, scale), (Z, scale)]
+        assert [(str(point), one) for point, one in hooks.interventions] == places
+        assert [str(hooks.chosen.get(n)) for n in range(6)] == ["<lambda>"] * 2 + ["None"] + ["blocks.0.hook_*"] * 2 + [
+            "None"
+        ]
+
+    def test_a_splice_at_each_brings_the_hook_points_that_others_mean(self, fragment):
+        splice = Intervention.Splice(fragment(FRAGMENT))
+        spec = HookSpec().intervene("*.hook_acts", Intervention.Zero()).intervene("blocks.0.hook_*", splice)
+        hooks = index_hooks(spec, toy())
+        inner = [f"{ATTN_OUT}.hook_acts", f"{RESID}.hook_acts"]
+        assert [str(point) for point, _ in hooks.interventions] == [*inner, ATTN_OUT, RESID]
+        assert hooks.fits.keys() == {2, 3}
+        with pytest.raises(
+            InterventionError, match=r"splice at .*hook_z: .*\('blocks.0.\*_z' means that hook point too"
+        ):
+            index_hooks(HookSpec().intervene("blocks.0.*_z", Intervention.Splice(fragment(FRAGMENT))), toy())
+
+    def test_what_selects_nothing_names_the_nearest(self):
+        with pytest.raises(HookError, match=r"'blocks.\*.hook_resid_pots'; did you mean 'blocks.0.hook_resid_post'"):
+            index_hooks(HookSpec().intervene("blocks.*.hook_resid_pots", Intervention.Zero()), toy())
+        with pytest.raises(HookError, match="the predicate <lambda> selects none"):
+            index_hooks(HookSpec().intervene(lambda name: False, Intervention.Zero()), toy())

@@ -9,7 +9,8 @@ import pytest
 from command_line import LLAMA, PROMPT, RWKV, in_a_process, mionnx, succeeded
 from safetensors.numpy import load_file, save_file
 
-from mionnx import HookSpec, Intervention
+from mionnx import AttentionPatterns, Attribution, HeadScores, HookCache, HookSpec, Intervention, LensResult
+from mionnx.analysis.sweep.result import SweepResult
 
 
 def test_a_process_exits_by_what_happened():
@@ -84,6 +85,27 @@ def test_run_saves_what_it_captured(tmp_path):
     found = load_file(out)
     assert set(found) == {"logits", *(f"blocks.{i}.attn.hook_pattern" for i in range(4))}
     assert np.abs(found["blocks.2.attn.hook_pattern"].sum(-1) - 1).max() < 1e-6
+    np.testing.assert_array_equal(HookCache.load(out)["pattern", -1], found["blocks.3.attn.hook_pattern"])
+
+
+SAVED = {
+    "sweep": (SweepResult, [PROMPT, "--ablate", "zero", "--over", "layer"]),
+    "lens": (LensResult, [PROMPT, "--top", "2"]),
+    "attention": (AttentionPatterns, [PROMPT, "--layer", "1"]),
+    "attribute": (Attribution, [PROMPT]),
+    "heads": (HeadScores, ["--batch", "2", "--period", "5"]),
+}
+
+
+@pytest.mark.parametrize("command", SAVED)
+def test_analyses_save_what_python_loads(tmp_path, command):
+    kind, arguments = SAVED[command]
+    file = tmp_path / "result.safetensors"
+    printed = succeeded(command, LLAMA, *arguments, "--json", "--save", file)
+    assert json.loads(kind.load(file).to_json()) == json.loads(printed)
+    refused = mionnx(command, LLAMA, *arguments, "--save", tmp_path / "result.npz")
+    assert refused.returncode == 2
+    assert "should end in .safetensors" in refused.stderr
 
 
 def test_every_kind_of_intervention_runs(tmp_path):
@@ -100,9 +122,33 @@ def test_every_kind_of_intervention_runs(tmp_path):
     assert json.loads(output)["kl_divergence"] > 0
 
 
+def test_a_glob_and_a_list_are_their_hook_points(tmp_path):
+    each = [part for layer in range(4) for part in ("--zero", f"blocks.{layer}.attn.hook_z@heads=3")]
+    loop = succeeded("run", LLAMA, PROMPT, "--json", *each)
+    assert json.loads(loop)["kl_divergence"] > 0
+    assert succeeded("run", LLAMA, PROMPT, "--json", "--zero", "blocks.*.attn.hook_z@heads=3") == loop
+    listed = "blocks.[01].attn.hook_z,blocks.2.attn.hook_z,blocks.3.attn.hook_z@heads=3"
+    assert succeeded("run", LLAMA, PROMPT, "--json", "--zero", listed) == loop
+    plain, less = (
+        succeeded("generate", LLAMA, PROMPT, "--json", "--max-new-tokens", 3, "--scale", f"blocks.*.hook_mlp_out={by}")
+        for by in (1, 0.1)
+    )
+    assert plain != less
+    HookSpec().intervene("blocks.*.attn.hook_z", Intervention.Zero(heads=3)).save(tmp_path / "spec.safetensors")
+    assert succeeded("run", LLAMA, PROMPT, "--json", "--spec", tmp_path / "spec.safetensors") == loop
+    command = ["compile", LLAMA, "-o", tmp_path / "out", "--scale", "blocks.*.hook_mlp_out=0.5"]
+    made = json.loads(succeeded(*command, "--knob", "half=blocks.[0-2].*", "--json"))
+    assert made["interventions"] == 4
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "- `half`: the strength at blocks.0.hook_mlp_out, blocks.1.hook_mlp_out, blocks.2.hook_mlp_out\n" in card
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["run", LLAMA, PROMPT, "--zero", "blocks.*.hook_mlp_ot"], "did you mean 'blocks.3.hook_mlp_out'"),
+        (["run", LLAMA, PROMPT, "--zero", "blocks.*.attn.*"], "intervene at blocks.0.attn.hook_z instead"),
+        (["generate", LLAMA, PROMPT, "--knockout", "blocks.2.*=-1>0"], "'blocks.2.*' means that hook point too"),
         (["run", "models/none", PROMPT], "ModelError"),
         (["run", LLAMA, PROMPT, "--capture", "blocks.1.hook_resid_pots"], "blocks.1.hook_resid_post"),
         (["run", LLAMA, PROMPT, "--zero", "blocks.1.hook_mlp_out=3"], "--zero takes"),

@@ -13,7 +13,11 @@ from mionnx.cli.intervention_syntax import parse
 class TestGrammar:
     def test_limits(self):
         hook, edit = parse("zero", "blocks.1.attn.hook_z@heads=3;positions=0,-1;rows=1", 4, 5)
-        assert (hook, edit.heads, edit.positions, edit.rows) == ("blocks.1.attn.hook_z", (3,), (0, -1), (1,))
+        assert (hook, edit.heads, edit.positions, edit.rows) == (["blocks.1.attn.hook_z"], (3,), (0, -1), (1,))
+
+    def test_several_hook_points(self):
+        hooks, edit = parse("scale", "blocks.*.hook_mlp_out,hook_embed=2@rows=0,1", 4, 5)
+        assert (hooks, edit.value, edit.rows) == (["blocks.*.hook_mlp_out", "hook_embed"], 2, (0, 1))
 
     def test_numbers_and_tensors(self, tmp_path):
         save_file({"a:b": np.arange(3.0)}, tmp_path / "x.safetensors")

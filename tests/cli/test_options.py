@@ -87,6 +87,7 @@ def test_near_names_are_named(typed):
         ("CPU", "did you mean 'cpu'?"),
         ("cpuu", "did you mean 'cpu'?"),
         ("CUDAExecutionProvder", ""),
+        ("CUDAExecutionProvider", "CPUExecutionProvider; what would install it"),
     ],
 )
 def test_providers_that_people_write(given, says):

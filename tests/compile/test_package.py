@@ -291,6 +291,45 @@ def test_a_knob_turns_its_interventions(spec, at, models, tmp_path):
     assert "strength" in (folder / "README.md").read_text()
 
 
+def test_a_glob_is_baked_at_each_hook_point_and_a_knob_takes_one(shipped, tmp_path, capfd):
+    """The compiled graph of a glob and of a predicate is that of the loop, and so are its spec and its card."""
+    loop = HookSpec()
+    for layer in range(shipped.num_layers):
+        loop.intervene(HookPoint.MlpOut(layer), Intervention.Scale(0.5))
+    glob = HookSpec().intervene("blocks.*.hook_mlp_out", Intervention.Scale(0.5))
+    predicate = HookSpec().intervene(lambda name: name.endswith("hook_mlp_out"), Intervention.Scale(0.5))
+    knobs = {"first": "blocks.[01].*", "last": ["blocks.2.hook_mlp_out", "blocks.3.*"]}
+    folders = [
+        shipped.compile(spec, tmp_path / str(n), knobs=knobs, weights="referenced")
+        for n, spec in enumerate((loop, glob, predicate))
+    ]
+    for file in ("model.onnx", "spec.safetensors", "README.md"):
+        assert len({(folder / file).read_bytes() for folder in folders}) == 1, file
+    assert sum("| scale |" in line for line in (folders[1] / "README.md").read_text().splitlines()) == 4
+    assert capfd.readouterr().out == ""
+    with pytest.raises(InterventionError, match=r"nothing that it could turn at blocks.\*.hook_attn_out"):
+        shipped.compile(glob, tmp_path / "none", knobs={"first": "blocks.*.hook_attn_out"})
+
+
+def test_the_warnings_of_a_knob_are_silenced_as_the_card_says(shipped, tmp_path):
+    spec = HookSpec().intervene("blocks.2.hook_mlp_out", Intervention.Scale(0.5))
+    folder = shipped.compile(spec, tmp_path / "out", knobs={"strength": None}, weights="referenced")
+    *_, quiet = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    plain = quiet.replace(", options)", ")")
+    assert plain != quiet
+    errors = [
+        subprocess.run(
+            [sys.executable, "-c", f"import onnxruntime\n{code}"], cwd=folder, capture_output=True, text=True
+        )
+        for code in (plain, quiet)
+    ]
+    assert [run.returncode for run in errors] == [0, 0]
+    assert "Initializer strength appears in graph inputs" in errors[0].stderr
+    assert "Initializer" not in errors[1].stderr
+    bare = shipped.compile(spec, tmp_path / "bare", weights="referenced")
+    assert "log_severity_level" not in (bare / "README.md").read_text()
+
+
 def test_a_knob_of_a_projection(models, tmp_path):
     """x - s (x D^T) D: at 1 the direction is gone, at 0 nothing happens."""
     model, (ids, mask) = models("llama"), batch(1)

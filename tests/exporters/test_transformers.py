@@ -262,7 +262,7 @@ def test_recognising_a_checkpoint_reads_its_config_only(tmp_path):
     assert not recognises(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert recognises(tmp_path)
-    with pytest.raises(ModelError, match="no folder"):
+    with pytest.raises(ModelError, match="one file of a model: give its folder"):
         MIModel.from_pretrained(tmp_path / "config.json")
 
 

@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from repository import REPOSITORY
 from safetensors.numpy import load_file, save_file
 
-from mionnx import Directions, HookSpec, InputError, Intervention, KVCache, MIError, MIModel, RWKVState, SpecFileError
+from mionnx import (
+    Attribution,
+    Directions,
+    HookSpec,
+    InputError,
+    Intervention,
+    KVCache,
+    MIError,
+    MIModel,
+    RWKVState,
+    SpecFileError,
+)
 from mionnx.analysis.sweep.progress_file import ProgressFile
 from mionnx.cli.intervention_syntax import load_tensor
 from mionnx.machine.tensor_file import UncheckedFileWarning, to_bytes
@@ -73,6 +84,7 @@ def files(tmp_path_factory) -> dict[str, Written]:
     values.add(0, "hook_embed", vectors)
     values.keep(folder / "run.safetensors", dict.fromkeys(FACTS, "told"))
     (folder / "captures.safetensors").write_bytes(to_bytes({"logits": vectors}))
+    llama.attribute([3, 4], 5).save(folder / "result.safetensors")
     reads: dict[str, Callable[[Path], Any]] = {
         "spec.safetensors": lambda path: HookSpec.load(path).to_bytes(),
         "cache.safetensors": lambda path: bits(vars(KVCache.load(path))),
@@ -81,12 +93,13 @@ def files(tmp_path_factory) -> dict[str, Written]:
         "directions.gguf": directions,
         "sweep.safetensors": lambda path: bits(ProgressFile((2, 3), "key", path).values),
         "run.safetensors": recorded,
+        "result.safetensors": lambda path: bits(vars(Attribution.load(path))),
         "captures.safetensors": lambda path: bits(load_tensor(path, "logits")),
     }
     return {name: Written(folder / name, read) for name, read in reads.items()}
 
 
-KINDS = ("spec", "cache", "state", "directions", "sweep", "run", "captures")
+KINDS = ("spec", "cache", "state", "directions", "sweep", "run", "result", "captures")
 NAMES = [f"{kind}.safetensors" for kind in KINDS] + ["directions.gguf"]
 
 

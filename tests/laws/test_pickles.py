@@ -97,6 +97,7 @@ RESULTS: dict[str, Callable[[MIModel], Any]] = {
     "ablation sweep": lambda model: model.ablation_sweep(TEXT),
     "path patching": lambda model: model.path_patch(TEXT, OTHER, "all"),
     "predicate": lambda model: HookSpec().capture(is_a_stream),
+    "predicate of an intervention": lambda model: HookSpec().intervene(is_a_stream, Intervention.Add(1.0)),
     "stack": lambda model: model.decompose_resid(model.run_with_cache(TEXT)[1]),
 }
 RECURRENT: dict[str, Callable[[MIModel], Any]] = {
@@ -136,7 +137,7 @@ def test_a_result_of_a_recurrent_model_is_too(recurrent: MIModel, name: str) -> 
 
 
 def test_every_public_type_is_among_them() -> None:
-    errors = {name for name in mionnx.__all__ if name.endswith("Error")}
+    errors = {name for name in mionnx.__all__ if name.endswith(("Error", "Warning"))}
     assert {*mionnx.__all__} <= errors | OTHERS | RESULTS.keys() | RECURRENT.keys()
     for name in sorted(errors):
         error = pickle.loads(pickle.dumps(getattr(mionnx, name)("why")))
@@ -177,6 +178,10 @@ def test_a_lens_without_its_model_says_so_when_it_needs_it(copy: Path, tmp_path:
 
 @pytest.mark.parametrize("limits", [{}, {"positions": -1}])
 def test_a_predicate_that_cannot_be_pickled_says_why_and_can_be_copied(limits: dict[str, Any]) -> None:
+    edited = HookSpec().intervene(lambda name: name == "hook_embed", Intervention.Zero())
+    with pytest.raises(SpecFileError, match=r"an intervention by the predicate <lambda> cannot be pickled"):
+        pickle.dumps(edited)
+    assert copy.deepcopy(edited).interventions[0][0] == edited.interventions[0][0]
     spec = HookSpec().capture(lambda name: name == "hook_embed", **limits)
     with pytest.raises(SpecFileError, match=r"predicate <lambda> cannot be pickled.*a module.*glob"):
         pickle.dumps(spec)

@@ -34,7 +34,7 @@ def test_a_clean_environment_runs_a_hooked_model(hooked, models, tmp_path):
     """pip install of the package alone, in a new virtual environment; the same bits as here."""
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    for part in ("mionnx", "exporters"):  # a copy: building leaves a folder behind
+    for part in ("mionnx", "exporters", "models"):  # a copy: building leaves a folder behind
         shutil.copytree(REPOSITORY / part, tmp_path / "source" / part)
     for part in ("pyproject.toml", "README.md"):
         shutil.copyfile(REPOSITORY / part, tmp_path / "source" / part)

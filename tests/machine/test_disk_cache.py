@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from mionnx import InputError
-from mionnx.machine import disk_cache
-from mionnx.machine.disk_cache import CacheEntry, DiskCache, StoreWarning
+from mionnx.machine import cache_entry, disk_cache
+from mionnx.machine.cache_entry import CacheEntry
+from mionnx.machine.disk_cache import DiskCache, StoreWarning
 
 FORK = multiprocessing.get_context("fork")
 
@@ -121,11 +122,11 @@ def test_other_damage_is_found(entries, damage):
 
 
 def test_large_files_are_hashed_when_they_changed(entries, monkeypatch):
-    monkeypatch.setattr(disk_cache, "LARGE", 100)
+    monkeypatch.setattr(cache_entry, "LARGE", 100)
     path = entries.get("graphs", "key", writer()).path
     hashed: list[str] = []
-    plain = disk_cache._sha256
-    monkeypatch.setattr(disk_cache, "_sha256", lambda file: hashed.append(file.name) or plain(file))
+    plain = cache_entry.sha256
+    monkeypatch.setattr(cache_entry, "sha256", lambda file: hashed.append(file.name) or plain(file))
     assert DiskCache(entries.root).find("graphs", "key")
     assert hashed == []
     (path / "1.bin").write_bytes((path / "1.bin").read_bytes())  # another time of change, the same bytes

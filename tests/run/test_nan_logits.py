@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from mionnx import HookSpec, InputError, Intervention, InterventionError, MIModel, ModelError
+from mionnx import Directions, HookSpec, InputError, Intervention, InterventionError, MIModel, ModelError
 from mionnx.engine.device import DeviceArray
 from mionnx.run.nan_logits import checked, has_nan
 
@@ -49,6 +49,22 @@ def test_weights_that_are_nan_are_named(copy, tensor, hook):
         model.logit_lens(np.array(IDS))
     with pytest.raises(ModelError, match="NaN"):
         model.patch_sweep(IDS, [5, 9, 13, 30], answer=5, versus=9, over=("layer",))
+
+
+def test_analyses_that_reduce_captures_look_at_them_first(copy):
+    model = poison(copy, "model.layers.1.self_attn.q_proj.weight")
+    sound = model.attention("The capital of France is", layers=[0])
+    assert np.isfinite(sound.patterns).all()
+    directions = model.contrast("The capital of France is", "The capital of Germany is", layers=[0])
+    later = Directions(directions.vectors, [3], directions.hook, directions.method, directions.pairs)
+    for analysis in (
+        lambda: model.attention("The capital of France is"),
+        lambda: model.head_scores(batch=1, period=4),
+        lambda: model.contrast("The capital of France is", "The capital of Germany is"),
+        lambda: model.calibrate(later, "The capital of France is"),
+    ):
+        with pytest.raises(ModelError, match=r"blocks\.[123]\..* is NaN: the weights are damaged"):
+            analysis()
 
 
 def test_infinite_weights_are_named_where_they_become_nan(copy):

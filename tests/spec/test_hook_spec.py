@@ -30,8 +30,21 @@ class TestHookSpec:
         assert spec.is_captured("blocks.0.attn.hook_q")
         assert not spec.is_captured("hook_embed")
 
-    def test_interventions_name_one_hook_point(self):
-        with pytest.raises(HookError, match="pattern"):
-            HookSpec().intervene("blocks.*.hook_mlp_out", Intervention.Zero())
+    def test_interventions_by_glob_predicate_and_list(self):
+        spec = HookSpec().intervene("blocks.*.hook_mlp_out", Intervention.Zero())
+        spec.intervene(lambda name: name.endswith("hook_z"), Intervention.Zero())
+        assert spec.num_interventions() == 2
+        assert spec.has_intervention_at(HookPoint.MlpOut(7))
+        assert spec.has_intervention_at("blocks.0.attn.hook_z")
+        assert not spec.has_intervention_at("blocks.0.attn.hook_q")
+        several = HookSpec().intervene([HookPoint.Embed, "blocks.*.attn.hook_q"], Intervention.Zero())
+        assert (several.num_interventions(), several.has_intervention_at("blocks.3.attn.hook_q")) == (2, True)
+        assert "blocks.*.attn.hook_q: Intervention.Zero()" in str(several)
+        captured = HookSpec().capture(["hook_embed", "blocks.*.attn.hook_q"], before=True)
+        assert [str(request) for request in captured.captures] == ["hook_embed", "blocks.*.attn.hook_q"]
+
+    def test_what_is_no_intervention_is_refused(self):
         with pytest.raises(HookError, match="takes an Intervention"):
             HookSpec().intervene("hook_embed", 2.0)
+        with pytest.raises(HookError, match="a list of these"):
+            HookSpec().intervene([], Intervention.Zero())

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from mionnx import HookPoint, HookSpec, Intervention, InterventionError, MIError, SpecFileError
 
 quick = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-HOOKS = st.sampled_from(["hook_embed", "blocks.0.attn.hook_z", "blocks.11.hook_resid_post", "my.own"])
+HOOKS = st.sampled_from(["hook_embed", "blocks.0.attn.hook_z", "blocks.*.hook_resid_post", "my.own"])
 
 
 @st.composite
@@ -148,7 +148,7 @@ def test_other_versions_and_missing_files(tmp_path):
     with pytest.raises(SpecFileError, match="no saved spec"):
         HookSpec.load(tmp_path / "none.safetensors")
     save_file(VALUE, tmp_path / "plain.safetensors")
-    with pytest.raises(SpecFileError, match="version 1"):
+    with pytest.raises(SpecFileError, match="no saved spec: it is not of a kind that mionnx writes"):
         HookSpec.load(tmp_path / "plain.safetensors")
 
 

@@ -36,7 +36,7 @@ def llama() -> MIModel:
 )
 def test_a_planted_node_is_returned(models, hooked, tmp_path, family, runtime, fault, hook, most):
     node, _ = plant(hooked(family), tmp_path / "model", fault)
-    wrong = MIModel.from_pretrained(tmp_path / "model")
+    wrong = MIModel.from_pretrained(tmp_path / "model", check="none")
     ids = np.random.default_rng(0).integers(3, 100, (1, 24))
     found = models(family).bisect(ids, [runtime], other=wrong)
     assert found.hook == hook
@@ -55,7 +55,7 @@ def reproduced(report: Path) -> dict[str, float]:
 def test_the_report_shows_the_fault_alone(llama, tmp_path):
     plant(llama.hooked.folder, tmp_path / "model", other_rope)
     report = tmp_path / "report"
-    wrong = MIModel.from_pretrained(tmp_path / "model")
+    wrong = MIModel.from_pretrained(tmp_path / "model", check="none")
     found = llama.bisect(PROMPT, ["ort-cpu"], other=wrong, folder=report)
     shown = reproduced(report)
     this, other = "ort-cpu, this model", "ort-cpu, other model"
@@ -91,7 +91,7 @@ def test_a_report_of_two_dtypes_runs(checkpoint, models, tmp_path):
 def test_a_spec_is_in_force_in_both(llama, tmp_path):
     """A fault before a value that is replaced cannot be seen; the same without the spec is found."""
     plant(llama.hooked.folder, tmp_path / "model", perturbed_weight)
-    wrong = MIModel.from_pretrained(tmp_path / "model")
+    wrong = MIModel.from_pretrained(tmp_path / "model", check="none")
     spec = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Zero())
     assert llama.bisect(PROMPT, ["ort-cpu"], other=wrong, spec=spec).hook is None
     found = llama.bisect(PROMPT, ["ort-cpu"], other=wrong)

@@ -34,7 +34,7 @@ def faulty(llama, tmp_path_factory: pytest.TempPathFactory) -> MIModel:
     """world-llama, one neuron of layer 1's MLP reading half as much again."""
     folder = tmp_path_factory.mktemp("faulty") / "model"
     plant(llama.hooked.folder, folder, perturbed_weight)
-    return MIModel.from_pretrained(folder)
+    return MIModel.from_pretrained(folder, check="none")
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_every_family_agrees_in_every_runtime(models, checkpoint, family, browse
 def test_a_planted_fault_is_found_beside_torch(hooked, checkpoint, tmp_path, family, fault):
     node, hook = plant(hooked(family), tmp_path / "model", fault)
     ids = np.random.default_rng(0).integers(3, 100, (1, 24))
-    wrong = MIModel.from_pretrained(tmp_path / "model")
+    wrong = MIModel.from_pretrained(tmp_path / "model", check="none")
     found = wrong.verify([ids], ["torch", "ort-cpu"], checkpoint=checkpoint(family), greedy=0)
     assert not found.agrees
     fault = found.besides[0].fault
@@ -118,6 +118,21 @@ def test_a_spec_is_in_force_in_torch_too(llama, tmp_path):
     assert np.abs(recorded - steered).max() < TOLERANCE * np.abs(steered).max()
     assert np.abs(recorded - plain).max() > 0.1
     assert found.hashes["graph"] != llama.verify([PROMPT], ["ort-cpu", "ort-cpu:none"], greedy=0).hashes["graph"]
+
+
+def test_a_glob_and_a_predicate_are_in_force_in_torch_too(llama, tmp_path):
+    glob = HookSpec().intervene("blocks.*.attn.hook_z", Intervention.Zero(heads=3))
+    found = llama.verify([PROMPT], ["torch", "ort-cpu"], spec=glob, greedy=0, record=tmp_path / "run.safetensors")
+    assert found.agrees
+    assert "4 interventions" in found.title
+    recorded = load_file(tmp_path / "run.safetensors")["0.hook_logits"]
+    ablated, plain = (llama.forward(PROMPT, hooks).output() for hooks in (glob, None))
+    assert np.abs(recorded - ablated).max() < TOLERANCE * np.abs(ablated).max()
+    assert np.abs(recorded - plain).max() > 0.1
+    predicate = HookSpec().intervene(lambda name: name.endswith("hook_z"), Intervention.Zero(heads=3))
+    again = llama.verify([PROMPT], ["ort-cpu"], spec=predicate, greedy=0, against=tmp_path / "run.safetensors")
+    assert again.agrees
+    assert again.hashes["spec"] == found.hashes["spec"]
 
 
 def test_a_splice_is_compared_where_it_can_run(llama):
@@ -231,7 +246,9 @@ def test_nan_is_no_agreement(llama, tmp_path):
     data = np.memmap(folder / entry["location"], np.float32, "r+", int(entry["offset"]), tuple(tensor.dims))
     data[3] = np.nan
     data.flush()
-    found = MIModel.from_pretrained(folder).verify([PROMPT], ["ort-cpu", "ort-cpu:none"], greedy=0, repeat=True)
+    found = MIModel.from_pretrained(folder, check="none").verify(
+        [PROMPT], ["ort-cpu", "ort-cpu:none"], greedy=0, repeat=True
+    )
     assert not found.agrees
     assert found.besides[0].trouble(found.tolerance).startswith("blocks.2.hook_resid_post has NaN")
     assert found.repeats[0].identical

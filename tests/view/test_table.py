@@ -30,6 +30,16 @@ def test_it_is_as_wide_as_the_terminal_at_most(table, monkeypatch, width):
     assert max(map(len, str(table).splitlines())) <= width
 
 
+@pytest.mark.parametrize(("width", "shown"), [(80, "value"), (30, "number"), (12, "only")])
+def test_the_first_form_that_fits_is_shown(table, monkeypatch, width, shown):
+    table.narrower = Table("hook point", "number")
+    table.narrower.add_row("0.resid_post", "0.5")
+    table.narrower.narrower = Table("only")
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert [word for word in ("value", "number", "only") if word in str(table)] == [shown]
+    assert table.natural_width == 36
+
+
 def test_rich_takes_it_as_its_own(table):
     console = Console(width=80)
     with console.capture() as captured:

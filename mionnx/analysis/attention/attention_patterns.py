@@ -15,6 +15,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.memory import format_bytes
+from mionnx.run.nan_logits import numbers
 from mionnx.run.prompt import one_text
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
@@ -190,7 +191,7 @@ def attention(
     point: Callable[[int], HookPoint] = HookPoint.RwkvEffectiveAttn if effective else HookPoint.AttnPattern
     for layer in chosen:
         spec.capture(point(layer), heads=shown)
-    cache = model.forward(text.ids, spec, logits=False)
+    cache = numbers(model.forward(text.ids, spec, logits=False))
     patterns = np.stack([cache[point(layer)][0].astype(np.float32) for layer in chosen])
     return AttentionPatterns(text.tokens, chosen, shown, patterns, effective)
 

@@ -17,9 +17,11 @@ from mionnx.analysis.attention.repeated_sequences import (
     check_kinds,
     repeat_sequences,
 )
+from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import HookError, InputError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.progress import Progress, silent
+from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
@@ -71,7 +73,7 @@ def head_scores(
     progress("attention patterns", 0, batch)
     done = 0
     for ids in sequences.chunks(rows):
-        cache = model.forward(ids, spec, logits=False)
+        cache = numbers(model.forward(ids, spec, logits=False))
         for layer, point in enumerate(points):
             totals[:, layer] += [attention_to(kind, cache[point], sequences) for kind in chosen]
         done += len(ids)
@@ -83,9 +85,10 @@ def _refuse_row_hooks(model: Runner, spec: HookSpec) -> None:
     """Refuse captures, and interventions that depend on the row."""
     if spec.captures:
         raise HookError("hooks of head_scores are interventions: it captures what it needs itself")
-    for point, one in spec.interventions:
+    hooks = index_hooks(spec, model.hooked)
+    for point, one in hooks.interventions:
         own = isinstance(one.positions, tuple) and any(isinstance(entry, tuple) for entry in one.positions)
-        rank = len(point.axes or model.hooked.axes(point))
+        rank = len(hooks.axes(point))
         each = any(value.ndim == rank and len(value) > 1 for value in one.values)
         if own or each or one.rows is not None:
             raise InterventionError(

@@ -1,17 +1,20 @@
 """`LensResult`: the next token that each layer's residual stream predicts."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.lens.picture import draw_lens, label_of
+from mionnx.analysis.lens.reader import LensReader, SavedReader, source_of
 from mionnx.analysis.lens.readout import Readout
 from mionnx.errors import InputError
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
+from mionnx.run.runner import Runner
 from mionnx.view import Shown, render
 
 if TYPE_CHECKING:
@@ -47,6 +50,47 @@ class LensResult(Shown):
     spell: Callable[[int], str]
     known: Callable[[int | str], int]
     read: Callable[[NDArray[np.int64]], Readout]
+    INSIDE: ClassVar = (Readout,)
+
+    @classmethod
+    def load(cls, path: str | Path, *, model: Runner | None = None) -> Self:
+        """Read a lens that `save` wrote as .safetensors: the same numbers, tables and pages.
+
+        Args:
+            path: the file.
+            model: the model that the lens was made with. Without it only tokens that are in the lens can be asked for,
+                by their ids: `probability_of` and the like those that were tracked.
+
+        Raises:
+            SpecFileError: the file is missing, damaged, or of another kind.
+            InputError: another model, or a lens that was saved without its streams.
+        """
+        lens = super().load(path)
+        if model is None:
+            return lens
+        saved = _reader(lens)
+        if saved is None or saved.streams is None:
+            raise InputError(f"{path} has no streams that a model could read further tokens from")
+        if saved.source != source_of(model):
+            ours, others = (" ".join(one) for one in (source_of(model), saved.source))
+            raise InputError(f"{path} was made with another model than the one given: {others}, not {ours}")
+        reader = LensReader(model, saved.streams)
+        return replace(lens, spell=reader.spell, known=reader.known, read=reader.read)
+
+    def _contents(self) -> dict[str, Any]:
+        contents, reader = super()._contents(), _reader(self)
+        for name in ("spell", "known", "read"):
+            del contents[name]
+        tokens = sorted({*self.top_ids.ravel().tolist(), *self.answers.tolist(), *self.tracked})
+        contents["words"] = {token: self.spell(token) for token in tokens}
+        streams, source = (None, []) if reader is None else (reader.streams, reader.source)
+        return {**contents, "streams": streams, "source": source}
+
+    @classmethod
+    def _of_contents(cls, contents: dict[str, Any]) -> Self:
+        streams, source, words = (contents.pop(name) for name in ("streams", "source", "words"))
+        reader = SavedReader(streams, source, words, contents["tracked"], contents["readout"])
+        return cls(**contents, spell=reader.spell, known=reader.known, read=reader.read)
 
     @property
     def top_ids(self) -> NDArray[np.int64]:
@@ -199,3 +243,9 @@ class LensResult(Shown):
     def figure(self) -> "Figure":
         """The top tokens, coloured by their probability; a long text in several rows of panels."""
         return draw_lens(self)
+
+
+def _reader(lens: LensResult) -> LensReader | SavedReader | None:
+    """The reader behind a lens; None if its functions are of another kind."""
+    reader = getattr(lens.read, "__self__", None)
+    return reader if isinstance(reader, LensReader | SavedReader) else None

@@ -1,17 +1,22 @@
-"""`LensReader`: the streams of one text, with the model that reads further tokens from them."""
+"""The streams of one text: `LensReader` has the model that reads further tokens from them, `SavedReader` has none."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.lens.readout import Lens, Readout
+from mionnx.errors import InputError
 from mionnx.machine.once import once_property
 from mionnx.run.prompt import token_of, token_text
 from mionnx.run.recipe import Recipe
 from mionnx.run.runner import Runner
+
+ADVICE = ": LensResult.load(path, model=model) reads further tokens"
 
 
 class LensReader:
@@ -34,6 +39,11 @@ class LensReader:
             ModelError: its folder is not there any more.
         """
         return self._model.open() if isinstance(self._model, Recipe) else self._model
+
+    @property
+    def source(self) -> list[str]:
+        """The model's family, dtype and hash of weights, by which a saved lens knows it again."""
+        return source_of(self.model)
 
     def spell(self, token: int) -> str:
         """A token's text."""
@@ -61,3 +71,59 @@ class LensReader:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LensReader:
         return self  # nothing in it changes
+
+
+class SavedReader:
+    """Tokens of a lens without its model, by their ids.
+
+    Attributes:
+        streams: as those of a `LensReader`; None if the lens was saved without.
+        source: as that of a `LensReader`.
+        words: token -> its text, of all tokens in the lens.
+        tracked, readout: of the lens.
+    """
+
+    def __init__(
+        self,
+        streams: NDArray[Any] | None,
+        source: list[str],
+        words: Mapping[int, str],
+        tracked: Sequence[int],
+        readout: Readout,
+    ) -> None:
+        self.streams, self.source, self.words = streams, source, words
+        self.tracked, self.readout = tracked, readout
+
+    def spell(self, token: int) -> str:
+        """A token's text.
+
+        Raises:
+            InputError: a token that is not in the lens.
+        """
+        if token not in self.words:
+            raise InputError(f"token {token} is not in this lens{ADVICE}")
+        return self.words[token]
+
+    def known(self, token: int | str) -> int:
+        """The id of a tracked token, given by id.
+
+        Raises:
+            InputError: another token, or a text, whose id only a tokenizer knows.
+        """
+        if token not in self.tracked:
+            tracked = ", ".join(f"{one} {self.words[one]!r}" for one in self.tracked) or "none"
+            raise InputError(f"token {token!r} is none of the tracked tokens of this lens ({tracked}){ADVICE}")
+        return int(token)
+
+    def read(self, chosen: NDArray[np.int64]) -> Readout:
+        """Read a tracked token, the same at every position."""
+        column = 1 + self.tracked.index(self.known(int(chosen[0, 0])))
+        found = {field.name: getattr(self.readout, field.name) for field in fields(Readout)}
+        found |= {name: found[name][..., [column]] for name in ("log_probs", "ranks")}
+        return Readout(**found)
+
+
+def source_of(model: Runner) -> list[str]:
+    """The model's family, dtype and hash of weights."""
+    metadata = model.hooked.metadata
+    return [metadata.family, metadata.dtype, metadata.weights_sha256]

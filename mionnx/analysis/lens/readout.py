@@ -13,6 +13,7 @@ from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.brief import Brief
+from mionnx.machine.stored import Storable
 from mionnx.rewrite.lens_head import CHOSEN, OUTPUTS, K, lens
 from mionnx.run.model_part import ModelPart
 
@@ -22,7 +23,7 @@ LOGITS = str(HookPoint.Logits)
 
 
 @dataclass(frozen=True, repr=False)
-class Readout(Brief):
+class Readout(Brief, Storable):
     """Predictions of the next token from `n` streams at `positions`.
 
     Attributes:

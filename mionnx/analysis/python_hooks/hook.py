@@ -10,7 +10,7 @@ from mionnx.errors import HookError
 from mionnx.graph.axes import format_shape
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.spec.capture import Capture, Predicate, resolve
+from mionnx.spec.hook_choice import HookChoice, Predicate, resolve
 
 HookFunction = Callable[..., Any]  # (activation, hook=Hook) -> array or None
 Where = HookPoint | str | Predicate
@@ -56,7 +56,7 @@ def select(model: HookedModel, what: Where) -> list[str]:
     """
     if not (isinstance(what, HookPoint | str) or callable(what)):
         raise HookError(f"a hook is named by a name, a glob, a HookPoint or a function of the name, not by {what!r}")
-    names = resolve(Capture(what), [str(point) for point in model.hook_points()])
+    names = resolve(HookChoice(what), [str(point) for point in model.hook_points()])
     acting = [name for name in names if not HookPoint.parse(name).derived]
     if not acting:
         raise HookError(f"{names[0]} is computed for captures alone, and nothing reads it: no function can act there")

@@ -11,7 +11,7 @@ to_string, to_single_token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,10 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.errors import InputError
 from mionnx.graph import matrices
 from mionnx.graph.hook_points import HookPoint
-from mionnx.inputs.token_rows import read_array, read_rows
+from mionnx.inputs.token_rows import IDS, is_one_prompt, read_array, read_rows
 from mionnx.run.prompt import token_of
 from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import One, Prompt
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ def to_tokens(model: Runner, text: str | Sequence[str]) -> NDArray[np.int64]:
     Example:
         model.to_tokens("The capital of France is")  # int64 [1, 5]
     """
+    if is_one_prompt(text) and not isinstance(text, str):
+        raise InputError(f"to_tokens takes texts, got a {type(text).__name__}, which has ids already")
     rows = [model.tokenize(one).ids for one in ([text] if isinstance(text, str) else text)]
     lengths = {len(row) for row in rows}
     if len(lengths) != 1:
@@ -124,24 +127,24 @@ def to_tokens(model: Runner, text: str | Sequence[str]) -> NDArray[np.int64]:
     return np.stack(rows)
 
 
-def to_str_tokens(model: Runner, tokens: str | ArrayLike) -> list[str]:
-    """Each token of a text, or of ids [seq] or [1, seq], as text.
+def to_str_tokens(model: Runner, tokens: Prompt) -> list[str]:
+    """Each token of a text, of ids [seq] or [1, seq], or of a tokenizer's encoding, as text.
 
     Example:
         model.to_str_tokens("The capital of France is")
     """
-    return [to_string(model, [token]) for token in _row(model, tokens)]
+    return [to_string(model, [token]) for token in _row(model, _ids(tokens))]
 
 
-def to_string(model: Runner, tokens: ArrayLike) -> Any:
+def to_string(model: Runner, tokens: ArrayLike | One) -> Any:
     """Decode ids [seq], or one id, to a text; ids [batch, seq] to a list of texts.
 
-    Special tokens are shown.
+    A tokenizer's dictionary has ids [batch, seq] or [seq], as it says. Special tokens are shown.
 
     Example:
         model.to_string(model.to_tokens("The capital of France is")[0])
     """
-    ids = read_array("tokens", tokens)
+    ids = read_array("tokens", _ids(tokens))
     if ids.ndim == 2:
         return [to_string(model, row) for row in ids]
     return model.tokenizer.decode(_row(model, ids), skip_special_tokens=False)
@@ -157,6 +160,13 @@ def to_single_token(model: Runner, text: str) -> int:
         model.to_single_token(" Paris")
     """
     return model.token_id(text)
+
+
+def _ids(tokens: Any) -> Any:
+    """The ids of an encoding or a dictionary; anything else as it is."""
+    if isinstance(tokens, Mapping) and IDS in tokens:
+        return read_array("tokens", tokens[IDS])
+    return read_rows(tokens).ids[0] if is_one_prompt(tokens) and not isinstance(tokens, str) else tokens
 
 
 def _row(model: Runner, tokens: str | ArrayLike) -> list[int]:

@@ -13,6 +13,7 @@ from mionnx.analysis.steering.directions import Directions
 from mionnx.analysis.steering.prompts import Texts, positions_of, texts_of, whole_numbers
 from mionnx.errors import HookError
 from mionnx.inputs.tokens import Tokens
+from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
@@ -83,6 +84,6 @@ def vector_norms(model: Runner, texts: Sequence[Tokens], points: Sequence[str], 
         here, spec = positions_of(positions, prompt, len(texts)), HookSpec()
         for point in points:
             spec.capture(point, positions=None if isinstance(here, str) else here)
-        cache = model.forward(tokens, spec, logits=False)
+        cache = numbers(model.forward(tokens, spec, logits=False))
         lengths.append([np.linalg.norm(cache[point][0].astype(np.float64), axis=-1) for point in points])
     return np.concatenate(lengths, axis=1).mean(axis=1)

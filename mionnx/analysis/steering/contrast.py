@@ -13,6 +13,7 @@ from mionnx.analysis.steering.hook_template import template_of
 from mionnx.analysis.steering.prompts import Texts, texts_of
 from mionnx.errors import InputError
 from mionnx.machine.progress import Progress, silent
+from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
@@ -76,7 +77,7 @@ def _activations(
     batches = []
     for first in range(0, len(texts), ROWS):
         progress("capturing", first, len(texts))
-        cache = model.forward(texts[first : first + ROWS], spec, logits=False)
+        cache = numbers(model.forward(texts[first : first + ROWS], spec, logits=False))
         batches.append(np.stack([cache[point].astype(np.float64).mean(axis=1) for point in points]))
     progress("capturing", len(texts), len(texts))
     return np.concatenate(batches, axis=1)

@@ -32,6 +32,10 @@ STREAM = "resid_post"
 NAME = re.compile(r"direction\.(\d+)")
 
 
+class LayerLeftOutWarning(UserWarning):
+    """A control vector file without the direction of layer 0."""
+
+
 def _gguf() -> ModuleType:
     try:
         import gguf
@@ -56,7 +60,7 @@ def write(vectors: Mapping[int, NDArray[np.float32]], path: str | Path, model_hi
     if 0 in vectors:
         raise SpecFileError(
             "a control vector file has no place for a direction after the first block (direction.N, N >= 1): "
-            f"leave it out, directions.only({[layer for layer in vectors if layer]})"
+            "steer at a later layer"
         )
     tensors = {f"direction.{layer}": vector for layer, vector in vectors.items()}
     with atomic_path(Path(path)) as partial:

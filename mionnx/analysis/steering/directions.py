@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from mionnx.analysis.steering.hook_template import template_of
 from mionnx.errors import HookError, InterventionError, SpecFileError
 from mionnx.machine.arrays import to_array
 from mionnx.machine.brief import Brief, count, spelled
+from mionnx.machine.file_kinds import whose
 from mionnx.machine.tensor_file import read_tensors, write_tensors
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
@@ -219,7 +221,9 @@ class Directions(Shown):
             SpecFileError: the file is missing, damaged, or another one.
         """
         metadata, tensors = read_tensors(path, f"{path} holds no directions")
-        if metadata.get("mionnx_directions") != FORMAT:
+        if "mionnx_directions" not in metadata:
+            raise SpecFileError(f"{path} holds no directions: {whose(metadata)}")
+        if metadata["mionnx_directions"] != FORMAT:
             raise SpecFileError(f"{path} holds no directions of version {FORMAT}")
         try:
             declared = json.loads(metadata["declaration"])
@@ -234,13 +238,26 @@ class Directions(Shown):
     def to_gguf(self, path: str | Path, model_hint: str = "") -> Path:
         """Write a control vector file for llama.cpp; see `mionnx.analysis.steering.control_vector`.
 
+        The format has no direction for layer 0: if there are others, it is left out with a `LayerLeftOutWarning`, as
+        llama.cpp's own generator leaves it out.
+
         Raises:
-            SpecFileError: directions at another hook point or in layer 0, or a file that cannot be written.
+            SpecFileError: directions at another hook point or in layer 0 only, or a file that cannot be written.
             RuntimeMissingError: the gguf package is not installed.
         """
         if self.hook != STREAM:
             raise SpecFileError(f"a control vector is added at hook_{STREAM}, and these directions are at {self.hook}")
-        return control_vector.write(dict(zip(self.layers, self.vectors, strict=True)), path, model_hint)
+        vectors = dict(zip(self.layers, self.vectors, strict=True))
+        if self.layers[0] != 0 or len(self.layers) == 1:
+            return control_vector.write(vectors, path, model_hint)
+        del vectors[0]
+        written = control_vector.write(vectors, path, model_hint)
+        warnings.warn(
+            f"{path} holds layers {self.layers[1]} to {self.layers[-1]}: a control vector has no direction for layer 0",
+            control_vector.LayerLeftOutWarning,
+            stacklevel=3,
+        )
+        return written
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> Directions:

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.machine.brief import Brief, count, spelled
+from mionnx.machine.stored import Storable
 from mionnx.view import Shown, empty_figure, render
 from mionnx.view.figure import token_label
 
@@ -18,7 +19,7 @@ SHOWN = 8  # prompts that a picture tells apart
 
 
 @dataclass(frozen=True, repr=False)
-class Answers(Brief):
+class Answers(Brief, Storable):
     """The answers to prompts at some strengths; arrays are [prompts, strengths].
 
     Attributes:
@@ -63,6 +64,7 @@ class DoseResponse(Shown):
     tolerance: float
     share: float
     names: dict[int, str]
+    INSIDE: ClassVar = (Answers,)
 
     @property
     def kl(self) -> NDArray[np.float64]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.markup import escape
 
 from mionnx.analysis.sweep.picture import draw
 from mionnx.errors import InputError
@@ -161,11 +162,16 @@ class SweepResult(Shown):
         """Table for a terminal: the map if it has two axes and fits, else the largest cells."""
         what, numbers = self.shown
         if len(self.over) == 2 and numbers.shape[1] <= 24:
-            table = Table(f"{self.over[0]} / {self.over[1]}", *self.labels[self.over[1]], title=what)
+            table = Table(f"{self.over[0]} / {self.over[1]}", *self.labels[self.over[1]], title=self._above(what))
             for label, row in zip(self.labels[self.over[0]], numbers, strict=True):
                 table.add_row(label, *map(decimal, row))
             return table
-        table = Table(*self.over, f"change of {self.metric}", title=f"the {top} cells with the largest effect")
+        title = self._above(f"the {top} cells with the largest effect")
+        table = Table(*self.over, f"change of {self.metric}", title=title)
         for cell, effect in self.top(top):
             table.add_row(*cell.values(), decimal(effect, 4))
         return table
+
+    def _above(self, what: str) -> str:
+        """The title of a table: the swept hook point, and its numbers."""
+        return escape(f"{self.title}\n{what}")

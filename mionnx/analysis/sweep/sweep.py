@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -25,8 +27,8 @@ from mionnx.analysis.sweep.result import SweepResult
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import Brief
-from mionnx.machine.disk_cache import SWEEPS
-from mionnx.machine.files import make_folder
+from mionnx.machine.cache_entry import SWEEPS
+from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.progress import Progress, bars, silent
 from mionnx.run.find_model import cache_folder
 from mionnx.run.runner import Runner
@@ -267,8 +269,16 @@ def _progress_file(sweep: Sweep, resume: str | Path | bool) -> Path | None:
         if key is not None:
             raise InputError(f"resume_key={key!r} has no effect without resume=True or resume=FILE")
         return None
-    make_folder(cache_folder() / SWEEPS)
-    return cache_folder() / SWEEPS / f"{sweep.key[:32]}.safetensors"
+    folder = cache_folder() / SWEEPS
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise OSError(errno.EROFS, "it cannot be written", str(folder))
+    except OSError as error:
+        lost = "an interruption would lose the cells that are computed; resume=FILE keeps them elsewhere"
+        DiskCache(cache_folder()).say_unusable(error, lost, SWEEPS)
+        return None
+    return folder / f"{sweep.key[:32]}.safetensors"
 
 
 def _delete(path: Path | None) -> None:

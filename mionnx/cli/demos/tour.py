@@ -21,7 +21,6 @@ from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.state_interventions import StateKnockoutSpec
-from mionnx.verify.result import WIDE
 from mionnx.view import Table
 
 CAPITAL = "The capital of France is"
@@ -135,6 +134,6 @@ def runtimes(model: MIModel, console: Console, folder: Path | None) -> None:
     """Compare ONNX Runtime, with and without optimisation, and onnx's reference evaluator."""
     result = model.verify([CAPITAL], ["ort-cpu", "ort-cpu:none", "reference"], hooks="blocks.*.hook_resid_post")
     console.print(f"{CAPITAL!r} in each runtime: every layer's residual stream, and the logits:")
-    console.print(result.table(console.width >= WIDE))
+    console.print(result.table())
     console.print(result.summary(), highlight=False)
     write(result, folder, "verify", console)

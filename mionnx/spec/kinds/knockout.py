@@ -40,7 +40,7 @@ class Knockout(Kind):
         Args:
             mask: broadcastable to [batch, n_heads, seq_q, seq_k], where seq_q and seq_k are positions of each row's
                 own text, past included and padding not; `create_knockout_mask` makes one. seq_q may be those of this
-                call's tokens only. Of a longer mask, a shorter row takes the part that it has.
+                call's tokens only. A shorter row takes its part of a longer mask.
             positions, heads, rows: queries, heads and rows that it applies to.
 
         Raises:

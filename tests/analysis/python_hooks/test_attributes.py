@@ -5,7 +5,7 @@ import pytest
 import torch
 from oracle import Inputs, run
 from repository import REPOSITORY
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mionnx import HookError, HookPoint, InputError, Intervention, InterventionError, MIModel
 
@@ -69,6 +69,41 @@ def test_tokens(model):
             model.to_str_tokens(wrong)
     with pytest.raises(InputError, match=r"texts of \[3, 5\] tokens"):
         model.to_tokens([FRANCE, "three four five"])
+
+
+def encodings(model):
+    """One text as tokenizers give it."""
+    tokenizer = AutoTokenizer.from_pretrained(model.hooked.folder)
+    ids = model.tokenize(FRANCE).ids
+    yield from (tokenizer(FRANCE), tokenizer(FRANCE, return_tensors="pt"), tokenizer(FRANCE, return_tensors="np"))
+    yield from (model.tokenizer.encode(FRANCE), model.tokenize(FRANCE), {"input_ids": ids}, torch.tensor(ids))
+
+
+def test_texts_of_encodings(model):
+    for given in encodings(model):
+        assert model.to_str_tokens(given) == FRANCE.split()
+        assert model.to_string(given) in (FRANCE, [FRANCE])
+    for given in [*encodings(model)][:-1]:
+        with pytest.raises(InputError, match=f"to_tokens takes texts, got a {type(given).__name__}"):
+            model.to_tokens(given)
+    with pytest.raises(InputError, match="a dictionary has 'input_ids'"):
+        model.to_string({"ids": [3]})
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, np.int64, lambda id: torch.tensor(id, dtype=torch.uint8)])
+def test_a_token_may_be_an_array_of_one_number(model, kind):
+    paris = model.to_single_token("Paris")
+    given = kind(paris)
+    assert model.attribute(FRANCE, given).answer == model.attribute(FRANCE, paris).answer == "Paris"
+    np.testing.assert_array_equal(model.embedding_for(given), model.embedding_for(paris))
+    tracked = model.logit_lens(FRANCE, tokens=torch.tensor([paris, 3])).tracked
+    assert tracked == [paris, 3]
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor(1.0), torch.tensor(True), np.array("Paris"), torch.tensor([1])])
+def test_what_is_no_token_is_refused(model, wrong):
+    with pytest.raises(InputError, match="a token is its id or its text"):
+        model.embedding_for(wrong)
 
 
 def test_capturing(model, reference):

@@ -79,6 +79,12 @@ def test_a_page_of_three_axes_opens_on_the_largest_and_lets_choose(llama, chromi
     assert page.troubles == []
 
 
+@pytest.mark.parametrize("over", [("layer", "head"), ("layer",), ("layer", "head", "position")])
+def test_a_table_says_which_hook_point_it_is_of(llama, over):
+    table = str(llama.ablation_sweep(FRANCE, over=over, layers=[1]).table())
+    assert "Zero ablation of blocks.*.attn.hook_z" in " ".join(table.split())
+
+
 def test_tokens_are_shown_and_never_executed(chromium, tmp_path):
     numbers = np.random.default_rng(0).normal(size=(24, 16, 40))
     labels = {"layer": [str(i) for i in range(24)], "head": [str(i) for i in range(16)], "position": [NASTY, "\n"] * 20}

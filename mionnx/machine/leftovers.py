@@ -1,0 +1,148 @@
+"""Folders that appear complete or not at all, and the parts left by killed processes.
+
+1. A folder is made beside its target as `.{name}.{six digits}.{pid}.partial`, and renamed when it is complete.
+2. Its maker holds a lock on a file in it. The system gives a lock back when its process ends, however it ends: a folder
+   whose lock is free belongs to nobody, whatever process has the number in its name by now, here or on another machine.
+3. One without that file (of an earlier mionnx, or of a process killed in its first moment) belongs to nobody if no
+   process has its number, or one that began after the folder was last changed.
+"""
+
+import atexit
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from secrets import token_hex
+from threading import Lock
+
+import psutil
+from filelock import FileLock
+
+from mionnx.machine.cache_entry import CLOCK, files_in
+
+LOCK = ".mionnx.lock"
+PARTIAL = re.compile(r"\..*\.(?P<pid>\d+)\.partial", re.DOTALL)
+AN_HOUR = 3600.0
+
+
+@contextmanager
+def new_folder(target: Path, error: type[Exception]) -> Iterator[Path]:
+    """Yield an empty folder beside a target that is not there, and rename it into place.
+
+    If the body fails, nothing is left. If the process is killed, `remove_leftovers` removes what it left.
+
+    Args:
+        target: the folder to make; its parents are made too.
+        error: class of the error that an `OSError` becomes.
+    """
+    partial = partial_path(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+        try:
+            with FileLock(partial / LOCK):
+                yield partial
+                (partial / LOCK).unlink()
+                partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as cause:
+        raise error(f"cannot write {target}: {cause}") from cause
+
+
+def partial_path(target: Path) -> Path:
+    """A path beside a target, of this process alone, with its number in the name."""
+    return target.with_name(f".{target.name}.{token_hex(3)}.{os.getpid()}.partial")
+
+
+def remove_leftovers(folder: Path, holding: Collection[str] | None = None) -> int:
+    """Remove the partial folders and files in a folder that no process works on any more.
+
+    A partial file has no lock: it has to be an hour old besides.
+
+    Args:
+        folder: where they lie.
+        holding: in a folder that is not mionnx' own, names of which a partial folder without a lock has to hold one.
+
+    Returns:
+        how many were removed.
+    """
+    try:
+        found = [path for path in folder.iterdir() if PARTIAL.fullmatch(path.name) and _own(path)]
+    except OSError:
+        return 0
+    removed = 0
+    for path in found:
+        foreign = holding is not None and not any((path / name).exists() for name in [LOCK, *holding])
+        if foreign or not _abandoned(path):
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        removed += not path.exists()
+    return removed
+
+
+def _own(path: Path) -> bool:
+    """Whether this user made it, and it is no link."""
+    try:
+        return not path.is_symlink() and (not hasattr(os, "getuid") or path.lstat().st_uid == os.getuid())
+    except OSError:
+        return False
+
+
+def _abandoned(partial: Path) -> bool:
+    try:
+        if (partial / LOCK).is_file():
+            with FileLock(partial / LOCK, timeout=0):
+                return True
+        changed = max(path.stat().st_mtime for path in [partial, *files_in(partial)])
+        return _dead(partial, changed) and (partial.is_dir() or time.time() - changed > AN_HOUR)
+    except (OSError, NotImplementedError):  # locked, gone meanwhile, or nothing that may be looked into
+        return False
+
+
+def _dead(partial: Path, changed: float) -> bool:
+    found = PARTIAL.fullmatch(partial.name)
+    try:
+        return found is None or psutil.Process(int(found["pid"])).create_time() > changed + CLOCK
+    except (psutil.NoSuchProcess, OverflowError, ValueError):
+        return True
+    except psutil.Error:
+        return False
+
+
+_temporary: dict[int, Path] = {}  # by process: a forked one makes its own
+_held: list[FileLock] = []
+_making = Lock()
+
+
+def temporary_folder() -> Path:
+    """The folder of this process for what cannot be kept; it goes away with the process.
+
+    What a killed process left in the system's temporary folder is removed by the next that needs one.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    with _making:
+        if os.getpid() not in _temporary:
+            remove_leftovers(Path(tempfile.gettempdir()), holding=())
+            folder = Path(tempfile.mkdtemp(prefix=".mionnx.", suffix=f".{os.getpid()}.partial"))
+            lock = FileLock(folder / LOCK)
+            lock.acquire()
+            _held.append(lock)
+            _temporary[os.getpid()] = folder
+            atexit.register(_remove_temporary)
+        return _temporary[os.getpid()]
+
+
+def _remove_temporary() -> None:
+    folder = _temporary.pop(os.getpid(), None)  # none in a forked process that made none
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,104 @@
+"""`HookChoice`: the hook points that a request of a spec means, by name, glob or predicate."""
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
+
+from mionnx.errors import HookError, SpecFileError, nearest
+from mionnx.graph.hook_points import HookPoint
+
+Predicate = Callable[[str], bool]
+Hook = HookPoint | str
+Hooks = Hook | Predicate | Iterable[Hook | Predicate]
+
+
+@dataclass(frozen=True)
+class HookChoice:
+    """A hook point, a glob over names or a predicate on them."""
+
+    what: HookPoint | str | Predicate
+
+    title: ClassVar[str] = "an intervention"
+
+    def selects(self, name: str) -> bool:
+        """Whether a hook point of this name is meant."""
+        if isinstance(self.what, HookPoint):
+            return self.what.name == name
+        if not isinstance(self.what, str):
+            return bool(self.what(name))
+        return fnmatchcase(name, self.what) and (_names_one(self.what) or not HookPoint.parse(name).on_request)
+
+    @property
+    def text(self) -> str:
+        """Name or glob, as a spec file has it.
+
+        Raises:
+            SpecFileError: a predicate.
+        """
+        if callable(self.what):
+            raise SpecFileError(f"{self.title} by predicate cannot be saved: name the hook points, or use a glob")
+        return str(self.what)
+
+    def __copy__(self) -> "HookChoice":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HookChoice":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if callable(self.what):
+            try:
+                pickle.dumps(self.what)
+            except (AttributeError, TypeError, pickle.PicklingError) as error:
+                raise SpecFileError(
+                    f"{self.title} by the predicate {self} cannot be pickled: {error}; define the function in a "
+                    "module, name the hook points, or use a glob"
+                ) from error
+        return type(self), tuple(getattr(self, one.name) for one in fields(self))
+
+    def __str__(self) -> str:
+        return getattr(self.what, "__name__", None) or str(self.what)
+
+
+def is_glob(hook: object) -> bool:
+    """Whether a hook is a pattern: text with `*`, `?` or `[`."""
+    return isinstance(hook, str) and any(character in hook for character in "*?[")
+
+
+def _names_one(glob: str) -> bool:
+    """Whether a pattern has letters after its last dot: `*.hook_eff*` has, `*` has not."""
+    return bool(glob.rpartition(".")[2].removeprefix("hook_").strip("*?"))
+
+
+def each(hooks: Hooks) -> Iterator[HookPoint | str | Predicate]:
+    """Each hook point, glob or predicate of those that `capture` or `intervene` is given.
+
+    Raises:
+        HookError: an empty list, or a dictionary.
+    """
+    if isinstance(hooks, HookPoint | str) or callable(hooks) or not isinstance(hooks, Iterable):
+        several = [hooks]
+    elif isinstance(hooks, Mapping) or not (several := [*hooks]):
+        raise HookError(f"hook points are a name, a glob, a function of the name, or a list of these, not {hooks!r}")
+    for hook in several:
+        yield hook if callable(hook) or is_glob(hook) else HookPoint.parse(hook)
+
+
+def resolve(request: HookChoice, names: Iterable[str]) -> list[str]:
+    """The hook points of a model that a request means.
+
+    Raises:
+        HookError: none; the message names the nearest one.
+    """
+    names = list(names)
+    selected = [name for name in names if request.selects(name)]
+    if selected:
+        return selected
+    if callable(request.what):
+        raise HookError(
+            f"the predicate {request} selects none of the model's {len(names)} hook points; it is asked for their "
+            f"names, such as {names[len(names) // 2]!r}"
+        )
+    raise HookError(f"the model has no hook point {str(request)!r}{nearest(str(request), names)}")

@@ -1,0 +1,67 @@
+"""Tables of a `Verification` for a terminal of any width: names stay whole, numbers are left out."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from rich.markup import escape
+from rich.table import Column
+
+from mionnx.view import Table
+
+GOING = ("cosine", "absolute", "greedy", "top 1", "KL, nats")  # left out in this order where there is no room
+
+
+def verification_table(rows: list[dict[str, str]], titles: Mapping[str, str], title: str) -> Table:
+    """The table of all numbers; a narrow terminal shows the most of them for which it has room.
+
+    Where not all fit, hook points are first written without "blocks." and "hook_".
+
+    Args:
+        rows: heading -> cell, of a runtime each; the cells of "at" are hook points.
+        titles: further runtimes, which have a verdict only.
+        title: of the table.
+    """
+    heads = [*rows[0]] if rows else ["runtime", ""]
+    return _chain([_table(rows, titles, title, *form) for form in _forms(heads)])
+
+
+def repeats_table(rows: Sequence[tuple[str, ...]]) -> Table:
+    """Table of repeated runs: runtime, repetition, bits, relative difference, hook point."""
+    tables = []
+    for short in (False, True):
+        heads = ("runtime", "repeated", "bits", "relative", "first at")
+        table = Table(*(Column(head, no_wrap=head != "repeated") for head in heads))
+        for *cells, first in rows:
+            table.add_row(*cells, short_name(first) if short else first)
+        tables.append(table)
+    return _chain(tables)
+
+
+def short_name(hook: str) -> str:
+    """A hook point without "blocks." and "hook_": "3.resid_post", "0.attn.pattern"."""
+    return hook.removeprefix("blocks.").replace("hook_", "", 1)
+
+
+def _chain(tables: list[Table]) -> Table:
+    for wide, narrow in pairwise(tables):
+        wide.narrower = narrow
+    return tables[0]
+
+
+def _forms(heads: list[str]) -> Iterator[tuple[list[str], bool]]:
+    """Headings, and whether names are short: first all, then ever fewer."""
+    yield heads, False
+    yield heads, True
+    for gone in range(1, len(GOING) + 1):
+        yield [head for head in heads if head not in GOING[:gone]], True
+
+
+def _table(rows: list[dict[str, str]], titles: Mapping[str, str], title: str, heads: list[str], short: bool) -> Table:
+    columns = [Column(head, no_wrap=head != "runtime", overflow="fold") for head in heads]
+    table = Table(*columns, title=escape(title), caption="at: without blocks. and hook_" if short and rows else None)
+    for row in rows:
+        shown = {**row, "at": short_name(row["at"])} if short else row
+        table.add_row(*(shown[head] for head in heads))
+    for runtime, verdict in titles.items():
+        table.add_row(escape(runtime), verdict)
+    return table

@@ -1,0 +1,282 @@
+"""What is saved is loaded as it was: every result, its values, text, table and page; any other file is refused."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from alike import alike
+from repository import REPOSITORY
+from safetensors.numpy import load_file, save_file
+
+from mionnx import (
+    AblationResult,
+    AttentionPatterns,
+    Attribution,
+    Directions,
+    DoseResponse,
+    FeatureActivations,
+    Generation,
+    HeadScores,
+    HookCache,
+    HookPoint,
+    HookSpec,
+    InputError,
+    Intervention,
+    KnockoutSpec,
+    KVCache,
+    LensResult,
+    Logits,
+    MIError,
+    MIModel,
+    RWKVState,
+    SpecFileError,
+    StateAblationResult,
+    StateKnockoutSpec,
+    Verification,
+)
+from mionnx.analysis.sweep.result import SweepResult
+from mionnx.machine.stored import Stored
+from mionnx.view import Shown
+
+TEXT, OTHER = "The capital of France is", "The capital of Japan is"
+POINT = HookPoint.ResidPost(1)
+
+
+def a_spec() -> HookSpec:
+    spec = HookSpec().capture("blocks.*.attn.hook_z", positions=[-1], heads=3).capture(POINT, before=True)
+    spec.intervene(POINT, Intervention.Add(np.arange(128, dtype=np.float32), positions=[0, -1]))
+    return spec.intervene(HookPoint.MlpOut(2), Intervention.Scale(0.5, rows=0, positions="prompt"))
+
+
+def ablated(model: MIModel, spec: Any) -> AblationResult:
+    return AblationResult(model.forward(TEXT).output()[0, -1], model.forward(TEXT, a_spec()).output()[0, -1], spec)
+
+
+def features(model: MIModel) -> FeatureActivations:
+    random = np.random.default_rng(0)
+    ids, values = random.integers(0, 9, (5, 2)), random.normal(size=(5, 2)).astype(np.float32)
+    return FeatureActivations(str(POINT), ("a", "b", "c", "d", "e"), ids, values, np.array([3, 4]), values)
+
+
+RESULTS: dict[str, Callable[[MIModel], Stored]] = {
+    "AblationResult": lambda model: ablated(model, a_spec()),
+    "AblationResult of a knockout": lambda model: ablated(model, KnockoutSpec().layer(3).head(0).edge(3, 1)),
+    "AblationResult alone": lambda model: ablated(model, None),
+    "AttentionPatterns": lambda model: model.attention(TEXT, layers=[1, 3]),
+    "Attribution": lambda model: model.attribute(TEXT, "Paris", versus="Tokyo"),
+    "DoseResponse": lambda model: model.dose_response([TEXT], model.contrast([TEXT], [OTHER])[1], [0, 1.0]),
+    "FeatureActivations": features,
+    "Generation": lambda model: model.generate(
+        [TEXT, "Tokyo is"], HookSpec().capture(POINT), max_new_tokens=3, output_logits=True
+    ),
+    "HeadScores": lambda model: model.head_scores(batch=2, period=6),
+    "HookCache": lambda model: model.forward(TEXT, a_spec(), use_cache=True, logits=Logits(top_k=3)),
+    "HookCache without logits": lambda model: model.forward(TEXT, HookSpec().capture("*"), logits=False),
+    "LensResult": lambda model: model.logit_lens(TEXT, k=3, tokens=["Tokyo"]),
+    "SweepResult": lambda model: model.patch_sweep(TEXT, OTHER),
+    "SweepResult of an ablation": lambda model: model.ablation_sweep(TEXT),
+    "SweepResult of paths": lambda model: model.path_patch(TEXT, OTHER, "all"),
+    "Verification": lambda model: model.verify(TEXT, ("ort-cpu", "ort-cpu:none"), greedy=2),
+}
+RECURRENT: dict[str, Callable[[MIModel], Stored]] = {
+    "HookCache": lambda model: model.forward(TEXT, HookSpec().capture("blocks.*.rwkv.hook_decay")),
+    "Generation": lambda model: model.generate(TEXT, max_new_tokens=2),
+    "StateAblationResult": lambda model: StateAblationResult(
+        model.forward(TEXT).output()[0, -1], model.forward(OTHER).output()[0, -1], StateKnockoutSpec().position(0)
+    ),
+}
+PAST = (KVCache, RWKVState)
+
+
+@pytest.fixture(scope="module")
+def recurrent() -> MIModel:
+    return MIModel.from_pretrained(REPOSITORY / "models" / "world-rwkv7", threads=1)
+
+
+def plain(value: Any) -> Any:
+    """Attributes in which a past has its layers as lists, and a lens no functions."""
+    if isinstance(value, PAST):
+        layers = [[np.asarray(part) for part in layer] for layer in value.layers]
+        return {"layers": layers, "attention_mask": value.attention_mask}
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    if isinstance(value, Stored):
+        found = {name: one for name, one in vars(value).items() if name not in ("spell", "known", "read")}
+        return {"class": type(value), **{name: plain(one) for name, one in found.items()}}
+    return value
+
+
+def told(result: Any) -> list[str]:
+    """Everything that a result says of itself."""
+    texts = [str(result), repr(result)]
+    if isinstance(result, Shown):
+        texts += [result.page(), result.to_json()]
+    return texts + ([str(result.table())] if hasattr(result, "table") else [])
+
+
+def check(result: Stored, folder: Path) -> None:
+    path = folder / "result.safetensors"
+    assert result.save(path) == path
+    again = type(result).load(path)
+    assert alike(plain(again), plain(result))
+    assert told(again) == told(result)
+    assert again.save(folder / "again.safetensors").read_bytes() == path.read_bytes()
+    assert sorted(one.name for one in folder.iterdir()) == ["again.safetensors", path.name]
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_is_loaded_as_it_was(shipped: MIModel, tmp_path: Path, name: str) -> None:
+    result = RESULTS[name](shipped)
+    assert type(result).__name__ == name.split()[0]
+    check(result, tmp_path)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_result_of_a_recurrent_model_is_too(recurrent: MIModel, tmp_path: Path, name: str) -> None:
+    check(RECURRENT[name](recurrent), tmp_path)
+
+
+def test_every_result_with_a_page_is_among_them() -> None:
+    classes = {name.split()[0] for name in (*RESULTS, *RECURRENT)}
+    shown = {one.__name__ for one in Shown.__subclasses__() if one.__module__.startswith("mionnx.")}
+    assert shown - classes == {"Directions"}  # which has a format of its own
+
+
+@pytest.mark.parametrize(("dtype", "axes"), [(ml_dtypes.bfloat16, 2), (np.float16, 0), (np.bool_, 1), (np.int32, 3)])
+def test_captures_keep_their_dtype_order_and_names(tmp_path: Path, dtype: Any, axes: int) -> None:
+    value = np.ones((2,) * axes, dtype)
+    cache = HookCache(None, {"b.hook": value, "a.hook": np.zeros((0, 3), dtype)}, num_layers=4)
+    again = HookCache.load(cache.save(tmp_path / "c.safetensors"))
+    assert list(again) == ["b.hook", "a.hook"]
+    assert alike(again["b.hook"], value)
+    assert {*load_file(tmp_path / "c.safetensors")} == {"a.hook", "b.hook"}
+
+
+def test_a_generation_goes_on_from_its_loaded_cache(shipped: MIModel, tmp_path: Path) -> None:
+    made = shipped.generate(TEXT, max_new_tokens=3)
+    again = Generation.load(made.save(tmp_path / "g.safetensors"))
+    token = [made.ids[0][-1:].tolist()]
+    outputs = [shipped.forward(token, cache=one.cache).output() for one in (made, again)]
+    np.testing.assert_array_equal(*outputs)
+
+
+def test_a_loaded_lens_reads_further_tokens_with_its_model_only(
+    shipped: MIModel, recurrent: MIModel, tmp_path: Path
+) -> None:
+    lens = shipped.logit_lens(TEXT, tokens=["Tokyo"])
+    path, tokyo = lens.save(tmp_path / "l.safetensors"), shipped.token_id("Tokyo")
+    alone, opened = LensResult.load(path), LensResult.load(path, model=shipped)
+    for again in (alone, opened):
+        np.testing.assert_array_equal(again.probability_of(tokyo), lens.probability_of("Tokyo"))
+        np.testing.assert_array_equal(again.rank_of(tokyo), lens.rank_of("Tokyo"))
+    np.testing.assert_array_equal(opened.probability_of("Oslo"), lens.probability_of("Oslo"))
+    for token in ("Tokyo", "Oslo", shipped.token_id("Oslo")):
+        with pytest.raises(InputError, match=rf"{token!r}.*'Tokyo'.*load\(path, model=model\)"):
+            alone.rank_of(token)
+    with pytest.raises(InputError, match="another model than the one given: llama"):
+        LensResult.load(path, model=recurrent)
+    np.testing.assert_array_equal(
+        LensResult.load(alone.save(tmp_path / "again.safetensors"), model=shipped).rank_of("Oslo"),
+        lens.rank_of("Oslo"),
+    )
+
+
+@pytest.fixture(scope="module")
+def files(shipped: MIModel, recurrent: MIModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One file of each kind that mionnx writes as .safetensors, by what reads it."""
+    folder = tmp_path_factory.mktemp("files")
+    shipped.forward(TEXT, use_cache=True).kv_cache.save(folder / "KVCache.load")
+    recurrent.forward(TEXT).state.save(folder / "RWKVState.load")
+    a_spec().save(str(folder / "HookSpec.load"))
+    shipped.verify(TEXT, ["ort-cpu"], record=folder / "verify(against=...)", greedy=0)
+    shipped.patch_sweep(TEXT, OTHER, layers=[0], resume=folder / "resume=...")
+    made = {"Directions.load": shipped.contrast([TEXT], [OTHER]), "HookCache.load": shipped.forward(TEXT)}
+    for reader, result in {**made, "Attribution.load": shipped.attribute(TEXT, "Paris")}.items():
+        result.save(folder / "x.safetensors").rename(folder / reader)
+    return {path.name: path for path in folder.iterdir()}
+
+
+READERS = (Attribution, Directions, HookCache, HookSpec, KVCache, RWKVState)
+
+
+@pytest.mark.filterwarnings("ignore::mionnx.machine.tensor_file.UncheckedFileWarning")
+@pytest.mark.parametrize("reader", READERS)
+def test_a_file_of_another_kind_is_refused_by_the_name_of_its_reader(files: dict[str, Path], reader: Any) -> None:
+    own = f"{reader.__name__}.load"
+    reader.load(files[own])
+    for right, path in files.items():
+        if right != own:
+            with pytest.raises(MIError, match=rf"{re.escape(str(path))}.*{re.escape(right)}"):
+                reader.load(path)
+
+
+def test_other_files_are_refused(tmp_path: Path, files: dict[str, Path]) -> None:
+    save_file({"values": np.ones(3)}, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SpecFileError, match="is no saved SweepResult: it is not of a kind that mionnx writes"):
+        SweepResult.load(tmp_path / "x.safetensors")
+    (tmp_path / "x.json").write_text("{}")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("x.json", "missing", "pipe", "."):
+        with pytest.raises(SpecFileError, match="is no saved SweepResult"):
+            SweepResult.load(tmp_path / name)
+    metadata = {"mionnx_result": "1", "kind": "Attribution", "contents": "{}"}
+    save_file({"values": np.ones(3)}, tmp_path / "y.safetensors", metadata=metadata)
+    with pytest.raises(SpecFileError, match=r"y.safetensors has no checksum"):
+        Attribution.load(tmp_path / "y.safetensors")
+
+
+@pytest.mark.parametrize("name", ["HookCache", "LensResult", "SweepResult"])
+def test_a_flipped_byte_is_refused(shipped: MIModel, tmp_path: Path, name: str) -> None:
+    result = RESULTS[name](shipped)
+    data = result.save(tmp_path / "result.safetensors").read_bytes()
+    for at in np.linspace(0, len(data) - 1, 40).astype(int):
+        flipped = bytearray(data)
+        flipped[at] ^= 1
+        (tmp_path / "flipped.safetensors").write_bytes(flipped)
+        try:
+            again = type(result).load(tmp_path / "flipped.safetensors")
+        except SpecFileError as error:
+            words = str(error)
+        else:  # white space after the header
+            words = "flipped.safetensors" * (at < 8 + int.from_bytes(data[:8], "little"))
+            assert alike(plain(again), plain(result))
+        assert "flipped.safetensors" in words
+    flipped = bytearray(data)
+    flipped[-9] ^= 1
+    (tmp_path / "flipped.safetensors").write_bytes(flipped)
+    with pytest.raises(SpecFileError, match=r"flipped\.safetensors is damaged: it does not have the checksum"):
+        type(result).load(tmp_path / "flipped.safetensors")
+
+
+def test_the_ending_says_what_is_written(shipped: MIModel, tmp_path: Path) -> None:
+    scores = HeadScores(("induction",), np.zeros((1, 2, 2)), 0.1, 4, 1, "model")
+    for ending, begins in ((".html", b"<!doctype html"), (".png", b"\x89PNG"), (".json", b"{")):
+        assert scores.save(tmp_path / f"x{ending}").read_bytes().lower().startswith(begins.lower())
+    for result in (scores, AblationResult([0.0, 1.0], [1.0, 0.0])):
+        with pytest.raises(SpecFileError, match=r"x\.npz.*\.safetensors"):
+            result.save(tmp_path / "x.npz")
+
+
+def test_what_no_file_can_hold_is_said_and_nothing_is_written(tmp_path: Path) -> None:
+    result = AblationResult([0.0, 1.0], [1.0, 0.0], spec=lambda: None)
+    (tmp_path / "x.safetensors").write_text("before")
+    with pytest.raises(SpecFileError, match="spec is a function, which no file can hold"):
+        result.save(tmp_path / "x.safetensors")
+    assert (tmp_path / "x.safetensors").read_text() == "before"
+    with pytest.raises(SpecFileError, match="cannot write"):
+        AblationResult([0.0, 1.0], [1.0, 0.0]).save(tmp_path / "missing" / "x.safetensors")
+
+
+CLASSES = (AttentionPatterns, DoseResponse, FeatureActivations, Verification)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_kind_is_refused_as_another(shipped: MIModel, tmp_path: Path, kind: type[Stored]) -> None:
+    path = AblationResult([0.0, 1.0], [1.0, 0.0]).save(tmp_path / "x.safetensors")
+    with pytest.raises(SpecFileError, match=f"no saved {kind.__name__}: it is a saved AblationResult, which Ablation"):
+        kind.load(path)
