@@ -89,5 +89,5 @@ class Clamp(Kind):
 
 
 def _masked(dtype: Any) -> float:
-    """The number below which scores are masked: far from the lowest one, for a `Scale` may have shrunk that."""
+    """The number below which scores are masked; a `Scale` before may have shrunk the lowest one."""
     return -max(float(-lowest(dtype)) ** 0.5, 4096.0)
