@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from mionnx.bind.effect import LOGITS, ByRow, Shown, refuse_idle_in, refuse_idle_structure
 from mionnx.bind.estimate import Estimate, estimate_of
 from mionnx.bind.hook_index import HookIndex, index_hooks
+from mionnx.bind.knockout_mask import end_of
 from mionnx.bind.logit_selection import Logits
 from mionnx.bind.plan import BoundCapture, Chosen, bind_captures, edits_of, in_order
-from mionnx.bind.rwkv_gates import gates_of, refuse_idle
+from mionnx.bind.rwkv_gates import gates_of
+from mionnx.bind.state_effect import refuse_idle_states, states_of
 from mionnx.bind.values import capture_inputs, edit_inputs, selections_of, weight_inputs
 from mionnx.graph.axes import dynamic_sizes
 from mionnx.graph.hook_points import HookPoint
@@ -105,7 +107,7 @@ class BoundSpec:
         Raises:
             InterventionError: see `effect.refuse_idle_in`.
         """
-        if not self.edits:
+        if not self.edits and not states_of(self.spec):
             return
         places = {} if logits is None else {LOGITS: logits}
         if logits is None and self.logits is not None and self.logits.positions is not None:
@@ -115,8 +117,10 @@ class BoundSpec:
                 places[capture.node.output] = _in_text(capture.request.positions, batch)
         outputs = self.plan.outputs
         carried = outputs.carried and (use_cache or self.model.metadata.recurrent)
-        shown = Shown(self.plan.captures, outputs.logits, carried, places)
+        ends = {} if states_of(self.spec) else {row: end_of(batch, row) for row in range(batch.batch)}
+        shown = Shown(self.plan.captures, outputs.logits, carried, places, ends)
         refuse_idle_in(selections_of(self.edits, self.hooks, batch), self.plan, shown, self.model)
+        refuse_idle_states(self.spec, self.edits, shown, self.model, batch)
 
     def step_inputs(self, batch: TokenBatch, past: Mapping[str, Value], edits: Mapping[str, Value]) -> dict[str, Value]:
         """As `inputs`, with the inputs of the past, and of `values` and `weights`, at hand."""
@@ -166,10 +170,10 @@ class Binder:
         if added := [node for node in map(CaptureNode, cuts) if node not in nodes]:
             nodes = sorted([*added, *nodes], key=lambda node: in_order(hooks, node))
         outputs = outputs or Outputs()
-        if not (outputs.logits or outputs.carried):
-            refuse_idle(spec, nodes, self.model.metadata.sizes.num_layers)
         bound = BoundSpec(spec, self.model, hooks, captures, Plan(edits_of(hooks), tuple(nodes), outputs), logits)
         refuse_idle_structure(bound.edits, bound.plan, self.model)
+        shown = Shown(bound.plan.captures, outputs.logits, outputs.carried)
+        refuse_idle_states(spec, bound.edits, shown, self.model)
         return bound
 
     def _captures(self, spec: HookSpec, hooks: HookIndex) -> tuple[BoundCapture, ...]:

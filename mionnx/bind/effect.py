@@ -36,12 +36,14 @@ class Shown:
         logits: whether there are any.
         carried: whether keys and values, or a state, are.
         positions: capture's output name, or "logits" -> the text positions that are shown; all where it has none.
+        ends: row -> length of its text after the call or generation; none if channel mixes may read any token before.
     """
 
     captures: Sequence[CaptureNode]
     logits: bool
     carried: bool
     positions: Mapping[str, ByRow] = field(default_factory=dict)
+    ends: Mapping[int, int] = field(default_factory=dict)
 
     def views(self) -> Iterator["View"]:
         """Each value that is shown."""
@@ -108,9 +110,9 @@ def refuse_idle_in(selections: Sequence[Selection], plan: Plan, shown: Shown, mo
     """
     edits = [(selection.edit, selection.intervention) for selection in selections]
     for n, selection in enumerate(selections):
-        chosen = _chosen(selection, model)
-        _refuse_overwritten(selection, chosen, [selections[m] for m, _ in _later(edits, n, plan)])
-        _refuse_unseen(selection.edit, edits, shown, model, chosen)
+        later = [selections[m] for m, _ in _later(edits, n, plan)]
+        left = _not_overwritten(selection, _chosen(selection, model), later)
+        _refuse_unseen(selection.edit, edits, shown, model, left)
 
 
 def _chosen(selection: Selection, model: HookedModel) -> ByRow:
@@ -173,14 +175,16 @@ def _overwritten(edit: Edit, later: Edit) -> InterventionError:
     )
 
 
-def _refuse_overwritten(selection: Selection, chosen: ByRow, later: Sequence[Selection]) -> None:
+def _not_overwritten(selection: Selection, chosen: ByRow, later: Sequence[Selection]) -> ByRow:
+    """Text positions at which later interventions leave something of an earlier one."""
     if not later:
-        return
+        return chosen
     left = _spots(selection, chosen)
     for other in later:
         left &= ~_spots(other, other.text_positions())
     if not left.any():
         raise _overwritten(selection.edit, later[-1].edit)
+    return {row: np.flatnonzero(left[row].any(axis=0)).tolist() for row in chosen}
 
 
 def _spots(selection: Selection, chosen: ByRow) -> NDArray[np.bool_]:
@@ -198,16 +202,27 @@ def _refuse_unseen(edit: Edit, edits: Pairs, shown: Shown, model: HookedModel, c
     """Refuse an intervention that nothing shown depends on; None: at every position."""
     if any(one.fit for one, _ in edits):
         return  # a splice may mix positions, and read other hook points
-    whole = {other.hook for other, one in edits if one.rules.overwrites and not one.limited}
-    overwritten = frozenset(whole - {edit.hook})
+    overwritten = replaced_whole(edits) - {edit.hook}
     leads_on = not overwritten and HookPoint.parse(edit.hook).variant != "RwkvState"  # every other leads to the logits
     if leads_on and shown.logits and (chosen is None or LOGITS not in shown.positions):
         return
     reach = model.influence.of(edit.hook, overwritten)
-    if shown.carried and reach.carried:
+    if shown.carried and reach.carried and not _forgotten(reach, shown, chosen):
         return
     if not any(_seen(edit.hook, view, reach, shown, chosen) for view in shown.views()):
         raise _unseen(edit, shown, chosen, [hook for hook in overwritten if hook in reach.arrives])
+
+
+def replaced_whole(edits: Pairs) -> frozenset[str]:
+    """Hook points at which an intervention puts other values in place of all."""
+    return frozenset(edit.hook for edit, one in edits if one.rules.overwrites and not one.limited)
+
+
+def _forgotten(reach: Reach, shown: Shown, chosen: ByRow | None) -> bool:
+    """Whether only the last token's value is carried, and that token is not changed."""
+    if chosen is None or not shown.ends or not reach.next_token_only:
+        return False
+    return all(shown.ends[row] - 1 not in changed for row, changed in chosen.items())
 
 
 def _seen(hook: str, view: View, reach: Reach, shown: Shown, chosen: ByRow | None) -> bool:
@@ -215,12 +230,14 @@ def _seen(hook: str, view: View, reach: Reach, shown: Shown, chosen: ByRow | Non
     positions = shown.positions.get(view.name)
     if not view.depends_on(hook, reach) or positions is None or chosen is None:
         return view.depends_on(hook, reach)
-    later = view.source in reach.spread
-    return any(
-        not {*changed}.isdisjoint(positions[row]) or (later and min(changed) < max(positions[row]))
-        for row, changed in chosen.items()
-        if changed
-    )
+    spreads, once = view.source in reach.spread, bool(shown.ends) and reach.next_token_only
+    for row, changed in chosen.items():
+        reached = {*changed, *(at + 1 for at in changed if spreads and once)}
+        if not reached.isdisjoint(positions[row]):
+            return True
+        if changed and spreads and not once and min(changed) < max(positions[row]):
+            return True
+    return False
 
 
 def _unseen(edit: Edit, shown: Shown, chosen: ByRow | None, overwritten: Collection[str]) -> InterventionError:

@@ -15,10 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InterventionError
-from mionnx.graph.hook_points import layer_of
 from mionnx.graph.metadata import Metadata
 from mionnx.inputs.token_batch import TokenBatch
-from mionnx.rewrite.plan import CaptureNode
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.state_interventions import TERMS, StateKnockoutSpec, StateSteeringSpec
 
@@ -61,27 +59,6 @@ def gates_of(spec: HookSpec, batch: TokenBatch, metadata: Metadata) -> dict[str,
     for factor in factors.values():
         factor[:, ~batch.real] = 0
     return dict(_changed(factors, metadata))
-
-
-def refuse_idle(spec: HookSpec, wants: Sequence[CaptureNode], num_layers: int) -> None:
-    """Refuse state interventions behind the last capture of a pass without logits.
-
-    Raises:
-        InterventionError: a state intervention that no capture can see.
-    """
-    layers = {want.hook: layer_of(want.hook) for want in wants}
-    last = max(
-        (
-            -1 if hook.startswith("hook_embed") else num_layers if layer is None else layer
-            for hook, layer in layers.items()
-        ),
-        default=-1,
-    )
-    for state in (*spec.state_steerings, *spec.state_knockouts):
-        if min(state.target_layers(num_layers)) > last:
-            raise InterventionError(
-                f"{state.title}: no capture lies behind its layers, and there are no logits: ask for either"
-            )
 
 
 def _validate(state: State, batch: TokenBatch, metadata: Metadata) -> None:

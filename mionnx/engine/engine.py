@@ -12,6 +12,7 @@ import onnx
 from numpy.typing import NDArray
 
 from mionnx.engine.options import Options
+from mionnx.machine import memory
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -88,6 +89,10 @@ class Engine(ABC):
     def missing(self, options: Options) -> str | None:
         """Why it cannot run on this machine, and what would install it; None if it can."""
 
+    def lacks(self, options: Options) -> tuple[str, ...]:
+        """The dtypes of models, "bfloat16" say, that it has no operators for with these options."""
+        return ()
+
     def refuses(self, model: onnx.ModelProto) -> str | None:
         """Why it cannot run this graph, if that is known before it is opened; None otherwise."""
         return None
@@ -116,6 +121,10 @@ class Engine(ABC):
         Raises:
             ModelError: the engine refuses the model.
         """
+
+    def release(self) -> None:
+        """Return memory to the system that no open graph and no result uses."""
+        memory.release()
 
     @contextmanager
     def opened_alone(self, model: Path | bytes, folder: Path, options: Options) -> Iterator[Program]:

@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from mionnx.engine import device
+from mionnx.engine import arena, device
 from mionnx.engine.cuda_graphs import CudaGraphs
 from mionnx.engine.engine import Arrays, Engine, Input, Program
 from mionnx.engine.options import ONNX_RUNTIME, PROVIDERS, Options
@@ -133,6 +133,10 @@ class OnnxRuntime(Engine):
             return f"{error}; what would install it: {install}"
         return None
 
+    def lacks(self, options: Options) -> tuple[str, ...]:
+        """bfloat16 on the CPU: ONNX Runtime has no product of two matrices there."""
+        return ("bfloat16",) if PROVIDERS.get(options.provider, options.provider) == PROVIDERS["cpu"] else ()
+
     def facts(self, options: Options) -> dict[str, str]:
         """Version, provider, level and threads."""
         return {
@@ -159,6 +163,11 @@ class OnnxRuntime(Engine):
             settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
             settings.add_session_config_entry("session.prepack.enable_parallel", "1")
         return _program(model, folder, settings, options, optimised)
+
+    def release(self) -> None:
+        """See `Engine.release`."""
+        arena.shrink()
+        memory.release()
 
     @contextmanager
     def opened_alone(self, model: Path | bytes, folder: Path, options: Options) -> Iterator[Program]:
@@ -212,6 +221,8 @@ def _settings(folder: Path, options: Options) -> onnxruntime.SessionOptions:
     settings.graph_optimization_level = OPTIMISATION[options.level]
     settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     settings.add_session_config_entry(STOP_SPINNING, "1")
+    if options.provider_name() == PROVIDERS["cpu"]:
+        arena.share(settings)
     return settings
 
 

@@ -37,6 +37,11 @@ class Reach:
         """Whether keys and values, or a state, can change."""
         return any(name.startswith(CARRIED) for name in self.passes)
 
+    @property
+    def next_token_only(self) -> bool:
+        """Whether what is carried goes to the next token's channel mix alone."""
+        return all(name.endswith(".ffn_shift") for name in self.passes if name.startswith(CARRIED))
+
 
 class Influence:
     """The reach of the hook points of one model; each is worked out once."""

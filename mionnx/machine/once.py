@@ -44,6 +44,16 @@ class Once(Generic[K, V]):
                 self._values[key] = make()
             return self._values[key]
 
+    def keep(self, wanted: Callable[[K], bool]) -> None:
+        """Forget the values of all keys but those wanted."""
+        for key in [*self._values]:
+            if not wanted(key):
+                self._values.pop(key, None)
+
+    def values(self) -> list[V]:
+        """All that were made."""
+        return [*self._values.values()]
+
 
 class once_property(cached_property[V]):  # noqa: N801 - used as `cached_property` is
     """`functools.cached_property`, computed once for all threads.

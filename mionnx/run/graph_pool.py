@@ -22,7 +22,7 @@ from mionnx.run import find_model, prepacked
 from mionnx.run.segment_chain import SegmentChain, open_segments
 
 UNPACKED = 512  # tokens from which on packing the weights gains little (measured: 1.06 at 8 x 64)
-VARIANT = 2**25  # approximate bytes of a session from a base besides the weights that it shares
+SESSION, NODE = 2**19, 2**13  # approximate bytes of a session, and of each of its nodes, besides weights that it shares
 REWRITING = ("mionnx.rewrite", "mionnx.graph", "mionnx.spec.kinds")  # a change there may change a rewritten graph
 WHEN = ("auto", "always", "ready", "never")
 
@@ -74,14 +74,21 @@ class GraphPool:
         self._lock = RLock()  # of the dictionary and the numbers here; held for no longer than they are read
         self._opening: KeyedLocks[Key] = KeyedLocks()
         self._looking = Lock()
-        self._base: prepacked.PrepackedModel | None = None
+        self.base: prepacked.PrepackedModel | None = None
         self._looked = False
         self._opened = 0
+        self._plain: set[Key] = set()  # opened without the base
+        self._lately: set[Key] = set()  # used since `close_idle`
 
     @once_property
     def weights(self) -> int:
         """Bytes of the weights."""
-        return sum(onnx_file.locations(self.model.proto).values())
+        return sum(self.locations.values())
+
+    @once_property
+    def locations(self) -> dict[str, int]:
+        """The weight files that the model reads, and how many bytes of each."""
+        return onnx_file.locations(self.model.proto)
 
     @once_property
     def _entries(self) -> DiskCache:
@@ -118,6 +125,7 @@ class GraphPool:
             graph = make()
             with self._lock:
                 self.open[key] = graph
+                self._lately.add(key)
                 self._close_beyond_limits()
         return graph
 
@@ -127,6 +135,7 @@ class GraphPool:
             graph = self.open.pop(key, None)
             if graph is not None:
                 self.open[key] = graph
+                self._lately.add(key)
             return graph
 
     def _close_beyond_limits(self) -> None:
@@ -136,48 +145,69 @@ class GraphPool:
         ):
             del self.open[next(iter(self.open))]
 
+    def close_idle(self, allowed: int) -> None:
+        """Close graphs not used since the last such call, while all take more than allowed."""
+        with self._lock:
+            lately, self._lately = self._lately, set()
+            for key in [key for key in self.open if key not in lately]:
+                if sum(one.cost for one in self.open.values()) <= allowed:
+                    break
+                del self.open[key]
+
+    def _close_plain(self) -> None:
+        """Close graphs with weights of their own, now that there is a base."""
+        with self._lock:
+            for key in self._plain & self.open.keys():
+                if self.base is not None and self.base.serves(key if isinstance(key, Plan) else key[0], self.model):
+                    del self.open[key]
+            self._plain &= self.open.keys()
+
     def prepare(self) -> bool:
         """Make the prepacked base now; returns whether there is one."""
         with self._looking:
             return self._prepare() is not None
 
     def _prepare(self) -> prepacked.PrepackedModel | None:
-        self._base = self._base or prepacked.make(self.model, self.options, self._entries)
-        return self._base
+        if self.base is None:
+            self.base = prepacked.make(self.model, self.options, self._entries)
+            self._close_plain()
+        return self.base
 
     def _find_base(self) -> prepacked.PrepackedModel | None:
         with self._looking:
             return self._looked_for_base()
 
     def _looked_for_base(self) -> prepacked.PrepackedModel | None:
-        if self.options.base == "never" or self._base is not None:
-            return self._base
+        if self.options.base == "never" or self.base is not None:
+            return self.base
         if self.options.base == "always" and not self._looked:
             self._prepare()
         elif self.weights >= prepacked.WORTHWHILE:
             if not self._looked:
-                self._base = prepacked.find(self.model, self.options, self._entries)
+                self.base = prepacked.find(self.model, self.options, self._entries)
             elif self._opened == 1 and self.options.base == "auto":  # a second structure: more may follow
                 self._prepare()
         self._looked = True
-        return self._base
+        return self.base
 
-    def _count(self) -> None:
-        """Count a graph that is opened without a base."""
+    def _count(self, key: Key) -> None:
+        """Count a rewritten graph that is opened without a base."""
         with self._lock:
             self._opened += 1
+            self._plain.add(key)
 
     def _make(self, plan: Plan) -> OpenGraph:
         base = self._find_base()
         if base is not None and base.serves(plan, self.model):
             model, report = self._rewritten(base, plan)
             program = self.engine.open(model, base.folder, self.options, optimised=True)
-            return OpenGraph(plan, program, report, None if plan.empty else model, VARIANT, self.options)
+            return OpenGraph(plan, program, report, None if plan.empty else model, _cost(model), self.options)
         folder = self.model.folder
         if plan.empty:
+            self._plain.add(plan)
             program = self.engine.open(folder / GRAPH, folder, self.options)
             return OpenGraph(plan, program, Report(), None, self.weights, self.options)
-        self._count()
+        self._count(plan)
         model, report = rewrite(self.model.proto, plan, self.model.metadata)
         cost = sum(onnx_file.locations(onnx_file.parse(model)).values()) if plan.starts else self.weights
         program = self.engine.open(model, folder, self.options)
@@ -187,9 +217,9 @@ class GraphPool:
         base, metadata = self._find_base(), self.model.metadata
         if base is not None and base.serves(plan, self.model):
             model, report = rewrite(base.proto, plan, metadata)
-            folder, optimised, cost = base.folder, True, VARIANT
+            folder, optimised, cost = base.folder, True, _cost(model)
         else:
-            self._count()
+            self._count((plan, hooks))
             model, report = rewrite(self.model.proto, plan, metadata)
             folder, optimised, cost = self.model.folder, False, self.weights
         return open_segments(
@@ -221,6 +251,11 @@ class GraphPool:
             return rewritten[0] if rewritten else rewrite(base.proto, plan, self.model.metadata)
         report = Report.from_json((entry.path / "report.json").read_text())
         return (entry.path / GRAPH).read_bytes(), report
+
+
+def _cost(model: bytes) -> int:
+    """Approximate bytes of a session that shares its weights."""
+    return SESSION + NODE * len(onnx_file.parse(model).graph.node)
 
 
 def _key_of(base: prepacked.PrepackedModel, plan: Plan) -> str:

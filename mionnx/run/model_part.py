@@ -1,14 +1,17 @@
 """`ModelPart`: a part of a model's graph, open by itself."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.engine.engines import open_program
+from mionnx.engine.engines import engine_of
 from mionnx.engine.options import Options
 from mionnx.graph.hooked_model import DTYPES, HookedModel
+from mionnx.graph.onnx_file import ModelProto
+from mionnx.run import prepacked
 
 
 class ModelPart:
@@ -19,10 +22,25 @@ class ModelPart:
         ranks: input -> number of axes.
     """
 
-    def __init__(self, graph: bytes, hooked: HookedModel, options: Options) -> None:
-        self._program = open_program(graph, hooked.folder, options)
+    def __init__(self, graph: bytes, hooked: HookedModel, options: Options, base: Path | None = None) -> None:
+        folder = hooked.folder if base is None else base
+        self._program = engine_of(options).open(graph, folder, options, optimised=base is not None)
         self.dtype = DTYPES[hooked.metadata.dtype]
         self.ranks = {name: entry.rank for name, entry in self._program.inputs.items()}
+
+    @classmethod
+    def after(cls, hook: str, make: Callable[[ModelProto], bytes], hooked: HookedModel, options: Options) -> Self:
+        """Open the part behind a hook point, with the packed weights of a base if there is one.
+
+        Args:
+            hook: where the part begins.
+            make: makes the part, from the graph of the model or that of its base.
+            hooked, options: see `Runner.opened`.
+        """
+        base = prepacked.ready(hooked, options)
+        if base is None or not base.has(hook):
+            return cls(make(hooked.proto), hooked, options)
+        return cls(make(base.proto), hooked, options, base.folder)
 
     def run(
         self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], tokens: tuple[int, ...]

@@ -22,9 +22,10 @@ from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.machine import memory
 from mionnx.machine.once import Once, once_property
 from mionnx.machine.progress import bars
+from mionnx.machine.typed import typed
 from mionnx.rewrite import Plan
 from mionnx.rewrite.plan import Outputs
-from mionnx.run import find_model, spec_graphs, tokenizing
+from mionnx.run import find_model, idle_memory, model_dtype, spec_graphs, tokenizing
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache, collect
 from mionnx.run.nan_logits import checked, refuse_nan
@@ -36,6 +37,7 @@ SMALL = 2**20  # bytes of captures for which nobody needs to ask how much memory
 T = TypeVar("T")
 
 
+@typed(InputError, leave=["source"])
 class Runner:
     """A language model whose activations can be read and changed.
 
@@ -44,6 +46,7 @@ class Runner:
         options: how sessions are opened.
         variants: the open graphs; specs that differ in values only share one.
         binder: binds specs to this model.
+        idle: what the process held when memory was last returned.
     """
 
     # texts as tokens
@@ -59,6 +62,7 @@ class Runner:
     prepare = spec_graphs.prepare
     report = spec_graphs.report
     estimate = spec_graphs.estimate
+    give_back = idle_memory.give_back
 
     def __init__(self, hooked: HookedModel, options: Options | None = None) -> None:
         self.hooked = hooked
@@ -66,13 +70,14 @@ class Runner:
         self.variants = GraphPool(hooked, self.options)
         self.binder = Binder(hooked)
         self._opened: Once[Any, Any] = Once()
+        self.idle = idle_memory.IdleMemory()
 
     @classmethod
     def from_pretrained(
         cls,
         source: str | Path,
         *,
-        dtype: str = "float32",
+        dtype: str = model_dtype.DEFAULT,
         provider: str = "cpu",
         threads: int = 0,
         fast: bool = False,
@@ -89,8 +94,8 @@ class Runner:
             source: a hooked model's folder, a Hugging Face checkpoint's folder, a shipped model's name
                 ("world-llama"), or a Hub id. A checkpoint is exported on first use into the store (`MIONNX_CACHE`,
                 else the user's cache directory), and reused after.
-            dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto". A hooked model has its
-                own already.
+            dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto", its own. A hooked
+                model has a dtype already: another one is refused, and without `dtype` its own is used.
             provider: "cpu", "cuda", or any execution provider's name.
             threads: threads inside one operator; 0 lets the engine choose.
             fast: allow fusions that change the last bits of the logits when something inside them is captured.
@@ -102,7 +107,8 @@ class Runner:
         Raises:
             ModelError: no model there, or a damaged one.
             ExportError: a checkpoint that cannot be exported.
-            InputError: an unknown engine, or a setting that it does not have.
+            InputError: an unknown engine, a setting that it does not have, a dtype that it does not compute in or that
+                is not the hooked model's.
             RuntimeMissingError: the engine or the provider is not installed.
 
         Example:
@@ -118,9 +124,13 @@ class Runner:
             cuda_graphs=cuda_graphs,
             engine=engine,
         )
-        ready_engine(options)  # refused before a checkpoint is exported
+        model_dtype.check_name(dtype)
+        lacking = ready_engine(options).lacks(options)  # refused before a checkpoint is exported
+        where = f"{options.engine} on {options.provider}" if options.engine == ONNX_RUNTIME else options.engine
+        refuse = partial(model_dtype.refuse_uncomputed, dtype=dtype, lacking=lacking, where=where)
         with bars() as progress:
-            hooked = find_model.open_model(source, dtype, check, progress)
+            hooked = find_model.open_model(source, dtype, check, progress, refuse)
+        model_dtype.refuse_other(hooked, dtype)
         return cls(hooked, options)
 
     @property
@@ -174,7 +184,14 @@ class Runner:
         Example:
             lens = model.opened(Lens)
         """
-        return self._opened.get(kind, lambda: kind(self.hooked, self.options))
+        based = self.variants.base is not None  # parts from before there was a base hold weights of their own
+        self._opened.keep(lambda key: key[1] is based)
+        return self._opened.get((kind, based), lambda: kind(self.hooked, self.options))
+
+    @property
+    def parts(self) -> list[Any]:
+        """The instances that `opened` made."""
+        return self._opened.values()
 
     @property
     def compiled(self) -> Mapping[Plan, OpenGraph]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mionnx.errors import InputError
+from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 from mionnx.inputs.token_rows import is_one_prompt
 from mionnx.machine.progress import Progress, silent
+from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
@@ -21,12 +23,13 @@ from mionnx.verify.verify import Request
 from mionnx.verify.verify import verify as compare_runtimes
 
 
+@typed()
 def verify(
     model: Runner,
     prompts: Sequence[Prompt] | Prompt = (),
     runtimes: Sequence[str] = ("ort-cpu", "ort-cpu:none", "reference"),
     *,
-    hooks: str | Sequence[str] | None = None,
+    hooks: str | HookPoint | Sequence[str | HookPoint] | None = None,
     spec: HookSpec | None = None,
     other: Runner | None = None,
     record: str | Path | None = None,
@@ -85,9 +88,12 @@ def verify(
     )  # fmt: skip
     calls = [_call(model, prompt) for prompt in texts]
     shown = [_shown(prompt, call) for prompt, call in zip(texts, calls, strict=True)]
-    return compare_runtimes(model.hooked, calls, shown, request, progress)
+    found = compare_runtimes(model.hooked, calls, shown, request, progress)
+    model.give_back()
+    return found
 
 
+@typed()
 def bisect(
     model: Runner,
     prompt: Prompt,
@@ -122,13 +128,19 @@ def bisect(
         print(model.bisect("The capital of France is", ["ort-cpu", "reference"], tolerance=0))
     """
     hooked = other.hooked if other else None
-    return bisect_graph(
+    found = bisect_graph(
         model.hooked, _call(model, prompt), list(runtimes), _path(folder), spec, hooked, tolerance, progress
     )
+    model.give_back()
+    return found
 
 
 def _listed(prompts: Any) -> list[Any]:
-    return [prompts] if is_one_prompt(prompts) else list(prompts)
+    if is_one_prompt(prompts):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InputError(f"prompts must be texts or ids, got {type(prompts).__name__}")
+    return list(prompts)
 
 
 def _call(model: Runner, prompt: Prompt) -> TokenBatch:

@@ -18,6 +18,8 @@ from mionnx import (
     KnockoutSpec,
     Logits,
     MIModel,
+    StateKnockoutSpec,
+    StateSteeringSpec,
     create_knockout_mask,
 )
 from mionnx.spec.capture import Capture
@@ -59,6 +61,7 @@ def knock_out(mask: np.ndarray, layer: int = 1, **limits: object) -> HookSpec:
 
 
 ZERO, FIRST, RESID = Intervention.Zero(), Intervention.Add(ADD, positions=0), HookPoint.ResidPost
+
 WHOLE = Intervention.Replace(np.ones((1, 5, HIDDEN)))
 LATE = Intervention.Zero(positions=3)
 END = Logits(positions=-1)
@@ -118,6 +121,20 @@ IDLE = {
         "hook_resid_post in part",
     ),
     "a capture before it": (at(RESID(1), ZERO).capture(RESID(0)), {"logits": False}, "changes nothing"),
+    "shadowed where it is shown": (
+        at(HookPoint.MlpOut(LAST), Intervention.Add(ADD, positions=[0, 3]), Intervention.Zero(positions=0)),
+        {"logits": Logits(positions=[0, 2])},
+        r"add at .* at position 3 changes nothing",
+    ),
+    "shadowed at one head, not shown at the other's": (
+        at(
+            HookPoint.AttnZ(LAST),
+            Intervention.Scale(2, heads=[0, 1], positions=[1, 4]),
+            Intervention.Zero(heads=[1, 0], positions=-1),
+        ),
+        {"logits": END},
+        r"scale at .* at position 1 changes nothing",
+    ),
     "a cache before it": (at(HookPoint.MlpOut(LAST), FIRST), {"logits": END, "use_cache": True}, "the cache"),
 }
 
@@ -190,6 +207,69 @@ def test_a_recurrent_model_mixes_tokens_by_its_state():
     plain = model.forward(IDS, logits=END).output()
     for spec in (at(RESID(LAST - 1), early), at(HookPoint.AttnOut(LAST), before)):
         assert not np.array_equal(model.forward(IDS, spec, logits=END).output(), plain)
+
+
+def test_a_channel_mix_reads_the_token_before_alone():
+    """Behind the last recurrence a token reaches the next one, and the state only as the last."""
+    model = model_of("world-rwkv7")
+    points = (HookPoint.AttnOut(LAST), HookPoint.MlpPre(LAST), HookPoint.RwkvWkv(LAST))
+    plain = model.forward(IDS)
+    for point in points:
+        for position in range(5):
+            spec = at(point, Intervention.Scale(-1.5, positions=position))
+            whole = model.forward(IDS, spec)
+            pairs = zip(whole.state.layers, plain.state.layers, strict=True)
+            kept = all(np.array_equal(one, other) for layers in pairs for one, other in zip(*layers, strict=True))
+            same = kept and np.array_equal(whole.output()[:, -1], plain.output()[:, -1])
+            assert same == (position < 3)
+            if same:
+                with pytest.raises(InterventionError, match=rf"position {position} changes nothing.*the cache"):
+                    model.forward(IDS, spec, logits=END)
+            else:
+                model.forward(IDS, spec, logits=END)
+    with pytest.raises(InterventionError, match="position 0 changes nothing"):
+        model.generate(IDS[0, :3].tolist(), at(points[0], Intervention.Scale(-1.5, positions=0)), max_new_tokens=3)
+    model.generate(IDS[0, :3].tolist(), at(points[0], Intervention.Scale(-1.5, positions=1)), max_new_tokens=3)
+    hidden = StateKnockoutSpec().position(3).layer(LAST).token_shift()  # then the last token reads the one before
+    spec = at(points[0], Intervention.Scale(-1.5, positions=2)).set_state_knockout(hidden)
+    changed, other = (model.forward(IDS, one, logits=END) for one in (spec, HookSpec().set_state_knockout(hidden)))
+    assert not np.array_equal(changed.output(), other.output())
+
+
+STATE = StateKnockoutSpec().position(2).layer(2)
+
+
+@pytest.mark.parametrize(
+    ("state", "point", "positions", "seen"),
+    [
+        (STATE, HookPoint.ResidPre(2), None, False),
+        (STATE, HookPoint.RwkvK(2), None, False),
+        (STATE, HookPoint.RwkvWkv(2), None, True),
+        (STATE, HookPoint.RwkvStates(2), None, True),
+        (STATE, HookPoint.RwkvState(2), None, True),
+        (STATE, HookPoint.ResidPost(2), [0, 1], False),
+        (STATE, HookPoint.ResidPost(3), [0, -1], True),
+        (StateKnockoutSpec().position(2).layer(2).invisible(), HookPoint.RwkvK(2), None, True),
+        (StateKnockoutSpec().position(2).layer(2).invisible(), HookPoint.ResidPre(2), None, False),
+        (StateSteeringSpec(3.0).position("prompt"), HookPoint.MlpOut(0), [0], True),
+    ],
+)
+def test_a_state_intervention_is_seen_by_a_capture_or_refused(state, point, positions, seen):
+    model, plain = model_of("world-rwkv7"), HookSpec().capture(point, positions=positions)
+    spec = HookSpec().extend(plain)
+    (spec.set_state_knockout if isinstance(state, StateKnockoutSpec) else spec.set_state_steering)(state)
+    if not seen:
+        with pytest.raises(InterventionError, match=r"state knockout: (no capture lies behind|what is asked for)"):
+            model.forward(IDS, spec, logits=False)
+    one, other = (model.forward(IDS, each)[point] for each in (spec, plain))  # the logits show it
+    assert np.array_equal(one, other) != seen
+
+
+def test_a_state_intervention_behind_which_all_is_replaced_is_refused():
+    spec = at(RESID(2), WHOLE).set_state_knockout(STATE).capture(RESID(3))
+    with pytest.raises(InterventionError, match="no capture lies behind"):
+        model_of("world-rwkv7").forward(IDS, spec, logits=False)
+    model_of("world-rwkv7").forward(IDS, spec.capture(HookPoint.RwkvWkv(2)), logits=False)
 
 
 def test_a_compiled_graph_is_refused_what_no_call_shows(tmp_path):

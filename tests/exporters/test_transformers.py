@@ -19,6 +19,7 @@ from exporters.transformers import export, recognises
 from mionnx import ExportError, HookSpec, MIModel, ModelError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.weight_check import fingerprints
+from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.progress import silent
 from mionnx.run import find_model
 
@@ -233,7 +234,9 @@ class TestTheStore:
         running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
         folders = {process.communicate()[0] for process in running}
         assert len(folders) == 1
-        assert len([path for path in (tmp_path / "store" / "models").iterdir() if path.is_dir()]) == 1
+        assert [str(entry.path) for entry in DiskCache(tmp_path / "store").all()] == [
+            folder.strip() for folder in folders
+        ]
 
     def test_an_export_that_fails_leaves_nothing(self, llama, tmp_path):
         (llama / "model.safetensors").unlink()

@@ -4,7 +4,10 @@ import ctypes
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+
+from mionnx.machine import memory
 
 
 def test_what_is_free_goes_back_to_the_system():
@@ -20,3 +23,27 @@ def test_what_is_free_goes_back_to_the_system():
         "assert before - psutil.Process().memory_info().rss > 50_000_000"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_pages_of_mapped_files_go_back_to_the_page_cache(tmp_path):
+    """Read pages are given back, and read again; a mapping that was written to keeps what was written."""
+    size, written = 8_000_000, tmp_path / "written"
+    for path in (tmp_path / "read", written):
+        np.arange(size, dtype=np.uint8).tofile(path)
+    read = np.memmap(tmp_path / "read", np.uint8, "r")
+    private = np.memmap(written, np.uint8, "c")
+    private[:5] = 77
+    total = int(read.sum()) + int(private.sum())
+    assert memory.release_mapped([tmp_path / "read"], 2 * size) == 0
+    assert memory.release_mapped([tmp_path / "read", written], size // 2) >= size * 0.9
+    assert memory.release_mapped([tmp_path / "read"], 0) < size // 10
+    assert int(read.sum()) + int(private.sum()) == total
+    assert memory.release_mapped([tmp_path / "elsewhere"], 0) == 0
+
+
+def test_bytes_of_no_file_are_counted():
+    before = memory.anonymous()
+    kept = np.ones(4_000_000)
+    assert 30_000_000 < memory.anonymous() - before < 40_000_000
+    assert kept.any()

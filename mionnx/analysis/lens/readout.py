@@ -12,6 +12,7 @@ from mionnx.errors import InputError
 from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.onnx_file import ModelProto
 from mionnx.machine.brief import Brief
 from mionnx.machine.stored import Storable
 from mionnx.rewrite.lens_head import CHOSEN, OUTPUTS, K, lens
@@ -49,7 +50,7 @@ class Lens:
     def __init__(self, hooked: HookedModel, options: Options) -> None:
         self.sizes = hooked.metadata.sizes
         self.hook = str(HookPoint.ResidPost(self.sizes.num_layers - 1))
-        self._part = ModelPart(lens(hooked.proto, self.hook, LOGITS), hooked, options)
+        self._part = ModelPart.after(self.hook, lambda proto: lens(proto, self.hook, LOGITS), hooked, options)
 
     def read(self, reference: NDArray[Any], streams: NDArray[Any], chosen: NDArray[np.int64], k: int) -> Readout:
         """Read streams.
@@ -102,7 +103,10 @@ class LogitHead:
 
     def __init__(self, hooked: HookedModel, options: Options) -> None:
         self.hook = str(HookPoint.ResidPost(hooked.metadata.sizes.num_layers - 1))
-        self._part = ModelPart(extract(hooked.proto, [self.hook], [LOGITS]).SerializeToString(), hooked, options)
+        self._part = ModelPart.after(self.hook, self._behind, hooked, options)
+
+    def _behind(self, proto: ModelProto) -> bytes:
+        return extract(proto, [self.hook], [LOGITS]).SerializeToString()
 
     def run(self, streams: NDArray[Any]) -> NDArray[Any]:
         """The logits [batch, seq, vocab] of streams [batch, seq, hidden]."""

@@ -256,6 +256,8 @@ def run_sweep(sweep: Sweep, progress: Progress | None, resume: str | Path | bool
     except Exception:  # an interruption is none: its file stays
         _delete(temporary)
         raise
+    finally:
+        sweep.model.give_back()
     _delete(temporary)
     return result
 

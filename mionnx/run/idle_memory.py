@@ -1,0 +1,75 @@
+"""`give_back`: memory that no call uses any more, returned to the system when an analysis ends.
+
+1. Graphs that no call has used since the last analysis ended are closed, the least recently used first, until all of a
+   pool take at most an eighth of the weights' size (`GraphPool.close_idle`).
+2. What freed activations leave behind in the engine's arena and in the C library is returned if the process has grown
+   by more than an eighth of the weights' size: below that, the next call would only have to fetch it again.
+3. Pages of mapped weight files are returned to the system's page cache if more than one and a half times the weights
+   are held: the packed and the unpacked copy of a base, and the model's own file, each used by other analyses.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from mionnx.machine import memory
+from mionnx.run.graph_pool import GraphPool
+
+SHARE = 8  # the part of the weights' size that may lie idle: an eighth
+LEAST = 2**25  # bytes that may, however small the model
+MAPPED = 1.5  # sizes of the weights that may be held of mapped files
+
+
+class OpenModel(Protocol):
+    """A model and its open graphs: what `give_back` needs of `Runner`."""
+
+    variants: GraphPool
+    idle: "IdleMemory"
+
+    @property
+    def parts(self) -> Iterable[Any]:
+        """The instances of `Runner.opened`."""
+
+
+class IdleMemory:
+    """The memory of a process when some was last returned, or the least since.
+
+    Attributes:
+        held: bytes of no file.
+    """
+
+    def __init__(self) -> None:
+        self.held = memory.anonymous()
+
+    def release(self, allowed: int, release: Callable[[], None]) -> None:
+        """Return memory of no file if more than the bytes allowed were added to what was held."""
+        now = memory.anonymous()
+        if now > self.held + allowed:
+            release()
+            now = memory.anonymous()
+            self.held = now
+        self.held = min(self.held, now)
+
+
+def give_back(model: OpenModel) -> None:
+    """Return memory in use no more: idle graphs, free arenas, pages of weights.
+
+    Analyses do so themselves when they end. Call it where large captures are no longer needed.
+
+    Example:
+        cache = model.forward("The capital of France is", HookSpec().capture("*"))
+        del cache
+        model.give_back()
+    """
+    pool = model.variants
+    allowed = max(pool.weights // SHARE, LEAST)
+    inner = [part.variants for part in model.parts if isinstance(getattr(part, "variants", None), GraphPool)]
+    for one in (pool, *inner):
+        one.close_idle(allowed)
+    model.idle.release(allowed, pool.engine.release)
+    memory.release_mapped(weight_files(pool), int(MAPPED * pool.weights))
+
+
+def weight_files(pool: GraphPool) -> list[Path]:
+    """The files that a model's graphs map."""
+    return [pool.model.folder / name for name in pool.locations] + ([pool.base.data] if pool.base else [])

@@ -1,0 +1,134 @@
+"""What a session of analyses leaves behind: shared arenas, closed graphs, pages of weights given back."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from families import CONFIGS, make_checkpoint, single_threaded
+from repository import REPOSITORY
+
+from mionnx import HookPoint, HookSpec, MIModel, Options
+
+LARGER = {
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 5,
+    "intermediate_size": 2048,
+    "vocab_size": 8192,
+}
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+# Six structures of one model run on 2048 tokens: bytes of no file after the first, and after all.
+ARENAS = """
+import numpy as np
+from mionnx import HookPoint, HookSpec, MIModel, Options
+from mionnx.machine import memory
+from mionnx.graph.hooked_model import HookedModel
+from pathlib import Path
+
+model = MIModel(HookedModel.open(Path("models/world-llama")), Options(threads=1, base="never"))
+ids, held = np.full((32, 48), 7), [memory.anonymous()]
+for layer in range(6):
+    hook = [HookPoint.ResidPost, HookPoint.ResidMid][layer % 2](layer // 2)
+    spec = HookSpec().capture(hook, positions=-1)
+    model.forward(ids, spec)
+    held.append(memory.anonymous())
+print((held[1] - held[0]) / 1e6, (held[-1] - held[0]) / 1e6)
+"""
+
+
+@pytest.fixture
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MIONNX_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@linux
+@pytest.mark.slow
+def test_a_session_of_every_analysis_leaves_at_most_twice_the_weights(tmp_path, monkeypatch):
+    monkeypatch.setitem(CONFIGS, "llama", {**CONFIGS["llama"], **LARGER})
+    make_checkpoint("llama", tmp_path / "checkpoint")
+    from exporters.transformers import export
+
+    single_threaded()
+    export(tmp_path / "checkpoint", tmp_path / "hooked")
+    known = {**os.environ, "MIONNX_CACHE": str(tmp_path / "store"), "PYTHONPATH": str(REPOSITORY)}
+    program = [sys.executable, REPOSITORY / "benchmarks" / "memory.py", "--folder", tmp_path / "hooked", "--measure"]
+    done = subprocess.run(program, check=True, stdout=subprocess.PIPE, text=True, env=known, cwd=REPOSITORY)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["weights"] > 100_000_000
+    sizes = {row["name"]: round(row["bytes"] / found["weights"], 2) for row in found["rows"]}
+    assert sizes["verify"] <= 2.0, sizes
+
+
+@linux
+def test_graphs_share_one_arena():
+    """Each of six graphs would otherwise keep the activations of its largest run."""
+    done = subprocess.run(
+        [sys.executable, "-c", ARENAS], check=True, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    first, all_six = map(float, done.stdout.split())
+    assert first > 10
+    assert all_six < 2 * first, (first, all_six)
+
+
+def test_a_base_takes_the_place_of_graphs_with_weights_of_their_own(models, own_store):
+    model = MIModel(models("llama").hooked, Options(threads=1))
+    ids, spec = np.array([[3, 4, 5, 6]]), HookSpec().capture(HookPoint.ResidPost(0))
+    before = model.forward(ids, spec)
+    model.forward(ids)
+    assert len(model.compiled) == 2
+    assert model.prepare()
+    assert not model.compiled
+    after = model.forward(ids, spec)
+    assert np.array_equal(after.output(), before.output())
+    assert np.array_equal(after["resid_post", 0], before["resid_post", 0])
+
+
+def test_graphs_that_the_last_analysis_did_not_use_are_closed(models):
+    model = MIModel(models("llama").hooked, Options(threads=1))
+    for layer in (0, 1):
+        model.warm(HookSpec().capture(HookPoint.ResidPost(layer)))
+    model.variants.close_idle(0)  # both were used
+    assert len(model.compiled) == 2
+    model.warm(HookSpec().capture(HookPoint.ResidPost(0)))
+    model.variants.close_idle(2 * model.variants.weights)  # there is room for both
+    assert len(model.compiled) == 2
+    model.warm(HookSpec().capture(HookPoint.ResidPost(0)))
+    model.variants.close_idle(0)
+    assert [plan.captures[0].hook for plan in model.compiled] == ["blocks.0.hook_resid_post"]
+
+
+def test_parts_from_before_a_base_are_opened_again(models, own_store):
+    model = MIModel(models("llama").hooked, Options(threads=1, base="always"))
+    stream = np.ones(model.hidden_size, np.float32)
+    logits = model.project_to_vocab(stream)
+    (first,) = model.parts
+    assert model.prepare()
+    assert np.array_equal(model.project_to_vocab(stream), logits)
+    (second,) = model.parts
+    assert second is not first
+
+
+def test_results_are_the_same_after_memory_was_given_back(shipped, monkeypatch):
+    """Everything is given back after each call: a sweep, a lens and a forward pass give the same bits again."""
+    monkeypatch.setattr("mionnx.run.idle_memory.LEAST", 0)
+    monkeypatch.setattr("mionnx.run.idle_memory.SHARE", 10**9)
+    monkeypatch.setattr("mionnx.run.idle_memory.MAPPED", 0)
+    model = MIModel(shipped.hooked, Options(threads=1))
+    text, other = "The capital of France is", "The capital of Italy is"
+
+    def found() -> list[np.ndarray]:
+        sweep = model.patch_sweep(text, other, answer=["Paris"], versus=["Rome"]).values
+        return [sweep, model.logit_lens(text).readout.top, model.forward(text).output()]
+
+    first, kept = found(), model.forward(text, HookSpec().capture("*"))
+    model.give_back()
+    assert all(np.array_equal(*pair) for pair in zip(first, found(), strict=True))
+    again = model.forward(text, HookSpec().capture("*"))
+    assert all(np.array_equal(kept[name], again[name]) for name in again)
