@@ -87,8 +87,9 @@ def _attention(
 def _mask(local_size: int | None = None, **options: Any) -> Tensor:
     """Eager attention's mask in transformers' calling convention.
 
-    It is [batch, 1, seq_q, seq_k], 0 or the dtype's lowest number. A sliding window of `local_size` keys counts the tokens of each row's own text. transformers counts columns, which
-    is the same where no padding stands between tokens; it does where texts padded on the right are continued.
+    It is [batch, 1, seq_q, seq_k], 0 or the dtype's lowest number. A sliding window of `local_size` keys counts the
+    tokens of each row's own text. transformers counts columns, which is the same where no padding stands between
+    tokens; it does where texts padded on the right are continued.
     """
     if local_size is None:
         return eager_mask(**options)
