@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from mionnx.errors import MIError, SpecFileError
 from mionnx.machine.file_kinds import RESULT, whose
 from mionnx.machine.tensor_file import read_metadata, read_tensors, write_tensors
+from mionnx.machine.typed import typed
 
 VERSION = "1"
 ENDING = ".safetensors"
@@ -46,6 +47,7 @@ class Storable:
         return cls(**contents)
 
 
+@typed(SpecFileError)
 class Stored(Storable):
     """A result that `save` writes and `load` reads."""
 
