@@ -5,37 +5,73 @@ points are recognised by dataflow (`flow`, `stream`, `attention`, `mlp`), fused 
 stand inside (`operators`), and the result is run once against laws that need no reference (`self_check`).
 """
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mionnx.errors import ExportError
+from exporters.adopt.source_file import choose, onnx_files
 from mionnx.machine.progress import Progress, silent
 
 if TYPE_CHECKING:
     from exporters.adopt.assemble import Adopted
+    from exporters.adopt.self_check import LawResult
+
+CHECKPOINTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
 def recognises(folder: Path) -> bool:
-    """Whether a folder or a file is a foreign ONNX model. Cheap: onnx_ir is not imported."""
-    from exporters.adopt.source_file import onnx_files
+    """Whether a folder holds foreign ONNX files and no checkpoint, or a file is one.
 
+    Cheap: onnx_ir is not imported.
+    """
+    if folder.is_dir() and any(path for pattern in CHECKPOINTS for path in folder.glob(pattern)):
+        return False
     return bool(onnx_files(folder))
 
 
 def export(folder: Path, target: Path, dtype: str = "auto", progress: Progress = silent) -> None:
-    """Write a foreign ONNX file as a hooked model into an empty or new folder; its weights are referenced in place.
+    """Write a foreign ONNX file as a hooked model; see `adopt`.
 
     Args:
         folder: with one or several ONNX files, in the layouts of the Hub; or the file itself.
         target: where `model.onnx`, links to the weight files, the config and the tokenizer go.
-        dtype: not read: a file computes in its own dtype.
+        dtype: not read, a file computes in its own; whoever opens the model compares.
         progress: called as (stage, done, total).
 
     Raises:
         ExportError: no decoder is recognised in it, or what is recognised breaks a law.
     """
-    from exporters.adopt.assemble import adopt
-    from exporters.adopt.source_file import choose
+    adopt(folder, target, None, progress)
 
-    adopt(choose(folder), target, progress)
+
+def adopt(folder: Path, target: Path, file: str | None = None, progress: Progress = silent) -> "Adopted":
+    """Write a foreign ONNX file as a hooked model into an empty or new folder; its weights are referenced in place.
+
+    Args:
+        folder: with one or several ONNX files, in the layouts of the Hub; or the file itself.
+        target: where `model.onnx`, links to the weight files, the config and the tokenizer go.
+        file: name of the file, where the folder has several.
+        progress: called as (stage, done, total).
+
+    Returns:
+        what was recognised and expanded, how well each law holds, and what the file lacks.
+
+    Raises:
+        ExportError: no decoder is recognised in it, or what is recognised breaks a law.
+    """
+    from exporters.adopt.assemble import adopt_file
+
+    return adopt_file(choose(folder, file), target, progress)
+
+
+def check(folder: Path) -> "list[LawResult]":
+    """Run a hooked model of a transformer once, and check it against the laws of a decoder.
+
+    Args:
+        folder: of the hooked model.
+
+    Raises:
+        ExportError: it does not run.
+    """
+    from exporters.adopt.assemble import check_folder
+
+    return check_folder(folder)

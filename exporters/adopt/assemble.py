@@ -24,14 +24,13 @@ from exporters.adopt.value_types import infer_types
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import read_json
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.hooked_model import GRAPH, KEPT
+from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
 from mionnx.graph.metadata import DTYPE_NAMES, Attention, Metadata, Sizes, context_length
 from mionnx.graph.weight_check import fingerprints, sha256
 from mionnx.machine.progress import Progress
 
 STAGES = 5
-KEYS = ("key", "value")
-CACHED = ("batch", "n_kv_heads", "past", "head_dim")
+SINKS = "attention_sinks"  # key in the metadata's table of the exporter
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class Adopted:
     """The outcome of an adoption.
 
     Attributes:
-        folder: the hooked model.
         file: the ONNX file that it was made from.
         hooks: the hook points.
         expanded: fused operator -> how many of it were expanded.
@@ -47,7 +45,6 @@ class Adopted:
         notes: what the file has not, and why.
     """
 
-    folder: Path
     file: Path
     hooks: list[str]
     expanded: Mapping[str, int]
@@ -55,7 +52,7 @@ class Adopted:
     notes: list[str]
 
 
-def adopt(file: Path, target: Path, progress: Progress) -> Adopted:
+def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     """Write a foreign ONNX file as a hooked model; its weights stay in their files.
 
     Args:
@@ -77,10 +74,9 @@ def adopt(file: Path, target: Path, progress: Progress) -> Adopted:
     positions = supply_positions(source.model)
     found = recognise(source.model.graph)
     stock_logits = str(found.flow.logits.name)
-    renamed = {str(value.name): name for value, name in stock_inputs.items()}
     padding = all(heeds_mask(source.model, attention.scores) for attention in found.attention)
     cached = name_caches(found)
-    renamed = {str(value.name): name for value, name in stock_inputs.items()} | {}
+    renamed = {str(value.name): name for value, name in stock_inputs.items()}
     names = name_points(found)
     found.notes.extend([positions] if positions is not None else [])
     found.notes.extend(_lacking(padding, cached))
@@ -96,7 +92,29 @@ def adopt(file: Path, target: Path, progress: Progress) -> Adopted:
         raise ExportError(f"{file} was not understood: {'; '.join(map(str, broken))}")
     progress("writing", 4, STAGES)
     _write(proto, source, found, probed, names, target, progress)
-    return Adopted(target, file, names, expanded, laws, found.notes)
+    _open(target)
+    return Adopted(file, names, expanded, laws, found.notes)
+
+
+def check_folder(folder: Path) -> list[LawResult]:
+    """Run a hooked model once and check it against the laws.
+
+    Raises:
+        ExportError: it is recurrent, or does not run.
+    """
+    hooked = HookedModel.open(folder)
+    if hooked.metadata.recurrent:
+        raise ExportError(f"{folder} is recurrent: the laws are those of attention")
+    probed = probe(hooked.proto, folder, list(hooked.metadata.hooks))
+    return check_laws(probed, hooked.proto, folder, hooked.metadata.sizes.num_layers, SINKS in hooked.metadata.exporter)
+
+
+def _open(target: Path) -> None:
+    """Open what was written, as a user will."""
+    try:
+        HookedModel.open(target, check="none")
+    except ModelError as error:
+        raise ExportError(f"the adopted graph is refused: {error}") from error
 
 
 def _lacking(padding: bool, cached: int) -> list[str]:
@@ -182,6 +200,7 @@ def _write(
             "mionnx": version("mionnx"),
             "onnx_ir": version("onnx_ir"),
             "adopted": source.file.name,
+            **({SINKS: "in the softmax"} if any(one.sink for one in found.attention) else {}),
             "producer": f"{proto.producer_name} {proto.producer_version}".strip()[:100],
         },
         weights_sha256=sha256([target / name for name in weight_files], progress),

@@ -23,7 +23,7 @@ def name_points(found: Recognised) -> list[str]:
         if name == "hook_logits":
             _name_logits(graph, value)
             continue
-        elif value in taken or value.producer() is None or value.is_graph_output():
+        if value in taken or value.producer() is None or value.is_graph_output():
             value = current[origin] = _identity(graph, value)
         value.name = name
         taken.add(value)

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from mionnx.cli import cache
+from mionnx.cli.adopt import adopt
 from mionnx.cli.attention import attention
 from mionnx.cli.attribute import attribute
 from mionnx.cli.bisect import bisect
@@ -27,7 +28,7 @@ from mionnx.cli.verify import verify
 from mionnx.errors import MIError
 
 COMMANDS = (
-    *(export, check, hooks, run, generate, sweep, lens, attention, attribute, heads, steer),
+    *(export, adopt, check, hooks, run, generate, sweep, lens, attention, attribute, heads, steer),
     *(compile_, verify, bisect, demo),
 )
 

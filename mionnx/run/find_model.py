@@ -22,13 +22,15 @@ from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers,
 from mionnx.machine.progress import Progress
 from mionnx.machine.source_digest import source_digest
 from mionnx.run.shipped_models import shipped_models
-from mionnx.run.source_path import advice, local_path, missing
+from mionnx.run.source_path import advice, is_hooked, local_path, missing
 
 MADE = (GRAPH, "converted.safetensors", "config.json")  # what tells a folder of an export that was killed
 LONGEST = 100  # characters of a model's name in the store
 EXPORTING = ("mionnx.graph",)  # what every exporter uses: a change there may change the graph
 FILES = (".pth", ".onnx", ".safetensors", ".gguf", ".bin", ".pt")  # what is meant as a file, and is no Hub id
-HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.onnx")
+HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.onnx", "*.onnx_data*", "*.onnx.data")
+FOREIGN = "onnx"  # entry point of the exporter of foreign ONNX files
+NEEDED = {"onnx_ir": "adopting an ONNX file needs onnx_ir: pip install 'mionnx[adopt]'"}
 
 
 _temporarily = Lock()
@@ -56,7 +58,7 @@ def find_model(
         ExportError: a checkpoint that cannot be exported.
     """
     folder = checkpoint_folder(source)
-    if not (folder / GRAPH).exists():
+    if not (folder / GRAPH).exists() or not is_hooked(folder / GRAPH):
         if refuse is not None:
             refuse(folder)
         return _exported(folder, dtype, progress)
@@ -162,9 +164,8 @@ def _write(exporter: ModuleType, folder: Path, target: Path, dtype: str, progres
     try:
         exporter.export(folder, target, dtype, progress)
     except ImportError as error:
-        raise ExportError(
-            f"exporting needs torch and transformers ({error.name}): pip install 'mionnx[export]'"
-        ) from error
+        otherwise = f"exporting needs torch and transformers ({error.name}): pip install 'mionnx[export]'"
+        raise ExportError(NEEDED.get(str(error.name), otherwise)) from error
     except OSError as error:
         raise ExportError(f"cannot export {folder}: {error}") from error
 
@@ -252,8 +253,11 @@ def _linked(folder: Path) -> Path:
 
 def _fingerprint(folder: Path, dtype: str, exporter: ModuleType) -> str:
     """Key of an export: the checkpoint's files and the exporter's sources."""
-    files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
-    files += [] if folder.is_dir() else [folder, *sorted(folder.parent.glob("rwkv_vocab*.txt"))]
+    files = sorted(path for path in [*folder.glob("*"), *folder.glob("onnx/*")] if path.is_file())
+    beside = "*" if folder.suffix == ".onnx" else "rwkv_vocab*.txt"  # weights and config of a foreign graph
+    files += (
+        [] if folder.is_dir() else [folder, *(path for path in sorted(folder.parent.glob(beside)) if path.is_file())]
+    )
     facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     text = json.dumps(
         [str(folder.resolve()), facts, dtype, source_digest(exporter.__name__.partition(".")[0], *EXPORTING)]

@@ -1,6 +1,7 @@
 """Paths given for a model: folders, files that open too, advice for a path without a model."""
 
 import difflib
+import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,10 +16,6 @@ MARKS = (GRAPH, "config.json")  # files that make a folder a model's
 GGUF_ADVICE = (
     "GGUF models are not read; give the folder or the Hub id of the checkpoint that it was made from, or write one "
     "with transformers: AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(NEW_FOLDER)"
-)
-ONNX_ADVICE = (
-    "mionnx did not export it, so it has no hook points; give the folder of the checkpoint that it was made from, "
-    "which is exported on first use"
 )
 
 
@@ -57,10 +54,8 @@ def _file(path: Path) -> Path:
     """The folder or file to open for a path to a file."""
     if path.suffix == PTH and path.is_file():
         return path
-    if path.name == GRAPH and _is_hooked(path):
-        return path.parent
-    if path.suffix == ".onnx":
-        raise ModelError(f"{path} is an ONNX file, and cannot be opened: {ONNX_ADVICE}")
+    if path.suffix == ".onnx" and path.is_file():
+        return path.parent if path.name == GRAPH and is_hooked(path) else path
     if path.suffix == ".gguf":
         raise ModelError(f"{path} cannot be opened: {GGUF_ADVICE}")
     if any((path.parent / mark).exists() for mark in MARKS):
@@ -68,8 +63,14 @@ def _file(path: Path) -> Path:
     raise ModelError(f"{path} is a file, and no folder with a model{_near_files(path)}")
 
 
-def _is_hooked(path: Path) -> bool:
+def is_hooked(path: Path) -> bool:
     """Whether a graph names itself a hooked model; a damaged one is left to be refused as such."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            if data.rfind(f"{PREFIX}format".encode()) >= 0:  # the metadata end the file
+                return True
+    except (OSError, ValueError):
+        return True
     try:
         return f"{PREFIX}format" in onnx_file.properties(onnx_file.read(path))
     except MIError:
@@ -110,6 +111,4 @@ def advice(folder: Path) -> str:
         return f"; it holds folders of models: {', '.join(inner[:5])}{' ...' if len(inner) > 5 else ''}"
     if ".gguf" in kinds:
         return f"; {GGUF_ADVICE}"
-    if ".onnx" in kinds:
-        return f"; it holds an ONNX file: {ONNX_ADVICE}"
     return ""

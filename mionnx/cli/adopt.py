@@ -1,0 +1,74 @@
+"""The command `mionnx adopt`: an ONNX file made by another tool becomes a hooked model."""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mionnx.cli.options import Json
+from mionnx.errors import ExportError
+from mionnx.machine.progress import bars
+from mionnx.run import adopt as adoption
+
+
+def adopt(
+    source: Annotated[Path, typer.Argument(help="A folder with ONNX files, or one of them.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to create for the model.")] = None,
+    file: Annotated[str | None, typer.Option(help="The file to adopt, where the folder has several.")] = None,
+    check: Annotated[bool, typer.Option(help="Check a model that was adopted against the laws again.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Adopt an ONNX file of another tool as a hooked model.
+
+    Files of optimum, transformers.js, onnxruntime-genai and torch's exporter, optimised or quantised. Hook points are
+    recognised by dataflow; weights stay in their files. The model is run once against laws that hold in every decoder,
+    and refused if it breaks one.
+
+    Example: mionnx adopt Llama-3.2-1B-ONNX --file model_q4.onnx -o llama-q4
+    """
+    if check == (output is not None):
+        raise typer.BadParameter("give either --output FOLDER, or --check")
+    begin = time.monotonic()
+    if output is None:
+        laws, facts = adoption.check_laws(source), {}
+    else:
+        with bars() as progress:
+            adopted = adoption.adopt(source, output, file, progress)
+        laws, facts = adopted.laws, _facts(adopted, output)
+    seconds = round(time.monotonic() - begin, 2)
+    if as_json:
+        held = [{"law": law.law, "layer": law.layer, "difference": law.difference, "holds": law.holds} for law in laws]
+        typer.echo(json.dumps({**facts, "laws": held, "seconds": seconds}, indent=1))
+    else:
+        _show(facts, laws, seconds)
+    if any(not law.holds for law in laws):
+        raise ExportError(f"{source} breaks {', '.join(law.law for law in laws if not law.holds)}")
+
+
+def _facts(adopted: Any, output: Path) -> dict[str, Any]:
+    return {
+        "folder": str(output),
+        "file": str(adopted.file),
+        "hook_points": len(adopted.hooks),
+        "expanded": dict(adopted.expanded),
+        "lacking": adopted.notes,
+    }
+
+
+def _show(facts: dict[str, Any], laws: list[Any], seconds: float) -> None:
+    if facts:
+        typer.echo(f"{facts['folder']}: {facts['file']}, {facts['hook_points']} hook points, {seconds} s")
+        if facts["expanded"]:
+            typer.echo("expanded: " + ", ".join(f"{count} {name}" for name, count in facts["expanded"].items()))
+        for note in facts["lacking"]:
+            typer.echo(f"lacking: {note}")
+    table = Table("law", "layer", "difference", "allowed")
+    for law in laws:
+        table.add_row(
+            law.law, "" if law.layer is None else str(law.layer), f"{law.difference:.1e}", f"{law.allowed:.1e}"
+        )
+    Console().print(table)
