@@ -83,7 +83,7 @@ def hook_dict(model: Runner) -> dict[str, HookPoint]:
 
 
 def W_E(model: Runner) -> NDArray[Any]:
-    """The embedding [vocab, hidden], read-only; see `mionnx.graph.matrices`. Quantised weights are dequantised."""
+    """The embedding [vocab, hidden], read-only; see `mionnx.graph.matrices`."""
     return matrices.embedding(model.hooked)
 
 
