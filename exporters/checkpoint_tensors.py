@@ -157,6 +157,8 @@ def export_dtype(name: str, tensors: list[Stored]) -> torch.dtype:
     """
     if name == "auto":
         floating = [tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point]
+        if not floating:
+            raise ExportError("dtype 'auto': the checkpoint has no tensor of floating numbers")
         name = str(max(set(floating), key=floating.count)).removeprefix("torch.")
     if name not in EXPORTED:
         raise ExportError(f"dtype {name!r} is none of {', '.join(EXPORTED)}, auto" + nearest(name, [*EXPORTED, "auto"]))

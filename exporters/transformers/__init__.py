@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exporters import rwkv
-from mionnx.errors import ModelError
+from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import read_json
 from mionnx.machine.progress import Progress, silent
 
@@ -46,6 +46,8 @@ def export(folder: Path, target: Path, dtype: str = "float32", progress: Progres
     Raises:
         ExportError: the family is unknown, or checkpoint and graph do not match tensor by tensor.
     """
+    if not _has_weights(folder):  # before torch is imported, which takes longer than all of this
+        raise ExportError(f"{folder} holds no weights: it has neither {' nor '.join(WEIGHTS)}, single or sharded")
     from exporters.transformers.assemble import export_checkpoint
 
     export_checkpoint(folder, target, dtype, progress)
@@ -56,10 +58,13 @@ def missing_eagerly(folder: Path) -> str | None:
     absent = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if absent:
         return f"{' and '.join(absent)} not installed"
-    whole = [folder / f"{name}{index}" for name in WEIGHTS for index in ("", ".index.json")]
-    if not any(path.exists() for path in whole):
+    if not _has_weights(folder):
         return f"{folder} has no weights that transformers reads"
     return None
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / f"{name}{index}").exists() for name in WEIGHTS for index in ("", ".index.json"))
 
 
 def open_eagerly(folder: Path, dtype: str, threads: int = 0) -> "Opened":

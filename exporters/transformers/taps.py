@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicCache, DynamicLayer
-from transformers.masking_utils import eager_mask
+from transformers.masking_utils import causal_mask_function, eager_mask
 
 from exporters.transformers.families import Layout
 from mionnx.errors import ExportError
@@ -84,8 +84,27 @@ def _attention(
     return z.contiguous(), pattern
 
 
+def _mask(local_size: int | None = None, **options: Any) -> Tensor:
+    """Eager attention's mask in transformers' calling convention.
+
+    It is [batch, 1, seq_q, seq_k], 0 or the dtype's lowest number. A sliding window of `local_size` keys counts the
+    tokens of each row's own text. transformers counts columns, which is the same where no padding stands between
+    tokens; it does where texts padded on the right are continued.
+    """
+    if local_size is None:
+        return eager_mask(**options)
+    places = options["attention_mask"].cumsum(dim=1)
+
+    def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = places.index_select(1, query.flatten())[:, None, :, None]
+        within = places.index_select(1, key.flatten())[:, None, None, :] > own - local_size
+        return causal_mask_function(batch, head, query, key) & within
+
+    return eager_mask(**{**options, "mask_function": near})
+
+
 AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, eager_mask)
+AttentionMaskInterface.register(ATTENTION, _mask)
 
 
 class TappedCache(DynamicCache):

@@ -14,6 +14,7 @@ from mionnx.errors import InputError
 from mionnx.machine.brief import Brief, spelled
 from mionnx.machine.decimals import decimal
 from mionnx.machine.stored import Stored
+from mionnx.machine.typed import typed
 from mionnx.run.sampling import logit_vector
 from mionnx.spec.attention_knockout import KnockoutSpec
 from mionnx.spec.hook_spec import HookSpec
@@ -34,6 +35,7 @@ class TokenChange:
         return self.ablated - self.baseline
 
 
+@typed(InputError)
 class AblationResult(Brief, Stored):
     """Two next-token distributions, without and with an intervention.
 

@@ -10,18 +10,18 @@ from mionnx.inputs.token_batch import TokenBatch
 def visible_keys(batch: TokenBatch, window: int | None) -> NDArray[np.bool_]:
     """[batch, seq, total] bool: keys that a query reads.
 
-    Padding, later positions and positions before the sliding window are not read.
+    Padding, later positions and positions before the sliding window are not read; the window counts no padding.
 
     Args:
         batch: the token batch.
         window: number of keys that a query reads, its own included; None for all before it.
     """
-    query = np.arange(batch.total - batch.seq, batch.total)[:, None]
-    key = np.arange(batch.total)[None, :]
-    seen = key <= query
+    key = np.arange(batch.total)
+    seen = (key <= key[batch.total - batch.seq :, None]) & batch.attention_mask.astype(bool)[:, None, :]
     if window is not None:
-        seen &= query - key < window
-    return seen[None] & batch.attention_mask.astype(bool)[:, None, :]
+        places = batch.attention_mask.cumsum(axis=1)
+        seen &= places[:, batch.total - batch.seq :, None] - places[:, None, :] < window
+    return seen
 
 
 def refuse_rows_without_keys(hook: str, blocked: NDArray[np.bool_], batch: TokenBatch, window: int | None) -> None:

@@ -11,10 +11,12 @@ from mionnx.bind.values import columns
 from mionnx.errors import InputError
 from mionnx.graph.metadata import Sizes
 from mionnx.inputs.token_batch import TokenBatch
+from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, TOP_K, Outputs
 from mionnx.spec.attention_knockout import naturals, whole
 
 
+@typed(InputError)
 @dataclass(frozen=True)
 class Logits:
     """A part of the logits, computed inside the graph.

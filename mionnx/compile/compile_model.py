@@ -8,6 +8,7 @@ from typing import Protocol
 from mionnx.compile.package import Knobs, Packaging, compile_spec
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.progress import bars
+from mionnx.machine.typed import typed
 from mionnx.spec.hook_spec import HookSpec
 
 
@@ -17,6 +18,7 @@ class Hooked(Protocol):
     hooked: HookedModel
 
 
+@typed()
 def compile_model(
     model: Hooked,
     hooks: HookSpec,
@@ -35,7 +37,8 @@ def compile_model(
     negative positions count from its end, and "generated" means the tokens of later calls.
 
     Args:
-        hooks: the spec. Values must be the same for all tokens they apply to.
+        hooks: the spec. Values must be the same for all tokens they apply to. An empty one gives the model itself, as
+            its target runs it.
         folder: path of a folder that does not exist yet.
         knobs: name of a graph input -> the hook points whose interventions it scales (None: all that have a strength).
             A glob means those that it matches. The input multiplies what is added or projected out, by default by 1,

@@ -128,6 +128,8 @@ def _indices(bound: BoundSpec, knobs: Knobs) -> dict[str, list[int]]:
     indices: dict[str, list[int]] = {}
     numbered = [(n, edit.hook, one) for n, (edit, one) in enumerate(bound.edits)]
     for name, where in knobs.items():
+        if not name.strip():
+            raise InterventionError(f"a knob is an input of the graph, and {name!r} is no name for one")
         if where is None:
             indices[name] = [n for n, _, one in numbered if one.rules.has_strength]
             missing = [] if indices[name] else ["*"]

@@ -89,6 +89,10 @@ class Engine(ABC):
     def missing(self, options: Options) -> str | None:
         """Why it cannot run on this machine, and what would install it; None if it can."""
 
+    def lacks(self, options: Options) -> tuple[str, ...]:
+        """The dtypes of models, "bfloat16" say, that it has no operators for with these options."""
+        return ()
+
     def refuses(self, model: onnx.ModelProto) -> str | None:
         """Why it cannot run this graph, if that is known before it is opened; None otherwise."""
         return None

@@ -133,6 +133,10 @@ class OnnxRuntime(Engine):
             return f"{error}; what would install it: {install}"
         return None
 
+    def lacks(self, options: Options) -> tuple[str, ...]:
+        """bfloat16 on the CPU: ONNX Runtime has no product of two matrices there."""
+        return ("bfloat16",) if PROVIDERS.get(options.provider, options.provider) == PROVIDERS["cpu"] else ()
+
     def facts(self, options: Options) -> dict[str, str]:
         """Version, provider, level and threads."""
         return {

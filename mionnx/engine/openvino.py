@@ -81,6 +81,10 @@ class OpenVino(Engine):
         """Whether OpenVINO is installed."""
         return None if find_spec("openvino") else "OpenVINO is not installed: pip install openvino"
 
+    def lacks(self, options: Options) -> tuple[str, ...]:
+        """bfloat16, which OpenVINO neither takes nor gives in Python."""
+        return ("bfloat16",)
+
     def facts(self, options: Options) -> dict[str, str]:
         """Version and options."""
         return {"openvino": version("openvino"), **{key: str(value) for key, value in _settings(options).items()}}

@@ -6,11 +6,16 @@ from dataclasses import dataclass, field, replace
 import onnxruntime
 
 from mionnx.engine import device
+from mionnx.engine.provider_options import DEVICE_ID, check_provider_options
 from mionnx.errors import InputError, RuntimeMissingError, nearest
+from mionnx.machine.ranges import at_least
+from mionnx.machine.typed import typed
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 LEVELS = ("none", "basic", "extended", "all")
 CUDA_GRAPH = "enable_cuda_graph"
+BASES = ("auto", "always", "ready", "never")
+MOST_THREADS = 1024
 ONNX_RUNTIME = "onnxruntime"  # the engine that has all of these options
 
 
@@ -25,6 +30,7 @@ def _meant(provider: str, available: Sequence[str]) -> str:
     return "" if provider in (*PROVIDERS, *PROVIDERS.values()) else nearest(provider, [*PROVIDERS, *available])
 
 
+@typed(InputError)
 @dataclass(frozen=True)
 class Options:
     """Settings with which a model's graphs are opened.
@@ -69,14 +75,26 @@ class Options:
         """Refuse what no session can be opened with.
 
         Raises:
-            InputError: a level that is not one of `LEVELS`, or CUDA graphs where there are none.
+            InputError: a level or base that there is not, a number out of its range, an option that the provider does
+                not have, or CUDA graphs where there are none.
         """
         if self.level not in LEVELS:
             raise InputError(f"no optimisation level {self.level!r}; there are {', '.join(LEVELS)}")
+        self._check_numbers()
+        if self.base not in BASES:
+            raise InputError(f"no base {self.base!r}; there are {', '.join(BASES)}{nearest(self.base, BASES)}")
         if CUDA_GRAPH in self.provider_options:
             raise InputError(f"{CUDA_GRAPH} replays what was computed before unless inputs are fixed: cuda_graphs=True")
         if self.cuda_graphs and PROVIDERS.get(self.provider, self.provider) != PROVIDERS["cuda"]:
             raise InputError(f"cuda_graphs=True is for the provider 'cuda', not {self.provider!r}")
+        if self.engine == ONNX_RUNTIME:
+            check_provider_options(PROVIDERS.get(self.provider, self.provider), self.provider_options)
+
+    def _check_numbers(self) -> None:
+        at_least("max_graphs", self.max_graphs, 1)
+        at_least("max_bytes", self.max_bytes, 0)
+        if not 0 <= self.threads <= MOST_THREADS:
+            raise InputError(f"threads must be 0 (the engine chooses) to {MOST_THREADS}, got {self.threads}")
 
     @property
     def place(self) -> device.Device:
@@ -92,7 +110,7 @@ class Options:
     @property
     def device_id(self) -> int:
         """Number of the device, where there are several."""
-        return int(self.provider_options.get("device_id", 0))
+        return int(self.provider_options.get(DEVICE_ID, 0))
 
     def provider_name(self) -> str:
         """The provider's full name.

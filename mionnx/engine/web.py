@@ -87,6 +87,10 @@ class Web(Engine):
             )
         return None
 
+    def lacks(self, options: Options) -> tuple[str, ...]:
+        """bfloat16, which a browser has no arrays of."""
+        return ("bfloat16",)
+
     def facts(self, options: Options) -> dict[str, str]:
         """Versions of onnxruntime-web and of Node."""
         node = subprocess.run(["node", "--version"], capture_output=True, text=True).stdout.strip()

@@ -69,6 +69,9 @@ class Fragment:
             proto = onnx_file.read(path)
             validate.check(proto, path.parent)
             return cls(*_parted(proto, path.parent))
+        if not isinstance(source, onnx.ModelProto | bytes | bytearray | memoryview):
+            what = f"{type(source).__name__} {source!r:.60}"
+            raise InterventionError(f"splice: a fragment is an ONNX model, its bytes or its path, got {what}")
         proto = source if isinstance(source, onnx.ModelProto) else _parsed(source)
         if onnx_file.locations(proto):
             raise InterventionError(

@@ -193,13 +193,27 @@ class HookPoint:
 
     @staticmethod
     def Custom(name: str) -> "HookPoint":
-        """A hook point outside the table, which a splice brings; checked when a spec is used."""
+        """A hook point outside the table, which a splice brings; checked when a spec is used.
+
+        Raises:
+            HookError: the name is no text.
+        """
+        if not isinstance(name, str):
+            raise HookError(f"a hook point's name is a text, got {type(name).__name__} {name!r:.60}")
         return HookPoint("Custom", None, name)
 
     @staticmethod
     def parse(name: "str | HookPoint") -> "HookPoint":
-        """Parse a string; an unknown one is `Custom`. A `HookPoint` is returned as it is."""
-        return name if isinstance(name, HookPoint) else _parsed(name)
+        """Parse a string; an unknown one is `Custom`. A `HookPoint` is returned as it is.
+
+        Raises:
+            HookError: something else.
+        """
+        if isinstance(name, HookPoint):
+            return name
+        if not isinstance(name, str):
+            raise HookError(f"a hook point is a HookPoint or its name, got {type(name).__name__} {name!r:.60}")
+        return _parsed(name)
 
 
 def layer_of(name: str) -> int | None:

@@ -3,6 +3,8 @@
 import json
 from dataclasses import asdict, dataclass, field
 
+from mionnx.errors import SpecFileError
+
 
 @dataclass
 class Report:
@@ -23,8 +25,15 @@ class Report:
 
     @staticmethod
     def from_json(text: str) -> "Report":
-        """Parse the text of `to_json`."""
-        return Report(**json.loads(text))
+        """Parse the text of `to_json`.
+
+        Raises:
+            SpecFileError: it is none.
+        """
+        try:
+            return Report(**json.loads(text))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise SpecFileError(f"no report of a rewrite: {error}") from error
 
     def __str__(self) -> str:
         lines = [f"at {where}: {', '.join(nodes)}" for where, nodes in self.added.items()]

@@ -22,11 +22,15 @@ from mionnx.graph.metadata import Sizes
 from mionnx.inputs.cache_file import read_cache
 from mionnx.inputs.layer_cache import LayerCache, checked_like
 from mionnx.inputs.value import Value
+from mionnx.machine.arrays import zeros
+from mionnx.machine.typed import typed
 
+MOST_LAYERS = 2**16
 Layer = tuple[NDArray[Any], NDArray[Any]]
 PARTS = KEYS_AND_VALUES.parts
 
 
+@typed(InputError)
 class KVCache(LayerCache[Layer]):
     """Keys and values of the tokens seen so far.
 
@@ -142,6 +146,12 @@ class KVCache(LayerCache[Layer]):
 
     @staticmethod
     def empty(num_layers: int, batch: int, n_kv_heads: int, head_dim: int, dtype: DTypeLike) -> KVCache:
-        """The cache before the first token."""
-        nothing = np.zeros((batch, n_kv_heads, 0, head_dim), dtype)
-        return KVCache([(nothing, nothing)] * num_layers, np.zeros((batch, 0), np.int64))
+        """The cache before the first token.
+
+        Raises:
+            InputError: a negative size, more layers than a model can have, or a dtype that is none.
+        """
+        if not 0 <= num_layers <= MOST_LAYERS:
+            raise InputError(f"{num_layers} layers: a model has 0 to {MOST_LAYERS}")
+        nothing = zeros((batch, n_kv_heads, 0, head_dim), dtype)
+        return KVCache([(nothing, nothing)] * num_layers, zeros((batch, 0), np.int64))

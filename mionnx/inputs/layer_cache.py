@@ -12,9 +12,11 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.errors import InputError
 from mionnx.inputs.cache_file import write_cache
 from mionnx.inputs.value import Value
-from mionnx.machine.arrays import to_array
+from mionnx.machine import memory
+from mionnx.machine.arrays import LARGE, to_array
 from mionnx.machine.brief import Brief, count, shape_of
 from mionnx.machine.stored import Storable
+from mionnx.machine.typed import typed
 
 Layer = TypeVar("Layer", bound=Iterable[NDArray[Any]])
 
@@ -56,6 +58,7 @@ class LazyLayers(Sequence[Layer]):
         return new
 
 
+@typed(InputError)
 @dataclass(repr=False)
 class LayerCache(Brief, Storable, ABC, Generic[Layer]):
     """Keys and values, or recurrent states, after the tokens seen so far.
@@ -132,8 +135,11 @@ class LayerCache(Brief, Storable, ABC, Generic[Layer]):
         """Repeat a cache of one row: a prefix shared by many continuations.
 
         Raises:
-            InputError: it has several rows already.
+            InputError: it has several rows already; less than one row, or more than memory holds, are asked for.
         """
+        size = rows * sum(value.nbytes for layer in self.held() for value in layer)
+        if rows < 1 or (size > LARGE and size > memory.available()):
+            raise InputError(f"repeat({rows}): one or more rows, and {memory.format_bytes(size)} of memory are needed")
         if self.batch != 1:
             raise InputError(f"only a {self.NOUN} of one row can be repeated, this one has {self.batch}")
         layers = [self.layer_of(np.repeat(part, rows, axis=0) for part in layer) for layer in self.layers]

@@ -20,7 +20,9 @@ from mionnx.graph.metadata import Sizes
 from mionnx.inputs.cache_file import read_cache
 from mionnx.inputs.layer_cache import LayerCache, checked_like
 from mionnx.inputs.value import Value
+from mionnx.machine.arrays import zeros
 from mionnx.machine.brief import Brief
+from mionnx.machine.typed import typed
 
 PARTS = STATE.parts
 
@@ -42,6 +44,7 @@ class Layer(Brief):
         return iter((self.att_shift, self.wkv, self.ffn_shift))
 
 
+@typed(InputError)
 class RWKVState(LayerCache[Layer]):
     """The state after the tokens seen so far.
 
@@ -134,10 +137,14 @@ class RWKVState(LayerCache[Layer]):
 
     @staticmethod
     def empty(sizes: Sizes, batch: int, dtype: DTypeLike) -> RWKVState:
-        """The state before the first token: zeros."""
-        shift = np.zeros((batch, sizes.hidden_size), dtype)
-        wkv = np.zeros((batch, sizes.num_heads, sizes.head_dim, sizes.head_dim), np.float32)
-        return RWKVState([Layer(shift, wkv, shift)] * sizes.num_layers, np.zeros((batch, 0), np.int64))
+        """The state before the first token: zeros.
+
+        Raises:
+            InputError: a negative batch, one that memory does not hold, or a dtype that is none.
+        """
+        shift = zeros((batch, sizes.hidden_size), dtype)
+        wkv = zeros((batch, sizes.num_heads, sizes.head_dim, sizes.head_dim), np.float32)
+        return RWKVState([Layer(shift, wkv, shift)] * sizes.num_layers, zeros((batch, 0), np.int64))
 
     def feeds(self, sizes: Sizes, batch: int, dtype: DTypeLike) -> dict[str, Value]:
         """The inputs of the graph.

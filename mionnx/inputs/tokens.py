@@ -12,11 +12,13 @@ from mionnx.errors import InputError, ModelError, TokenizerError
 from mionnx.graph.folder_file import check_regular
 from mionnx.inputs.world_tokenizer import WorldTokenizer, find_vocabulary
 from mionnx.machine.brief import Brief, count, spelled
+from mionnx.machine.typed import typed
 
 LARGEST = 2**30  # bytes of a tokenizer.json
 
 
 @dataclass(frozen=True, repr=False)
+@typed(InputError)
 class Tokens(Brief):
     """A tokenised text.
 

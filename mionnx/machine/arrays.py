@@ -1,9 +1,16 @@
 """Numbers of other libraries as numpy arrays. None of them is imported: their tensors are known by their methods."""
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mionnx.errors import InputError, MIError
+from mionnx.machine import memory
+
+LARGE = 2**26  # bytes for which nobody needs to ask how much memory is left
 
 
 def to_array(given: Any) -> NDArray[Any]:
@@ -19,6 +26,35 @@ def to_array(given: Any) -> NDArray[Any]:
         return np.asarray(_plain(given))
     except Exception as error:  # torch raises RuntimeError, NotImplementedError and TypeError
         raise ValueError(str(error).strip() or type(error).__name__) from error
+
+
+def zeros(shape: Sequence[int], dtype: Any, error: type[MIError] = InputError) -> NDArray[Any]:
+    """Make an array of zeros of a shape and dtype that come from outside.
+
+    Raises:
+        MIError: a negative size, a dtype that is none, or more than the free memory.
+    """
+    kind = read_dtype(dtype, error)
+    if any(size < 0 for size in shape):
+        raise error(f"sizes are 0 or above, got {list(shape)}")
+    if (size := prod(shape) * kind.itemsize) > LARGE and size > memory.available():
+        raise error(f"an array {list(shape)} of {kind} needs {memory.format_bytes(size)}, more than is free")
+    return np.zeros([int(size) for size in shape], kind)
+
+
+def read_dtype(given: Any, error: type[MIError] = InputError) -> "np.dtype[Any]":
+    """A dtype by its name or class.
+
+    Raises:
+        MIError: there is none, or it is no number's.
+    """
+    try:
+        kind = None if given is None else np.dtype(given)
+    except (TypeError, ValueError):
+        kind = None
+    if kind is None or (kind.kind not in "fiub" and kind.name not in ("bfloat16",)):
+        raise error(f"dtype must be one of numbers, such as 'float32', got {given!a:.60}")
+    return kind
 
 
 def is_tensor(given: Any) -> bool:

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mionnx.errors import SpecFileError
@@ -31,10 +31,19 @@ def atomic_path(path: Path, error: type[Exception] = SpecFileError) -> Iterator[
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    with suppress(OSError):  # a name that no file can have
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def is_no_file(path: Path) -> bool:
+    """Whether a path is a folder, a device or a pipe; a name that no file can have is none."""
+    try:
+        return path.exists() and not path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def write_atomic(path: Path, data: bytes) -> None:

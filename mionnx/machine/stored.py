@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from mionnx.errors import MIError, SpecFileError
 from mionnx.machine.file_kinds import RESULT, whose
 from mionnx.machine.tensor_file import read_metadata, read_tensors, write_tensors
+from mionnx.machine.typed import typed
 
 VERSION = "1"
 ENDING = ".safetensors"
@@ -46,6 +47,7 @@ class Storable:
         return cls(**contents)
 
 
+@typed(SpecFileError)
 class Stored(Storable):
     """A result that `save` writes and `load` reads."""
 
@@ -116,7 +118,8 @@ class _Writer:
         if isinstance(value, Storable) and self.classes.get(type(value).__name__) is type(value):
             return {type(value).__name__: self.members(value, f"{place}.")}
         if hasattr(value, "__array__"):  # of numpy, or on the device that computed it
-            place += "'" * (place in self.tensors)
+            while place in self.tensors:
+                place += "'"
             self.tensors[place] = np.asarray(value)
             return {"scalar" if isinstance(value, np.generic) else "array": place}
         if type(value) in (type(None), bool, int, float, str):

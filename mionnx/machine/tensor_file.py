@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from mionnx.errors import MIError, SpecFileError
-from mionnx.machine.files import write_atomic
+from mionnx.machine.files import is_no_file, write_atomic
 
 CHECKSUM = "mionnx_sha256"
 OWN = "mionnx_"  # how metadata keys of mionnx begin
@@ -118,7 +118,7 @@ def read_metadata(path: str | Path, problem: str, error: type[MIError] = SpecFil
 
 
 def _refuse_special(path: str | Path, problem: str, error: type[MIError]) -> None:
-    if Path(path).exists() and not Path(path).is_file():
+    if is_no_file(Path(path)):
         raise error(f"{problem}: it is a folder, a device or a pipe")
 
 

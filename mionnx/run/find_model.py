@@ -40,13 +40,16 @@ def cache_folder() -> Path:
     return Path(chosen) if chosen else user_cache_path("mionnx", appauthor=False)
 
 
-def find_model(source: str | Path, dtype: str, progress: Progress) -> Path:
+def find_model(
+    source: str | Path, dtype: str, progress: Progress, refuse: Callable[[Path], None] | None = None
+) -> Path:
     """The hooked model's folder of a path, a shipped model's name or a Hub id.
 
     Args:
         source: a hooked model's folder, a checkpoint's folder, a shipped model's name, or a Hub id.
         dtype: what a checkpoint is exported as.
         progress: of downloading and exporting.
+        refuse: called with a checkpoint's folder before it is exported; raises what speaks against it.
 
     Raises:
         ModelError: nothing there.
@@ -54,6 +57,8 @@ def find_model(source: str | Path, dtype: str, progress: Progress) -> Path:
     """
     folder = checkpoint_folder(source)
     if not (folder / GRAPH).exists():
+        if refuse is not None:
+            refuse(folder)
         return _exported(folder, dtype, progress)
     if (folder / GRAPH).is_symlink():
         return _linked(folder)
@@ -61,13 +66,15 @@ def find_model(source: str | Path, dtype: str, progress: Progress) -> Path:
     return folder
 
 
-def open_model(source: str | Path, dtype: str, check: str, progress: Progress) -> HookedModel:
+def open_model(
+    source: str | Path, dtype: str, check: str, progress: Progress, refuse: Callable[[Path], None] | None = None
+) -> HookedModel:
     """Find a model and open it.
 
     An export in the store that is damaged is made again, unless another process uses it, and that is said.
 
     Args:
-        source, dtype: see `find_model`.
+        source, dtype, refuse: see `find_model`.
         check: how its weights are compared with what was exported, see `HookedModel.open`.
         progress: of downloading, exporting and reading.
 
@@ -75,13 +82,13 @@ def open_model(source: str | Path, dtype: str, check: str, progress: Progress) -
         ModelError: nothing there, or damaged.
         ExportError: a checkpoint that cannot be exported.
     """
-    folder = find_model(source, dtype, progress)
+    folder = find_model(source, dtype, progress, refuse)
     try:
         return HookedModel.open(folder, check=check, progress=progress)
     except ModelError as error:
         if local_path(source) == folder or not DiskCache(cache_folder()).discard(folder, str(error)):
             raise
-    return HookedModel.open(find_model(source, dtype, progress), check=check, progress=progress)
+    return HookedModel.open(find_model(source, dtype, progress, refuse), check=check, progress=progress)
 
 
 def checkpoint_folder(source: str | Path) -> Path:

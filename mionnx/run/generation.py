@@ -23,11 +23,12 @@ from mionnx.inputs.token_batch import Past, TokenBatch, count_rows, make_token_b
 from mionnx.inputs.value import Value
 from mionnx.machine.brief import Brief, count, shape_of, spelled
 from mionnx.machine.stored import Stored
+from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.graph_pool import GraphPool
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
-from mionnx.run.sampling import Sampling
+from mionnx.run.sampling import Sampling, refuse_seed
 from mionnx.run.stopping import Stopping, stop_texts
 from mionnx.run.streamer import Decoder, Streamer, make_streamer
 from mionnx.run.tokenizing import Prompt, takes_encoding
@@ -36,6 +37,7 @@ from mionnx.view import card
 
 
 @dataclass(repr=False)
+@typed(InputError)
 class Generation(Brief, Stored):
     """Continued prompts, and what was captured on the way; `save` writes .safetensors.
 
@@ -94,6 +96,7 @@ class Generation(Brief, Stored):
 
 
 @takes_encoding
+@typed()
 def generate(
     model: Runner,
     tokens: Prompt,
@@ -152,6 +155,7 @@ def generate(
     sampling = Sampling(do_sample, temperature, top_k, top_p, repetition_penalty)
     if not do_sample and ((temperature, top_k, top_p) != (1.0, 50, 1.0) or seed is not None):
         raise InputError("temperature, top_k, top_p and seed apply to sampling only: give do_sample=True too")
+    refuse_seed(seed)
     pad = model._known(next(iter(stopping.eos_token_ids), 0) if pad_token_id is None else pad_token_id)
     batch, past = _prompts(model, tokens, attention_mask, cache, stopping)
     stopping.refuse_unreached(hooks or HookSpec())

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.errors import HookError, nearest
+from mionnx.errors import HookError, InputError, SpecFileError, nearest
 from mionnx.graph.hook_points import HookPoint, layer_of, short_names
 from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.past import take_present
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.machine.brief import Brief, count, shape_of
 from mionnx.machine.stored import Stored
+from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import TOP_IDS
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 Key = HookPoint | str | tuple[str, int]
 
 
+@typed(InputError, leave=["hook"])
 class HookCache(Brief, Stored, Mapping[str, NDArray[Any]]):
     """Logits and captures of one forward pass.
 
@@ -64,13 +66,10 @@ class HookCache(Brief, Stored, Mapping[str, NDArray[Any]]):
 
     def _contents(self) -> dict[str, Any]:
         past = {"kv_cache": self.kv_cache, "state": self.state}
-        return {
-            "logits": self._logits,
-            **past,
-            "top_ids": self.top_ids,
-            "num_layers": self.num_layers,
-            **self._captured,
-        }
+        told = {"logits": self._logits, **past, "top_ids": self.top_ids, "num_layers": self.num_layers}
+        if taken := told.keys() & self._captured.keys():
+            raise SpecFileError(f"a capture that is called {taken.pop()!r} has no place in a file")
+        return {**told, **self._captured}
 
     @classmethod
     def _of_contents(cls, contents: dict[str, Any]) -> Self:

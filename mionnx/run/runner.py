@@ -22,9 +22,10 @@ from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.machine import memory
 from mionnx.machine.once import Once, once_property
 from mionnx.machine.progress import bars
+from mionnx.machine.typed import typed
 from mionnx.rewrite import Plan
 from mionnx.rewrite.plan import Outputs
-from mionnx.run import find_model, idle_memory, spec_graphs, tokenizing
+from mionnx.run import find_model, idle_memory, model_dtype, spec_graphs, tokenizing
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache, collect
 from mionnx.run.nan_logits import checked, refuse_nan
@@ -36,6 +37,7 @@ SMALL = 2**20  # bytes of captures for which nobody needs to ask how much memory
 T = TypeVar("T")
 
 
+@typed(InputError, leave=["source"])
 class Runner:
     """A language model whose activations can be read and changed.
 
@@ -75,7 +77,7 @@ class Runner:
         cls,
         source: str | Path,
         *,
-        dtype: str = "float32",
+        dtype: str = model_dtype.DEFAULT,
         provider: str = "cpu",
         threads: int = 0,
         fast: bool = False,
@@ -92,8 +94,8 @@ class Runner:
             source: a hooked model's folder, a Hugging Face checkpoint's folder, a shipped model's name
                 ("world-llama"), or a Hub id. A checkpoint is exported on first use into the store (`MIONNX_CACHE`,
                 else the user's cache directory), and reused after.
-            dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto". A hooked model has its
-                own already.
+            dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto", its own. A hooked
+                model has a dtype already: another one is refused, and without `dtype` its own is used.
             provider: "cpu", "cuda", or any execution provider's name.
             threads: threads inside one operator; 0 lets the engine choose.
             fast: allow fusions that change the last bits of the logits when something inside them is captured.
@@ -105,7 +107,8 @@ class Runner:
         Raises:
             ModelError: no model there, or a damaged one.
             ExportError: a checkpoint that cannot be exported.
-            InputError: an unknown engine, or a setting that it does not have.
+            InputError: an unknown engine, a setting that it does not have, a dtype that it does not compute in or that
+                is not the hooked model's.
             RuntimeMissingError: the engine or the provider is not installed.
 
         Example:
@@ -121,9 +124,13 @@ class Runner:
             cuda_graphs=cuda_graphs,
             engine=engine,
         )
-        ready_engine(options)  # refused before a checkpoint is exported
+        model_dtype.check_name(dtype)
+        lacking = ready_engine(options).lacks(options)  # refused before a checkpoint is exported
+        where = f"{options.engine} on {options.provider}" if options.engine == ONNX_RUNTIME else options.engine
+        refuse = partial(model_dtype.refuse_uncomputed, dtype=dtype, lacking=lacking, where=where)
         with bars() as progress:
-            hooked = find_model.open_model(source, dtype, check, progress)
+            hooked = find_model.open_model(source, dtype, check, progress, refuse)
+        model_dtype.refuse_other(hooked, dtype)
         return cls(hooked, options)
 
     @property

@@ -11,6 +11,7 @@ from scipy.special import log_softmax, softmax
 
 from mionnx.errors import InputError
 from mionnx.machine.arrays import to_array
+from mionnx.machine.typed import typed
 
 Row = NDArray[np.float64]
 
@@ -92,6 +93,7 @@ def nucleus(scores: Row, p: float) -> Row:
     return kept
 
 
+@typed(InputError)
 def sample_token(logits: ArrayLike, temperature: float = 0.0, seed: int | None = None) -> int:
     """Choose a token from the logits of one position.
 
@@ -107,6 +109,7 @@ def sample_token(logits: ArrayLike, temperature: float = 0.0, seed: int | None =
         sample_token(model.forward("The capital of France is").output()[0, -1], temperature=0.7, seed=0)
     """
     vector = logit_vector(logits)
+    refuse_seed(seed)
     if not temperature >= 0 or not np.isfinite(temperature):
         raise InputError(f"temperature must be 0 or above, got {temperature}")
     if temperature == 0:
@@ -114,6 +117,16 @@ def sample_token(logits: ArrayLike, temperature: float = 0.0, seed: int | None =
     with np.errstate(over="ignore"):  # at a tiny temperature all but the top token become -inf, which is right
         probabilities = np.exp(log_softmax((vector - vector.max()) / temperature))
     return int(np.random.default_rng(seed).choice(len(vector), p=probabilities / probabilities.sum()))
+
+
+def refuse_seed(seed: int | None) -> None:
+    """Refuse a seed that numpy does not take.
+
+    Raises:
+        InputError: a negative one.
+    """
+    if seed is not None and seed < 0:
+        raise InputError(f"seed must be an integer of 0 or above, got {seed}")
 
 
 def logit_vector(logits: ArrayLike) -> NDArray[np.float64]:

@@ -5,6 +5,8 @@ from typing import Protocol
 from mionnx.bind.bound_spec import Binder
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
+from mionnx.machine.ranges import at_least
+from mionnx.machine.typed import typed
 from mionnx.rewrite import Report
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.graph_pool import GraphPool, OpenGraph
@@ -18,6 +20,7 @@ class OpenModel(Protocol):
     binder: Binder
 
 
+@typed()
 def compile_graph(model: OpenModel, hooks: HookSpec | None = None, outputs: Outputs | None = None) -> OpenGraph:
     """The open graph of a spec; rewritten and opened on first use.
 
@@ -31,6 +34,7 @@ def compile_graph(model: OpenModel, hooks: HookSpec | None = None, outputs: Outp
     return model.variants.get(model.binder.bind(hooks or HookSpec(), outputs).plan)
 
 
+@typed()
 def warm(model: OpenModel, hooks: HookSpec, logits: bool | Logits = True) -> None:
     """Open the graph of a spec now, so that the first `forward` does not wait for it.
 
@@ -53,6 +57,7 @@ def prepare(model: OpenModel) -> bool:
     return model.variants.prepare()
 
 
+@typed()
 def report(model: OpenModel, hooks: HookSpec) -> Report:
     """The nodes, inputs and outputs that a spec's rewrite adds and removes.
 
@@ -62,6 +67,7 @@ def report(model: OpenModel, hooks: HookSpec) -> Report:
     return compile_graph(model, hooks).report
 
 
+@typed()
 def estimate(model: OpenModel, hooks: HookSpec, batch: int, seq: int, past: int = 0) -> Estimate:
     """Estimate the bytes of a spec's captures before anything runs.
 
@@ -70,7 +76,12 @@ def estimate(model: OpenModel, hooks: HookSpec, batch: int, seq: int, past: int 
         batch, seq: of the call.
         past: tokens in the cache.
 
+    Raises:
+        InputError: no rows, no tokens, or a negative past.
+
     Example:
         model.estimate(HookSpec().capture("*"), batch=1, seq=128).total
     """
+    for name, number, least in (("batch", batch, 1), ("seq", seq, 1), ("past", past, 0)):
+        at_least(name, number, least)
     return model.binder.bind(hooks).estimate(batch, seq, past + seq)

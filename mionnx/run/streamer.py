@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InputError, TokenizerError
+from mionnx.inputs.token_rows import read_array
+from mionnx.machine.typed import typed
 
 
 class Decoder(Protocol):
@@ -27,6 +29,7 @@ class Streamer(Protocol):
         """No more tokens follow."""
 
 
+@typed(InputError)
 class TextStreamer:
     """Print the continuation of one prompt, token by token.
 
@@ -39,6 +42,8 @@ class TextStreamer:
     """
 
     def __init__(self, tokenizer: Decoder, write: Callable[[str], Any] | None = None) -> None:
+        if not _has(tokenizer, "decode"):
+            raise InputError(f"tokenizer must have decode(ids), as model.tokenizer has, got {type(tokenizer).__name__}")
         self.tokenizer, self.write = tokenizer, write or (lambda text: print(text, end="", flush=True))
         self._ids: list[int] | None = None
         self._written = ""
@@ -49,12 +54,15 @@ class TextStreamer:
         Raises:
             InputError: several rows, which cannot be printed at once.
         """
-        if len(value) != 1:
-            raise InputError(f"a TextStreamer prints one text, but {len(value)} are generated")
+        ids = read_array("ids", value)
+        if ids.ndim not in (1, 2) or (ids.size and ids.dtype.kind not in "iu"):
+            raise InputError(f"a TextStreamer is given ids [1] or [1, seq], got {ids.dtype} {list(ids.shape)}")
+        if len(ids) != 1:
+            raise InputError(f"a TextStreamer prints one text, but {len(ids)} are generated")
         if self._ids is None:
             self._ids = []  # the prompt is not printed
             return
-        self._ids.append(int(value[0]))
+        self._ids.append(int(ids.flat[0]))
         text = self.tokenizer.decode(self._ids)
         if not text.endswith("\ufffd"):  # else a part of a character, of which the rest may follow
             self._flush(text)

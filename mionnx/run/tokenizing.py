@@ -14,6 +14,7 @@ from mionnx.inputs import tokens
 from mionnx.inputs.token_rows import IDS, TYPES
 from mionnx.inputs.unknown_words import UnknownWords
 from mionnx.inputs.world_tokenizer import WorldTokenizer
+from mionnx.machine.typed import typed
 
 One = tokens.Tokens | Encoding | Mapping[Any, Any]
 Prompt = str | Sequence[str] | One | Sequence[One] | ArrayLike
@@ -52,6 +53,7 @@ def unknown_words(model: Tokenizing) -> UnknownWords:
     return UnknownWords(model.tokenizer, model.hooked.folder.resolve().name)
 
 
+@typed()
 def tokenize(model: Tokenizing, text: str) -> tokens.Tokens:
     """Tokenise a text: ids, offsets, and `positions_of` for a substring's tokens.
 
@@ -65,6 +67,7 @@ def tokenize(model: Tokenizing, text: str) -> tokens.Tokens:
     return found
 
 
+@typed()
 def token_id(model: Tokenizing, text: str) -> int:
     """The id of a text that is one token.
 

@@ -3,21 +3,30 @@
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mionnx.errors import InterventionError
+from mionnx.machine.arrays import read_dtype, zeros
 from mionnx.machine.brief import Brief
 from mionnx.machine.stored import Storable
+from mionnx.machine.typed import typed
+
+MOST = 2**16  # layers, or heads, of any model
 
 
+@typed(InterventionError)
 @dataclass(repr=False)
 class LayerTargets(Brief, Storable):
     """Layers, chained: `.layer(0).layer_range(2, 5)`; all layers by default."""
 
     layers_: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.layers_ is not None:
+            self.layers_ = naturals("layer", self.layers_)
 
     def layer(self, layer: int) -> Self:
         """Add one layer."""
@@ -34,7 +43,7 @@ class LayerTargets(Brief, Storable):
             raise InterventionError(
                 f"layer_range({start}, {end}) is empty: the end is included and must not lie before"
             )
-        return self.layers(range(start, end + 1))
+        return self.layers(range(start, start + at_most("layers", end + 1 - start)))
 
     def target_layers(self, num_layers: int) -> list[int]:
         """The selected layers of a model with `num_layers` layers.
@@ -43,7 +52,7 @@ class LayerTargets(Brief, Storable):
             InterventionError: a layer that the model does not have.
         """
         if self.layers_ is None:
-            return list(range(num_layers))
+            return list(range(at_most("layers", num_layers)))
         if max(self.layers_) >= num_layers:
             raise InterventionError(
                 f"{self.title}: layer {max(self.layers_)} of a model with {num_layers} layers (0 to {num_layers - 1})"
@@ -56,6 +65,7 @@ class LayerTargets(Brief, Storable):
         return "knockout"
 
 
+@typed(InterventionError)
 @dataclass(repr=False)
 class KnockoutSpec(LayerTargets):
     """Attention edges to knock out: `KnockoutSpec().layer(3).head(0).edge(query, key)`.
@@ -67,6 +77,11 @@ class KnockoutSpec(LayerTargets):
 
     heads_: list[int] | None = None
     edges: list[tuple[int | None, int | None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heads_ is not None:
+            self.heads_ = naturals("head", self.heads_)
 
     def head(self, head: int) -> Self:
         """Add one head."""
@@ -117,6 +132,17 @@ def whole(what: str, value: int) -> int:
         raise InterventionError(f"a {what} is an integer, got {value!r}") from None
 
 
+def at_most(what: str, number: int) -> int:
+    """Check that a model can have so many layers or heads: a list of them is made.
+
+    Raises:
+        InterventionError: too many, or a negative number.
+    """
+    if not 0 <= number <= MOST:
+        raise InterventionError(f"{number} {what}: a model has 0 to {MOST}")
+    return number
+
+
 def parse_edges(text: str) -> KnockoutSpec:
     """Parse edges of a command line: QUERY>KEY, comma separated, `*` for all of one side.
 
@@ -144,6 +170,7 @@ def _parsed(number: str, text: str) -> int:
         raise InterventionError(f"{text!r}: {number!r} is no integer") from None
 
 
+@typed(InterventionError)
 def create_knockout_mask(
     spec: KnockoutSpec, n_heads: int, seq_len: int | Sequence[int], dtype: DTypeLike = np.float32
 ) -> NDArray:
@@ -169,18 +196,26 @@ def create_knockout_mask(
     Example:
         mask = create_knockout_mask(KnockoutSpec().edge(-1, 3), model.num_heads, len(tokens))
     """
-    if np.dtype(dtype).kind != "f" and np.dtype(dtype).name != "bfloat16":
-        raise InterventionError(f"a knockout mask holds -inf, which {np.dtype(dtype)} does not have")
+    kind = _floating(dtype)
     if not spec.edges:
         raise InterventionError("a KnockoutSpec without edge, from_position or to_position knocks nothing out")
+    if n_heads < 1:
+        raise InterventionError(f"n_heads must be 1 or more, got {n_heads}")
     lengths = _lengths(seq_len)
-    heads = range(n_heads) if spec.heads_ is None else spec.heads_
-    if max(heads, default=0) >= n_heads:
-        raise InterventionError(f"head {max(heads, default=0)} of {n_heads} heads (0 to {n_heads - 1})")
-    mask = np.zeros((len(lengths), n_heads, max(lengths), max(lengths)), dtype)
+    heads = slice(None) if spec.heads_ is None else spec.heads_
+    if spec.heads_ is not None and max(spec.heads_) >= n_heads:
+        raise InterventionError(f"head {max(spec.heads_)} of {n_heads} heads (0 to {n_heads - 1})")
+    mask = zeros((len(lengths), n_heads, max(lengths), max(lengths)), kind, InterventionError)
     for row, length in zip(mask, lengths, strict=True):
-        row[list(heads), :length, :length] = np.where(_blocked(spec, length), -np.inf, 0)
+        row[heads, :length, :length] = np.where(_blocked(spec, length), -np.inf, 0)
     return mask
+
+
+def _floating(dtype: DTypeLike) -> "np.dtype[Any]":
+    kind = read_dtype(dtype, InterventionError)
+    if kind.kind != "f" and kind.name != "bfloat16":
+        raise InterventionError(f"a knockout mask holds -inf, which {kind} does not have")
+    return kind
 
 
 def _lengths(given: int | Sequence[int]) -> list[int]:

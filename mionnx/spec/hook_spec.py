@@ -13,6 +13,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import Brief, count
 from mionnx.machine.files import write_atomic
 from mionnx.machine.stored import Storable
+from mionnx.machine.typed import typed
 from mionnx.spec import spec_file
 from mionnx.spec.attention_knockout import naturals, whole
 from mionnx.spec.capture import Capture
@@ -23,6 +24,7 @@ from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 Where = HookPoint | HookChoice
 
 
+@typed(HookError, leave=["intervention"])
 @dataclass(repr=False)
 class HookSpec(Brief, Storable):
     """Captures and interventions of one forward pass or generation.
@@ -163,7 +165,7 @@ class HookSpec(Brief, Storable):
         yield from (str(one) for one in (*self.state_knockouts, *self.state_steerings))
         yield from (f"capture {request}{' before' * request.before}" for request in self.captures)
 
-    def save(self, path: str) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the spec as one safetensors file; see `mionnx.spec.spec_file`.
 
         Raises:
@@ -215,7 +217,7 @@ class HookSpec(Brief, Storable):
         return _declared(**contents)
 
     @staticmethod
-    def load(path: str) -> "HookSpec":
+    def load(path: str | Path) -> "HookSpec":
         """Read a spec that `save` wrote; see `mionnx.spec.spec_file`.
 
         Raises:
@@ -248,7 +250,7 @@ def _of(kind: type[Spec], spec: object) -> Spec:
 def _limit(what: str, indices: int | Iterable[int] | None) -> tuple[int, ...] | None:
     if indices is None:
         return None
-    entries = [indices] if isinstance(indices, int | np.integer) else list(indices)
+    entries = list(indices) if isinstance(indices, Iterable) else [indices]
     limit = tuple(whole(what, entry) for entry in entries) if what == "positions" else tuple(naturals(what, entries))
     if not limit:
         raise InterventionError(f"a capture of no {what} would be empty")

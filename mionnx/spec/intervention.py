@@ -8,8 +8,10 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from mionnx.errors import InterventionError, nearest
 from mionnx.machine.brief import Brief, spelled
+from mionnx.machine.typed import typed
 from mionnx.spec.kinds import KINDS, add, clamp, knockout, project_out, replace, scale, splice, zero
 from mionnx.spec.kinds.kind import Array, Change, Kind, ValueShape
+from mionnx.spec.limits import check_indices, check_positions
 
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made", bound="Intervention")
@@ -56,6 +58,7 @@ def find_kind(name: str) -> Kind:
     return KINDS[name]
 
 
+@typed(InterventionError)
 @dataclass(frozen=True, eq=False, repr=False)
 class Intervention(Brief, Change, metaclass=_Constructors):
     """One modification of the value at a hook point.
@@ -91,6 +94,10 @@ class Intervention(Brief, Change, metaclass=_Constructors):
         if len(rules.values) != len(self.values):
             needed = " and ".join("a value" if name == "value" else name for name in rules.values)
             raise InterventionError(f"{self.kind} {f'needs {needed}' if needed else 'takes no value'}")
+        limits = {"positions": check_positions(self.positions)}
+        limits |= {name: check_indices(name, getattr(self, name)) for name in ("heads", "rows")}
+        for name, limit in limits.items():
+            object.__setattr__(self, name, limit)
         if rules.has_fragment != (self.fragment is not None):
             raise InterventionError("a splice, and nothing else, has a fragment: Intervention.Splice makes one")
 

@@ -1,6 +1,6 @@
 """Limits of an intervention, checked: token positions, heads, batch rows."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ def check_indices(what: str, indices: Indices | None) -> tuple[int, ...] | None:
     """
     if indices is None:
         return None
+    if isinstance(indices, Mapping):
+        raise InterventionError(f"{what} must be one or more integers, got the dictionary {indices!r:.60}")
     indices = _plain(indices)
     entries = tuple(indices) if isinstance(indices, Iterable) else (indices,)
     if not entries or not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in entries):
@@ -42,9 +44,10 @@ def check_positions(positions: Positions | None) -> tuple[Any, ...] | str | None
         if positions not in PHASES:
             raise InterventionError(f"no phase {positions!r}, only {' and '.join(PHASES)}{nearest(positions, PHASES)}")
         return positions
-    if not isinstance(positions, Iterable):
-        return check_indices("positions", positions)
-    entries: list[Any] = list(positions)
+    given: Any = positions
+    if not isinstance(given, Iterable) or isinstance(given, Mapping):
+        return check_indices("positions", given)
+    entries: list[Any] = list(given)
     if entries and not any(entry is None or isinstance(entry, int | np.integer) for entry in entries):
         return tuple(check_indices("positions", row) for row in entries)
     return check_indices("positions", entries)

@@ -18,12 +18,14 @@ from typing import Any, Self
 import numpy as np
 
 from mionnx.errors import InterventionError, nearest
-from mionnx.spec.attention_knockout import LayerTargets, naturals, whole
+from mionnx.machine.typed import typed
+from mionnx.spec.attention_knockout import LayerTargets, at_most, naturals, whole
 from mionnx.spec.limits import PHASES
 
 TERMS = ("write", "erase", "decay", "token_shift")
 
 
+@typed(InterventionError)
 @dataclass(repr=False)
 class StateTargets(LayerTargets):
     """Positions and layers, chained: `.position(0).layer_range(2, 5)`; all layers by default.
@@ -34,6 +36,10 @@ class StateTargets(LayerTargets):
 
     positions_: list[int | str] = field(default_factory=list)
     terms: list[str] = field(default_factory=lambda: ["write"])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.positions_ = [_position(position) for position in self.positions_]
 
     def position(self, position: int | str) -> Self:
         """Add one position, or a phase: "prompt" or "generated"."""
@@ -110,6 +116,7 @@ def _position(position: int | str) -> int | str:
     return whole("position", position)
 
 
+@typed(InterventionError)
 @dataclass(repr=False)
 class StateKnockoutSpec(StateTargets):
     """Drop tokens' writes into the recurrent state: `StateKnockoutSpec().position(0).layer(12)`."""
@@ -132,6 +139,7 @@ class StateKnockoutSpec(StateTargets):
         return self._with(*TERMS)
 
 
+@typed(InterventionError)
 @dataclass(repr=False)
 class StateSteeringSpec(StateTargets):
     """Scale tokens' writes into the recurrent state: `StateSteeringSpec(2.0).position(0)`.
@@ -179,7 +187,7 @@ class StateSteeringSpec(StateTargets):
             InterventionError: a head that the model does not have.
         """
         if self.heads_ is None:
-            return list(range(num_heads))
+            return list(range(at_most("heads", num_heads)))
         if max(self.heads_) >= num_heads:
             raise InterventionError(f"state steering: head {max(self.heads_)} of {num_heads} (0 to {num_heads - 1})")
         return sorted(set(self.heads_))

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.markup import escape
 
+from mionnx.errors import InputError, nearest
 from mionnx.machine.brief import Brief, count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.stored import Storable
+from mionnx.machine.typed import typed
 from mionnx.verify.difference import Difference
 from mionnx.verify.result_table import verification_table
 from mionnx.view import Shown, Table, new_figure, render
@@ -162,6 +164,7 @@ class Repeat(Storable):
 
 
 @dataclass(repr=False)
+@typed(InputError)
 class Verification(Shown):
     """Differences of runtimes, hook point by hook point.
 
@@ -202,9 +205,12 @@ class Verification(Shown):
         """One runtime's part.
 
         Raises:
-            KeyError: it was not compared.
+            InputError: it was not compared.
         """
-        return {beside.title: beside for beside in self.besides}[title]
+        found = {beside.title: beside for beside in self.besides}
+        if title not in found:
+            raise InputError(f"no runtime {title!r} was compared, only {', '.join(found)}{nearest(title, found)}")
+        return found[title]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mionnx.errors import InputError
+from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 from mionnx.inputs.token_rows import is_one_prompt
 from mionnx.machine.progress import Progress, silent
+from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
@@ -21,12 +23,13 @@ from mionnx.verify.verify import Request
 from mionnx.verify.verify import verify as compare_runtimes
 
 
+@typed()
 def verify(
     model: Runner,
     prompts: Sequence[Prompt] | Prompt = (),
     runtimes: Sequence[str] = ("ort-cpu", "ort-cpu:none", "reference"),
     *,
-    hooks: str | Sequence[str] | None = None,
+    hooks: str | HookPoint | Sequence[str | HookPoint] | None = None,
     spec: HookSpec | None = None,
     other: Runner | None = None,
     record: str | Path | None = None,
@@ -90,6 +93,7 @@ def verify(
     return found
 
 
+@typed()
 def bisect(
     model: Runner,
     prompt: Prompt,
@@ -132,7 +136,11 @@ def bisect(
 
 
 def _listed(prompts: Any) -> list[Any]:
-    return [prompts] if is_one_prompt(prompts) else list(prompts)
+    if is_one_prompt(prompts):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InputError(f"prompts must be texts or ids, got {type(prompts).__name__}")
+    return list(prompts)
 
 
 def _call(model: Runner, prompt: Prompt) -> TokenBatch:

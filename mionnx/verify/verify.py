@@ -49,7 +49,7 @@ class Request:
     """
 
     runtimes: Sequence[str]
-    hooks: str | Sequence[str] | None = None
+    hooks: str | HookPoint | Sequence[str | HookPoint] | None = None
     spec: HookSpec | None = None
     other: HookedModel | None = None
     against: Path | None = None
@@ -62,7 +62,7 @@ class Request:
     checkpoint: Path | None = None
 
 
-def names_of(model: HookedModel, hooks: str | Sequence[str], spec: HookSpec) -> list[str]:
+def names_of(model: HookedModel, hooks: str | HookPoint | Sequence[str | HookPoint], spec: HookSpec) -> list[str]:
     """The hook points that are compared, in execution order, `hook_logits` last.
 
     A pattern leaves out what is derived from other hook points, which are compared; a name does not.
@@ -70,7 +70,8 @@ def names_of(model: HookedModel, hooks: str | Sequence[str], spec: HookSpec) -> 
     Raises:
         HookError: a glob that matches nothing, or a capture of the spec that is not the whole of a value.
     """
-    wanted, globs = HookSpec().extend(spec), [hooks] if isinstance(hooks, str) else list(hooks)
+    wanted = HookSpec().extend(spec)
+    globs = [str(hook) for hook in ([hooks] if isinstance(hooks, str | HookPoint) else hooks)]
     for glob in globs:
         wanted.capture(glob)
     wanted.capture(LOGITS)

@@ -10,6 +10,7 @@ from mionnx.errors import SpecFileError
 from mionnx.machine.brief import Brief
 from mionnx.machine.files import write_atomic
 from mionnx.machine.stored import ENDING, Stored
+from mionnx.machine.typed import typed
 from mionnx.view.figure import to_png
 from mionnx.view.page import plain
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+@typed(SpecFileError)
 class Shown(Brief, Stored, ABC):
     """A result as a figure, as a page, as JSON; a notebook shows its page, `print` few lines.
 

@@ -177,6 +177,18 @@ def test_cache_law(models, families, split, data):
     assert np.abs(first.output() - whole[:, :split]).max() < 5e-5
 
 
+def test_a_sliding_window_counts_no_padding(models):
+    """Texts padded on the right and continued: a window over columns would reach less far than one over the text."""
+    model, rng = models("gemma2"), np.random.default_rng(0)
+    ids, more, lengths = rng.integers(3, VOCAB, (2, 9)), rng.integers(3, VOCAB, (2, 4)), (9, 4)
+    mask = np.array([[column < length for column in range(9)] for length in lengths], int)
+    first = model.forward(ids, attention_mask=mask, use_cache=True)
+    found = model.forward(more, cache=first.kv_cache).output()
+    for row, length in enumerate(lengths):
+        alone = model.forward(np.concatenate([ids[row, :length], more[row]])).output()
+        assert np.abs(found[row] - alone[0, length:]).max() < 5e-5
+
+
 def test_an_empty_spec_runs_the_graph_on_disk(family, models):
     model = models(family)
     empty, none = model.compile_graph(HookSpec()), model.compile_graph()

@@ -86,7 +86,7 @@ RESULTS: dict[str, Callable[[MIModel], Any]] = {
     "LensResult": lambda model: model.logit_lens(TEXT, k=3, tokens=["Tokyo"]),
     "Logits": lambda model: Logits(positions=-1),
     "ModelSizes": lambda model: model.cfg,
-    "Options": lambda model: Options(threads=2, provider_options={"device_id": 0}),
+    "Options": lambda model: Options("cuda", threads=2, provider_options={"device_id": 0}),
     "Report": lambda model: model.report(a_spec()),
     "SAE": lambda model: an_sae(),
     "SteeringCalibration": lambda model: model.calibrate(model.contrast([TEXT], [OTHER]), [TEXT]),

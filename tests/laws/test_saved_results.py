@@ -157,6 +157,11 @@ def test_captures_keep_their_dtype_order_and_names(tmp_path: Path, dtype: Any, a
     assert {*load_file(tmp_path / "c.safetensors")} == {"a.hook", "b.hook"}
 
 
+def test_a_capture_with_a_name_of_the_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SpecFileError, match="'state'"):
+        HookCache(None, {"state": np.ones(2)}).save(tmp_path / "c.safetensors")
+
+
 def test_a_generation_goes_on_from_its_loaded_cache(shipped: MIModel, tmp_path: Path) -> None:
     made = shipped.generate(TEXT, max_new_tokens=3)
     again = Generation.load(made.save(tmp_path / "g.safetensors"))

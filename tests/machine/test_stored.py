@@ -30,6 +30,7 @@ VALUES = {
     "arrays": {
         "one.0": np.arange(3),
         "one": [np.zeros((2, 0), np.float16)],
+        "one.0'": np.ones(1),
         "scalar": np.float32(0.1),
         "axes": np.ones(()),
     },

@@ -104,7 +104,7 @@ def test_a_planted_fault_is_found_beside_torch(hooked, checkpoint, tmp_path, fam
     fault = found.besides[0].fault
     assert fault.hook == hook
     assert node in {name.split(" ")[0] for name in fault.nodes}
-    assert len(fault.nodes) < len(wrong.hooked.proto.graph.node) / 3
+    assert len(fault.nodes) < 0.4 * len(wrong.hooked.proto.graph.node)
 
 
 def test_a_spec_is_in_force_in_torch_too(llama, tmp_path):

@@ -15,6 +15,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.memory import format_bytes
+from mionnx.machine.typed import typed
 from mionnx.run.nan_logits import numbers
 from mionnx.run.prompt import one_text
 from mionnx.run.runner import Runner
@@ -33,6 +34,7 @@ WORDS = 40  # tokens up to which a figure of one head names them
 
 
 @dataclass(frozen=True, repr=False)
+@typed(InputError)
 class AttentionPatterns(Shown):
     """Attention patterns of one text; effective attention for an RWKV model.
 
@@ -160,6 +162,7 @@ class AttentionPatterns(Shown):
         return figure
 
 
+@typed()
 def attention(
     model: Runner,
     prompt: Prompt,

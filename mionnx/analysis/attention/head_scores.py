@@ -20,7 +20,9 @@ from mionnx.analysis.attention.repeated_sequences import (
 from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import HookError, InputError, InterventionError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.token_rows import read_array
 from mionnx.machine.progress import Progress, silent
+from mionnx.machine.typed import typed
 from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
@@ -28,6 +30,7 @@ from mionnx.spec.hook_spec import HookSpec
 CAPTURED = 2**26  # bytes of patterns that are held at once, where one row takes less
 
 
+@typed(leave=["tokens", "batch", "period", "seed"])
 def head_scores(
     model: Runner,
     kinds: str | Sequence[str] = KINDS,
@@ -113,7 +116,9 @@ def _draw(model: Runner, tokens: Iterable[int] | None, batch: int, period: int, 
     if tokens is None:
         candidates = np.setdiff1d(np.arange(model.vocab_size), special)
     else:
-        given = np.asarray(tokens if isinstance(tokens, str | Sequence | np.ndarray) else list(tokens))
+        if not isinstance(tokens, Iterable):
+            raise InputError(f"tokens={tokens!r}: the ids to draw from are integers, [count]")
+        given = read_array("tokens", tokens if isinstance(tokens, str | Sequence | np.ndarray) else list(tokens))
         if given.ndim != 1 or given.dtype.kind not in "iu":
             raise InputError(f"tokens={tokens!r}: the ids to draw from are integers, [count]")
         candidates = np.unique([model._known(token) for token in given]).astype(np.int64)

@@ -11,6 +11,7 @@ from rich.markup import escape
 from mionnx.errors import InputError, nearest
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
+from mionnx.machine.typed import typed
 from mionnx.view import Shown, Table, empty_figure, render
 from mionnx.view.figure import write_numbers
 
@@ -27,6 +28,7 @@ TARGETS = {
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+@typed(InputError)
 class HeadScores(Shown):
     """Attention scores of heads on random repeated sequences.
 

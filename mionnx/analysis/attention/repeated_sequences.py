@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InputError, nearest
+from mionnx.machine import memory
 
 KINDS = ("previous_token", "duplicate_token", "induction")
 
@@ -71,6 +72,8 @@ def repeat_sequences(
         raise InputError(f"batch={batch}, period={period}: at least 1 row of sequences of 2 tokens")
     if period > len(candidates):
         raise InputError(f"period={period}, and there are {len(candidates)} tokens to draw from, each once a sequence")
+    if (size := batch * (len(prefix) + 2 * period) * 16) > memory.available():
+        raise InputError(f"batch={batch}: the sequences alone need {memory.format_bytes(size)}, more than is free")
     random = np.random.default_rng(seed)
     once = np.stack([random.permutation(candidates)[:period] for _ in range(batch)])
     start = np.tile(np.array(prefix, np.int64), (batch, 1))

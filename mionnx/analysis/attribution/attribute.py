@@ -14,6 +14,7 @@ from mionnx.bind.logit_selection import Logits
 from mionnx.errors import InputError, ModelError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.decimals import decimal
+from mionnx.machine.typed import typed
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.prompt import Text, one_text, token_of, token_text
 from mionnx.run.runner import Runner
@@ -25,6 +26,7 @@ BEHIND = (HookPoint.FinalNorm, HookPoint.Logits)
 SLACK = {4: 1e-5, 2: 2e-2, 8: 1e-5}  # bytes of a float -> what sums may miss, relative to the sum of all sizes
 
 
+@typed()
 def attribute(
     model: Runner,
     prompt: Prompt,

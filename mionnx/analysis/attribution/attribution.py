@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.errors import InputError
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
+from mionnx.machine.ranges import at_least
+from mionnx.machine.typed import typed
 from mionnx.view import Shown, empty_figure, render
 from mionnx.view.figure import token_label, write_numbers
 
@@ -21,6 +24,7 @@ WIDE = 16  # heads from which on a figure's cells are too small for numbers
 
 
 @dataclass(frozen=True, repr=False)
+@typed(InputError)
 class Attribution(Shown):
     """Direct logit attribution at one position: a logit, or a difference of two, as a sum.
 
@@ -83,6 +87,7 @@ class Attribution(Shown):
 
     def top(self, n: int | None = None) -> list[tuple[str, float]]:
         """The components with the largest contributions of either sign; all if `n` is left out."""
+        at_least("n", 0 if n is None else n, 0)
         order = np.argsort(-np.abs(self.values), kind="stable")[:n]
         return [(self.labels[i], float(self.values[i])) for i in order]
 

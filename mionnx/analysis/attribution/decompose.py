@@ -120,11 +120,13 @@ def sliced(values: NDArray[Any], pos_slice: PosSlice, axis: int = -2) -> NDArray
     """Values at some positions: an integer drops the axis, a slice or a list keeps it.
 
     Raises:
-        InputError: a position that is not there.
+        InputError: a position that is not there, or an empty list of them.
     """
     if pos_slice is None:
         return values
     chosen: Any = pos_slice if isinstance(pos_slice, slice | int | np.integer) else list(pos_slice)
+    if isinstance(chosen, list) and not chosen:
+        raise InputError("pos_slice=[] selects no position")
     try:
         return _take(values, chosen, axis)
     except IndexError:

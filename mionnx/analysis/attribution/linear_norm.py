@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.errors import ModelError
+from mionnx.errors import InputError, ModelError
 
 Array = NDArray[np.float64]
 LARGE = 2.0**6  # entries of the probe: their square is so far above every epsilon that it does not count
@@ -54,6 +54,7 @@ class LinearNorm:
             stack: [component, ..., hidden], the axes between as those of the actual stream.
             weighted: with the norm's weight; without, as TransformerLens gives it.
         """
+        self._check(stack)
         parts = centre(stack.astype(np.float64), self.centred) / self.scale
         return parts * self.weight if weighted else parts
 
@@ -70,8 +71,19 @@ class LinearNorm:
         Returns:
             [component, ...].
         """
+        self._check(stack)
         turned = centre(direction * self.weight if weighted else direction, self.centred) / self.scale
         return np.einsum("c...h,...h->c...", stack, turned)
+
+    def _check(self, stack: NDArray[Any]) -> None:
+        """Refuse a stack at other positions than the scale's."""
+        try:
+            np.broadcast_shapes(stack.shape[1:-1], self.scale.shape[:-1])
+        except ValueError:
+            raise InputError(
+                f"the stack is {list(stack.shape)}, and the norm was read at positions of shape "
+                f"{list(self.scale.shape[:-1])}: give the pos_slice that the stack was made with"
+            ) from None
 
 
 def centre(values: Array, centred: bool) -> Array:

@@ -16,6 +16,7 @@ from mionnx.analysis.attribution import decompose
 from mionnx.analysis.attribution.decompose import Labelled, PosSlice
 from mionnx.analysis.attribution.linear_norm import LinearNorm
 from mionnx.analysis.attribution.norm_graphs import NormGraphs, final_norm, input_norm
+from mionnx.machine.typed import typed
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
@@ -24,6 +25,7 @@ from mionnx.spec.hook_spec import HookSpec
 Source = HookCache | Prompt
 
 
+@typed()
 def decomposition_hooks(model: Runner, layer: int | None = None, heads: bool = True) -> HookSpec:
     """A spec with every capture that the verbs on residual stacks read, for a single `forward`.
 
@@ -50,6 +52,7 @@ def decomposition_hooks(model: Runner, layer: int | None = None, heads: bool = T
     return spec
 
 
+@typed()
 def decompose_resid(
     model: Runner,
     source: Source,
@@ -89,6 +92,7 @@ def decompose_resid(
     return _normed(model, stack, cache, end, mlp_input, pos_slice, apply_ln), labels
 
 
+@typed()
 def accumulated_resid(
     model: Runner,
     source: Source,
@@ -126,6 +130,7 @@ def accumulated_resid(
     return _normed(model, stack, cache, end, mlp_input, pos_slice, apply_ln), labels
 
 
+@typed()
 def stack_head_results(
     model: Runner,
     source: Source,

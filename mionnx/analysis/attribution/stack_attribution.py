@@ -16,6 +16,7 @@ from mionnx.analysis.lens.unembedding import Unembedding
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import InputError
 from mionnx.inputs.token_rows import read_array
+from mionnx.machine.typed import typed
 from mionnx.run.prompt import one_text, streams_of, token_of
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
@@ -24,6 +25,7 @@ from mionnx.spec.hook_spec import HookSpec
 TokenLike = int | str | Sequence[int] | NDArray[np.integer[Any]]
 
 
+@typed()
 def apply_ln_to_stack(
     model: Runner,
     stack: ArrayLike,
@@ -64,6 +66,7 @@ def apply_ln_to_stack(
     return norm.apply(_checked(model, stack, norm), weighted).astype(np.float32)
 
 
+@typed()
 def logit_attrs(
     model: Runner,
     stack: ArrayLike,
@@ -108,6 +111,7 @@ def logit_attrs(
     return norm.project(parts, direction, weighted).astype(np.float32)
 
 
+@typed()
 def get_logit_diff(
     model: Runner,
     prompt: Prompt,

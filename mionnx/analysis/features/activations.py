@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.errors import InterventionError
+from mionnx.errors import InputError, InterventionError
 from mionnx.machine.brief import count, spelled
+from mionnx.machine.ranges import index_within
+from mionnx.machine.typed import typed
 from mionnx.view import Shown, new_figure, render
 from mionnx.view.figure import token_label
 
@@ -21,6 +23,7 @@ COLUMNS = 60  # tokens in the picture
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+@typed(InputError)
 class FeatureActivations(Shown):
     """The features of a text's tokens.
 
@@ -53,6 +56,7 @@ class FeatureActivations(Shown):
 
     def top(self, position: int) -> list[tuple[int, float]]:
         """The features active at one token, the most active first."""
+        position = index_within("position", position, len(self.tokens))
         pairs = zip(self.ids[position], self.values[position], strict=True)
         return [(int(feature), float(value)) for feature, value in pairs if value > 0]
 

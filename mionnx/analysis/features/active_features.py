@@ -9,6 +9,7 @@ from mionnx.analysis.features.network import ranking
 from mionnx.analysis.features.sae import SAE
 from mionnx.errors import HookError, InputError, InterventionError
 from mionnx.inputs.tokens import Tokens
+from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
@@ -16,6 +17,7 @@ from mionnx.spec.intervention import Intervention
 FOLLOWED = 40  # features whose activations are given at every token, if none are named
 
 
+@typed(leave=["prompt"])
 def features(
     model: Runner,
     prompt: str | Tokens,

@@ -26,7 +26,11 @@ def read(path: Path, hook: str, hook_out: str) -> tuple[Config, Weights]:
     Raises:
         ModelError: nothing there, or a file that is damaged or of another kind.
     """
-    folder = path if path.is_dir() else path.parent
+    try:
+        folder = path if path.is_dir() else path.parent
+        path.exists()
+    except OSError as error:  # a name that no file can have
+        raise ModelError(f"{path}: {error.strerror}") from error
     if path.suffix == ".npz" or (path.is_dir() and (path / PARAMS).is_file()):
         return _gemma_scope(path / PARAMS if path.is_dir() else path, hook, hook_out)
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():

@@ -14,7 +14,9 @@ from mionnx.analysis.features.network import autoencoder
 from mionnx.analysis.steering.directions import Direction
 from mionnx.errors import HookError, InputError, InterventionError, ModelError, nearest
 from mionnx.graph.fragment import Fragment
+from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.arrays import to_array
+from mionnx.machine.typed import typed
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.limits import Positions
@@ -22,6 +24,7 @@ from mionnx.spec.limits import Positions
 ERROR = ("kept", "dropped")
 
 
+@typed(InputError)
 class SAE:
     """A sparse autoencoder or transcoder, read from SAELens' or Gemma Scope's files.
 
@@ -46,7 +49,7 @@ class SAE:
         self._fragment = cache(self._build)
 
     @classmethod
-    def load(cls, path: str | Path, hook: str = "", hook_out: str = "") -> "SAE":
+    def load(cls, path: str | Path, hook: str | HookPoint = "", hook_out: str | HookPoint = "") -> "SAE":
         """Read an SAE.
 
         Args:
@@ -62,10 +65,10 @@ class SAE:
         Example:
             sae = SAE.load("gemma-scope/layer_20", hook="blocks.20.hook_resid_post")
         """
-        config, weights = files.read(Path(path), hook, hook_out)
+        config, weights = files.read(Path(path), str(hook), str(hook_out))
         return cls(config, weights, str(path)).at(hook, hook_out)
 
-    def at(self, hook: str = "", hook_out: str = "") -> "SAE":
+    def at(self, hook: str | HookPoint = "", hook_out: str | HookPoint = "") -> "SAE":
         """The same at other hook points; those that are left out stay.
 
         Raises:
@@ -73,8 +76,8 @@ class SAE:
         """
         if hook_out and not self.config.transcoder:
             raise InputError(f"hook_out={hook_out!r}: only a transcoder gives another value than it reads")
-        own = vars(self.config)
-        config = Config(**{**own, "hook": hook or self.config.hook, "hook_out": hook_out or self.config.hook_out})
+        named = {"hook": str(hook) or self.config.hook, "hook_out": str(hook_out) or self.config.hook_out}
+        config = Config(**{**vars(self.config), **named})
         return SAE(config, self.weights)
 
     @property

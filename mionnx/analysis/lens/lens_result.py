@@ -14,6 +14,8 @@ from mionnx.analysis.lens.readout import Readout
 from mionnx.errors import InputError
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
+from mionnx.machine.ranges import index_within
+from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
 from mionnx.view import Shown, render
 
@@ -24,6 +26,7 @@ TOLD = 6  # points of a printed result
 
 
 @dataclass(frozen=True, repr=False)
+@typed(InputError)
 class LensResult(Shown):
     """The logit lens over one text: residual streams read by the model's final norm and head.
 
@@ -177,7 +180,16 @@ class LensResult(Shown):
         return self.positions.index(position)
 
     def best(self, point: int, position: int) -> list[tuple[int, float]]:
-        """The most likely tokens of one point and position, as (token id, probability)."""
+        """The most likely tokens at one point and position, as (token id, probability).
+
+        Args:
+            point, position: indices among those that were read; negative ones count from the end.
+
+        Raises:
+            InputError: no such point or position.
+        """
+        point = index_within("point", point, len(self.points))
+        position = index_within("position", position, len(self.positions))
         return list(zip(self.top_ids[point, position].tolist(), self.top_probs[point, position].tolist(), strict=True))
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from mionnx.analysis.lens.reader import LensReader
 from mionnx.analysis.lens.readout import Lens, LogitHead
 from mionnx.errors import HookError, InputError, ModelError, nearest
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.typed import typed
 from mionnx.run.nan_logits import ADVICE, has_nan
 from mionnx.run.prompt import Text, is_stream, one_text, streams_of, token_of
 from mionnx.run.runner import Runner
@@ -41,6 +42,7 @@ def logit_lens(
 ) -> LensResult: ...
 
 
+@typed()
 def logit_lens(
     model: Runner,
     source: Any,
@@ -179,6 +181,7 @@ def _scored(ids: NDArray[np.int64], values: NDArray[Any]) -> Scored:
     return list(zip(ids.tolist(), values.tolist(), strict=True))
 
 
+@typed()
 def project_to_vocab(model: Runner, residual: ArrayLike) -> NDArray[Any]:
     """All logits of residual streams, read as the last layer's: final norm, head, soft cap.
 

@@ -15,6 +15,7 @@ from mionnx.graph import matrices
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.once import once_property
+from mionnx.machine.typed import typed
 from mionnx.run.prompt import streams_of, token_of
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
@@ -37,6 +38,7 @@ class Vocabulary:
         return matrices.unembedding(self.hooked)
 
 
+@typed()
 def embedding_for(model: Runner, token: int | str, scaled: bool = True) -> NDArray[Any]:
     """A token's embedding, [hidden].
 
@@ -57,6 +59,7 @@ def embedding_for(model: Runner, token: int | str, scaled: bool = True) -> NDArr
     return model.forward([token_id], spec, logits=False)[HookPoint.Embed][0, 0]
 
 
+@typed()
 def unembedding_for(model: Runner, token: int | str) -> NDArray[Any]:
     """A token's direction in the unembedding, [hidden].
 
@@ -71,6 +74,7 @@ def unembedding_for(model: Runner, token: int | str) -> NDArray[Any]:
     return np.array(model.opened(Vocabulary).unembedding[:, token_of(model, token)])
 
 
+@typed()
 def embedding_neighbors(model: Runner, query: ArrayLike | str, k: int = 10) -> Scored:
     """The tokens whose embeddings have the largest cosine with a vector.
 
@@ -91,6 +95,7 @@ def embedding_neighbors(model: Runner, query: ArrayLike | str, k: int = 10) -> S
     return largest(cosines(model.opened(Vocabulary).embedding, vector), k)
 
 
+@typed()
 def project_through_unembed(model: Runner, vec: ArrayLike, k: int = 10) -> Scored:
     """The tokens whose unembedding directions have the largest product with a vector.
 

@@ -11,12 +11,14 @@ from mionnx.analysis.lens.logit_lens import Scored, logit_lens, read_vectors
 from mionnx.analysis.lens.readout import Lens
 from mionnx.errors import InputError
 from mionnx.inputs.token_rows import IDS
+from mionnx.machine.typed import typed
 from mionnx.run.prompt import one_text, streams_of, token_of
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 
 
+@typed()
 def track_token_at(model: Runner, residual: ArrayLike, token: int | str) -> float:
     """The probability of a token, a residual [hidden] read as the last layer's.
 
@@ -34,6 +36,7 @@ def track_token_at(model: Runner, residual: ArrayLike, token: int | str) -> floa
     return float(np.exp(readout.log_probs[0, 0, 0]))
 
 
+@typed()
 def track_token(
     model: Runner, prompt: Prompt, token: int | str, *, position: int = -1, hooks: HookSpec | None = None
 ) -> NDArray[np.float32]:
@@ -49,6 +52,7 @@ def track_token(
     return np.exp(lens.readout.log_probs[:, 0, 1])
 
 
+@typed()
 def track_race(
     model: Runner,
     source: Prompt | Mapping[int, ArrayLike],

@@ -70,6 +70,8 @@ def register(model: HookedModel, fwd_hooks: Iterable[tuple[Where, HookFunction]]
         HookError: an entry that is no pair of a hook and a function, or that selects no hook point.
     """
     functions: dict[str, list[HookFunction]] = {}
+    if not isinstance(fwd_hooks, Iterable):
+        raise HookError(f"fwd_hooks holds pairs (hook, function), got {fwd_hooks!r}")
     for entry in fwd_hooks:
         what, function = _pair(entry)
         for name in select(model, what):

@@ -14,6 +14,7 @@ from mionnx.errors import HookError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past
+from mionnx.machine.typed import typed
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt, takes_encoding
@@ -21,6 +22,7 @@ from mionnx.spec.hook_spec import HookSpec
 
 
 @takes_encoding
+@typed()
 def call(
     model: Runner,
     tokens: Prompt,
@@ -48,6 +50,7 @@ def call(
 
 
 @takes_encoding
+@typed(leave=["fwd_hooks"])
 def run_with_hooks(
     model: Runner,
     tokens: Prompt,
@@ -110,6 +113,7 @@ def run_with_hooks(
 
 
 @takes_encoding
+@typed(leave=["fwd_hooks"])
 def run_with_cache(
     model: Runner,
     tokens: Prompt,

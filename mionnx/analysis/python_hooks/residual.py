@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.errors import HookError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.arrays import to_array
+from mionnx.machine.typed import typed
 from mionnx.run.generation import generate
 from mionnx.run.prompt import one_prompt
 from mionnx.run.runner import Runner
@@ -27,6 +28,7 @@ Layers = int | Iterable[int]
 Steer = tuple[int, ArrayLike, float]  # layer, vector [hidden], strength
 
 
+@typed()
 def capture_residuals(model: Runner, prompt: Prompt, layers: Layers) -> Streams:
     """The last token's residual stream after layers: layer -> [hidden].
 
@@ -40,6 +42,7 @@ def capture_residuals(model: Runner, prompt: Prompt, layers: Layers) -> Streams:
     return _last_residuals(model, prompt, HookSpec(), layers)
 
 
+@typed()
 def forward_with_capture(model: Runner, prompt: Prompt, layers: Layers) -> Streams:
     """All tokens' residual stream after layers: layer -> [seq, hidden].
 
@@ -54,6 +57,7 @@ def forward_with_capture(model: Runner, prompt: Prompt, layers: Layers) -> Strea
     return {layer: cache[point][0] for layer, point in points.items()}
 
 
+@typed()
 def forward_ablate(model: Runner, prompt: Prompt, ablate_layers: Layers, capture_layers: Layers) -> Streams:
     """`capture_residuals` with the residual stream set to zero after some layers.
 
@@ -67,6 +71,7 @@ def forward_ablate(model: Runner, prompt: Prompt, ablate_layers: Layers, capture
     return _last_residuals(model, prompt, _ablation(model, ablate_layers), capture_layers)
 
 
+@typed()
 def forward_steer(model: Runner, prompt: Prompt, steers: Sequence[Steer], capture_layers: Layers) -> Streams:
     """`capture_residuals` with vectors added to the last token's residual stream.
 
@@ -85,6 +90,7 @@ def forward_steer(model: Runner, prompt: Prompt, steers: Sequence[Steer], captur
     return _last_residuals(model, prompt, _steering(model, steers, [-1]), capture_layers)
 
 
+@typed()
 def patch_activations(
     model: Runner, donor: Prompt, recipient: Prompt, at: Sequence[tuple[int, int]], capture_layers: Layers
 ) -> Streams:
@@ -113,6 +119,7 @@ def patch_activations(
     return _last_residuals(model, recipient, spec, capture_layers)
 
 
+@typed()
 def generate_with_hooks(
     model: Runner,
     prompt: Prompt,

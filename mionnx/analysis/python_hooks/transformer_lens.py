@@ -22,6 +22,7 @@ from mionnx.errors import InputError
 from mionnx.graph import matrices
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_rows import IDS, is_one_prompt, read_array, read_rows
+from mionnx.machine.typed import typed
 from mionnx.run.prompt import token_of
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import One, Prompt
@@ -105,6 +106,7 @@ def W_O(model: Runner) -> NDArray[Any]:
     return matrices.output_projections(model.hooked)
 
 
+@typed()
 def to_tokens(model: Runner, text: str | Sequence[str]) -> NDArray[np.int64]:
     """Tokenise a text, or texts of equal length: ids [batch, seq].
 
@@ -127,6 +129,7 @@ def to_tokens(model: Runner, text: str | Sequence[str]) -> NDArray[np.int64]:
     return np.stack(rows)
 
 
+@typed()
 def to_str_tokens(model: Runner, tokens: Prompt) -> list[str]:
     """Each token of a text, of ids [seq] or [1, seq], or of a tokenizer's encoding, as text.
 
@@ -136,6 +139,7 @@ def to_str_tokens(model: Runner, tokens: Prompt) -> list[str]:
     return [to_string(model, [token]) for token in _row(model, _ids(tokens))]
 
 
+@typed()
 def to_string(model: Runner, tokens: ArrayLike | One) -> Any:
     """Decode ids [seq], or one id, to a text; ids [batch, seq] to a list of texts.
 
@@ -150,6 +154,7 @@ def to_string(model: Runner, tokens: ArrayLike | One) -> Any:
     return model.tokenizer.decode(_row(model, ids), skip_special_tokens=False)
 
 
+@typed()
 def to_single_token(model: Runner, text: str) -> int:
     """The id of a text that is one token.
 
@@ -171,7 +176,7 @@ def _ids(tokens: Any) -> Any:
 
 def _row(model: Runner, tokens: str | ArrayLike) -> list[int]:
     """Ids as a list, checked."""
-    rows = read_rows(model.tokenize(tokens) if isinstance(tokens, str) else np.atleast_1d(tokens))
+    rows = read_rows(model.tokenize(tokens) if isinstance(tokens, str) else np.atleast_1d(read_array("tokens", tokens)))
     if len(rows.ids) != 1:
         raise InputError(f"tokens must be integers [seq], got {list(rows.ids.shape)}")
     return [token_of(model, int(token)) for token in rows.ids[0]]

@@ -12,7 +12,9 @@ from mionnx.analysis.steering.directions import STREAM, Directions
 from mionnx.analysis.steering.hook_template import template_of
 from mionnx.analysis.steering.prompts import Texts, texts_of
 from mionnx.errors import InputError
+from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.progress import Progress, silent
+from mionnx.machine.typed import typed
 from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
@@ -20,11 +22,12 @@ from mionnx.spec.hook_spec import HookSpec
 ROWS = 32  # of one call
 
 
+@typed()
 def contrast(
     model: Runner,
     positive: Texts,
     negative: Texts,
-    hook: str = STREAM,
+    hook: str | HookPoint = STREAM,
     *,
     layers: Sequence[int] | None = None,
     positions: int | Sequence[int] = -1,

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import RuntimeMissingError, SpecFileError
-from mionnx.machine.files import atomic_path
+from mionnx.machine.files import atomic_path, is_no_file
 from mionnx.machine.tensor_file import values_checksum
 
 ARCHITECTURE = "controlvector"
@@ -85,7 +85,7 @@ def read(path: str | Path) -> dict[int, NDArray[np.float32]]:
         RuntimeMissingError: the gguf package is not installed.
     """
     gguf = _gguf()
-    if Path(path).exists() and not Path(path).is_file():
+    if is_no_file(Path(path)):
         raise SpecFileError(f"{path} is no GGUF file but a folder, a device or a pipe")
     try:
         reader = gguf.GGUFReader(path)

@@ -16,11 +16,13 @@ from mionnx.analysis.steering import control_vector
 from mionnx.analysis.steering.control_vector import STREAM
 from mionnx.analysis.steering.direction_methods import Separation, cosines
 from mionnx.analysis.steering.hook_template import template_of
-from mionnx.errors import HookError, InterventionError, SpecFileError
+from mionnx.errors import HookError, InputError, InterventionError, SpecFileError
+from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.arrays import to_array
 from mionnx.machine.brief import Brief, count, spelled
 from mionnx.machine.file_kinds import whose
 from mionnx.machine.tensor_file import read_tensors, write_tensors
+from mionnx.machine.typed import typed
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.limits import Positions
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 FORMAT = "1"
 
 
+@typed(InputError, leave=["hook"])
 @dataclass(frozen=True, eq=False, repr=False)
 class Direction(Brief):
     """A vector at one hook point.
@@ -45,6 +48,7 @@ class Direction(Brief):
     vector: NDArray[np.float32]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "hook", str(HookPoint.parse(self.hook)))
         vector = _vectors(self.vector)
         if vector.ndim != 1 or not np.linalg.norm(vector):
             raise InterventionError(f"a direction at {self.hook} is [width] and not zero, got {list(vector.shape)}")
@@ -64,6 +68,7 @@ class Direction(Brief):
         return HookSpec().intervene(self.hook, self.intervention(strength, positions))
 
 
+@typed(InputError)
 class Directions(Shown):
     """One steering vector a layer, all at the same kind of hook point.
 
@@ -80,7 +85,7 @@ class Directions(Shown):
         self,
         vectors: ArrayLike,
         layers: Sequence[int],
-        hook: str = STREAM,
+        hook: str | HookPoint = STREAM,
         method: str = "given",
         pairs: int = 0,
         separation: Separation | None = None,

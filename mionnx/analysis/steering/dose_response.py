@@ -20,6 +20,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.tokens import Tokens
 from mionnx.machine.arrays import to_array
 from mionnx.machine.progress import Progress, silent
+from mionnx.machine.typed import typed
 from mionnx.run.prompt import token_of, token_text
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
@@ -34,6 +35,7 @@ Bracket = tuple[int, float, float]  # a prompt's number, a strength before its a
 Target = str | int | Sequence[str | int] | None
 
 
+@typed()
 def dose_response(
     model: Runner,
     prompts: Texts,

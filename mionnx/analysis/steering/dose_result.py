@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.errors import InputError
 from mionnx.machine.brief import Brief, count, spelled
+from mionnx.machine.ranges import index_within
 from mionnx.machine.stored import Storable
+from mionnx.machine.typed import typed
 from mionnx.view import Shown, empty_figure, render
 from mionnx.view.figure import token_label
 
@@ -36,6 +39,7 @@ class Answers(Brief, Storable):
 
 
 @dataclass(frozen=True, repr=False)
+@typed(InputError)
 class DoseResponse(Shown):
     """The answers to prompts, by the strength of one direction.
 
@@ -78,7 +82,8 @@ class DoseResponse(Shown):
 
     def top(self, prompt: int = 0) -> list[str]:
         """The top token at each strength, for one prompt."""
-        return [self.names[int(token)] for token in self.answers.top[prompt]]
+        row = index_within("prompt", prompt, len(self.prompts))
+        return [self.names[int(token)] for token in self.answers.top[row]]
 
     def _facts(self) -> Iterator[str]:
         yield from (self.hook, count(len(self.prompts), "prompt"))
@@ -91,6 +96,7 @@ class DoseResponse(Shown):
 
     def turn(self, prompt: int = 0) -> str:
         """The strength that makes the target the top token, in words."""
+        prompt = index_within("prompt", prompt, len(self.prompts))
         if self.baseline[prompt] == self.targets[prompt]:
             return "without steering already"
         flip = self.flips[prompt]

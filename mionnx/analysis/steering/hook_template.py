@@ -6,7 +6,7 @@ from mionnx.errors import HookError, nearest
 from mionnx.graph.hook_points import HookPoint, layer_of, short_names
 
 
-def template_of(hook: str) -> tuple[str, str]:
+def template_of(hook: str | HookPoint) -> tuple[str, str]:
     """The short name and template of a kind of hook point, one vector a token in every layer.
 
     Args:

@@ -16,6 +16,7 @@ from mionnx.analysis.sweep.sweep import Before, Donors, Pair, Sweep, SweepSettin
 from mionnx.errors import InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.progress import Progress
+from mionnx.machine.typed import typed
 from mionnx.run.prompt import prompt_ids
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
@@ -23,6 +24,7 @@ from mionnx.run.tokenizing import Prompt
 KINDS = ("zero", "mean", "resample")
 
 
+@typed(leave=["layers", "over", "answer", "versus", "seed"])
 def ablation_sweep(
     model: Runner,
     prompts: Prompt,

@@ -105,7 +105,7 @@ def make_grid(
     has = {"layer": True, "position": has_sequence(axes), "head": heads_axis(axes) is not None}
     has["source"] = "seq_k" in axes
     for name in names:
-        if not has.get(name, False):
+        if not isinstance(name, str) or not has.get(name, False):
             valid = [axis for axis in AXES if has[axis]]
             near = nearest(str(name), valid)
             raise InputError(f"{template} has no axis {name!r} to go over; it has {', '.join(valid)}{near}")

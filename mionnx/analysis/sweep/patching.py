@@ -24,6 +24,7 @@ from mionnx.analysis.sweep.sweep import Before, Pair, Sweep, SweepSetting, run_s
 from mionnx.errors import InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.progress import Progress
+from mionnx.machine.typed import typed
 from mionnx.run.prompt import prompt_ids
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
@@ -31,6 +32,7 @@ from mionnx.run.tokenizing import Prompt
 DIRECTIONS = ("denoising", "noising")
 
 
+@typed(leave=["layers", "over", "answer", "versus"])
 def patch_sweep(
     model: Runner,
     clean: Prompt,
@@ -90,6 +92,7 @@ def patch_sweep(
     return run_sweep(sweep, progress, resume, before)
 
 
+@typed(leave=["layers", "over", "answer", "versus", "receivers"])
 def path_patch(
     model: Runner,
     clean: Prompt,

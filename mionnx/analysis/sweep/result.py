@@ -12,6 +12,8 @@ from mionnx.analysis.sweep.picture import draw
 from mionnx.errors import InputError
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
+from mionnx.machine.ranges import at_least
+from mionnx.machine.typed import typed
 from mionnx.view import Shown, Table, render
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ TOKENS = ("position", "source")  # axes whose labels are tokens
 
 
 @dataclass(repr=False)
+@typed(InputError)
 class SweepResult(Shown):
     """Values of a sweep.
 
@@ -96,7 +99,12 @@ class SweepResult(Shown):
         )
 
     def top(self, k: int = 10) -> list[tuple[dict[str, str], float]]:
-        """The k cells with the largest effect: their labels by axis, and the effect."""
+        """The k cells with the largest effect: their labels by axis, and the effect.
+
+        Raises:
+            InputError: k is negative.
+        """
+        at_least("k", k, 0)
         return [(self._named(cell), float(self.effect[cell])) for cell in self._largest(k)]
 
     def _largest(self, k: int) -> list[tuple[int, ...]]:

@@ -89,5 +89,5 @@ class Clamp(Kind):
 
 
 def _masked(dtype: Any) -> float:
-    """Half the lowest number: scores below it are masked."""
-    return float(lowest(dtype)) / 2  # a mask is added to scores, so that not every masked one is the lowest
+    """The number below which scores are masked; a `Scale` before may have shrunk the lowest one."""
+    return -max(float(-lowest(dtype)) ** 0.5, 4096.0)

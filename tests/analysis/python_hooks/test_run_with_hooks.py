@@ -426,7 +426,7 @@ def test_an_error_in_a_function_is_the_callers(llama):
     [
         ([("blocks.0.hook_resid_pots", same)], r"no hook point 'blocks.0.hook_resid_pots'; did you mean"),
         ([("blocks.4.hook_resid_post", same)], r"did you mean 'blocks.\d.hook_resid_post'"),
-        ([(lambda name: "nothing" in name, same)], "no hook point"),
+        ([(lambda name: "nothing" in name, same)], "selects none of the model's 79 hook points"),
         ([("*.nothing", same)], "no hook point"),
         ([("blocks.0.attn.hook_result", same)], "no function can act there"),
         ([("*hook_result", same)], "no function can act there"),

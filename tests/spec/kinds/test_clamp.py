@@ -9,6 +9,7 @@ import pytest
 from command_line import LLAMA, PROMPT, mionnx, succeeded
 
 from mionnx import HookPoint, HookSpec, Intervention, InterventionError, MIModel, SpecFileError
+from mionnx.spec.kinds.clamp import Clamp
 
 HOOK = "blocks.2.hook_resid_post"
 BOUNDS = {
@@ -59,6 +60,20 @@ def test_masked_scores_stay_masked(model):
     later = np.triu(np.ones((5, 5), bool), 1)
     assert not cache["pattern", 1][..., later].any()
     assert np.abs(cache["scores", 1][..., ~later]).max() <= np.float32(0.1)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_scores_that_a_scale_has_shrunk_stay_masked(dtype):
+    kind = Clamp().at(HookPoint.AttnScores(0), (), False)
+    shrunk = np.array([np.finfo(dtype).min * dtype(0.1), -183, 3], dtype)
+    assert kind.reference(shrunk, dtype(-1), dtype(1)).tolist() == [shrunk[0], -1, 1]
+
+
+def test_masked_scores_stay_masked_after_a_scale(model):
+    point = HookPoint.AttnScores(1)
+    spec = HookSpec().capture(HookPoint.AttnPattern(1)).intervene(point, Intervention.Scale(0.1))
+    cache = model.forward(PROMPT, spec.intervene(point, Intervention.Clamp(-0.1, 0.1)))
+    assert not np.triu(cache["pattern", 1], 1).any()
 
 
 def test_generation_equals_one_pass(model):

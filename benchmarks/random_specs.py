@@ -1,0 +1,129 @@
+"""Random specs on random batches, continuations and generations, beside references in float64.
+
+    python benchmarks/random_specs.py [--specs 1000] [--seed 0] [--families llama,rwkv7] [--save]
+
+Each spec is run by mionnx in float32 and by a reference that was written on its own, shares no code with the exporter
+or the rewriter, and runs each row's text alone and whole: decoders in torch (`tests/shared/decoder_reference.py`),
+RWKV-7 in numpy (`tests/shared/rwkv_loop.py`). Logits and captures are compared, and RWKV's states. What mionnx refuses
+must be an MIError, and is counted; a difference prints the seed. `--save` writes benchmarks/results/random_specs.md.
+"""
+
+import argparse
+import platform
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from time import perf_counter
+
+from rich.console import Console
+from rich.progress import track
+from tables import present
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests" / "shared"))
+
+from families import make_checkpoint  # noqa: E402
+from random_specs import Draw, points_of  # noqa: E402
+from rwkv_checkpoints import write  # noqa: E402
+from spec_reference import TOLERANCE, Reference, check, decoder, rwkv7  # noqa: E402
+
+from exporters import rwkv, transformers  # noqa: E402
+from mionnx import MIModel  # noqa: E402
+
+FAMILIES = ("llama", "gpt2", "gemma2", "qwen3", "rwkv7")
+COLUMNS = ("family", "tried", "agree", "refused", "differ", "worst relative difference", "in rounding", "minutes")
+CONSOLE = Console(stderr=True)
+
+
+@dataclass
+class Counts:
+    """What became of the specs of one family."""
+
+    family: str
+    outcomes: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    worst: float = 0.0
+    minutes: float = 0.0
+
+    def row(self) -> tuple[str, ...]:
+        """One row of the table."""
+        kinds = (str(self.outcomes[kind]) for kind in ("agree", "refused", "differ"))
+        rounding = str(self.outcomes["within rounding"])
+        tried = sum(self.outcomes.values()) - self.outcomes["within rounding"]
+        return (self.family, str(tried), *kinds, f"{self.worst:.1e}", rounding, f"{self.minutes:.1f}")
+
+
+def opened(family: str, folder: Path) -> tuple[MIModel, Reference]:
+    """A random checkpoint of a family in mionnx, and in float64."""
+    checkpoint, hooked = folder / "checkpoint", folder / "hooked"
+    if family == "rwkv7":
+        tensors = write("7-pth", checkpoint)
+        rwkv.export(checkpoint, hooked)
+        model = MIModel.from_pretrained(hooked, threads=1)
+        return model, rwkv7(tensors, model)
+    make_checkpoint(family, checkpoint)
+    transformers.export(checkpoint, hooked)
+    model = MIModel.from_pretrained(hooked, threads=1)
+    return model, decoder(checkpoint, model)
+
+
+def measure(family: str, specs: int, seed: int, folder: Path) -> Counts:
+    """Run the specs of one family."""
+    (model, reference), counts, start = opened(family, folder), Counts(family), perf_counter()
+    points, recurrent = points_of(model), model.hooked.metadata.recurrent
+    for number in track(range(seed, seed + specs), family, console=CONSOLE):
+        calls = Draw(Random(f"{family} {number}"), points, model.num_layers, recurrent).all_calls()
+        try:
+            outcome = check(model, reference, calls)
+        except Exception as error:  # an error that is none of mionnx' own is a difference too
+            counts.outcomes["differ"] += 1
+            CONSOLE.print(f"{family} {number}: {type(error).__name__}: {error}\n{calls}")
+            continue
+        if outcome.refused:
+            counts.outcomes["refused"] += 1
+            counts.refusals[outcome.refused.partition(":")[0]] += 1
+            continue
+        counts.outcomes["agree" if outcome.agrees else "differ"] += 1
+        counts.outcomes["within rounding"] += outcome.agrees and outcome.worst > TOLERANCE
+        counts.worst = max(counts.worst, outcome.worst)
+        if not outcome.agrees:
+            CONSOLE.print(f"{family} {number}: {outcome}\n{calls}")
+    counts.minutes = (perf_counter() - start) / 60
+    return counts
+
+
+def main() -> None:
+    """Run, print, and save if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--specs", type=int, default=1000, help="of each family")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    found = []
+    for family in options.families.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            found.append(measure(family, options.specs, options.seed, Path(folder)))
+    refusals = sum((counts.refusals for counts in found), Counter())
+    named = ", ".join(f"{count} {name}" for name, count in refusals.most_common())
+    present(
+        "random_specs",
+        "Random specs beside references in float64",
+        f"random small models, fp32, seed {options.seed}; {platform.machine()}",
+        [(COLUMNS, [counts.row() for counts in found])],
+        options.save,
+        said="Differences of logits and captures, relative to the largest number of each array.",
+        notes=[
+            f"agree: within {TOLERANCE:.0e}; or, counted besides under *in rounding*, within 30 times of what "
+            "rounding every value at a hook point to float32 changes in the reference itself.",
+            f"refused, each with an MIError: {named or 'none'}.",
+        ],
+    )
+    sys.exit(any(counts.outcomes["differ"] for counts in found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Numbers within their range: indices, counts and sizes from outside."""
+
+from mionnx.errors import InputError, MIError
+
+
+def index_within(what: str, index: int, count: int, error: type[MIError] = InputError) -> int:
+    """An index from 0; a negative one counts from the end.
+
+    Args:
+        what: the thing that is counted, for the message: "prompt".
+        index, count: which one, and how many there are.
+        error: raised where there is none.
+
+    Raises:
+        MIError: no such index.
+    """
+    if not -count <= index < count:
+        raise error(f"{what} {index} of {count} (0 to {count - 1}; negative ones count from the end)")
+    return index % count
+
+
+def at_least(what: str, number: float, least: float, error: type[MIError] = InputError) -> None:
+    """Refuse a number below its least value.
+
+    Raises:
+        MIError: naming the parameter.
+    """
+    if not number >= least:
+        raise error(f"{what} must be {least} or above, got {number}")

@@ -1,0 +1,142 @@
+"""Random specs on random batches, continuations and generations: mionnx beside references in float64.
+
+The references run each row's text alone and whole (`tests/shared/spec_reference.py`), and share nothing with the
+exporter or the rewriter. `benchmarks/random_specs.py` runs thousands.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_specs import Call, Draw, Edit, points_of
+from rwkv_checkpoints import blinkdl
+from spec_reference import Reference, check, decoder, rwkv7
+
+from mionnx import Intervention, MIModel
+from mionnx.spec.kinds import KINDS
+
+FAMILIES = ("llama", "gpt2", "gemma2", "rwkv7")
+MOST_REFUSED = 0.3  # of the specs: more, and the rest would say little
+Beside = tuple[MIModel, Reference]
+
+
+@pytest.fixture(scope="session")
+def beside(models, checkpoint, rwkv) -> Callable[[str], Beside]:
+    """Family -> its model, and its reference."""
+    made: dict[str, Beside] = {}
+
+    def find(family: str) -> Beside:
+        if family not in made:
+            model = rwkv("7-pth") if family == "rwkv7" else models(family)
+            made[family] = model, rwkv7(blinkdl(7), model) if family == "rwkv7" else decoder(checkpoint(family), model)
+        return made[family]
+
+    return find
+
+
+def drawn(model: MIModel, random: Random) -> list[Call]:
+    return Draw(random, points_of(model), model.num_layers, model.hooked.metadata.recurrent).all_calls()
+
+
+COUNTS = [pytest.param(20, id="few"), pytest.param(300, id="many", marks=pytest.mark.slow)]
+# By seed: what hypothesis chooses choice by choice is plain, and refused twice as often.
+RANDOMS = st.integers(0, 2**32 - 1).map(Random)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("family", [*FAMILIES, pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_random_specs_agree_with_the_reference_or_are_refused(beside, family, count):
+    model, reference = beside(family)
+    refused: list[bool] = []
+
+    @settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(RANDOMS)
+    def every(random: Random) -> None:
+        calls = drawn(model, random)
+        outcome = check(model, reference, calls)
+        assert outcome.refused or outcome.agrees, (outcome, calls)
+        refused.append(outcome.refused is not None)
+
+    every()
+    assert len(refused) >= count
+    assert sum(refused) <= MOST_REFUSED * len(refused) + 1
+
+
+def test_what_is_drawn_has_everything(beside):
+    """Kinds, limits, phases, ragged batches, caches, generations: a hundred seeds draw all of it."""
+    seen: dict[str, set[str]] = {}
+    for family in ("llama", "rwkv7"):
+        model, _ = beside(family)
+        seen[family] = {what for seed in range(100) for what in features(drawn(model, Random(seed)))}
+    common = {"ragged", "cache", "generation", "prompts", "generated", "several", "before", "rows", "heads"}
+    common |= {"order", "by row", "uneven", "negative", "reads", "in part"}
+    assert common | {*KINDS} <= seen["llama"]
+    assert common | {*KINDS} - {"knockout"} | {"state knockout", "state steering"} <= seen["rwkv7"]
+
+
+def features(calls: list[Call]) -> set[str]:
+    """What calls have in them."""
+    found = {"cache"} if len(calls) > 1 else set()
+    for call in calls:
+        points = [edit.point.name for edit in call.edits]
+        found |= {"ragged"} if len({*call.mask.sum(axis=1)}) > 1 else set()
+        found |= {"generation"} if call.new else set()
+        found |= {"prompts"} if call.prompts else set()
+        found |= {"several"} if len({*points}) < len(points) else set()
+        found |= {"before" for capture in call.captures if capture.before}
+        found |= {"in part" for capture in call.captures if capture.positions and capture.heads}
+        found |= {"state knockout" if state.scale is None else "state steering" for state in call.states}
+        for edit in call.edits:
+            found |= {edit.kind, *features_of(edit)}
+    return found
+
+
+def features_of(edit: Edit) -> set[str]:
+    positions = edit.positions
+    found = {name for name in ("rows", "heads", "reads") if getattr(edit, name) is not None}
+    if positions == "generated":
+        found.add("generated")
+    if isinstance(positions, list):
+        by_row = isinstance(positions[0], list)
+        lists = positions if by_row else [positions]
+        found |= {"by row"} if by_row else set()
+        found |= {"uneven"} if len({*map(len, lists)}) > 1 else set()
+        found |= {"negative"} if any(one < 0 for each in lists for one in each) else set()
+        found |= {"order"} if any(each != sorted(each) for each in lists) else set()
+    return found
+
+
+VALUES = np.arange(128).reshape(2, 64) / 128
+
+
+class Other(Edit):
+    """An edit of which mionnx is told this, whatever the reference is told."""
+
+    @property
+    def intervention(self) -> Intervention:
+        return Intervention.Add(VALUES, positions=[2, 0], rows=[1])
+
+
+@pytest.mark.parametrize(
+    ("meant", "agrees"),
+    [
+        ({}, True),
+        ({"positions": [0, 2]}, False),
+        ({"positions": [1, 0]}, False),
+        ({"rows": (0,)}, False),
+        ({"kind": "replace"}, False),
+        ({"values": (VALUES * 1.001,)}, False),
+    ],
+)
+def test_a_spec_that_mionnx_took_otherwise_is_found(beside, meant, agrees):
+    model, reference = beside("llama")
+    point = next(point for point in points_of(model) if point.name == "blocks.1.hook_resid_mid")
+    edit = replace(Other(point, "add", (VALUES,), [2, 0], rows=(1,)), **meant)
+    calls = [Call(np.array([[3, 4, 5, 0], [6, 7, 8, 9]]), np.array([[1, 1, 1, 0], [1, 1, 1, 1]]), edits=[edit])]
+    outcome = check(model, reference, calls)
+    assert outcome.refused is None
+    assert outcome.agrees == agrees

@@ -1,0 +1,158 @@
+"""Small decoders (gpt2, llama, qwen3, gemma2) in float64, one whole text at a time, every hook point by name.
+
+Written from the papers and from the checkpoint's own names: no padding, no cache, no batch, and nothing shared with the
+exporter or with transformers. `see(name, value)` is handed each value without its batch axis, and gives back what the
+rest of the pass reads.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+See = Callable[[str, Tensor], Tensor]
+
+
+@dataclass
+class Decoder:
+    """A checkpoint: its config, and its tensors in float64."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, folder: Path) -> "Decoder":
+        stored = load_file(folder / "model.safetensors")
+        return cls(json.loads((folder / "config.json").read_text()), {k: v.double() for k, v in stored.items()})
+
+    @property
+    def family(self) -> str:
+        return self.config["model_type"]
+
+    @property
+    def layers(self) -> int:
+        return self.config["n_layer" if self.family == "gpt2" else "num_hidden_layers"]
+
+    def run(self, ids: list[int], see: See) -> Tensor:
+        """Logits [seq, vocab]."""
+        with torch.no_grad():
+            return self._gpt2(ids, see) if self.family == "gpt2" else self._llama(ids, see)
+
+    def _gpt2(self, ids: list[int], see: See) -> Tensor:
+        z, heads = self.tensors, self.config["n_head"]
+        x = see("hook_embed", z["transformer.wte.weight"][ids])
+        x = x + see("hook_pos_embed", z["transformer.wpe.weight"][: len(ids)])
+        for i in range(self.layers):
+            at, block = f"transformer.h.{i}", f"blocks.{i}"
+            x = see(f"{block}.hook_resid_pre", x)
+            fused = self._layer_norm(x, f"{at}.ln_1") @ z[f"{at}.attn.c_attn.weight"] + z[f"{at}.attn.c_attn.bias"]
+            parts = dict(zip("qkv", fused.chunk(3, dim=-1), strict=True))
+            k, v, q = (
+                see(f"{block}.attn.hook_{name}", parts[name].reshape(len(ids), heads, -1).transpose(0, 1))
+                for name in "kvq"
+            )
+            mixed = self._attend(i, q, k, v, see)
+            out = z[f"{at}.attn.c_proj.weight"].reshape(*mixed.shape[1:], -1)
+            shares = _shares(block, mixed, out, see)
+            x = x + see(f"{block}.hook_attn_out", shares.sum(1) + z[f"{at}.attn.c_proj.bias"])
+            x = see(f"{block}.hook_resid_mid", x)
+            inner = see(f"{block}.mlp.hook_pre", self._layer_norm(x, f"{at}.ln_2"))
+            up = see(f"{block}.mlp.hook_up", inner @ z[f"{at}.mlp.c_fc.weight"] + z[f"{at}.mlp.c_fc.bias"])
+            neurons = see(f"{block}.mlp.hook_act", _gelu_of_tanh(up))
+            post = neurons @ z[f"{at}.mlp.c_proj.weight"] + z[f"{at}.mlp.c_proj.bias"]
+            x = x + see(f"{block}.hook_mlp_out", see(f"{block}.mlp.hook_post", post))
+            x = see(f"{block}.hook_resid_post", x)
+        x = see("hook_final_norm", self._layer_norm(x, "transformer.ln_f"))
+        return see("hook_logits", x @ z["transformer.wte.weight"].T)
+
+    def _llama(self, ids: list[int], see: See) -> Tensor:
+        z, config, gemma = self.tensors, self.config, self.family == "gemma2"
+        norm = self._rms_norm
+        x = see("hook_embed", z["model.embed_tokens.weight"][ids] * (config["hidden_size"] ** 0.5 if gemma else 1))
+        for i in range(self.layers):
+            at, block = f"model.layers.{i}", f"blocks.{i}"
+            x = see(f"{block}.hook_resid_pre", x)
+            shares = self._mixed(i, norm(x, f"{at}.input_layernorm"), see)
+            out = shares.sum(1)
+            x = x + see(f"{block}.hook_attn_out", norm(out, f"{at}.post_attention_layernorm") if gemma else out)
+            x = see(f"{block}.hook_resid_mid", x)
+            before = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
+            inner = see(f"{block}.mlp.hook_pre", norm(x, f"{at}.{before}"))
+            gate, up = (
+                see(f"{block}.mlp.hook_{name}", inner @ z[f"{at}.mlp.{name}_proj.weight"].T) for name in ("gate", "up")
+            )
+            gate = _gelu_of_tanh(gate) if gemma else gate * torch.sigmoid(gate)
+            neurons = see(f"{block}.mlp.hook_act", gate * up)
+            out = see(f"{block}.mlp.hook_post", neurons @ z[f"{at}.mlp.down_proj.weight"].T)
+            x = x + see(f"{block}.hook_mlp_out", norm(out, f"{at}.post_feedforward_layernorm") if gemma else out)
+            x = see(f"{block}.hook_resid_post", x)
+        x = see("hook_final_norm", norm(x, "model.norm"))
+        return see("hook_logits", _capped(x @ self._head.T, config.get("final_logit_softcapping")))
+
+    @property
+    def _head(self) -> Tensor:
+        return self.tensors.get("lm_head.weight", self.tensors["model.embed_tokens.weight"])
+
+    def _mixed(self, i: int, x: Tensor, see: See) -> Tensor:
+        """[seq, n_heads, hidden]: what each head gives, before a norm that may follow."""
+        z, at, block = self.tensors, f"model.layers.{i}.self_attn", f"blocks.{i}"
+        width = self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
+        q, k, v = ((x @ z[f"{at}.{name}_proj.weight"].T).reshape(len(x), -1, width).transpose(0, 1) for name in "qkv")
+        if self.family == "qwen3":
+            q, k = self._rms_norm(q, f"{at}.q_norm"), self._rms_norm(k, f"{at}.k_norm")
+        q, k = (see(f"{block}.attn.hook_{name}", part) for name, part in (("q", q), ("k", k)))
+        q, k = (see(f"{block}.attn.hook_rot_{name}", self._rotated(part)) for name, part in (("q", q), ("k", k)))
+        v = see(f"{block}.attn.hook_v", v)
+        mixed = self._attend(i, q, k, v, see)
+        out = z[f"{at}.o_proj.weight"].T.reshape(*mixed.shape[1:], -1)
+        return _shares(block, mixed, out, see)
+
+    def _attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, see: See) -> Tensor:
+        """[seq, n_heads, head_dim]: the heads' outputs before the output projection."""
+        block, seq = f"blocks.{i}.attn", q.shape[1]
+        k, v = (part.repeat_interleave(len(q) // len(part), dim=0) for part in (k, v))
+        scale = self.config.get("query_pre_attn_scalar") or q.shape[-1]
+        scores = _capped(q @ k.transpose(1, 2) / math.sqrt(scale), self.config.get("attn_logit_softcapping"))
+        behind = torch.arange(seq)[:, None] - torch.arange(seq)[None, :]
+        seen = behind >= 0
+        if self.family == "gemma2" and self.config["layer_types"][i] == "sliding_attention":
+            seen &= behind < self.config["sliding_window"]
+        scores = see(f"{block}.hook_scores", torch.where(seen, scores, -math.inf))
+        pattern = see(f"{block}.hook_pattern", torch.softmax(scores, dim=-1))
+        return see(f"{block}.hook_z", (pattern @ v).transpose(0, 1))
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        rope = self.config.get("rope_parameters") or self.config
+        speeds = rope["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = torch.arange(x.shape[1])[:, None] * speeds
+        cos, sin, left, right = angles.cos(), angles.sin(), x[..., :half], x[..., half:]
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+    def _layer_norm(self, x: Tensor, name: str) -> Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        x = x / torch.sqrt((x**2).mean(-1, keepdim=True) + self.config["layer_norm_epsilon"])
+        return x * self.tensors[f"{name}.weight"] + self.tensors[f"{name}.bias"]
+
+    def _rms_norm(self, x: Tensor, name: str) -> Tensor:
+        gain = self.tensors[f"{name}.weight"] + (1 if self.family == "gemma2" else 0)
+        return gain * x / torch.sqrt((x**2).mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+
+
+def _shares(block: str, z: Tensor, out: Tensor, see: See) -> Tensor:
+    """[seq, n_heads, hidden]: what each head gives."""
+    return see(f"{block}.attn.hook_result", torch.einsum("shd,hdm->shm", z, out))
+
+
+def _capped(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def _gelu_of_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))

@@ -1,0 +1,396 @@
+"""What the calls of `random_specs.py` come to in float64, a row's whole text at a time, and how far mionnx is from it.
+
+A row is run alone: without padding, without a batch, and as one text, however many calls and steps it came in. Edits
+are done entry by entry, at positions of the text.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from decoder_reference import Decoder
+from random_specs import Call, Capture, Edit, Point, Row, points_of, rows_of
+from rwkv_loop import Gates, Loop
+
+from mionnx import MIError, MIModel
+from mionnx.run.hook_cache import HookCache
+
+Array = np.ndarray
+MASKED = -1e30  # scores below it are masked
+SMALLEST = 1e-3  # differences are relative to an array's largest number, or to this
+TOLERANCE = 1e-5
+# Sums of 64 to 256 products in float32 are 6 to 16 times as far off as values rounded once at each hook point.
+OF_ROUNDING = 30
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A call with the texts of its rows: `columns` of its tokens by position, `keys` the columns of all positions."""
+
+    call: Call
+    rows: list[Row]
+    columns: list[dict[int, int]]
+    keys: list[list[int]]
+    total: int
+
+    def chosen(self, edit: Edit, index: int) -> list[int] | None:
+        """Positions of one row's text that an edit chooses, in the order given; None for all."""
+        if edit.positions is None:
+            return None
+        by_row = isinstance(edit.positions, list) and isinstance(edit.positions[0], list)
+        return self.rows[index].resolved(edit.positions[index] if by_row else edit.positions)
+
+    def ordered(self, edit: Edit, index: int) -> list[int] | None:
+        """The same, if values may have an entry for each: as many positions in every row that the edit is for."""
+        if edit.positions is None or edit.positions == "generated":
+            return None
+        rows = range(len(self.rows)) if edit.rows is None else edit.rows
+        chosen = {row: self.chosen(edit, row) or [] for row in rows}
+        return chosen[index] if len({*map(len, chosen.values())}) == 1 else None
+
+
+def batches_of(calls: Sequence[Call]) -> list[Batch]:
+    """The calls with their texts."""
+    found: list[Batch] = []
+    for n, (call, rows) in enumerate(zip(calls, rows_of(calls), strict=True)):
+        masks = np.concatenate([one.mask for one in calls[: n + 1]], axis=1)
+        new = [masks.shape[1] + step for step in range(max(call.new - 1, 0))]
+        keys = [[*np.flatnonzero(mask).tolist(), *new] for mask in masks]
+        tokens = [np.flatnonzero(mask).tolist() for mask in call.mask]
+        columns = [{row.first + i: c for i, c in enumerate(each)} for row, each in zip(rows, tokens, strict=True)]
+        found.append(Batch(call, rows, columns, keys, masks.shape[1]))
+    return found
+
+
+@dataclass
+class Text:
+    """One row of the calls: its values at every hook point, after the edits.
+
+    `values[name]` and `values[name.before]` have positions along the hook point's sequence axis; `states` are those at
+    the end of calls and steps, by name and by the length of the text then. If `rounded`, every value at a hook point is
+    rounded to float32: what then differs is what float32 cannot tell.
+    """
+
+    points: dict[str, Point]
+    batches: Sequence[Batch]
+    index: int
+    rounded: bool = False
+    values: dict[str, Array] = field(default_factory=dict)
+    states: dict[tuple[str, int], Array] = field(default_factory=dict)
+
+    def see(self, name: str, value: Array, at: Sequence[int]) -> Array:
+        """A hook point's value at some positions, edited."""
+        value = value.astype(np.float32).astype(np.float64) if self.rounded else value
+        self.values[f"{name}.before"] = value
+        for batch in self.batches:
+            for edit in batch.call.edits:
+                if edit.point.name == name and (edit.rows is None or self.index in edit.rows):
+                    value = self.edited(value, edit, batch, at)
+        self.values[name] = value
+        return value
+
+    def edited(self, value: Array, edit: Edit, batch: Batch, at: Sequence[int]) -> Array:
+        value, point, row, chosen = value.copy(), edit.point, batch.rows[self.index], batch.chosen(edit, self.index)
+        inside = [t for t in at if row.first <= t < row.stop and (chosen is None or t in chosen)]
+        heads = [None] if point.heads is None else edit.heads or range(int(point.dims[point.heads]))
+        for t in inside:
+            for head in heads:
+                where: dict[int | None, Any] = {point.seq: at.index(t), point.heads: head}
+                where[len(point.axes) - 1] = slice(0, row.stop) if point.axes[-1] == "seq_k" else slice(None)
+                entry = tuple(where.get(axis, slice(None)) for axis in range(1, len(point.axes)))
+                given = [self.given(one, edit, batch, t, head) for one in edit.values]
+                read = None if edit.reads is None else self.values[edit.reads][entry]
+                value[entry] = changed(edit, value[entry], given, read)
+        return value
+
+    def given(self, value: Any, edit: Edit, batch: Batch, t: int, head: int | None) -> Any:
+        """The part of a value that belongs to one position and head."""
+        if value is None or edit.kind in ("project_out", "splice"):
+            return value
+        if edit.kind == "knockout":
+            return self.cut(value, edit, batch, t, head)
+        value, point = np.asarray(value, np.float64), edit.point
+        value = value.reshape((1,) * (len(point.axes) - value.ndim) + value.shape)
+        entry: list[Any] = [slice(None)] * value.ndim
+        entry[0] = along(len(value), edit.rows, self.index, self.index)
+        if point.heads is not None:
+            entry[point.heads] = along(value.shape[point.heads], edit.heads, head, head)
+        if point.seq is not None:
+            ordered, column = batch.ordered(edit, self.index), batch.columns[self.index].get(t)
+            entry[point.seq] = along(value.shape[point.seq], ordered, t, column)
+        value = value[tuple(entry)]
+        if point.axes[-1] == "seq_k" and value.shape[-1] > 1:
+            return value[batch.keys[self.index][: batch.rows[self.index].stop]]
+        return value
+
+    def cut(self, mask: Array, edit: Edit, batch: Batch, t: int, head: int | None) -> Array:
+        """[stop]: what a knockout adds to one query's scores; the mask's rows and columns are positions of the text."""
+        mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+        row, (rows, heads, queries, keys) = batch.rows[self.index], mask.shape
+        ordered = None if isinstance(edit.positions, str) else batch.ordered(edit, self.index)
+        lengths = [one.stop for one in batch.rows]
+        limited = [lengths[n] for n in (range(len(lengths)) if edit.rows is None else edit.rows)]
+        query = t - row.first
+        if ordered is not None and queries == len(ordered):
+            query = ordered.index(t)
+        elif batch.call.new or queries in (max(lengths), max(limited), batch.total):
+            query = t
+        query = 0 if queries == 1 else query
+        found = np.zeros(row.stop)
+        if query < queries:
+            line = mask[along(rows, edit.rows, self.index, self.index), along(heads, edit.heads, head, head), query]
+            found[: len(line) if keys > 1 else None] = line[: row.stop]
+        return found
+
+
+def along(size: int, limit: Sequence[Any] | None, wanted: Any, index: Any) -> Any:
+    """Which entry along an axis belongs to an index: the only one, the one in the order given, or its own."""
+    if size == 1:
+        return 0
+    return limit.index(wanted) if limit is not None and size == len(limit) else index
+
+
+def changed(edit: Edit, old: Array, given: Sequence[Any], read: Array | None) -> Array:
+    """Part of an activation after an edit."""
+    if edit.kind in ("add", "knockout"):
+        return old + given[0]
+    if edit.kind == "scale":
+        return old * given[0]
+    if edit.kind == "replace":
+        return np.broadcast_to(given[0], old.shape)
+    if edit.kind == "clamp":
+        low, high = (np.inf * sign if one is None else one for one, sign in zip(given, (-1, 1), strict=True))
+        return np.where(old == -np.inf, old, np.minimum(np.maximum(old, low), high))
+    if edit.kind == "project_out":
+        directions = np.atleast_2d(given[0]).astype(np.float64)
+        return old - np.linalg.lstsq(directions.T, old.T, rcond=None)[0].T @ directions
+    if edit.kind == "splice":
+        return old * given[0].astype(np.float64) + np.tanh(old) + (0 if read is None else read / 2)
+    assert edit.kind == "zero"
+    return np.zeros_like(old)
+
+
+class Reference:
+    """A checkpoint in float64, and the hook points of the model that mionnx has made of it."""
+
+    def __init__(self, network: Decoder | Loop, model: MIModel) -> None:
+        self.network, self.points = network, {point.name: point for point in points_of(model)}
+
+    def text(self, batches: Sequence[Batch], index: int, ids: list[int], rounded: bool = False) -> Text:
+        """One row, run whole."""
+        text = Text(self.points, batches, index, rounded)
+        if isinstance(self.network, Loop):
+            self._loop(self.network, text, ids)
+        else:
+            at = range(len(ids))
+            self.network.run(ids, lambda name, value: torch.from_numpy(text.see(name, value.numpy(), at)))
+        return text
+
+    def _loop(self, loop: Loop, text: Text, ids: list[int]) -> None:
+        """RWKV, token by token; a state is edited where a call or a step ends."""
+        kept: dict[str, list[Array]] = {}
+        states = None
+        for start, stop in _steps(text.batches, text.index):
+
+            def edit(name: str, t: int, value: Array, start: int = start) -> Array:
+                seen = text.see(name, value[None], [start + t])[0]
+                for one in (name, f"{name}.before"):
+                    kept.setdefault(one, []).append(text.values[one][0])
+                return seen
+
+            loop.run(ids[start:stop], self._gates(loop, text, start, stop), edit, states)
+            states = loop.states
+            for layer, state in enumerate(states):
+                name = f"blocks.{layer}.rwkv.hook_state"
+                state[1] = text.see(name, state[1], [stop - 1])
+                text.states |= {(one, stop): text.values[one] for one in (name, f"{name}.before")}
+        text.values |= {name: np.stack(values) for name, values in kept.items()}
+
+    def _gates(self, loop: Loop, text: Text, start: int, stop: int) -> Gates:
+        heads = int(next(point.dims[point.heads] for point in self.points.values() if point.heads is not None))
+        gates = Gates.ones(loop.layers, stop - start, heads)
+        for batch in text.batches:
+            for state in sorted(batch.call.states, key=lambda one: one.scale is None):  # a knockout wins
+                row = batch.rows[text.index]
+                at = [t - start for t in row.resolved(list(state.positions)) if row.first <= t < row.stop]
+                at = [t for t in at if 0 <= t < stop - start]
+                chosen = range(heads) if state.heads is None else state.heads
+                for term in state.terms:
+                    if term in ("write", "erase"):
+                        getattr(gates, term)[np.ix_(state.layers, at, chosen)] *= state.scale or 0
+                    else:
+                        getattr(gates, term.removeprefix("token_"))[np.ix_(state.layers, at)] = False
+        return gates
+
+
+def _steps(batches: Sequence[Batch], index: int) -> Iterator[tuple[int, int]]:
+    """Where a row's text is run in pieces: its calls, and the steps of a generation."""
+    for batch in batches:
+        row = batch.rows[index]
+        yield row.first, (row.end if batch.call.new else row.stop)
+        if batch.call.new:
+            yield from ((t, t + 1) for t in range(row.end, row.stop))
+
+
+@dataclass
+class Outcome:
+    """What became of a spec: the message of a refusal, or the worst difference and where it is.
+
+    Where that is above the tolerance, `rounding` is how far the reference is from itself if every value at a hook
+    point is rounded to float32: a spec may leave so little of an activation that float32 cannot tell it.
+    """
+
+    refused: str | None = None
+    worst: float = 0.0
+    where: str = ""
+    rounding: float = 0.0
+
+    @property
+    def agrees(self) -> bool:
+        return self.refused is None and self.worst <= max(TOLERANCE, OF_ROUNDING * self.rounding)
+
+
+@dataclass
+class Comparison:
+    """Differences between mionnx and the texts of the reference."""
+
+    texts: list[Text]
+    worst: float = 0.0
+    where: str = ""
+
+    def see(self, what: str, found: Sequence[Array], expected: Sequence[Array]) -> None:
+        """One array, row by row."""
+        largest, difference = SMALLEST, 0.0
+        for one, other in zip(found, expected, strict=True):
+            assert one.shape == other.shape, (what, one.shape, other.shape)
+            masked = other < MASKED
+            assert np.array_equal(one < MASKED, masked), what
+            if not masked.all():
+                difference = max(difference, float(np.abs(one[~masked] - other[~masked]).max()))
+                largest = max(largest, float(np.abs(other[~masked]).max()))
+        if not difference / largest <= self.worst:
+            self.worst, self.where = difference / largest, what
+
+    def cache(self, cache: HookCache, batch: Batch, at: Sequence[Sequence[int]], columns: Sequence[Any]) -> None:
+        """What one pass has returned, of tokens at these positions of each row, which stand in these columns."""
+        if batch.call.logits:
+            expected = [text.values["hook_logits"][each] for text, each in zip(self.texts, at, strict=True)]
+            self.see("logits", [row[each] for row, each in zip(cache.output(), columns, strict=True)], expected)
+        for capture in batch.call.captures:
+            value = cache[capture.name]
+            rows = [self.row(capture, n, batch, value[n], at[n], columns[n]) for n in range(len(value))]
+            self.see(f"{capture.name}", [found for found, _ in rows], [expected for _, expected in rows])
+
+    def row(
+        self, capture: Capture, n: int, batch: Batch, value: Array, at: Sequence[int], columns: Any
+    ) -> tuple[Array, Array]:
+        """One row of a capture, as mionnx and as the reference have it."""
+        point, text = capture.point, self.texts[n]
+        name = point.name if point.derived else capture.name
+        expected = text.states[name, at[-1] + 1] if point.seq is None else text.values[name]
+        if point.heads is not None and capture.heads is not None:
+            expected = expected.take(capture.heads, point.heads - 1)
+        if point.seq is not None:
+            if capture.positions is not None:
+                at = batch.rows[n].resolved(list(capture.positions))
+                columns = range(len(capture.positions))
+            value, expected = value.take(columns, point.seq - 1), expected.take(at, point.seq - 1)
+        if point.axes[-1] == "seq_k":
+            keys = batch.keys[n][: value.shape[-1]]
+            keys = [key for key in keys if key < value.shape[-1]]
+            value, expected = value[..., keys], expected[..., : len(keys)]
+        return value, expected
+
+
+def check(model: MIModel, reference: Reference, calls: Sequence[Call]) -> Outcome:
+    """Run calls in mionnx and in the reference.
+
+    Raises:
+        AssertionError: another text, or other masked scores.
+        Exception: whatever mionnx raises that is no MIError.
+    """
+    batches, past, results = batches_of(calls), None, []
+    try:
+        for n, call in enumerate(calls):
+            results.append(_run(model, call, past, last=n + 1 == len(calls)))
+            cache = results[-1] if not call.new else results[-1].cache
+            past = cache if call.new else cache.state if model.hooked.metadata.recurrent else cache.kv_cache
+    except MIError as error:
+        return Outcome(refused=f"{type(error).__name__}: {error}")
+    texts = [reference.text(batches, row, ids) for row, ids in enumerate(_ids(calls, results))]
+    comparison = Comparison(texts)
+    for batch, result in zip(batches, results, strict=True):
+        at, columns = [[*each] for each in batch.columns], [[*each.values()] for each in batch.columns]
+        if not batch.call.new:
+            comparison.cache(result, batch, at, columns)
+            continue
+        for step, cache in enumerate(result.steps):
+            if step:
+                at, columns = [[row.end + step - 1] for row in batch.rows], [[0] for _ in at]
+            comparison.cache(cache, batch, at, columns)
+        _check_greedy(texts, batch, result.ids)
+    outcome = Outcome(worst=comparison.worst, where=comparison.where)
+    if outcome.worst > TOLERANCE:
+        again = [reference.text(batches, row, ids, rounded=True) for row, ids in enumerate(_ids(calls, results))]
+        outcome.rounding = _apart(texts, again, outcome.where)
+    return outcome
+
+
+def _apart(texts: Sequence[Text], others: Sequence[Text], name: str) -> float:
+    """How far one array of some texts is from another, relative to its largest number."""
+    name, difference, largest = "hook_logits" if name == "logits" else name, 0.0, SMALLEST
+    for one, other in zip(texts, others, strict=True):
+        states = [key for key in one.states if key[0] == name]
+        pairs = [(one.states[key], other.states[key]) for key in states] or [(one.values[name], other.values[name])]
+        for value, rounded in pairs:
+            seen = value > MASKED
+            difference = max(difference, float(np.abs(value[seen] - rounded[seen]).max(initial=0)))
+            largest = max(largest, float(np.abs(value[seen]).max(initial=0)))
+    return difference / largest
+
+
+def _run(model: MIModel, call: Call, past: Any, last: bool) -> Any:
+    if call.new:
+        return model.generate(
+            call.ids,
+            call.spec,
+            attention_mask=call.mask,
+            cache=past,
+            max_new_tokens=call.new,
+            eos_token_id=[],
+            output_logits=True,
+        )
+    prompts = call.prompts if call.prompts is None or len({*call.prompts}) > 1 else call.prompts[0]
+    options = {"attention_mask": call.mask, "cache": past, "prompt_length": prompts, "logits": call.logits}
+    return model.forward(call.ids, call.spec, use_cache=not last, **options)
+
+
+def _ids(calls: Sequence[Call], results: Sequence[Any]) -> list[list[int]]:
+    """Each row's text, but for a generation's last token, which is not run."""
+    found: list[list[int]] = [[] for _ in calls[0].ids]
+    for call, result in zip(calls, results, strict=True):
+        for n, text in enumerate(found):
+            text += call.ids[n][call.mask[n] == 1].tolist()
+            text += result.new_ids[n][:-1].tolist() if call.new else []
+    return found
+
+
+def _check_greedy(texts: Sequence[Text], batch: Batch, ids: Sequence[Array]) -> None:
+    """The new tokens are those with the largest logits, or nearly."""
+    for text, row, found in zip(texts, batch.rows, ids, strict=True):
+        for n in range(batch.call.new):
+            logits = text.values["hook_logits"][row.end - 1 + n]
+            assert logits[found[row.end - row.first + n]] >= logits.max() - 1e-4 * np.abs(logits).max()
+
+
+def decoder(folder: Path, model: MIModel) -> Reference:
+    """The reference of a checkpoint in transformers' layout."""
+    return Reference(Decoder.of(folder), model)
+
+
+def rwkv7(tensors: dict[str, Any], model: MIModel) -> Reference:
+    """The reference of an RWKV-7 under BlinkDL's names."""
+    return Reference(Loop({name: tensor.numpy().astype(np.float64) for name, tensor in tensors.items()}, 7), model)

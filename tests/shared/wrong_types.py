@@ -1,0 +1,413 @@
+"""Every public call of mionnx with arguments that are right, and values of wrong types to put in their place.
+
+`calls(model, recurrent, folder)` names each call; `WRONG` are the values. A call is a function and its right arguments
+by name; parameters that stand in none are found in its signature, and are tried too.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from saelens_fixture import D_IN, D_SAE, random_weights
+from safetensors.numpy import save_file
+
+from mionnx import (
+    SAE,
+    AblationResult,
+    Direction,
+    Directions,
+    Fragment,
+    HookPoint,
+    HookSpec,
+    Intervention,
+    KnockoutSpec,
+    KVCache,
+    Logits,
+    MIModel,
+    Options,
+    Report,
+    RWKVState,
+    StateKnockoutSpec,
+    StateSteeringSpec,
+    TextStreamer,
+    create_knockout_mask,
+    sample_token,
+)
+from mionnx.analysis.features.config import Config
+
+
+class Anything:
+    """A class that can be made of anything."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+
+WRONG: dict[str, Any] = {
+    "None": None,
+    "-1": -1,
+    "10**12": 10**12,
+    "nonsense": "nonsense",
+    "1.5": 1.5,
+    "nan": float("nan"),
+    "[]": [],
+    "{}": {},
+    "object": object(),
+    "bytes": b"",
+    "function": lambda *_: None,
+    "surrogate": "\ud800",
+    "ragged": [[1], [2, 3]],
+    "True": True,
+    "set": {1},
+    "class": Anything,
+    "strings": ["a", 1, None],
+    "long": "a" * 5000,
+    "null": "a\0b",
+    "pairs": {"a": 1},
+    "texts": np.array(["a"]),
+    "cube": np.zeros((2, 3, 4)),
+}
+PROMPT, OTHER, ANSWER = "The capital of France is", "The capital of Japan is", "Paris"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One public call.
+
+    Attributes:
+        name: as users write it.
+        make: the function to call, made anew for every call where it changes what it belongs to.
+        arguments: that are right, by name.
+        slow: whether a call that is right takes long.
+    """
+
+    name: str
+    make: Callable[[], Callable[..., Any]]
+    arguments: dict[str, Any]
+    slow: bool = False
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of all parameters."""
+        return [*inspect.signature(self.make()).parameters]
+
+    def __call__(self, **changed: Any) -> Any:
+        """Call it with some arguments changed."""
+        function = self.make()
+        arguments = {**self.arguments, **changed}
+        several = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.VAR_POSITIONAL]
+        return function(*[arguments.pop(name) for name in several if name in arguments], **arguments)
+
+
+def _methods(name: str, make: Callable[[], Any], arguments: dict[str, dict[str, Any]]) -> Iterator[Call]:
+    for method, right in arguments.items():
+        yield Call(f"{name}.{method}", lambda method=method: getattr(make(), method), right)
+
+
+def _specs() -> Iterator[Call]:
+    yield from _methods(
+        "HookSpec",
+        HookSpec,
+        {
+            "capture": {"hook": "hook_embed"},
+            "intervene": {"hook": "hook_embed", "intervention": Intervention.Zero()},
+            "set_state_knockout": {"specs": StateKnockoutSpec()},
+            "set_state_steering": {"specs": StateSteeringSpec(2.0)},
+            "extend": {"other": HookSpec()},
+            "is_captured": {"hook": "hook_embed"},
+            "has_intervention_at": {"hook": "hook_embed"},
+        },
+    )
+    yield Call("HookSpec", lambda: HookSpec, {})
+    for kind, right in {
+        "Replace": {"tensor": 1.0},
+        "Add": {"vector": [1.0]},
+        "Scale": {"factor": 2.0},
+        "Zero": {},
+        "ProjectOut": {"direction": [1.0, 0.0]},
+        "Knockout": {"mask": np.full((2, 2), -np.inf)},
+        "Clamp": {"low": 0.0},
+        "Splice": {"fragment": _fragment()},
+    }.items():
+        yield Call(f"Intervention.{kind}", lambda kind=kind: getattr(Intervention, kind), right)
+    yield Call("Intervention", lambda: Intervention, {"kind": "zero"})
+    yield Call("create_knockout_mask", lambda: create_knockout_mask, {"spec": _edges(), "n_heads": 2, "seq_len": 4})
+    layers = {"layer": {"layer": 0}, "layers": {"layers": [0]}, "layer_range": {"start": 0, "end": 1}}
+    asked = {"target_layers": {"num_layers": 4}}
+    heads = {"head": {"head": 0}, "heads": {"heads": [0]}}
+    state = {"position": {"position": 0}, "positions": {"positions": [0]}}
+    valid = {"validate": {"num_layers": 4, "seq_len": 5}}
+    edges = {"edge": {"query": 2, "key": 1}, "from_position": {"query": 2}, "to_position": {"key": 1}}
+    yield from _methods("KnockoutSpec", KnockoutSpec, {**layers, **asked, **heads, **edges})
+    yield from _methods(
+        "StateKnockoutSpec", lambda: StateKnockoutSpec().position(0), {**layers, **asked, **state, **valid}
+    )
+    yield from _methods(
+        "StateSteeringSpec",
+        lambda: StateSteeringSpec(2.0).position(0),
+        {**layers, **asked, **heads, **state, **valid, "target_heads": {"num_heads": 2}},
+    )
+    yield Call("StateSteeringSpec", lambda: StateSteeringSpec, {"scale": 2.0})
+    yield Call("KnockoutSpec", lambda: KnockoutSpec, {})
+    yield Call("StateKnockoutSpec", lambda: StateKnockoutSpec, {})
+    yield Call("HookPoint.parse", lambda: HookPoint.parse, {"name": "hook_embed"})
+    yield Call("HookPoint.Custom", lambda: HookPoint.Custom, {"name": "mine"})
+    yield Call("HookPoint.AttnPattern", lambda: HookPoint.AttnPattern, {"layer": 1})
+    yield Call("Options", lambda: Options, {})
+    yield Call("sample_token", lambda: sample_token, {"logits": [0.0, 1.0], "temperature": 1.0})
+    yield Call("Fragment.of", lambda: Fragment.of, {"source": _fragment()})
+
+
+def _edges() -> KnockoutSpec:
+    return KnockoutSpec().edge(2, 1)
+
+
+def _fragment() -> Any:
+    import onnx
+
+    return onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> f (float[batch, seq, 128] x) => (float[batch, seq, 128] y) '
+        "{ y = Relu(x) }"
+    )
+
+
+def _files(folder: Path, model: MIModel, recurrent: MIModel) -> Iterator[Call]:
+    directions, cache = _directions(), model.forward(PROMPT, use_cache=True).kv_cache
+    state = recurrent.forward(PROMPT).state
+    assert cache is not None
+    assert state is not None
+    saved = {HookSpec: HookSpec().capture("hook_embed"), Directions: directions, KVCache: cache, RWKVState: state}
+    for kind, one in saved.items():
+        path = folder / f"{kind.__name__}.safetensors"
+        one.save(path)
+        yield Call(f"{kind.__name__}.load", lambda kind=kind: kind.load, {"path": path})
+        yield Call(f"{kind.__name__}.save", lambda one=one: one.save, {"path": folder / "again.safetensors"})
+    directions.only([1]).to_gguf(folder / "d.gguf")
+    yield Call("Directions.from_gguf", lambda: Directions.from_gguf, {"path": folder / "d.gguf"})
+    yield Call("Directions.to_gguf", lambda: directions.only([1]).to_gguf, {"path": folder / "e.gguf"})
+    save_file(random_weights("standard"), folder / "sae_weights.safetensors")
+    config = {"architecture": "standard", "d_in": D_IN, "d_sae": D_SAE, "hook_name": "blocks.1.hook_resid_post"}
+    (folder / "cfg.json").write_text(json.dumps({**config, "dtype": "float32", "apply_b_dec_to_input": True}))
+    yield Call("SAE.load", lambda: SAE.load, {"path": folder, "hook": "hook_embed"})
+    yield Call("Report.from_json", lambda: Report.from_json, {"text": "{}"})
+
+
+def _directions() -> Directions:
+    return Directions(np.eye(4, 128, dtype=np.float32), (0, 1, 2, 3))
+
+
+def _steering() -> Iterator[Call]:
+    yield from _methods(
+        "Directions",
+        _directions,
+        {
+            "intervention": {"layer": 1},
+            "spec": {"layers": [1]},
+            "ablation_spec": {"layer": 1},
+            "only": {"layers": [1]},
+            "point": {"layer": 1},
+        },
+    )
+    yield Call("Directions", lambda: Directions, {"vectors": np.eye(2, 128), "layers": (0, 1)})
+    direction = Direction(HookPoint.ResidPost(1), np.ones(128, np.float32))
+    yield from _methods("Direction", lambda: direction, {"intervention": {}, "spec": {}})
+    yield Call("Direction", lambda: Direction, {"hook": "blocks.1.hook_resid_post", "vector": np.ones(128)})
+
+
+def _caches(model: MIModel, recurrent: MIModel) -> Iterator[Call]:
+    def cache() -> KVCache:
+        made = model.forward(PROMPT, use_cache=True).kv_cache
+        assert made is not None
+        return made
+
+    def state() -> RWKVState:
+        made = recurrent.forward(PROMPT).state
+        assert made is not None
+        return made
+
+    keys, values = cache().get_layer(0)
+    layer = state().get_layer(0)
+    shared: dict[str, dict[str, Any]] = {
+        "get_layer": {"layer": 0},
+        "clear_layer": {"layer": 0},
+        "repeat": {"rows": 2},
+    }
+    yield from _methods(
+        "KVCache",
+        cache,
+        {
+            **shared,
+            "set_layer": {"layer": 0, "keys": keys, "values": values},
+            "clone_layer_from": {"donor": cache(), "layer": 0},
+            "clone_layer_position_range": {"donor": cache(), "layer": 0, "start": 0, "end": 2},
+            "trim_to": {"seq_len": 2},
+        },
+    )
+    yield from _methods(
+        "RWKVState",
+        state,
+        {
+            **shared,
+            "set_layer": {"layer": 0, "wkv": layer.wkv, "att_shift": layer.att_shift, "ffn_shift": layer.ffn_shift},
+            "clone_layer_from": {"donor": state(), "layer": 0},
+        },
+    )
+    empty = {"num_layers": 2, "batch": 1, "n_kv_heads": 2, "head_dim": 4, "dtype": np.float32}
+    yield Call("KVCache.empty", lambda: KVCache.empty, empty)
+    sizes = recurrent.hooked.metadata.sizes
+    yield Call("RWKVState.empty", lambda: RWKVState.empty, {"sizes": sizes, "batch": 1, "dtype": np.float32})
+    found = model.forward(PROMPT, HookSpec().capture("*.hook_resid_post"))
+    name = {"hook": "blocks.1.hook_resid_post"}
+    yield from _methods("HookCache", lambda: found, {"get": name, "require": name, "stack": {"short": "resid_post"}})
+    yield Call("HookCache[]", lambda: lambda hook: found[hook], name)
+    tokens = model.tokenize(PROMPT)
+    yield Call("Tokens.positions_of", lambda: tokens.positions_of, {"part": "France"})
+    yield Call("Logits", lambda: Logits, {})
+    streamer = {"tokenizer": model.tokenizer}
+    yield Call("TextStreamer", lambda: TextStreamer, streamer)
+    yield Call("TextStreamer.put", lambda: TextStreamer(model.tokenizer).put, {"value": np.array([1])})
+
+
+def _verbs(model: MIModel, folder: Path) -> dict[str, dict[str, Any]]:
+    """Verb -> right arguments."""
+    spec, one = HookSpec().capture("hook_embed"), {"prompt": PROMPT}
+    asked = {**one, "answer": ANSWER, "versus": "Berlin"}
+    stream = model.run_with_cache(PROMPT, return_type=None)[1]
+    residual = stream["blocks.1.hook_resid_post"]
+    row, ids = residual[0, -1], model.tokenize(PROMPT).ids
+    stack = np.stack([residual, residual])
+    swept = {"clean": PROMPT, "corrupted": OTHER, "layers": [1]}
+    at = [(1, 0)]
+    zero = HookSpec().intervene("blocks.1.hook_mlp_out", Intervention.Zero())
+    return {
+        "forward": {"tokens": PROMPT, "hooks": spec},
+        "generate": {"tokens": PROMPT, "max_new_tokens": 2},
+        "run_with_hooks": {"tokens": PROMPT, "fwd_hooks": [("hook_embed", lambda value, hook: None)]},
+        "run_with_cache": {"tokens": PROMPT, "names_filter": "hook_embed"},
+        "opened": {"kind": Anything},
+        "compile_graph": {"hooks": spec},
+        "warm": {"hooks": spec},
+        "report": {"hooks": spec},
+        "estimate": {"hooks": spec, "batch": 1, "seq": 5},
+        "tokenize": {"text": PROMPT},
+        "token_id": {"text": ANSWER},
+        "to_tokens": {"text": PROMPT},
+        "to_str_tokens": {"tokens": PROMPT},
+        "to_string": {"tokens": ids},
+        "to_single_token": {"text": ANSWER},
+        "attention": {**one, "layers": [1]},
+        "head_scores": {"batch": 2, "period": 4},
+        "logit_lens": {"source": PROMPT, "layers": [1]},
+        "project_to_vocab": {"residual": row},
+        "track_token": {**one, "token": ANSWER},
+        "track_token_at": {"residual": row, "token": ANSWER},
+        "track_race": {"source": PROMPT},
+        "embedding_for": {"token": ANSWER},
+        "unembedding_for": {"token": ANSWER},
+        "embedding_neighbors": {"query": ANSWER},
+        "project_through_unembed": {"vec": row},
+        "attribute": asked,
+        "decomposition_hooks": {},
+        "decompose_resid": {"source": stream},
+        "accumulated_resid": {"source": stream},
+        "stack_head_results": {"source": PROMPT},
+        "apply_ln_to_stack": {"stack": stack, "source": stream},
+        "logit_attrs": {"stack": stack, "source": stream, "tokens": ANSWER},
+        "get_logit_diff": asked,
+        "contrast": {"positive": [PROMPT], "negative": [OTHER]},
+        "calibrate": {"directions": _directions(), "prompts": [PROMPT]},
+        "dose_response": {
+            "prompts": PROMPT,
+            "direction": Direction(HookPoint.ResidPost(1), np.ones(128, np.float32)),
+            "strengths": [0, 1],
+            "bisect": None,
+        },
+        "features": {**one, "sae": _sae()},
+        "capture_residuals": {**one, "layers": [1]},
+        "forward_with_capture": {**one, "layers": [1]},
+        "forward_ablate": {**one, "ablate_layers": [1], "capture_layers": [1]},
+        "forward_steer": {**one, "steers": [(1, np.ones(128), 1.0)], "capture_layers": [1]},
+        "patch_activations": {"donor": PROMPT, "recipient": OTHER, "at": at, "capture_layers": [2]},
+        "generate_with_hooks": {**one, "max_new_tokens": 2},
+        "patch_sweep": {**swept, "answer": ANSWER},
+        "path_patch": {**swept, "receivers": "hook_final_norm", "answer": ANSWER},
+        "ablation_sweep": {"prompts": PROMPT, "metric": "probability", "answer": ANSWER, "layers": [1]},
+        "compile": {"hooks": zero, "folder": "compiled"},
+        "verify": {"prompts": PROMPT, "runtimes": ["ort-cpu", "ort-cpu:none"], "greedy": 0},
+        "bisect": {"prompt": PROMPT, "runtimes": ["ort-cpu", "ort-cpu:none"]},
+    }
+
+
+def _sae() -> SAE:
+    return SAE(Config("standard", hook="blocks.1.hook_resid_post"), random_weights("standard"))
+
+
+def _results(model: MIModel, folder: Path) -> Iterator[Call]:
+    """Methods of what verbs give."""
+    hook, token = {"hook": "hook_embed"}, {"token": ANSWER}
+    lens = model.logit_lens(PROMPT, layers=[1])
+    tracked = model.logit_lens(PROMPT, layers=[1], tokens=[ANSWER])
+    yield from _methods("LensResult", lambda: lens, {"at": {"position": 0}, "best": {"point": 0, "position": 0}})
+    asked = dict.fromkeys(("probability_of", "log_probability_of", "rank_of"), token)
+    yield from _methods("LensResult", lambda: tracked, asked)
+    patterns = model.attention(PROMPT, layers=[1])
+    yield from _methods("AttentionPatterns", lambda: patterns, {"at": {"position": 0}, "of": {"layer": 1, "head": 0}})
+    scores = model.head_scores(batch=2, period=4)
+    yield from _methods("HeadScores", lambda: scores, {"top": {"kind": "induction"}, "table": {}})
+    attribution = model.attribute(PROMPT, ANSWER)
+    yield from _methods("Attribution", lambda: attribution, {"top": {}})
+    upwards = Direction(HookPoint.ResidPost(1), np.ones(128, np.float32))
+    doses = model.dose_response(PROMPT, upwards, [0, 1], bisect=None)
+    yield from _methods("DoseResponse", lambda: doses, {"top": {}, "turn": {}})
+    found = model.features(PROMPT, _sae())
+    yield from _methods("FeatureActivations", lambda: found, {"top": {"position": 0}})
+    followed = model.features(PROMPT, _sae(), follow=[1])
+    yield from _methods("FeatureActivations", lambda: followed, {"of": {"feature": 1}})
+    calibration = model.calibrate(_directions(), [PROMPT])
+    share = {"share": {"layer": 1, "strength": 1.0}, "strength": {"layer": 1, "share": 0.5}}
+    yield from _methods("SteeringCalibration", lambda: calibration, share)
+    generation = model.generate(PROMPT, HookSpec().capture("hook_embed"), max_new_tokens=2)
+    yield from _methods("Generation", lambda: generation, {"captured": hook})
+    cache = model.forward(PROMPT).output()
+    ablation = AblationResult(cache[0, -1], cache[0, -2])
+    changes = {"logit_diff": {"token": 1, "versus": 2}, "top_changed_tokens": {}}
+    yield from _methods("AblationResult", lambda: ablation, changes)
+    sae = {
+        "at": {"hook": "blocks.1.hook_resid_post"},
+        "direction": {"feature": 1},
+        "fragment": {},
+        "known": {"feature": 1},
+        "spec": {"fix": {1: 1.0}},
+        "splice": {},
+    }
+    yield from _methods("SAE", _sae, sae)
+    sweep = model.patch_sweep(PROMPT, OTHER, layers=[1], answer=ANSWER)
+    yield from _methods("SweepResult", lambda: sweep, {"top": {}, "table": {}})
+    for result in (lens, patterns, scores, attribution, doses, found, sweep):
+        path = folder / f"{type(result).__name__}.json"
+        yield Call(f"{type(result).__name__}.save", lambda result=result: result.save, {"path": path})
+    compared = model.verify(PROMPT, ["ort-cpu", "ort-cpu:none"], hooks="hook_embed", greedy=0, local=False)
+    saved = {"save": {"path": folder / "verification.json"}, "table": {}, "beside": {"title": "ort-cpu:none"}}
+    yield from _methods("Verification", lambda: compared, saved)
+
+
+def _model_verbs(model: MIModel, recurrent: MIModel, folder: Path) -> Iterator[Call]:
+    for verb, right in _verbs(model, folder).items():
+        yield Call(f"MIModel.{verb}", lambda verb=verb: getattr(model, verb), right, verb in SLOW)
+    yield Call("MIModel(rwkv).forward", lambda: recurrent.forward, {"tokens": PROMPT, "hooks": HookSpec()})
+    source = {"source": model.hooked.folder}
+    yield Call("MIModel.from_pretrained", lambda: MIModel.from_pretrained, source)
+
+
+SLOW = {"verify", "bisect"}
+GROUPS: dict[str, Callable[[MIModel, MIModel, Path], Iterator[Call]]] = {
+    "specs": lambda model, recurrent, folder: _specs(),
+    "files": lambda model, recurrent, folder: _files(folder, model, recurrent),
+    "steering": lambda model, recurrent, folder: _steering(),
+    "caches": lambda model, recurrent, folder: _caches(model, recurrent),
+    "results": lambda model, recurrent, folder: _results(model, folder),
+    "verbs": _model_verbs,
+}
