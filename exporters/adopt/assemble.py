@@ -16,8 +16,10 @@ from exporters.adopt.attention import Attention as FoundAttention
 from exporters.adopt.interface import heeds_mask, name_inputs, supply_positions
 from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.operators import expand
+from exporters.adopt.operators.fused import Fused
 from exporters.adopt.opset import modernise
 from exporters.adopt.recognise import Recognised, recognise
+from exporters.adopt.restorable import restorable
 from exporters.adopt.self_check import LawResult, Probe, check_laws, compare, open_session, probe, run
 from exporters.adopt.source_file import Source, config_folder, open_source
 from exporters.adopt.value_types import infer_types
@@ -70,7 +72,8 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     modernise(source.model)
     infer_types(source.model)
     name_inputs(source.model)
-    expanded = expand(source.model)
+    fused: list[Fused] = []
+    expanded = expand(source.model, fused)
     positions = supply_positions(source.model)
     found = recognise(source.model.graph)
     stock_logits = str(found.flow.logits.name)
@@ -91,7 +94,8 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     if broken:
         raise ExportError(f"{file} was not understood: {'; '.join(map(str, broken))}")
     progress("writing", 4, STAGES)
-    _write(proto, source, found, probed, names, target, progress)
+    known = restorable(proto, target, probed, fused, len(found.attention) * probed.rounding, found.notes)
+    _write(proto, source, found, probed, names, known, target, progress)
     _open(target)
     return Adopted(file, names, expanded, laws, found.notes)
 
@@ -178,6 +182,7 @@ def _write(
     found: Recognised,
     probed: Probe,
     names: list[str],
+    fused: list[str],
     target: Path,
     progress: Progress,
 ) -> None:
@@ -206,6 +211,7 @@ def _write(
         weights_sha256=sha256([target / name for name in weight_files], progress),
         weight_files=fingerprints(target, weight_files, progress),
         context_length=context_length(config),
+        fused=fused,
     )
     for key, value in metadata.to_props().items():
         proto.metadata_props.add(key=key, value=value)
