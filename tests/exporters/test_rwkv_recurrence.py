@@ -323,7 +323,9 @@ def test_null_law(rwkv, layout, length):
         spec = HookSpec()
         for point in points:
             value = {"add": 0.0, "scale": 1.0, "replace": everything[point]}[nothing]
-            spec.intervene(point, getattr(Intervention, nothing.title())(value))
+            limits = {"positions": range(length)} if "seq" in point.axes else {"heads": range(HEADS)}
+            whole = nothing != "replace"  # a replacement of all would shadow those before it
+            spec.intervene(point, getattr(Intervention, nothing.title())(value, **({} if whole else limits)))
         assert np.array_equal(model.forward(ids, spec).output(), plain), nothing
 
 
