@@ -18,6 +18,7 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,6 @@ import onnxruntime
 import stock_files
 from stock_kinds import KINDS
 from tables import present
-from time import perf_counter
 
 from exporters.adopt import adopt
 from mionnx import HookSpec, MIModel
@@ -147,7 +147,9 @@ def main() -> None:
     rows = [row for kind, family in files for row in measured(kind, family, folder, given.threads, given.repeats)]
     title = f"Time beside the stock file, {platform.machine()}, {os.cpu_count()} CPU cores, {given.repeats} repeats"
     columns = ("file", "batch x new tokens", "stock file, ms", "empty spec", "fused=False", "one layer captured")
-    said = "Ratios of times: 1 is the stock file's speed, below is faster. Logits of the empty spec: every bit the file's."
+    said = (
+        "Ratios of times: 1 is the stock file's speed, below is faster. Logits of the empty spec: every bit the file's."
+    )
     present("fused_speed", "Fused operators of adopted files", title, [(columns, rows)], given.save, said)
 
 

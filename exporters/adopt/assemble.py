@@ -20,7 +20,17 @@ from exporters.adopt.operators.fused import Fused
 from exporters.adopt.opset import modernise
 from exporters.adopt.recognise import Recognised, recognise
 from exporters.adopt.restorable import restorable
-from exporters.adopt.self_check import LawResult, Probe, check_laws, compare, open_session, probe, run
+from exporters.adopt.self_check import (
+    INT8,
+    LawResult,
+    Probe,
+    check_laws,
+    compare,
+    open_session,
+    probe,
+    rounds_activations,
+    run,
+)
 from exporters.adopt.source_file import Source, config_folder, open_source
 from exporters.adopt.value_types import infer_types
 from mionnx.errors import ExportError, ModelError
@@ -94,7 +104,7 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     if broken:
         raise ExportError(f"{file} was not understood: {'; '.join(map(str, broken))}")
     progress("writing", 4, STAGES)
-    known = restorable(proto, target, probed, fused, len(found.attention) * probed.rounding, found.notes)
+    known = restorable(proto, target, probed, fused, len(found.attention), found.notes)
     _write(proto, source, found, probed, names, known, target, progress)
     _open(target)
     return Adopted(file, names, expanded, laws, found.notes)
@@ -165,7 +175,8 @@ def _as_stock(
     except ExportError as error:
         notes.append(f"the file as it came does not run on the probe, so logits were not compared: {error}")
         return []
-    return [compare("adopted logits = the file's own", None, found.values["logits"], expected, layers * found.rounding)]
+    allowed = INT8 if rounds_activations(stock) else layers * found.rounding
+    return [compare("adopted logits = the file's own", None, found.values["logits"], expected, allowed)]
 
 
 def _like(entry: Any, feeds: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The fused operators that can be put back into an adopted graph: those that run here, and give what their nodes give."""
+"""Fused operators to put back into an adopted graph, tried beside the nodes in their place."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import onnx
 
 from exporters.adopt.operators.fused import Fused
-from exporters.adopt.self_check import Probe, compare, open_session, run
+from exporters.adopt.self_check import INT8, Probe, compare, open_session, rounds_activations, run
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.fused_operators import FusedOperator, read_fused, standing, written
@@ -14,7 +14,7 @@ from mionnx.graph.restore import restore
 
 
 def restorable(
-    proto: onnx.ModelProto, folder: Path, found: Probe, fused: Iterable[Fused], allowed: float, notes: list[str]
+    proto: onnx.ModelProto, folder: Path, found: Probe, fused: Iterable[Fused], layers: int, notes: list[str]
 ) -> list[str]:
     """The fused operators of an adopted graph, as its metadata hold them.
 
@@ -25,10 +25,11 @@ def restorable(
         folder: of its weights.
         found: a run of it.
         fused: the operators that it came with.
-        allowed: the difference that rounding explains.
+        layers: how many the model has.
         notes: takes what keeps them from being put back.
     """
     flow = Dataflow(proto)
+    allowed = INT8 if rounds_activations(proto) else layers * found.rounding
     known = read_fused(flow, standing(flow, filter(None, (one.proto() for one in fused))))
     for chosen in (known, [one for one in known if not one.unpadded]):
         if not chosen:

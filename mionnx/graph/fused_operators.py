@@ -164,7 +164,7 @@ class _Reader:
         return region
 
     def _check_others(self, others: set[int], region: set[int], known: set[str]) -> bool:
-        """Check what the nodes of a region read besides; returns whether any of it follows from the call."""
+        """Check the other reads of a region; returns whether any follows from the call."""
         strange = sorted({self.flow.nodes[i].op_type for i in others} - CALL)
         _expect(not strange, f"its nodes depend on {', '.join(strange)}")
         read = self.flow.read_by(region | others) - known - {name for i in others for name in self.flow.nodes[i].output}
@@ -173,7 +173,7 @@ class _Reader:
         return not self.inputs.isdisjoint(read)
 
     def _aliases(self, region: Iterable[int], ends: Iterable[str]) -> set[str]:
-        """Other names of what an operator makes: hook points that share a value."""
+        """The outputs of an operator, and hook points that share their values."""
         found = {*ends}
         for i in sorted(region):
             node = self.flow.nodes[i]
@@ -182,7 +182,7 @@ class _Reader:
         return found
 
     def _support(self, region: set[int], known: set[str]) -> tuple[int, ...]:
-        """The nodes that compute what no node of a region reads."""
+        """The nodes that compute inputs without a reader in the region."""
         nodes = self.flow.ancestors(known - self.flow.read_by(region))
         strange = sorted({self.flow.nodes[i].op_type for i in nodes} - CALL)
         _expect(not strange, f"what it reads depends on {', '.join(strange)}")

@@ -8,7 +8,7 @@ from mionnx.errors import SpecFileError
 
 @dataclass
 class Report:
-    """Nodes that a rewrite added and removed, by name, new inputs and outputs, and the fused operators put back."""
+    """Nodes added and removed, by name; new inputs and outputs; number of fused operators put back."""
 
     added: dict[str, list[str]] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """`restore`: fused operators put back into a graph, where nothing inside them is asked for or changed."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 
 import onnx
@@ -12,7 +12,7 @@ from mionnx.graph.fused_operators import FusedOperator
 def restore(
     proto: onnx.ModelProto, origin: Dataflow, fused: Iterable[FusedOperator], *, padding: bool
 ) -> tuple[onnx.ModelProto, int]:
-    """Put the operators back whose nodes all stand as they did, and of which no inner value is read or given.
+    """Put operators back, each if its nodes are unchanged and nothing else reads what is inside.
 
     Args:
         proto: a graph that was made from an adopted one; left alone.
@@ -39,8 +39,8 @@ def restore(
     return _written(proto, origin, [*kept, *added]), len(added)
 
 
-def _standing(flow: Dataflow, origin: Dataflow, one: FusedOperator, given: Collection[str]) -> set[int] | None:
-    """The nodes of a graph that an operator can take the place of; None where it cannot."""
+def _standing(flow: Dataflow, origin: Dataflow, one: FusedOperator, given: set[str]) -> set[int] | None:
+    """Indices of the nodes in the place of an operator; None if it cannot be put back."""
     if not one.inner.isdisjoint(given):
         return None
     nodes: set[int] = set()
@@ -59,19 +59,19 @@ def _standing(flow: Dataflow, origin: Dataflow, one: FusedOperator, given: Colle
     return {i for i in nodes if not _only_names(flow.nodes[i], one.inner, made)}
 
 
-def _only_names(node: onnx.NodeProto, inner: Collection[str], made: Collection[str]) -> bool:
+def _only_names(node: onnx.NodeProto, inner: frozenset[str], made: set[str]) -> bool:
     """Whether a node gives another name to what an operator makes."""
     return node.op_type == "Identity" and made.isdisjoint(node.output) and inner.isdisjoint(node.output)
 
 
 def _same(node: onnx.NodeProto, origin: onnx.NodeProto) -> bool:
-    """Whether a node reads and makes what it did; outputs that nothing reads may have lost their names."""
+    """Whether a node reads and makes what it did; unread outputs may be nameless."""
     outputs = all(new == old or not new for new, old in zip(node.output, origin.output, strict=False))
     return node.op_type == origin.op_type and list(node.input) == list(origin.input) and outputs
 
 
 def _written(proto: onnx.ModelProto, origin: Dataflow, nodes: list[onnx.NodeProto]) -> onnx.ModelProto:
-    """The graph with other nodes, without those that nothing reads, in an order that can run."""
+    """The graph with other nodes, in an order that can run; dead ones are dropped."""
     made, graph = onnx.ModelProto(), proto.graph
     made.CopyFrom(proto)
     del made.graph.node[:]
@@ -94,7 +94,7 @@ def _written(proto: onnx.ModelProto, origin: Dataflow, nodes: list[onnx.NodeProt
 
 
 def _order(flow: Dataflow, nodes: list[int]) -> list[int]:
-    """Some nodes in an order in which they can run, near that in which they stand."""
+    """Some nodes in an order that can run, near their own."""
     chosen, waits, order = {*nodes}, dict[int, int](), list[int]()
     for i in nodes:
         waits[i] = len({flow.producers[name] for name in flow.reads[i] if flow.producers.get(name) in chosen})

@@ -1,4 +1,4 @@
-"""Plans that let the fused operators of an adopted file stand, where they are right for a call.
+"""Plans with the fused operators of an adopted file, as far as they are right for a call.
 
 Fused attention takes lengths from the number of ones in the mask: padding is not where it looks for it, and with a past
 it takes one row or one token at a time. Such calls run the standard nodes instead, which are right for all.

@@ -1,4 +1,4 @@
-"""Fused operators as they were before their expansion, by the names that their values have at the end of an adoption."""
+"""Fused operators before their expansion, by the names of their values at the end of an adoption."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Fused:
 
     @property
     def lengths(self) -> list[ir.Value]:
-        """What it read and nothing that stands for it reads."""
+        """Its inputs without a reader among the nodes in its place."""
         pairs = zip(self.inputs, self.reads, strict=True)
         return [value for value, reads in pairs if value is not None and not reads]
 
@@ -69,7 +69,7 @@ class Fused:
         return made
 
     def _input(self, place: int) -> str | None:
-        """The name of what it reads at a place, empty if left out; None if that is not one value of the graph."""
+        """The name of an input, empty if left out; None if it is not one value of the graph."""
         value = self.inputs[place]
         if value is None:
             return ""
