@@ -58,6 +58,8 @@ KEPT = (
 DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
+# Operators that find the scale of what they round in all of it.
+ROUNDS_BY_CALL = frozenset(("DynamicQuantizeLinear", "DynamicQuantizeMatMul"))
 LARGEST = 2**28  # bytes of a graph without its weights
 TOKENS = ((1, 1, 0), (2, 3, 5))  # batch, seq, past: token batches for which the sizes of all values are checked
 
@@ -125,6 +127,14 @@ class HookedModel:
             points.append(point)
             points += point.derivations()
         return {point.name: point for point in points}
+
+    @cached_property
+    def rounds_by_call(self) -> bool:
+        """Whether activations are rounded with one scale for all tokens of a call (dynamic quantisation).
+
+        Rows of a batch and positions then change each other's results.
+        """
+        return any(node.op_type in ROUNDS_BY_CALL for node in self.proto.graph.node)
 
     @cached_property
     def influence(self) -> Influence:
