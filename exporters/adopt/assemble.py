@@ -18,7 +18,17 @@ from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.operators import expand
 from exporters.adopt.opset import modernise
 from exporters.adopt.recognise import Recognised, recognise
-from exporters.adopt.self_check import LawResult, Probe, check_laws, compare, open_session, probe, run
+from exporters.adopt.self_check import (
+    INT8,
+    LawResult,
+    Probe,
+    check_laws,
+    compare,
+    open_session,
+    probe,
+    rounds_activations,
+    run,
+)
 from exporters.adopt.source_file import Source, config_folder, open_source
 from exporters.adopt.value_types import infer_types
 from mionnx.errors import ExportError, ModelError
@@ -161,7 +171,8 @@ def _as_stock(
     except ExportError as error:
         notes.append(f"the file as it came does not run on the probe, so logits were not compared: {error}")
         return []
-    return [compare("adopted logits = the file's own", None, found.values["logits"], expected, layers * found.rounding)]
+    allowed = INT8 if rounds_activations(stock) else layers * found.rounding
+    return [compare("adopted logits = the file's own", None, found.values["logits"], expected, allowed)]
 
 
 def _like(entry: Any, feeds: Mapping[str, np.ndarray]) -> np.ndarray:

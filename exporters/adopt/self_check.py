@@ -20,6 +20,8 @@ from mionnx.graph.extract import extract
 
 Array = NDArray[Any]
 BATCH, SEQ = 2, 6
+INT8 = 1 / 127  # one step of activations that are rounded to 8 bits: a last bit before may move a whole step
+ROUNDS = frozenset(("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "QuantizeLinear"))
 ROUNDINGS = 64  # of the dtype, at the size of the compared numbers, by which two sides of a law may differ
 ONNX_FLOATS = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
 ONNX_INTEGERS = {"tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_}
@@ -27,7 +29,7 @@ ONNX_INTEGERS = {"tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(b
 
 @dataclass(frozen=True)
 class LawResult:
-    """How well one law holds.
+    """Outcome of one law.
 
     Attributes:
         law: in words.
@@ -135,7 +137,7 @@ def _feed(entry: Any) -> Array:
 
 
 def check_laws(found: Probe, proto: onnx.ModelProto, folder: Path, layers: int, sinks: bool) -> list[LawResult]:
-    """Check every law; each result is that of the layer where the law holds least."""
+    """Check every law; a result is that of the layer with the largest difference."""
     worst, allowed = dict[str, LawResult](), found.rounding
     for layer in range(layers):
         for law, left, right in _laws_of_layer(found.values, layer, sinks):
@@ -147,6 +149,14 @@ def check_laws(found: Probe, proto: onnx.ModelProto, folder: Path, layers: int, 
     given = {**found.feeds, last: found.values[last]}
     (lens,) = run(head, ["logits"], {entry.name: given[entry.name] for entry in head.get_inputs()})
     return [*worst.values(), compare("lens of the last layer = logits", None, lens, found.values["logits"], allowed)]
+
+
+def rounds_activations(proto: onnx.ModelProto) -> bool:
+    """Whether a graph rounds activations to 8 bits, by itself or inside of a kernel."""
+    return any(
+        node.op_type in ROUNDS or any(entry.name == "accuracy_level" and entry.i == 4 for entry in node.attribute)
+        for node in proto.graph.node
+    )
 
 
 def compare(law: str, layer: int | None, left: Array, right: Array, allowed: float) -> LawResult:
@@ -183,7 +193,7 @@ def _laws_of_layer(values: Mapping[str, Array], layer: int, sinks: bool) -> Iter
 
 
 def _rise(q: Array, k: Array, scores: Array) -> tuple[Array, Array]:
-    """The scores of each query in the order of q k, and the same sorted: equal where they rise with it.
+    """Scores of each query in the order of q k, and sorted: equal if they rise with q k.
 
     A scale and a soft cap keep the order; so does a mask, among the keys that are seen.
     """

@@ -1,0 +1,43 @@
+"""Files as quantisers write them, made from the shipped models: a plain decoder of one file, quantised, of no tool's format."""
+
+import shutil
+from pathlib import Path
+
+import onnx
+import onnxruntime as ort
+from onnxruntime.quantization import quantize_dynamic
+from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+from repository import REPOSITORY
+
+KINDS = ("plain", "int4", "int8", "dynamic")
+
+
+def foreign_file(folder: Path, kind: str = "int4", model: str = "world-llama") -> Path:
+    """Write a shipped model as a foreign file, quantised in one of the ways of `KINDS`.
+
+    Args:
+        folder: new; the tokenizer goes there too.
+        kind: "int4" and "int8" are MatMulNBits in blocks of 32, "dynamic" is `quantize_dynamic`.
+        model: name of a shipped model.
+    """
+    source = REPOSITORY / "models" / model
+    folder.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC  # turns weights that stand turned
+    options.optimized_model_filepath = str(folder / "model.onnx")
+    whole = onnx.load(source / "model.onnx").SerializeToString()
+    ort.InferenceSession(whole, options, providers=["CPUExecutionProvider"])
+    proto = onnx.load(folder / "model.onnx")
+    del proto.metadata_props[:]
+    if kind == "dynamic":
+        quantize_dynamic(proto, folder / "model.onnx", op_types_to_quantize=["MatMul", "Gather"])
+        return folder
+    if kind != "plain":
+        quantiser = MatMulNBitsQuantizer(proto, bits=int(kind[-1]), block_size=32, is_symmetric=False)
+        quantiser.process()
+        proto = quantiser.model.model
+    onnx.save(proto, folder / "model.onnx")
+    return folder
