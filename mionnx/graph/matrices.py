@@ -20,7 +20,7 @@ from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hooked_model import DTYPES, HookedModel
 from mionnx.graph.output_head import ELEMENTWISE, LOGITS
 from mionnx.graph.quantised_weight import weight_numbers
-from mionnx.graph.weight_value import WEIGHT_PLACE, linear_bias, linear_weight, table_of, weight_value
+from mionnx.graph.weight_value import linear_bias, linear_weight, product_of, table_of, weight_value
 
 Matrix = NDArray[Any]
 ROUNDING = frozenset({"QuantizeLinear", "DequantizeLinear"})  # of activations, in a quantised graph
@@ -147,7 +147,7 @@ def _head(model: HookedModel) -> _Head:
     varying = flow.descendants(value.name for value in model.proto.graph.input)
     name, passed = LOGITS, list[onnx.NodeProto]()
     while (node := flow.producer(name)) is not None:
-        product = _product(flow, node)
+        product = product_of(flow, node)
         if product is not None:
             return _Head(flow, product, name, passed, varying)
         computed = [entry for entry in node.input if entry in varying]
@@ -158,18 +158,3 @@ def _head(model: HookedModel) -> _Head:
     quantised = {node.op_type for node in model.proto.graph.node} & INTEGER_PRODUCTS
     of = f": it has {', '.join(sorted(quantised))}, products of quantised numbers" if quantised else ""
     raise ModelError(f"{model.metadata.family}: the logits do not come from one matrix product{of}")
-
-
-def _product(flow: Dataflow, node: onnx.NodeProto) -> onnx.NodeProto | None:
-    """The matrix product that a node is, or whose scale or shape it gives."""
-    if node.op_type in WEIGHT_PLACE and node.op_type != "MatMulInteger":
-        return node
-    if node.op_type == "Reshape":
-        before = flow.producer(node.input[0])
-        return None if before is None else _product(flow, before)
-    for entry in node.input if node.op_type == "Mul" else ():
-        before = flow.producer(entry)
-        before = flow.producer(before.input[0]) if before is not None and before.op_type == "Cast" else before
-        if before is not None and before.op_type == "MatMulInteger":
-            return before
-    return None

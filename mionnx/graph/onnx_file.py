@@ -65,9 +65,9 @@ def locations(proto: onnx.ModelProto) -> dict[str, int]:
 
 
 def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
-    """An initializer, or the value of a Constant, as a read-only array; external data is mapped from its file.
+    """An initializer, or the value of a Constant, as a read-only array.
 
-    Numbers of 4 bits, two in a byte, are read into memory.
+    External data is mapped from its file; numbers of 4 bits, two in a byte, are read into memory.
 
     Raises:
         ModelError: no initializer of this name, or a file that is missing or too short.

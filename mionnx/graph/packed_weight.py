@@ -35,7 +35,7 @@ def unpacked(data: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 
 
 def matmul_nbits(proto: onnx.ModelProto, folder: Path, node: onnx.NodeProto) -> NDArray[np.floating]:
-    """The weight of a MatMulNBits as numbers, [N, K] in the dtype of its scales: turned beside that of a MatMul.
+    """The weight of a MatMulNBits as numbers, [N, K], turned beside that of a MatMul.
 
     Raises:
         ModelError: columns in another order (`g_idx`), or numbers of other than 2, 4 or 8 bits.

@@ -55,7 +55,7 @@ def weight_value(flow: Dataflow, folder: Path, name: str) -> Matrix:
 
 
 def table_of(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix:
-    """Numbers of the table [rows, width] that a Gather or a GatherBlockQuantized picks rows from.
+    """Numbers of the table [rows, width] that a (quantised) Gather picks rows from.
 
     Raises:
         ModelError: the table is computed, or quantised in a way that is not read.
@@ -88,6 +88,21 @@ def linear_bias(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix | 
     place = BIAS_PLACE.get(node.op_type, len(node.input))
     held = len(node.input) > place and node.input[place]
     return weight_value(flow, folder, node.input[place]) if held else None
+
+
+def product_of(flow: Dataflow, node: onnx.NodeProto) -> onnx.NodeProto | None:
+    """The matrix product of a node: itself, or the one before its scale or shape."""
+    if node.op_type in WEIGHT_PLACE and node.op_type != "MatMulInteger":
+        return node
+    if node.op_type == "Reshape":
+        before = flow.producer(node.input[0])
+        return None if before is None else product_of(flow, before)
+    for entry in node.input if node.op_type == "Mul" else ():
+        before = flow.producer(entry)
+        before = flow.producer(before.input[0]) if before is not None and before.op_type == "Cast" else before
+        if before is not None and before.op_type == "MatMulInteger":
+            return before
+    return None
 
 
 def _dequantised(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix:

@@ -1,8 +1,10 @@
 """Rewrite: the numbers of a quantised weight as a value of the graph, from the operator that reads the weight.
 
-1. A weight of floats is itself; the output of a DequantizeLinear that reads a weight is its numbers.
-2. Behind an operator of 8-bit integers stands a DequantizeLinear with the scales and zero points of that operator.
-3. Behind a MatMulNBits the bytes are divided into their numbers (the first in the lowest bits), less the zero points,
+1. A weight of floats is itself.
+2. The numbers of a DequantizeLinear are computed once more, by other operators: a second reader of its output would
+   keep a runtime from fusing it with its product, and change the logits.
+3. Behind an operator of 8-bit integers stands a DequantizeLinear with the scales and zero points of that operator.
+4. Behind a MatMulNBits the bytes are divided into their numbers (the first in the lowest bits), less the zero points,
    times the scales of the blocks, without the numbers that fill up the last block: [N, K].
 
 All of it follows from weights: a runtime computes it once, while it opens the graph.
@@ -21,7 +23,7 @@ INTEGERS = {**SCALES, "QLinearMatMul": (4, 5)}  # places of scales and zero poin
 
 
 def dequantised(op: Builder, weight: Tensor) -> Tensor:
-    """Add the nodes that give a weight's numbers, in the shape in which it is used.
+    """Add the nodes of a weight's numbers, in the shape of its use.
 
     Raises:
         ModelError: integers without scales, or numbers in another order than their columns.
@@ -30,7 +32,7 @@ def dequantised(op: Builder, weight: Tensor) -> Tensor:
         return weight
     for node in weight.outputs:
         if node.op == "DequantizeLinear":
-            return node.outputs[0]
+            return _of_dequantise(op, node)
         if node.op == "MatMulNBits":
             return _of_blocks(op, node)
         if node.op == "MatMulInteger":
@@ -41,6 +43,26 @@ def dequantised(op: Builder, weight: Tensor) -> Tensor:
             scale_at, zero_at = INTEGERS[node.op]
             return _of_columns(op, weight, node.inputs[scale_at], _input(node, zero_at))
     raise ModelError(f"{weight.name} is quantised, and the graph does not say its scales where they are known")
+
+
+def _of_dequantise(op: Builder, node: Node) -> Tensor:
+    """Numbers of a DequantizeLinear, (q - z) s."""
+    weight, scale, zero = node.inputs[0], node.inputs[1], _input(node, 2)
+    axis = node.attrs.get("axis", 1) % max(1, len(weight.shape))
+    block, numbers = node.attrs.get("block_size", 0), _cast(op, weight, scale)
+
+    def spread(values: Tensor) -> Tensor:
+        sizes = list(scale.shape)
+        if block:
+            wide = op.Expand(op.Unsqueeze(values, [axis + 1]), [*sizes[: axis + 1], block, *sizes[axis + 1 :]])
+            whole = op.Reshape(wide, [*sizes[:axis], -1, *sizes[axis + 1 :]])
+            return op.Slice(whole, [0], [weight.shape[axis]], [axis])
+        if len(sizes) == 1 and sizes[0] > 1:
+            return op.Reshape(values, [-1 if place == axis else 1 for place in range(len(weight.shape))])
+        return values
+
+    shifted = numbers if zero is None else op.Sub(numbers, spread(_cast(op, zero, scale)))
+    return op.Mul(shifted, spread(scale))
 
 
 def _of_columns(op: Builder, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ from mionnx.inputs.unknown_words import caller_level
 
 
 class DynamicRoundingWarning(UserWarning):
-    """Activations are rounded with one scale for all tokens of a call: batches and caches change results."""
+    """Activations are rounded with one scale for a call: batches change results."""
 
 
 def warn_of_dynamic_rounding(model: HookedModel) -> None:

@@ -1,15 +1,15 @@
-"""Files as quantisers write them, made from the shipped models: a plain decoder of one file, quantised, of no tool's format."""
+"""Files as quantisers write them, made from the shipped models: one file, without hook points."""
 
 import shutil
 from pathlib import Path
 
 import onnx
 import onnxruntime as ort
-from onnxruntime.quantization import quantize_dynamic
+from onnxruntime.quantization import QuantFormat, quantize_dynamic
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from repository import REPOSITORY
 
-KINDS = ("plain", "int4", "int8", "dynamic")
+KINDS = ("plain", "int4", "int8", "qdq", "dynamic")
 
 
 def foreign_file(folder: Path, kind: str = "int4", model: str = "world-llama") -> Path:
@@ -17,7 +17,8 @@ def foreign_file(folder: Path, kind: str = "int4", model: str = "world-llama") -
 
     Args:
         folder: new; the tokenizer goes there too.
-        kind: "int4" and "int8" are MatMulNBits in blocks of 32, "dynamic" is `quantize_dynamic`.
+        kind: "int4" and "int8" are MatMulNBits in blocks of 32, "qdq" is DequantizeLinear of 4 bits, "dynamic" is
+            `quantize_dynamic`.
         model: name of a shipped model.
     """
     source = REPOSITORY / "models" / model
@@ -36,7 +37,9 @@ def foreign_file(folder: Path, kind: str = "int4", model: str = "world-llama") -
         quantize_dynamic(proto, folder / "model.onnx", op_types_to_quantize=["MatMul", "Gather"])
         return folder
     if kind != "plain":
-        quantiser = MatMulNBitsQuantizer(proto, bits=int(kind[-1]), block_size=32, is_symmetric=False)
+        form = QuantFormat.QDQ if kind == "qdq" else QuantFormat.QOperator
+        bits = 8 if kind == "int8" else 4
+        quantiser = MatMulNBitsQuantizer(proto, bits=bits, block_size=32, is_symmetric=False, quant_format=form)
         quantiser.process()
         proto = quantiser.model.model
     onnx.save(proto, folder / "model.onnx")

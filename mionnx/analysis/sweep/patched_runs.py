@@ -55,7 +55,7 @@ class Shortcuts:
 
 
 def shortcuts_for(model: HookedModel, asked: Shortcuts | None) -> Shortcuts:
-    """The savings that are asked for, or all that leave results as they are.
+    """The savings asked for, or all that leave results as they are.
 
     Where activations are rounded with one scale for a call, a call is one cell at all of its positions.
     """
