@@ -233,8 +233,9 @@ def main() -> None:
         f"onnxruntime {onnxruntime.__version__}, {platform.machine()}",
         [*(matrix(outcomes, families, *field) for field in fields.items()), costs(outcomes)],
         asked.save,
-        "Greedy texts: of two, those of transformers. Null law: logits of an empty spec, opened with fast=True, against "
-        "the file in plain onnxruntime. Quantised files differ from the checkpoint by their weights, and those of float16 by their rounding.",
+        "Greedy texts: of two, those of transformers. Null law: logits of an empty spec, opened with fast=True, "
+        "against the file in plain onnxruntime. Quantised files differ from the checkpoint by their weights, and those "
+        "of float16 by their rounding.",
         [*whys],
     )
 
