@@ -175,7 +175,7 @@ def _as_stock(
     except ExportError as error:
         notes.append(f"the file as it came does not run on the probe, so logits were not compared: {error}")
         return []
-    allowed = INT8 if rounds_activations(stock) else layers * found.rounding
+    allowed = layers * (INT8 if rounds_activations(stock) else found.rounding)
     return [compare("adopted logits = the file's own", None, found.values["logits"], expected, allowed)]
 
 

@@ -29,7 +29,7 @@ def restorable(
         notes: takes what keeps them from being put back.
     """
     flow = Dataflow(proto)
-    allowed = INT8 if rounds_activations(proto) else layers * found.rounding
+    allowed = layers * (INT8 if rounds_activations(proto) else found.rounding)
     known = read_fused(flow, standing(flow, filter(None, (one.proto() for one in fused))))
     for chosen in (known, [one for one in known if not one.unpadded]):
         if not chosen:
