@@ -8,7 +8,7 @@ from mionnx.errors import SpecFileError
 
 @dataclass
 class Report:
-    """Nodes added and removed, by name; new inputs and outputs; number of fused operators put back."""
+    """Names of nodes added and removed, new inputs and outputs; count of fused operators."""
 
     added: dict[str, list[str]] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)

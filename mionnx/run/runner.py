@@ -26,8 +26,8 @@ from mionnx.machine.typed import typed
 from mionnx.rewrite import Plan
 from mionnx.rewrite.plan import Outputs
 from mionnx.run import find_model, idle_memory, model_dtype, spec_graphs, tokenizing
-from mionnx.run.fused_plan import with_fused
 from mionnx.run.dynamic_rounding import warn_of_dynamic_rounding
+from mionnx.run.fused_plan import with_fused
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache, collect
 from mionnx.run.nan_logits import checked, refuse_nan
