@@ -3,8 +3,8 @@
 `typed` decorates a function, or a class: then its constructor and all public methods that it defines itself. Written
 below `@dataclass` it leaves out the constructor that is made after it. An annotation says what is checked:
 
-* int, float, str, bool, None, Path, callables, classes, literals: the value; numpy's and torch's numbers are numbers,
-  and a text has to be one that UTF-8 can write.
+* int, float, str, bool, None, Path, callables, classes, literals: the value; numpy's and torch's numbers are numbers, a
+  bool is no integer, and a text has to be one that UTF-8 can write.
 * sequences, iterables, mappings: the value, and the entries of lists, tuples, sets, dictionaries and arrays. What can
   be gone through once only, or in no order, becomes a list where a sequence is asked for.
 * unions: one of their parts fits.
@@ -218,7 +218,7 @@ def _instance(kind: type, value: Any) -> Any:
 
 def _integer(value: Any) -> Any:
     if isinstance(value, int):
-        return value
+        return REFUSED if isinstance(value, bool) else value
     try:
         return operator.index(value)
     except Exception:  # numpy and torch raise errors of several kinds

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from mionnx import HookPoint, HookSpec, Intervention, InterventionError, KnockoutSpec, create_knockout_mask
+from mionnx.bind.attention_mask import visible_keys
+from mionnx.inputs.token_batch import TokenBatch
 
 IDS = np.arange(3, 13)[None]
 
@@ -64,3 +66,10 @@ class TestKnockedOutRows:
         assert (pattern[:2, -1, :-1] == 0).all()
         assert (pattern[:2, 3:, 2] == 0).all()
         assert (pattern[2:, 3:, 2] > 0).all()
+
+
+def test_a_window_reaches_over_padding():
+    """Columns of padding between the tokens of a text do not use it up."""
+    ids, mask = np.zeros((1, 2), np.int64), np.array([[1, 1, 0, 0, 1, 1]])
+    seen = visible_keys(TokenBatch(ids, mask, np.array([[2, 3]])), 2)
+    assert seen[0].astype(int).tolist() == [[0, 1, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1]]

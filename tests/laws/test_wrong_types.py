@@ -14,13 +14,27 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnxruntime
 import psutil
 import pytest
 from repository import REPOSITORY
 from wrong_types import GROUPS, PROMPT, WRONG, Call
 
 import mionnx
-from mionnx import HookSpec, InputError, MIError, MIModel, StateKnockoutSpec
+from mionnx import (
+    HookPoint,
+    HookSpec,
+    InputError,
+    Intervention,
+    KnockoutSpec,
+    KVCache,
+    Logits,
+    MIError,
+    MIModel,
+    StateKnockoutSpec,
+    create_knockout_mask,
+)
 
 SECONDS = 30  # of one call
 MEMORY = 6 * 2**30  # bytes that a call may take besides
@@ -183,3 +197,57 @@ def _raising(*_: Any, **__: Any) -> Any:
 def test_an_exception_of_the_caller_s_own_function_passes_through(shipped: MIModel, call: Any) -> None:
     with pytest.raises(OwnError):
         call(shipped)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda model: model.estimate(HookSpec().capture("*"), 1, -5), "seq must be 1 or above, got -5"),
+        (lambda model: model.estimate(HookSpec().capture("*"), 0, 5), "batch must be 1 or above"),
+        (lambda model: model.estimate(HookSpec().capture("*"), 1, 5, past=-1), "past must be 0 or above"),
+        (lambda model: HookSpec().capture("hook_embed", positions={3: 1}), "positions must be"),
+        (lambda model: Intervention.Zero(positions={3: 1}), "positions must be .* got the dictionary"),
+        (lambda model: Intervention.Zero(heads={3: 1}), "heads must be .* got the dictionary"),
+        (lambda model: model.forward(PROMPT, logits=Logits(positions={3: 1})), "positions must be"),
+        (lambda model: model.generate(PROMPT, do_sample=True, seed=-1), "seed must be an integer of 0 or above"),
+        (lambda model: model.compile(_adding(), "compiled", knobs={"": None}), "no name for one"),
+        (lambda model: KVCache.empty(2, -1, 2, 4, np.float32), "sizes are 0 or above"),
+        (lambda model: KnockoutSpec().layer_range(0, 10**12), "a model has 0 to"),
+        (lambda model: create_knockout_mask(KnockoutSpec().edge(2, 1), 10**12, 4), "more than is free"),
+        (lambda model: HookPoint.parse(None), "a hook point is a HookPoint or its name"),
+        (lambda model: model.forward(["a", "\ud800"]), r"text must be a text, got '\\ud800'"),
+    ],
+)
+@pytest.mark.usefixtures("elsewhere")
+def test_what_would_mean_nothing_or_something_else_is_refused(shipped: MIModel, call: Any, said: str) -> None:
+    with pytest.raises(MIError, match=said):
+        call(shipped)
+
+
+def _adding() -> HookSpec:
+    return HookSpec().intervene("blocks.1.hook_mlp_out", Intervention.Add(1.0))
+
+
+def test_the_largest_of_some_tokens_are_their_places_among_them(shipped: MIModel) -> None:
+    """`tokens` and `top_k` together have a meaning of their own."""
+    every = shipped.forward(PROMPT, logits=Logits(positions=-1)).output()[0, 0]
+    tokens = [7, 300, 21, 150]
+    cache = shipped.forward(PROMPT, logits=Logits(positions=-1, tokens=tokens, top_k=2))
+    order = np.argsort(-every[tokens])[:2]
+    assert cache.top_ids is not None
+    assert np.array_equal(np.asarray(cache.top_ids)[0, 0], order)
+    assert np.array_equal(cache.output()[0, 0], every[tokens][order])
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_an_empty_spec_compiles_to_the_model_itself(shipped: MIModel) -> None:
+    session = onnxruntime.InferenceSession(str(shipped.compile(HookSpec(), "itself") / "model.onnx"))
+    ids = shipped.tokenize(PROMPT).ids[None]
+    sizes = {"batch": 1, "seq": ids.shape[1], "past": 0}
+    feeds = {
+        value.name: np.zeros([one if isinstance(one, int) else sizes.get(one, 0) for one in value.shape], np.float32)
+        for value in session.get_inputs()
+    }
+    feeds |= {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(ids.shape[1])[None]}
+    (logits,) = session.run(["logits"], {name: feeds[name] for name in (one.name for one in session.get_inputs())})
+    assert np.allclose(logits, shipped.forward(PROMPT).output(), atol=1e-5)

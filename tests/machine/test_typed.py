@@ -32,7 +32,7 @@ def verb(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("count", 3), ("count", np.int64(3)), ("count", np.array(3)), ("count", True), ("share", 1),
+        ("count", 3), ("count", np.int64(3)), ("count", np.array(3)), ("share", 1),
         ("name", "é"), ("is_on", np.True_), ("path", Path("a")), ("path", "a"), ("layers", (0, 1)),
         ("layers", np.array([0, 1])), ("layers", None), ("named", {"a": 1}), ("call", len), ("array", object()),
         ("share", np.float32(0.5)), ("layers", range(2)),
@@ -47,6 +47,7 @@ def test_what_fits_is_taken(name: str, value: Any) -> None:
     ("name", "value", "said"),
     [
         ("count", "x", r"count must be an integer, got 'x' \(str\)"),
+        ("count", True, "count must be an integer, got True"),
         ("count", 1.5, r"count must be an integer, got 1.5 \(float\)"),
         ("share", "1", "share must be a number"),
         ("share", np.zeros(2), r"share must be a number, got float64 \[2\] \(ndarray\)"),

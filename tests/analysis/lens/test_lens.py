@@ -205,7 +205,7 @@ def test_logits_of_all_layers_are_never_held(tmp_path):
         (lambda model: model.embedding_neighbors(np.ones(128), k=1000), InputError, "from 1 to 471"),
         (lambda model: model.project_through_unembed(np.ones((2, 128))), InputError, "hidden=128"),
         (lambda model: model.unembedding_for(-1), InputError, "0 to 470"),
-        (lambda model: model.embedding_for(True), InputError, "id or its text"),
+        (lambda model: model.embedding_for(True), InputError, "token must be an integer or a text, got True"),
         (lambda model: model.logit_lens(PROMPT).at(7), InputError, "were read"),
         (lambda model: model.logit_lens(PROMPT).probability_of(471), InputError, "0 to 470"),
         (lambda model: model.logit_lens(PROMPT).rank_of("Pari"), InputError, "not in the vocabulary"),
