@@ -86,7 +86,7 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     probed = probe(proto, target, names)
     progress("checking", 3, STAGES)
     laws = check_laws(probed, proto, target, len(found.attention), any(one.sink for one in found.attention))
-    laws += _as_stock(file, probed, renamed, stock_logits, len(found.attention), found.notes)
+    laws += _as_stock(source, probed, renamed, stock_logits, len(found.attention), found.notes)
     broken = [law for law in laws if not law.holds]
     if broken:
         raise ExportError(f"{file} was not understood: {'; '.join(map(str, broken))}")
@@ -149,13 +149,14 @@ def _clean(model: ir.Model) -> onnx.ModelProto:
 
 
 def _as_stock(
-    file: Path, found: Probe, renamed: Mapping[str, str], logits: str, layers: int, notes: list[str]
+    source: Source, found: Probe, renamed: Mapping[str, str], logits: str, layers: int, notes: list[str]
 ) -> list[LawResult]:
-    """Compare the logits with those of the file as it came, in the same runtime."""
-    stock = onnx.load(file, load_external_data=False)
+    """Compare the logits with those of the file as it came, in the same runtime; of a merged one, its other branch."""
+    stock = onnx.load(source.file, load_external_data=False)
     try:
-        session = open_session(stock, file.parent, [])
-        feeds = {renamed[name]: value for name, value in found.feeds.items() if name in renamed}
+        session = open_session(stock, source.file.parent, [])
+        feeds = {} if source.flag is None else {source.flag: np.array([False])}
+        feeds |= {renamed[name]: value for name, value in found.feeds.items() if name in renamed}
         feeds = {entry.name: _like(entry, feeds) for entry in session.get_inputs()}
         (expected,) = run(session, [logits], feeds)
     except ExportError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from exporters.adopt.branches import inline_branch
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import check_regular, inside
 from mionnx.graph.metadata import PREFIX
@@ -86,11 +87,13 @@ class Source:
         file: its path.
         model: the model, its larger weights external data.
         weight_files: name in the adopted folder -> path of the file that holds the weights.
+        flag: of a merged decoder, the input that chose between its branches; see `branches`.
     """
 
     file: Path
     model: ir.Model
     weight_files: dict[str, Path]
+    flag: str | None = None
 
 
 def open_source(file: Path) -> Source:
@@ -102,6 +105,7 @@ def open_source(file: Path) -> Source:
     try:
         check_regular(file)
         model = ir.load(file)
+        flag = inline_branch(model)
         files: dict[str, Path] = {}
         held = {name: span for name, span in _embedded(file) if span[1] > SMALL}
         for value in model.graph.initializers.values():
@@ -110,7 +114,7 @@ def open_source(file: Path) -> Source:
         raise ExportError(str(error)) from error
     except (ValueError, RuntimeError, OSError, KeyError) as error:  # protobuf's and onnx_ir's
         raise ExportError(f"{file} cannot be read as an ONNX model: {error}") from error
-    return Source(file, model, files)
+    return Source(file, model, files, flag)
 
 
 def _place(value: ir.Value, file: Path, held: dict[str, tuple[int, int]], files: dict[str, Path]) -> None:
