@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from exporters.adopt.attention import Attention as FoundAttention
+from exporters.adopt.extension import AS_STOCK, Plain, complete
 from exporters.adopt.interface import heeds_mask, name_inputs, supply_positions
 from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.operators import expand
@@ -79,14 +80,21 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     renamed = {str(value.name): name for value, name in stock_inputs.items()}
     names = name_points(found)
     found.notes.extend([positions] if positions is not None else [])
-    found.notes.extend(_lacking(padding, cached))
     progress("running once", 2, STAGES)
     _link_weights(source, target)
     proto = _clean(source.model)
-    probed = probe(proto, target, names)
+    lacks = frozenset([*(() if padding else ("mask",)), *(() if cached else ("cache",))])
+    windows = _windows(_config(file), len(found.attention))
+    plain = Plain(
+        source.model, proto, target, found, probe(proto, target, names), windows, lacks, positions is not None
+    )
     progress("checking", 3, STAGES)
-    laws = check_laws(probed, proto, target, len(found.attention), any(one.sink for one in found.attention))
-    laws += _as_stock(source, probed, renamed, stock_logits, len(found.attention), found.notes)
+
+    def checked(proto: onnx.ModelProto, probed: Probe) -> list[LawResult]:
+        laws = check_laws(probed, proto, target, len(found.attention), any(one.sink for one in found.attention))
+        return laws + _as_stock(source, probed, renamed, stock_logits, len(found.attention), found.notes)
+
+    proto, probed, laws = complete(plain, _clean, checked)
     broken = [law for law in laws if not law.holds]
     if broken:
         raise ExportError(f"{file} was not understood: {'; '.join(map(str, broken))}")
@@ -115,11 +123,6 @@ def _open(target: Path) -> None:
         HookedModel.open(target, check="none")
     except ModelError as error:
         raise ExportError(f"the adopted graph is refused: {error}") from error
-
-
-def _lacking(padding: bool, cached: int) -> list[str]:
-    found = [] if padding else ["attention_mask: the file attends to padding; give texts of one length"]
-    return found + ([] if cached else ["past_key_values: the file has no cache; generation and sweeps need one"])
 
 
 def _link_weights(source: Source, target: Path) -> None:
@@ -162,7 +165,7 @@ def _as_stock(
     except ExportError as error:
         notes.append(f"the file as it came does not run on the probe, so logits were not compared: {error}")
         return []
-    return [compare("adopted logits = the file's own", None, found.values["logits"], expected, layers * found.rounding)]
+    return [compare(AS_STOCK, None, found.values["logits"], expected, layers * found.rounding)]
 
 
 def _like(entry: Any, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -270,6 +273,11 @@ def _axes(name: str, shape: tuple[int, ...], sizes: Sizes) -> list[str | int]:
 
 def _attention(found: FoundAttention, config: Mapping[str, Any], layer: int) -> Attention:
     return Attention(str(found.projection.name), found.rows, _window(config, layer))
+
+
+def _windows(config: Mapping[str, Any], layers: int) -> list[int | None] | None:
+    """The window of each layer; None without a config."""
+    return [_window(config, layer) for layer in range(layers)] if config else None
 
 
 def _window(config: Mapping[str, Any], layer: int) -> int | None:
