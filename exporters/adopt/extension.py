@@ -15,7 +15,6 @@ from exporters.adopt.recognise import Recognised
 from exporters.adopt.self_check import LawResult, Probe, check_extension, compare, probe
 from mionnx.errors import ExportError
 
-
 LACKING = {
     "mask": "attention_mask: the file attends to padding; give texts of one length",
     "cache": "past_key_values: the file has no cache; generation and sweeps need one",
