@@ -44,7 +44,7 @@ def export(folder: Path, target: Path, dtype: str = "auto", progress: Progress =
 
 
 def adopt(folder: Path, target: Path, file: str | None = None, progress: Progress = silent) -> "Adopted":
-    """Write a foreign ONNX file as a hooked model into an empty or new folder; its weights are referenced in place.
+    """Write a foreign ONNX file as a hooked model; its weights are referenced in place.
 
     Args:
         folder: with one or several ONNX files, in the layouts of the Hub; or the file itself.

@@ -19,14 +19,24 @@ from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.operators import expand
 from exporters.adopt.opset import modernise
 from exporters.adopt.recognise import Recognised, recognise
-from exporters.adopt.self_check import LawResult, Probe, check_laws, compare, open_session, probe, run
+from exporters.adopt.self_check import (
+    INT8,
+    LawResult,
+    Probe,
+    check_laws,
+    compare,
+    open_session,
+    probe,
+    rounds_activations,
+    run,
+)
 from exporters.adopt.source_file import Source, config_folder, open_source
 from exporters.adopt.value_types import infer_types
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import read_json
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
-from mionnx.graph.metadata import DTYPE_NAMES, Attention, Metadata, Sizes, context_length
+from mionnx.graph.metadata import ATTENDS_TO_PADDING, DTYPE_NAMES, Attention, Metadata, Sizes, context_length
 from mionnx.graph.weight_check import fingerprints, sha256
 from mionnx.machine.progress import Progress
 
@@ -82,12 +92,10 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     found.notes.extend([positions] if positions is not None else [])
     progress("running once", 2, STAGES)
     _link_weights(source, target)
-    proto = _clean(source.model)
-    lacks = frozenset([*(() if padding else ("mask",)), *(() if cached else ("cache",))])
-    windows = _windows(_config(file), len(found.attention))
-    plain = Plain(
-        source.model, proto, target, found, probe(proto, target, names), windows, lacks, positions is not None
-    )
+    lacks = {lack for lack, has in (("mask", padding), ("cache", cached)) if not has}
+    proto, windows = _clean(source.model), _windows(_config(file), len(found.attention))
+    probed = probe(proto, target, names)
+    plain = Plain(source.model, proto, target, found, probed, windows, frozenset(lacks), positions is not None)
     progress("checking", 3, STAGES)
 
     def checked(proto: onnx.ModelProto, probed: Probe) -> list[LawResult]:
@@ -99,7 +107,9 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     if broken:
         raise ExportError(f"{file} was not understood: {'; '.join(map(str, broken))}")
     progress("writing", 4, STAGES)
-    _write(proto, source, found, probed, names, target, progress)
+    sinks, attends = any(one.sink for one in found.attention), proto is plain.proto and "mask" in plain.lacks
+    said = {**({SINKS: "in the softmax"} if sinks else {}), **({ATTENDS_TO_PADDING: "yes"} if attends else {})}
+    _write(proto, source, found, probed, names, said, target, progress)
     _open(target)
     return Adopted(file, names, expanded, laws, found.notes)
 
@@ -165,7 +175,8 @@ def _as_stock(
     except ExportError as error:
         notes.append(f"the file as it came does not run on the probe, so logits were not compared: {error}")
         return []
-    return [compare(AS_STOCK, None, found.values["logits"], expected, layers * found.rounding)]
+    allowed = INT8 if rounds_activations(stock) else layers * found.rounding
+    return [compare(AS_STOCK, None, found.values["logits"], expected, allowed)]
 
 
 def _like(entry: Any, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -182,6 +193,7 @@ def _write(
     found: Recognised,
     probed: Probe,
     names: list[str],
+    said: Mapping[str, str],
     target: Path,
     progress: Progress,
 ) -> None:
@@ -204,7 +216,7 @@ def _write(
             "mionnx": version("mionnx"),
             "onnx_ir": version("onnx_ir"),
             "adopted": source.file.name,
-            **({SINKS: "in the softmax"} if any(one.sink for one in found.attention) else {}),
+            **said,
             "producer": f"{proto.producer_name} {proto.producer_version}".strip()[:100],
         },
         weights_sha256=sha256([target / name for name in weight_files], progress),

@@ -73,7 +73,7 @@ class Flow:
                 self._above[value], self._depth[value] = top, self._depth[top] + 1
 
     def _logits(self) -> ir.Value:
-        """The last output along the text that has three axes, or is not known to have another number."""
+        """The last output of text with three axes, or with an unknown number."""
         found = [
             value
             for value in self.graph.outputs
@@ -147,7 +147,7 @@ class Flow:
 
 
 def find_embedding(graph: ir.Graph) -> ir.Node:
-    """The look-up of the tokens' embedding: rows of a matrix, by an integer input, as many as there are logits.
+    """The look-up of the tokens' embedding: rows of a matrix with a row for each logit.
 
     Raises:
         ExportError: none, or several that nothing tells apart.
@@ -172,7 +172,7 @@ def find_embedding(graph: ir.Graph) -> ir.Node:
 
 
 def table_of(value: ir.Value) -> tuple[ir.Value, int]:
-    """The stored matrix that rows are looked up in, and the axis of its rows: 1 where it is turned first."""
+    """The stored matrix of a look-up, and the axis of its rows: 1 where it is turned first."""
     rows = 0
     while (node := value.producer()) is not None and node.op_type in TABLES and node.inputs[0] is not None:
         rows ^= node.op_type == "Transpose"

@@ -15,7 +15,7 @@ MASKING = frozenset(("Softmax", "GroupQueryAttention", "MultiHeadAttention", "At
 
 
 def name_inputs(model: ir.Model) -> None:
-    """Name the inputs of tokens, mask and positions, each found by what reads it; all become int64.
+    """Name the inputs of tokens, mask and positions by their readers; all become int64.
 
     Raises:
         ExportError: an input of integers that is none of them.
@@ -116,7 +116,7 @@ def _unsqueezed(graph: ir.Graph, value: ir.Value, axis: int) -> ir.Value:
 
 
 def _counted(graph: ir.Graph) -> list[tuple[ir.Node, int, int | None]]:
-    """The reads of counted positions on the way to angles: node, place, and an axis to add to [batch, seq]."""
+    """Reads of counted positions on the way to angles: node, place, axis to add to [batch, seq]."""
     found: dict[tuple[ir.Node, int], int | None] = {}
     for node in graph:
         if node.op_type in ("Cos", "Sin"):
@@ -154,7 +154,7 @@ def _is_counted(value: ir.Value) -> bool:
 
 
 def _added_axis(value: ir.Value | None) -> int | None:
-    """The axis that [batch, seq] lacks to stand for counted positions: None if none, `UNKNOWN` if that is not known."""
+    """The axis to add to [batch, seq] for counted positions; None if none, or `UNKNOWN`."""
     if value is None or rank(value) not in (2, 3):
         return UNKNOWN
     if rank(value) == 2:

@@ -35,7 +35,7 @@ def find_mlp(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> Mlp:
 
 
 def _around(flow: Flow, top: ir.Value, out: ir.Value, maps: list[ir.Node]) -> list[tuple[str, ir.Value]]:
-    """The points of an MLP without neurons: its input where one value dominates the branch, and its output."""
+    """The points of an MLP without neurons: its output, and its input if there is one."""
     pre = input_of(flow, maps[0]) if maps else None
     known = pre is not None and pre in flow.chain(out, top)
     return [*([("mlp.hook_pre", pre)] if known else []), ("mlp.hook_post", out), ("hook_mlp_out", out)]

@@ -17,6 +17,7 @@ def name_points(found: Recognised) -> list[str]:
         the names, in execution order.
     """
     graph, current = found.flow.graph, dict[ir.Value, ir.Value]()
+    _free(graph, {name for name, _ in found.points})
     taken: set[ir.Value] = set()
     for name, origin in found.points:
         value = current.get(origin, origin)
@@ -30,8 +31,16 @@ def name_points(found: Recognised) -> list[str]:
     return [name for name, _ in found.points]
 
 
+def _free(graph: ir.Graph, names: set[str]) -> None:
+    """Take the names of hook points from values that have them already, as a compiled graph's."""
+    for node in graph:
+        for value in node.outputs:
+            if value.name in names or (value.name == LOGITS and not value.is_graph_output()):
+                value.name = f"stock.{value.name}"
+
+
 def _name_logits(graph: ir.Graph, value: ir.Value) -> None:
-    """The logits' hook point is the value before the output of that name, in the model's own dtype."""
+    """Name the value before the output of logits, in the model's own dtype."""
     place, inner = graph.outputs.index(value), climb(value, KEEPING)
     node = ir.node("Identity", [inner])
     graph.insert_after(inner.producer(), node)
@@ -42,7 +51,7 @@ def _name_logits(graph: ir.Graph, value: ir.Value) -> None:
 
 
 def _identity(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    """A value of its own, which every node reads that read the other for more than its size."""
+    """A value of its own for the readers of another; its sizes are still read from that one."""
     readers = [(node, place) for node, place in value.uses() if node.op_type not in SIZES]
     node = ir.node("Identity", [value])
     made = node.outputs[0]
@@ -90,7 +99,7 @@ def _named(value: ir.Value) -> bool:
 
 
 def _name_cache(flow: Flow, suffix: str, joined: ir.Node) -> ir.Value:
-    """Name the past that a node appends to, and the present that it makes; returns the output."""
+    """Name the past and the present of a node that joins them; the present is an output."""
     graph = flow.graph
     past = next(climb(value) for value in joined.inputs if flow.origin.get(value) == Origin.PAST)
     new = next(value for value in joined.inputs if flow.is_text(value))

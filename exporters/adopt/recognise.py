@@ -64,7 +64,7 @@ def _embedding(flow: Flow, first: ir.Value) -> list[tuple[str, ir.Value]]:
 
 
 def _layer(found: Recognised, step: Step) -> None:
-    """The points of one residual addition: a new layer where it holds attention, else the layer's MLP."""
+    """Add the points of one residual addition: a layer's attention, its MLP, or both."""
     flow, top = found.flow, step.before
     attends = {branch: has_attention(flow, top, branch) for branch in step.branches}
     if not found.attention and not any(attends.values()):

@@ -56,7 +56,7 @@ def heads_of(flow: Flow, value: ir.Value) -> Heads:
 
 
 def _merged_heads(value: ir.Value) -> ir.Value | None:
-    """The heads that a value was merged from, [batch, heads, seq, head_dim]; None if it was merged from none."""
+    """The heads that a value was merged from, [batch, heads, seq, head_dim]; None if from none."""
     node = climb(value, PASSING | ROUNDING).producer()
     return node.inputs[0] if node is not None and perm_of(node) == HEADS_FIRST else None
 
@@ -93,7 +93,7 @@ def rotated_from(flow: Flow, value: ir.Value) -> ir.Value | None:
 
 
 def multiplies_angles(flow: Flow, node: ir.Node) -> bool:
-    """Whether the other factor of a product changes with the position: a cosine or a sine, no scale."""
+    """Whether a product's other factor changes with the position: a cosine or sine, no scale."""
     other = next((value for value in node.inputs if value is not None and not flow.is_text(value)), None)
     scalar = other is None or rank(other) == 0
     return not scalar and flow.origin.get(other) == Origin.CALL and _follows_from_angles(flow, other)

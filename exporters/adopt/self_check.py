@@ -20,6 +20,9 @@ from mionnx.graph.extract import extract
 
 Array = NDArray[Any]
 BATCH, SEQ, PADDING = 2, 6, 2
+INT8 = 1 / 127  # one step of activations that are rounded to 8 bits: a last bit before may move a whole step
+INT8_CALLS = 32 * INT8  # where the scale of activations is one of a whole call, and calls differ
+ROUNDS = frozenset(("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "QuantizeLinear"))
 ROUNDINGS = 64  # of the dtype, at the size of the compared numbers, by which two sides of a law may differ
 ONNX_FLOATS = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
 ONNX_INTEGERS = {"tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_}
@@ -27,7 +30,7 @@ ONNX_INTEGERS = {"tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(b
 
 @dataclass(frozen=True)
 class LawResult:
-    """How well one law holds.
+    """Outcome of one law.
 
     Attributes:
         law: in words.
@@ -143,7 +146,7 @@ def feed_of(entry: Any, batch: int = BATCH, seq: int = SEQ, past: int = 0) -> Ar
 
 
 def check_laws(found: Probe, proto: onnx.ModelProto, folder: Path, layers: int, sinks: bool) -> list[LawResult]:
-    """Check every law; each result is that of the layer where the law holds least."""
+    """Check every law; a result is that of the layer with the largest difference."""
     worst, allowed = dict[str, LawResult](), found.rounding
     for layer in range(layers):
         for law, left, right in _laws_of_layer(found.values, layer, sinks):
@@ -159,7 +162,8 @@ def check_laws(found: Probe, proto: onnx.ModelProto, folder: Path, layers: int, 
 
 def check_extension(found: Probe, proto: onnx.ModelProto, folder: Path, layers: int) -> list[LawResult]:
     """Check what an adoption added to a graph: padding before the text, and a cache, change no logits."""
-    session, allowed = open_session(proto, folder, []), layers * found.rounding
+    session = open_session(proto, folder, [])
+    allowed = INT8_CALLS if rounds_activations(proto) else layers * found.rounding
     logits, results, half = found.values["logits"], list[LawResult](), SEQ // 2
     one = {name: _padded(name, value) for name, value in found.feeds.items()}
     (padded,) = run(session, ["logits"], one)
@@ -180,6 +184,14 @@ def _padded(name: str, value: Array) -> Array:
     """An input of the probe with padding before the text."""
     filler = np.zeros((value.shape[0], PADDING), value.dtype)
     return value if value.ndim == 4 else np.concatenate([filler + (name == "input_ids"), value], axis=1)
+
+
+def rounds_activations(proto: onnx.ModelProto) -> bool:
+    """Whether a graph rounds activations to 8 bits, by itself or inside of a kernel."""
+    return any(
+        node.op_type in ROUNDS or any(entry.name == "accuracy_level" and entry.i == 4 for entry in node.attribute)
+        for node in proto.graph.node
+    )
 
 
 def compare(law: str, layer: int | None, left: Array, right: Array, allowed: float) -> LawResult:
@@ -216,7 +228,7 @@ def _laws_of_layer(values: Mapping[str, Array], layer: int, sinks: bool) -> Iter
 
 
 def _rise(q: Array, k: Array, scores: Array) -> tuple[Array, Array]:
-    """The scores of each query in the order of q k, and the same sorted: equal where they rise with it.
+    """Scores of each query in the order of q k, and sorted: equal if they rise with q k.
 
     A scale and a soft cap keep the order; so does a mask, among the keys that are seen.
     """

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
+from google.protobuf.message import DecodeError
 
 from exporters.adopt.branches import inline_branch
 from mionnx.errors import ExportError, ModelError
@@ -31,7 +32,7 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
 
 
 def onnx_files(folder: Path) -> list[Path]:
-    """The foreign ONNX files of a folder, those of its subfolder `onnx` too, preferred ones first.
+    """Foreign ONNX files of a folder and its subfolder `onnx`, preferred ones first.
 
     A hooked model is none.
     """
@@ -105,6 +106,8 @@ def open_source(file: Path) -> Source:
     try:
         check_regular(file)
         model = ir.load(file)
+        if not len(model.graph):
+            raise ExportError(f"{file} holds no graph: it is empty or truncated")
         flag = inline_branch(model)
         files: dict[str, Path] = {}
         held = {name: span for name, span in _embedded(file) if span[1] > SMALL}
@@ -112,13 +115,13 @@ def open_source(file: Path) -> Source:
             _place(value, file, held, files)
     except ModelError as error:
         raise ExportError(str(error)) from error
-    except (ValueError, RuntimeError, OSError, KeyError) as error:  # protobuf's and onnx_ir's
+    except (DecodeError, ValueError, RuntimeError, OSError, KeyError, IndexError) as error:  # protobuf's and onnx_ir's
         raise ExportError(f"{file} cannot be read as an ONNX model: {error}") from error
     return Source(file, model, files, flag)
 
 
 def _place(value: ir.Value, file: Path, held: dict[str, tuple[int, int]], files: dict[str, Path]) -> None:
-    """Point a weight at the file that holds it, by the name that this file has in the adopted folder."""
+    """Point a weight at its file, by the file's name in the adopted folder."""
     tensor = value.const_value
     if isinstance(tensor, ir.ExternalTensor):
         path = inside(file.parent, str(tensor.location))

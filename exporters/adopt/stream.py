@@ -67,7 +67,7 @@ def _summands(flow: Flow, value: ir.Value, stream: ir.Value) -> list[ir.Value] |
 
 
 def _parts(flow: Flow, stream: ir.Value, branch: ir.Value) -> list[ir.Value]:
-    """An added value, or the attention and the MLP of a parallel block whose outputs are summed first."""
+    """An added value; of a parallel block that sums its branches first, both of them."""
     inner = climb(branch, KEEPING)
     if not _adds_text(flow, inner):
         return [branch]
@@ -82,7 +82,7 @@ def has_attention(flow: Flow, top: ir.Value, bottom: ir.Value) -> bool:
 
 
 def weighs_values(flow: Flow, softmax: ir.Node) -> bool:
-    """Whether a product of two values of text reads a softmax: it is an attention pattern, no router."""
+    """Whether a product with values reads a softmax: it is an attention pattern, no router."""
     value = softmax.outputs[0]
     for _ in range(8):
         users = [user for user in flow.readers(value) if user.op_type != "IsNaN"]

@@ -9,13 +9,43 @@ BOOLEAN = frozenset(
 INTEGER = frozenset("Shape Size NonZero ArgMax ArgMin".split())  # noqa: SIM905
 FRACTIONS = frozenset("DynamicQuantizeMatMul MatMulIntegerToFloat".split())  # noqa: SIM905
 SECOND_INPUT = frozenset(("Where",))
+LOOKUPS = frozenset(("Gather", "GatherBlockQuantized"))
+NORMS = frozenset(
+    "SimplifiedLayerNormalization SkipSimplifiedLayerNormalization SkipLayerNormalization LayerNormalization".split()  # noqa: SIM905
+)
+ALIKE = frozenset(
+    "Add Sub Mul Div Cast Identity Sigmoid Tanh Gelu FastGelu QuickGelu BiasGelu Softmax RotaryEmbedding".split()  # noqa: SIM905
+)
 
 
 def infer_types(model: ir.Model) -> None:
-    """Write down shapes by onnx's inference, and dtypes, those of other domains' operators too."""
+    """Write down shapes and dtypes, beyond the operators that onnx's inference knows."""
     passes.ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)(model)
     for node in model.graph:
         set_types(node)
+        first = node.outputs[0]
+        if first.shape is None:
+            first.shape = _shape(node)
+        if node.op_type in NORMS and len(node.outputs) > 3 and node.outputs[3].shape is None:
+            node.outputs[3].shape = first.shape
+
+
+def _shape(node: ir.Node) -> ir.Shape | None:
+    """The shape of a node's first output, of the operators between an embedding and queries."""
+    shapes = [None if value is None else value.shape for value in node.inputs]
+    if not shapes or shapes[0] is None:
+        return None
+    if node.op_type in NORMS or node.op_type in ALIKE:
+        known = [shape for shape in shapes if shape is not None]
+        return max(known, key=lambda shape: shape.rank())
+    if node.op_type in LOOKUPS and shapes[1] is not None:
+        return ir.Shape([*shapes[1], *shapes[0][1:]])
+    if node.op_type == "MatMulNBits":
+        return ir.Shape([*shapes[0][:-1], node.attributes.get_int("N", 0)])
+    if node.op_type in ("MatMul", "FusedMatMul") and shapes[1] is not None and shapes[1].rank() == 2:
+        turned = node.attributes.get_int("transB", 0)
+        return ir.Shape([*shapes[0][:-1], shapes[1][0 if turned else 1]])
+    return None
 
 
 def set_types(node: ir.Node) -> None:

@@ -51,7 +51,8 @@ def spelled(value: Any) -> str:
 def shape_of(value: Any) -> str:
     """Dtype and shape of an array, "float32 [4, 5]"; a single number is written out."""
     if len(value.shape) == 0:
-        return f"{value.item():.4g}" if hasattr(value, "item") else str(value.dtype)
+        number = value.item() if hasattr(value, "item") else value.dtype
+        return f"{number:.4g}" if isinstance(number, int | float) else str(number)
     return f"{value.dtype} {list(value.shape)}"
 
 

@@ -219,6 +219,8 @@ def _instance(kind: type, value: Any) -> Any:
 def _integer(value: Any) -> Any:
     if isinstance(value, int):
         return REFUSED if isinstance(value, bool) else value
+    if hasattr(value, "dtype") and ("bool" in str(value.dtype) or getattr(value, "ndim", None)):
+        return REFUSED  # an array of one number or truth value has an index too
     try:
         return operator.index(value)
     except Exception:  # numpy and torch raise errors of several kinds

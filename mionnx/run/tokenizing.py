@@ -117,6 +117,8 @@ def takes_encoding(verb: Callable[Arguments, Result]) -> Callable[Arguments, Res
     of_prompt: Callable[..., Result] = verb
     declared = signature(verb)
     _, first, *_ = declared.parameters
-    extra = [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=ArrayLike) for name in (IDS, TYPES)]
+    extra = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation="ArrayLike | None") for name in (IDS, TYPES)
+    ]
     vars(call)["__signature__"] = declared.replace(parameters=[*declared.parameters.values(), *extra])
     return call

@@ -105,7 +105,8 @@ def test_analyses_save_what_python_loads(tmp_path, command):
     assert json.loads(kind.load(file).to_json()) == json.loads(printed)
     refused = mionnx(command, LLAMA, *arguments, "--save", tmp_path / "result.npz")
     assert refused.returncode == 2
-    assert "should end in .safetensors" in refused.stderr
+    said = "".join(character for character in refused.stderr if character.isalnum() or character == ".")
+    assert "shouldendin.safetensors" in said  # a frame breaks lines anywhere
 
 
 def test_every_kind_of_intervention_runs(tmp_path):

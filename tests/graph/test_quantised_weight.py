@@ -142,6 +142,7 @@ class Prompt(CalibrationDataReader):
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path, str, bool], HookedModel]:
     def make(source: Path, how: str, per_channel: bool) -> HookedModel:
         folder = Path(shutil.copytree(source, tmp_path_factory.mktemp("quantised") / "model"))
+        source = shutil.copytree(source, tmp_path_factory.mktemp("source") / "model")  # onnx refuses linked weights
         model = onnx.load(source / "model.onnx")
         options: dict[str, Any] = {"op_types_to_quantize": OPERATORS, "per_channel": per_channel}
         if how == "dynamic":

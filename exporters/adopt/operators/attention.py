@@ -26,7 +26,7 @@ def _attend(
     bias: ir.Value | None = None,
     sink: ir.Value | None = None,
 ) -> ir.Value:
-    """softmax(cap * tanh(q kᵀ scale / cap) + bias, masked) v, [batch, heads, seq, width]; a sink adds one column."""
+    """softmax(cap tanh(q kᵀ scale / cap) + bias, masked) v, [batch, heads, seq, width]."""
     scores = op.Mul(op.MatMul(queries, op.Transpose(keys, perm=[0, 1, 3, 2])), op.number(scale, kind))
     if cap:
         scores = op.Mul(op.Tanh(op.Div(scores, op.number(cap, kind))), op.number(cap, kind))
@@ -42,7 +42,7 @@ def _attend(
 
 
 def grouped_query(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
-    """GroupQueryAttention: packed or not, rotation inside, soft cap, local window, bias and sinks."""
+    """GroupQueryAttention: packed or not, with rotation, soft cap, window, bias and sinks."""
     queries, keys, values, past_keys, past_values = (input_at(node, place) for place in range(5))
     heads, groups = node.attributes.get_int("num_heads", 0), node.attributes.get_int("kv_num_heads", 0)
     width = _head_width(node, queries, heads + 2 * groups if keys is None else heads)
@@ -83,7 +83,7 @@ def grouped_query(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
 
 
 def _sink(op: OpWriter, node: ir.Node, heads: int, kind: ir.DataType) -> ir.Value | None:
-    """The logit of the column that belongs to no key, [1, heads, 1, 1]: one a head, or 0 of a smooth softmax."""
+    """Logits of the column without a key, [1, heads, 1, 1]: given, or 0 of a smooth softmax."""
     given = input_at(node, 11)
     if given is not None:
         return op.Reshape(given, op.ints([1, heads, 1, 1]))
@@ -99,7 +99,7 @@ def _head_width(node: ir.Node, queries: ir.Value | None, heads: int) -> int:
 
 
 def multi_head(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
-    """MultiHeadAttention: [batch, seq, hidden], packed [batch, seq, heads, 3, width], or heads first."""
+    """MultiHeadAttention: three axes, packed [batch, seq, heads, 3, width], or heads first."""
     queries, keys, values, bias, mask, added, past_keys, past_values = (input_at(node, place) for place in range(8))
     heads = node.attributes.get_int("num_heads", 0)
     kind = kind_of(queries, keys, values, bias)
@@ -150,7 +150,7 @@ def packed_attention(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
 
 
 def standard_attention(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
-    """Attention of opset 23 and 24: three or four axes, a boolean mask or one that is added, a past."""
+    """Attention of opset 23 and 24: three or four axes, a boolean or added mask, a past."""
     queries, keys, values, mask, past_keys, past_values = (input_at(node, place) for place in range(6))
     heads, groups = node.attributes.get_int("q_num_heads", 0), node.attributes.get_int("kv_num_heads", 0)
     flat = heads > 0

@@ -66,7 +66,7 @@ class OpWriter:
         return self._constants[key]
 
     def input(self, name: str, axes: Sequence[str]) -> ir.Value:
-        """An integer input of the graph, added where it has none of that name."""
+        """An integer input of the graph by its name, added if need be."""
         if name not in self.inputs:
             made = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(axes))
             self.graph.inputs.append(made)
@@ -101,7 +101,7 @@ class OpWriter:
         return self.Reshape(wide, self.ints([0, heads, -1, width]))
 
     def visible(self, window: int | None) -> ir.Value:
-        """[batch, 1, seq, total] bool: the keys that a query reads, its own and earlier ones that are not padding."""
+        """[batch, 1, seq, total] bool: the keys that a query reads, padding and later ones left out."""
         if window not in self._visible:
             mask, tokens = self.input(MASK, ["batch", "total"]), self.inputs[TOKENS]
             total, seq = self._length(mask), self._length(tokens)

@@ -61,7 +61,7 @@ def rotary(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
 
 
 def standard_rotary(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
-    """RotaryEmbedding of opset 23. ONNX Runtime's kernel wants tables of the batch's size; this one broadcasts."""
+    """RotaryEmbedding of opset 23; its tables broadcast, which ONNX Runtime's do not."""
     x, cos, sin, positions = (input_at(node, place) for place in range(4))
     width = static(x, 3) if x is not None and rank(x) == 4 else None
     heads = node.attributes.get_int("num_heads", 0)
@@ -79,7 +79,7 @@ def standard_rotary(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
 
 
 def _axes(value: ir.Value) -> int | None:
-    """Number of axes, also where only the transposition that makes a value says it."""
+    """Number of axes, also if only a value's transposition says it."""
     node = value.producer()
     if rank(value) is None and node is not None and node.op_type == "Transpose":
         return len(perm_of(node)) or None

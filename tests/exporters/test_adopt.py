@@ -1,0 +1,379 @@
+"""Foreign ONNX files become hooked models: every hook point against transformers, laws, refusals.
+
+The files in `tests/shared/foreign` are one random Llama as optimum-onnx 0.1.0 and onnxruntime-genai 0.18.0 write it.
+"""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from command_line import mionnx
+from family_batches import KINDS, batch, difference, forward, interventions
+from onnx import TensorProto, helper, parser
+
+from exporters.adopt import adopt, check, recognises
+from mionnx import ExportError, HookPoint, HookSpec, Intervention, MIModel, ModelError
+
+FOREIGN = Path(__file__).parents[1] / "shared" / "foreign"
+EXACT = ("optimum", "genai-fp32")
+TOLERANCE = 5e-5
+
+
+@pytest.fixture(scope="session")
+def adopted(tmp_path_factory) -> Callable[[str], MIModel]:
+    """Kind of file -> the adopted model, open."""
+    opened: dict[str, MIModel] = {}
+
+    def find(kind: str) -> MIModel:
+        if kind not in opened:
+            folder = tmp_path_factory.mktemp("adopted")
+            adopt(shutil.copytree(FOREIGN / kind, folder / "source"), folder / kind)
+            opened[kind] = MIModel.from_pretrained(folder / kind, threads=1)
+        return opened[kind]
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def reference():
+    """The checkpoint of the files in transformers, eager."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        FOREIGN / "checkpoint", attn_implementation="eager", dtype=torch.float32
+    ).eval()
+
+
+def test_every_hook_point_of_a_llama_is_found(adopted, models):
+    known = [str(point) for point in models("llama").hook_points()]
+    for kind in (*EXACT, "genai-int4"):
+        assert [str(point) for point in adopted(kind).hook_points()] == known
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("file", EXACT)
+def test_every_capture_equals_the_eager_tap(file, kind, adopted, reference):
+    """With left padding and a past, which a fused GroupQueryAttention does not take together."""
+    from oracle import run
+
+    inputs = batch(kind)
+    expected = run(reference, inputs)
+    spec = HookSpec().capture(lambda name: not name.endswith("hook_result"))
+    found = forward(adopted(file), inputs, spec)
+    assert set(found.values) == set(expected.values)
+    off = {
+        name: difference(HookPoint.parse(name), found.values[name], expected.values[name], inputs)
+        for name in found.values
+    }
+    assert {name: d for name, d in off.items() if not d < TOLERANCE} == {}
+    assert np.abs(found.logits - expected.logits)[inputs.real].max() < TOLERANCE
+
+
+@pytest.mark.parametrize("file", EXACT)
+def test_interventions_equal_the_same_edits_in_torch(file, adopted, reference):
+    from oracle import run
+
+    model, inputs, off = adopted(file), batch("past"), {}
+    plain = run(reference, inputs)
+    for point in [point for point in model.hook_points() if not point.derived and point.layer in (None, 1)]:
+        edit = next(interventions(point, plain.values[str(point)].shape, whole=False))
+        expected = run(reference, inputs, [(point, edit)])
+        found = forward(model, inputs, HookSpec().intervene(point, edit).capture(point))
+        off[str(point)] = float(np.abs(found.logits - expected.logits)[inputs.real].max())
+        assert not np.array_equal(expected.logits, plain.logits)
+    assert {name: d for name, d in off.items() if not d < TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("file", [*EXACT, "genai-int4"])
+def test_what_works_on_a_hooked_model_works_on_an_adopted_one(file, adopted, tmp_path):
+    model, ids = adopted(file), [5, 7, 11, 13]
+    texts = model.generate(ids, max_new_tokens=4, eos_token_id=[])
+    whole = model.forward(texts.ids[0][:-1]).output()[0, len(ids) - 1 :].argmax(-1)
+    assert whole.tolist() == list(texts.new_ids[0])
+    sweep = model.patch_sweep(ids, [5, 8, 11, 13], "resid_mid", answer=3, versus=4, over=("layer", "position"))
+    patch = model.forward(ids, HookSpec().capture("blocks.1.hook_resid_mid"))["resid_mid", 1]
+    edit = Intervention.Replace(patch[:, 1:2], positions=1)
+    one = model.forward([5, 8, 11, 13], HookSpec().intervene("blocks.1.hook_resid_mid", edit)).output()[0, -1]
+    rounding = 1e-4 if file in EXACT else 5e-2  # int4 files of genai round activations to 8 bits
+    assert sweep.values[1, 1] == pytest.approx(one[3] - one[4], abs=rounding)
+    folder = model.compile(HookSpec().intervene("blocks.0.hook_mlp_out", Intervention.Scale(0.5)), tmp_path / "out")
+    assert (folder / "model.onnx").is_file()
+
+
+def test_weights_stay_in_their_files(tmp_path):
+    for kind, weights in (("optimum", "model.onnx"), ("genai-fp32", "model.onnx.data")):
+        before = (FOREIGN / kind / weights).stat()
+        source = Path(shutil.copytree(FOREIGN / kind, tmp_path / f"{kind}-source"))
+        adopt(source, tmp_path / kind)
+        held = [path for path in (tmp_path / kind).iterdir() if path.stat().st_ino == (source / weights).stat().st_ino]
+        assert len(held) == 1
+        assert (FOREIGN / kind / weights).stat().st_mtime_ns == before.st_mtime_ns
+        added = [path for path in (tmp_path / kind).iterdir() if path.stat().st_nlink == 1]
+        assert sum(path.stat().st_size for path in added) < before.st_size
+
+
+def _renamed(source: Path, target: Path, seed: int) -> None:
+    """The same graph with every value and node renamed, and its nodes in another order that can run."""
+    target.mkdir()
+    shutil.copyfile(source / "config.json", target / "config.json")
+    proto, rng = onnx.load(source / "model.onnx"), random.Random(seed)
+    graph, names = proto.graph, dict[str, str]()
+
+    def new(name: str) -> str:
+        return names.setdefault(name, f"v{len(names)}") if name else ""
+
+    for entry in [*graph.input, *graph.output, *graph.initializer]:
+        entry.name = new(entry.name)
+    del graph.value_info[:]
+    for number, node in enumerate(graph.node):
+        node.name = f"n{rng.randrange(10**9)}.{number}"
+        node.input[:], node.output[:] = [new(name) for name in node.input], [new(name) for name in node.output]
+    known = {entry.name for entry in [*graph.input, *graph.initializer]} | {""}
+    waiting, order = list(graph.node), []
+    while waiting:
+        ready = [node for node in waiting if set(node.input) <= known]
+        node = rng.choice(ready)
+        waiting.remove(node)
+        order.append(onnx.NodeProto.FromString(node.SerializeToString()))
+        known |= set(node.output)
+    del graph.node[:]
+    graph.node.extend(order)
+    onnx.save(proto, target / "anything.onnx")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("file", EXACT)
+def test_no_name_is_read(file, seed, adopted, tmp_path):
+    """Every value and node renamed, the nodes shuffled: the same hook points with the same values."""
+    _renamed(FOREIGN / file, tmp_path / "source", seed)
+    adopt(tmp_path / "source", tmp_path / "hooked")
+    model, inputs, spec = MIModel.from_pretrained(tmp_path / "hooked", threads=1), batch("plain"), HookSpec()
+    spec.capture(lambda name: not name.endswith("hook_result"))
+    found, expected = forward(model, inputs, spec), forward(adopted(file), inputs, spec)
+    assert [*found.values] == [*expected.values]
+    assert max(float(np.abs(found.values[name] - expected.values[name]).max()) for name in found.values) < 1e-5
+
+
+def _broken(proto: onnx.ModelProto, rng: random.Random) -> str:
+    """Rewire one input of one node to another value of the text that is made before it."""
+    nodes = proto.graph.node
+    while True:
+        place = rng.randrange(len(nodes) // 4, len(nodes))
+        node = nodes[place]
+        made = [name for other in nodes[:place] for name in other.output]
+        if node.op_type in ("Add", "Mul", "MatMul") and node.input[0] in made:
+            node.input[0] = rng.choice(made)
+            return node.name
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_broken_graph_is_refused_or_named_rightly(seed, tmp_path):
+    """Whatever a rewired graph computes: it is refused, or its hook points keep to every law."""
+    proto = onnx.load(FOREIGN / "optimum" / "model.onnx")
+    _broken(proto, random.Random(seed))
+    (tmp_path / "source").mkdir()
+    onnx.save(proto, tmp_path / "source" / "model.onnx")
+    try:
+        adopt(tmp_path / "source", tmp_path / "hooked")
+    except ExportError:
+        return
+    assert all(law.holds for law in check(tmp_path / "hooked"))
+
+
+def test_a_wrongly_named_hook_breaks_a_law(adopted, tmp_path):
+    """Keys under the name of values, a branch without its name: the self-check sees it."""
+    folder = Path(shutil.copytree(adopted("optimum").hooked.folder, tmp_path / "model"))
+    assert all(law.holds for law in check(folder))
+    proto, swap = onnx.load(folder / "model.onnx", load_external_data=False), {}
+    for one, other in (("attn.hook_k", "attn.hook_v"), ("hook_resid_mid", "mlp.hook_pre")):
+        swap |= {f"blocks.1.{one}": f"blocks.1.{other}", f"blocks.1.{other}": f"blocks.1.{one}"}
+    for node in proto.graph.node:
+        node.input[:] = [swap.get(name, name) for name in node.input]
+        node.output[:] = [swap.get(name, name) for name in node.output]
+    (folder / "model.onnx").write_bytes(proto.SerializeToString())
+    broken = {law.law for law in check(folder) if not law.holds}
+    assert {"z = pattern v", "mid = pre + attn_out"} <= broken
+
+
+def test_the_command_line(tmp_path):
+    source = shutil.copytree(FOREIGN / "genai-int4", tmp_path / "source")
+    ran = mionnx("adopt", source, "-o", tmp_path / "int4")
+    assert ran.returncode == 0, ran.stderr
+    assert "39 hook points" in ran.stdout
+    assert "2 GroupQueryAttention" in ran.stdout
+    assert "z = pattern v" in ran.stdout
+    ran = mionnx("adopt", tmp_path / "int4", "--check", "--json")
+    assert ran.returncode == 0, ran.stderr
+    assert all(law["holds"] for law in json.loads(ran.stdout)["laws"])
+    assert mionnx("adopt", source, "-o", tmp_path / "int4").returncode  # it exists
+
+
+def test_a_folder_as_the_hub_has_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIONNX_CACHE", str(tmp_path / "store"))
+    folder = tmp_path / "model"
+    shutil.copytree(FOREIGN / "optimum", folder / "onnx")
+    shutil.move(folder / "onnx" / "config.json", folder / "config.json")
+    (folder / "onnx" / "model.onnx").rename(folder / "onnx" / "model_fp32.onnx")
+    shutil.copyfile(folder / "onnx" / "model_fp32.onnx", folder / "onnx" / "decoder_model.onnx")
+    model = MIModel.from_pretrained(folder, threads=1)
+    assert model.hooked.metadata.exporter["adopted"] == "decoder_model.onnx"
+    assert model.hooked.metadata.family == "llama"
+    assert MIModel.from_pretrained(folder, threads=1).hooked.folder == model.hooked.folder
+    assert MIModel.from_pretrained(folder / "onnx" / "model_fp32.onnx", threads=1).num_layers == 2
+    ran = mionnx("adopt", folder, "--file", "model_fp32", "-o", tmp_path / "chosen")
+    assert "model_fp32.onnx" in ran.stdout
+    with pytest.raises(ExportError, match=r"no ONNX file 'other'; it has .*model_fp32\.onnx"):
+        adopt(folder, tmp_path / "none", "other")
+
+
+def test_a_checkpoint_is_exported_although_onnx_files_lie_beside_it(tmp_path):
+    folder = Path(shutil.copytree(FOREIGN / "checkpoint", tmp_path / "model"))
+    shutil.copytree(FOREIGN / "optimum", folder / "onnx")
+    assert not recognises(folder)
+    assert recognises(folder / "onnx")
+
+
+def _model(text: str) -> onnx.ModelProto:
+    return parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]> {text}')
+
+
+NO_DECODERS = {
+    "no embedding": ("g (float[b, 8] x) => (float[b, 8] y) { y = Relu(x) }", "no token embedding"),
+    "no logits": (
+        "g (int64[b, s] ids) => (float[b, 8] y) <float[20, 8] table> "
+        "{ e = Gather(table, ids)\n y = ReduceMean<keepdims=0>(e) }",
+        "no logits|residual stream",
+    ),
+    "no stream": (
+        "g (int64[b, s] ids) => (float[b, s, 8] y) <float[20, 8] table> { e = Gather(table, ids)\n y = Relu(e) }",
+        "no residual stream",
+    ),
+    "no attention": (
+        "g (int64[b, s] ids) => (float[b, s, 8] y) <float[20, 8] table, float[8, 8] w> "
+        "{ e = Gather(table, ids)\n a = MatMul(e, w)\n y = Add(e, a) }",
+        "no attention",
+    ),
+    "two streams": (
+        "g (int64[b, s] ids, int64[b, s] other) => (float[b, s, 8] y) <float[20, 8] table, float[20, 8] second> "
+        "{ e = Gather(table, ids)\n f = Gather(second, other)\n y = Add(e, f) }",
+        "none is known to be the tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_DECODERS)
+def test_what_is_no_decoder_is_refused_with_what_was_found(name, tmp_path):
+    text, message = NO_DECODERS[name]
+    proto = _model(text)
+    for value in list(proto.graph.initializer):
+        value.raw_data = np.ones(tuple(value.dims), np.float32).tobytes()
+    held = {tensor.name for tensor in proto.graph.initializer}
+    for name_, dims in (("table", (20, 8)), ("second", (20, 8)), ("w", (8, 8))):
+        if name_ in text and name_ not in held:
+            proto.graph.initializer.append(
+                helper.make_tensor(name_, TensorProto.FLOAT, dims, np.ones(dims, np.float32).tobytes(), raw=True)
+            )
+    (tmp_path / "source").mkdir()
+    onnx.save(proto, tmp_path / "source" / "model.onnx")
+    with pytest.raises(ExportError, match=message):
+        adopt(tmp_path / "source", tmp_path / "hooked")
+
+
+def test_files_that_are_no_onnx(tmp_path):
+    (tmp_path / "model.onnx").write_bytes(b"")
+    with pytest.raises((ExportError, ModelError)):
+        MIModel.from_pretrained(tmp_path)
+    junk = tmp_path / "junk"
+    junk.mkdir()
+    (junk / "decoder_model.onnx").write_bytes(b"\x08\x07 no protobuf at all" * 9)
+    with pytest.raises(ExportError, match=r"decoder_model\.onnx"):
+        MIModel.from_pretrained(junk)
+    with pytest.raises(ExportError, match="no ONNX file"):
+        adopt(tmp_path / "junk" / "nothing", tmp_path / "hooked")
+
+
+def test_weights_outside_the_folder_are_refused(tmp_path):
+    shutil.copytree(FOREIGN / "genai-fp32", tmp_path / "model")
+    (tmp_path / "model" / "model.onnx.data").rename(tmp_path / "secret")
+    (tmp_path / "model" / "model.onnx.data").symlink_to(tmp_path / "secret")
+    with pytest.raises(ExportError, match="outside"):
+        adopt(tmp_path / "model", tmp_path / "hooked")
+
+
+QUANTISED = ("int8", "q4")
+
+
+def _quantised(kind: str, target: Path) -> None:
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    target.mkdir()
+    source = FOREIGN / "optimum" / "model.onnx"
+    if kind == "int8":
+        quantize_dynamic(source, target / "model.onnx", weight_type=QuantType.QInt8)
+        return
+    quantizer = MatMulNBitsQuantizer(onnx.load(source), block_size=32, is_symmetric=True)
+    quantizer.process()
+    quantizer.model.save_model_to_file(str(target / "model.onnx"))
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_quantised_files_keep_every_hook_point(kind, adopted, tmp_path):
+    """The identities of a decoder hold in what is computed, however coarse the weights are."""
+    _quantised(kind, tmp_path / "source")
+    found = adopt(tmp_path / "source", tmp_path / "hooked")
+    assert found.hooks == [str(point) for point in adopted("optimum").hook_points() if not point.derived]
+    assert all(law.holds for law in found.laws)
+    ids = np.arange(4, 12)[None]
+    one = MIModel.from_pretrained(tmp_path / "hooked", threads=1).forward(ids).output()
+    exact = adopted("optimum").forward(ids).output()
+    assert 0 < np.abs(one - exact).max() < 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_files_of_torch_s_exporter(family, checkpoint, references, tmp_path):
+    """No cache, no positions: those are an input all the same."""
+    import torch
+    from oracle import run
+    from transformers import AutoModelForCausalLM
+
+    inner = AutoModelForCausalLM.from_pretrained(checkpoint(family), attn_implementation="eager").eval()
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, input_ids, attention_mask):
+            return self.inner(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+
+    (tmp_path / "source").mkdir()
+    example, sizes = torch.ones(2, 12, dtype=torch.long), {0: torch.export.Dim("batch"), 1: torch.export.Dim("seq")}
+    names = ["input_ids", "attention_mask"]
+    torch.onnx.export(
+        Logits(),
+        (example, example.clone()),
+        tmp_path / "source" / "model.onnx",
+        input_names=names,
+        output_names=["logits"],
+        dynamic_shapes=dict.fromkeys(names, sizes),
+        dynamo=True,
+    )
+    shutil.copyfile(checkpoint(family) / "config.json", tmp_path / "source" / "config.json")
+    adopt(tmp_path / "source", tmp_path / "hooked")
+    model = MIModel.from_pretrained(tmp_path / "hooked", threads=1)
+    for kind in ("plain", "left"):
+        inputs = batch(kind)
+        expected = run(references(family), inputs)
+        names = [str(point) for point in model.hook_points() if not point.derived]
+        assert set(names) == set(expected.values)
+        found = model.forward(inputs.ids, HookSpec().capture(names), attention_mask=inputs.mask)
+        off = {name: difference(HookPoint.parse(name), found[name], expected.values[name], inputs) for name in names}
+        assert {name: d for name, d in off.items() if not d < TOLERANCE} == {}
