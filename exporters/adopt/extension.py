@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from exporters.adopt.caching import add_past, read_joined
 from exporters.adopt.flow import SIZES, Flow
-from exporters.adopt.masking import Masking, maskings, replace_masks, serves_chunks, sweep_away, window_of
+from exporters.adopt.masking import Masking, MaskProbe, maskings, replace_masks, serves_chunks, sweep_away, window_of
 from exporters.adopt.operators.op_writer import MASK, TOKENS, OpWriter
 from exporters.adopt.recognise import Recognised
 from exporters.adopt.self_check import LawResult, Probe, check_extension, compare, probe
@@ -100,18 +100,18 @@ def extend(plain: Plain) -> bool:
     """
     model, flow = plain.model, Flow(plain.model.graph)
     values = {value.name: value for node in model.graph for value in node.outputs}
-    masks, whole = list[list[Masking]](), True
+    masks, whole, masked = list[list[Masking]](), True, MaskProbe(plain.proto, plain.folder)
     for layer, attention in enumerate(plain.found.attention):
         found = maskings(flow, layer, values[f"blocks.{layer}.attn.hook_scores"], attention.queries_keys)
         window = None if plain.windows is None else plain.windows[layer]
-        whole = whole and (not found or serves_chunks(plain.proto, plain.folder, found, window))
+        whole = whole and (not found or serves_chunks(masked, found, window))
         masks.append(found)
     cache = "cache" in plain.lacks
     if not plain.lacks and whole:
         return False
     if plain.counts and cache:
         raise ExportError("the graph makes its positions itself, so none can be given to the tokens after a past")
-    windows = _windows(plain, masks)
+    windows = _windows(plain, masked, masks)
     op = OpWriter(model)
     op.begin()
     reads = [(node, place) for node, place in _input(model.graph, MASK).uses()] if MASK in op.inputs else []
@@ -131,12 +131,12 @@ def _input(graph: ir.Graph, name: str) -> ir.Value:
     return next(value for value in graph.inputs if value.name == name)
 
 
-def _windows(plain: Plain, masks: Sequence[list[Masking]]) -> list[int | None]:
+def _windows(plain: Plain, masked: MaskProbe, masks: Sequence[list[Masking]]) -> list[int | None]:
     """The window of each layer, by the config and by the numbers of its mask."""
     if plain.windows is None:
         raise ExportError("no config.json lies beside the file: whether its attention has a window is not known")
     return [
-        window_of(plain.proto, plain.folder, found, window, layer) if found else window
+        window_of(masked, found, window, layer) if found else window
         for layer, (found, window) in enumerate(zip(masks, plain.windows, strict=True))
     ]
 

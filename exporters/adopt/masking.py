@@ -21,7 +21,7 @@ from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
 
 LOWEST = -9999.0  # what is added to a score that no query shall read, or less
-SHORT, LONG = 64, 4096  # texts that a mask is computed for: without a window, and at most
+SHORT, LONG = 64, 4096  # tokens of a text that a mask is computed for: at least, and at most
 CHUNK = (3, 5)  # tokens, past: of a mask that has to heed both
 Seen = NDArray[np.bool_]
 
@@ -66,34 +66,45 @@ def maskings(flow: Flow, layer: int, scores: ir.Value, product: ir.Node) -> list
     return found
 
 
-def seen_by(proto: onnx.ModelProto, folder: Path, found: Sequence[Masking], seq: int, past: int) -> Seen | None:
-    """The keys that queries read by some masks, [batch, heads, seq, past + seq]; None of what is more than a mask.
+class MaskProbe:
+    """Runs the masks of a graph by themselves, each once for a length: layers share them."""
 
-    Args:
-        proto: the graph.
-        folder: of its weights.
-        found: the masks of one layer; at least one.
-        seq, past: tokens of a text, and before it.
+    def __init__(self, proto: onnx.ModelProto, folder: Path) -> None:
+        self._flow, self._folder = Dataflow(proto), folder
+        self._known: dict[tuple[object, ...], Seen | None] = {}
 
-    Raises:
-        ExportError: the masks cannot be made for such a text.
-    """
-    names = list(dict.fromkeys(str(one.operand.name) for one in found))
-    session = open_session(extract(Dataflow(proto), [], names), folder, [])
-    feeds = {entry.name: feed_of(entry, 1, seq, past) for entry in session.get_inputs()}
-    values = dict(zip(names, run(session, names, feeds), strict=True))
-    seen = np.ones((1, 1, seq, past + seq), np.bool_)
-    for one in found:
-        value = values[str(one.operand.name)]
-        if one.shown is None and not np.all((value == 0) | (value <= LOWEST)):
-            return None
-        try:
-            seen = seen & (value == 0 if one.shown is None else value.astype(np.bool_) == one.shown)
-        except ValueError as error:
-            raise ExportError(f"the mask {one.operand.name} has the shape {list(value.shape)}") from error
-    if seen.shape[2:] != (seq, past + seq):
-        raise ExportError(f"the masks come to the shape {list(seen.shape)}, for {seq} tokens after {past}")
-    return seen
+    def seen(self, found: Sequence[Masking], seq: int, past: int) -> Seen | None:
+        """The keys that queries read by some masks, [batch, heads, seq, past + seq]; None of what is more than a mask.
+
+        Args:
+            found: the masks of one layer; at least one.
+            seq, past: tokens of a text, and before it.
+
+        Raises:
+            ExportError: the masks cannot be made for such a text.
+        """
+        key = (*((one.operand.name, one.shown) for one in found), seq, past)
+        if key not in self._known:
+            self._known[key] = self._run(found, seq, past)
+        return self._known[key]
+
+    def _run(self, found: Sequence[Masking], seq: int, past: int) -> Seen | None:
+        names = list(dict.fromkeys(str(one.operand.name) for one in found))
+        session = open_session(extract(self._flow, [], names), self._folder, [])
+        feeds = {entry.name: feed_of(entry, 1, seq, past) for entry in session.get_inputs()}
+        values = dict(zip(names, run(session, names, feeds), strict=True))
+        seen = np.ones((1, 1, seq, past + seq), np.bool_)
+        for one in found:
+            value = values[str(one.operand.name)]
+            if one.shown is None and not np.all((value == 0) | (value <= LOWEST)):
+                return None
+            try:
+                seen = seen & (value == 0 if one.shown is None else value.astype(np.bool_) == one.shown)
+            except ValueError as error:
+                raise ExportError(f"the mask {one.operand.name} has the shape {list(value.shape)}") from error
+        if seen.shape[2:] != (seq, past + seq):
+            raise ExportError(f"the masks come to the shape {list(seen.shape)}, for {seq} tokens after {past}")
+        return seen
 
 
 def causal(seq: int, past: int, window: int | None) -> Seen:
@@ -102,31 +113,29 @@ def causal(seq: int, past: int, window: int | None) -> Seen:
     return (distance >= 0) & (distance < (window or distance.max(initial=0) + 1))
 
 
-def window_of(
-    proto: onnx.ModelProto, folder: Path, found: Sequence[Masking], window: int | None, layer: int
-) -> int | None:
+def window_of(probe: MaskProbe, found: Sequence[Masking], window: int | None, layer: int) -> int | None:
     """The window of a layer's mask: that of the config or none, whichever its numbers are.
 
     Raises:
         ExportError: it is neither, or more than a mask.
     """
-    length = min((window or SHORT) + 3, LONG + 3)
-    seen = seen_by(proto, folder, found, length, 0)
+    length = min(max(2 * (window or 0), SHORT), LONG) + 3
+    seen = probe.seen(found, length, 0)
     if seen is None:
         raise ExportError(f"layer {layer}: what is added to the scores is more than a mask: {found[0].operand.name}")
     for candidate in (window, None):
         if np.all(seen == causal(length, 0, candidate)):
             return candidate
-    if np.all(seen >= causal(length, 0, window)):  # made for one token a call, which reads all keys
+    if np.all(seen):  # made for one token a call, which reads all keys
         return window
     raise ExportError(f"layer {layer}: the mask {found[0].operand.name} is not causal, and has no window of {window}")
 
 
-def serves_chunks(proto: onnx.ModelProto, folder: Path, found: Sequence[Masking], window: int | None) -> bool:
+def serves_chunks(probe: MaskProbe, found: Sequence[Masking], window: int | None) -> bool:
     """Whether masks are right for several tokens after a past; what is more than a mask is taken to be."""
     seq, past = CHUNK
     try:
-        seen = seen_by(proto, folder, found, seq, past)
+        seen = probe.seen(found, seq, past)
     except ExportError:
         return False
     return seen is None or any(np.all(seen == causal(seq, past, one)) for one in (window, None))
