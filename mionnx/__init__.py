@@ -38,6 +38,7 @@ from mionnx.inputs.tokens import Tokens
 from mionnx.inputs.unknown_words import UnknownWordWarning
 from mionnx.model import MIModel
 from mionnx.rewrite import Report
+from mionnx.run.dynamic_rounding import DynamicRoundingWarning
 from mionnx.run.generation import Generation
 from mionnx.run.graph_pool import OpenGraph as Compiled
 from mionnx.run.hook_cache import HookCache
@@ -59,6 +60,7 @@ __all__ = [
     "Direction",
     "Directions",
     "DoseResponse",
+    "DynamicRoundingWarning",
     "Estimate",
     "ExportError",
     "FeatureActivations",

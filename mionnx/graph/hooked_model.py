@@ -60,6 +60,9 @@ KEPT = (
 DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
+# Operators that find the scale of what they round in all of it.
+ROUNDING_LEVEL = 4  # accuracy_level of a MatMulNBits that rounds what it reads to 8 bits
+ROUNDS_BY_CALL = frozenset(("DynamicQuantizeLinear", "DynamicQuantizeMatMul"))
 LARGEST = 2**28  # bytes of a graph without its weights
 TOKENS = ((1, 1, 0), (2, 3, 5))  # batch, seq, past: token batches for which the sizes of all values are checked
 
@@ -127,6 +130,35 @@ class HookedModel:
             points.append(point)
             points += point.derivations()
         return {point.name: point for point in points}
+
+    @cached_property
+    def rounds_by_call(self) -> bool:
+        """Whether activations are rounded with one scale for all tokens of a call.
+
+        That is dynamic quantisation: rows of a batch and positions then change each other's results.
+        """
+        return any(node.op_type in ROUNDS_BY_CALL for node in self.proto.graph.node)
+
+    @cached_property
+    def rounds_activations(self) -> bool:
+        """Whether products round what they read to 8 bits.
+
+        Dynamic quantisation does, MatMulNBits of accuracy level 4, and ONNX Runtime where a DequantizeLinear of blocks
+        stands before a product. What is computed from W_U or W_O differs from the graph's products by the rounding.
+        """
+        coarse = (
+            entry.i == ROUNDING_LEVEL
+            for node in self.proto.graph.node
+            for entry in node.attribute
+            if (node.op_type, entry.name) == ("MatMulNBits", "accuracy_level")
+        )
+        blocks = (
+            entry.i > 0
+            for node in self.proto.graph.node
+            for entry in node.attribute
+            if (node.op_type, entry.name) == ("DequantizeLinear", "block_size")
+        )
+        return self.rounds_by_call or any(coarse) or any(blocks)
 
     @cached_property
     def influence(self) -> Influence:

@@ -7,24 +7,26 @@ memory as it is used. Quantised weights are given as the numbers that they stand
 `mionnx.graph.quantised_weight`, or refused.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 
 from mionnx.errors import HookError, ModelError
-from mionnx.graph import onnx_file
-from mionnx.graph.builder import Constant, Node, Tensor, edit
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hooked_model import DTYPES, HookedModel
-from mionnx.graph.output_head import ELEMENTWISE, LOGITS, head_and_tail
-from mionnx.graph.quantised_weight import refuse_integers, rounded, weight_numbers
+from mionnx.graph.output_head import ELEMENTWISE, LOGITS
+from mionnx.graph.quantised_weight import weight_numbers
+from mionnx.graph.weight_value import linear_bias, linear_weight, product_of, table_of, weight_value
 
 Matrix = NDArray[Any]
 ROUNDING = frozenset({"QuantizeLinear", "DequantizeLinear"})  # of activations, in a quantised graph
 INTEGER_PRODUCTS = frozenset({"MatMulInteger", "QLinearMatMul", "MatMulNBits", "DynamicQuantizeMatMul"})
 SHAPING = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Identity", "Cast"})  # what leaves every number as it is
+LOOKUPS = frozenset({"Gather", "GatherBlockQuantized"})
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,10 @@ def head(model: HookedModel) -> Head:
     Raises:
         ModelError: they come from none, or from one whose matrix is computed.
     """
-    product, passed = _head(model)
-    weight = _matrix(model, product.inputs[1])
-    if product.op == "Gemm":
-        weight = weight.T if product.attrs.get("transB", 0) else weight
-    bias = _matrix(model, product.inputs[2]) if product.op == "Gemm" and len(product.inputs) > 2 else None
-    return Head(product.outputs[0].name, weight, bias, any(node.op == "Tanh" for node in passed))
+    found = _head(model)
+    weight = linear_weight(found.flow, model.folder, found.product)
+    bias = linear_bias(found.flow, model.folder, found.product)
+    return Head(found.value, weight, bias, any(node.op_type == "Tanh" for node in found.passed))
 
 
 def embedding(model: HookedModel) -> NDArray[Any]:
@@ -64,12 +64,13 @@ def embedding(model: HookedModel) -> NDArray[Any]:
     Raises:
         ModelError: the graph looks tokens up in no matrix of its own.
     """
-    flow, held = Dataflow(model.proto), {tensor.name for tensor in model.proto.graph.initializer}
+    flow = Dataflow(model.proto)
+    varying = flow.descendants(value.name for value in model.proto.graph.input)
     names = ["input_ids"]  # and the same numbers in another shape
     for name in names:
         for node in (flow.nodes[i] for i in flow.consumers[name]):
-            if node.op_type == "Gather" and (node.input[0] in held or _is_dequantised(flow, node.input[0])):
-                return weight_numbers(model.proto, model.folder, node.input[0])
+            if node.op_type in LOOKUPS and node.input[1] == name and node.input[0] not in varying:
+                return table_of(flow, model.folder, node)
             names += node.output[:1] if node.op_type in SHAPING else []
     raise ModelError(f"the graph of {model.folder} picks no rows of a matrix by its tokens")
 
@@ -90,15 +91,13 @@ def unembedding_bias(model: HookedModel) -> NDArray[Any]:
         ModelError: the logits are no product with a matrix of the graph.
     """
     size = model.metadata.sizes.vocab_size
-    product, passed = _head(model)
-    for node in [*passed, product]:
-        for entry in node.inputs:
-            held = isinstance(entry, Constant) and list(entry.shape) == [size]
-            if node.op in ("Add", "Gemm") and (held or _dequantises(entry)):
-                found = _matrix(model, entry)
-                if list(found.shape) == [size]:
-                    return found
-    return np.zeros(size, DTYPES[model.metadata.dtype])
+    found = _head(model)
+    for name in found.constants():
+        bias = weight_value(found.flow, model.folder, name)
+        if list(bias.shape) == [size]:
+            return bias
+    own = linear_bias(found.flow, model.folder, found.product)
+    return np.zeros(size, DTYPES[model.metadata.dtype]) if own is None else own
 
 
 def output_projections(model: HookedModel) -> NDArray[Any]:
@@ -118,49 +117,44 @@ def output_projections(model: HookedModel) -> NDArray[Any]:
     return np.stack(layers)
 
 
-def _head(model: HookedModel) -> tuple[Node, list[Node]]:
-    """The matrix product that the logits come from, and the nodes after it, the last first."""
-    product, passed = head_and_tail(edit(model.proto).tensors()[LOGITS], ELEMENTWISE | ROUNDING)
-    if product is None:
-        quantised = {node.op_type for node in model.proto.graph.node} & INTEGER_PRODUCTS
-        of = f": it has {', '.join(sorted(quantised))}, products of quantised numbers" if quantised else ""
-        raise ModelError(f"{model.metadata.family}: the logits do not come from one matrix product{of}")
-    return product, passed
+@dataclass(frozen=True)
+class _Head:
+    """The matrix product behind the logits.
+
+    Attributes:
+        flow: of the graph.
+        product: its node.
+        value: what it gives as [batch, seq, vocab]; of integers, with their scale.
+        passed: the nodes after it, the last first.
+        varying: the values that depend on an input.
+    """
+
+    flow: Dataflow
+    product: onnx.NodeProto
+    value: str
+    passed: list[onnx.NodeProto]
+    varying: set[str]
+
+    def constants(self) -> Iterator[str]:
+        """The values that are added behind the product and depend on no input."""
+        for node in self.passed:
+            if node.op_type == "Add":
+                yield from (name for name in node.input if name not in self.varying)
 
 
-def _matrix(hooked: HookedModel, value: Tensor) -> Matrix:
-    """A weight as the graph uses it: turned, of another dtype, or dequantised."""
-    if isinstance(value, Constant):
-        weight = onnx_file.weight(hooked.proto, hooked.folder, value.name)
-        refuse_integers(value.name, weight)
-        return weight
-    if _dequantises(value):
-        return weight_numbers(hooked.proto, hooked.folder, value.name)
-    node = value.inputs[0] if value.inputs else None
-    if node is not None and node.op == "Transpose":
-        matrix = _matrix(hooked, node.inputs[0])
-        return matrix.transpose(node.attrs.get("perm", range(matrix.ndim)[::-1]))
-    if node is not None and node.op == "Identity":
-        return _matrix(hooked, node.inputs[0])
-    if node is not None and node.op == "DequantizeLinear" and len(node.inputs) > 2 and node.inputs[0].inputs:
-        inner = node.inputs[0].inputs[0]
-        if inner.op == "QuantizeLinear":  # of a weight that is turned before it is rounded
-            scale, zero = (onnx_file.weight(hooked.proto, hooked.folder, entry.name) for entry in node.inputs[1:3])
-            return rounded(_matrix(hooked, inner.inputs[0]), scale, zero)
-    if node is not None and node.op == "Cast":
-        return _matrix(hooked, node.inputs[0]).astype(np.dtype(value.dtype))
-    what = f"made by {node.op}" if node is not None else "an input"
-    raise ModelError(f"{hooked.metadata.family}: {value.name} is {what}, where a weight was looked for")
-
-
-def _dequantises(value: Tensor) -> bool:
-    """Whether a value is made by a DequantizeLinear of weights."""
-    node = value.inputs[0] if value.inputs else None
-    return node is not None and node.op == "DequantizeLinear" and all(isinstance(x, Constant) for x in node.inputs)
-
-
-def _is_dequantised(flow: Dataflow, name: str) -> bool:
-    """The same, by the value's name."""
-    maker = flow.producer(name)
-    held = {tensor.name for tensor in flow.proto.graph.initializer}
-    return maker is not None and maker.op_type == "DequantizeLinear" and {*maker.input} <= held | {""}
+def _head(model: HookedModel) -> _Head:
+    flow = Dataflow(model.proto)
+    varying = flow.descendants(value.name for value in model.proto.graph.input)
+    name, passed = LOGITS, list[onnx.NodeProto]()
+    while (node := flow.producer(name)) is not None:
+        product = product_of(flow, node)
+        if product is not None:
+            return _Head(flow, product, name, passed, varying)
+        computed = [entry for entry in node.input if entry in varying]
+        if node.op_type not in ELEMENTWISE | ROUNDING or len(computed) != 1:
+            break
+        passed.append(node)
+        name = computed[0]
+    quantised = {node.op_type for node in model.proto.graph.node} & INTEGER_PRODUCTS
+    of = f": it has {', '.join(sorted(quantised))}, products of quantised numbers" if quantised else ""
+    raise ModelError(f"{model.metadata.family}: the logits do not come from one matrix product{of}")

@@ -19,6 +19,7 @@ from mionnx.graph.folder_file import check_regular
 ModelProto: TypeAlias = onnx.ModelProto
 ValueInfoProto: TypeAlias = onnx.ValueInfoProto
 LARGEST = 2**31  # bytes of an ONNX file
+PACKED = frozenset((onnx.TensorProto.INT4, onnx.TensorProto.UINT4))  # two numbers in a byte
 
 
 def read(path: Path, largest: int = LARGEST) -> onnx.ModelProto:
@@ -64,22 +65,42 @@ def locations(proto: onnx.ModelProto) -> dict[str, int]:
 
 
 def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
-    """An initializer as a read-only array; one that is external data is mapped from its file.
+    """An initializer, or the value of a Constant, as a read-only array.
+
+    External data is mapped from its file; numbers of 4 bits, two in a byte, are read into memory.
 
     Raises:
         ModelError: no initializer of this name, or a file that is missing or too short.
     """
     tensor = next((tensor for tensor in proto.graph.initializer if tensor.name == name), None)
     if tensor is None:
-        raise ModelError(f"the graph in {folder} has no initializer {name!r}")
+        return _constant(proto, folder, name)
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         return onnx.numpy_helper.to_array(tensor)
     entry = {item.key: item.value for item in tensor.external_data}
     dtype, offset = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), int(entry.get("offset", 0))
     try:
+        if tensor.data_type in PACKED:
+            size = -(-int(np.prod(tensor.dims)) // 2)
+            held = onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims)
+            held.raw_data = np.memmap(folder / entry["location"], np.uint8, "r", offset, (size,)).tobytes()
+            return onnx.numpy_helper.to_array(held)
         return np.memmap(folder / entry["location"], dtype, "r", offset, tuple(tensor.dims)).view(np.ndarray)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {name} in {folder / entry['location']}: {error}") from error
+
+
+def _constant(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
+    """The value of a Constant.
+
+    Raises:
+        ModelError: there is none of this name.
+    """
+    for node in proto.graph.node:
+        if node.op_type == "Constant" and node.output[0] == name:
+            value = onnx.helper.get_attribute_value(node.attribute[0])
+            return onnx.numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else np.array(value)
+    raise ModelError(f"the graph in {folder} has no initializer {name!r}")
 
 
 def embed(proto: onnx.ModelProto, folder: Path) -> None:

@@ -7,6 +7,7 @@ block. The scales are found by what the graph does with the integers:
 DequantizeLinear   its own inputs; before an operator (QDQ), or behind the rows that a Gather has picked
 QLinearMatMul      its own inputs
 MatMulInteger      the scale that its result is multiplied with, beside that of its first input (dynamic quantisation)
+DynamicQuantizeMatMul, MatMulIntegerToFloat, MatMulNBits, GatherBlockQuantized   their own inputs
 
 Any other weight of integers is refused by its name and dtype: its numbers cannot be told from the integers.
 """
@@ -20,9 +21,12 @@ from numpy.typing import NDArray
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.packed_weight import matmul_nbits
 
 Numbers = NDArray[np.floating]
 QUANTISED = "_quantized"  # what ONNX Runtime's quantiser puts behind the name of a weight
+# Operator -> places of its weight's scales and zero points among its inputs.
+SCALES = {"DynamicQuantizeMatMul": (2, 3), "MatMulIntegerToFloat": (3, 5)}
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -121,8 +125,8 @@ def refuse_integers(name: str, array: NDArray) -> None:
     if array.dtype.name not in FLOATS:
         raise ModelError(
             f"the weight {name!r} is quantised, {array.dtype} {list(array.shape)}, and the graph does not say its "
-            "scales where they are known: DequantizeLinear, QLinearMatMul, MatMulInteger. Open the model that it was "
-            "quantised from"
+            "scales where they are known: DequantizeLinear, QLinearMatMul, MatMulInteger, MatMulNBits. Open the model "
+            "that it was quantised from"
         )
 
 
@@ -140,6 +144,11 @@ def _scaled(proto: onnx.ModelProto, folder: Path, name: str, integers: NDArray) 
                 return _picked(proto, folder, following, integers)
         if node.op_type == "QLinearMatMul" and place == 3:
             return _by_column(proto, folder, integers, node.input[4], node.input[5])
+        if place == 1 and node.op_type in SCALES:
+            scales, zeros = (node.input[at] if at < len(node.input) else "" for at in SCALES[node.op_type])
+            return _by_column(proto, folder, integers, scales, zeros)
+        if node.op_type == "MatMulNBits" and place == 1:
+            return matmul_nbits(proto, folder, node)
         if node.op_type == "MatMulInteger" and place == 1:
             scale = _scale_of_product(flow, node.output[0], {tensor.name for tensor in proto.graph.initializer})
             if scale is not None:

@@ -47,7 +47,7 @@ class UnknownWords:
                 f"not in the vocabulary of {self.model}: {', '.join(map(repr, words[:SHOWN]))}{more}; the model reads "
                 f"{self.token} instead (said once for a model)",
                 UnknownWordWarning,
-                stacklevel=_level(),
+                stacklevel=caller_level(),
             )
 
     def _offsets(self, tokens: Tokens) -> list[tuple[int, int]]:
@@ -63,7 +63,7 @@ def _unknown_token(tokenizer: Tokenizer) -> str | None:
     return None if model.get("unk_id") is None else str(model["vocab"][model["unk_id"]][0])
 
 
-def _level() -> int:
+def caller_level() -> int:
     """The stack level of the nearest caller outside of mionnx."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):

@@ -26,6 +26,7 @@ from mionnx.machine.typed import typed
 from mionnx.rewrite import Plan
 from mionnx.rewrite.plan import Outputs
 from mionnx.run import find_model, idle_memory, model_dtype, spec_graphs, tokenizing
+from mionnx.run.dynamic_rounding import warn_of_dynamic_rounding
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache, collect
 from mionnx.run.nan_logits import checked, refuse_nan
@@ -131,6 +132,7 @@ class Runner:
         with bars() as progress:
             hooked = find_model.open_model(source, dtype, check, progress, refuse)
         model_dtype.refuse_other(hooked, dtype)
+        warn_of_dynamic_rounding(hooked)
         return cls(hooked, options)
 
     @property

@@ -12,11 +12,12 @@ from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.weight_value import WEIGHT_PLACE, product_of
 from mionnx.machine.once import once_property
 from mionnx.run.model_part import ModelPart
 
 Part = tuple[str, str]  # the names of the values that a part of the graph begins and ends with
-PRODUCTS = ("MatMul", "Gemm")
+BEFORE = frozenset({"Reshape", "DynamicQuantizeLinear", "QuantizeLinear", "DequantizeLinear"})  # before a product
 # What leaves a head's share of the attention output as it is, added to others.
 PLAIN = frozenset({"Add", "Reshape", "Identity", "Cast", "Squeeze", "Unsqueeze"})
 
@@ -83,14 +84,14 @@ def input_norm(hooked: HookedModel, layer: int, mlp: bool) -> Part:
     if not products:
         raise HookError(f"{query} comes from no matrix product")
     end = flow.nodes[max(products)].input[0]
-    while (node := flow.producer(end)) is not None and node.op_type == "Reshape":
+    while (node := flow.producer(end)) is not None and node.op_type in BEFORE:
         end = node.input[0]
     return before, end
 
 
 def _products(flow: Dataflow, end: str, start: str) -> set[int]:
     """The matrix products between two values."""
-    return {i for i in flow.ancestors([end], {start}) if flow.nodes[i].op_type in PRODUCTS}
+    return {i for i in flow.ancestors([end], {start}) if flow.nodes[i].op_type in WEIGHT_PLACE}
 
 
 def output_norms(hooked: HookedModel) -> dict[int, Part]:
@@ -102,7 +103,7 @@ def output_norms(hooked: HookedModel) -> dict[int, Part]:
     for layer in range(len(hooked.metadata.attention)):
         start, end = str(HookPoint.ResidPre(layer)), str(HookPoint.AttnOut(layer))
         value, plain = end, True
-        while (node := flow.producer(value)) is not None and node.op_type not in PRODUCTS:
+        while (node := flow.producer(value)) is not None and product_of(flow, node) is None:
             plain &= node.op_type in PLAIN
             value = next((name for name in node.input if _products(flow, name, start)), "")
         if not plain:

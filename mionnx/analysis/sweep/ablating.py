@@ -9,7 +9,7 @@ from mionnx.analysis.sweep.donors import draw_donors, mean_donors, zero_donors
 from mionnx.analysis.sweep.grid import make_grid
 from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
-from mionnx.analysis.sweep.patched_runs import Shortcuts
+from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
 from mionnx.analysis.sweep.prompts import and_more, axis_labels, common_length, quote, until
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Before, Donors, Pair, Sweep, SweepSetting, run_sweep
@@ -88,7 +88,7 @@ def ablation_sweep(
         axis_labels(model, grid, rows),
         f"{kind.capitalize()} ablation of {grid.template.format(i='*')}",
         f"{quote(model, rows[0])}{and_more(rows)}",
-        shortcuts or Shortcuts(),
+        shortcuts_for(model.hooked, shortcuts),
     )
     return run_sweep(Sweep(model, graphs, pairs, setting), progress, resume, before)
 

@@ -1,6 +1,6 @@
 """Runs without a patch, with the values at which patched runs start."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -50,6 +50,8 @@ class CleanRun:
 def run_clean(graphs: LayerGraphs, ids: NDArray[np.int64], layers: Collection[int], hooks: Collection[str]) -> CleanRun:
     """Run prompts of one length, and store the values that patched runs need.
 
+    A call has all prompts as its rows, or one where rows would change each other (`rounds_by_call`).
+
     Args:
         graphs: the model.
         ids: [rows, seq].
@@ -59,6 +61,8 @@ def run_clean(graphs: LayerGraphs, ids: NDArray[np.int64], layers: Collection[in
     Raises:
         ModelError: the logits are NaN.
     """
+    if graphs.model.rounds_by_call and len(ids) > 1:
+        return _joined([run_clean(graphs, row[None], layers, hooks) for row in ids])
     run, rows = CleanRun(ids), Rows(ids)
     stream = graphs.embed(rows)
     for layer in range(graphs.layers):
@@ -73,6 +77,17 @@ def run_clean(graphs: LayerGraphs, ids: NDArray[np.int64], layers: Collection[in
     if has_nan(run.logits):
         _refuse_nan(graphs, rows)
     return run
+
+
+def _joined(runs: Sequence[CleanRun]) -> CleanRun:
+    """Runs of a row each as one of several rows."""
+
+    def of(arrays: Sequence[Arrays]) -> Arrays:
+        return {name: np.concatenate([one[name] for one in arrays]) for name in arrays[0]}
+
+    streams = {layer: of([run.streams[layer] for run in runs]) for layer in runs[0].streams}
+    ids, logits = (np.concatenate(parts) for parts in zip(*((run.ids, run.logits) for run in runs), strict=True))
+    return CleanRun(ids, streams, of([run.values for run in runs]), of([run.past for run in runs]), logits)
 
 
 def _refuse_nan(graphs: LayerGraphs, rows: Rows) -> NoReturn:

@@ -24,6 +24,7 @@ from mionnx.analysis.sweep.metric import Metric
 from mionnx.errors import InputError, ModelError
 from mionnx.graph.axes import has_sequence, sequence_axis
 from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine import memory
 from mionnx.rewrite.plan import Edit
 from mionnx.spec.kinds import KINDS
@@ -51,6 +52,15 @@ class Shortcuts:
     last: bool = True
     window: bool = True
     skip: bool = True
+
+
+def shortcuts_for(model: HookedModel, asked: Shortcuts | None) -> Shortcuts:
+    """The savings asked for, or all that leave results as they are.
+
+    Where activations are rounded with one scale for a call, a call is one cell at all of its positions.
+    """
+    apart = model.rounds_by_call
+    return asked or Shortcuts(batch=not apart, last=not apart, window=not apart)
 
 
 class PatchedRuns:

@@ -8,7 +8,7 @@ from pathlib import Path
 from mionnx.analysis.sweep.grid import make_grid
 from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
-from mionnx.analysis.sweep.patched_runs import Shortcuts
+from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
 from mionnx.analysis.sweep.path_runs import reached_layers
 from mionnx.analysis.sweep.prompts import (
     and_more,
@@ -172,7 +172,7 @@ def _make_sweep(
         axis_labels(model, grid, bases),
         f"{verb} {grid.template.format(i='*')} ({direction})",
         f"{quote(model, others[0])} into {quote(model, bases[0])}{and_more(bases)}",
-        shortcuts or Shortcuts(),
+        shortcuts_for(model.hooked, shortcuts),
         receivers,
     )
     return Sweep(model, model.opened(LayerGraphs), pairs, setting)

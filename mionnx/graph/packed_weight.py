@@ -1,0 +1,105 @@
+"""Weights of ONNX Runtime's block-quantised operators, several numbers in a byte, as the numbers that they stand for.
+
+1. A byte holds 8 / bits numbers, the first in its lowest bits.
+2. MatMulNBits: the weight is [N, blocks, bytes of a block], its scales [N, blocks] in any shape, its zero points
+   likewise and packed by row, or of the scales' dtype and not packed; 2^(bits - 1) where there are none.
+3. GatherBlockQuantized: the table is [rows, width] of 4-bit integers, or of bytes that are packed along the width; zero
+   points are held as the table is, and are 2^(bits - 1) for bytes, 0 for 4-bit integers where there are none.
+4. What is not understood (a reordering `g_idx`, other widths of numbers) is refused by its name.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from mionnx.errors import ModelError
+from mionnx.graph import onnx_file
+
+BITS = (2, 4, 8)
+
+
+def unpacked(data: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Numbers of a few bits that are packed into bytes along the last axis.
+
+    Args:
+        data: [..., bytes].
+        bits: of a number: 2, 4 or 8.
+
+    Returns:
+        [..., bytes * 8 / bits].
+    """
+    parts = [(data >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    return np.stack(parts, axis=-1).reshape(*data.shape[:-1], -1)
+
+
+def matmul_nbits(proto: onnx.ModelProto, folder: Path, node: onnx.NodeProto) -> NDArray[np.floating]:
+    """The weight of a MatMulNBits as numbers, [N, K], turned beside that of a MatMul.
+
+    Raises:
+        ModelError: columns in another order (`g_idx`), or numbers of other than 2, 4 or 8 bits.
+    """
+    given = attributes(node)
+    width, count, block, bits = given["K"], given["N"], given["block_size"], _bits(node)
+    if len(node.input) > 4 and node.input[4]:
+        raise ModelError(f"{node.name}: MatMulNBits with g_idx, weights in another order, is not read")
+    blocks = -(-width // block)
+    scale = onnx_file.weight(proto, folder, node.input[2]).reshape(count, blocks)
+    packed = onnx_file.weight(proto, folder, node.input[1]).reshape(count, blocks, -1)
+    zero = _zero_points(proto, folder, node, count, blocks)
+    with_zero = unpacked(packed, bits).astype(np.float64) - zero[..., None]
+    numbers = (with_zero * scale[..., None].astype(np.float64)).astype(scale.dtype)
+    return numbers.reshape(count, -1)[:, :width]
+
+
+def _zero_points(
+    proto: onnx.ModelProto, folder: Path, node: onnx.NodeProto, count: int, blocks: int
+) -> NDArray[np.float64]:
+    """Zero points of a MatMulNBits, [N, blocks]."""
+    bits = _bits(node)
+    if len(node.input) < 4 or not node.input[3]:
+        return np.full((count, blocks), 2.0 ** (bits - 1))
+    zero = onnx_file.weight(proto, folder, node.input[3])
+    if zero.dtype == np.uint8:
+        zero = unpacked(zero.reshape(count, -1), bits)[:, :blocks]
+    return zero.reshape(count, blocks).astype(np.float64)
+
+
+def gather_integers(
+    node: onnx.NodeProto, data: NDArray, zero: NDArray | None, blocks: int
+) -> tuple[NDArray, NDArray, int, int]:
+    """The table of a GatherBlockQuantized as integers.
+
+    Args:
+        node: the node.
+        data: the table as it is held.
+        zero: its zero points as they are held; None if there are none.
+        blocks: in a row.
+
+    Returns:
+        integers, zero points, axis of the blocks, size of a block: arguments of `dequantise`.
+
+    Raises:
+        ModelError: rows are not what is gathered, or numbers are of other than 2, 4 or 8 bits.
+    """
+    given, bits = attributes(node), _bits(node)
+    axis = given.get("quantize_axis", 1)
+    if given.get("gather_axis", 0) != 0 or axis not in (1, -1) or data.ndim != 2:
+        raise ModelError(f"{node.name}: GatherBlockQuantized of a table {list(data.shape)} that is not [rows, width]")
+    if data.dtype == np.uint8:
+        data = unpacked(data, bits)
+        zero = np.array(2 ** (bits - 1)) if zero is None else unpacked(zero, bits)[:, :blocks]
+    return data, np.array(0) if zero is None else zero, 1, given.get("block_size", 128)
+
+
+def attributes(node: onnx.NodeProto) -> dict[str, int]:
+    """The whole numbers among a node's attributes."""
+    return {entry.name: entry.i for entry in node.attribute if entry.type == onnx.AttributeProto.INT}
+
+
+def _bits(node: onnx.NodeProto) -> int:
+    bits = attributes(node).get("bits", 4)
+    if bits not in BITS:
+        raise ModelError(f"{node.name}: {node.op_type} with numbers of {bits} bits; {BITS} are read")
+    return bits

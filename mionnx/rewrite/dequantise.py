@@ -1,0 +1,137 @@
+"""Rewrite: the numbers of a quantised weight as a value of the graph, from the operator that reads the weight.
+
+1. A weight of floats is itself.
+2. The numbers of a DequantizeLinear are computed once more, by other operators: a second reader of its output would
+   keep a runtime from fusing it with its product, and change the logits.
+3. Behind an operator of 8-bit integers stands a DequantizeLinear with the scales and zero points of that operator.
+4. Behind a MatMulNBits the bytes are divided into their numbers (the first in the lowest bits), less the zero points,
+   times the scales of the blocks, without the numbers that fill up the last block: [N, K].
+
+All of it follows from weights: a runtime computes it once, while it opens the graph.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from mionnx.errors import ModelError
+from mionnx.graph.builder import Builder, Node, Tensor, numpy_dtype
+from mionnx.graph.packed_weight import BITS
+from mionnx.graph.quantised_weight import FLOATS, SCALES
+
+INTEGERS = {**SCALES, "QLinearMatMul": (4, 5)}  # places of scales and zero points
+
+
+def dequantised(op: Builder, weight: Tensor) -> Tensor:
+    """Add the nodes of a weight's numbers, in the shape of its use.
+
+    Raises:
+        ModelError: integers without scales, or numbers in another order than their columns.
+    """
+    if _is_float(weight):
+        return weight
+    for node in weight.outputs:
+        if node.op == "DequantizeLinear":
+            return _of_dequantise(op, node)
+        if node.op == "MatMulNBits":
+            return _of_blocks(op, node)
+        if node.op == "MatMulInteger":
+            scale = _scale_of_product(node)
+            if scale is not None:
+                return _of_columns(op, weight, scale, _input(node, 3))
+        if node.op in INTEGERS:
+            scale_at, zero_at = INTEGERS[node.op]
+            return _of_columns(op, weight, node.inputs[scale_at], _input(node, zero_at))
+    raise ModelError(f"{weight.name} is quantised, and the graph does not say its scales where they are known")
+
+
+def _of_dequantise(op: Builder, node: Node) -> Tensor:
+    """Numbers of a DequantizeLinear, (q - z) s."""
+    weight, scale, zero = node.inputs[0], node.inputs[1], _input(node, 2)
+    axis = node.attrs.get("axis", 1) % max(1, len(weight.shape))
+    block, numbers = node.attrs.get("block_size", 0), _cast(op, weight, scale)
+
+    def spread(values: Tensor) -> Tensor:
+        sizes = list(scale.shape)
+        if block:
+            wide = op.Expand(op.Unsqueeze(values, [axis + 1]), [*sizes[: axis + 1], block, *sizes[axis + 1 :]])
+            whole = op.Reshape(wide, [*sizes[:axis], -1, *sizes[axis + 1 :]])
+            return op.Slice(whole, [0], [weight.shape[axis]], [axis])
+        if len(sizes) == 1 and sizes[0] > 1:
+            return op.Reshape(values, [-1 if place == axis else 1 for place in range(len(weight.shape))])
+        return values
+
+    shifted = numbers if zero is None else op.Sub(numbers, spread(_cast(op, zero, scale)))
+    return op.Mul(shifted, spread(scale))
+
+
+def _of_columns(op: Builder, weight: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """Numbers [in, out] of 8-bit integers with one scale or one for each column."""
+    if len(scale.shape) == 2:
+        scale = op.Reshape(scale, [-1])
+    if zero is None:
+        return op.DequantizeLinear(weight, scale, axis=1, dtype=scale.dtype)
+    return op.DequantizeLinear(weight, scale, op.Reshape(zero, op.Shape(scale)), axis=1, dtype=scale.dtype)
+
+
+def _of_blocks(op: Builder, node: Node) -> Tensor:
+    """Numbers [N, K] of a MatMulNBits."""
+    count, width, block = node.attrs["N"], node.attrs["K"], node.attrs["block_size"]
+    bits, blocks = node.attrs.get("bits", 4), -(-width // block)
+    if _input(node, 4) is not None or bits not in BITS:
+        raise ModelError(f"{node.name}: MatMulNBits of {bits} bits, or with g_idx, weights in another order")
+    packed, scale, zero = node.inputs[1], node.inputs[2], _input(node, 3)
+    numbers = _cast(op, _divided(op, packed, bits, [count, blocks, -1]), scale)
+    if zero is None:
+        shift = op.constant(np.array(2 ** (bits - 1), scale.dtype))
+    else:
+        plain = zero if _is_float(zero) else _cast(op, _divided(op, zero, bits, [count, -1]), scale)
+        shift = op.Reshape(op.Slice(op.Reshape(plain, [count, -1]), [0], [blocks], [1]), [count, blocks, 1])
+    whole = op.Mul(op.Sub(numbers, shift), op.Reshape(scale, [count, blocks, 1]))
+    return op.Slice(op.Reshape(whole, [count, -1]), [0], [width], [1])
+
+
+def _divided(op: Builder, packed: Tensor, bits: int, shape: list[int]) -> Tensor:
+    """Bytes as the numbers in them, the one in the lowest bits first."""
+    if bits == 8:
+        return op.Reshape(packed, shape)
+    parts = []
+    for shift in range(0, 8, bits):
+        moved = op.BitShift(packed, np.uint8(shift), direction="RIGHT") if shift else packed
+        parts.append(op.Unsqueeze(op.BitwiseAnd(moved, np.uint8(2**bits - 1)), [-1]))
+    return op.Reshape(op.Concat(*parts, axis=-1), shape)
+
+
+def _cast(op: Builder, value: Tensor, like: Tensor) -> Tensor:
+    return op.Cast(value, to=like.dtype)
+
+
+def _is_float(value: Tensor) -> bool:
+    """Whether a tensor holds fractions; graphsurgeon says 4-bit integers by ONNX's number."""
+    return numpy_dtype(value.dtype).name in FLOATS
+
+
+def _input(node: Node, place: int) -> Tensor | None:
+    """An input that may be left out."""
+    return node.inputs[place] if place < len(node.inputs) and node.inputs[place].name else None
+
+
+def _scale_of_product(node: Node) -> Tensor | None:
+    """The weight's scale b in `Cast(MatMulInteger) * (a * b)`, a being the activation's."""
+    values = [*node.outputs]
+    for value in values:
+        for user in value.outputs:
+            if user.op == "Cast":
+                values += user.outputs
+            elif user.op == "Mul":
+                others = [entry for entry in user.inputs if entry is not value]
+                held = [entry for other in others for entry in _factors(other) if not entry.inputs]
+                if len(held) == 1:
+                    return held[0]
+    return None
+
+
+def _factors(value: Tensor) -> Iterator[Tensor]:
+    """A value, or the factors of the product that it is."""
+    made_by = value.inputs[0] if value.inputs else None
+    yield from made_by.inputs if made_by is not None and made_by.op == "Mul" else [value]
