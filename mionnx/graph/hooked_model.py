@@ -167,7 +167,7 @@ class HookedModel:
 
     @cached_property
     def has_cache(self) -> bool:
-        """Whether the graph takes a past and gives it back; one adopted from another tool's file may not."""
+        """Whether the graph takes a past; one adopted from another tool's file may take none."""
         names = {entry.name for entry in self.proto.graph.input}
         return all(name in names for name in cache_names(self.metadata.recurrent).layer_inputs(0))
 
