@@ -164,7 +164,16 @@ def _clean(model: ir.Model) -> onnx.ModelProto:
 def _as_stock(
     source: Source, found: Probe, renamed: Mapping[str, str], logits: str, layers: int, notes: list[str]
 ) -> list[LawResult]:
-    """Compare the logits with those of the file as it came, in the same runtime; of a merged one, its other branch."""
+    """Compare the logits with those of the file as it came, in the same runtime.
+
+    Args:
+        source: the file; a merged one runs its other branch.
+        found: a run of the adopted graph.
+        renamed: name of an input of the adopted graph -> the file's own.
+        logits: the file's name of its output.
+        layers: number of layers.
+        notes: told why nothing was compared.
+    """
     stock = onnx.load(source.file, load_external_data=False)
     try:
         session = open_session(stock, source.file.parent, [])

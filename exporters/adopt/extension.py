@@ -1,4 +1,4 @@
-"""What a file lacks and its graph can take: a mask that heeds padding and a past, and a cache of keys and values."""
+"""Missing parts of a graph: a cache of keys and values, and a mask that heeds padding and a past."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,7 +57,9 @@ def complete(
     clean: Callable[[ir.Model], onnx.ModelProto],
     checked: Callable[[onnx.ModelProto, Probe], list[LawResult]],
 ) -> tuple[onnx.ModelProto, Probe, list[LawResult]]:
-    """Add to a graph what its file lacks, if it can take it and keeps the laws; else leave it, and note why.
+    """Add a cache and a mask to a graph that lacks them, or leave it and note why.
+
+    They stay if the graph keeps the laws with them.
 
     Args:
         plain: the graph; its notes are told what was done.

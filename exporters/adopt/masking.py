@@ -74,7 +74,9 @@ class MaskProbe:
         self._known: dict[tuple[object, ...], Seen | None] = {}
 
     def seen(self, found: Sequence[Masking], seq: int, past: int) -> Seen | None:
-        """The keys that queries read by some masks, [batch, heads, seq, past + seq]; None of what is more than a mask.
+        """Run some masks: the keys that queries read, [batch, heads, seq, past + seq].
+
+        None if more than a mask is added to the scores.
 
         Args:
             found: the masks of one layer; at least one.
@@ -108,7 +110,7 @@ class MaskProbe:
 
 
 def causal(seq: int, past: int, window: int | None) -> Seen:
-    """The keys that queries read, [seq, past + seq]: their own and earlier ones, of a window the last."""
+    """Visible keys, [seq, past + seq]: a query's own and earlier ones, in a window the last."""
     distance = np.arange(past, past + seq)[:, None] - np.arange(past + seq)
     return (distance >= 0) & (distance < (window or distance.max(initial=0) + 1))
 
@@ -132,7 +134,10 @@ def window_of(probe: MaskProbe, found: Sequence[Masking], window: int | None, la
 
 
 def serves_chunks(probe: MaskProbe, found: Sequence[Masking], window: int | None) -> bool:
-    """Whether masks are right for several tokens after a past; what is more than a mask is taken to be."""
+    """Whether masks are right for several tokens after a past.
+
+    More than a mask is taken to be right.
+    """
     seq, past = CHUNK
     try:
         seen = probe.seen(found, seq, past)
@@ -144,7 +149,9 @@ def serves_chunks(probe: MaskProbe, found: Sequence[Masking], window: int | None
 def replace_masks(
     op: OpWriter, found: Sequence[Masking], scores: ir.Value, window: int | None, kind: ir.DataType
 ) -> None:
-    """Mask scores by what the call shows, in place of their own masks; the scores keep their name.
+    """Mask scores by `OpWriter.visible`, in place of their own masks.
+
+    The scores keep their name.
 
     Args:
         op: writes the nodes.
@@ -172,7 +179,7 @@ def replace_masks(
 
 
 def sweep_away(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:
-    """Remove nodes that nothing reads any more, and what was read by them alone."""
+    """Remove unread nodes, and those above them that are read by no others."""
     outputs, waiting = set(graph.outputs), list(nodes)
     while waiting:
         node = waiting.pop()

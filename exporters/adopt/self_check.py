@@ -161,7 +161,7 @@ def check_laws(found: Probe, proto: onnx.ModelProto, folder: Path, layers: int, 
 
 
 def check_extension(found: Probe, proto: onnx.ModelProto, folder: Path, layers: int) -> list[LawResult]:
-    """Check what an adoption added to a graph: padding before the text, and a cache, change no logits."""
+    """Check an added mask and cache: padding before the text, and a cache, change no logits."""
     session = open_session(proto, folder, [])
     allowed = INT8_CALLS if rounds_activations(proto) else layers * found.rounding
     logits, results, half = found.values["logits"], list[LawResult](), SEQ // 2

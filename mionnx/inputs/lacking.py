@@ -1,4 +1,4 @@
-"""What a graph of another tool may lack: a cache of keys and values, and an attention that heeds padding."""
+"""Refusals of caches and padding, where a graph adopted from another tool's file has no cache or heeds no mask."""
 
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
