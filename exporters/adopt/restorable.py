@@ -19,7 +19,7 @@ from mionnx.graph.restore import restore
 def keep_fused(
     proto: onnx.ModelProto, folder: Path, found: Probe, fused: Iterable[Fused], layers: int, notes: list[str]
 ) -> None:
-    """Write the fused operators into the metadata of an adopted graph, and the graph anew; see `restorable`."""
+    """Write the fused operators into the metadata of an adopted graph."""
     texts = restorable(proto, folder, found, fused, layers, notes)
     if texts:
         proto.metadata_props.add(key=f"{PREFIX}fused", value=json.dumps(texts, separators=(",", ":")))
