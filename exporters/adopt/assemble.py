@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from exporters.adopt.attention import Attention as FoundAttention
+from exporters.adopt.extension import AS_STOCK, Plain, complete
 from exporters.adopt.interface import heeds_mask, name_inputs, supply_positions
 from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.operators import expand
@@ -35,7 +36,7 @@ from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import read_json
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
-from mionnx.graph.metadata import DTYPE_NAMES, Attention, Metadata, Sizes, context_length
+from mionnx.graph.metadata import ATTENDS_TO_PADDING, DTYPE_NAMES, Attention, Metadata, Sizes, context_length
 from mionnx.graph.weight_check import fingerprints, sha256
 from mionnx.machine.progress import Progress
 
@@ -89,19 +90,26 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     renamed = {str(value.name): name for value, name in stock_inputs.items()}
     names = name_points(found)
     found.notes.extend([positions] if positions is not None else [])
-    found.notes.extend(_lacking(padding, cached))
     progress("running once", 2, STAGES)
     _link_weights(source, target)
-    proto = _clean(source.model)
+    lacks = {lack for lack, has in (("mask", padding), ("cache", cached)) if not has}
+    proto, windows = _clean(source.model), _windows(_config(file), len(found.attention))
     probed = probe(proto, target, names)
+    plain = Plain(source.model, proto, target, found, probed, windows, frozenset(lacks), positions is not None)
     progress("checking", 3, STAGES)
-    laws = check_laws(probed, proto, target, len(found.attention), any(one.sink for one in found.attention))
-    laws += _as_stock(file, probed, renamed, stock_logits, len(found.attention), found.notes)
+
+    def checked(proto: onnx.ModelProto, probed: Probe) -> list[LawResult]:
+        laws = check_laws(probed, proto, target, len(found.attention), any(one.sink for one in found.attention))
+        return laws + _as_stock(source, probed, renamed, stock_logits, len(found.attention), found.notes)
+
+    proto, probed, laws = complete(plain, _clean, checked)
     broken = [law for law in laws if not law.holds]
     if broken:
         raise ExportError(f"{file} was not understood: {'; '.join(map(str, broken))}")
     progress("writing", 4, STAGES)
-    _write(proto, source, found, probed, names, target, progress)
+    sinks, attends = any(one.sink for one in found.attention), proto is plain.proto and "mask" in plain.lacks
+    said = {**({SINKS: "in the softmax"} if sinks else {}), **({ATTENDS_TO_PADDING: "yes"} if attends else {})}
+    _write(proto, source, found, probed, names, said, target, progress)
     _open(target)
     return Adopted(file, names, expanded, laws, found.notes)
 
@@ -125,11 +133,6 @@ def _open(target: Path) -> None:
         HookedModel.open(target, check="none")
     except ModelError as error:
         raise ExportError(f"the adopted graph is refused: {error}") from error
-
-
-def _lacking(padding: bool, cached: int) -> list[str]:
-    found = [] if padding else ["attention_mask: the file attends to padding; give texts of one length"]
-    return found + ([] if cached else ["past_key_values: the file has no cache; generation and sweeps need one"])
 
 
 def _link_weights(source: Source, target: Path) -> None:
@@ -159,20 +162,30 @@ def _clean(model: ir.Model) -> onnx.ModelProto:
 
 
 def _as_stock(
-    file: Path, found: Probe, renamed: Mapping[str, str], logits: str, layers: int, notes: list[str]
+    source: Source, found: Probe, renamed: Mapping[str, str], logits: str, layers: int, notes: list[str]
 ) -> list[LawResult]:
-    """Compare the logits with those of the file as it came, in the same runtime."""
-    stock = onnx.load(file, load_external_data=False)
+    """Compare the logits with those of the file as it came, in the same runtime.
+
+    Args:
+        source: the file; a merged one runs its other branch.
+        found: a run of the adopted graph.
+        renamed: name of an input of the adopted graph -> the file's own.
+        logits: the file's name of its output.
+        layers: number of layers.
+        notes: told why nothing was compared.
+    """
+    stock = onnx.load(source.file, load_external_data=False)
     try:
-        session = open_session(stock, file.parent, [])
-        feeds = {renamed[name]: value for name, value in found.feeds.items() if name in renamed}
+        session = open_session(stock, source.file.parent, [])
+        feeds = {} if source.flag is None else {source.flag: np.array([False])}
+        feeds |= {renamed[name]: value for name, value in found.feeds.items() if name in renamed}
         feeds = {entry.name: _like(entry, feeds) for entry in session.get_inputs()}
         (expected,) = run(session, [logits], feeds)
     except ExportError as error:
         notes.append(f"the file as it came does not run on the probe, so logits were not compared: {error}")
         return []
     allowed = INT8 if rounds_activations(stock) else layers * found.rounding
-    return [compare("adopted logits = the file's own", None, found.values["logits"], expected, allowed)]
+    return [compare(AS_STOCK, None, found.values["logits"], expected, allowed)]
 
 
 def _like(entry: Any, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -189,6 +202,7 @@ def _write(
     found: Recognised,
     probed: Probe,
     names: list[str],
+    said: Mapping[str, str],
     target: Path,
     progress: Progress,
 ) -> None:
@@ -211,7 +225,7 @@ def _write(
             "mionnx": version("mionnx"),
             "onnx_ir": version("onnx_ir"),
             "adopted": source.file.name,
-            **({SINKS: "in the softmax"} if any(one.sink for one in found.attention) else {}),
+            **said,
             "producer": f"{proto.producer_name} {proto.producer_version}".strip()[:100],
         },
         weights_sha256=sha256([target / name for name in weight_files], progress),
@@ -280,6 +294,11 @@ def _axes(name: str, shape: tuple[int, ...], sizes: Sizes) -> list[str | int]:
 
 def _attention(found: FoundAttention, config: Mapping[str, Any], layer: int) -> Attention:
     return Attention(str(found.projection.name), found.rows, _window(config, layer))
+
+
+def _windows(config: Mapping[str, Any], layers: int) -> list[int | None] | None:
+    """The window of each layer; None without a config."""
+    return [_window(config, layer) for layer in range(layers)] if config else None
 
 
 def _window(config: Mapping[str, Any], layer: int) -> int | None:

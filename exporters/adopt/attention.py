@@ -26,6 +26,7 @@ class Attention:
         out: what is added to the stream.
         projection: the matrix of the output projection; `rows` whether it is stored [in, out].
         sink: whether the softmax has a column that belongs to no key.
+        queries_keys, pattern_values: the two products.
     """
 
     queries: Heads
@@ -38,6 +39,8 @@ class Attention:
     projection: ir.Value
     rows: bool
     sink: bool
+    queries_keys: ir.Node
+    pattern_values: ir.Node
 
     def points(self) -> list[tuple[str, ir.Value]]:
         """Hook name within the layer and value, in execution order."""
@@ -70,7 +73,7 @@ def find_attention(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> Atte
         raise ExportError(f"layer {layer}: no matrix multiplies the outputs of the heads")
     weight, rows = weight_of(projection)
     sink = scores is not patterns[0].inputs[0]
-    return Attention(queries, keys, values, scores, pattern, z, out, weight, rows, sink)
+    return Attention(queries, keys, values, scores, pattern, z, out, weight, rows, sink, queries_keys, product)
 
 
 def _pattern(flow: Flow, layer: int, softmax: ir.Node) -> tuple[ir.Value, ir.Node]:

@@ -19,8 +19,9 @@ from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
 
 Array = NDArray[Any]
-BATCH, SEQ = 2, 6
+BATCH, SEQ, PADDING = 2, 6, 2
 INT8 = 1 / 127  # one step of activations that are rounded to 8 bits: a last bit before may move a whole step
+INT8_CALLS = 32 * INT8  # where the scale of activations is one of a whole call, and calls differ
 ROUNDS = frozenset(("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "QuantizeLinear"))
 ROUNDINGS = 64  # of the dtype, at the size of the compared numbers, by which two sides of a law may differ
 ONNX_FLOATS = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
@@ -85,7 +86,7 @@ def probe(proto: onnx.ModelProto, folder: Path, names: list[str]) -> Probe:
         ExportError: ONNX Runtime does not open or run it.
     """
     session = open_session(proto, folder, [name for node in proto.graph.node for name in node.output if name])
-    feeds = {entry.name: _feed(entry) for entry in session.get_inputs()}
+    feeds = {entry.name: feed_of(entry) for entry in session.get_inputs()}
     wanted = [*names, *(entry.name for entry in proto.graph.output)]
     dtypes = {entry.name: entry.type for entry in session.get_outputs()}
     return Probe(dict(zip(wanted, run(session, wanted, feeds), strict=True)), dtypes, feeds)
@@ -123,16 +124,24 @@ def run(session: onnxruntime.InferenceSession, names: list[str], feeds: Mapping[
         raise ExportError(f"ONNX Runtime does not run the graph: {error}") from error
 
 
-def _feed(entry: Any) -> Array:
-    """An input of the probe: two texts of six tokens, no padding, an empty past."""
+def feed_of(entry: Any, batch: int = BATCH, seq: int = SEQ, past: int = 0) -> Array:
+    """An input of a probe: texts without padding, after a past of zeros.
+
+    Args:
+        entry: name, type and shape, as a session tells them.
+        batch, seq, past: rows, tokens of each, and tokens before them.
+
+    Raises:
+        ExportError: an input that no decoder has.
+    """
     if entry.name == "input_ids":
-        return (np.arange(BATCH * SEQ, dtype=np.int64).reshape(BATCH, SEQ) * 7) % 97 + 3
+        return (np.arange(batch * seq, dtype=np.int64).reshape(batch, seq) * 7) % 97 + 3
     if entry.name == "attention_mask":
-        return np.ones((BATCH, SEQ), np.int64)
+        return np.ones((batch, past + seq), np.int64)
     if entry.name == "position_ids":
-        return np.tile(np.arange(SEQ, dtype=np.int64), (BATCH, 1))
+        return np.tile(np.arange(past, past + seq, dtype=np.int64), (batch, 1))
     if entry.type in ONNX_FLOATS and len(entry.shape) == 4:
-        return np.zeros((BATCH, entry.shape[1], 0, entry.shape[3]), ONNX_FLOATS[entry.type])
+        return np.zeros((batch, entry.shape[1], past, entry.shape[3]), ONNX_FLOATS[entry.type])
     raise ExportError(f"input {entry.name}, {entry.type} {entry.shape}, is none of a decoder's: it cannot be adopted")
 
 
@@ -149,6 +158,32 @@ def check_laws(found: Probe, proto: onnx.ModelProto, folder: Path, layers: int, 
     given = {**found.feeds, last: found.values[last]}
     (lens,) = run(head, ["logits"], {entry.name: given[entry.name] for entry in head.get_inputs()})
     return [*worst.values(), compare("lens of the last layer = logits", None, lens, found.values["logits"], allowed)]
+
+
+def check_extension(found: Probe, proto: onnx.ModelProto, folder: Path, layers: int) -> list[LawResult]:
+    """Check an added mask and cache: padding before the text, and a cache, change no logits."""
+    session = open_session(proto, folder, [])
+    allowed = INT8_CALLS if rounds_activations(proto) else layers * found.rounding
+    logits, results, half = found.values["logits"], list[LawResult](), SEQ // 2
+    one = {name: _padded(name, value) for name, value in found.feeds.items()}
+    (padded,) = run(session, ["logits"], one)
+    results.append(compare("logits after padding = logits", None, padded[:, PADDING:], logits, allowed))
+    presents = [entry.name for entry in session.get_outputs() if entry.name.startswith("present.")]
+    if presents:
+        early = {name: value if value.ndim == 4 else value[:, :half] for name, value in found.feeds.items()}
+        first, *kept = run(session, ["logits", *presents], early)
+        past = dict(zip((name.replace("present", "past_key_values", 1) for name in presents), kept, strict=True))
+        late = {name: value if "mask" in name else value[:, half:] for name, value in found.feeds.items()}
+        (second,) = run(session, ["logits"], {**late, **past})
+        both = np.concatenate([first, second], axis=1)
+        results.append(compare("logits in two parts = logits", None, both, logits, allowed))
+    return results
+
+
+def _padded(name: str, value: Array) -> Array:
+    """An input of the probe with padding before the text."""
+    filler = np.zeros((value.shape[0], PADDING), value.dtype)
+    return value if value.ndim == 4 else np.concatenate([filler + (name == "input_ids"), value], axis=1)
 
 
 def rounds_activations(proto: onnx.ModelProto) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
+from exporters.adopt.branches import inline_branch
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import check_regular, inside
 from mionnx.graph.metadata import PREFIX
@@ -87,11 +88,13 @@ class Source:
         file: its path.
         model: the model, its larger weights external data.
         weight_files: name in the adopted folder -> path of the file that holds the weights.
+        flag: of a merged decoder, the input that chose between its branches; see `branches`.
     """
 
     file: Path
     model: ir.Model
     weight_files: dict[str, Path]
+    flag: str | None = None
 
 
 def open_source(file: Path) -> Source:
@@ -105,6 +108,7 @@ def open_source(file: Path) -> Source:
         model = ir.load(file)
         if not len(model.graph):
             raise ExportError(f"{file} holds no graph: it is empty or truncated")
+        flag = inline_branch(model)
         files: dict[str, Path] = {}
         held = {name: span for name, span in _embedded(file) if span[1] > SMALL}
         for value in model.graph.initializers.values():
@@ -113,7 +117,7 @@ def open_source(file: Path) -> Source:
         raise ExportError(str(error)) from error
     except (DecodeError, ValueError, RuntimeError, OSError, KeyError, IndexError) as error:  # protobuf's and onnx_ir's
         raise ExportError(f"{file} cannot be read as an ONNX model: {error}") from error
-    return Source(file, model, files)
+    return Source(file, model, files, flag)
 
 
 def _place(value: ir.Value, file: Path, held: dict[str, tuple[int, int]], files: dict[str, Path]) -> None:

@@ -35,9 +35,11 @@ def _shape(node: ir.Node) -> ir.Shape | None:
     shapes = [None if value is None else value.shape for value in node.inputs]
     if not shapes or shapes[0] is None:
         return None
-    if node.op_type in NORMS or node.op_type in ALIKE:
-        known = [shape for shape in shapes if shape is not None]
-        return max(known, key=lambda shape: shape.rank())
+    if node.op_type in NORMS:
+        return shapes[0]
+    if node.op_type in ALIKE:
+        known = [shape for value, shape in zip(node.inputs, shapes, strict=True) if value is not None]
+        return None if None in known else max(known, key=lambda shape: shape.rank())
     if node.op_type in LOOKUPS and shapes[1] is not None:
         return ir.Shape([*shapes[1], *shapes[0][1:]])
     if node.op_type == "MatMulNBits":

@@ -19,6 +19,7 @@ from mionnx.bind.values import capture_inputs, edit_inputs, selections_of, weigh
 from mionnx.graph.axes import dynamic_sizes
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.inputs.lacking import refuse_padding
 from mionnx.inputs.past import past_inputs, present_names
 from mionnx.inputs.token_batch import Past, TokenBatch
 from mionnx.inputs.value import Value
@@ -124,6 +125,7 @@ class BoundSpec:
 
     def step_inputs(self, batch: TokenBatch, past: Mapping[str, Value], edits: Mapping[str, Value]) -> dict[str, Value]:
         """As `inputs`, with the inputs of the past, and of `values` and `weights`, at hand."""
+        refuse_padding(self.model, batch)
         inputs: dict[str, Value] = {**batch.feeds(), **past, **edits}
         inputs |= gates_of(self.spec, batch, self.model.metadata)
         inputs |= capture_inputs(self.captures, batch)

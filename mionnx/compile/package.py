@@ -35,7 +35,7 @@ from mionnx.graph import onnx_file
 from mionnx.graph.builder import to_proto
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
-from mionnx.machine.files import atomic_path
+from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import Progress, silent
 from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.rewrite.plan import Outputs, Plan
@@ -103,9 +103,10 @@ def compile_spec(
         raise ModelError(f"{target} exists already")
     bound = bind(spec if captures else _without_captures(spec), model, Outputs(last=last_logits))
     proto = _compiled(bound, _indices(bound, knobs or {}))
-    with atomic_path(target, ModelError) as partial:
+    remove_leftovers(target.parent, holding=(GRAPH,))
+    with new_folder(target, ModelError) as partial:
         at = partial / target.name / "1" if packaging.layout == "triton" else partial
-        at.mkdir(parents=True)
+        at.mkdir(parents=True, exist_ok=True)
         _write_model(model, proto, at, packaging, progress)
         _write_rest(model, bound.spec, proto, at.parent if packaging.layout == "triton" else at, packaging, target.name)
     return target

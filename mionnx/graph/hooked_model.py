@@ -8,6 +8,7 @@ The format, on one page:
    the folder, so that it can be moved.
 4. Inputs: `input_ids`, `attention_mask` [batch, total], `position_ids` [batch, seq], and per layer
    `past_key_values.{i}.key` and `.value` [batch, n_kv_heads, past, head_dim], where past may be 0.
+   A graph adopted from a file without a cache may have none of these; generation and sweeps are then refused.
    A recurrent model: `input_ids`, per layer `past_state.{i}.att_shift`, `.ffn_shift` [batch, hidden] and `.wkv`
    [batch, n_heads, key_dim, value_dim], and the gates with defaults that `mionnx.bind.rwkv_gates` describes.
 5. Outputs: `logits` [batch, seq, vocab] and per layer `present.{i}.key` and `.value`, or `present_state.{i}.*`.
@@ -35,6 +36,7 @@ from mionnx.graph import onnx_file, validate, weight_check
 from mionnx.graph.folder_file import read_json
 from mionnx.graph.hook_points import HookPoint, layer_of
 from mionnx.graph.influence import Influence
+from mionnx.graph.io_names import cache_names
 from mionnx.graph.known_value import Dims, Known
 from mionnx.graph.metadata import Metadata, Sizes, context_length
 from mionnx.graph.weight_check import Progress, silent
@@ -162,6 +164,12 @@ class HookedModel:
     def influence(self) -> Influence:
         """The reach of its hook points."""
         return Influence(self.proto, self.metadata)
+
+    @cached_property
+    def has_cache(self) -> bool:
+        """Whether the graph takes a past; one adopted from another tool's file may take none."""
+        names = {entry.name for entry in self.proto.graph.input}
+        return all(name in names for name in cache_names(self.metadata.recurrent).layer_inputs(0))
 
     def end_tokens(self) -> list[int]:
         """End-of-text tokens of `generation_config.json` or `config.json`; none if neither says."""

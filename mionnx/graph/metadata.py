@@ -15,6 +15,7 @@ from mionnx.graph.folder_file import parse_json
 FORMAT_VERSION = 1
 PREFIX = "mionnx."
 LARGEST = 2**24  # characters; 30 layers have 40,000
+ATTENDS_TO_PADDING = "attends_to_padding"  # key of `exporter`, where attention does not heed its mask
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
 

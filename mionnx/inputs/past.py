@@ -7,6 +7,7 @@ from mionnx.errors import InputError
 from mionnx.graph.hooked_model import DTYPES, HookedModel
 from mionnx.graph.io_names import cache_names
 from mionnx.inputs.kv_cache import KVCache
+from mionnx.inputs.lacking import refuse_without_cache
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch
 from mionnx.inputs.value import Value
@@ -18,7 +19,7 @@ def choose_past(model: HookedModel, cache: Any, initial_state: Any) -> Past | No
     """Check `cache=` and `initial_state=`, and return the one that is given.
 
     Raises:
-        InputError: both were given, or something that this kind of model does not have.
+        InputError: both were given, or something that this kind of model or this graph does not have.
     """
     if cache is not None and initial_state is not None:
         raise InputError("give either cache or initial_state, not both")
@@ -30,6 +31,8 @@ def choose_past(model: HookedModel, cache: Any, initial_state: Any) -> Past | No
             f"{name} is a {type(given).__name__}; a {model.metadata.family} model continues from a {kind.__name__}: "
             f"give `{where}` of a call"
         )
+    if given is not None:
+        refuse_without_cache(model, "a given cache")
     return given
 
 
@@ -49,13 +52,24 @@ def past_inputs(model: HookedModel, past: Past | None, batch: TokenBatch) -> Arr
 
 
 def present_to_past(model: HookedModel) -> dict[str, str]:
-    """Output of the graph -> the input that takes it in the next pass."""
+    """Output of the graph -> the input that takes it in the next pass.
+
+    Raises:
+        InputError: the graph has no cache.
+    """
+    refuse_without_cache(model, "generate")
     names, layers = cache_names(model.metadata.recurrent), model.metadata.sizes.num_layers
     return dict(zip(names.outputs(layers), names.inputs(layers), strict=True))
 
 
 def present_names(model: HookedModel, use_cache: bool) -> list[str]:
-    """Names of the outputs to fetch for a next pass; an RWKV's state always is."""
+    """Names of the outputs to fetch for a next pass; an RWKV's state always is.
+
+    Raises:
+        InputError: the graph has no cache.
+    """
+    if use_cache:
+        refuse_without_cache(model, "use_cache")
     recurrent, layers = model.metadata.recurrent, model.metadata.sizes.num_layers
     return cache_names(recurrent).outputs(layers) if recurrent or use_cache else []
 

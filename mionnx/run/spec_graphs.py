@@ -5,6 +5,7 @@ from typing import Protocol
 from mionnx.bind.bound_spec import Binder
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
+from mionnx.inputs.lacking import refuse_without_cache
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.rewrite import Report
@@ -77,11 +78,13 @@ def estimate(model: OpenModel, hooks: HookSpec, batch: int, seq: int, past: int 
         past: tokens in the cache.
 
     Raises:
-        InputError: no rows, no tokens, or a negative past.
+        InputError: no rows, no tokens, a negative past, or one of a graph without a cache.
 
     Example:
         model.estimate(HookSpec().capture("*"), batch=1, seq=128).total
     """
     for name, number, least in (("batch", batch, 1), ("seq", seq, 1), ("past", past, 0)):
         at_least(name, number, least)
+    if past:
+        refuse_without_cache(model.binder.model, "a past")
     return model.binder.bind(hooks).estimate(batch, seq, past + seq)

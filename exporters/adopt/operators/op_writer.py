@@ -1,6 +1,7 @@
 """`OpWriter`: standard operators as calls, `op.Add(a, b)`, on an onnx_ir graph."""
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,8 @@ class OpWriter:
         array = np.asarray(value, dtype)
         key = (array.dtype.str, array.shape, array.tobytes())
         if key not in self._constants:
-            name = f"adopted.constant.{len(self._constants)}"
+            held = self.graph.initializers
+            name = next(name for number in count() if (name := f"adopted.constant.{number}") not in held)
             kind, shape = ir.TensorType(ir.DataType.from_numpy(array.dtype)), ir.Shape(array.shape)
             made = ir.Value(name=name, type=kind, shape=shape, const_value=ir.tensor(array, name=name))
             self.graph.register_initializer(made)

@@ -1,0 +1,174 @@
+"""Missing parts of a graph: a cache of keys and values, and a mask that heeds padding and a past."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from exporters.adopt.caching import add_past, read_joined
+from exporters.adopt.flow import SIZES, Flow
+from exporters.adopt.masking import Masking, MaskProbe, maskings, replace_masks, serves_chunks, sweep_away, window_of
+from exporters.adopt.operators.op_writer import MASK, TOKENS, OpWriter
+from exporters.adopt.recognise import Recognised
+from exporters.adopt.self_check import LawResult, Probe, check_extension, compare, probe
+from mionnx.errors import ExportError
+
+LACKING = {
+    "mask": "attention_mask: the file attends to padding; give texts of one length",
+    "cache": "past_key_values: the file has no cache; generation and sweeps need one",
+}
+ADDED = {
+    "mask": "attention_mask: the file attends to padding; a mask was added that does not",
+    "cache": "past_key_values: the file has no cache; one was added",
+    "chunks": "attention_mask: the file's own is wrong for several tokens after a past; another was put in its place",
+}
+AS_STOCK = "adopted logits = the file's own"
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A graph as it was recognised, with nothing added.
+
+    Attributes:
+        model: its values named.
+        proto: the same, in protobuf.
+        folder: of its weights.
+        found: its layers.
+        probed: one run.
+        windows: of each layer, as the config says; None without a config.
+        lacks: what the file has not: "mask" (its attention heeds none), "cache".
+        counts: whether the graph makes its positions itself, and they cannot be given.
+    """
+
+    model: ir.Model
+    proto: onnx.ModelProto
+    folder: Path
+    found: Recognised
+    probed: Probe
+    windows: Sequence[int | None] | None
+    lacks: frozenset[str]
+    counts: bool
+
+
+def complete(
+    plain: Plain,
+    clean: Callable[[ir.Model], onnx.ModelProto],
+    checked: Callable[[onnx.ModelProto, Probe], list[LawResult]],
+) -> tuple[onnx.ModelProto, Probe, list[LawResult]]:
+    """Add a cache and a mask to a graph that lacks them, or leave it and note why.
+
+    They stay if the graph keeps the laws with them.
+
+    Args:
+        plain: the graph; its notes are told what was done.
+        clean: writes a model as protobuf.
+        checked: the laws that hold of every adopted graph.
+
+    Returns:
+        the graph, one run of it, and the laws.
+    """
+    notes, layers = plain.found.notes, len(plain.found.attention)
+    before = list(notes)
+    try:
+        if not extend(plain):
+            return plain.proto, plain.probed, checked(plain.proto, plain.probed)
+        proto = clean(plain.model)
+        probed = probe(proto, plain.folder, [name for name, _ in plain.found.points])
+        laws = [*checked(proto, probed), *check_extension(probed, proto, plain.folder, layers)]
+        if not any(law.law == AS_STOCK for law in laws):
+            with_, without = probed.values["logits"], plain.probed.values["logits"]
+            laws.append(compare("logits with what was added = without", None, with_, without, layers * probed.rounding))
+        broken = [law for law in laws if not law.holds]
+        if not broken:
+            notes.extend(ADDED[lack] for lack in sorted(plain.lacks or {"chunks"}))
+            return proto, probed, laws
+        why = "; ".join(map(str, broken))
+    except ExportError as error:
+        why = str(error)
+    notes[:] = [*before, *(f"{LACKING[lack]}; it cannot be added: {why}" for lack in sorted(plain.lacks))]
+    return plain.proto, plain.probed, checked(plain.proto, plain.probed)
+
+
+def extend(plain: Plain) -> bool:
+    """Add to a model what its file lacks, in place.
+
+    Returns:
+        whether anything was added.
+
+    Raises:
+        ExportError: the graph cannot take it, and why.
+    """
+    model, flow = plain.model, Flow(plain.model.graph)
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    masks, whole, masked = list[list[Masking]](), True, MaskProbe(plain.proto, plain.folder)
+    for layer, attention in enumerate(plain.found.attention):
+        found = maskings(flow, layer, values[f"blocks.{layer}.attn.hook_scores"], attention.queries_keys)
+        window = None if plain.windows is None else plain.windows[layer]
+        whole = whole and (not found or serves_chunks(masked, found, window))
+        masks.append(found)
+    cache = "cache" in plain.lacks
+    if not plain.lacks and whole:
+        return False
+    if plain.counts and cache:
+        raise ExportError("the graph makes its positions itself, so none can be given to the tokens after a past")
+    windows = _windows(plain, masked, masks)
+    op = OpWriter(model)
+    op.begin()
+    reads = [(node, place) for node, place in _input(model.graph, MASK).uses()] if MASK in op.inputs else []
+    stale = [one for layer in range(len(masks)) for one in _add_cache(op, flow, plain, values, layer)] if cache else []
+    for layer, found in enumerate(masks):
+        scores = values[f"blocks.{layer}.attn.hook_scores"]
+        kind = ir.DataType.from_numpy(plain.probed.values[str(scores.name)].dtype)
+        replace_masks(op, found, scores, windows[layer], kind)
+    model.graph.insert_before(model.graph[0], op.nodes)
+    sweep_away(model.graph, [one.node for found in masks for one in found] + stale)
+    _read_sizes_of_tokens(model.graph, reads, cache)
+    model.graph.sort()
+    return True
+
+
+def _input(graph: ir.Graph, name: str) -> ir.Value:
+    return next(value for value in graph.inputs if value.name == name)
+
+
+def _windows(plain: Plain, masked: MaskProbe, masks: Sequence[list[Masking]]) -> list[int | None]:
+    """The window of each layer, by the config and by the numbers of its mask."""
+    if plain.windows is None:
+        raise ExportError("no config.json lies beside the file: whether its attention has a window is not known")
+    return [
+        window_of(masked, found, window, layer) if found else window
+        for layer, (found, window) in enumerate(zip(masks, plain.windows, strict=True))
+    ]
+
+
+def _add_cache(op: OpWriter, flow: Flow, plain: Plain, values: dict[str | None, ir.Value], layer: int) -> list[ir.Node]:
+    """Give a layer a past; returns nodes that may not be read any more."""
+    attention, prefix = plain.found.attention[layer], f"blocks.{layer}.attn.hook_"
+    count = plain.probed.values[f"{prefix}q"].shape[1]
+    keys = values.get(f"{prefix}rot_k") or values[f"{prefix}k"]
+    stale = list[ir.Node]()
+    for part, heads, product in (
+        ("key", keys, attention.queries_keys),
+        ("value", values[f"{prefix}v"], attention.pattern_values),
+    ):
+        _, groups, _, width = plain.probed.values[str(heads.name)].shape
+        stale.append(product.inputs[1].producer())
+        joined = add_past(op, layer, part, heads, groups, width)
+        read_joined(op, flow, product, heads, joined, count, groups, width)
+    return stale
+
+
+def _read_sizes_of_tokens(graph: ir.Graph, reads: Sequence[tuple[ir.Node, int]], cache: bool) -> None:
+    """Let what took the mask for as long as the tokens read the tokens' size.
+
+    Raises:
+        ExportError: something else follows from the mask.
+    """
+    for node, place in reads:
+        if node.graph is None or not cache:
+            continue
+        if node.op_type not in SIZES:
+            raise ExportError(f"{node.op_type} reads the attention mask for something that is no mask of scores")
+        node.replace_input_with(place, _input(graph, TOKENS))

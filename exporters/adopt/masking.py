@@ -1,0 +1,190 @@
+"""The mask of attention: found between queries times keys and the softmax, understood by its numbers, and replaced.
+
+A mask of a file may know the text alone, with no padding and no past. Where it is nothing but a mask, zeros and lowest
+numbers or booleans, `OpWriter.visible` stands for it, which heeds `attention_mask` and a past.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from exporters.adopt.flow import PASSING, Flow, Origin
+from exporters.adopt.operators.op_writer import OpWriter
+from exporters.adopt.self_check import feed_of, open_session, run
+from mionnx.errors import ExportError
+from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.extract import extract
+
+LOWEST = -9999.0  # what is added to a score that no query shall read, or less
+SHORT, LONG = 64, 4096  # tokens of a text that a mask is computed for: at least, and at most
+CHUNK = (3, 5)  # tokens, past: of a mask that has to heed both
+Seen = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Masking:
+    """A node that masks scores.
+
+    Attributes:
+        node: an `Add` or a `Where`.
+        inner: the scores before it.
+        operand: the mask.
+        shown: the booleans of a `Where` that keep a score; None of an `Add`.
+    """
+
+    node: ir.Node
+    inner: ir.Value
+    operand: ir.Value
+    shown: bool | None
+
+
+def maskings(flow: Flow, layer: int, scores: ir.Value, product: ir.Node) -> list[Masking]:
+    """The nodes that mask the product of queries and keys, the last first.
+
+    Raises:
+        ExportError: the scores do not follow from the product alone.
+    """
+    found, value = list[Masking](), scores
+    while (node := value.producer()) is not None and node is not product:
+        text = flow.text(node)
+        if len(text) != 1:
+            raise ExportError(f"layer {layer}: {node.op_type} makes scores of {len(text)} values of text")
+        value = text[0]
+        others = [one for one in node.inputs if one is not None and one is not value]
+        called = [one for one in others if flow.origin.get(one) == Origin.CALL]
+        if node.op_type == "Where" and node.inputs[0] in others:
+            found.append(Masking(node, value, node.inputs[0], node.inputs[1] is value))
+        elif node.op_type == "Add" and called:
+            found.append(Masking(node, value, called[0], None))
+        elif called and node.op_type not in PASSING | {"Slice", "Mul", "Div"}:
+            raise ExportError(f"layer {layer}: {node.op_type} changes scores by something of the call that is no mask")
+    return found
+
+
+class MaskProbe:
+    """Runs the masks of a graph by themselves, each once for a length: layers share them."""
+
+    def __init__(self, proto: onnx.ModelProto, folder: Path) -> None:
+        self._flow, self._folder = Dataflow(proto), folder
+        self._known: dict[tuple[object, ...], Seen | None] = {}
+
+    def seen(self, found: Sequence[Masking], seq: int, past: int) -> Seen | None:
+        """Run some masks: the keys that queries read, [batch, heads, seq, past + seq].
+
+        None if more than a mask is added to the scores.
+
+        Args:
+            found: the masks of one layer; at least one.
+            seq, past: tokens of a text, and before it.
+
+        Raises:
+            ExportError: the masks cannot be made for such a text.
+        """
+        key = (*((one.operand.name, one.shown) for one in found), seq, past)
+        if key not in self._known:
+            self._known[key] = self._run(found, seq, past)
+        return self._known[key]
+
+    def _run(self, found: Sequence[Masking], seq: int, past: int) -> Seen | None:
+        names = list(dict.fromkeys(str(one.operand.name) for one in found))
+        session = open_session(extract(self._flow, [], names), self._folder, [])
+        feeds = {entry.name: feed_of(entry, 1, seq, past) for entry in session.get_inputs()}
+        values = dict(zip(names, run(session, names, feeds), strict=True))
+        seen = np.ones((1, 1, seq, past + seq), np.bool_)
+        for one in found:
+            value = values[str(one.operand.name)]
+            if one.shown is None and not np.all((value == 0) | (value <= LOWEST)):
+                return None
+            try:
+                seen = seen & (value == 0 if one.shown is None else value.astype(np.bool_) == one.shown)
+            except ValueError as error:
+                raise ExportError(f"the mask {one.operand.name} has the shape {list(value.shape)}") from error
+        if seen.shape[2:] != (seq, past + seq):
+            raise ExportError(f"the masks come to the shape {list(seen.shape)}, for {seq} tokens after {past}")
+        return seen
+
+
+def causal(seq: int, past: int, window: int | None) -> Seen:
+    """Visible keys, [seq, past + seq]: a query's own and earlier ones, in a window the last."""
+    distance = np.arange(past, past + seq)[:, None] - np.arange(past + seq)
+    return (distance >= 0) & (distance < (window or distance.max(initial=0) + 1))
+
+
+def window_of(probe: MaskProbe, found: Sequence[Masking], window: int | None, layer: int) -> int | None:
+    """The window of a layer's mask: that of the config or none, whichever its numbers are.
+
+    Raises:
+        ExportError: it is neither, or more than a mask.
+    """
+    length = min(max(2 * (window or 0), SHORT), LONG) + 3
+    seen = probe.seen(found, length, 0)
+    if seen is None:
+        raise ExportError(f"layer {layer}: what is added to the scores is more than a mask: {found[0].operand.name}")
+    for candidate in (window, None):
+        if np.all(seen == causal(length, 0, candidate)):
+            return candidate
+    if np.all(seen):  # made for one token a call, which reads all keys
+        return window
+    raise ExportError(f"layer {layer}: the mask {found[0].operand.name} is not causal, and has no window of {window}")
+
+
+def serves_chunks(probe: MaskProbe, found: Sequence[Masking], window: int | None) -> bool:
+    """Whether masks are right for several tokens after a past.
+
+    More than a mask is taken to be right.
+    """
+    seq, past = CHUNK
+    try:
+        seen = probe.seen(found, seq, past)
+    except ExportError:
+        return False
+    return seen is None or any(np.all(seen == causal(seq, past, one)) for one in (window, None))
+
+
+def replace_masks(
+    op: OpWriter, found: Sequence[Masking], scores: ir.Value, window: int | None, kind: ir.DataType
+) -> None:
+    """Mask scores by `OpWriter.visible`, in place of their own masks.
+
+    The scores keep their name.
+
+    Args:
+        op: writes the nodes.
+        found: the masks, from `maskings`.
+        scores: the softmax's input.
+        window: number of keys that a query reads; None for all.
+        kind: dtype of the scores.
+    """
+    bare = scores
+    for one in found:
+        if one.node.outputs[0] is scores:
+            bare = one.inner
+        else:
+            ir.convenience.replace_all_uses_with(one.node.outputs[0], one.inner)
+            bare = one.inner if bare is one.node.outputs[0] else bare
+    seen = op.visible(window)
+    lowest = op.number(float(np.finfo(kind.numpy()).min), kind)
+    masked = op.Where(seen, bare, lowest)
+    readers = [(node, place) for node, place in scores.uses() if node is not masked.producer()]
+    masked.type, masked.shape, name = scores.type, scores.shape, scores.name
+    scores.name = None
+    masked.name = name
+    for node, place in readers:
+        node.replace_input_with(place, masked)
+
+
+def sweep_away(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:
+    """Remove unread nodes, and those above them that are read by no others."""
+    outputs, waiting = set(graph.outputs), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node.graph is None or any(value.uses() or value in outputs for value in node.outputs):
+            continue
+        above = [value.producer() for value in node.inputs if value is not None]
+        graph.remove(node, safe=True)
+        waiting += [one for one in above if one is not None]

@@ -1,0 +1,35 @@
+"""Refusals of caches and padding, where a graph adopted from another tool's file has no cache or heeds no mask."""
+
+from mionnx.errors import InputError
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.metadata import ATTENDS_TO_PADDING
+from mionnx.inputs.token_batch import TokenBatch
+
+
+def refuse_without_cache(model: HookedModel, what: str) -> None:
+    """Refuse what needs a cache, if the graph has none.
+
+    Args:
+        model: the hooked model.
+        what: names the request, "generate".
+
+    Raises:
+        InputError: the graph takes no past.
+    """
+    if not model.has_cache:
+        raise InputError(
+            f"{what} needs a cache, and the graph of {model.folder} has none: it takes no past_key_values. Single "
+            "passes without a cache work; adopt or export the model again from a file with a cache"
+        )
+
+
+def refuse_padding(model: HookedModel, batch: TokenBatch) -> None:
+    """Refuse padded texts, if the graph would attend to the padding.
+
+    Raises:
+        InputError: a row of the batch is padded, and the graph does not heed its attention mask.
+    """
+    if ATTENDS_TO_PADDING in model.metadata.exporter and not batch.attention_mask.all():
+        raise InputError(
+            f"the graph of {model.folder} attends to padding, which its file gave no mask for: give texts of one length"
+        )
