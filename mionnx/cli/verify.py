@@ -13,7 +13,7 @@ from mionnx.machine.progress import bars
 from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify import Verification
-from mionnx.verify.result import Repeat
+from mionnx.verify.result import Beside, Repeat
 from mionnx.verify.result_table import repeats_table
 from mionnx.verify.verbs import read_prompts
 
@@ -21,7 +21,7 @@ DISAGREES = 2  # the exit code where runtimes differ by more than the tolerance;
 Runtimes = Annotated[str, typer.Option(help="Names with commas between: torch, ort-cpu, ort-cpu:none, openvino, ..")]
 Prompts = Annotated[Path | None, typer.Option(metavar="FILE", help="One prompt per line, or a .json list.")]
 Texts = Annotated[list[str] | None, typer.Option("--prompt", help="A prompt; may be repeated.")]
-Other = Annotated[str | None, typer.Option(metavar="MODEL", help="A second model: another dtype, say.")]
+Other = Annotated[str | None, typer.Option(metavar="MODEL", help="A second model: a quantised file's checkpoint, say.")]
 Tolerance = Annotated[float | None, typer.Option(help="Largest relative difference; 5e-5 in float32 if left out.")]
 
 
@@ -57,6 +57,8 @@ def verify(
     mionnx verify models/world-llama --runtimes ort-cpu --prompts prompts.txt --record run.safetensors
 
     mionnx verify models/world-llama --runtimes ort-cpu --against run.safetensors
+
+    mionnx verify model_q4.onnx --other checkpoint --runtimes ort-cpu --hooks "*" --prompts text.txt --html lost.html
     """
     opened = MIModel.from_pretrained(model)
     given: list[Any] = [*(prompt or ()), *(read_prompts(prompts) if prompts else ())]
@@ -102,8 +104,23 @@ def _tell(result: Verification) -> None:
             console.print(f"[red]{escape(beside.title)}[/]: {escape(trouble)}", highlight=False)
     if result.repeats:
         console.print(repeats_table([*map(_repeat, result.repeats)]))
+    for beside in result.besides:
+        if beside.heaviest is not None:
+            console.print(result.loss_table(beside.title))
+            console.print(escape(_lost(beside)), highlight=False)
     if result.besides:
         console.print(escape(result.summary()), highlight=False)
+
+
+def _lost(beside: Beside) -> str:
+    """A line on what the first model lost of another one."""
+    layer, logits = beside.heaviest, beside.logits
+    assert layer is not None
+    return (
+        f"layer {layer.layer} adds most: distance {layer.before:.1e} before, {layer.after:.1e} after; "
+        f"KL({beside.title} || this) {logits['kl_back_mean']:.1e} nats, {logits['kl_back_max']:.1e} at most; "
+        f"top 1 the same at {logits['top_1']:.1%} of {logits['positions']:.0f} positions"
+    )
 
 
 def _repeat(one: Repeat) -> tuple[str, ...]:

@@ -26,7 +26,8 @@ from mionnx.verify.environment import environment
 from mionnx.verify.graph_under_test import LOGITS, GraphUnderTest
 from mionnx.verify.narrow_fault import narrow
 from mionnx.verify.recorded_values import RecordedValues
-from mionnx.verify.result import Beside, Fault, Row
+from mionnx.verify.result import Beside, Fault
+from mionnx.verify.rows import Row, layer_losses
 from mionnx.verify.runtime import GraphRuntime, Pass, Runtime
 from mionnx.verify.step_error import local_difference, nodes_of
 
@@ -204,6 +205,7 @@ def compare(first: Side, second: Side, scratch: Path, settings: Settings) -> Bes
     fault = _fault(first, second, local, scratch, settings)
     runtime = second.runtime
     assert runtime is not None
+    other = second.graph.model is not first.graph.model
     return Beside(
         second.title,
         [Row.of(name, found[name], local.get(name)) for name in names],
@@ -212,6 +214,7 @@ def compare(first: Side, second: Side, scratch: Path, settings: Settings) -> Bes
         fault,
         environment(runtime),
         time.monotonic() - begin,
+        layer_losses({name: found[name].lost for name in names}) if other else [],
     )
 
 

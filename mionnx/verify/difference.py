@@ -25,6 +25,7 @@ class Difference:
         max_abs, sum_abs: of the absolute differences; infinite where one of the two is not finite and the other is.
         scale: the largest absolute value of the first array.
         max_ulp, sum_ulp: of the distances in units in the last place.
+        error: sum of the squared differences, where both are numbers.
         identical: whether all bits are the same (0 and -0 are, and NaN and NaN).
         finite: whether the first array has numbers only, but for what is masked.
     """
@@ -39,6 +40,7 @@ class Difference:
     finite: bool = True
     dot: float = 0.0
     squares: tuple[float, float] = (0.0, 0.0)
+    error: float = 0.0
     unit: str = "float32"
 
     def add(self, one: NDArray[Any], other: NDArray[Any]) -> None:
@@ -81,7 +83,8 @@ class Difference:
         self.sum_abs += float(apart.sum())
         self.finite &= bool(np.isfinite(one).all())
         fine = np.isfinite(one) & np.isfinite(other)
-        one, other = one[fine], other[fine]
+        one, other, apart = one[fine], other[fine], apart[fine]
+        self.error += float(apart @ apart)
         self.scale = max(self.scale, float(np.abs(one).max(initial=0)))
         self.dot += float(one @ other)
         self.squares = (self.squares[0] + float(one @ one), self.squares[1] + float(other @ other))
@@ -101,6 +104,11 @@ class Difference:
     def relative(self) -> float:
         """Largest absolute difference, as a share of the first array's largest absolute value."""
         return self.max_abs if self.max_abs in (0.0, np.inf) else self.max_abs / (self.scale or 1.0)
+
+    @property
+    def lost(self) -> float:
+        """Length of the difference as a share of the second array's length."""
+        return float(np.sqrt(self.error / self.squares[1])) if self.squares[1] else float(self.error > 0)
 
     @property
     def cosine(self) -> float:
@@ -132,6 +140,16 @@ def ulp_distance(one: NDArray[Any], other: NDArray[Any], unit: str = "float32") 
     return np.abs(lines[0] - lines[1])
 
 
+def _divergence(
+    first: NDArray[np.float64], second: NDArray[np.float64], equal: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """KL(first || second) of log probabilities [positions, vocab]; 0 where they are equal."""
+    kl = np.maximum((np.exp(first) * (first - second)).sum(-1), 0)
+    kl[np.isnan(kl)] = np.inf
+    kl[equal] = 0
+    return kl
+
+
 @dataclass
 class LogitDifference:
     """Difference of two models' next-token distributions over all positions of all prompts.
@@ -139,6 +157,7 @@ class LogitDifference:
     Attributes:
         positions: compared.
         sum_kl, max_kl: KL(first || second), in nats.
+        sum_back, max_back: KL(second || first), in nats.
         same_first: positions with the same top token.
         shared: number of tokens among both top `TOP`, over all positions.
     """
@@ -146,6 +165,8 @@ class LogitDifference:
     positions: int = 0
     sum_kl: float = 0.0
     max_kl: float = 0.0
+    sum_back: float = 0.0
+    max_back: float = 0.0
     same_first: int = 0
     shared: int = 0
 
@@ -159,12 +180,12 @@ class LogitDifference:
 
     def _add(self, one: NDArray[np.float64], other: NDArray[np.float64]) -> None:
         first, second = log_softmax(one, axis=-1), log_softmax(other, axis=-1)
-        kl = np.maximum((np.exp(first) * (first - second)).sum(-1), 0)
-        kl[np.isnan(kl)] = np.inf
-        kl[(one == other).all(-1)] = 0
+        equal = (one == other).all(-1)
+        kl, back = _divergence(first, second, equal), _divergence(second, first, equal)
         self.positions += len(one)
-        self.sum_kl += float(kl.sum())
+        self.sum_kl, self.sum_back = self.sum_kl + float(kl.sum()), self.sum_back + float(back.sum())
         self.max_kl = max(self.max_kl, float(kl.max(initial=0)))
+        self.max_back = max(self.max_back, float(back.max(initial=0)))
         self.same_first += int((one.argmax(-1) == other.argmax(-1)).sum())
         top = min(TOP, one.shape[-1])
         best = [np.argsort(-rows, axis=-1, kind="stable")[:, :top] for rows in (one, other)]
@@ -177,6 +198,8 @@ class LogitDifference:
             "positions": self.positions,
             "kl_mean": self.sum_kl / count,
             "kl_max": self.max_kl,
+            "kl_back_mean": self.sum_back / count,
+            "kl_back_max": self.max_back,
             "top_1": self.same_first / count,
             f"top_{min(TOP, vocab)}": self.shared / (count * min(TOP, vocab)),
         }

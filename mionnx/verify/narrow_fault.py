@@ -1,9 +1,10 @@
 """From a step between hook points to the nodes of it that make the difference.
 
-Every value of the step that both graphs have by the same name is looked at, in order: the nodes between it and the
-values before it run in the second runtime on what the first one has there. If no value differs that way, the fault is
-one of nodes together: a fusion, or casts that a runtime drops where they stand alone. Then the part is the shortest one
-that differs: up to the first value that does, from the last values that still let it.
+Every value of the step that both graphs have by the same name (in files of two tools: hook points) is looked at, in
+order: the nodes between it and the values before it run in the second runtime on what the first one has there. If no
+value differs that way, the fault is one of nodes together: a fusion, or casts that a runtime drops where they stand
+alone. Then the part is the shortest one that differs: up to the first value that does, from the last values that still
+let it.
 """
 
 from collections.abc import Sequence
@@ -132,6 +133,8 @@ def _shared(first: GraphUnderTest, second: GraphUnderTest, starts: Sequence[str]
     nodes = sorted(second.dataflow.ancestors([end], here))
     made = [name for i in nodes for name in second.dataflow.nodes[i].output if name]
     reads = second.dataflow.read_by(nodes) | {end}
+    if first.model.metadata.exporter != second.model.metadata.exporter:  # other names by chance mean other values
+        there &= {*first.model.order}
     return [name for name in made if name in there and name in reads and _told(first, second, name)]
 
 

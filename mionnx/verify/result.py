@@ -12,8 +12,8 @@ from mionnx.machine.brief import Brief, count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
-from mionnx.verify.difference import Difference
-from mionnx.verify.result_table import verification_table
+from mionnx.verify.result_table import loss_table, verification_table
+from mionnx.verify.rows import LayerLoss, Row
 from mionnx.view import Shown, Table, new_figure, render
 
 if TYPE_CHECKING:
@@ -23,42 +23,6 @@ LEAST = 1e-9  # where curves on a logarithmic axis begin: what is identical lies
 SHOWN = 8  # nodes of a step that are named
 NARROW = 80  # columns of a terminal that has no room for all numbers
 TWICE, ONE_THREAD, BATCH = "the same run twice", "1 thread and all", "row alone and in a batch"
-
-
-@dataclass(frozen=True)
-class Row(Storable):
-    """One hook point in one runtime beside the first.
-
-    Attributes:
-        name: of the hook point.
-        max_abs, mean_abs: absolute difference.
-        scale: the largest absolute value in the first runtime.
-        relative: max_abs as a share of scale.
-        cosine: of the angle between the two.
-        max_ulp, mean_ulp: distance in units in the last place, of the coarser of the two models' dtypes.
-        identical: whether all bits are.
-        finite: whether the first runtime has numbers only: NaN agrees with NaN, and says nothing.
-        local: what this step alone adds, as a share of scale; None where it was not measured.
-    """
-
-    name: str
-    max_abs: float
-    mean_abs: float
-    scale: float
-    relative: float
-    cosine: float
-    max_ulp: float
-    mean_ulp: float
-    identical: bool
-    finite: bool
-    local: float | None = None
-
-    @classmethod
-    def of(cls, name: str, found: Difference, local: Difference | None) -> "Row":
-        """From what was added up."""
-        added = None if local is None else local.relative
-        return cls(name, found.max_abs, found.mean_abs, found.scale, found.relative, found.cosine, found.max_ulp,
-                   found.mean_ulp, found.identical, found.finite, added)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,11 +57,13 @@ class Beside(Brief, Storable):
     Attributes:
         title: of the runtime.
         rows: one a hook point, in execution order.
-        logits: KL in nats, shares of positions with the same top token, and of the same top tokens.
+        logits: KL in nats, of the first's distribution from this one's and back ("kl_back_mean": KL(this || first)),
+            shares of positions with the same top token, and of the same top tokens.
         greedy: share of greedily chosen tokens that are the same, up to the first that differs; None if none were.
         fault: the first step that adds too much.
         environment: versions, options, processor.
         seconds: that it ran.
+        layers: of a second model, what each layer adds to its distance from the first.
     """
 
     title: str
@@ -107,6 +73,12 @@ class Beside(Brief, Storable):
     fault: Fault | None
     environment: dict[str, Any]
     seconds: float
+    layers: list[LayerLoss] = field(default_factory=list)
+
+    @property
+    def heaviest(self) -> LayerLoss | None:
+        """The layer that adds most to the distance of two models; None in a comparison of runtimes."""
+        return max(self.layers, key=lambda one: one.added, default=None)
 
     def _facts(self) -> Iterator[str]:
         yield from (self.title, count(len(self.rows), "hook point"))
@@ -194,7 +166,7 @@ class Verification(Shown):
     environment: dict[str, Any]
     repeats: list[Repeat] = field(default_factory=list)
     frame_height = 720
-    INSIDE: ClassVar = (Beside, Row, Fault, Repeat)
+    INSIDE: ClassVar = (Beside, Row, Fault, Repeat, LayerLoss)
 
     @property
     def agrees(self) -> bool:
@@ -285,6 +257,21 @@ class Verification(Shown):
         while not wide and table.narrower is not None and table.natural_width > NARROW:
             table = table.narrower
         return table
+
+    def loss_table(self, title: str | None = None) -> Table:
+        """For a terminal: what the first model lost of a second one, by hook point and layer.
+
+        Args:
+            title: of one of `besides`; the first with another model if left out.
+
+        Raises:
+            InputError: no second model was compared.
+        """
+        models = [beside for beside in self.besides if beside.layers]
+        if title is None and not models:
+            raise InputError("no second model was compared: give other=")
+        beside = models[0] if title is None else self.beside(title)
+        return loss_table(beside.rows, beside.layers, f"{self.title}: distance from {beside.title}")
 
     def _cells(self, beside: Beside) -> dict[str, str]:
         row, logits = beside.worst, beside.logits

@@ -6,6 +6,8 @@ from itertools import pairwise
 from rich.markup import escape
 from rich.table import Column
 
+from mionnx.graph.hook_points import HookPoint
+from mionnx.verify.rows import LayerLoss, Row
 from mionnx.view import Table
 
 GOING = ("cosine", "absolute", "greedy", "top 1", "KL, nats")  # left out in this order where there is no room
@@ -33,6 +35,24 @@ def repeats_table(rows: Sequence[tuple[str, ...]]) -> Table:
         table = Table(*(Column(head, no_wrap=head != "repeated") for head in heads))
         for *cells, first in rows:
             table.add_row(*cells, short_name(first) if short else first)
+        tables.append(table)
+    return _chain(tables)
+
+
+def loss_table(rows: Sequence[Row], layers: Sequence[LayerLoss], title: str) -> Table:
+    """Table of the distance of two models at each hook point, and what each layer adds."""
+    added = {str(HookPoint.ResidPost(one.layer)): one.added for one in layers}
+    most = max(added.values(), default=0.0)
+    tables = []
+    for short in (False, True):
+        heads = ("at" if short else "hook point", "distance", "layer adds", "relative", "this step")
+        table = Table(*(Column(head, no_wrap=True) for head in heads), title=escape(title))
+        for row in rows:
+            share = added.get(row.name)
+            text = "" if share is None else f"{share:+.1e}{' most' * (share == most)}"
+            local = "" if row.local is None else f"{row.local:.1e}"
+            name = short_name(row.name) if short else row.name
+            table.add_row(name, f"{row.lost:.1e}", text, f"{row.relative:.1e}", local)
         tables.append(table)
     return _chain(tables)
 

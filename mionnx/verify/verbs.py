@@ -56,7 +56,9 @@ def verify(
             always compared. If left out, the residual streams, or what was recorded.
         spec: interventions, in force in every runtime (torch is left out where one is a splice); its captures are
             compared too.
-        other: a second model, run in each of the runtimes as well: another dtype of the same checkpoint, say.
+        other: a second model, run in each of the runtimes as well: another dtype of the same checkpoint, or the
+            checkpoint of a quantised file. Its part of the result says which layer adds most to the distance of the
+            two, and KL(other || this) in nats; hook points that one of the two lacks are left out, and named.
         record: write the first runtime's values to this safetensors file, for another machine.
         against: compare with such a file instead of the first runtime; prompts may be left out.
         tolerance: largest difference, as a share of the hook point's largest value, that is agreement; by default

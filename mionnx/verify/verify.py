@@ -103,6 +103,7 @@ def verify(
     spec = request.spec or HookSpec()
     names = names_of(model, HOOKS if request.hooks is None else request.hooks, spec)
     notes: list[str] = []
+    names = _shared(model, names, request, notes)
     recording = RecordedValues.open(request.against) if request.against else None
     tolerance = _tolerance(request, model, recording)
     settings = Settings(tolerance, request.local, request.greedy, request.positions, progress, notes)
@@ -127,6 +128,27 @@ def verify(
     found = [one for runtime in again for one in _repeats(runtime, graph, request, failed, settings)]
     return Verification(_title(model, graph), first.title, besides, skipped, failed, settings.tolerance, notes,
                         list(prompts), hashed, where, found)  # fmt: skip
+
+
+def _shared(model: HookedModel, names: list[str], request: Request, notes: list[str]) -> list[str]:
+    """The hook points of both models; a note on those of the first only.
+
+    Raises:
+        HookError: one of those was asked for by its name.
+    """
+    other = request.other
+    missing = [name for name in names if other is not None and name not in other.order]
+    if other is None or not missing:
+        return names
+    hooks = request.hooks if request.hooks is not None else HOOKS
+    given = {str(hook) for hook in ([hooks] if isinstance(hooks, str | HookPoint) else hooks)}
+    asked = next((name for name in missing if name in given), None)
+    shared = [name for name in names if name not in missing]
+    if asked or not shared:
+        raise HookError(f"{other.folder.name} has no hook point {asked or missing[0]!r}: choose hooks that both have")
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    notes.append(f"{other.folder.name} has no {', '.join(missing[:3])}{more}: left out of the comparison")
+    return shared
 
 
 def _check(request: Request, calls: Sequence[TokenBatch]) -> None:
@@ -267,9 +289,6 @@ def _others(
     """The second model in every runtime that can run it."""
     if request.other is None:
         return []
-    missing = [name for name in names if name not in request.other.order]
-    if missing:
-        raise HookError(f"{request.other.folder.name} has no hook point {missing[0]!r}: choose hooks that both have")
     sides = [
         Side(GraphUnderTest(request.other, graph.spec, names, graph.calls, "other model"), one) for one in runtimes
     ]
