@@ -78,6 +78,7 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     source = open_source(file)
     stock_inputs = {value: str(value.name) for value in source.model.graph.inputs}
     progress("recognising", 1, STAGES)
+    source.model.graph.sort()  # float16 converters put casts at the end
     modernise(source.model)
     infer_types(source.model)
     name_inputs(source.model)
