@@ -16,8 +16,10 @@ from exporters.adopt.extension import AS_STOCK, Plain, complete
 from exporters.adopt.interface import heeds_mask, name_inputs, supply_positions
 from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.operators import expand
+from exporters.adopt.operators.fused import Fused
 from exporters.adopt.opset import modernise
 from exporters.adopt.recognise import Recognised, recognise
+from exporters.adopt.restorable import keep_fused
 from exporters.adopt.self_check import (
     INT8,
     LawResult,
@@ -80,7 +82,8 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     modernise(source.model)
     infer_types(source.model)
     name_inputs(source.model)
-    expanded = expand(source.model)
+    fused: list[Fused] = []
+    expanded = expand(source.model, fused)
     positions = supply_positions(source.model)
     found = recognise(source.model.graph)
     stock_logits = str(found.flow.logits.name)
@@ -110,6 +113,7 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     sinks, attends = any(one.sink for one in found.attention), proto is plain.proto and "mask" in plain.lacks
     said = {**({SINKS: "in the softmax"} if sinks else {}), **({ATTENDS_TO_PADDING: "yes"} if attends else {})}
     _write(proto, source, found, probed, names, said, target, progress)
+    keep_fused(proto, target, probed, fused, len(found.attention), found.notes)
     _open(target)
     return Adopted(file, names, expanded, laws, found.notes)
 
@@ -184,7 +188,7 @@ def _as_stock(
     except ExportError as error:
         notes.append(f"the file as it came does not run on the probe, so logits were not compared: {error}")
         return []
-    allowed = INT8 if rounds_activations(stock) else layers * found.rounding
+    allowed = layers * (INT8 if rounds_activations(stock) else found.rounding)
     return [compare(AS_STOCK, None, found.values["logits"], expected, allowed)]
 
 
