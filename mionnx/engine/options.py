@@ -57,6 +57,9 @@ class Options:
             structure runs many times on other values. For the provider "cuda", and graphs without control flow. What
             is captured is then copied to the CPU at once.
         engine: "onnxruntime", "openvino", "onnxruntime-web" or "reference"; see `mionnx.engine.engines`.
+        fused: run an adopted file's own fused operators where a spec touches nothing inside them, on the CPU: the
+            file's speed, and its bits where nothing is touched. Without, all specs compute in the same standard nodes,
+            and a capture changes no bit of the logits.
     """
 
     provider: str = "cpu"
@@ -70,6 +73,7 @@ class Options:
     level: str = "all"
     cuda_graphs: bool = False
     engine: str = ONNX_RUNTIME
+    fused: bool = True
 
     def __post_init__(self) -> None:
         """Refuse what no session can be opened with.

@@ -15,10 +15,11 @@ The format, on one page:
    A recurrent model also names what its recurrence reads after the gates, for values that are derived from it:
    `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
-   `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`. See `mionnx.graph.metadata`.
+   `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`, and `fused` of an adopted file. See
+   `mionnx.graph.metadata`.
 7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
    the graph, a weight outside the folder or beyond the end of its file, weight files that are not those that were
-   exported (`mionnx.graph.weight_check`).
+   exported (`mionnx.graph.weight_check`), a fused operator that its nodes cannot stand for.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,9 @@ from numpy.typing import DTypeLike
 
 from mionnx.errors import HookError, ModelError, nearest
 from mionnx.graph import onnx_file, validate, weight_check
+from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.folder_file import read_json
+from mionnx.graph.fused_operators import read_fused
 from mionnx.graph.hook_points import HookPoint, layer_of
 from mionnx.graph.influence import Influence
 from mionnx.graph.io_names import cache_names
@@ -90,6 +93,7 @@ class HookedModel:
         """
         proto = onnx_file.read(folder / GRAPH, LARGEST)
         metadata = Metadata.from_props(onnx_file.properties(proto))
+        read_fused(Dataflow(proto), metadata.fused)
         known = validate.check(proto, folder, [_shapes(proto, *tokens) for tokens in TOKENS])
         made = {output for node in proto.graph.node for output in node.output}
         for name, axes in metadata.hooks.items():

@@ -76,6 +76,7 @@ class Metadata:
         weight_files: weight file -> "size", "sampled" and "sha256" (`mionnx.graph.weight_check`); none in a model of
             an earlier mionnx.
         context_length: the longest text that the checkpoint was made for, as its config says; None if it does not.
+        fused: fused operators that an adopted file came with (`mionnx.graph.fused_operators`); not written if none.
     """
 
     family: str
@@ -87,6 +88,7 @@ class Metadata:
     weights_sha256: str = ""
     weight_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     context_length: int | None = None
+    fused: list[str] = field(default_factory=list)
 
     @property
     def recurrent(self) -> bool:
@@ -100,9 +102,10 @@ class Metadata:
 
     def to_props(self) -> dict[str, str]:
         """As `metadata_props`: one JSON text a field."""
+        values = {key: value for key, value in asdict(self).items() if value or key != "fused"}
         return {
             f"{PREFIX}format": json.dumps(FORMAT_VERSION),
-            **{f"{PREFIX}{key}": json.dumps(value, separators=(",", ":")) for key, value in asdict(self).items()},
+            **{f"{PREFIX}{key}": json.dumps(value, separators=(",", ":")) for key, value in values.items()},
         }
 
     @classmethod
@@ -161,6 +164,8 @@ def _check(read: Metadata) -> None:
     _expect(isinstance(read.weight_files, dict), "weight_files", "a table of files", read.weight_files)
     for file, facts in read.weight_files.items():
         _expect(isinstance(facts, dict), f"weight_files[{file!r}]", "a table", facts)
+    known = isinstance(read.fused, list) and all(isinstance(text, str) for text in read.fused)
+    _expect(known, "fused", "a list of texts", read.fused)
     for layer, entry in enumerate(read.attention):
         _expect(isinstance(entry.output_projection, str), f"attention[{layer}]", "of a weight by its name", entry)
         _expect(isinstance(entry.output_is_rows, bool), f"attention[{layer}].output_is_rows", "true or false", entry)

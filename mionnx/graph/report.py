@@ -8,12 +8,13 @@ from mionnx.errors import SpecFileError
 
 @dataclass
 class Report:
-    """Nodes that a rewrite added and removed, by name, and new inputs and outputs."""
+    """Names of nodes added and removed, new inputs and outputs; count of fused operators."""
 
     added: dict[str, list[str]] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
+    restored: int = 0
 
     def add(self, where: str, node: str) -> None:
         """Note a node added at a hook point."""
@@ -40,4 +41,5 @@ class Report:
         lines += [f"removed: {len(self.removed)} nodes that nothing reads any more"] if self.removed else []
         lines += [f"new inputs: {', '.join(self.inputs)}"] if self.inputs else []
         lines += [f"new outputs: {', '.join(self.outputs)}"] if self.outputs else []
+        lines += [f"fused operators of the file that stand: {self.restored}"] if self.restored else []
         return "\n".join(lines) or "the graph is untouched"

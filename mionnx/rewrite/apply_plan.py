@@ -4,14 +4,17 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from mionnx.errors import InterventionError
-from mionnx.graph.builder import edit, serialise
+from mionnx.graph.builder import edit, to_proto
+from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
+from mionnx.graph.fused_operators import read_fused
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
+from mionnx.graph.restore import restore
 from mionnx.rewrite.capture import capture
 from mionnx.rewrite.intervene import intervene
-from mionnx.rewrite.plan import Plan
+from mionnx.rewrite.plan import NONE, PADDED, Plan
 from mionnx.rewrite.prune import prune
 from mionnx.rewrite.restrict_outputs import restrict
 
@@ -31,7 +34,12 @@ def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[by
         InterventionError: an intervention that no output depends on.
     """
     graph, report = apply_plan(origin, plan, metadata)
-    return serialise(graph, origin), report
+    proto = to_proto(graph, origin, {})
+    if plan.fused != NONE and metadata.fused:
+        flow = Dataflow(origin)
+        proto, report.restored = restore(proto, flow, read_fused(flow, metadata.fused), padding=plan.fused == PADDED)
+    proto.metadata_props.extend(origin.metadata_props)
+    return proto.SerializeToString(), report
 
 
 def apply_plan(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[gs.Graph, Report]:

@@ -136,6 +136,7 @@ class CaptureNode:
 
 LOGIT_COLUMNS, LOGIT_TOKENS, TOP_K = "mionnx.logits.columns", "mionnx.logits.tokens", "mionnx.logits.top_k"
 TOP_IDS = "mionnx.logits.top_ids"
+NONE, PADDED, ALL = "none", "padded", "all"  # fused operators that may stand
 
 
 @dataclass(frozen=True)
@@ -170,12 +171,20 @@ class Plan:
         captures: captures, in execution order.
         outputs: which of the model's own outputs.
         starts: values that are inputs of the graph, which begins with them; none if it begins with the tokens.
+        fused: of the fused operators that an adopted file came with, those that may stand where nothing inside them is
+            asked for: "none", "padded" (those that are right for padded texts too), or "all".
     """
 
     edits: tuple[Edit, ...] = ()
     captures: tuple[CaptureNode, ...] = ()
     outputs: Outputs = Outputs()
     starts: tuple[str, ...] = ()
+    fused: str = NONE
+
+    @property
+    def touches(self) -> bool:
+        """Whether anything between tokens and outputs is changed or captured."""
+        return bool(self.edits or self.captures or self.starts)
 
     @property
     def empty(self) -> bool:

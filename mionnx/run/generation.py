@@ -25,6 +25,7 @@ from mionnx.machine.brief import Brief, count, shape_of, spelled
 from mionnx.machine.stored import Stored
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
+from mionnx.run.fused_plan import with_fused
 from mionnx.run.graph_pool import GraphPool
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
@@ -206,7 +207,7 @@ class _Passes:
         all_logits = keeps_logits or bound.touches(HookPoint.Logits)
         self.bound = bound.with_outputs(Outputs(last=not all_logits))
         self.batch, self.keeps_logits = batch, keeps_logits
-        self.program = pool.get(self.bound.plan).program
+        self.program = pool.get(with_fused(self.bound.plan, bound.model, pool.options, batch)).program
         self.weights = self.program.resident(bound.weights)
         self.past: dict[str, Value] = past_inputs(bound.model, past, batch)
         self.present_to_past = present_to_past(bound.model)

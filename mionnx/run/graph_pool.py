@@ -18,6 +18,7 @@ from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.once import KeyedLocks, once_property
 from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan, Report, rewrite
+from mionnx.rewrite.plan import NONE
 from mionnx.run import find_model, prepacked
 from mionnx.run.segment_chain import SegmentChain, open_segments
 
@@ -70,6 +71,7 @@ class GraphPool:
         if options.base not in WHEN:
             raise InputError(f"base {options.base!r}; one of {', '.join(WHEN)}{nearest(options.base, WHEN)}")
         self.model, self.options, self.engine = model, options, ready_engine(options)
+        self._stock = replace(options, fast=True)  # as ONNX Runtime opens a file by itself
         self.open: dict[Key, OpenGraph | SegmentChain] = {}
         self._lock = RLock()  # of the dictionary and the numbers here; held for no longer than they are read
         self._opening: KeyedLocks[Key] = KeyedLocks()
@@ -196,7 +198,19 @@ class GraphPool:
             self._opened += 1
             self._plain.add(key)
 
+    def _make_fused(self, plan: Plan) -> OpenGraph:
+        """The graph of a plan with the file's fused operators, which no base has.
+
+        Where nothing is touched it is opened as the file itself would be.
+        """
+        model, report = rewrite(self.model.proto, plan, self.model.metadata)
+        options = self.options if plan.touches else self._stock
+        program = self.engine.open(model, self.model.folder, options)
+        return OpenGraph(plan, program, report, model, self.weights, options)
+
     def _make(self, plan: Plan) -> OpenGraph:
+        if plan.fused != NONE:
+            return self._make_fused(plan)
         base = self._find_base()
         if base is not None and base.serves(plan, self.model):
             model, report = self._rewritten(base, plan)

@@ -27,6 +27,7 @@ from mionnx.rewrite import Plan
 from mionnx.rewrite.plan import Outputs
 from mionnx.run import find_model, idle_memory, model_dtype, spec_graphs, tokenizing
 from mionnx.run.dynamic_rounding import warn_of_dynamic_rounding
+from mionnx.run.fused_plan import with_fused
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache, collect
 from mionnx.run.nan_logits import checked, refuse_nan
@@ -88,6 +89,7 @@ class Runner:
         cuda_graphs: bool = False,
         engine: str = ONNX_RUNTIME,
         check: str = "sampled",
+        fused: bool = True,
     ) -> Self:
         """Open a model.
 
@@ -104,6 +106,7 @@ class Runner:
             engine: "onnxruntime", "openvino", "onnxruntime-web" or "reference" (onnx's own evaluator).
             check: compare the weights with what was exported: "sampled" (under a millisecond a file), "full" (every
                 byte), or "none" where they were changed on purpose.
+            fused: let an adopted file's fused operators stand where a spec touches nothing; see `mionnx.Options`.
 
         Raises:
             ModelError: no model there, or a damaged one.
@@ -124,6 +127,7 @@ class Runner:
             provider_options=provider_options or {},
             cuda_graphs=cuda_graphs,
             engine=engine,
+            fused=fused,
         )
         model_dtype.check_name(dtype)
         lacking = ready_engine(options).lacks(options)  # refused before a checkpoint is exported
@@ -255,7 +259,8 @@ class Runner:
         batch = make_token_batch(self._ids(tokens), attention_mask, past, self.hooked.metadata.sizes, prompt_length)
         inputs = bound.inputs(batch, past, use_cache)
         _refuse_too_large(bound, batch)
-        graph = self.variants.get(bound.plan, batch.batch * batch.seq)
+        plan = with_fused(bound.plan, self.hooked, self.options, batch)
+        graph = self.variants.get(plan, batch.batch * batch.seq)
         results = graph.run(bound.outputs(use_cache), inputs)
         if logits:
             mask, length = attention_mask, prompt_length

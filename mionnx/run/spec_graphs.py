@@ -10,6 +10,7 @@ from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.rewrite import Report
 from mionnx.rewrite.plan import Outputs
+from mionnx.run.fused_plan import with_fused
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.spec.hook_spec import HookSpec
 
@@ -43,7 +44,9 @@ def warm(model: OpenModel, hooks: HookSpec, logits: bool | Logits = True) -> Non
         model.warm(HookSpec().capture("blocks.*.attn.hook_pattern"))
     """
     part = logits if isinstance(logits, Logits) else Logits()
-    compile_graph(model, hooks, part.outputs(bool(logits)) if logits else Outputs(logits=False, carried=False))
+    outputs = part.outputs(bool(logits)) if logits else Outputs(logits=False, carried=False)
+    plan = model.binder.bind(hooks, outputs).plan
+    model.variants.get(with_fused(plan, model.binder.model, model.variants.options))
 
 
 def prepare(model: OpenModel) -> bool:

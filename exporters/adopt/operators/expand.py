@@ -11,6 +11,7 @@ import onnx_ir.passes.common as passes
 
 from exporters.adopt.operators.attention import grouped_query, multi_head, packed_attention, standard_attention
 from exporters.adopt.operators.elementwise import fused_product, gelu, turned_keys, turns_keys_at_once
+from exporters.adopt.operators.fused import Fused, supporting
 from exporters.adopt.operators.norms import simplified_norm, skip_norm
 from exporters.adopt.operators.op_writer import TOKENS, OpWriter
 from exporters.adopt.operators.rotary import rotary, standard_rotary
@@ -37,8 +38,12 @@ EXPANSIONS: dict[tuple[str, str], Expansion] = {
 }
 
 
-def expand(model: ir.Model) -> dict[str, int]:
+def expand(model: ir.Model, record: list[Fused] | None = None) -> dict[str, int]:
     """Expand fused operators in place.
+
+    Args:
+        model: a foreign graph.
+        record: takes each operator as it was, and what reads its inputs now.
 
     Returns:
         operator -> how many of it were expanded.
@@ -47,18 +52,26 @@ def expand(model: ir.Model) -> dict[str, int]:
         ExportError: one whose sizes are unknown, or of which an output is read that standard operators do not make.
     """
     passes.CommonSubexpressionEliminationPass()(model)  # sessions duplicate a DequantizeLinear for every reader
-    op, done = OpWriter(model), Counter[str]()
+    op, done, fused = OpWriter(model), Counter[str](), list[Fused]()
     for node in list(model.graph):
         write = turned_keys if turns_keys_at_once(node) else EXPANSIONS.get((node.domain, node.op_type))
         if write is not None:
             op.begin()
-            _replace(model.graph, node, write(op, node), op.nodes)
+            made = write(op, node)
+            fused.append(Fused.of(node, made, op.nodes))
+            _replace(model.graph, node, made, op.nodes)
             done[node.op_type] += 1
     if done:
         model.graph.sort()
+        kept = supporting(fused) if record is not None else []
+        model.graph.outputs.extend(kept)  # lengths that fused operators alone read
         passes.RemoveUnusedNodesPass()(model)
+        for value in kept:
+            model.graph.outputs.remove(value)
         for value in [value for value in model.graph.inputs if not value.uses() and value.name != TOKENS]:
             model.graph.inputs.remove(value)
+    if record is not None:
+        record.extend(fused)
     return dict(done)
 
 

@@ -1,0 +1,107 @@
+"""Fused operators before their expansion, by the names of their values at the end of an adoption."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import onnx
+import onnx_ir as ir
+
+from exporters.adopt.flow import SIZES
+from mionnx.graph.fused_operators import CALL, OPERATORS, SUPPORT
+
+Read = tuple[ir.Node, int]  # a node, and the place of an input of it
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A fused operator.
+
+    Attributes:
+        domain, name: of the operator.
+        attributes: its own.
+        inputs: the values that it read.
+        reads: for each of these, what reads it among the nodes that stand for the operator. Hook points may be put
+            between the two, so that the operator has to read what these nodes read in the end.
+        outputs: the values that it made, as the nodes make them that stand for it.
+    """
+
+    domain: str
+    name: str
+    attributes: tuple[ir.Attr, ...]
+    inputs: tuple[ir.Value | None, ...]
+    reads: tuple[tuple[Read, ...], ...]
+    outputs: tuple[ir.Value | None, ...]
+
+    @classmethod
+    def of(cls, node: ir.Node, made: Mapping[int, ir.Value], nodes: Iterable[ir.Node]) -> "Fused":
+        """Take down a node that other nodes will stand for.
+
+        Args:
+            node: the operator.
+            made: place of an output -> the value in its stead.
+            nodes: those that stand for it.
+        """
+        places = [(one, place) for one in nodes if one.op_type not in SIZES for place in range(len(one.inputs))]
+        reads = tuple(
+            tuple(read for read in places if value is not None and read[0].inputs[read[1]] is value)
+            for value in node.inputs
+        )
+        outputs = tuple(made.get(place) if _wanted(value) else None for place, value in enumerate(node.outputs))
+        return cls(node.domain, node.op_type, tuple(node.attributes.values()), tuple(node.inputs), reads, outputs)
+
+    @property
+    def lengths(self) -> list[ir.Value]:
+        """Its inputs without a reader among the nodes in its place."""
+        pairs = zip(self.inputs, self.reads, strict=True)
+        return [value for value, reads in pairs if value is not None and not reads]
+
+    def proto(self) -> onnx.NodeProto | None:
+        """The operator by the names of today; None if its values are not in the graph any more."""
+        inputs = [self._input(place) for place in range(len(self.inputs))]
+        outputs = [value if value is not None and _stands(value) else None for value in self.outputs]
+        if None in inputs or not any(value is not None for value in outputs):
+            return None
+        names = ["" if value is None else str(value.name) for value in outputs]
+        while names and not names[-1]:
+            names.pop()
+        made = onnx.helper.make_node(self.name, [str(name) for name in inputs], names, domain=self.domain)
+        made.attribute.extend(ir.to_proto(attribute) for attribute in self.attributes)
+        return made
+
+    def _input(self, place: int) -> str | None:
+        """The name of an input, empty if left out; None if it is not one value of the graph."""
+        value = self.inputs[place]
+        if value is None:
+            return ""
+        found = {node.inputs[at] for node, at in self.reads[place] if node.graph is not None} or {value}
+        (one, *others) = found
+        return str(one.name) if one is not None and not others and _stands(one) else None
+
+
+def _wanted(value: ir.Value) -> bool:
+    return bool(value.uses()) or value.is_graph_output()
+
+
+def _stands(value: ir.Value) -> bool:
+    """Whether a value is one of the graph."""
+    node = value.producer()
+    return node.graph is not None if node is not None else value.is_graph_input() or value.is_initializer()
+
+
+def supporting(fused: Iterable[Fused]) -> list[ir.Value]:
+    """The values that fused operators alone read, if few nodes compute them from the call."""
+    found: dict[ir.Value, None] = {}
+    for one in fused:
+        if (one.domain, one.name) in OPERATORS:
+            found |= dict.fromkeys(value for value in one.lengths if _is_length(value))
+    return list(found)
+
+
+def _is_length(value: ir.Value) -> bool:
+    nodes, waiting = set[ir.Node](), [value]
+    while waiting:
+        node = waiting.pop().producer()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [entry for entry in node.inputs if entry is not None]
+    return 0 < len(nodes) <= SUPPORT and all(node.op_type in CALL for node in nodes)

@@ -1,0 +1,216 @@
+"""Fused operators of an adopted file: what each stands for in its graph, read from metadata and checked.
+
+The graph of an adopted file has standard nodes in the place of its fused operators, so that hooks can stand between
+them. The operators themselves are kept in the metadata, one node each, by the names of the values that they read and
+make: `restore` puts one back where nothing between is asked for.
+
+Metadata may come from anybody. A node is taken only if its operator is in the table `OPERATORS`, its attributes are
+plain numbers, it reads and makes values of the graph, and the nodes between those values are such as its expansion has,
+reading nothing else but small constants and what follows from the sizes of the call, its mask and its positions.
+"""
+
+import base64
+import binascii
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import onnx
+from google.protobuf.message import DecodeError
+
+from mionnx.errors import ModelError
+from mionnx.graph.dataflow import Dataflow
+
+MICROSOFT = "com.microsoft"
+LARGEST = 2**14  # characters of one node's text
+SUPPORT = 16  # nodes that compute what only fused operators read, lengths say
+
+NORM = frozenset(("Mul", "Add", "Sqrt", "Div", "ReduceMean", "LayerNormalization", "Identity"))
+ROTATION = frozenset(
+    ("Gather", "Unsqueeze", "Squeeze", "Split", "Mul", "Sub", "Add", "Concat", "Reshape", "Transpose", "Identity")
+)
+GELU = frozenset(("Mul", "Add", "Tanh", "Erf", "Sigmoid", "Identity"))
+PRODUCT = frozenset(("MatMul", "Transpose", "Mul", "Identity"))
+ATTENTION = ROTATION | {"MatMul", "Div", "Tanh", "Where", "Softmax", "Expand", "Slice", "Shape"}
+# What computes masks and lengths of a call.
+CALL = frozenset(
+    ("Shape", "Slice", "Squeeze", "Unsqueeze", "Range", "Sub", "Add", "LessOrEqual", "Greater", "And", "Cast", "Gather")
+) | {"Identity", "Constant", "ReduceSum", "Reshape"}
+
+Operator = tuple[str, str]  # domain, name
+# Operator -> what its expansion is made of.
+OPERATORS: dict[Operator, frozenset[str]] = {
+    ("", "SimplifiedLayerNormalization"): NORM,
+    (MICROSOFT, "SimplifiedLayerNormalization"): NORM,
+    (MICROSOFT, "SkipSimplifiedLayerNormalization"): NORM,
+    (MICROSOFT, "SkipLayerNormalization"): NORM,
+    (MICROSOFT, "RotaryEmbedding"): ROTATION,
+    (MICROSOFT, "GroupQueryAttention"): ATTENTION,
+    (MICROSOFT, "MultiHeadAttention"): ATTENTION,
+    (MICROSOFT, "Gelu"): GELU,
+    (MICROSOFT, "BiasGelu"): GELU,
+    (MICROSOFT, "FastGelu"): GELU,
+    (MICROSOFT, "QuickGelu"): GELU,
+    (MICROSOFT, "FusedMatMul"): PRODUCT,
+    ("", "Transpose"): frozenset(("Transpose", "Identity")),
+}
+# Those that take lengths and positions from the call in their own way: right for texts without padding only.
+UNPADDED: dict[Operator, frozenset[str]] = {
+    (MICROSOFT, "GroupQueryAttention"): frozenset(
+        ("num_heads", "kv_num_heads", "scale", "local_window_size", "softcap", "do_rotary", "rotary_interleaved")
+    )
+    | {"smooth_softmax"}
+}
+PLAIN = (onnx.AttributeProto.FLOAT, onnx.AttributeProto.INT, onnx.AttributeProto.INTS)
+
+
+@dataclass(frozen=True)
+class FusedOperator:
+    """One fused operator, and the nodes of the graph that stand for it.
+
+    Attributes:
+        node: the operator, by the names of the graph's values.
+        region: indices of the nodes that stand for it.
+        inner: the values that only these may read for the operator to stand in their place.
+        support: indices of nodes that compute what it alone reads, such as the lengths of the texts.
+        unpadded: whether it is right only for texts without padding.
+    """
+
+    node: onnx.NodeProto
+    region: tuple[int, ...]
+    inner: frozenset[str]
+    support: tuple[int, ...]
+    unpadded: bool
+
+
+def written(node: onnx.NodeProto) -> str:
+    """A fused operator as the metadata hold it."""
+    return base64.b64encode(node.SerializeToString(deterministic=True)).decode("ascii")
+
+
+def read_fused(flow: Dataflow, texts: Sequence[str]) -> list[FusedOperator]:
+    """Read the fused operators of a graph.
+
+    Args:
+        flow: of the graph.
+        texts: as `written` made them.
+
+    Raises:
+        ModelError: one that cannot be what the graph's nodes stand for.
+    """
+    reader, found = _Reader(flow), list[FusedOperator]()
+    for text in texts:
+        node = _parse(text)
+        try:
+            found.append(reader.operator(node))
+        except ValueError as error:
+            raise ModelError(f"the metadata's fused {node.op_type[:60]} cannot stand in this graph: {error}") from error
+    made = [name for one in found for name in one.node.output if name]
+    if len({*made}) < len(made):
+        raise ModelError("the metadata have two fused operators that make the same value")
+    return found
+
+
+def _parse(text: str) -> onnx.NodeProto:
+    node = onnx.NodeProto()
+    if len(text) > LARGEST:
+        raise ModelError(f"a fused operator in the metadata has more than {LARGEST:,} characters: refused")
+    try:
+        node.ParseFromString(base64.b64decode(text, validate=True))
+    except (binascii.Error, DecodeError, ValueError) as error:
+        raise ModelError("a fused operator in the metadata is damaged") from error
+    return node
+
+
+class _Reader:
+    """Checks nodes against one graph."""
+
+    def __init__(self, flow: Dataflow) -> None:
+        graph = flow.proto.graph
+        self.flow = flow
+        self.held = {tensor.name: tensor for tensor in graph.initializer}
+        self.inputs = {value.name for value in graph.input} - self.held.keys()
+
+    def operator(self, node: onnx.NodeProto) -> FusedOperator:
+        """Check one node.
+
+        Raises:
+            ValueError: what it may not be.
+        """
+        kind = node.domain, node.op_type
+        _check_node(node)
+        for name in filter(None, node.input):
+            _expect(name in self.flow.producers or name in self.held or name in self.inputs, f"{name!r} is no value")
+        ends = [name for name in node.output if name]
+        _expect(bool(ends) and all(name in self.flow.producers for name in ends), "no node makes what it makes")
+        above, known = self.flow.ancestors(ends, {*node.input}), {*filter(None, node.input)}
+        region = self._region(above, known)
+        names = {self.flow.nodes[i].op_type for i in region}
+        other = sorted(names - OPERATORS[kind])
+        _expect(not other, f"{', '.join(other)} stands between what it reads and makes")
+        made = {name for i in region for name in self.flow.nodes[i].output if name}
+        _expect({*ends} <= made, "what it makes does not follow from what it reads")
+        unpadded = self._check_others(above - region, region, known | made) or kind in UNPADDED
+        _expect(not unpadded or kind in UNPADDED, "it depends on the call besides what it reads")
+        inner = made - {*ends} - self._aliases(region, ends)
+        return FusedOperator(node, tuple(sorted(region)), frozenset(inner), self._support(region, known), unpadded)
+
+    def _region(self, above: set[int], known: set[str]) -> set[int]:
+        """The nodes among some that follow from known values."""
+        values, region = {*known}, set[int]()
+        for i in sorted(above):
+            if not values.isdisjoint(self.flow.reads[i]):
+                region.add(i)
+                values.update(self.flow.nodes[i].output)
+        return region
+
+    def _check_others(self, others: set[int], region: set[int], known: set[str]) -> bool:
+        """Check the other reads of a region; returns whether any follows from the call."""
+        strange = sorted({self.flow.nodes[i].op_type for i in others} - CALL)
+        _expect(not strange, f"its nodes depend on {', '.join(strange)}")
+        read = self.flow.read_by(region | others) - known - {name for i in others for name in self.flow.nodes[i].output}
+        weights = [name for name in read & self.held.keys() if self.held[name].external_data]
+        _expect(not weights, f"its nodes read the weight {', '.join(weights)}")
+        return not self.inputs.isdisjoint(read)
+
+    def _aliases(self, region: Iterable[int], ends: Iterable[str]) -> set[str]:
+        """The outputs of an operator, and hook points that share their values."""
+        found = {*ends}
+        for i in sorted(region):
+            node = self.flow.nodes[i]
+            if node.op_type == "Identity" and node.input[0] in found:
+                found.update(node.output)
+        return found
+
+    def _support(self, region: set[int], known: set[str]) -> tuple[int, ...]:
+        """The nodes that compute inputs without a reader in the region."""
+        nodes = self.flow.ancestors(known - self.flow.read_by(region))
+        strange = sorted({self.flow.nodes[i].op_type for i in nodes} - CALL)
+        _expect(not strange, f"what it reads depends on {', '.join(strange)}")
+        _expect(len(nodes) <= SUPPORT, f"what it reads takes {len(nodes)} nodes to compute")
+        return tuple(sorted(nodes))
+
+
+def _check_node(node: onnx.NodeProto) -> None:
+    kind = node.domain, node.op_type
+    _expect(kind in OPERATORS, "it is none of the operators that are expanded")
+    for attribute in node.attribute:
+        _expect(attribute.type in PLAIN, f"its attribute {attribute.name!r} is no number")
+        known = UNPADDED.get(kind)
+        _expect(known is None or attribute.name in known, f"its attribute {attribute.name!r} is not known")
+
+
+def _expect(known: bool, what: str) -> None:
+    if not known:
+        raise ValueError(what[:300])
+
+
+def standing(flow: Dataflow, nodes: Iterable[onnx.NodeProto]) -> list[str]:
+    """The texts of those of some operators that can stand in a graph."""
+    found: list[str] = []
+    for node in nodes:
+        try:
+            read_fused(flow, [written(node)])
+        except ModelError:
+            continue
+        found.append(written(node))
+    return found

@@ -1,0 +1,92 @@
+"""Which fused operators of a file are kept for specs that touch nothing: those that run, and give what nodes give."""
+
+import base64
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import fused_llama
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from exporters.adopt import adopt, restorable
+from mionnx import HookSpec, MIModel
+from mionnx.graph.restore import restore
+
+FOREIGN = Path(__file__).parents[1] / "shared" / "foreign"
+IDS = np.random.default_rng(0).integers(3, 90, (2, 9))
+
+
+def kept(folder):
+    """Operator -> how many of it the metadata have."""
+    texts = MIModel.from_pretrained(folder).hooked.metadata.fused
+    return Counter(onnx.NodeProto.FromString(base64.b64decode(text)).op_type for text in texts)
+
+
+@pytest.fixture
+def optimised(tmp_path):
+    """A file of optimum after ONNX Runtime's own optimizer."""
+    from onnxruntime.transformers.optimizer import optimize_model
+
+    shutil.copytree(FOREIGN / "optimum", tmp_path / "optimised")
+    file = tmp_path / "optimised" / "model.onnx"
+    optimize_model(str(file), "gpt2", 0, 0).save_model_to_file(str(file))
+    return file
+
+
+def test_an_optimised_file_runs_as_it_came(optimised, tmp_path):
+    found = adopt(optimised, tmp_path / "hooked")
+    assert kept(tmp_path / "hooked") == Counter(found.expanded)
+    assert found.expanded["SkipSimplifiedLayerNormalization"] == 4
+    model = MIModel.from_pretrained(tmp_path / "hooked")
+    session = onnxruntime.InferenceSession(optimised, providers=["CPUExecutionProvider"])
+    past = np.zeros((2, model.num_kv_heads, 0, model.head_dim), np.float32)
+    known = {"input_ids": IDS, "attention_mask": np.ones_like(IDS), "position_ids": np.tile(np.arange(9), (2, 1))}
+    expected = session.run(["logits"], {one.name: known.get(one.name, past) for one in session.get_inputs()})[0]
+    np.testing.assert_array_equal(model.forward(IDS).output(), expected)
+    ids = [IDS[0].tolist(), IDS[1, :4].tolist()]  # with padding too: nothing in this file looks for lengths
+    plain = MIModel.from_pretrained(tmp_path / "hooked", fused=False)
+    spec = HookSpec().capture("blocks.1.attn.hook_pattern")
+    one, other = model.forward(ids, spec), plain.forward(ids, spec)
+    assert [*model.compiled.values()][-1].report.restored == len(model.hooked.metadata.fused)
+    np.testing.assert_allclose(one["pattern", 1], other["pattern", 1], atol=1e-5)
+
+
+def test_operators_that_do_not_run_here_are_left_out_and_said(tmp_path):
+    """ONNX Runtime's attention wants heads of a multiple of 16; this file has 8."""
+    found = adopt(FOREIGN / "genai-fp32", tmp_path / "hooked")
+    assert kept(tmp_path / "hooked") == {"SimplifiedLayerNormalization": 1, "SkipSimplifiedLayerNormalization": 4}
+    (note,) = [note for note in found.notes if "standard nodes always stand" in note]
+    assert "GroupQueryAttention" in note
+    assert "multiple of 16" in note
+    model = MIModel.from_pretrained(tmp_path / "hooked")
+    assert np.isfinite(model.forward(IDS).output()).all()
+
+
+def test_operators_with_attributes_that_nodes_have_not_are_left_out(tmp_path):
+    file = fused_llama.write(tmp_path / "stock")
+    proto = onnx.load(file)
+    for node in proto.graph.node:
+        if node.op_type == "GroupQueryAttention":
+            node.attribute.append(onnx.helper.make_attribute("qk_output", 0))
+    onnx.save(proto, file)
+    adopt(file, tmp_path / "hooked")
+    assert kept(tmp_path / "hooked") == {"SimplifiedLayerNormalization": 1, "SkipSimplifiedLayerNormalization": 4}
+
+
+def test_operators_that_give_something_else_than_their_nodes_are_left_out(tmp_path, monkeypatch):
+    file = fused_llama.write(tmp_path / "stock")
+    monkeypatch.setattr(restorable, "restore", _scaled)
+    found = adopt(file, tmp_path / "hooked")
+    assert kept(tmp_path / "hooked") == {}
+    assert sum("fused logits" in note for note in found.notes) == 2
+
+
+def _scaled(*given, **named):
+    """The graph with fused operators, its first norm with another epsilon."""
+    made, count = restore(*given, **named)
+    norm = next(node for node in made.graph.node if node.op_type == "SimplifiedLayerNormalization")
+    next(entry for entry in norm.attribute if entry.name == "epsilon").f = 0.1
+    return made, count
