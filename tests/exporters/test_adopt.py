@@ -380,13 +380,14 @@ def test_files_of_torch_s_exporter(family, checkpoint, references, tmp_path):
         assert {name: d for name, d in off.items() if not d < TOLERANCE} == {}
 
 
-def test_a_file_whose_nodes_stand_in_no_order_is_sorted(tmp_path, shipped):
+def test_a_file_whose_nodes_stand_in_no_order_is_sorted(tmp_path):
     """Converters to float16 put casts behind the nodes that read them; runtimes sort nodes themselves."""
-    folder = foreign_file(tmp_path / "reversed", "plain")
+    folder = foreign_file(tmp_path / "reversed", "plain", "world-gpt2")
     proto = onnx.load(folder / "model.onnx")
     nodes = [*proto.graph.node][::-1]
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
     onnx.save(proto, folder / "model.onnx")
     logits = MIModel.from_pretrained(folder).forward("The capital of France is").output()
-    assert np.abs(logits - shipped.forward("The capital of France is").output()).max() < 1e-5
+    own = MIModel.from_pretrained("world-gpt2").forward("The capital of France is").output()
+    assert np.abs(logits - own).max() < 1e-4
