@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +12,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from exporters.adopt.attention import Attention as FoundAttention
 from exporters.adopt.extension import AS_STOCK, Plain, complete
 from exporters.adopt.interface import heeds_mask, name_inputs, supply_positions
 from exporters.adopt.naming import name_caches, name_points
@@ -80,6 +79,7 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     source = open_source(file)
     stock_inputs = {value: str(value.name) for value in source.model.graph.inputs}
     progress("recognising", 1, STAGES)
+    source.model.graph.sort()  # float16 converters put casts at the end
     modernise(source.model)
     infer_types(source.model)
     name_inputs(source.model)
@@ -110,6 +110,7 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     if broken:
         raise ExportError(f"{file} was not understood: {'; '.join(map(str, broken))}")
     progress("writing", 4, STAGES)
+    found.notes.extend(_other_windows(found.windows or [], windows or []))
     sinks, attends = any(one.sink for one in found.attention), proto is plain.proto and "mask" in plain.lacks
     said = {**({SINKS: "in the softmax"} if sinks else {}), **({ATTENDS_TO_PADDING: "yes"} if attends else {})}
     _write(proto, source, found, probed, names, said, target, progress)
@@ -211,6 +212,7 @@ def _write(
     progress: Progress,
 ) -> None:
     sizes, config = _sizes(probed.values, found), _config(source.file)
+    windows = found.windows or _windows(config, sizes.num_layers) or [None] * sizes.num_layers
     hooks = {name: _axes(name, probed.values[name].shape, sizes) for name in names}
     dtype = str(probed.values[names[0]].dtype)
     mixed = [name for name in names if str(probed.values[name].dtype) != dtype]
@@ -224,7 +226,9 @@ def _write(
         dtype=dtype,
         sizes=sizes,
         hooks=hooks,
-        attention=[_attention(one, config, layer) for layer, one in enumerate(found.attention)],
+        attention=[
+            Attention(str(one.projection.name), one.rows, windows[layer]) for layer, one in enumerate(found.attention)
+        ],
         exporter={
             "mionnx": version("mionnx"),
             "onnx_ir": version("onnx_ir"),
@@ -296,8 +300,10 @@ def _axes(name: str, shape: tuple[int, ...], sizes: Sizes) -> list[str | int]:
     return [axis if axis in dynamic else size for axis, size in zip(names, shape, strict=True)]
 
 
-def _attention(found: FoundAttention, config: Mapping[str, Any], layer: int) -> Attention:
-    return Attention(str(found.projection.name), found.rows, _window(config, layer))
+def _other_windows(own: Sequence[int | None], said: Sequence[int | None]) -> list[str]:
+    """A note on layers whose masks have no window, though the config says one."""
+    other = [layer for layer, pair in enumerate(zip(own, said, strict=False)) if pair[0] != pair[1]]
+    return [f"layers {other}: the file's own mask has no window, though config.json says one"] if other else []
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> list[int | None] | None:

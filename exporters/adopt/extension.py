@@ -1,5 +1,6 @@
 """Missing parts of a graph: a cache of keys and values, and a mask that heeds padding and a past."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,9 @@ def extend(plain: Plain) -> bool:
         masks.append(found)
     cache = "cache" in plain.lacks
     if not plain.lacks and whole:
+        if any(window is not None for window in plain.windows or ()):
+            with contextlib.suppress(ExportError):  # nothing is added, so the config is believed
+                _windows(plain, masked, masks)
         return False
     if plain.counts and cache:
         raise ExportError("the graph makes its positions itself, so none can be given to the tokens after a past")
@@ -137,10 +141,12 @@ def _windows(plain: Plain, masked: MaskProbe, masks: Sequence[list[Masking]]) ->
     """The window of each layer, by the config and by the numbers of its mask."""
     if plain.windows is None:
         raise ExportError("no config.json lies beside the file: whether its attention has a window is not known")
-    return [
+    windows = [
         window_of(masked, found, window, layer) if found else window
         for layer, (found, window) in enumerate(zip(masks, plain.windows, strict=True))
     ]
+    plain.found.windows = windows
+    return windows
 
 
 def _add_cache(op: OpWriter, flow: Flow, plain: Plain, values: dict[str | None, ir.Value], layer: int) -> list[ir.Node]:

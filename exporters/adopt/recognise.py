@@ -21,12 +21,14 @@ class Recognised:
         points: hook name and value, in execution order; a value may have several names.
         attention: of each layer.
         notes: the hook points that the graph has not, and why.
+        windows: of each layer's own mask, where that has been looked at.
     """
 
     flow: Flow
     points: list[tuple[str, ir.Value]] = field(default_factory=list)
     attention: list[Attention] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    windows: list[int | None] | None = None
 
 
 def recognise(graph: ir.Graph) -> Recognised:

@@ -175,6 +175,17 @@ def test_a_window_that_the_mask_has_not_is_not_guessed(torch_file, tmp_path):
     assert not MIModel.from_pretrained(tmp_path / "hooked", threads=1).hooked.has_cache
 
 
+def test_a_window_is_that_of_the_mask_where_it_has_none(torch_file, tmp_path):
+    """As onnxruntime-genai's builder writes Mistral: the config has a window, the graph none."""
+    shutil.copytree(torch_file("gpt2"), tmp_path / "source")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    (tmp_path / "source" / "config.json").write_text(json.dumps({**config, "sliding_window": 5}))
+    notes = adopt(tmp_path / "source", tmp_path / "hooked").notes
+    assert "layers [0, 1]: the file's own mask has no window, though config.json says one" in notes
+    attention = MIModel.from_pretrained(tmp_path / "hooked", threads=1).hooked.metadata.attention
+    assert [layer.sliding_window for layer in attention] == [None, None]
+
+
 def test_more_than_a_mask_is_left_alone(torch_file, models, tmp_path):
     """A bias is added with the mask, as ALiBi's is; this one is the same for all keys: no pattern changes."""
     shutil.copytree(torch_file("gpt2"), tmp_path / "source")
