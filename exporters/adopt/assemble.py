@@ -26,7 +26,7 @@ from exporters.adopt.self_check import (
     Probe,
     check_laws,
     compare,
-    open_session,
+    open_file,
     probe,
     rounds_activations,
     run,
@@ -103,7 +103,8 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
 
     def checked(proto: onnx.ModelProto, probed: Probe) -> list[LawResult]:
         laws = check_laws(probed, proto, target, len(found.attention), any(one.sink for one in found.attention))
-        return laws + _as_stock(source, probed, renamed, stock_logits, len(found.attention), found.notes)
+        allowed = len(found.attention) * (INT8 if rounds_activations(proto) else probed.rounding)
+        return laws + _as_stock(source, probed, renamed, stock_logits, allowed, found.notes)
 
     proto, probed, laws = complete(plain, _clean, checked)
     broken = [law for law in laws if not law.holds]
@@ -167,7 +168,7 @@ def _clean(model: ir.Model) -> onnx.ModelProto:
 
 
 def _as_stock(
-    source: Source, found: Probe, renamed: Mapping[str, str], logits: str, layers: int, notes: list[str]
+    source: Source, found: Probe, renamed: Mapping[str, str], logits: str, allowed: float, notes: list[str]
 ) -> list[LawResult]:
     """Compare the logits with those of the file as it came, in the same runtime.
 
@@ -176,12 +177,11 @@ def _as_stock(
         found: a run of the adopted graph.
         renamed: name of an input of the adopted graph -> the file's own.
         logits: the file's name of its output.
-        layers: number of layers.
+        allowed: the difference that rounding explains.
         notes: told why nothing was compared.
     """
-    stock = onnx.load(source.file, load_external_data=False)
     try:
-        session = open_session(stock, source.file.parent, [])
+        session = open_file(source.file)
         feeds = {} if source.flag is None else {source.flag: np.array([False])}
         feeds |= {renamed[name]: value for name, value in found.feeds.items() if name in renamed}
         feeds = {entry.name: _like(entry, feeds) for entry in session.get_inputs()}
@@ -189,7 +189,6 @@ def _as_stock(
     except ExportError as error:
         notes.append(f"the file as it came does not run on the probe, so logits were not compared: {error}")
         return []
-    allowed = layers * (INT8 if rounds_activations(stock) else found.rounding)
     return [compare(AS_STOCK, None, found.values["logits"], expected, allowed)]
 
 

@@ -105,10 +105,11 @@ def extend(plain: Plain) -> bool:
     values = {value.name: value for node in model.graph for value in node.outputs}
     masks, whole, masked = list[list[Masking]](), True, MaskProbe(plain.proto, plain.folder)
     for layer, attention in enumerate(plain.found.attention):
-        found = maskings(flow, layer, values[f"blocks.{layer}.attn.hook_scores"], attention.queries_keys)
+        masks.append(maskings(flow, layer, values[f"blocks.{layer}.attn.hook_scores"], attention.queries_keys))
+        masked.expect(masks[-1])
+    for layer, found in enumerate(masks):
         window = None if plain.windows is None else plain.windows[layer]
         whole = whole and (not found or serves_chunks(masked, found, window))
-        masks.append(found)
     cache = "cache" in plain.lacks
     if not plain.lacks and whole:
         if any(window is not None for window in plain.windows or ()):

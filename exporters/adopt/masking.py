@@ -67,11 +67,17 @@ def maskings(flow: Flow, layer: int, scores: ir.Value, product: ir.Node) -> list
 
 
 class MaskProbe:
-    """Runs the masks of a graph by themselves, each once for a length: layers share them."""
+    """Runs the masks of a graph by themselves: those of all layers in one session for a length."""
 
     def __init__(self, proto: onnx.ModelProto, folder: Path) -> None:
         self._flow, self._folder = Dataflow(proto), folder
         self._known: dict[tuple[object, ...], Seen | None] = {}
+        self._names: dict[str, None] = {}
+        self._values: dict[tuple[int, int], dict[str, np.ndarray] | None] = {}
+
+    def expect(self, found: Sequence[Masking]) -> None:
+        """Name masks that will be asked for, to run them with the others."""
+        self._names.update(dict.fromkeys(str(one.operand.name) for one in found))
 
     def seen(self, found: Sequence[Masking], seq: int, past: int) -> Seen | None:
         """Run some masks: the keys that queries read, [batch, heads, seq, past + seq].
@@ -92,9 +98,9 @@ class MaskProbe:
 
     def _run(self, found: Sequence[Masking], seq: int, past: int) -> Seen | None:
         names = list(dict.fromkeys(str(one.operand.name) for one in found))
-        session = open_session(extract(self._flow, [], names), self._folder, [])
-        feeds = {entry.name: feed_of(entry, 1, seq, past) for entry in session.get_inputs()}
-        values = dict(zip(names, run(session, names, feeds), strict=True))
+        values = self._all(seq, past)
+        if values is None or not values.keys() >= {*names}:
+            values = self._made(names, seq, past)
         seen = np.ones((1, 1, seq, past + seq), np.bool_)
         for one in found:
             value = values[str(one.operand.name)]
@@ -107,6 +113,22 @@ class MaskProbe:
         if seen.shape[2:] != (seq, past + seq):
             raise ExportError(f"the masks come to the shape {list(seen.shape)}, for {seq} tokens after {past}")
         return seen
+
+    def _all(self, seq: int, past: int) -> dict[str, np.ndarray] | None:
+        """All masks that were named; None if one of them cannot be made for such a text."""
+        if not self._names:
+            return None
+        if (seq, past) not in self._values:
+            try:
+                self._values[seq, past] = self._made([*self._names], seq, past)
+            except ExportError:
+                self._values[seq, past] = None
+        return self._values[seq, past]
+
+    def _made(self, names: list[str], seq: int, past: int) -> dict[str, np.ndarray]:
+        session = open_session(extract(self._flow, [], names), self._folder, [])
+        feeds = {entry.name: feed_of(entry, 1, seq, past) for entry in session.get_inputs()}
+        return dict(zip(names, run(session, names, feeds), strict=True))
 
 
 def causal(seq: int, past: int, window: int | None) -> Seen:

@@ -102,12 +102,25 @@ def open_session(proto: onnx.ModelProto, folder: Path, values: list[str]) -> onn
     shown.CopyFrom(proto)
     held = {entry.name for entry in shown.graph.output}
     shown.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values if name not in held)
+    return _opened(shown.SerializeToString(), folder)
+
+
+def open_file(file: Path) -> onnxruntime.InferenceSession:
+    """A session of a file as it is, without optimisations.
+
+    Raises:
+        ExportError: ONNX Runtime does not open it.
+    """
+    return _opened(str(file), file.parent)
+
+
+def _opened(model: bytes | str, folder: Path) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     try:
-        return onnxruntime.InferenceSession(shown.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # its errors share no base class
         raise ExportError(f"ONNX Runtime does not open the graph: {error}") from error
 
