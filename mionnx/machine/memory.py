@@ -11,6 +11,7 @@ import psutil
 CGROUP = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
 DONT_NEED = 4  # Linux' MADV_DONTNEED
+PRIVATE = "rw-p"  # access to a mapping that this process alone may write to
 
 
 def available() -> int:
@@ -56,8 +57,9 @@ def anonymous() -> int:
 def release_mapped(files: Collection[Path], keep: int) -> int:
     """Return pages of mapped files to the page cache if more than `keep` bytes are held.
 
-    The mappings stay: a page that is read again is found in the page cache (some 0.1 s a gigabyte). Only mappings that
-    were never written to are touched, and only on Linux.
+    The mappings stay: a page that is read again is found in the page cache (some 0.1 s a gigabyte). Only private
+    mappings that may be written to, as sessions have them, and never were, are touched, and only on Linux. No other
+    thread may unmap them meanwhile: what it maps at their address instead would be lost.
 
     Returns:
         bytes given back.
@@ -74,7 +76,7 @@ def release_mapped(files: Collection[Path], keep: int) -> int:
 
 
 def _mappings() -> Iterator[tuple[int, int, str, int]]:
-    """Start, length, file and bytes (PSS) of mapped files never written to."""
+    """Start, length, file and bytes (PSS) of private mappings of files, never written to."""
     try:
         parts = (PROCESS / "smaps").read_text().split("VmFlags:")
     except OSError:  # another system
@@ -84,9 +86,9 @@ def _mappings() -> Iterator[tuple[int, int, str, int]]:
         first = next((number for number, line in enumerate(lines) if "-" in line.partition(" ")[0]), None)
         if first is None:
             continue
-        address, _, _, _, _, *path = lines[first].split(maxsplit=5)
+        address, access, _, _, _, *path = lines[first].split(maxsplit=5)
         sizes = {key: int(value.split()[0]) for key, _, value in (line.partition(":") for line in lines[first + 1 :])}
-        if path and sizes.get("Pss") and not sizes.get("Anonymous"):
+        if access == PRIVATE and path and sizes.get("Pss") and not sizes.get("Anonymous"):
             start, end = (int(number, 16) for number in address.split("-"))
             yield start, end - start, path[0], sizes["Pss"] * 1024
 

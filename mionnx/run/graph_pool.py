@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock, RLock
+from threading import Lock, RLock, get_ident
 from typing import Any, TypeVar
 
 from mionnx.engine.engine import Program
@@ -26,6 +26,12 @@ UNPACKED = 512  # tokens from which on packing the weights gains little (measure
 SESSION, NODE = 2**19, 2**13  # approximate bytes of a session, and of each of its nodes, besides weights that it shares
 REWRITING = ("mionnx.rewrite", "mionnx.graph", "mionnx.spec.kinds")  # a change there may change a rewritten graph
 WHEN = ("auto", "always", "ready", "never")
+_threads: set[int] = set()  # those that have used a graph
+
+
+def one_thread() -> bool:
+    """Whether no other thread has used a graph of any model, and so none opens or closes one."""
+    return _threads <= {get_ident()}
 
 
 class OpenGraph:
@@ -116,6 +122,7 @@ class GraphPool:
         return self._recent((plan, hooks), lambda: self._make_chain(plan, hooks), tokens)
 
     def _recent(self, key: Key, make: Callable[[], Open], tokens: int) -> Open:
+        _threads.add(get_ident())
         with self._lock:
             if self.options.prepack is None and self.engine.prepacks:
                 self.options = replace(self.options, prepack=tokens < UNPACKED)

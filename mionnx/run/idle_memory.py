@@ -5,7 +5,8 @@
 2. What freed activations leave behind in the engine's arena and in the C library is returned if the process has grown
    by more than an eighth of the weights' size: below that, the next call would only have to fetch it again.
 3. Pages of mapped weight files are returned to the system's page cache if more than one and a half times the weights
-   are held: the packed and the unpacked copy of a base, and the model's own file, each used by other analyses.
+   are held: the packed and the unpacked copy of a base, and the model's own file, each used by other analyses. Not
+   where several threads have used graphs.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mionnx.machine import memory
-from mionnx.run.graph_pool import GraphPool
+from mionnx.run.graph_pool import GraphPool, one_thread
 
 SHARE = 8  # the part of the weights' size that may lie idle: an eighth
 LEAST = 2**25  # bytes that may, however small the model
@@ -67,7 +68,8 @@ def give_back(model: OpenModel) -> None:
     for one in (pool, *inner):
         one.close_idle(allowed)
     model.idle.release(allowed, pool.engine.release)
-    memory.release_mapped(weight_files(pool), int(MAPPED * pool.weights))
+    if one_thread():  # another one might close a graph, and something else be mapped at its address
+        memory.release_mapped(weight_files(pool), int(MAPPED * pool.weights))
 
 
 def weight_files(pool: GraphPool) -> list[Path]:

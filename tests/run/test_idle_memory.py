@@ -132,3 +132,22 @@ def test_results_are_the_same_after_memory_was_given_back(shipped, monkeypatch):
     assert all(np.array_equal(*pair) for pair in zip(first, found(), strict=True))
     again = model.forward(text, HookSpec().capture("*"))
     assert all(np.array_equal(kept[name], again[name]) for name in again)
+
+
+@linux
+def test_pages_of_weights_stay_where_another_thread_uses_graphs(monkeypatch, tmp_path):
+    """A page is dropped by its address, at which another thread may have mapped something else meanwhile."""
+    program = (
+        "import threading\n"
+        "from mionnx import MIModel\n"
+        "from mionnx.machine import memory\n"
+        "dropped = []\n"
+        "memory.release_mapped = lambda files, keep: dropped.append(files)\n"
+        "model = MIModel.from_pretrained('world-llama', threads=1)\n"
+        "model.forward([3, 4]); model.give_back(); assert len(dropped) == 1\n"
+        "thread = threading.Thread(target=model.forward, args=([3, 4],)); thread.start(); thread.join()\n"
+        "model.give_back(); assert len(dropped) == 1\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    )
