@@ -90,6 +90,12 @@ session = onnxruntime.InferenceSession("model.onnx", disabled_optimizers={list(U
 |---|---|---|
 {_rows(outputs)}
 """
+    return text + _optional(facts, optional)
+
+
+def _optional(facts: Mapping[str, Any], optional: Typed) -> str:
+    """The inputs that may be left out."""
+    text = ""
     if facts["knobs"]:
         text += "\nKnobs, which may be left out:\n\n"
         text += "".join(f"- `{name}`: the strength at {', '.join(hooks)}\n" for name, hooks in facts["knobs"].items())

@@ -257,11 +257,10 @@ class Directions(Shown):
             return control_vector.write(vectors, path, model_hint)
         del vectors[0]
         written = control_vector.write(vectors, path, model_hint)
-        warnings.warn(
-            f"{path} holds layers {self.layers[1]} to {self.layers[-1]}: a control vector has no direction for layer 0",
-            control_vector.LayerLeftOutWarning,
-            stacklevel=3,
+        said = (
+            f"{path} holds layers {self.layers[1]} to {self.layers[-1]}: a control vector has no direction for layer 0"
         )
+        warnings.warn(said, control_vector.LayerLeftOutWarning, stacklevel=3)
         return written
 
     @classmethod

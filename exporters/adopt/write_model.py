@@ -1,0 +1,161 @@
+"""An adopted model on disk: the graph with its metadata, config and tokenizer."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from exporters.adopt.recognise import Recognised
+from exporters.adopt.self_check import Probe
+from exporters.adopt.source_file import Source, config_folder
+from mionnx.errors import ExportError, ModelError
+from mionnx.graph.folder_file import read_json
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import GRAPH, KEPT
+from mionnx.graph.metadata import DTYPE_NAMES, Attention, Metadata, Sizes, context_length
+from mionnx.graph.weight_check import fingerprints, sha256
+from mionnx.machine.progress import Progress
+
+
+def write_model(
+    proto: onnx.ModelProto,
+    source: Source,
+    found: Recognised,
+    probed: Probe,
+    names: list[str],
+    said: Mapping[str, str],
+    target: Path,
+    progress: Progress,
+) -> None:
+    """Write a graph with its metadata, and the source's config and tokenizer."""
+    sizes, config = _sizes(probed.values, found), config_of(source.file)
+    windows = found.windows or windows_of(config, sizes.num_layers) or [None] * sizes.num_layers
+    hooks = {name: _axes(name, probed.values[name].shape, sizes) for name in names}
+    dtype = str(probed.values[names[0]].dtype)
+    mixed = [name for name in names if str(probed.values[name].dtype) != dtype]
+    if dtype not in DTYPE_NAMES or mixed:
+        other = f"{mixed[0]} is {probed.values[mixed[0]].dtype}" if mixed else "no such model runs here"
+        raise ExportError(f"{source.file} computes in {dtype}, and {other}: hook points of several dtypes")
+    _annotate(proto, probed, hooks)
+    weight_files = sorted({*source.weight_files})
+    metadata = Metadata(
+        family=str(config.get("model_type", "unknown")),
+        dtype=dtype,
+        sizes=sizes,
+        hooks=hooks,
+        attention=[
+            Attention(str(one.projection.name), one.rows, windows[layer]) for layer, one in enumerate(found.attention)
+        ],
+        exporter={
+            "mionnx": version("mionnx"),
+            "onnx_ir": version("onnx_ir"),
+            "adopted": source.file.name,
+            **said,
+            "producer": f"{proto.producer_name} {proto.producer_version}".strip()[:100],
+        },
+        weights_sha256=sha256([target / name for name in weight_files], progress),
+        weight_files=fingerprints(target, weight_files, progress),
+        context_length=context_length(config),
+    )
+    for key, value in metadata.to_props().items():
+        proto.metadata_props.add(key=key, value=value)
+    (target / GRAPH).write_bytes(proto.SerializeToString())
+    folder = config_folder(source.file)
+    for path in [path for pattern in KEPT for path in folder.glob(pattern) if path.is_file()]:
+        shutil.copyfile(path, target / path.name)
+
+
+def config_of(file: Path) -> dict[str, Any]:
+    """The table of the config beside a file; empty if there is none."""
+    try:
+        config = read_json(config_folder(file) / "config.json")
+    except ModelError:
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _sizes(values: Mapping[str, np.ndarray], found: Recognised) -> Sizes:
+    queries, keys = values["blocks.0.attn.hook_q"].shape, values["blocks.0.attn.hook_k"].shape
+    learned = next((value for name, value in found.points if name == "hook_pos_embed"), None)
+    return Sizes(
+        num_layers=len(found.attention),
+        num_heads=queries[1],
+        num_kv_heads=keys[1],
+        head_dim=queries[3],
+        hidden_size=values["hook_embed"].shape[-1],
+        vocab_size=values["hook_logits"].shape[-1],
+        max_positions=None if learned is None else _rows(learned),
+    )
+
+
+def _rows(learned: ir.Value) -> int | None:
+    """Number of learned positions: the rows of the table that they come from."""
+    node = learned.producer()
+    while node is not None and node.op_type not in ("Gather", "GatherBlockQuantized"):
+        node = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+    shape = None if node is None or node.inputs[0] is None else node.inputs[0].shape
+    return shape[0] if shape is not None and isinstance(shape[0], int) else None
+
+
+def _axes(name: str, shape: tuple[int, ...], sizes: Sizes) -> list[str | int]:
+    """The axes of a hook point, dynamic ones by name.
+
+    Raises:
+        ExportError: the value has other axes than the hook point.
+    """
+    names = HookPoint.parse(name).axes or ()
+    known = {
+        "hidden": sizes.hidden_size,
+        "n_heads": sizes.num_heads,
+        "n_kv_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "vocab": sizes.vocab_size,
+    }
+    dynamic = ("batch", "seq", "seq_q", "seq_k")
+    if len(shape) != len(names) or any(known.get(axis, size) != size for axis, size in zip(names, shape, strict=True)):
+        raise ExportError(f"{name} has the shape {list(shape)}, expected {[known.get(axis, axis) for axis in names]}")
+    return [axis if axis in dynamic else size for axis, size in zip(names, shape, strict=True)]
+
+
+def other_windows(own: Sequence[int | None], said: Sequence[int | None]) -> list[str]:
+    """A note on layers whose masks have no window, though the config says one."""
+    other = [layer for layer, pair in enumerate(zip(own, said, strict=False)) if pair[0] != pair[1]]
+    return [f"layers {other}: the file's own mask has no window, though config.json says one"] if other else []
+
+
+def windows_of(config: Mapping[str, Any], layers: int) -> list[int | None] | None:
+    """The window of each layer; None without a config."""
+    return [_window(config, layer) for layer in range(layers)] if config else None
+
+
+def _window(config: Mapping[str, Any], layer: int) -> int | None:
+    """Number of keys that a query of a layer reads, as the config says; None for all."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if not isinstance(window, int) or config.get("use_sliding_window") is False:
+        return None
+    return window if not isinstance(kinds, list) or kinds[layer] == "sliding_attention" else None
+
+
+def _annotate(proto: onnx.ModelProto, probed: Probe, hooks: Mapping[str, list[str | int]]) -> None:
+    """Write down the dtype of every value, and the axes of hook points: rewrites read them."""
+    held = {entry.name: entry for entry in (*proto.graph.input, *proto.graph.output)}
+    del proto.graph.value_info[:]
+    for name, text in probed.dtypes.items():
+        kind = _number(text)
+        if name in held:
+            held[name].type.tensor_type.elem_type = kind
+            continue
+        proto.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, hooks.get(name)))
+    for name, axes in (("logits", hooks["hook_logits"]),):
+        held[name].CopyFrom(onnx.helper.make_tensor_value_info(name, held[name].type.tensor_type.elem_type, axes))
+
+
+def _number(text: str) -> int:
+    """ONNX's number of a dtype in ONNX Runtime's words, `tensor(float)`."""
+    name = text.removeprefix("tensor(").removesuffix(")").upper()
+    return onnx.TensorProto.DataType.Value(name)
