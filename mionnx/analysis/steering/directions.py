@@ -194,9 +194,8 @@ class Directions(Shown):
         return spec
 
     def _chosen(self, layers: int | Sequence[int] | None) -> list[int]:
-        if layers is None:
-            return [*self.layers]
-        chosen = [layers] if isinstance(layers, int | np.integer) else [*layers]
+        given = self.layers if layers is None else layers
+        chosen = [given] if isinstance(given, int | np.integer) else [*given]
         if not chosen:
             raise InterventionError("steering in no layers would do nothing")
         return chosen
@@ -214,8 +213,8 @@ class Directions(Shown):
         tensors = {f"direction.{layer}": vector for layer, vector in zip(self.layers, self.vectors, strict=True)}
         if self.separation is not None:
             tensors |= {name: np.asarray(value) for name, value in vars(self.separation).items()}
-        declaration = json.dumps({"hook": self.hook, "method": self.method, "pairs": self.pairs})
-        write_tensors(path, tensors, {"mionnx_directions": FORMAT, "declaration": declaration})
+        declared = json.dumps({"hook": self.hook, "method": self.method, "pairs": self.pairs})
+        write_tensors(path, tensors, {"mionnx_directions": FORMAT, "declaration": declared})
         return Path(path)
 
     @classmethod
@@ -243,8 +242,7 @@ class Directions(Shown):
     def to_gguf(self, path: str | Path, model_hint: str = "") -> Path:
         """Write a control vector file for llama.cpp; see `mionnx.analysis.steering.control_vector`.
 
-        The format has no direction for layer 0: if there are others, it is left out with a `LayerLeftOutWarning`, as
-        llama.cpp's own generator leaves it out.
+        As in llama.cpp's own files, layer 0 is left out if there are others, with a `LayerLeftOutWarning`.
 
         Raises:
             SpecFileError: directions at another hook point or in layer 0 only, or a file that cannot be written.
