@@ -46,7 +46,7 @@ def onnx_files(folder: Path) -> list[Path]:
 
 def _is_hooked(path: Path) -> bool:
     try:
-        return f"{PREFIX}format" in properties(read(path))
+        return not properties(read(path)).keys().isdisjoint((f"{PREFIX}format", f"{PREFIX}hooks"))
     except ModelError:
         return False
 

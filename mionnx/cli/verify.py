@@ -119,7 +119,7 @@ def _lost(beside: Beside) -> str:
     return (
         f"layer {layer.layer} adds most: distance {layer.before:.1e} before, {layer.after:.1e} after; "
         f"KL({beside.title} || this) {logits['kl_back_mean']:.1e} nats, {logits['kl_back_max']:.1e} at most; "
-        f"top 1 the same at {logits['top_1']:.1%} of {logits['positions']:.0f} positions"
+        f"top 1 the same at {logits['top_1']:.1%} of {int(logits['positions'])} positions"
     )
 
 

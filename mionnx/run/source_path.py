@@ -8,10 +8,12 @@ from pathlib import Path
 
 from mionnx.errors import InputError, MIError, ModelError
 from mionnx.graph import onnx_file
+from mionnx.graph.folder_file import check_regular
 from mionnx.graph.hooked_model import GRAPH
 from mionnx.graph.metadata import PREFIX
 
 PTH = ".pth"
+OWN = (f"{PREFIX}format", f"{PREFIX}hooks")  # metadata of a hooked model, one of them lost perhaps
 MARKS = (GRAPH, "config.json")  # files that make a folder a model's
 GGUF_ADVICE = (
     "GGUF models are not read; give the folder or the Hub id of the checkpoint that it was made from, or write one "
@@ -66,14 +68,12 @@ def _file(path: Path) -> Path:
 def is_hooked(path: Path) -> bool:
     """Whether a graph names itself a hooked model; a damaged one is left to be refused as such."""
     try:
+        check_regular(path)  # a pipe would be waited for
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            if data.rfind(f"{PREFIX}format".encode()) >= 0:  # the metadata end the file
+            if any(data.rfind(name.encode()) >= 0 for name in OWN):  # the metadata end the file
                 return True
-    except (OSError, ValueError):
-        return True
-    try:
-        return f"{PREFIX}format" in onnx_file.properties(onnx_file.read(path))
-    except MIError:
+        return not onnx_file.properties(onnx_file.read(path)).keys().isdisjoint(OWN)
+    except (OSError, ValueError, MIError):
         return True
 
 

@@ -18,7 +18,7 @@ def rewrite(folder: Path, change: Callable[[onnx.ModelProto], None]) -> None:
 
 def set_property(key: str, value: str | None) -> Callable[[onnx.ModelProto], None]:
     def change(proto: onnx.ModelProto) -> None:
-        kept = [entry for entry in proto.metadata_props if entry.key != f"mionnx.{key}" and value is not None]
+        kept = [entry for entry in proto.metadata_props if entry.key != f"mionnx.{key}"]
         kept = [(entry.key, entry.value) for entry in kept] + ([(f"mionnx.{key}", value)] if value else [])
         del proto.metadata_props[:]
         for name, text in kept:
