@@ -391,3 +391,30 @@ def test_a_file_whose_nodes_stand_in_no_order_is_sorted(tmp_path):
     logits = MIModel.from_pretrained(folder).forward("The capital of France is").output()
     own = MIModel.from_pretrained("world-gpt2").forward("The capital of France is").output()
     assert np.abs(logits - own).max() < 1e-4
+
+
+def test_queries_and_keys_are_normed_inside_a_group_query_attention(adopted, tmp_path):
+    """As builders for CUDA write Qwen 3; ONNX Runtime on the CPU has no such inputs, so the file itself fails."""
+    source = Path(shutil.copytree(FOREIGN / "genai-fp32", tmp_path / "source"))
+    proto, rng = onnx.load(source / "model.onnx"), np.random.default_rng(0)
+    weights = {name: rng.uniform(0.5, 2, 8).astype(np.float32) for name in ("q", "k")}
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(weight, name) for name, weight in weights.items())
+    for node in [node for node in proto.graph.node if node.op_type == "GroupQueryAttention"]:
+        node.input.extend([""] * (14 - len(node.input)) + [*weights])
+        node.attribute.append(helper.make_attribute("qk_norm_epsilon", 1e-3))
+    onnx.save(proto, source / "model.onnx")
+    adopt(source, tmp_path / "hooked")
+    points = {name: f"blocks.0.attn.hook_{name}" for name in weights}
+    found, plain = (
+        model.forward(np.arange(4, 12)[None], HookSpec().capture([*points.values()]))
+        for model in (MIModel.from_pretrained(tmp_path / "hooked", threads=1), adopted("genai-fp32"))
+    )
+    for name, point in points.items():
+        before = plain[point]
+        expected = before / np.sqrt((before**2).mean(-1, keepdims=True) + 1e-3) * weights[name]
+        assert np.abs(found[point] - expected).max() < 1e-5
+    for node in [node for node in proto.graph.node if node.op_type == "GroupQueryAttention"]:
+        node.input.append("q")
+    onnx.save(proto, source / "model.onnx")
+    with pytest.raises(ExportError, match="an input 16 that is not known"):
+        adopt(source, tmp_path / "refused")

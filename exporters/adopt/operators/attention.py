@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from exporters.adopt.flow import rank, static
+from exporters.adopt.operators.norms import EPSILON, rms
 from exporters.adopt.operators.op_writer import OpWriter, input_at, kind_of, width_of
 from exporters.adopt.operators.rotary import angles, rotate
 from mionnx.errors import ExportError
@@ -42,7 +43,7 @@ def _attend(
 
 
 def grouped_query(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
-    """GroupQueryAttention: packed or not, with rotation, soft cap, window, bias and sinks."""
+    """GroupQueryAttention: packed or not; q/k norm, rotation, soft cap, window, bias, sinks."""
     queries, keys, values, past_keys, past_values = (input_at(node, place) for place in range(5))
     heads, groups = node.attributes.get_int("num_heads", 0), node.attributes.get_int("kv_num_heads", 0)
     width = _head_width(node, queries, heads + 2 * groups if keys is None else heads)
@@ -53,6 +54,7 @@ def grouped_query(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
         op.heads(keys, groups, width),
         op.heads(values, groups, width),
     )
+    queries, keys = _normed(op, node, queries, keys)
     if node.attributes.get_int("do_rotary", 0):
         tables = input_at(node, 7), input_at(node, 8)
         part = 2 * (static(tables[0], 1) or 0)
@@ -80,6 +82,20 @@ def grouped_query(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
         sink=_sink(op, node, heads, kind),
     )
     return {0: op.merged(z, heads * width), 1: keys, 2: values}
+
+
+def _normed(op: OpWriter, node: ir.Node, queries: ir.Value, keys: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Queries and keys after their RMS norms over a head, where the operator has such weights.
+
+    Raises:
+        ExportError: a past in integers with scales.
+    """
+    if any(input_at(node, place) is not None for place in (12, 13)):
+        raise ExportError(f"GroupQueryAttention node {node.name!r} has a quantised past: it cannot be expanded")
+    weights, epsilon = (input_at(node, 14), input_at(node, 15)), node.attributes.get_float("qk_norm_epsilon", EPSILON)
+    pairs = zip((queries, keys), weights, strict=True)
+    normed = [heads if weight is None else rms(op, heads, weight, epsilon) for heads, weight in pairs]
+    return normed[0], normed[1]
 
 
 def _sink(op: OpWriter, node: ir.Node, heads: int, kind: ir.DataType) -> ir.Value | None:

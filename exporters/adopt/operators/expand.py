@@ -37,6 +37,14 @@ EXPANSIONS: dict[tuple[str, str], Expansion] = {
     (MICROSOFT, "FusedMatMul"): fused_product,
 }
 
+# Number of the inputs that an expansion knows, of the operators that may have more.
+INPUTS = {
+    (MICROSOFT, "GroupQueryAttention"): 16,
+    (MICROSOFT, "MultiHeadAttention"): 8,
+    (MICROSOFT, "Attention"): 6,
+    ("", "Attention"): 6,
+}
+
 
 def expand(model: ir.Model, record: list[Fused] | None = None) -> dict[str, int]:
     """Expand fused operators in place.
@@ -56,6 +64,7 @@ def expand(model: ir.Model, record: list[Fused] | None = None) -> dict[str, int]
     for node in list(model.graph):
         write = turned_keys if turns_keys_at_once(node) else EXPANSIONS.get((node.domain, node.op_type))
         if write is not None:
+            _refuse_unknown_inputs(node)
             op.begin()
             made = write(op, node)
             fused.append(Fused.of(node, made, op.nodes))
@@ -73,6 +82,16 @@ def expand(model: ir.Model, record: list[Fused] | None = None) -> dict[str, int]
     if record is not None:
         record.extend(fused)
     return dict(done)
+
+
+def _refuse_unknown_inputs(node: ir.Node) -> None:
+    """Refuse an operator with an input that its expansion does not read."""
+    known = INPUTS.get((node.domain, node.op_type))
+    given = [place for place, value in enumerate(node.inputs) if value is not None]
+    if known is not None and any(place >= known for place in given):
+        raise ExportError(
+            f"{node.op_type} node {node.name!r} has an input {max(given)} that is not known: it cannot be expanded"
+        )
 
 
 def _replace(graph: ir.Graph, node: ir.Node, made: dict[int, ir.Value], nodes: list[ir.Node]) -> None:

@@ -8,7 +8,8 @@ from exporters.adopt.operators.op_writer import OpWriter, input_at, kind_of
 EPSILON = 1e-5  # of ONNX Runtime's operators where a node names none
 
 
-def _rms(op: OpWriter, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:
+def rms(op: OpWriter, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:
+    """x / sqrt(mean(x²) + epsilon) * weight, over the last axis."""
     kind = kind_of(weight, x)
     root = op.Sqrt(op.Add(op.mean(op.Mul(x, x)), op.number(epsilon, kind)))
     return op.Mul(op.Div(x, root), weight)
@@ -16,7 +17,7 @@ def _rms(op: OpWriter, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Valu
 
 def simplified_norm(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
     """SimplifiedLayerNormalization: x / sqrt(mean(x²) + epsilon) * weight."""
-    return {0: _rms(op, node.inputs[0], node.inputs[1], node.attributes.get_float("epsilon", EPSILON))}
+    return {0: rms(op, node.inputs[0], node.inputs[1], node.attributes.get_float("epsilon", EPSILON))}
 
 
 def skip_norm(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
@@ -33,7 +34,7 @@ def skip_norm(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
         skip = op.Add(skip, bias)
     total = op.Add(x, skip)
     if simplified:
-        return {0: _rms(op, total, weight, epsilon), 3: total}
+        return {0: rms(op, total, weight, epsilon), 3: total}
     shift = [value for value in [input_at(node, 3)] if value is not None]
     return {0: op.LayerNormalization(total, weight, *shift, axis=-1, epsilon=epsilon), 3: total}
 
