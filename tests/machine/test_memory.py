@@ -48,6 +48,6 @@ def test_pages_of_mapped_files_go_back_to_the_page_cache(tmp_path):
 
 def test_bytes_of_no_file_are_counted():
     before = memory.anonymous()
-    kept = np.ones(4_000_000)
-    assert 30_000_000 < memory.anonymous() - before < 40_000_000
+    kept = np.ones(8_000_000)  # above 32 MiB no freed memory of the C library is used again
+    assert 60_000_000 < memory.anonymous() - before < 80_000_000
     assert kept.any()
