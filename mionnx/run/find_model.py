@@ -21,6 +21,7 @@ from mionnx.machine.files import link_or_copy
 from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers, temporary_folder
 from mionnx.machine.progress import Progress
 from mionnx.machine.source_digest import source_digest
+from mionnx.run.model_dtype import AUTO
 from mionnx.run.shipped_models import shipped_models
 from mionnx.run.source_path import advice, is_hooked, local_path, missing
 
@@ -156,6 +157,11 @@ def export(folder: Path, target: Path, dtype: str, progress: Progress, copy: boo
     remove_leftovers(target.parent, holding=MADE)
     with new_folder(target, ExportError) as partial:
         _write(exporter, folder, partial, dtype, progress)
+        made = HookedModel.open(partial, check="none").metadata.dtype
+        if dtype not in (made, AUTO):  # a foreign ONNX file computes in its own
+            raise ExportError(
+                f"{folder} computes in {made}, and is not converted to {dtype}: give dtype {made} or auto"
+            )
         if copy:
             _copy_links(partial, progress)
 
@@ -188,6 +194,10 @@ def export_in_place(folder: Path, dtype: str, progress: Progress) -> None:
     """
     if not folder.is_dir():
         raise ExportError(f"{folder} is a file: only a checkpoint in a folder of its own is exported in place")
+    if (folder / GRAPH).exists() and not is_hooked(folder / GRAPH):
+        raise ExportError(
+            f"{folder / GRAPH} is another tool's file, which would be replaced: give a folder to write to"
+        )
     made = partial_path(folder / "export")
     export(folder, made, dtype, progress)
     try:

@@ -418,3 +418,16 @@ def test_queries_and_keys_are_normed_inside_a_group_query_attention(adopted, tmp
     onnx.save(proto, source / "model.onnx")
     with pytest.raises(ExportError, match="an input 16 that is not known"):
         adopt(source, tmp_path / "refused")
+
+
+def test_export_keeps_the_dtype_and_the_file_of_another_tool(tmp_path):
+    source = Path(shutil.copytree(FOREIGN / "optimum", tmp_path / "source"))
+    before = (source / "model.onnx").read_bytes()
+    refused = mionnx("export", source, "-o", tmp_path / "half", "--dtype", "float16")
+    assert refused.returncode
+    assert "is not converted to float16" in " ".join(refused.stderr.split())
+    assert not (tmp_path / "half").exists()
+    assert mionnx("export", source, "--in-place").returncode
+    assert (source / "model.onnx").read_bytes() == before
+    assert mionnx("export", source, "-o", tmp_path / "own", "--copy").returncode == 0
+    assert all(path.stat().st_nlink == 1 for path in (tmp_path / "own").iterdir())
