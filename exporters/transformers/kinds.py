@@ -1,4 +1,4 @@
-"""Which layers of a model are of one kind, and which of them have to be traced for all of them to be known.
+"""Kinds of layers: those that compute the same, and as many of them as have to be traced for all to be known.
 
 Nothing is guessed from a config. The model without weights runs once on torch's meta device, and what each layer
 computes is written down. Two layers are of one kind if these agree:
@@ -55,12 +55,12 @@ class Kinds:
 
 
 def all_different(layers: int) -> Kinds:
-    """Layers of which nothing is known: every one is traced."""
+    """Every layer a kind of its own: all are traced."""
     return Kinds([*range(layers)], [*range(layers)])
 
 
 class Recorder(TorchDispatchMode):
-    """What each layer computes, as a list of hashable steps.
+    """Record of a run: the computation of each layer, as a list of hashable steps.
 
     Attributes:
         steps: layer -> its operators and hook points in order.

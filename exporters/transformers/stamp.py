@@ -1,4 +1,4 @@
-"""Layers that were not traced, made from those that were: the same nodes on their own weights, past and hook names.
+"""Layers made from traced ones: the same nodes on their own weights, past and hook names.
 
 A layer's nodes stand between the residual stream before it and after it. They read that stream, the layer's own
 weights and past, and values made before, which every layer of the kind reads too (`kinds`). So a layer is made by
@@ -88,7 +88,7 @@ def _layer(value: ir.Value, blocks: str) -> int:
 
 
 def moved(name: str, layer: int, other: int, blocks: str) -> str:
-    """The name that a value of one layer has in another.
+    """Name of a value, as it is in another layer.
 
     Args:
         name: of a hook point, a weight, a past or a present, or of a value without a name of its own.
@@ -160,7 +160,7 @@ class _Stamper:
         return copies
 
     def _read(self, value: ir.Value, known: dict[int, ir.Value], template: int, layer: int) -> ir.Value:
-        """What a copy reads in the place of a value."""
+        """Value that a copy reads in the place of another one."""
         if value.producer() is not None or _layer(value, self.blocks) != template:
             return known.get(id(value), value)
         if id(value) not in known:
