@@ -91,7 +91,7 @@ def tokenize_chat(
     chat_template: str | None = None,
     variables: Message | None = None,
 ) -> chat_tokens.ChatTokens:
-    """Tokenise a chat with the model's own template: ids, and `positions_of` by message and role.
+    """Tokenise a chat with the model's own template; `positions_of` by message and role.
 
     The ids [seq] are those of transformers' `apply_chat_template`. The template comes with the checkpoint and is not
     trusted: it runs in a process of its own, in jinja2's sandbox, with bounded time and memory.
