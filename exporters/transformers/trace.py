@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from exporters.transformers.attention import ATTENTION, Listener, TappedCache
 from exporters.transformers.families import Layout, layout_of
 from exporters.transformers.kinds import Kinds, Recorder, all_different, kinds_of
 from exporters.transformers.sizes import rope_parameters
-from exporters.transformers.taps import ATTENTION, Listener, Passed, TappedCache, attached, submodule
+from exporters.transformers.taps import Passed, attached, submodule
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.io_names import KEYS_AND_VALUES
