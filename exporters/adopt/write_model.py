@@ -18,8 +18,7 @@ from mionnx.graph.folder_file import read_json
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, KEPT
 from mionnx.graph.metadata import DTYPE_NAMES, Attention, Metadata, Sizes, context_length
-from mionnx.graph.weight_check import fingerprints, sha256
-from mionnx.machine.progress import Progress
+from mionnx.graph.weight_check import Hashes
 
 
 def write_model(
@@ -30,7 +29,7 @@ def write_model(
     names: list[str],
     said: Mapping[str, str],
     target: Path,
-    progress: Progress,
+    hashes: Hashes,
 ) -> None:
     """Write a graph with its metadata, and the source's config and tokenizer."""
     sizes, config = _sizes(probed.values, found), config_of(source.file)
@@ -42,7 +41,6 @@ def write_model(
         other = f"{mixed[0]} is {probed.values[mixed[0]].dtype}" if mixed else "no such model runs here"
         raise ExportError(f"{source.file} computes in {dtype}, and {other}: hook points of several dtypes")
     _annotate(proto, probed, hooks)
-    weight_files = sorted({*source.weight_files})
     metadata = Metadata(
         family=str(config.get("model_type", "unknown")),
         dtype=dtype,
@@ -58,8 +56,8 @@ def write_model(
             **said,
             "producer": f"{proto.producer_name} {proto.producer_version}".strip()[:100],
         },
-        weights_sha256=sha256([target / name for name in weight_files], progress),
-        weight_files=fingerprints(target, weight_files, progress),
+        weights_sha256=hashes[0],
+        weight_files=hashes[1],
         context_length=context_length(config),
     )
     for key, value in metadata.to_props().items():
