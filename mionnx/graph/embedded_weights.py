@@ -26,7 +26,7 @@ Field = tuple[int, int, int, int]  # its number, where it begins, where its cont
 
 
 def read_light(path: Path) -> onnx.ModelProto:
-    """Read a model whose larger initializers become external data: their file is the model's own.
+    """Read a model; its larger initializers become external data, in the model's own file.
 
     Args:
         path: of the file.
