@@ -66,7 +66,7 @@ class Stopping:
 
 
 def refuse_too_long(name: str, new: int, batch: TokenBatch, metadata: Metadata) -> None:
-    """Refuse a generation that needs more positions than the model has, or more memory than the machine.
+    """Refuse a generation beyond the positions of the model or the memory of the machine.
 
     Args:
         name: of the parameter that asks for it.
