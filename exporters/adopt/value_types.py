@@ -44,7 +44,7 @@ def infer_types(model: ir.Model) -> list[onnx.ValueInfoProto]:
 
 
 def _inferred(model: ir.Model) -> dict[str, onnx.ValueInfoProto]:
-    """What onnx infers of a graph's values, by name; nothing where its inference fails."""
+    """Types by name of value, from onnx's own inference; empty if it fails."""
     try:
         proto = onnx.shape_inference.infer_shapes(ir.to_proto(model), data_prop=True)
     except Exception:  # its errors share no base class
