@@ -143,7 +143,7 @@ class Recorder(TorchDispatchMode):
         return plain(value)
 
     def _source(self, tensor: Tensor) -> Hashable:
-        """Where a tensor comes from, as seen from the current layer."""
+        """Origin of a tensor, as seen from the current layer."""
         at = self._at.get(id(tensor))
         if at is None:
             return _constant(tensor)
@@ -163,12 +163,12 @@ def _constant(tensor: Tensor) -> Hashable:
 
 
 def plain(value: Any) -> Hashable:
-    """A number or a name as something that equals only what is the same; another object is itself alone."""
+    """Hashable form of a number or a name; another object equals itself alone."""
     return (type(value).__name__, repr(value)) if isinstance(value, PLAIN) else ("object", id(value))
 
 
 def split(name: str, blocks: str) -> tuple[int, str]:
-    """A parameter's layer and its name inside of it; `OUTSIDE` and the whole name if it is in none.
+    """Split a name into its layer and the rest; `OUTSIDE` and all of it if it is in none.
 
     Args:
         name: of a parameter or module of the model.
@@ -187,7 +187,7 @@ class _Attributes:
         self.paths = {id(module): path for path, module in block.named_modules()}
 
     def all(self) -> tuple[Hashable, ...]:
-        """Of the layer and every module in it."""
+        """Those of the layer and every module in it."""
         return tuple((path, type(module), *self._of(module)) for path, module in self.block.named_modules())
 
     def _of(self, module: nn.Module) -> Iterator[Hashable]:

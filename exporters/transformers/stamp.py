@@ -53,7 +53,11 @@ def stamp(graph: ir.Graph, parameters: list[ir.Value], hooks: list[str], kinds: 
 
 
 def _segments(graph: ir.Graph, traced: Sequence[int]) -> dict[int, list[ir.Node]] | None:
-    """Nodes by traced layer; under `OUTSIDE` those after the last one. None if layers do not come one after another."""
+    """Group nodes by traced layer; under `OUTSIDE` stand those after the last one.
+
+    Returns:
+        None if layers do not come one after another.
+    """
     ends = {str(HookPoint.ResidPost(layer)): layer for layer in traced}
     before, waiting = list[ir.Node](), list[ir.Node]()
     segments: dict[int, list[ir.Node]] = {}
@@ -69,7 +73,7 @@ def _segments(graph: ir.Graph, traced: Sequence[int]) -> dict[int, list[ir.Node]
 
 
 def _alone(nodes: list[ir.Node], layer: int, blocks: str) -> bool:
-    """Whether nodes name nothing of another layer, but for the stream before them, and hold no graphs."""
+    """Whether nodes name nothing of another layer but the stream, and hold no graphs."""
     plain = all(attr.type not in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for node in nodes
                 for attr in node.attributes.values())  # fmt: skip
     made = [value for node in nodes for value in node.outputs]
@@ -127,7 +131,7 @@ class _Stamper:
         self.graph.insert_after(self.nodes[layer - 1][-1], self.nodes[layer])
 
     def join(self, nodes: list[ir.Node], layer: int) -> None:
-        """Let traced nodes read the stream after the layer before them, and not after the traced layer before them."""
+        """Let traced nodes read the stream of the layer before, not of the traced one before."""
         earlier = max((other for other in self.kinds.traced if other < layer), default=layer - 1)
         if earlier == layer - 1:
             return

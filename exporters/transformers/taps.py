@@ -44,7 +44,7 @@ class _TapHalves(TorchFunctionMode):
 
 
 class Passed(nn.Module):
-    """A layer that is not traced: it hands the stream on, and has the attributes of the layer that it stands for."""
+    """Stand-in for a layer that is not traced: it hands the stream on, and has its attributes."""
 
     def __init__(self, layer: nn.Module, returned: int) -> None:
         super().__init__()

@@ -189,7 +189,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _quick() -> Iterator[None]:
-    """Trace without torch's cache of fake results, which costs more than it saves here, and without collections."""
+    """Trace without collections, and without a cache of fake results that costs more than it saves."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -254,7 +254,7 @@ def _passed_over(skeleton: PreTrainedModel, layout: Layout, kinds: Kinds) -> Ite
 
 
 def _allocate(model: nn.Module) -> None:
-    """Give parameters and buffers of the meta device the CPU's, inside a `FakeTensorMode`; tied ones stay tied."""
+    """Move parameters and buffers to the CPU, inside a `FakeTensorMode`; tied ones stay tied."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
