@@ -189,7 +189,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _quick() -> Iterator[None]:
-    """Trace without collections, and without a cache of fake results that costs more than it saves."""
+    """Trace without collections and without the cache of fake results, which costs more here."""
     collects = gc.isenabled()
     gc.disable()
     try:
