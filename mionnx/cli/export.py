@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mionnx.cli.options import Json
+from mionnx.graph import weight_record
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.progress import bars
 from mionnx.run import find_model
@@ -41,8 +42,14 @@ def export(
         else:
             find_model.export(folder, output, dtype, progress, copy)
     hooked = HookedModel.open(output or folder)
-    size = (hooked.folder / "model.onnx").stat().st_size
-    metadata = hooked.metadata
+    seconds = time.monotonic() - begin
+    _print(hooked, seconds, as_json)
+    with bars() as progress:  # a folder that is given away has its hashes
+        weight_record.complete(hooked.folder, hooked.metadata, progress)
+
+
+def _print(hooked: HookedModel, seconds: float, as_json: bool) -> None:
+    size, metadata = (hooked.folder / "model.onnx").stat().st_size, hooked.metadata
     if as_json:
         facts = {"family": metadata.family, "dtype": metadata.dtype, "hook_points": len(hooked.hook_points())}
         typer.echo(json.dumps({"folder": str(hooked.folder), **facts}, indent=1))
@@ -50,5 +57,5 @@ def export(
     typer.echo(
         f"{hooked.folder}: {metadata.family}, {metadata.sizes.num_layers} layers, "
         f"{len(hooked.hook_points())} hook points, {metadata.dtype}, graph {size / 1024:.0f} KiB, "
-        f"{time.monotonic() - begin:.1f} s"
+        f"{seconds:.1f} s"
     )

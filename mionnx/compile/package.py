@@ -163,7 +163,7 @@ def _compiled(bound: BoundSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
         "family": model.metadata.family,
         "mionnx": version("mionnx"),
         "graph_sha256": hashlib.sha256(model.proto.SerializeToString(deterministic=True)).hexdigest(),
-        "weights_sha256": model.metadata.weights_sha256,
+        "weights_sha256": model.weights_sha256,
         "spec_sha256": _nameable(spec, plan).sha256,
         "interventions": [f"{edit.kind} at {edit.hook}" for edit in plan.edits]
         + [state.title for state in (*spec.state_steerings, *spec.state_knockouts)],

@@ -16,14 +16,14 @@ The format, on one page:
    `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
    `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`, and `fused` of an adopted file. See
-   `mionnx.graph.metadata`.
+   `mionnx.graph.metadata`. Hashes of large weight files may stand beside the graph: `mionnx.graph.weight_record`.
 7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
    the graph, a weight outside the folder or beyond the end of its file, weight files that are not those that were
    exported (`mionnx.graph.weight_check`), a fused operator that its nodes cannot stand for.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -33,7 +33,7 @@ import onnx
 from numpy.typing import DTypeLike
 
 from mionnx.errors import HookError, ModelError, nearest
-from mionnx.graph import onnx_file, validate, weight_check
+from mionnx.graph import onnx_file, validate, weight_check, weight_record
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.folder_file import read_json
 from mionnx.graph.fused_operators import read_fused
@@ -114,6 +114,8 @@ class HookedModel:
             raise ModelError(
                 f"{folder / GRAPH} has the inputs {inputs} and outputs {outputs}; input_ids and logits are missing"
             )
+        if check == "full":
+            metadata = replace(metadata, weight_files=weight_record.complete(folder, metadata, progress))
         weight_check.check(folder, metadata, onnx_file.locations(proto), check, progress)
         return cls(folder, proto, metadata)
 
@@ -163,6 +165,15 @@ class HookedModel:
             if (node.op_type, entry.name) == ("DequantizeLinear", "block_size")
         )
         return self.rounds_by_call or any(coarse) or any(blocks)
+
+    @cached_property
+    def weights_sha256(self) -> str:
+        """Hash of its weights; waited for where it is still computed, see `mionnx.graph.weight_record`.
+
+        Raises:
+            ModelError: the weights have changed since the export.
+        """
+        return weight_record.weights_sha256(self.folder, self.metadata)
 
     @cached_property
     def influence(self) -> Influence:

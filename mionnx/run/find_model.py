@@ -15,6 +15,7 @@ from platformdirs import user_cache_path
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import inside
 from mionnx.graph.hooked_model import GRAPH, HookedModel
+from mionnx.graph.weight_record import complete_beside
 from mionnx.machine.cache_entry import MODELS
 from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.files import link_or_copy
@@ -87,7 +88,10 @@ def open_model(
     """
     folder = find_model(source, dtype, progress, refuse)
     try:
-        return HookedModel.open(folder, check=check, progress=progress)
+        hooked = HookedModel.open(folder, check=check, progress=progress)
+        if check != "none":
+            complete_beside(hooked.folder, hooked.metadata)
+        return hooked
     except ModelError as error:
         if local_path(source) == folder or not DiskCache(cache_folder()).discard(folder, str(error)):
             raise
@@ -182,7 +186,7 @@ def _copy_links(folder: Path, progress: Progress) -> None:
     for done, path in enumerate(shared):
         progress(f"copying {path.name}", done, len(shared))
         own = path.with_name(f"{path.name}.copy")
-        shutil.copyfile(path, own)
+        shutil.copy2(path, own)  # with its time of change, by which its hash may still be recorded
         own.replace(path)
 
 
