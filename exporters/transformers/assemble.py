@@ -19,7 +19,7 @@ from exporters.transformers.hooked_graph import HookedGraph, make_graph
 from exporters.transformers.native_config import native_config
 from exporters.transformers.sizes import sizes_of, sliding_window
 from exporters.transformers.weights import bind_weights
-from exporters.weight_files import locations
+from exporters.weight_files import locations, place_nowhere
 from mionnx.errors import ExportError
 from mionnx.graph import file_digest, weight_record
 from mionnx.graph.metadata import Attention, Metadata, context_length
@@ -62,6 +62,27 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         )
     stage("writing")
     write_model(made.model, metadata, target)
+    keep_files(beside, target)
+    _write_fast_tokenizer(folder, target)
+
+
+def export_config(folder: Path, target: Path, dtype: str, progress: Progress) -> None:
+    """See `exporters.transformers.export_graph`."""
+    stages = count()
+
+    def stage(name: str) -> None:
+        progress(f"exporting {folder.name}: {name}", next(stages), STAGES)
+
+    stage("reading the config")
+    beside, config = find_files(folder), native_config(folder)
+    kind = export_dtype(str(config.dtype or torch.float32).removeprefix("torch.") if dtype == "auto" else dtype, [])
+    made = make_graph(config, kind, stage)
+    stage("writing")
+    place_nowhere(made.parameters, target)
+    for value in made.parameters:
+        made.model.graph.register_initializer(value)
+    target.mkdir(parents=True, exist_ok=True)
+    write_model(made.model, describe(made, config, kind), target)
     keep_files(beside, target)
     _write_fast_tokenizer(folder, target)
 

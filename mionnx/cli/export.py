@@ -22,16 +22,19 @@ def export(
     copy: Annotated[bool, typer.Option(help="Copy the weights instead of linking them.")] = False,
     in_place: Annotated[bool, typer.Option(help="Write model.onnx beside the checkpoint's own weights.")] = False,
     dtype: Annotated[str, typer.Option(help=DTYPES)] = "float32",
+    graph_only: Annotated[bool, typer.Option("--graph-only", help="Export the config alone, without weights.")] = False,
     as_json: Json = False,
 ) -> None:
     """Export a checkpoint as a hooked model.
 
     A hooked model is an ONNX graph whose activations carry their hook names. Weights already in the dtype are
     hard-linked, not copied. onnx's own checker and loader refuse files with several hard links: --copy makes a folder
-    for them.
+    for them. --graph-only reads config.json alone: what it makes can be rewritten, compiled and estimated, not run.
 
     Example: mionnx export meta-llama/Llama-3.2-1B -o llama-hooked
     """
+    if graph_only and (output is None or copy):
+        raise typer.BadParameter("--graph-only goes with --output FOLDER: there are no weights to copy or lie beside")
     if (output is None) == (not in_place) or (in_place and copy):
         raise typer.BadParameter("give either --output FOLDER, with or without --copy, or --in-place")
     begin = time.monotonic()
@@ -40,7 +43,7 @@ def export(
         if output is None:
             find_model.export_in_place(folder, dtype, progress)
         else:
-            find_model.export(folder, output, dtype, progress, copy)
+            find_model.export(folder, output, dtype, progress, copy, graph_only)
     hooked = HookedModel.open(output or folder)
     seconds = time.monotonic() - begin
     _print(hooked, seconds, as_json)

@@ -195,6 +195,8 @@ def _write_model(
     model: HookedModel, proto: onnx.ModelProto, at: Path, packaging: Packaging, progress: Progress
 ) -> None:
     provider = TARGETS[packaging.target]
+    if provider is not None or packaging.placed == "embedded":
+        model.need_weights(f"a file for {packaging.target} with its weights {packaging.placed}")
     if provider is not None:
         _check_size(proto, packaging)
         onnx_runtime.optimise(proto.SerializeToString(), model.folder, at / GRAPH, DATA, Options(provider))
@@ -210,7 +212,7 @@ def _write_model(
         _check_size(proto, packaging)
         onnx_file.embed(proto, model.folder)
     else:
-        for done, name in enumerate(files := onnx_file.locations(proto)):
+        for done, name in enumerate(files := onnx_file.locations(proto) if model.has_weights else {}):
             progress(f"writing {name}", done, len(files))
             (at / name).parent.mkdir(parents=True, exist_ok=True)
             _deliver((model.folder / name).resolve(), at / name, packaging.placed)

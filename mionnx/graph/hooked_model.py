@@ -43,6 +43,7 @@ from mionnx.graph.io_names import cache_names
 from mionnx.graph.known_value import Dims, Known
 from mionnx.graph.metadata import Metadata, Sizes, context_length
 from mionnx.graph.weight_check import Progress, silent
+from mionnx.graph.without_weights import lacks_weights, refuse
 
 GRAPH = "model.onnx"
 # What is kept beside a graph, where the checkpoint has it: the config, and what tokenizers are made of.
@@ -115,6 +116,8 @@ class HookedModel:
                 f"{folder / GRAPH} has the inputs {inputs} and outputs {outputs}; input_ids and logits are missing"
             )
         if check == "full":
+            if lacks_weights(proto):
+                refuse(folder, "checking them")
             metadata = replace(metadata, weight_files=weight_record.complete(folder, metadata, progress))
         weight_check.check(folder, metadata, onnx_file.locations(proto), check, progress)
         return cls(folder, proto, metadata)
@@ -165,6 +168,20 @@ class HookedModel:
             if (node.op_type, entry.name) == ("DequantizeLinear", "block_size")
         )
         return self.rounds_by_call or any(coarse) or any(blocks)
+
+    @cached_property
+    def has_weights(self) -> bool:
+        """Whether it has weights; a graph that was exported from a config alone has none."""
+        return not lacks_weights(self.proto)
+
+    def need_weights(self, what: str = "running it") -> None:
+        """Refuse what needs weights, if there are none.
+
+        Raises:
+            ModelError: there are none.
+        """
+        if not self.has_weights:
+            refuse(self.folder, what)
 
     @cached_property
     def weights_sha256(self) -> str:

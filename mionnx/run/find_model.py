@@ -143,7 +143,9 @@ def exporter_for(folder: Path) -> ModuleType:
     )
 
 
-def export(folder: Path, target: Path, dtype: str, progress: Progress, copy: bool = False) -> None:
+def export(
+    folder: Path, target: Path, dtype: str, progress: Progress, copy: bool = False, graph_only: bool = False
+) -> None:
     """Export a checkpoint into a new folder; a temporary folder is renamed into place.
 
     Args:
@@ -151,6 +153,7 @@ def export(folder: Path, target: Path, dtype: str, progress: Progress, copy: boo
         dtype: of the exported model.
         progress: called as (stage, done, total).
         copy: give the folder weight files of its own, where otherwise they are the checkpoint's under another name.
+        graph_only: export the config alone, without weights.
 
     Raises:
         ExportError: the target exists, torch is not installed, or the exporter refuses the checkpoint.
@@ -160,7 +163,7 @@ def export(folder: Path, target: Path, dtype: str, progress: Progress, copy: boo
         raise ExportError(f"{target} exists already")
     remove_leftovers(target.parent, holding=MADE)
     with new_folder(target, ExportError) as partial:
-        _write(exporter, folder, partial, dtype, progress)
+        _write(exporter, folder, partial, dtype, progress, "export_graph" if graph_only else "export")
         made = HookedModel.open(partial, check="none").metadata.dtype
         if dtype not in (made, AUTO):  # a foreign ONNX file computes in its own
             raise ExportError(
@@ -170,9 +173,14 @@ def export(folder: Path, target: Path, dtype: str, progress: Progress, copy: boo
             _copy_links(partial, progress)
 
 
-def _write(exporter: ModuleType, folder: Path, target: Path, dtype: str, progress: Progress) -> None:
+def _write(
+    exporter: ModuleType, folder: Path, target: Path, dtype: str, progress: Progress, function: str = "export"
+) -> None:
+    export = getattr(exporter, function, None)
+    if export is None:
+        raise ExportError(f"{folder}: {exporter.__name__} makes no graph without weights")
     try:
-        exporter.export(folder, target, dtype, progress)
+        export(folder, target, dtype, progress)
     except ImportError as error:
         otherwise = f"exporting needs torch and transformers ({error.name}): pip install 'mionnx[export]'"
         raise ExportError(NEEDED.get(str(error.name), otherwise)) from error
