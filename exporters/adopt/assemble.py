@@ -31,10 +31,11 @@ from exporters.adopt.self_check import (
     run,
 )
 from exporters.adopt.source_file import Source, open_source
+from exporters.adopt.stock_graph import Interface, keep_stock
 from exporters.adopt.value_types import infer_types
 from exporters.adopt.write_model import config_of, other_windows, windows_of, write_model
 from mionnx.errors import ExportError, ModelError
-from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING
 from mionnx.machine.progress import Progress
 
@@ -75,6 +76,7 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     progress("reading", 0, STAGES)
     source = open_source(file)
     stock_inputs = {value: str(value.name) for value in source.model.graph.inputs}
+    stock_outputs = [str(value.name) for value in source.model.graph.outputs]
     progress("recognising", 1, STAGES)
     source.model.graph.sort()  # float16 converters put casts at the end
     modernise(source.model)
@@ -82,12 +84,14 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     name_inputs(source.model)
     fused: list[Fused] = []
     expanded = expand(source.model, fused)
+    ends = dict(zip(stock_outputs, source.model.graph.outputs, strict=True))
     positions = supply_positions(source.model)
     found = recognise(source.model.graph)
     stock_logits = str(found.flow.logits.name)
     padding = all(heeds_mask(source.model, attention.scores) for attention in found.attention)
     cached = name_caches(found)
     renamed = {str(value.name): name for value, name in stock_inputs.items()}
+    interface = Interface.of(renamed, ends, stock_logits)
     names = name_points(found)
     found.notes.extend([positions] if positions is not None else [])
     progress("running once", 2, STAGES)
@@ -113,6 +117,8 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     said = {**({SINKS: "in the softmax"} if sinks else {}), **({ATTENDS_TO_PADDING: "yes"} if attends else {})}
     write_model(proto, source, found, probed, names, said, target, progress)
     keep_fused(proto, target, probed, fused, len(found.attention), found.notes)
+    keep_stock(proto, target, source, interface, probed, bool(expanded), found.notes)
+    (target / GRAPH).write_bytes(proto.SerializeToString())
     _open(target)
     return Adopted(file, names, expanded, laws, found.notes)
 

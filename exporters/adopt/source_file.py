@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
@@ -88,12 +89,14 @@ class Source:
         file: its path.
         model: the model, its larger weights external data.
         weight_files: name in the adopted folder -> path of the file that holds the weights.
+        stock: the same, all of its branches still in it.
         flag: of a merged decoder, the input that chose between its branches; see `branches`.
     """
 
     file: Path
     model: ir.Model
     weight_files: dict[str, Path]
+    stock: onnx.ModelProto
     flag: str | None = None
 
 
@@ -108,16 +111,20 @@ def open_source(file: Path) -> Source:
         model = ir.load(file)
         if not len(model.graph):
             raise ExportError(f"{file} holds no graph: it is empty or truncated")
-        flag = inline_branch(model)
         files: dict[str, Path] = {}
         held = {name: span for name, span in _embedded(file) if span[1] > SMALL}
-        for value in model.graph.initializers.values():
+        whole = [*model.graph.initializers.values()]
+        for value in whole:
             _place(value, file, held, files)
+        stock = ir.to_proto(model)
+        flag = inline_branch(model)
+        for value in [value for value in model.graph.initializers.values() if value not in whole]:
+            _place(value, file, {}, files)
     except ModelError as error:
         raise ExportError(str(error)) from error
     except (DecodeError, ValueError, RuntimeError, OSError, KeyError, IndexError) as error:  # protobuf's and onnx_ir's
         raise ExportError(f"{file} cannot be read as an ONNX model: {error}") from error
-    return Source(file, model, files, flag)
+    return Source(file, model, files, stock, flag)
 
 
 def _place(value: ir.Value, file: Path, held: dict[str, tuple[int, int]], files: dict[str, Path]) -> None:

@@ -259,9 +259,10 @@ class Runner:
         batch = make_token_batch(self._ids(tokens), attention_mask, past, self.hooked.metadata.sizes, prompt_length)
         inputs = bound.inputs(batch, past, use_cache)
         _refuse_too_large(bound, batch)
-        plan = with_fused(bound.plan, self.hooked, self.options, batch)
+        names = bound.outputs(use_cache)
+        plan = with_fused(bound.plan, self.hooked, self.options, batch, names)
         graph = self.variants.get(plan, batch.batch * batch.seq)
-        results = graph.run(bound.outputs(use_cache), inputs)
+        results = graph.run(names, inputs)
         if logits:
             mask, length = attention_mask, prompt_length
             again = partial(self.forward, tokens, attention_mask=mask, cache=past, prompt_length=length, logits=False)
