@@ -22,6 +22,7 @@ from mionnx.graph.validate import graphs
 
 BEFORE, TOKENS = 4, 3  # tokens of a past, and of a call of several
 KEPT = "adopted."  # begins names of values that were outputs of the file
+CAST = ".own_dtype"  # ends names of inputs and outputs in the file's own dtype
 OWN = ".stock"  # ends names that the hooked model has for other values
 
 
@@ -121,8 +122,8 @@ def _take_inputs(
             wanted[new] = None
             kind = value.type.tensor_type.elem_type
             same = own[new].type.tensor_type.elem_type == kind
-            renamed[value.name] = new if same else f"{new}{OWN}"
-            added += [] if same else [onnx.helper.make_node("Cast", [new], [f"{new}{OWN}"], f"{new}{OWN}", to=kind)]
+            renamed[value.name] = new if same else f"{new}{CAST}"
+            added += [] if same else [onnx.helper.make_node("Cast", [new], [f"{new}{CAST}"], f"{new}{CAST}", to=kind)]
     del graph.input[:]
     graph.input.extend([*(own[name] for name in own if name in wanted), *(one for one in given if one.name in held)])
     return added
@@ -137,8 +138,8 @@ def _take_outputs(
     for value in kept:
         new, kind = names[value.name], own[names[value.name]].type.tensor_type.elem_type
         same = value.type.tensor_type.elem_type == kind or new == LOGITS
-        renamed[value.name] = new if same else f"{new}{OWN}"
-        added += [] if same else [onnx.helper.make_node("Cast", [f"{new}{OWN}"], [new], new, to=kind)]
+        renamed[value.name] = new if same else f"{new}{CAST}"
+        added += [] if same else [onnx.helper.make_node("Cast", [f"{new}{CAST}"], [new], new, to=kind)]
     del graph.output[:]
     for value in kept:
         graph.output.add().CopyFrom(own[names[value.name]])

@@ -1,4 +1,4 @@
-"""Shapes of ONNX Runtime's own operators: quantised linear maps, look-ups, experts, fused norms, rotation and attention.
+"""Shapes of ONNX Runtime's own operators: quantised linear maps, look-ups, experts, norms, rotation, attention.
 
 onnx has no schema of them. Shapes follow ONNX Runtime's documentation of its contrib operators.
 """
@@ -104,6 +104,7 @@ SHAPES: dict[str, Callable[[Sequence[Dims | None], Mapping[str, Any]], Dims | No
     "GatherBlockQuantized": _rows,
     "MoE": _same,
     "QMoE": _same,
+    "LayerNormalization": _same,
     "SimplifiedLayerNormalization": _same,
     "SkipSimplifiedLayerNormalization": _same,
     "SkipLayerNormalization": _same,

@@ -10,7 +10,7 @@ import binascii
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import onnx
@@ -22,7 +22,6 @@ from mionnx.graph.contrib_shapes import DOMAIN
 LARGEST = 2**26  # bytes of the graph, unpacked
 ROWS, PAST, SEVERAL, PADDED = 1, 2, 4, 8  # of a call: several rows, a past, several tokens a row, padding on the left
 KINDS = ROWS + PAST + SEVERAL + PADDED + 1
-UNREGISTERED = frozenset(("SimplifiedLayerNormalization",))  # ONNX Runtime's own, in the standard domain
 
 
 @dataclass(frozen=True)
@@ -93,9 +92,20 @@ def checkable(proto: onnx.ModelProto) -> onnx.ModelProto:
     """A copy in which operators that onnx does not have are in the domain of ONNX Runtime's own."""
     shown = onnx.ModelProto()
     shown.CopyFrom(proto)
+    version = max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=1)
     for node in shown.graph.node:
-        if node.op_type in UNREGISTERED:
+        if node.domain in ("", "ai.onnx") and not _registered(node.op_type, version):
             node.domain = DOMAIN
     if DOMAIN not in {entry.domain for entry in shown.opset_import}:
         shown.opset_import.extend([onnx.helper.make_opsetid(DOMAIN, 1)])
     return shown
+
+
+@cache
+def _registered(operator: str, version: int) -> bool:
+    """Whether onnx has an operator in a version of its standard domain."""
+    try:
+        onnx.defs.get_schema(operator, version, "")
+    except onnx.defs.SchemaError:
+        return False
+    return True

@@ -1,7 +1,7 @@
 """Plans with the operators of an adopted file as it came, as far as they are right for a call.
 
-1. A spec that touches nothing runs the file's own graph, for the kinds of calls for which it was tried when the file was
-   adopted: with `fast`, or where the hooked graph has standard nodes in the place of the file's operators.
+1. A spec that touches nothing runs the file's own graph, for the kinds of calls for which it was tried when the file
+   was adopted: with `fast`, or where the hooked graph has standard nodes in the place of the file's operators.
 2. Otherwise fused operators stand where nothing inside them is touched. Fused attention takes lengths from the number
    of ones in the mask: padding is not where it looks for it, and with a past it takes one row or one token at a time.
    Such calls run the standard nodes instead, which are right for all.

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
-from mionnx.bind.bound_spec import Binder, BoundSpec
+from mionnx.bind.bound_spec import ALL, Binder, BoundSpec
 from mionnx.bind.logit_selection import Logits
 from mionnx.engine.engines import ready_engine
 from mionnx.engine.options import ONNX_RUNTIME, Options
@@ -249,7 +249,7 @@ class Runner:
             cache = model.forward("The capital of France is", spec)
             cache.output().shape, cache["resid_post", 2].shape  # (1, seq, vocab), (1, seq, hidden)
         """
-        spec, part = hooks or HookSpec(), logits if isinstance(logits, Logits) else Logits()
+        spec, part = hooks or HookSpec(), logits if isinstance(logits, Logits) else ALL
         past = choose_past(self.hooked, cache, initial_state)
         if not (logits or use_cache or spec.captures):
             raise InputError("logits=False and no captures: nothing would be computed")
