@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +45,13 @@ class Interface:
         presents = {own: str(value.name) for own, value in ends.items() if str(value.name).startswith(KEPT)}
         outputs = {own: f"{KEYS_AND_VALUES.present}.{name.removeprefix(KEPT)}" for own, name in presents.items()}
         return cls({own: name for name, own in inputs.items()}, {**outputs, logits: LOGITS})
+
+
+def copied(source: Source) -> Source:
+    """A file with its graph by itself, to which nothing is added later."""
+    stock = onnx.ModelProto()
+    stock.CopyFrom(source.stock)
+    return replace(source, stock=stock)
 
 
 def keep_stock(
