@@ -124,7 +124,7 @@ class HookedModel:
 
     @cached_property
     def stock(self) -> StockGraph | None:
-        """The graph of an adopted file as it came, checked as the hooked one is; None if there is none.
+        """The graph of an adopted file as it came, checked; None if there is none.
 
         Raises:
             ModelError: it is damaged, takes what this model does not, or has a value without a bound.

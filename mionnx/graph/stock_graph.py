@@ -89,7 +89,7 @@ def is_table(value: object) -> bool:
 
 
 def checkable(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy in which operators that onnx does not have are in the domain of ONNX Runtime's own."""
+    """A copy with the operators unknown to onnx in the domain of ONNX Runtime's own."""
     shown = onnx.ModelProto()
     shown.CopyFrom(proto)
     version = max((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), default=1)
