@@ -129,7 +129,7 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
 
 
 def _said(found: Recognised, attends: bool) -> dict[str, str]:
-    """What the metadata say of attention: sinks in it, and whether it attends to padding."""
+    """Facts about attention for the metadata: sinks, and whether it attends to padding."""
     sinks = any(one.sink for one in found.attention)
     return {**({SINKS: "in the softmax"} if sinks else {}), **({ATTENDS_TO_PADDING: "yes"} if attends else {})}
 

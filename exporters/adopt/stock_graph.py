@@ -63,7 +63,7 @@ def keep_stock(
     expanded: bool,
     notes: list[str],
 ) -> None:
-    """Put the graph of a file as it came into the metadata of the adopted graph, if it runs and gives the same.
+    """Put a file's own graph into the metadata, if it runs and gives what the adopted one gives.
 
     Args:
         proto: the adopted graph, with its metadata.
@@ -91,7 +91,7 @@ def keep_stock(
 
 
 def by_hooked_names(source: Source, names: Interface, hooked: onnx.ModelProto) -> onnx.ModelProto:
-    """The graph of a file with the interface of the hooked model; its nodes are the file's own.
+    """The graph of a file with the interface of the hooked model; its nodes are its own.
 
     Inputs, keys and values of other dtypes are cast; logits stay in the file's own. The flag of a merged decoder says
     whether there is a past.
@@ -114,7 +114,7 @@ def by_hooked_names(source: Source, names: Interface, hooked: onnx.ModelProto) -
 def _take_inputs(
     graph: onnx.GraphProto, names: Mapping[str, str], hooked: onnx.ModelProto, flag: str | None, renamed: dict[str, str]
 ) -> list[onnx.NodeProto]:
-    """Give a graph the inputs of the hooked model; returns nodes that make of them what the graph reads."""
+    """Give a graph the inputs of the hooked model; returns nodes that adapt them."""
     held, own = {tensor.name for tensor in graph.initializer}, {value.name: value for value in hooked.graph.input}
     given, wanted, added = list(graph.input), dict[str, None](), list[onnx.NodeProto]()
     for value in given:
@@ -170,7 +170,7 @@ def _has_past(flag: onnx.ValueInfoProto, inputs: Mapping[str, onnx.ValueInfoProt
 
 
 def _rename(proto: onnx.ModelProto, names: dict[str, str]) -> None:
-    """Rename values, in graphs inside too; others that have one of the new names, or an input's, give way."""
+    """Rename values, in graphs inside too; others that have one of the names give way."""
     taken = {*names.values(), *(value.name for value in (*proto.graph.input, *proto.graph.output))}
     everywhere = [one for one in graphs(proto) if isinstance(one, onnx.GraphProto)]
     for graph in everywhere:
@@ -197,7 +197,7 @@ def _forget_origin(proto: onnx.ModelProto) -> None:
 
 
 def calls_of(stock: onnx.ModelProto, hooked: onnx.ModelProto, folder: Path, allowed: float) -> frozenset[int]:
-    """The kinds of calls for which a stock graph gives what the hooked one gives, at all tokens of the texts.
+    """The kinds of calls for which a stock graph agrees with the hooked one.
 
     Args:
         stock, hooked: the two graphs.
