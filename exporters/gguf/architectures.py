@@ -184,13 +184,14 @@ def _common(facts: Facts) -> Config:
     head_dim = facts.size("attention.key_length", hidden // heads)
     if facts.size("attention.value_length", head_dim) != head_dim:
         raise ExportError(f"{facts.header.file}: keys and values of different lengths are not supported")
-    _check_sizes(facts.header, layers, hidden, heads * head_dim)
+    inner = facts.size("feed_forward_length")
+    _check_sizes(facts.header, layers, hidden, heads * head_dim, inner)
     context = facts.size("context_length")
     epsilon = facts.maybe("attention.layer_norm_rms_epsilon")
     ids = {name: facts.header.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in TOKENS.items()}
     return {
         "hidden_size": hidden,
-        "intermediate_size": facts.size("feed_forward_length"),
+        "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": facts.size("attention.head_count_kv", heads),
@@ -207,7 +208,7 @@ def _common(facts: Facts) -> Config:
 TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
-def _check_sizes(header: Header, layers: int, hidden: int, queries: int) -> None:
+def _check_sizes(header: Header, layers: int, hidden: int, queries: int, inner: int) -> None:
     """Compare what the metadata state with the tensors, before anything of that size is made."""
     found = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
     if len(found) != layers or not all(number.isdigit() and int(number) < layers for number in found):
@@ -215,11 +216,9 @@ def _check_sizes(header: Header, layers: int, hidden: int, queries: int) -> None
     for name, axis, size in (
         ("token_embd.weight", 1, hidden),
         ("blk.0.attn_output.weight", 1, queries),
-        ("blk.0.attn_norm.weight", 0, hidden),
+        ("blk.0.ffn_down.weight", 1, inner),
     ):
         info = header.tensors.get(name)
-        if info is None and name == "blk.0.attn_norm.weight":  # a family without a norm before its attention
-            continue
         if info is None or len(info.shape) <= axis or info.shape[axis] != size:
             has = "is missing" if info is None else f"is {list(info.shape)}"
             raise ExportError(f"{header.file}: {name} {has}, its metadata mean {size} on axis {axis}")

@@ -1,7 +1,6 @@
 """A GGUF file to a hooked model: first a checkpoint of its config, weights and tokenizer, then its export."""
 
 import json
-import tempfile
 from pathlib import Path
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -19,23 +18,43 @@ ENDS = ("eos", "eot", "eom")  # of a text, of a turn, of a message: each ends wh
 
 def export_file(file: Path, target: Path, dtype: str, progress: Progress) -> None:
     """See `exporters.gguf.export`."""
-    progress(f"exporting {file.name}: reading the header", 0, 1)
+
+    def said(stage: str, done: int, total: int) -> None:
+        progress(stage.replace(target.name, file.name), done, total)
+
     header = read_header(file)
+    try:
+        export_checkpoint(target, target, write_checkpoint(header, target, dtype, said), said)
+    except ExportError as error:
+        if str(file) in str(error):
+            raise
+        raise ExportError(f"{file}: {error}") from error
+
+
+def write_checkpoint(header: Header, folder: Path, dtype: str, progress: Progress) -> str:
+    """Write a GGUF file as a transformers checkpoint: config, weights, tokenizer.
+
+    Args:
+        header: of the file.
+        folder: an empty or new one.
+        dtype: of the weights; see `exporters.gguf.export`.
+        progress: called as (stage, done, total).
+
+    Returns:
+        the dtype, where "auto" was given the one that it means.
+
+    Raises:
+        ExportError: see `exporters.gguf.export`.
+    """
     architecture = architecture_of(header)
     dtype = own_dtype(header, dtype)
     config = config_of(header, architecture)
     tensors = rename(header, architecture, config)
-    target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target, prefix=".mionnx-") as staging:
-        folder = Path(staging) / file.stem
-        folder.mkdir()
-        _write_configs(header, config, dtype, folder)
-        write_tokenizer(header, folder)
-        write_weights(header, tensors, folder / "model.safetensors", dtype, progress)
-        try:
-            export_checkpoint(folder, target, dtype, progress)
-        except ExportError as error:
-            raise ExportError(f"{file}: {error}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_configs(header, config, dtype, folder)
+    write_tokenizer(header, folder)
+    write_weights(header, tensors, folder / "model.safetensors", dtype, progress)
+    return dtype
 
 
 def _write_configs(header: Header, config: Config, dtype: str, folder: Path) -> None:

@@ -125,10 +125,9 @@ def write_weights(header: Header, tensors: list[Renamed], path: Path, dtype: str
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors:
-            progress(f"dequantising {tensor.info.name}", done, total)
             for piece in _pieces(header, tensor):
                 done += file.write(_converted(piece, numpy_dtype, tensor).tobytes())
-    progress("dequantised", total, total)
+            progress(f"dequantising {header.file.name}", done, total)
 
 
 def _pieces(header: Header, tensor: Renamed) -> Iterator[NDArray[np.float32]]:
