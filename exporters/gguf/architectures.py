@@ -100,7 +100,10 @@ def _layer_types(config: Config, period: int) -> list[str]:
 
 
 def _query_scalar(config: Config, largest: int) -> float:
-    """What scores are divided by the root of. llama.cpp tells the 27B models, which differ, by their layers."""
+    """The square of the number by which scores are divided.
+
+    The 27B models have another one, and llama.cpp tells them by their layers.
+    """
     by_heads = config["num_hidden_layers"] == largest
     return config["hidden_size"] / config["num_attention_heads"] if by_heads else config["head_dim"]
 
@@ -209,7 +212,7 @@ TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding
 
 
 def _check_sizes(header: Header, layers: int, hidden: int, queries: int, inner: int) -> None:
-    """Compare what the metadata state with the tensors, before anything of that size is made."""
+    """Compare the stated sizes with the tensors, before anything is made by them."""
     found = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
     if len(found) != layers or not all(number.isdigit() and int(number) < layers for number in found):
         raise ExportError(f"{header.file} states {layers} layers, and holds tensors of {len(found)}")

@@ -1,4 +1,4 @@
-"""What a GGUF file states about its model, by llama.cpp's keys without the architecture's name in front."""
+"""The metadata of a GGUF file's model, by llama.cpp's keys without the architecture's name."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ class Facts:
         self._read: set[str] = set()
 
     def maybe(self, key: str, default: Any = None) -> Any:
-        """A number; the default where the file states none. A list of one value a layer is that value.
+        """A number, or the default; a list of one value a layer is that value.
 
         Raises:
             ExportError: the value differs between layers, or is no number.
@@ -91,7 +91,7 @@ class Facts:
         return ExportError(f"{self.header.file} has to state {self.architecture}.{key}, {wanted}; {stated}")
 
     def check_all_read(self) -> None:
-        """Refuse a file that states something which changes the computation and was not read.
+        """Refuse a file with a key that changes the computation and was not read.
 
         Raises:
             ExportError: names the key.

@@ -47,7 +47,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What stands in front of a GGUF file's tensors.
+    """Everything in front of a GGUF file's tensors.
 
     Attributes:
         file: its path.

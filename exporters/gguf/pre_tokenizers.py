@@ -1,4 +1,4 @@
-"""How text is cut before byte-pair merging: llama.cpp's names of pre-tokenizers as regular expressions.
+"""Names of pre-tokenizers in llama.cpp as the regular expressions that cut a text.
 
 A file names its pre-tokenizer (`tokenizer.ggml.pre`) and holds no rule. Each name stands for expressions that cut one
 after the other, every match and every gap a piece. The expressions are those of the tokenizers that the names come

@@ -13,7 +13,7 @@ FACTORS = (EVERY, SHORT, LONG)  # tensors that are no weights: what each frequen
 
 
 def frequencies(header: Header) -> dict[str, list[float]]:
-    """The factors that frequencies are divided by, of the tensors that the file has."""
+    """The divisors of the frequencies, by the names of their tensors."""
     return {name: read_tensor(header, header.tensors[name]).tolist() for name in FACTORS if name in header.tensors}
 
 
@@ -69,7 +69,7 @@ def _scaled(facts: Facts, context: int) -> dict[str, Any]:
 
 
 def _divided(facts: Facts, context: int, factors: dict[str, list[float]]) -> dict[str, Any]:
-    """Frequencies divided one by one: transformers' "longrope", of which Llama 3's scaling is a case."""
+    """Frequencies divided one by one: transformers' "longrope", Llama 3's scaling too."""
     one = factors.get(EVERY)
     if one is None and not {SHORT, LONG} <= factors.keys():
         raise ExportError(f"{facts.header.file} has one of {SHORT} and {LONG}: both are needed")

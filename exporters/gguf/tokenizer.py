@@ -35,7 +35,7 @@ _NO_STRIP = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's tokens those that ta
 
 
 class _NoTokenizerError(Exception):
-    """What keeps a tokenizer from being built."""
+    """The reason why a tokenizer cannot be built."""
 
 
 def write_tokenizer(header: Header, folder: Path) -> None:
@@ -137,12 +137,12 @@ def _sentence_piece(facts: dict[str, Any]) -> tuple[Tokenizer, bool]:
 
 
 def _spaces_spelled(token: str) -> str:
-    """Gemma's tokens of several spaces are in the file as spaces, and are looked up as SentencePiece spells them."""
+    """A token of spaces, which Gemma's files hold as spaces, in SentencePiece's spelling."""
     return token.replace(" ", SPACE) if token and not token.strip(" ") else token
 
 
 def _merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Merges that SentencePiece's scores mean: the best piece first, of its ways to come about the longest left."""
+    """Merges by SentencePiece's scores: the best piece first, by its longest left part."""
     found = []
     for token, index in vocabulary.items():
         for cut in range(1, len(token)):

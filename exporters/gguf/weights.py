@@ -86,7 +86,7 @@ def _module(path: str, architecture: Architecture) -> tuple[str, str | None]:
 
 
 def own_dtype(header: Header, dtype: str) -> str:
-    """The dtype to write: the one asked for, or with "auto" that of the matrices, float32 where they are quantised.
+    """The dtype to write; "auto" is that of the matrices, float32 if they are quantised.
 
     Raises:
         ExportError: no such dtype.

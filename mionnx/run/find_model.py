@@ -99,10 +99,10 @@ def open_model(
 
 
 def checkpoint_folder(source: str | Path, file: str | None = None) -> Path:
-    """The folder, or the `.pth`, `.onnx` or `.gguf` file, of a path, a shipped model's name or a Hub id.
+    """The folder or file of a path, a shipped model's name or a Hub id.
 
-    A folder goes before a shipped model of its name. Models of the Hub are downloaded if need be; of a repository of
-    GGUF files that one which is named: USER/REPOSITORY/FILE.gguf.
+    A `.pth`, `.onnx` or `.gguf` file is a model by itself. A folder goes before a shipped model of its name. Models of
+    the Hub are downloaded if need be; of a repository of GGUF files the named one: USER/REPOSITORY/FILE.gguf.
 
     Args:
         source: see `find_model`.

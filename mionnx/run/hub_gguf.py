@@ -27,7 +27,7 @@ def download_file(name: str) -> Path:
 
 
 def only_file(name: str, folder: Path) -> Path:
-    """What to open of a downloaded snapshot: the folder, or the GGUF file where the repository has no other weights.
+    """The folder of a snapshot, or its one GGUF file if there are no other weights.
 
     Args:
         name: the repository.

@@ -18,7 +18,7 @@ MARKS = (GRAPH, "config.json")  # files that make a folder a model's
 
 
 def local_path(source: str | Path) -> Path | None:
-    """The folder, or the file that is a model by itself, that a path means; None if nothing is there.
+    """The folder or model file that a path means; None if nothing is there.
 
     Args:
         source: a path. A hooked model's own `model.onnx` means its folder.

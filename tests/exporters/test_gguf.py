@@ -250,7 +250,7 @@ def test_every_hook_point_of_an_opened_file_equals_transformers_own_loading(fami
     assert MIModel.from_pretrained(file, threads=1).hooked.folder == model.hooked.folder
     assert model.tokenize("a b").pieces == ["<s>", "a", "\u0120b"]
     assert model.hooked.end_tokens() == [2]
-    assert model.context_length == 64
+    assert model.hooked.context_length == 64
 
 
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind.name.startswith(("Q", "IQ", "TQ", "MX", "BF", "F"))])
