@@ -82,7 +82,7 @@ def export_graph(folder: Path, target: Path, dtype: str = "float32", progress: P
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Import and trace without garbage collections, a fifth of the time: what is made there stays."""
+    """Import and trace without garbage collections, which take a fifth of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:

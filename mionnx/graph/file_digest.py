@@ -62,7 +62,7 @@ def _named(file: Path) -> str | None:
 
 
 def start(files: Iterable[Path]) -> None:
-    """Begin to read files one after another in the background, those that are not read or known already."""
+    """Begin to read files in the background, one after another; each is read once a process."""
     begun = []
     with _lock:
         for file in files:

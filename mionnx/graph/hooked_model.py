@@ -211,7 +211,7 @@ class HookedModel:
 
     @cached_property
     def weights_sha256(self) -> str:
-        """Hash of its weights; waited for where it is still computed, see `mionnx.graph.weight_record`.
+        """Hash of its weights, waited for if need be; see `mionnx.graph.weight_record`.
 
         Raises:
             ModelError: the weights have changed since the export.

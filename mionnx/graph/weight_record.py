@@ -47,7 +47,7 @@ def describe(folder: Path, names: Iterable[str], progress: Progress = silent) ->
 
 
 def combined(digests: Iterable[str]) -> str:
-    """Make one hash of those of several files, in their order; one file's own hash is that of all."""
+    """Make one hash of those of several files, in their order; of one file it is its own."""
     digests = list(digests)
     return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
 

@@ -19,7 +19,7 @@ def lacks_weights(proto: onnx.ModelProto) -> bool:
 
 
 def refuse(folder: Path, what: str) -> None:
-    """Refuse what needs the weights of a graph that has none.
+    """Refuse a use of weights that a graph does not have.
 
     Args:
         folder: of the graph.

@@ -129,6 +129,7 @@ def ready(model: HookedModel, options: Options) -> PrepackedModel | None:
 
 def make(model: HookedModel, options: Options, entries: DiskCache) -> PrepackedModel | None:
     """The base, made if there is none; None where the store cannot hold it."""
+    model.need_weights()
     if not possible(options):
         return None
 
