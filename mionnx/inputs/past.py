@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mionnx.errors import InputError
-from mionnx.graph.hooked_model import DTYPES, HookedModel
+from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.io_names import cache_names
 from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.lacking import refuse_without_cache
@@ -42,7 +42,7 @@ def past_inputs(model: HookedModel, past: Past | None, batch: TokenBatch) -> Arr
     Raises:
         InputError: another number of layers, another shape or dtype.
     """
-    sizes, dtype = model.metadata.sizes, DTYPES[model.metadata.dtype]
+    sizes, dtype = model.metadata.sizes, model.past_dtype
     if model.metadata.recurrent:
         state = past if isinstance(past, RWKVState) else RWKVState.empty(sizes, batch.batch, dtype)
         return state.feeds(sizes, batch.batch, dtype)

@@ -21,7 +21,7 @@ from mionnx.engine.engine import Program
 from mionnx.engine.options import Options
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.hooked_model import DTYPES, HookedModel
+from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.inputs.lacking import refuse_without_cache
 from mionnx.inputs.rwkv_state import RWKVState
@@ -105,7 +105,7 @@ class LayerGraphs:
         No graph behind attention reads keys and values; some read how many there are.
         """
         sizes, seq = self.model.metadata.sizes, rows.ids.shape[1]
-        nothing = np.zeros((1, sizes.num_kv_heads, seq, sizes.head_dim), DTYPES[self.model.metadata.dtype])
+        nothing = np.zeros((1, sizes.num_kv_heads, seq, sizes.head_dim), self.model.past_dtype)
         names = (name for layer in range(self.layers) for name in self.keys_of(layer).values())
         return Rows(rows.ids, seq - 1, dict.fromkeys(names, nothing))
 
@@ -195,7 +195,7 @@ class LayerGraphs:
             if name.startswith(f"{KEYS_AND_VALUES.past}."):
                 feeds[name] = self._past(name, rows)
         if self.model.metadata.recurrent:
-            sizes, dtype = self.model.metadata.sizes, DTYPES[self.model.metadata.dtype]
+            sizes, dtype = self.model.metadata.sizes, self.model.past_dtype
             start = RWKVState.empty(sizes, rows.count, dtype).feeds(sizes, rows.count, dtype)
             feeds |= {name: np.asarray(value) for name, value in start.items()}
         return feeds
@@ -204,7 +204,7 @@ class LayerGraphs:
         sizes = self.model.metadata.sizes
         if not rows.start:
             shape = (rows.count, sizes.num_kv_heads, 0, sizes.head_dim)
-            return np.zeros(shape, DTYPES[self.model.metadata.dtype])
+            return np.zeros(shape, self.model.past_dtype)
         past = rows.past[name][:, :, : rows.start]
         return np.broadcast_to(past, (rows.count, *past.shape[1:]))
 
