@@ -21,6 +21,7 @@ from mionnx.machine.files import link_or_copy
 from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers, temporary_folder
 from mionnx.machine.progress import Progress
 from mionnx.machine.source_digest import source_digest
+from mionnx.run.hub import download
 from mionnx.run.model_dtype import AUTO
 from mionnx.run.shipped_models import shipped_models
 from mionnx.run.source_path import advice, is_hooked, local_path, missing
@@ -29,7 +30,6 @@ MADE = (GRAPH, "converted.safetensors", "config.json")  # what tells a folder of
 LONGEST = 100  # characters of a model's name in the store
 EXPORTING = ("mionnx.graph",)  # what every exporter uses: a change there may change the graph
 FILES = (".pth", ".onnx", ".safetensors", ".gguf", ".bin", ".pt")  # what is meant as a file, and is no Hub id
-HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.onnx", "*.onnx_data*", "*.onnx.data")
 FOREIGN = "onnx"  # entry point of the exporter of foreign ONNX files
 NEEDED = {"onnx_ir": "adopting an ONNX file needs onnx_ir: pip install 'mionnx[adopt]'"}
 
@@ -103,22 +103,42 @@ def checkpoint_folder(source: str | Path) -> Path:
         InputError: not a path.
         ModelError: nothing there, or a file of another kind.
     """
-    return local_path(source) or shipped_models().get(str(source)) or _download(str(source))
+    return local_path(source) or shipped_models().get(str(source)) or hub_folder(str(source), None)
 
 
-def _download(name: str) -> Path:
+def hub_folder(name: str, file: str | None) -> Path:
+    """The folder of a model of the Hub, downloaded if need be.
+
+    Args:
+        name: of its repository.
+        file: which of its ONNX files; None for a checkpoint, or else the preferred one.
+
+    Raises:
+        ModelError: there is no such model, or none can be had.
+        ExportError: no such file.
+    """
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILES:
         raise ModelError(f"{name} is no folder with a model: nothing is there{missing(name, shipped_models())}")
-    from huggingface_hub import snapshot_download  # not needed for a folder, and slow to import
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     near = missing(name, shipped_models())
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        return download(name, lambda names: foreign_exporter().pick(names, file, name), file is not None)
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             f"{name!r} is neither a folder here nor a model that the Hugging Face Hub gives{near} ({error})"
         ) from error
+
+
+def foreign_exporter() -> ModuleType:
+    """The exporter of foreign ONNX files.
+
+    Raises:
+        ExportError: none is installed.
+    """
+    for entry in entry_points(group="mionnx.exporters", name=FOREIGN):
+        return entry.load()
+    raise ExportError("no exporter of foreign ONNX files is installed")
 
 
 def exporter_for(folder: Path) -> ModuleType:
@@ -163,7 +183,7 @@ def export(folder: Path, target: Path, dtype: str, progress: Progress, copy: boo
                 f"{folder} computes in {made}, and is not converted to {dtype}: give dtype {made} or auto"
             )
         if copy:
-            _copy_links(partial, progress)
+            copy_links(partial, progress)
 
 
 def _write(exporter: ModuleType, folder: Path, target: Path, dtype: str, progress: Progress) -> None:
@@ -176,7 +196,7 @@ def _write(exporter: ModuleType, folder: Path, target: Path, dtype: str, progres
         raise ExportError(f"cannot export {folder}: {error}") from error
 
 
-def _copy_links(folder: Path, progress: Progress) -> None:
+def copy_links(folder: Path, progress: Progress) -> None:
     """Replace hard links in a folder by copies of the files."""
     shared = [path for path in folder.iterdir() if path.stat().st_nlink > 1]
     for done, path in enumerate(shared):
