@@ -180,8 +180,8 @@ def main() -> None:
     present(
         "adoption_speed",
         "Opening a foreign ONNX file for the first time",
-        f"Seconds in a process of its own, with an empty store; {os.cpu_count()} cores, {platform.machine()}, load average "
-        f"{os.getloadavg()[0]:.0f}",
+        f"Seconds in a process of its own, with an empty store; {os.cpu_count()} cores, "
+        f"{platform.machine()}, load average {os.getloadavg()[0]:.0f}",
         [(columns.split("|"), rows)],
         asked.save,
         "Open and first logits count from the start of the imports, adopted from the first byte read to the model's "
