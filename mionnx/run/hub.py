@@ -62,7 +62,7 @@ def download(name: str, choose: Choose, chosen: bool) -> Path:
 
 
 def _cached(name: str, find: Any, error: Exception) -> Path:
-    """What was downloaded earlier of a repository."""
+    """The folder of an earlier download of a repository."""
     try:
         return Path(find(name, allow_patterns=[*BESIDE, CHECKPOINT, *ONNX], local_files_only=True))
     except OSError as missing:
