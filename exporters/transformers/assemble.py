@@ -15,6 +15,7 @@ from exporters.sidecar_files import find_files, keep_files
 from exporters.transformers.check_hooked import check_stream, hook_axes
 from exporters.transformers.checkpoint import map_tensors
 from exporters.transformers.families import layout_of
+from exporters.transformers.grouped import expand_grouped
 from exporters.transformers.naming import name_dimensions, name_hooks, strip
 from exporters.transformers.native_config import native_config
 from exporters.transformers.simplify import simplify
@@ -58,6 +59,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         hooks = name_hooks(traced.model.graph)
         name_dimensions(traced.model.graph)
         check_stream(traced.model.graph)
+        expand_grouped(traced.model.graph)
         strip(traced.model)
         stage()
         bind_weights(parameters, map_tensors(tensors, traced.skeleton), traced.skeleton, target, progress)
