@@ -3,6 +3,7 @@
 import tempfile
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer
 
 from exporters.checkpoint_tensors import export_dtype, read_tensors
 from exporters.sidecar_files import find_files, keep_files
-from exporters.transformers.check_hooked import check_stream, hook_axes
+from exporters.transformers.check_hooked import check_stream, expert_sizes, hook_axes
 from exporters.transformers.checkpoint import map_tensors
 from exporters.transformers.families import layout_of
 from exporters.transformers.grouped import expand_grouped
@@ -59,6 +60,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         hooks = name_hooks(traced.model.graph)
         name_dimensions(traced.model.graph)
         check_stream(traced.model.graph)
+        sizes = replace(sizes, **expert_sizes(traced.model.graph, hooks))
         expand_grouped(traced.model.graph)
         strip(traced.model)
         stage()

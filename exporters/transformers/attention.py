@@ -46,7 +46,7 @@ class Taps:
         return self.listen(str(point), value, stream)
 
     def at_tokens(self, point: HookPoint, value: Tensor) -> Tensor:
-        """Pass a hook point's value through the listener, batch and sequence axes apart where they are merged."""
+        """Pass a value through the listener, batch and sequence axes apart."""
         if value.dim() > 2:
             return self.at(point, value)
         return self.at(point, value.unflatten(0, self.tokens)).flatten(0, 1)
@@ -77,8 +77,6 @@ def _attention(
     query is [batch, n_heads, seq_q, head_dim], key and value [batch, n_kv_heads, seq_k, head_dim], the mask is additive
     and [batch, 1, seq_q, seq_k]; the result is [batch, seq_q, n_heads, head_dim] and the pattern.
     """
-    if options.get("s_aux") is not None:
-        raise ExportError("attention sinks are not supported: their scores have one column more than there are keys")
     taps, layer = active_taps(), module.layer_idx
     if layer not in taps.rotated:
         query = taps.at(HookPoint.AttnQ(layer), query)
@@ -89,10 +87,18 @@ def _attention(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = taps.at(HookPoint.AttnScores(layer), scores + attention_mask)
-    pattern = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    pattern = _softmax(scores, options.get("s_aux")).to(query.dtype)
     pattern = taps.at(HookPoint.AttnPattern(layer), pattern)
     z = taps.at(HookPoint.AttnZ(layer), torch.matmul(pattern, value).transpose(1, 2))
     return z.contiguous(), pattern
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The pattern; with `sinks` [n_heads], scores of no key, each row lacks the share that its head's sink takes."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=torch.float32)
+    column = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], -1)
+    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
 
 
 def _mask(local_size: int | None = None, **options: Any) -> Tensor:

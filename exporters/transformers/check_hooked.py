@@ -27,6 +27,9 @@ def _axes(name: str, value: ir.Value, sizes: Sizes) -> list[str | int]:
         "n_kv_heads": sizes.num_kv_heads,
         "head_dim": sizes.head_dim,
         "vocab": sizes.vocab_size,
+        "n_experts": sizes.n_experts,
+        "n_chosen": sizes.n_chosen,
+        "d_expert": sizes.d_expert,
     }
     expected = [known.get(axis) for axis in names]
     if len(shape) != len(names) or any(
@@ -34,6 +37,17 @@ def _axes(name: str, value: ir.Value, sizes: Sizes) -> list[str | int]:
     ):
         raise ExportError(f"{name} has the shape {value.shape}, expected {[known.get(axis, axis) for axis in names]}")
     return [axis if dim is None else dim for axis, dim in zip(names, shape, strict=True)]
+
+
+def expert_sizes(graph: ir.Graph, hooks: list[str]) -> dict[str, int]:
+    """The sizes n_experts, n_chosen and d_expert, those of the first layer with experts."""
+    values = {value.name: value for node in graph for value in node.outputs}
+    found: dict[str, int] = {}
+    for name in hooks:
+        for axis, dim in zip(HookPoint.parse(name).axes or (), values[name].shape or (), strict=False):
+            if axis in ("n_experts", "n_chosen", "d_expert") and isinstance(dim, int):
+                found.setdefault(axis, dim)
+    return found
 
 
 def check_stream(graph: ir.Graph) -> None:

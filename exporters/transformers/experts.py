@@ -73,7 +73,7 @@ def compute_experts(taps: Taps, experts: Any, hidden: Tensor, index: Tensor, wei
 
 
 def add_chosen(taps: Taps, made: Tensor, like: Tensor) -> Tensor:
-    """Add up the experts' outputs [batch, seq, n_chosen, hidden], in the form and dtype of `like`."""
+    """Add outputs [batch, seq, n_chosen, hidden], in the form and dtype of `like`."""
     made = taps.at(HookPoint.MlpExpertOut(taps.layer), made.to(like.dtype))
     return made.sum(dim=2).reshape(like.shape)
 
@@ -94,7 +94,7 @@ def _product(experts: Any, name: str, x: Tensor, chosen: Tensor, rows: bool, bia
 
 
 def tap_neurons(taps: Taps, inner: Tensor, tokens: tuple[int, ...], experts: Any) -> Tensor:
-    """Neurons of the chosen experts: from what the first projection gives to what the second one reads."""
+    """Tap the neurons of chosen experts; returns what the down projection reads."""
 
     def at(point: HookPoint, value: Tensor) -> Tensor:
         return taps.at(point, value.unflatten(0, tokens)).flatten(0, 2)
@@ -134,7 +134,7 @@ ExpertsInterface.register(EXPERTS, _forward)
 
 
 def find_experts(block: nn.Module) -> tuple[nn.Module, nn.Module] | None:
-    """The module with the stacked weights of a block's experts and the one around it; None in a dense block."""
+    """The module with a block's experts and the one around it; None in a dense block."""
     for parent in block.modules():
         for child in parent.children():
             if hasattr(child, "is_transposed") and hasattr(child, "has_gate"):
@@ -161,5 +161,5 @@ def tap_router(stack: ExitStack, taps: Taps, parent: nn.Module) -> None:
 
 
 def shared_expert(parent: nn.Module) -> nn.Module | None:
-    """The MLP that every token goes through beside the experts that it chooses, if there is one."""
+    """The MLP of all tokens beside the experts, if there is one."""
     return next((found for name in SHARED if (found := getattr(parent, name, None)) is not None), None)

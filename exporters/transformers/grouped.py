@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from exporters.transformers.experts import GROUPED, GROUPED_DOMAIN
+from exporters.transformers.experts import GROUPED_DOMAIN
 
 HEADER = '<ir_version: 10, opset_import: ["" : {opset}]>'
 SORTED = """
@@ -94,7 +94,7 @@ def expand_grouped(graph: ir.Graph) -> None:
 
 
 def _facts(node: ir.Node, stack: int, sides: list[int]) -> dict[str, object]:
-    """What the text of a product leaves open."""
+    """The sizes, dtype and operator of a product's text."""
     rows = bool(node.attributes["rows"].as_int())
     inner, out = sides if rows else sides[::-1]
     matrix = ", ".join(map(str, sides))
@@ -113,7 +113,7 @@ def _facts(node: ir.Node, stack: int, sides: list[int]) -> dict[str, object]:
 def _insert(
     graph: ir.Graph, at: ir.Node, text: str, facts: Mapping[str, object], given: Mapping[str, ir.Value], prefix: str
 ) -> dict[str, ir.Value]:
-    """Insert the nodes of a text before a node, their values named after `prefix`; its outputs by name."""
+    """Insert the nodes of a text before a node; its outputs by name."""
     part = ir.from_onnx_text(HEADER.format(opset=graph.opset_imports[""]) + text.format(**facts)).graph
     outputs = {value.name: value for value in part.outputs}
     for value in part.inputs:
