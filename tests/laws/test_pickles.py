@@ -117,11 +117,6 @@ RECURRENT: dict[str, Callable[[MIModel], Any]] = {
 OTHERS = {"MIModel", "Hook", "TextStreamer", "Compiled", "FeatureActivations", "create_knockout_mask", "sample_token"}
 
 
-@pytest.fixture(scope="module")
-def recurrent() -> MIModel:
-    return MIModel.from_pretrained(REPOSITORY / "models" / "world-rwkv7", threads=1)
-
-
 def check_round_trips(result: Any) -> None:
     data = pickle.dumps(result)
     assert len(data) < SMALL
