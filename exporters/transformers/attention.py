@@ -94,7 +94,7 @@ def _attention(
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """The pattern; with `sinks` [n_heads], scores of no key, each row lacks the share that its head's sink takes."""
+    """The pattern; each row lacks the share of its head's sink [n_heads], a score of no key."""
     if sinks is None:
         return torch.softmax(scores, dim=-1, dtype=torch.float32)
     column = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], -1)
