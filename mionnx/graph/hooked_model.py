@@ -69,6 +69,7 @@ DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "b
 
 # Operators that find the scale of what they round in all of it.
 ROUNDING_LEVEL = 4  # accuracy_level of a MatMulNBits that rounds what it reads to 8 bits
+ROUTER = ("MlpRouterLogits", "MlpExpertIndices", "MlpExpertWeights")
 ROUNDS_BY_CALL = frozenset(("DynamicQuantizeLinear", "DynamicQuantizeMatMul"))
 LARGEST = 2**28  # bytes of a graph without its weights
 TOKENS = ((1, 1, 0), (2, 3, 5))  # batch, seq, past: token batches for which the sizes of all values are checked
@@ -230,6 +231,8 @@ class HookedModel:
 
     def dtype(self, point: HookPoint) -> DTypeLike:
         """Dtype of a hook point's value: its own, else the model's; float32 in a recurrence."""
+        if point.name in self._dtypes_of_routers:
+            return self._dtypes_of_routers[point.name]
         if ".rwkv." in point.name:
             return np.float32
         return DTYPES[self.metadata.hook_dtypes.get(point.source.name, self.metadata.dtype)]
@@ -240,6 +243,16 @@ class HookedModel:
         past = cache_names(self.metadata.recurrent).layer_inputs(0)[0]
         found = (onnx_file.dtype_of(entry) for entry in self.proto.graph.input if entry.name == past)
         return DTYPES[self.metadata.dtype] if self.metadata.recurrent else next(found, DTYPES[self.metadata.dtype])
+
+    @cached_property
+    def _dtypes_of_routers(self) -> dict[str, DTypeLike]:
+        """Dtypes of a router's values: numbers of experts, and often float32."""
+        routed = {name for name in self.metadata.hooks if HookPoint.parse(name).variant in ROUTER}
+        return {
+            value.name: onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+            for value in self.proto.graph.value_info
+            if value.name in routed
+        }
 
     def axes(self, point: HookPoint) -> list[str | int]:
         """The axes of a hook point: names of dynamic ones, numbers of fixed ones.
@@ -293,6 +306,9 @@ def _check_axes(name: str, axes: Sequence[str | int], known: Known, sizes: Sizes
         "key_dim": sizes.head_dim,
         "value_dim": sizes.head_dim,
         "vocab": sizes.vocab_size,
+        "n_experts": sizes.n_experts,
+        "n_chosen": sizes.n_chosen,
+        "d_expert": sizes.d_expert,
     }
     for axis, size in zip(HookPoint.parse(name).axes or (), axes, strict=False):
         if isinstance(size, int) and named.get(axis, size) != size:
