@@ -3,6 +3,7 @@
 import tempfile
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         if sizes.num_layers > len(tensors):
             raise ExportError(f"the config says {sizes.num_layers} layers, the checkpoint has {len(tensors)} tensors")
         stage()
-        traced = trace(config, sizes.num_kv_heads, sizes.head_dim, kind)
+        traced = trace(config, kind)
+        sizes = replace(sizes, num_kv_heads=traced.heads[0][0], head_dim=traced.heads[0][1])
         stage()
         buffers = buffers_of(config, kind)
         parameters = _simplified(traced.model, buffers)
@@ -68,13 +70,14 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
             family=config.model_type,
             dtype=str(kind).removeprefix("torch."),
             sizes=sizes,
-            hooks=hook_axes(traced.model.graph, hooks, sizes),
+            hooks={},
             attention=[_attention(traced, i) for i in range(sizes.num_layers)],
             exporter={name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")},
             weights_sha256=sha256(sorted({tensor.file for tensor in tensors}), progress),
             weight_files=fingerprints(target, locations(parameters), progress),
             context_length=context_length(config.to_dict()),
         )
+        metadata = replace(metadata, hooks=hook_axes(traced.model.graph, hooks, metadata))
     traced.model.metadata_props.update(metadata.to_props())
     traced.model.producer_name, traced.model.producer_version = "mionnx", version("mionnx")
     ir.save(traced.model, target / "model.onnx")
@@ -104,7 +107,15 @@ def _attention(traced: Traced, layer: int) -> Attention:
     path = f"{layout.blocks}.{layer}.{layout.output_projection}"
     projection = model.get_submodule(path)
     rows = not isinstance(projection, torch.nn.Linear)  # transformers' Conv1D keeps [in, out], Linear [out, in]
-    return Attention(f"{path}.weight", rows, sliding_window(model.config, layer))
+    (count, size, value_size), (usual, usual_size, _) = traced.heads[layer], traced.heads[0]
+    return Attention(
+        f"{path}.weight",
+        rows,
+        sliding_window(model.config, layer),
+        num_kv_heads=None if count == usual else count,
+        head_dim=None if size == usual_size else size,
+        value_dim=None if value_size == size else value_size,
+    )
 
 
 def _write_fast_tokenizer(folder: Path, target: Path) -> None:

@@ -4,10 +4,10 @@ import onnx_ir as ir
 
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.metadata import Sizes
+from mionnx.graph.metadata import Metadata
 
 
-def hook_axes(graph: ir.Graph, hooks: list[str], sizes: Sizes) -> dict[str, list[str | int]]:
+def hook_axes(graph: ir.Graph, hooks: list[str], metadata: Metadata) -> dict[str, list[str | int]]:
     """The axes of each hook point, dynamic ones by name.
 
     Raises:
@@ -15,19 +15,13 @@ def hook_axes(graph: ir.Graph, hooks: list[str], sizes: Sizes) -> dict[str, list
             a part is rotated, say, and only that part was seen).
     """
     values = {value.name: value for node in graph for value in node.outputs}
-    return {name: _axes(name, values[name], sizes) for name in hooks}
+    return {name: _axes(name, values[name], metadata) for name in hooks}
 
 
-def _axes(name: str, value: ir.Value, sizes: Sizes) -> list[str | int]:
-    names = HookPoint.parse(name).axes or ()
+def _axes(name: str, value: ir.Value, metadata: Metadata) -> list[str | int]:
+    point = HookPoint.parse(name)
+    names, known = point.axes or (), metadata.axis_sizes(point)
     shape = [dim if isinstance(dim, int) else None for dim in value.shape or ()]
-    known = {
-        "hidden": sizes.hidden_size,
-        "n_heads": sizes.num_heads,
-        "n_kv_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "vocab": sizes.vocab_size,
-    }
     expected = [known.get(axis) for axis in names]
     if len(shape) != len(names) or any(
         None not in (dim, size) and dim != size for dim, size in zip(shape, expected, strict=True)

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from exporters.transformers.attention import ATTENTION, Listener, Taps, active, replace_for, tap_rotation
+from exporters.transformers.attention import ATTENTION, Listener, Taps, TapWhole, active, replace_for, tap_rotation
 from exporters.transformers.families import Layout
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
@@ -40,6 +41,25 @@ class _TapHalves(TorchFunctionMode):
             return result
         gate, up = result
         return self.taps.at(HookPoint.MlpGate(self.layer), gate), self.taps.at(HookPoint.MlpUp(self.layer), up)
+
+
+class _TapAdditions(TorchFunctionMode):
+    """Tap what a block adds to the stream, and the stream after it, where the addition itself is no module's output."""
+
+    def __init__(self, taps: Taps, layer: int, stream: Tensor) -> None:
+        super().__init__()
+        self.taps, self.layer, self.stream = taps, layer, stream
+        self.points = [HookPoint.AttnOut(layer), HookPoint.MlpOut(layer)]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (Tensor.add, Tensor.__add__, torch.add) or not any(value is self.stream for value in args):
+            return func(*args, **(kwargs or {}))
+        point = self.points.pop(0)
+        added = self.taps.at(point, args[1] if args[0] is self.stream else args[0])
+        self.stream = self.stream + added
+        if self.points:
+            self.stream = self.taps.at(HookPoint.ResidMid(self.layer), self.stream, stream=True)
+        return self.stream
 
 
 class _Attachment:
@@ -77,12 +97,12 @@ class _Attachment:
 
         self.stack.callback(module.register_forward_hook(hook).remove)
 
-    def enter_around(self, module: nn.Module, mode: Callable[[], Any]) -> None:
-        """Run a module's forward inside a context of its own."""
+    def enter_around(self, module: nn.Module, mode: Callable[[Any], Any]) -> None:
+        """Run a module's forward inside a context of its own, made of what it is given first."""
         forward = module.forward
 
         def inside(*args: Any, **kwargs: Any) -> Any:
-            with mode():
+            with mode(args[0] if args else kwargs.get("hidden_states")):
                 return forward(*args, **kwargs)
 
         replace_for(self.stack, module, "forward", inside)
@@ -100,21 +120,53 @@ class _Attachment:
         at, layout = self.taps.at, self.layout
         self.before(block, lambda x: at(HookPoint.ResidPre(i), x))
         self.rope(self.module(layout.attention, block), i)
-        self.after(self.module(layout.attention_added, block), lambda x: at(HookPoint.AttnOut(i), x))
-        if layout.middle:
-            self.before(self.module(layout.middle, block), lambda x: at(HookPoint.ResidMid(i), x, stream=True))
+        self.heads(i, block)
+        if layout.adds_products:
+            self.enter_around(block, lambda stream: _TapAdditions(self.taps, i, stream))
+        else:
+            self.after(self.module(layout.attention_added, block), lambda x: at(HookPoint.AttnOut(i), x))
+            self.after(self.module(layout.mlp_added, block), lambda x: at(HookPoint.MlpOut(i), x))
+            if layout.middle:
+                self.before(self.module(layout.middle, block), lambda x: at(HookPoint.ResidMid(i), x, stream=True))
         self.mlp(i, block)
         self.after(block, lambda x: at(HookPoint.ResidPost(i), x))
         if layout.flattens:
-            self.enter_around(block, _KeepAxes)
+            self.enter_around(block, lambda _: _KeepAxes())
+
+    def heads(self, i: int, block: nn.Module) -> None:
+        """Latents, queries and keys of which a part is rotated, and what the output projection reads."""
+        at, layout = self.taps.at, self.layout
+        attention = self.module(layout.attention, block)
+        for path, point in zip(layout.latents, (HookPoint.AttnQLatent(i), HookPoint.AttnKvLatent(i)), strict=False):
+            if self.has(path, attention):  # a model may project its queries without a latent
+                self.after(self.module(path, attention), lambda x, point=point: at(point, x))
+        if layout.rotates_part:
+            self.enter_around(attention, lambda _: TapWhole(self.taps, i))
+
+        def z(x: Tensor) -> Tensor:
+            query, _ = self.taps.patterns[i]
+            return at(HookPoint.AttnZ(i), x.unflatten(-1, (query.shape[1], -1))).flatten(2)
+
+        if layout.z_at_projection:
+            self.before(self.module(layout.output_projection, block), z)
 
     def mlp(self, i: int, block: nn.Module) -> None:
         at, layout = self.taps.at, self.layout
-        self.before(self.module(layout.mlp_input, block), lambda x: at(HookPoint.MlpPre(i), x))
+        shape: list[Any] = []
+
+        def pre(x: Tensor) -> Tensor:
+            shape[:] = x.shape
+            return at(HookPoint.MlpPre(i), x)
+
+        def post(x: Tensor) -> Tensor:  # experts may give [batch * seq, hidden]
+            return (
+                at(HookPoint.MlpPost(i), x.view(shape)).view(x.shape) if x.dim() == 2 else at(HookPoint.MlpPost(i), x)
+            )
+
+        self.before(self.module(layout.mlp_input, block), pre)
         if not layout.experts or self.has(layout.down, block):
             self.neurons(i, block)
-        self.after(self.module(layout.mlp_output, block), lambda x: at(HookPoint.MlpPost(i), x))
-        self.after(self.module(layout.mlp_added, block), lambda x: at(HookPoint.MlpOut(i), x))
+        self.after(self.module(layout.mlp_output, block), post)
 
     def neurons(self, i: int, block: nn.Module) -> None:
         at, layout = self.taps.at, self.layout
@@ -123,7 +175,7 @@ class _Attachment:
                 self.after(self.module(path, block), lambda x, point=point: at(point, x))
         if layout.gate_and_up:
             self.module(layout.gate_and_up, block)
-            self.enter_around(self.module(layout.mlp_input, block), lambda: _TapHalves(self.taps, i))
+            self.enter_around(self.module(layout.mlp_input, block), lambda _: _TapHalves(self.taps, i))
         if layout.down:
             self.before(self.module(layout.down, block), lambda x: at(HookPoint.MlpAct(i), x))
 
@@ -148,7 +200,7 @@ def attached(model: nn.Module, layout: Layout, listen: Listener) -> Iterator[Tap
     Raises:
         ExportError: the model has no module where the layout says it has.
     """
-    taps = Taps(listen)
+    taps = Taps(listen, layout)
     with ExitStack() as stack:
         attachment = _Attachment(model, layout, taps, stack)
         blocks = attachment.module(layout.blocks)

@@ -34,11 +34,15 @@ BATCH, SEQ, PAST = 2, 3, 5
 
 @dataclass(frozen=True)
 class Traced:
-    """Result of a trace: the marked graph, the model without weights, and its layout."""
+    """Result of a trace: the marked graph, the model without weights, its layout, and its heads.
+
+    `heads` are, for each layer, how many keys it keeps, and the sizes of a key and of a value.
+    """
 
     model: ir.Model
     skeleton: PreTrainedModel
     layout: Layout
+    heads: list[tuple[int, int, int]]
 
 
 class _Cached(nn.Module):
@@ -53,6 +57,7 @@ class _Cached(nn.Module):
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         cache = TappedCache(past)
         with attached(self.model, self.layout, self.listen) as taps:
+            taps.cache = cache
             output = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -61,7 +66,7 @@ class _Cached(nn.Module):
                 use_cache=True,
             )
             logits = taps.at(HookPoint.Logits, output.logits)
-        return logits, [(layer.keys, layer.values) for layer in cache.layers]
+        return logits, cache.present(taps, self.model.config.num_hidden_layers)
 
 
 def run_eagerly(
@@ -127,13 +132,22 @@ def _mark(name: str, value: Tensor, stream: bool) -> Tensor:
     )
 
 
-def _example(skeleton: PreTrainedModel, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Any, ...]:
+def _cache_shapes(skeleton: PreTrainedModel, layout: Layout) -> list[tuple[torch.Size, torch.Size]]:
+    """The shapes of each layer's keys and values, as a pass over two tokens leaves them."""
+    ids = torch.ones(1, 2, dtype=torch.long)
+    with _quiet(), torch.no_grad():
+        _, cache = _Cached(skeleton, layout, lambda _name, value, _stream: value)(ids, ids, ids, [])
+    return [(key.shape, value.shape) for key, value in cache]
+
+
+def _example(shapes: list[tuple[torch.Size, torch.Size]], dtype: torch.dtype) -> tuple[Any, ...]:
     def ids(width: int) -> Tensor:
         return torch.ones(BATCH, width, dtype=torch.long)
 
-    shape = (BATCH, kv_heads, PAST, head_dim)
-    layers = range(skeleton.config.num_hidden_layers)
-    past = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in layers]
+    def zeros(shape: torch.Size) -> Tensor:
+        return torch.zeros(BATCH, shape[1], PAST, shape[3], dtype=dtype)
+
+    past = [(zeros(key), zeros(value)) for key, value in shapes]
     return ids(SEQ), ids(PAST + SEQ), ids(SEQ), past
 
 
@@ -150,7 +164,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def trace(config: Any, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Traced:
+def trace(config: Any, dtype: torch.dtype) -> Traced:
     """Trace a config's model to ONNX with `mionnx::HookPoint` marker nodes, without weights.
 
     Raises:
@@ -160,7 +174,8 @@ def trace(config: Any, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Trac
     with FakeTensorMode():
         skeleton = skeleton_of(config, dtype)
         layout = layout_of(skeleton.config)
-        example = _example(skeleton, kv_heads, head_dim, dtype)
+        shapes = _cache_shapes(skeleton, layout)
+        example = _example(shapes, dtype)
     two = {0: dynamic, 1: dynamic}
     cached = {0: dynamic, 2: dynamic}
     inputs, outputs = KEYS_AND_VALUES.inputs(len(example[3])), KEYS_AND_VALUES.outputs(len(example[3]))
@@ -182,7 +197,8 @@ def trace(config: Any, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Trac
             raise error.__cause__ from None
         raise ExportError(f"torch could not export {config.model_type!r}: {error}") from error
     _drop_prefix(program.model.graph)
-    return Traced(program.model, skeleton, layout)
+    heads = [(key[1], key[3], value[3]) for key, value in shapes]
+    return Traced(program.model, skeleton, layout, heads)
 
 
 def _drop_prefix(graph: ir.Graph) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 from mionnx.errors import ModelError
 from mionnx.graph.folder_file import parse_json
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.io_names import KEYS_AND_VALUES
 
 FORMAT_VERSION = 1
 PREFIX = "mionnx."
@@ -55,11 +57,21 @@ class Attention:
         output_projection: name of the initializer of the output projection.
         output_is_rows: True if it is stored [n_heads * head_dim, hidden], False if [hidden, n_heads * head_dim].
         sliding_window: how many keys a query sees, itself included; None if it sees all before it.
+        num_kv_heads: keys and values that the layer keeps, 0 where it reads those of an earlier layer; None if as many
+            as `Sizes` say.
+        head_dim: size of a head's query and key; None if as `Sizes` say.
+        value_dim: size of a head's value; None if that of its key.
     """
 
     output_projection: str
     output_is_rows: bool
     sliding_window: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    value_dim: int | None = None
+
+
+OWN_SIZES = ("num_kv_heads", "head_dim", "value_dim")  # of `Attention`, not written where they are those of the model
 
 
 @dataclass(frozen=True)
@@ -100,9 +112,39 @@ class Metadata:
         """Whether its recurrence takes something out of the state at every token (RWKV-7)."""
         return self.family == "rwkv7"
 
+    def heads(self, layer: int) -> tuple[int, int, int]:
+        """A layer's number of key/value heads that it keeps, its size of a key, and its size of a value."""
+        own = self.attention[layer] if layer < len(self.attention) else Attention("", False)
+        size = self.sizes.head_dim if own.head_dim is None else own.head_dim
+        count = self.sizes.num_kv_heads if own.num_kv_heads is None else own.num_kv_heads
+        return count, size, size if own.value_dim is None else own.value_dim
+
+    def past_shapes(self, batch: int, past: int) -> dict[str, tuple[int, ...]]:
+        """Graph input -> the shape of its keys or values: [batch, n_kv_heads, past, head_dim]."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer in range(self.sizes.num_layers):
+            count, *widths = self.heads(layer)
+            for name, width in zip(KEYS_AND_VALUES.layer_inputs(layer), widths, strict=True):
+                shapes[name] = (batch, count, past, width)
+        return shapes
+
+    def axis_sizes(self, point: HookPoint) -> dict[str, int]:
+        """Axis name -> size, of the axes of a hook point that are as long in every pass."""
+        layer = point.layer if point.layer is not None and point.layer < self.sizes.num_layers else 0
+        count, size, value_size = self.heads(layer)
+        width = value_size if point.variant in ("AttnV", "AttnZ") else size
+        named = {"hidden": self.sizes.hidden_size, "n_heads": self.sizes.num_heads, "vocab": self.sizes.vocab_size}
+        if count:
+            named["n_kv_heads"] = count
+        return named | dict.fromkeys(("head_dim", "key_dim", "value_dim"), width)
+
     def to_props(self) -> dict[str, str]:
         """As `metadata_props`: one JSON text a field."""
         values = {key: value for key, value in asdict(self).items() if value or key != "fused"}
+        for entry in values["attention"]:
+            for name in OWN_SIZES:
+                if entry[name] is None:
+                    del entry[name]
         return {
             f"{PREFIX}format": json.dumps(FORMAT_VERSION),
             **{f"{PREFIX}{key}": json.dumps(value, separators=(",", ":")) for key, value in values.items()},
@@ -171,6 +213,9 @@ def _check(read: Metadata) -> None:
         _expect(isinstance(entry.output_is_rows, bool), f"attention[{layer}].output_is_rows", "true or false", entry)
         if entry.sliding_window is not None:
             _check_number(f"attention[{layer}].sliding_window", entry.sliding_window)
+        for name in OWN_SIZES:
+            if getattr(entry, name) not in (None, 0) or (name != "num_kv_heads" and getattr(entry, name) == 0):
+                _check_number(f"attention[{layer}].{name}", getattr(entry, name))
 
 
 def _check_number(name: str, value: object) -> None:
