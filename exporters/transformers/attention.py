@@ -177,11 +177,11 @@ class TappedCache(DynamicCache):
         taps = _taps()
         return (key_states, value_states) if taps.layout.latents else taps.keep(key_states, value_states, layer_idx)
 
-    def present(self, taps: Taps, num_layers: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer; those of no head where a layer reads the keys and values of another."""
+    def present(self, taps: Taps) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer that ran; of no head where a layer reads those of another."""
         own = [layer.keys for layer in self.layers]
         found = []
-        for i, (key, value) in sorted(taps.read.items())[:num_layers]:
+        for i, (key, value) in sorted(taps.read.items()):
             reads_own = i < len(own) and own[i] is key
             found.append((key, value) if reads_own else (key[:, :0], value[:, :0]))
         return found

@@ -1,33 +1,29 @@
 """Checks on an exported graph before it becomes a hooked model; unknown layouts are refused."""
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import onnx_ir as ir
 
+from exporters.hook_axes import axes_of
 from mionnx.errors import ExportError
-from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.metadata import Metadata
+from mionnx.graph.hook_points import layer_of
+from mionnx.graph.metadata import Heads, Sizes
 
 
-def hook_axes(graph: ir.Graph, hooks: list[str], metadata: Metadata) -> dict[str, list[str | int]]:
+def hook_axes(graph: ir.Graph, hooks: list[str], sizes: Sizes, heads: Sequence[Heads]) -> dict[str, list[str | int]]:
     """The axes of each hook point, dynamic ones by name.
 
     Raises:
-        ExportError: a value whose static sizes are not those that the vocabulary gives its axes (queries of which only
-            a part is rotated, say, and only that part was seen).
+        ExportError: a value whose static sizes are not those that the vocabulary gives its axes.
     """
-    values = {value.name: value for node in graph for value in node.outputs}
-    return {name: _axes(name, values[name], metadata) for name in hooks}
+    shapes = {value.name: value.shape or () for node in graph for value in node.outputs}
+    return {name: _axes(name, shapes[name], sizes, heads) for name in hooks}
 
 
-def _axes(name: str, value: ir.Value, metadata: Metadata) -> list[str | int]:
-    point = HookPoint.parse(name)
-    names, known = point.axes or (), metadata.axis_sizes(point)
-    shape = [dim if isinstance(dim, int) else None for dim in value.shape or ()]
-    expected = [known.get(axis) for axis in names]
-    if len(shape) != len(names) or any(
-        None not in (dim, size) and dim != size for dim, size in zip(shape, expected, strict=True)
-    ):
-        raise ExportError(f"{name} has the shape {value.shape}, expected {[known.get(axis, axis) for axis in names]}")
-    return [axis if dim is None else dim for axis, dim in zip(names, shape, strict=True)]
+def _axes(name: str, shape: Iterable[Any], sizes: Sizes, heads: Sequence[Heads]) -> list[str | int]:
+    known = [dim if isinstance(dim, int) else None for dim in shape]
+    return axes_of(name, known, sizes, heads[layer_of(name) or 0])
 
 
 def check_stream(graph: ir.Graph) -> None:

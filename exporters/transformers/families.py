@@ -19,7 +19,8 @@ class Layout:
     `gate_and_up` is one fused projection whose output is split in two, instead of `gate` and `up`.
     `latents` are the norms of the latents of queries, and of keys and values, inside the attention.
     `rotates_part` says that attention cuts queries and keys before rotating a part of them, `rotates_heads_last` that
-    it rotates [batch, seq, n_heads, head_dim], `rotates_pairs` that it does so by complex numbers, `rotates_singly` that it rotates queries and keys in two calls.
+    it rotates [batch, seq, n_heads, head_dim], `rotates_pairs` that it does so by complex numbers, `rotates_singly`
+    that it rotates queries and keys in two calls.
     `z_at_projection` says that a gate or a norm stands between the heads' outputs and the output projection: `hook_z`
     is then what the projection reads.
     `adds_products` says that the block multiplies what it adds to the stream, or adds it in parts.

@@ -71,7 +71,24 @@ class Attention:
     value_dim: int | None = None
 
 
+Heads = tuple[int, int, int]  # of a layer: how many keys it keeps, the size of a key, the size of a value
 OWN_SIZES = ("num_kv_heads", "head_dim", "value_dim")  # of `Attention`, not written where they are those of the model
+
+
+def axis_sizes(point: HookPoint, sizes: Sizes, heads: Heads) -> dict[str, int]:
+    """Axis name -> size, of the axes of a hook point that are as long in every pass.
+
+    Args:
+        point: the hook point.
+        sizes: of the model.
+        heads: of its layer.
+    """
+    count, size, value_size = heads
+    width = value_size if point.variant in ("AttnV", "AttnZ") else size
+    named = {"hidden": sizes.hidden_size, "n_heads": sizes.num_heads, "vocab": sizes.vocab_size}
+    if count:
+        named["n_kv_heads"] = count
+    return named | dict.fromkeys(("head_dim", "key_dim", "value_dim"), width)
 
 
 @dataclass(frozen=True)
@@ -112,7 +129,7 @@ class Metadata:
         """Whether its recurrence takes something out of the state at every token (RWKV-7)."""
         return self.family == "rwkv7"
 
-    def heads(self, layer: int) -> tuple[int, int, int]:
+    def heads(self, layer: int) -> Heads:
         """A layer's number of key/value heads that it keeps, its size of a key, and its size of a value."""
         own = self.attention[layer] if layer < len(self.attention) else Attention("", False)
         size = self.sizes.head_dim if own.head_dim is None else own.head_dim
@@ -130,13 +147,7 @@ class Metadata:
 
     def axis_sizes(self, point: HookPoint) -> dict[str, int]:
         """Axis name -> size, of the axes of a hook point that are as long in every pass."""
-        layer = point.layer if point.layer is not None and point.layer < self.sizes.num_layers else 0
-        count, size, value_size = self.heads(layer)
-        width = value_size if point.variant in ("AttnV", "AttnZ") else size
-        named = {"hidden": self.sizes.hidden_size, "n_heads": self.sizes.num_heads, "vocab": self.sizes.vocab_size}
-        if count:
-            named["n_kv_heads"] = count
-        return named | dict.fromkeys(("head_dim", "key_dim", "value_dim"), width)
+        return axis_sizes(point, self.sizes, self.heads(point.layer or 0))
 
     def to_props(self) -> dict[str, str]:
         """As `metadata_props`: one JSON text a field."""
