@@ -29,6 +29,7 @@ from mionnx.spec.hook_choice import resolve
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
+ALL = Logits()
 REMEMBERED = 64  # sets of capture requests whose meaning a binder remembers
 
 
@@ -92,7 +93,7 @@ class BoundSpec:
             InputError: a past that does not fit, or tokens and a top_k outside the vocabulary.
             InterventionError: see `values`, `refuse_idle`, `rwkv_gates.gates_of` and `values.capture_inputs`.
         """
-        edits = {**self.values(batch), **self.weights}
+        edits = {**self.values(batch), **self.weights} if self.plan.edits else {}
         inputs = self.step_inputs(batch, past_inputs(self.model, past, batch), edits)
         self.refuse_idle(batch, use_cache)
         return inputs
@@ -154,6 +155,7 @@ class Binder:
     def __init__(self, model: HookedModel) -> None:
         self.model = model
         self._known: dict[tuple[Chosen, ...], tuple[BoundCapture, ...]] = {}
+        self._empty: dict[Outputs, BoundSpec] = {}
 
     def bind(
         self,
@@ -164,6 +166,18 @@ class Binder:
         cuts: Iterable[str] = (),
     ) -> BoundSpec:
         """Bind a spec; see `bind`."""
+        if spec.is_empty() and not cuts and logits in (None, ALL):
+            return self._of_nothing(outputs or Outputs())
+        return self._bound(spec, outputs, logits, cuts)
+
+    def _of_nothing(self, outputs: Outputs) -> BoundSpec:
+        """The empty spec with some outputs, bound once."""
+        found = self._empty.get(outputs)
+        if found is None:
+            found = self._empty[outputs] = self._bound(HookSpec(), outputs, None, ())
+        return found
+
+    def _bound(self, spec: HookSpec, outputs: Outputs | None, logits: Logits | None, cuts: Iterable[str]) -> BoundSpec:
         hooks = index_hooks(spec, self.model)
         if hooks.chosen:
             spec = replace(spec, interventions=[*hooks.interventions])

@@ -141,16 +141,15 @@ class KVCache(LayerCache[Layer]):
         """
         if self.num_layers != sizes.num_layers:
             raise InputError(f"the cache has {self.num_layers} layers, the model {sizes.num_layers}")
-        feeds: dict[str, Value] = {}
-        for i, layer in enumerate(self.held()):
-            for kind, name, value in zip(PARTS, KEYS_AND_VALUES.layer_inputs(i), layer, strict=True):
-                wanted = shape if shapes is None else shapes[name]
-                if value.shape != wanted or value.dtype != dtype:
-                    raise InputError(
-                        f"the cache's {kind}s of layer {i} are {value.dtype} {list(value.shape)}, "
-                        f"expected {np.dtype(dtype)} {list(wanted)}"
-                    )
-                feeds[name] = value
+        values, wanted = [value for layer in self.held() for value in layer], np.dtype(dtype)
+        feeds: dict[str, Value] = dict(zip(KEYS_AND_VALUES.inputs(self.num_layers), values, strict=True))
+        for name, value in feeds.items():
+            if value.shape != (own := shape if shapes is None else shapes[name]) or value.dtype != wanted:
+                _, layer, kind = name.split(".")
+                raise InputError(
+                    f"the cache's {kind}s of layer {layer} are {value.dtype} {list(value.shape)}, "
+                    f"expected {wanted} {list(own)}"
+                )
         return feeds
 
     @staticmethod

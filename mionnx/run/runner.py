@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
-from mionnx.bind.bound_spec import Binder, BoundSpec
+from mionnx.bind.bound_spec import ALL, Binder, BoundSpec
 from mionnx.bind.logit_selection import Logits
 from mionnx.engine.engines import ready_engine
 from mionnx.engine.options import ONNX_RUNTIME, Options
@@ -251,7 +251,7 @@ class Runner:
             cache = model.forward("The capital of France is", spec)
             cache.output().shape, cache["resid_post", 2].shape  # (1, seq, vocab), (1, seq, hidden)
         """
-        spec, part = hooks or HookSpec(), logits if isinstance(logits, Logits) else Logits()
+        spec, part = hooks or HookSpec(), logits if isinstance(logits, Logits) else ALL
         past = choose_past(self.hooked, cache, initial_state)
         if not (logits or use_cache or spec.captures):
             raise InputError("logits=False and no captures: nothing would be computed")
@@ -261,9 +261,10 @@ class Runner:
         batch = make_token_batch(self._ids(tokens), attention_mask, past, self.hooked.metadata.sizes, prompt_length)
         inputs = bound.inputs(batch, past, use_cache)
         _refuse_too_large(bound, batch)
-        plan = with_fused(bound.plan, self.hooked, self.options, batch)
+        names = bound.outputs(use_cache)
+        plan = with_fused(bound.plan, self.hooked, self.options, batch, names)
         graph = self.variants.get(plan, batch.batch * batch.seq)
-        results = graph.run(bound.outputs(use_cache), inputs)
+        results = graph.run(names, inputs)
         if logits:
             mask, length = attention_mask, prompt_length
             again = partial(self.forward, tokens, attention_mask=mask, cache=past, prompt_length=length, logits=False)
