@@ -35,6 +35,7 @@ from numpy.typing import DTypeLike
 
 from mionnx.errors import HookError, ModelError, nearest
 from mionnx.graph import onnx_file, validate, weight_check
+from mionnx.graph.contrib_shapes import DOMAIN
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.folder_file import read_json
 from mionnx.graph.fused_operators import read_fused
@@ -134,6 +135,13 @@ class HookedModel:
         found = unpacked(self.metadata.stock)
         check_stock(found, self.proto, self.folder)
         return found
+
+    @cached_property
+    def fused_kinds(self) -> frozenset[tuple[str, str]]:
+        """Domain and name of the operators in the graph of an adopted file as it came."""
+        nodes = [] if self.stock is None else list(self.stock.proto.graph.node)
+        nodes += [one.node for one in read_fused(Dataflow(self.proto), self.metadata.fused)]
+        return frozenset((node.domain, node.op_type) for node in nodes if node.domain == DOMAIN)
 
     def hook_points(self) -> list[HookPoint]:
         """All hook points in execution order; derived ones follow their source."""

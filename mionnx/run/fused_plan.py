@@ -10,6 +10,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mionnx.engine.kernels import without_kernel
 from mionnx.engine.options import ONNX_RUNTIME, PROVIDERS, Options
 from mionnx.graph import stock_graph
 from mionnx.graph.hooked_model import HookedModel
@@ -29,7 +30,8 @@ def with_fused(
 ) -> Plan:
     """The plan with the operators of its file, those that are right for a call.
 
-    They stand in ONNX Runtime on the CPU alone: that is where they are compared with the nodes that stand for them.
+    They stand in ONNX Runtime alone. They are compared with the nodes that stand for them on the CPU; on another
+    provider they stand if it has kernels for all of them in the model's dtype.
 
     Args:
         plan: the structure.
@@ -39,14 +41,21 @@ def with_fused(
         outputs: of the model's own, those that are fetched.
         continues: whether calls of one token follow.
     """
-    here = options.engine == ONNX_RUNTIME and PROVIDERS.get(options.provider, options.provider) == PROVIDERS["cpu"]
-    if not (options.fused and here) or plan.starts:
+    if options.engine != ONNX_RUNTIME or not options.fused or plan.starts:
+        return plan
+    if not (model.metadata.fused or model.metadata.stock) or not _has_kernels(model, options):
         return plan
     if not plan.touches and _stock_serves(model, options, batch, outputs, continues):
         return replace(plan, fused=STOCK)
     if not model.metadata.fused:
         return plan
     return replace(plan, fused=ALL if batch is None or _attends(batch) else PADDED)
+
+
+def _has_kernels(model: HookedModel, options: Options) -> bool:
+    """Whether the provider computes all fused operators of the file."""
+    provider = PROVIDERS.get(options.provider, options.provider)
+    return provider == PROVIDERS["cpu"] or not without_kernel(model.fused_kinds, provider, model.metadata.dtype)
 
 
 def _stock_serves(

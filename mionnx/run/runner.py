@@ -96,9 +96,9 @@ class Runner:
         """Open a model.
 
         Args:
-            source: a hooked model's folder, a Hugging Face checkpoint's folder, a shipped model's name
-                ("world-llama"), or a Hub id. A checkpoint is exported on first use into the store (`MIONNX_CACHE`,
-                else the user's cache directory), and reused after.
+            source: a hooked model's folder, a Hugging Face checkpoint's folder, a GGUF file, a shipped model's name
+                ("world-llama"), or a Hub id ("user/repository/file.gguf" too). A checkpoint is exported on first use
+                into the store (`MIONNX_CACHE`, else the user's cache directory), and reused after.
             dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto", its own. A hooked
                 model has a dtype already: another one is refused, and without `dtype` its own is used.
             provider: "cpu", "cuda", or any execution provider's name.

@@ -12,6 +12,7 @@ from exporters.adopt import adopt
 from mionnx import HookSpec, Intervention, Logits, MIModel, Options
 from mionnx.engine.options import ONNX_RUNTIME
 from mionnx.rewrite.plan import ALL, NONE, PADDED, STOCK, Plan
+from mionnx.run import fused_plan
 from mionnx.run.fused_plan import with_fused
 
 IDS = np.random.default_rng(0).integers(3, fused_llama.VOCAB, (2, 9))
@@ -188,3 +189,19 @@ def test_other_engines_and_models_have_none(model, models):
     assert with_fused(Plan(), hooked, Options(engine="reference")).fused == NONE
     assert with_fused(Plan(starts=("blocks.0.hook_mlp_out",)), hooked, Options()).fused == NONE
     assert with_fused(Plan(), models("llama").hooked, Options(engine=ONNX_RUNTIME)).fused == NONE
+
+
+def test_on_another_provider_they_stand_if_it_has_kernels_for_all(model, monkeypatch):
+    asked, missing = [], []
+
+    def lacking(operators, provider, dtype):
+        asked.append(({name for _, name in operators}, provider, dtype))
+        return missing
+
+    monkeypatch.setattr(fused_plan, "without_kernel", lacking)
+    plan, cuda = Plan(), Options("cuda")
+    assert with_fused(plan, model.hooked, cuda).fused == STOCK
+    missing.append(("com.microsoft", "GroupQueryAttention"))
+    assert with_fused(plan, model.hooked, cuda).fused == NONE
+    names = {"GroupQueryAttention", "SkipSimplifiedLayerNormalization"}
+    assert asked == [(names, "CUDAExecutionProvider", "float32")] * 2
