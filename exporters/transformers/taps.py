@@ -141,12 +141,16 @@ class _Attachment:
 
     def outside_blocks(self) -> None:
         at, layout = self.taps.at, self.layout
+
+        def final(x: Tensor) -> Tensor:  # a model may norm its embeddings by the same module
+            return at(HookPoint.FinalNorm, x) if self.taps.read else x
+
         embedding = self.module(layout.embedding) if layout.embedding else self.model.get_input_embeddings()
         self.after(embedding, lambda x: at(HookPoint.Embed, x))
         if layout.positions:
             self.after(self.module(layout.positions), lambda x: at(HookPoint.PosEmbed, x))
         if layout.final_norm:
-            self.after(self.module(layout.final_norm), lambda x: at(HookPoint.FinalNorm, x))
+            self.after(self.module(layout.final_norm), final)
 
     def block(self, i: int, block: nn.Module) -> None:
         at, layout = self.taps.at, self.layout

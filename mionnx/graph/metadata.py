@@ -133,7 +133,7 @@ class Metadata:
         return self.family == "rwkv7"
 
     def heads(self, layer: int) -> Heads:
-        """A layer's number of key/value heads that it keeps, its size of a key, and its size of a value."""
+        """Return how many keys a layer keeps, and the sizes of a key and of a value."""
         own = self.attention[layer] if layer < len(self.attention) else Attention("", False)
         size = self.sizes.head_dim if own.head_dim is None else own.head_dim
         count = self.sizes.num_kv_heads if own.num_kv_heads is None else own.num_kv_heads
