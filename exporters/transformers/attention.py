@@ -35,7 +35,8 @@ class Taps:
         listen: gets each hook point's tensor.
         layout: the family's.
         cache: of the current pass.
-        layer: whose attention runs.
+        layer: that runs.
+        tokens: batch and sequence axis of its MLP, which experts see merged.
         queried: layers whose queries were seen before their rotation.
         rotated: layers that rotate.
         patterns: layer -> its query and its pattern.
@@ -47,6 +48,7 @@ class Taps:
     cache: "TappedCache | None" = None
     layer: int = 0
     queried: set[int] = field(default_factory=set)
+    tokens: tuple[int, int] = (0, 0)
     rotated: set[int] = field(default_factory=set)
     patterns: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     read: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class Taps:
         return self.listen(str(point), value, stream)
 
     def keep(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Put new keys and values into the cache, seen where nobody has seen them yet; returns those of all tokens."""
+        """Tap new keys and values, and put them into the cache; returns those of all tokens."""
         if layer not in self.rotated:
             key = self.at(HookPoint.AttnK(layer), key)
         elif self.layout.rotates_part:
@@ -66,13 +68,19 @@ class Taps:
             raise ExportError("the 'mionnx' attention runs with a cache")
         return DynamicCache.update(self.cache, key, value, layer)
 
+    def at_tokens(self, point: HookPoint, value: Tensor) -> Tensor:
+        """Pass a value through the listener, batch and sequence axes apart."""
+        if value.dim() > 2:
+            return self.at(point, value)
+        return self.at(point, value.unflatten(0, self.tokens)).flatten(0, 1)
+
 
 active: list[Taps] = []
 
 
-def _taps() -> Taps:
+def active_taps() -> Taps:
     if not active:
-        raise ExportError("the 'mionnx' attention runs only inside `attached`")
+        raise ExportError("attention and experts of mionnx run only inside `attached`")
     return active[-1]
 
 
@@ -93,16 +101,14 @@ def _attention(
     seq_k, value_dim], the mask is additive and [batch, 1, seq_q, seq_k]; the result is [batch, seq_q, n_heads,
     value_dim] and the pattern. Differential attention calls it twice with the same query: of one pattern.
     """
-    if options.get("s_aux") is not None:
-        raise ExportError("attention sinks are not supported: their scores have one column more than there are keys")
-    taps, layer = _taps(), module.layer_idx
+    taps, layer = active_taps(), module.layer_idx
     if layer in taps.patterns and taps.patterns[layer][0] is query:
         pattern = taps.patterns[layer][1]
     else:
         if taps.layout.latents:
             key, value = taps.keep(key, value, layer)
         taps.read[layer] = key, value
-        pattern = _pattern(taps, layer, query, key, attention_mask, scaling, softcap)
+        pattern = _pattern(taps, layer, query, key, attention_mask, scaling, softcap, options.get("s_aux"))
         taps.patterns[layer] = query, pattern
     z = torch.matmul(pattern, _repeated(value, query)).transpose(1, 2)
     if not taps.layout.z_at_projection:
@@ -111,7 +117,14 @@ def _attention(
 
 
 def _pattern(
-    taps: Taps, layer: int, query: Tensor, key: Tensor, mask: Tensor, scaling: float | None, softcap: float | None
+    taps: Taps,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     if layer not in taps.rotated:
         query = taps.at(HookPoint.AttnQ(layer), query)
@@ -122,7 +135,7 @@ def _pattern(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = taps.at(HookPoint.AttnScores(layer), scores + mask)
-    pattern = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    pattern = _softmax(scores, sinks).to(query.dtype)
     return taps.at(HookPoint.AttnPattern(layer), pattern)
 
 
@@ -130,6 +143,14 @@ def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
     """Keys or values, one for each head of the query."""
     groups = query.shape[1] // tensor.shape[1]
     return tensor.repeat_interleave(groups, dim=1) if groups > 1 else tensor
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The pattern; each row lacks the share of its head's sink [n_heads], a score of no key."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=torch.float32)
+    column = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], -1)
+    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
 
 
 def _mask(local_size: int | None = None, **options: Any) -> Tensor:
@@ -173,12 +194,12 @@ class TappedCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keep a layer's keys and values; latents are kept as the keys and values that attention makes of them."""
-        taps = _taps()
+        """Keep a layer's keys and values; latents later, as keys and values."""
+        taps = active_taps()
         return (key_states, value_states) if taps.layout.latents else taps.keep(key_states, value_states, layer_idx)
 
     def present(self, taps: Taps) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer that ran; of no head where a layer reads those of another."""
+        """Keys and values of each layer of the pass: of no head in one with those of another."""
         own = [layer.keys for layer in self.layers]
         found = []
         for i, (key, value) in sorted(taps.read.items()):
@@ -232,7 +253,7 @@ def _rotate_pairs(layout: Layout) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _rotation(taps: Taps, rotate: Callable[..., Any]) -> Callable[..., Any]:
-    """Show what a rotation function is given and gives, which may be queries and keys or one of the two."""
+    """Wrap a rotation function of queries and keys, or of one of the two at a time."""
 
     def heads_first(point: HookPoint, value: Tensor) -> Tensor:
         if taps.layout.rotates_heads_last:
@@ -258,7 +279,7 @@ def _rotation(taps: Taps, rotate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TapWhole(TorchFunctionMode):
-    """Tap queries and keys where they are cut into a part that is rotated and one that is not."""
+    """Tap queries and keys before they are cut for a partial rotation."""
 
     def __init__(self, taps: Taps, layer: int) -> None:
         super().__init__()

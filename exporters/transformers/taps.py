@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from exporters.transformers.attention import ATTENTION, Listener, Taps, TapWhole, active, replace_for, tap_rotation
+from exporters.transformers.experts import find_experts, shared_expert, tap_router
 from exporters.transformers.families import Layout
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
@@ -40,12 +41,12 @@ class _TapHalves(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func is not Tensor.chunk:
             return result
-        gate, up = result
-        return self.taps.at(HookPoint.MlpGate(self.layer), gate), self.taps.at(HookPoint.MlpUp(self.layer), up)
+        points = HookPoint.MlpGate(self.layer), HookPoint.MlpUp(self.layer)
+        return tuple(self.taps.at_tokens(point, half) for point, half in zip(points, result, strict=True))
 
 
 class _TapAdditions(TorchFunctionMode):
-    """Tap what a block adds to the stream, and the stream after it, where the addition itself is no module's output."""
+    """Tap the terms of a block's additions to the stream, and the stream after each."""
 
     def __init__(self, taps: Taps, layer: int, stream: Tensor) -> None:
         super().__init__()
@@ -161,16 +162,17 @@ class _Attachment:
             self.enter_around(block, lambda stream: _TapAdditions(self.taps, i, stream))
         else:
             self.after(self.module(layout.attention_added, block), lambda x: at(HookPoint.AttnOut(i), x))
-            self.after(self.module(layout.mlp_added, block), lambda x: at(HookPoint.MlpOut(i), x))
             if layout.middle:
                 self.before(self.module(layout.middle, block), lambda x: at(HookPoint.ResidMid(i), x, stream=True))
         self.mlp(i, block)
+        if not layout.adds_products:
+            self.after(self.module(layout.mlp_added, block), lambda x: at(HookPoint.MlpOut(i), x))
         self.after(block, lambda x: at(HookPoint.ResidPost(i), x))
         if layout.flattens:
             self.enter_around(block, lambda _: _KeepAxes())
 
     def heads(self, i: int, block: nn.Module) -> None:
-        """Latents, queries and keys of which a part is rotated, and what the output projection reads."""
+        """Tap latents, queries and keys before they are cut, and gated outputs of heads."""
         at, layout = self.taps.at, self.layout
         attention = self.module(layout.attention, block)
         for path, point in zip(layout.latents, (HookPoint.AttnQLatent(i), HookPoint.AttnKvLatent(i)), strict=False):
@@ -188,32 +190,42 @@ class _Attachment:
 
     def mlp(self, i: int, block: nn.Module) -> None:
         at, layout = self.taps.at, self.layout
-        shape: list[Any] = []
-
-        def pre(x: Tensor) -> Tensor:
-            shape[:] = x.shape
-            return at(HookPoint.MlpPre(i), x)
-
-        def post(x: Tensor) -> Tensor:  # experts may give [batch * seq, hidden]
-            return (
-                at(HookPoint.MlpPost(i), x.view(shape)).view(x.shape) if x.dim() == 2 else at(HookPoint.MlpPost(i), x)
-            )
-
-        self.before(self.module(layout.mlp_input, block), pre)
-        if not layout.experts or self.has(layout.down, block):
+        self.before(self.module(layout.mlp_input, block), lambda x: at(HookPoint.MlpPre(i), self.note(i, x)))
+        found = find_experts(block) if layout.experts else None
+        if found is not None:
+            self.experts(i, block, found[1])
+        elif not layout.experts or self.has(layout.down, block):
             self.neurons(i, block)
-        self.after(self.module(layout.mlp_output, block), post)
+        self.after(self.module(layout.mlp_output, block), lambda x: self.taps.at_tokens(HookPoint.MlpPost(i), x))
 
-    def neurons(self, i: int, block: nn.Module) -> None:
-        at, layout = self.taps.at, self.layout
-        for path, point in ((layout.gate, HookPoint.MlpGate(i)), (layout.up, HookPoint.MlpUp(i))):
+    def note(self, i: int, x: Tensor) -> Tensor:
+        """Note whose MLP runs, and its axes."""
+        self.taps.layer, self.taps.tokens = i, (x.shape[0], x.shape[1])
+        return x
+
+    def experts(self, i: int, block: nn.Module, parent: nn.Module) -> None:
+        """Tap a layer's router and shared expert; chosen experts are tapped where they are computed."""
+        tap_router(self.stack, self.taps, parent)
+        shared = shared_expert(parent)
+        if shared is not None:
+            self.neurons(i, shared, alone=True)
+
+    def neurons(self, i: int, root: nn.Module, alone: bool = False) -> None:
+        """Tap gate, up and activation in a block, or in an MLP that stands `alone`, beside experts."""
+        layout = self.layout
+        gate, up, both, down = (
+            path.rpartition(".")[2] if path and alone else path
+            for path in (layout.gate, layout.up, layout.gate_and_up, layout.down)
+        )
+        for path, point in ((gate, HookPoint.MlpGate(i)), (up, HookPoint.MlpUp(i))):
             if path:
-                self.after(self.module(path, block), lambda x, point=point: at(point, x))
-        if layout.gate_and_up:
-            self.module(layout.gate_and_up, block)
-            self.enter_around(self.module(layout.mlp_input, block), lambda _: _TapHalves(self.taps, i))
-        if layout.down:
-            self.before(self.module(layout.down, block), lambda x: at(HookPoint.MlpAct(i), x))
+                self.after(self.module(path, root), lambda x, point=point: self.taps.at_tokens(point, x))
+        if both:
+            self.module(both, root)
+            mlp = root if alone else self.module(layout.mlp_input, root)
+            self.enter_around(mlp, lambda _: _TapHalves(self.taps, i))
+        if down:
+            self.before(self.module(down, root), lambda x: self.taps.at_tokens(HookPoint.MlpAct(i), x))
 
     def rope(self, attention: nn.Module, i: int) -> None:
         """Let the family's rotation function know which layer calls it."""

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from exporters.transformers.attention import ATTENTION, Listener, TappedCache
+from exporters.transformers.experts import EXPERTS
 from exporters.transformers.families import Layout, layout_of
 from exporters.transformers.kinds import Kinds, Recorder, all_different, kinds_of
 from exporters.transformers.sizes import rope_parameters
@@ -96,7 +97,7 @@ def prepare(config: Any) -> None:
     config._attn_implementation = ATTENTION
     config.use_cache = True
     if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "batched_mm"
+        config._experts_implementation = EXPERTS
     for rope in rope_parameters(config):
         if rope.get("rope_type") == "dynamic":
             raise ExportError(
@@ -135,7 +136,7 @@ def buffers_of(skeleton: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def heads_of(skeleton: PreTrainedModel) -> list[Heads]:
-    """Each layer's heads, as a pass over two tokens leaves their keys and values on the meta device."""
+    """Find each layer's heads by a pass over two tokens on the meta device."""
     with torch.device("meta"), _quiet(), torch.no_grad():
         ids = torch.ones(1, 2, dtype=torch.long)
         layout = layout_of(skeleton.config)
