@@ -24,7 +24,7 @@ def with_fused(plan: Plan, model: HookedModel, options: Options, batch: TokenBat
         batch: the tokens; texts without padding if left out.
     """
     here = options.engine == ONNX_RUNTIME and PROVIDERS.get(options.provider, options.provider) == PROVIDERS["cpu"]
-    if not (model.metadata.fused and options.fused and here) or plan.starts:
+    if not (model.metadata.fused and options.fused and here) or plan.starts or plan.gradients:
         return plan
     return replace(plan, fused=ALL if batch is None or _attends(batch) else PADDED)
 
