@@ -29,7 +29,9 @@ from mionnx.spec.capture import Capture
 from mionnx.spec.hook_choice import resolve
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
+from mionnx.spec.metric import MetricSpec
 
+ALL = Logits()
 REMEMBERED = 64  # sets of capture requests whose meaning a binder remembers
 
 
@@ -95,7 +97,7 @@ class BoundSpec:
             InputError: a past that does not fit, or tokens and a top_k outside the vocabulary.
             InterventionError: see `values`, `refuse_idle`, `rwkv_gates.gates_of` and `values.capture_inputs`.
         """
-        edits = {**self.values(batch), **self.weights}
+        edits = {**self.values(batch), **self.weights} if self.plan.edits else {}
         inputs = self.step_inputs(batch, past_inputs(self.model, past, batch), edits)
         self.refuse_idle(batch, use_cache)
         return inputs
@@ -158,6 +160,7 @@ class Binder:
     def __init__(self, model: HookedModel) -> None:
         self.model = model
         self._known: dict[tuple[Chosen, ...], tuple[BoundCapture, ...]] = {}
+        self._empty: dict[Outputs, BoundSpec] = {}
 
     def bind(
         self,
@@ -176,7 +179,25 @@ class Binder:
             cuts: hook points at which the graph is cut.
             differentiated: whether the caller computes a metric and gradients; a spec with any is refused where not.
         """
-        asked = gradients_asked(spec, differentiated)
+        if spec.is_empty() and not cuts and logits in (None, ALL):
+            return self._of_nothing(outputs or Outputs())
+        return self._bound(spec, outputs, logits, cuts, gradients_asked(spec, differentiated))
+
+    def _of_nothing(self, outputs: Outputs) -> BoundSpec:
+        """The empty spec with some outputs, bound once."""
+        found = self._empty.get(outputs)
+        if found is None:
+            found = self._empty[outputs] = self._bound(HookSpec(), outputs, None, (), None)
+        return found
+
+    def _bound(
+        self,
+        spec: HookSpec,
+        outputs: Outputs | None,
+        logits: Logits | None,
+        cuts: Iterable[str],
+        metric: MetricSpec | None,
+    ) -> BoundSpec:
         hooks = index_hooks(spec, self.model)
         if hooks.chosen:
             spec = replace(spec, interventions=[*hooks.interventions])
@@ -186,7 +207,7 @@ class Binder:
             nodes = sorted([*added, *nodes], key=lambda node: in_order(hooks, node))
         outputs = outputs or Outputs()
         by = bind_gradients(spec.gradients, hooks)
-        plan = Plan(edits_of(hooks), tuple(nodes), outputs, gradients=gradients_of(asked, by))
+        plan = Plan(edits_of(hooks), tuple(nodes), outputs, gradients=gradients_of(metric, by))
         bound = BoundSpec(spec, self.model, hooks, captures, plan, logits, by)
         refuse_idle_structure(bound.edits, bound.plan, self.model)
         shown = Shown(bound.plan.captures, outputs.logits, outputs.carried)

@@ -15,11 +15,12 @@ The format, on one page:
    A recurrent model also names what its recurrence reads after the gates, for values that are derived from it:
    `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
-   `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`, and `fused` of an adopted file. See
-   `mionnx.graph.metadata`.
+   `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`, and of an adopted file `fused` and
+   `stock`. See `mionnx.graph.metadata`.
 7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
    the graph, a weight outside the folder or beyond the end of its file, weight files that are not those that were
-   exported (`mionnx.graph.weight_check`), a fused operator that its nodes cannot stand for.
+   exported (`mionnx.graph.weight_check`), a fused operator that its nodes cannot stand for, a stock graph that is no
+   valid one or has other inputs.
 """
 
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ from numpy.typing import DTypeLike
 
 from mionnx.errors import HookError, ModelError, nearest
 from mionnx.graph import onnx_file, validate, weight_check
+from mionnx.graph.contrib_shapes import DOMAIN
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.folder_file import read_json
 from mionnx.graph.fused_operators import read_fused
@@ -42,6 +44,8 @@ from mionnx.graph.influence import Influence
 from mionnx.graph.io_names import cache_names
 from mionnx.graph.known_value import Dims, Known
 from mionnx.graph.metadata import Metadata, Sizes, context_length
+from mionnx.graph.output_head import LOGITS
+from mionnx.graph.stock_graph import StockGraph, checkable, unpacked
 from mionnx.graph.weight_check import Progress, silent
 
 GRAPH = "model.onnx"
@@ -114,8 +118,30 @@ class HookedModel:
             raise ModelError(
                 f"{folder / GRAPH} has the inputs {inputs} and outputs {outputs}; input_ids and logits are missing"
             )
-        weight_check.check(folder, metadata, onnx_file.locations(proto), check, progress)
-        return cls(folder, proto, metadata)
+        model = cls(folder, proto, metadata)
+        files = {*onnx_file.locations(proto), *(onnx_file.locations(model.stock.proto) if model.stock else ())}
+        weight_check.check(folder, metadata, files, check, progress)
+        return model
+
+    @cached_property
+    def stock(self) -> StockGraph | None:
+        """The graph of an adopted file as it came, checked; None if there is none.
+
+        Raises:
+            ModelError: it is damaged, takes what this model does not, or has a value without a bound.
+        """
+        if not self.metadata.stock:
+            return None
+        found = unpacked(self.metadata.stock)
+        check_stock(found, self.proto, self.folder)
+        return found
+
+    @cached_property
+    def fused_kinds(self) -> frozenset[tuple[str, str]]:
+        """Domain and name of the operators in the graph of an adopted file as it came."""
+        nodes = [] if self.stock is None else list(self.stock.proto.graph.node)
+        nodes += [one.node for one in read_fused(Dataflow(self.proto), self.metadata.fused)]
+        return frozenset((node.domain, node.op_type) for node in nodes if node.domain == DOMAIN)
 
     def hook_points(self) -> list[HookPoint]:
         """All hook points in execution order; derived ones follow their source."""
@@ -222,6 +248,26 @@ class HookedModel:
                 f"this {self.metadata.family} model has no hook point {point.name!r}{nearest(point.name, self._points)}"
             )
         return list(self.metadata.hooks[point.name])
+
+
+def check_stock(stock: StockGraph, hooked: onnx.ModelProto, folder: Path) -> None:
+    """Check the graph of an adopted file as it came, as the hooked graph is checked.
+
+    Args:
+        stock: the graph.
+        hooked: the hooked one.
+        folder: of their weights.
+
+    Raises:
+        ModelError: it takes what the hooked model does not, gives no logits, or is refused by `validate.check`.
+    """
+    inputs, outputs = onnx_file.interface(stock.proto)
+    held = {tensor.name for tensor in stock.proto.graph.initializer}
+    strange = sorted({*inputs} - held - {value.name for value in hooked.graph.input})
+    if strange or LOGITS not in outputs:
+        raise ModelError(f"the stock graph in the metadata takes {', '.join(strange)[:200]} and gives {outputs[:9]}")
+    shown = checkable(stock.proto)
+    validate.check(shown, folder, [_shapes(shown, *tokens) for tokens in stock.examples])
 
 
 def _check_axes(name: str, axes: Sequence[str | int], known: Known, sizes: Sizes) -> None:

@@ -18,7 +18,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.shape_inference import infer_node_outputs
 
 from mionnx.errors import ModelError
-from mionnx.graph.contrib_shapes import DOMAIN, contrib_output
+from mionnx.graph.contrib_shapes import DOMAIN, contrib_outputs
 
 SMALL = 2**12  # elements of a value whose content is followed
 Dims = tuple[int | None, ...]
@@ -116,7 +116,7 @@ def infer(node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[
             return [of_shape(onnx.TensorProto.INT64, sized.shape, inputs[0].constant, sized)]
     if node.domain == DOMAIN:
         typed = [None if known is None else (known.dtype, known.shape) for known in inputs]
-        return [of_shape(*contrib_output(node, typed), constant)]
+        return [of_shape(*made, constant) for made in contrib_outputs(node, typed)]
     types = _types(node, inputs, opsets)
     found = [_of_type(node, types.get(name), constant) for name in node.output]
     found = [_bounded(node, known, inputs) for known in found]

@@ -11,6 +11,7 @@ from typing import Any
 
 from mionnx.errors import ModelError
 from mionnx.graph.folder_file import parse_json
+from mionnx.graph.stock_graph import is_table
 
 FORMAT_VERSION = 1
 PREFIX = "mionnx."
@@ -77,6 +78,7 @@ class Metadata:
             an earlier mionnx.
         context_length: the longest text that the checkpoint was made for, as its config says; None if it does not.
         fused: fused operators that an adopted file came with (`mionnx.graph.fused_operators`); not written if none.
+        stock: the graph of an adopted file as it came (`mionnx.graph.stock_graph`); not written if there is none.
     """
 
     family: str
@@ -89,6 +91,7 @@ class Metadata:
     weight_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     context_length: int | None = None
     fused: list[str] = field(default_factory=list)
+    stock: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def recurrent(self) -> bool:
@@ -102,7 +105,7 @@ class Metadata:
 
     def to_props(self) -> dict[str, str]:
         """As `metadata_props`: one JSON text a field."""
-        values = {key: value for key, value in asdict(self).items() if value or key != "fused"}
+        values = {key: value for key, value in asdict(self).items() if value or key not in ("fused", "stock")}
         return {
             f"{PREFIX}format": json.dumps(FORMAT_VERSION),
             **{f"{PREFIX}{key}": json.dumps(value, separators=(",", ":")) for key, value in values.items()},
@@ -166,6 +169,7 @@ def _check(read: Metadata) -> None:
         _expect(isinstance(facts, dict), f"weight_files[{file!r}]", "a table", facts)
     known = isinstance(read.fused, list) and all(isinstance(text, str) for text in read.fused)
     _expect(known, "fused", "a list of texts", read.fused)
+    _expect(is_table(read.stock), "stock", "a graph, its calls, and whether it was expanded", read.stock)
     for layer, entry in enumerate(read.attention):
         _expect(isinstance(entry.output_projection, str), f"attention[{layer}]", "of a weight by its name", entry)
         _expect(isinstance(entry.output_is_rows, bool), f"attention[{layer}].output_is_rows", "true or false", entry)

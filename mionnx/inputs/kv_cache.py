@@ -133,15 +133,15 @@ class KVCache(LayerCache[Layer]):
         """
         if self.num_layers != sizes.num_layers:
             raise InputError(f"the cache has {self.num_layers} layers, the model {sizes.num_layers}")
-        feeds: dict[str, Value] = {}
-        for i, layer in enumerate(self.held()):
-            for kind, name, value in zip(PARTS, KEYS_AND_VALUES.layer_inputs(i), layer, strict=True):
-                if value.shape != shape or value.dtype != dtype:
-                    raise InputError(
-                        f"the cache's {kind}s of layer {i} are {value.dtype} {list(value.shape)}, "
-                        f"expected {np.dtype(dtype)} {list(shape)}"
-                    )
-                feeds[name] = value
+        values, wanted = [value for layer in self.held() for value in layer], np.dtype(dtype)
+        feeds: dict[str, Value] = dict(zip(KEYS_AND_VALUES.inputs(self.num_layers), values, strict=True))
+        for name, value in feeds.items():
+            if value.shape != shape or value.dtype != wanted:
+                _, layer, kind = name.split(".")
+                raise InputError(
+                    f"the cache's {kind}s of layer {layer} are {value.dtype} {list(value.shape)}, "
+                    f"expected {wanted} {list(shape)}"
+                )
         return feeds
 
     @staticmethod

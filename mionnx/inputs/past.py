@@ -46,8 +46,9 @@ def past_inputs(model: HookedModel, past: Past | None, batch: TokenBatch) -> Arr
     if model.metadata.recurrent:
         state = past if isinstance(past, RWKVState) else RWKVState.empty(sizes, batch.batch, dtype)
         return state.feeds(sizes, batch.batch, dtype)
-    empty = KVCache.empty(sizes.num_layers, batch.batch, sizes.num_kv_heads, sizes.head_dim, dtype)
-    cache = past if isinstance(past, KVCache) else empty
+    cache = past if isinstance(past, KVCache) else None
+    if cache is None:
+        cache = KVCache.empty(sizes.num_layers, batch.batch, sizes.num_kv_heads, sizes.head_dim, dtype)
     return cache.feeds(sizes, (batch.batch, sizes.num_kv_heads, batch.total - batch.seq, sizes.head_dim), dtype)
 
 

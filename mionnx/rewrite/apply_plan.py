@@ -8,7 +8,7 @@ from mionnx.graph.builder import edit, to_proto
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
 from mionnx.graph.fused_operators import read_fused
-from mionnx.graph.metadata import Metadata
+from mionnx.graph.metadata import PREFIX, Metadata
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
 from mionnx.graph.restore import restore
@@ -19,6 +19,8 @@ from mionnx.rewrite.intervene import intervene
 from mionnx.rewrite.plan import NONE, PADDED, Plan
 from mionnx.rewrite.prune import prune
 from mionnx.rewrite.restrict_outputs import restrict
+
+STOCK_KEY = f"{PREFIX}stock"  # of the metadata: a graph that no rewritten one needs
 
 
 def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[bytes, Report]:
@@ -42,7 +44,7 @@ def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[by
     if plan.fused != NONE and metadata.fused:
         flow = Dataflow(origin)
         proto, report.restored = restore(proto, flow, read_fused(flow, metadata.fused), padding=plan.fused == PADDED)
-    proto.metadata_props.extend(origin.metadata_props)
+    proto.metadata_props.extend(entry for entry in origin.metadata_props if entry.key != STOCK_KEY)
     return proto.SerializeToString(), report
 
 

@@ -176,7 +176,7 @@ class Gradients:
 
 LOGIT_COLUMNS, LOGIT_TOKENS, TOP_K = "mionnx.logits.columns", "mionnx.logits.tokens", "mionnx.logits.top_k"
 TOP_IDS = "mionnx.logits.top_ids"
-NONE, PADDED, ALL = "none", "padded", "all"  # fused operators that may stand
+NONE, PADDED, ALL, STOCK = "none", "padded", "all", "stock"  # fused operators that may stand
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,8 @@ class Plan:
         outputs: which of the model's own outputs.
         starts: values that are inputs of the graph, which begins with them; none if it begins with the tokens.
         fused: of the fused operators that an adopted file came with, those that may stand where nothing inside them is
-            asked for: "none", "padded" (those that are right for padded texts too), or "all".
+            asked for: "none", "padded" (those that are right for padded texts too), or "all"; "stock" is the file's own
+            graph in the place of the hooked one.
         gradients: a metric of the logits and its gradients, if any is asked for.
     """
 

@@ -21,6 +21,7 @@ from mionnx.machine.files import link_or_copy
 from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers, temporary_folder
 from mionnx.machine.progress import Progress
 from mionnx.machine.source_digest import source_digest
+from mionnx.run import hub_gguf
 from mionnx.run.model_dtype import AUTO
 from mionnx.run.shipped_models import shipped_models
 from mionnx.run.source_path import advice, is_hooked, local_path, missing
@@ -31,7 +32,10 @@ EXPORTING = ("mionnx.graph",)  # what every exporter uses: a change there may ch
 FILES = (".pth", ".onnx", ".safetensors", ".gguf", ".bin", ".pt")  # what is meant as a file, and is no Hub id
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.onnx", "*.onnx_data*", "*.onnx.data")
 FOREIGN = "onnx"  # entry point of the exporter of foreign ONNX files
-NEEDED = {"onnx_ir": "adopting an ONNX file needs onnx_ir: pip install 'mionnx[adopt]'"}
+NEEDED = {
+    "onnx_ir": "adopting an ONNX file needs onnx_ir: pip install 'mionnx[adopt]'",
+    "gguf": "reading a GGUF file needs gguf: pip install 'mionnx[export]'",
+}
 
 
 _temporarily = Lock()
@@ -94,30 +98,42 @@ def open_model(
     return HookedModel.open(find_model(source, dtype, progress, refuse), check=check, progress=progress)
 
 
-def checkpoint_folder(source: str | Path) -> Path:
-    """The folder, or the `.pth` file, of a path, a shipped model's name or a Hub id.
+def checkpoint_folder(source: str | Path, file: str | None = None) -> Path:
+    """The folder or file of a path, a shipped model's name or a Hub id.
 
-    A folder goes before a shipped model of its name. Models of the Hub are downloaded if need be.
+    A `.pth`, `.onnx` or `.gguf` file is a model by itself. A folder goes before a shipped model of its name. Models of
+    the Hub are downloaded if need be; of a repository of GGUF files the named one: USER/REPOSITORY/FILE.gguf.
+
+    Args:
+        source: see `find_model`.
+        file: the name of the file, where the folder or repository has several models.
 
     Raises:
         InputError: not a path.
         ModelError: nothing there, or a file of another kind.
     """
-    return local_path(source) or shipped_models().get(str(source)) or _download(str(source))
+    folder = local_path(source) or shipped_models().get(str(source))
+    if folder is None:
+        return _download(str(source) if file is None else f"{source}/{file}")
+    return folder if file is None else hub_gguf.file_in(folder, file)
 
 
 def _download(name: str) -> Path:
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILES:
+    one = hub_gguf.names_file(name)
+    if not one and (name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILES):
         raise ModelError(f"{name} is no folder with a model: nothing is there{missing(name, shipped_models())}")
     from huggingface_hub import snapshot_download  # not needed for a folder, and slow to import
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     near = missing(name, shipped_models())
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        if one:
+            return hub_gguf.download_file(name)
+        return hub_gguf.only_file(name, Path(snapshot_download(name, allow_patterns=list(HUB_FILES))))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        kind = "a file" if one else "a folder"
         raise ModelError(
-            f"{name!r} is neither a folder here nor a model that the Hugging Face Hub gives{near} ({error})"
+            f"{name!r} is neither {kind} here nor a model that the Hugging Face Hub gives{near} ({error})"
         ) from error
 
 
@@ -212,7 +228,8 @@ def export_in_place(folder: Path, dtype: str, progress: Progress) -> None:
 
 def _exported(folder: Path, dtype: str, progress: Progress) -> Path:
     exporter = exporter_for(folder)
-    name = f"{folder.resolve().name[:LONGEST]}-{_fingerprint(folder, dtype, exporter)}"
+    named = folder if folder.is_file() else folder.resolve()  # a file of the Hub's cache is a link to a number
+    name = f"{named.name[:LONGEST]}-{_fingerprint(folder, dtype, exporter)}"
     return _kept(name, lambda target: _write(exporter, folder, target, dtype, progress))
 
 

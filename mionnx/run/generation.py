@@ -17,7 +17,7 @@ from mionnx.bind.bound_spec import BoundSpec
 from mionnx.errors import HookError, InputError, TokenizerError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.kv_cache import KVCache
-from mionnx.inputs.past import choose_past, past_inputs, present_to_past, take_present
+from mionnx.inputs.past import choose_past, past_inputs, present_names, present_to_past, take_present
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, count_rows, make_token_batch
 from mionnx.inputs.value import Value
@@ -30,7 +30,7 @@ from mionnx.run.graph_pool import GraphPool
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
 from mionnx.run.sampling import Sampling, refuse_seed
-from mionnx.run.stopping import Stopping, stop_texts
+from mionnx.run.stopping import Stopping, refuse_too_long, stop_texts
 from mionnx.run.streamer import Decoder, Streamer, make_streamer
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
@@ -192,7 +192,7 @@ def _prompts(
     if not batch.real[:, -1].all():
         row = int(np.argmin(batch.real[:, -1]))
         raise InputError(f"row {row} is padded on the right: generation continues at the end, so pad on the left")
-    stopping.refuse_too_long(batch, sizes.max_positions)
+    refuse_too_long("max_new_tokens", stopping.max_new_tokens, batch, model.hooked.metadata)
     final_lengths = batch.lengths + stopping.max_new_tokens - 1
     past_lengths = batch.lengths - batch.real.sum(axis=1)
     return replace(batch, prompt_lengths=batch.lengths, final_lengths=final_lengths, past_lengths=past_lengths), past
@@ -207,7 +207,9 @@ class _Passes:
         all_logits = keeps_logits or bound.touches(HookPoint.Logits)
         self.bound = bound.with_outputs(Outputs(last=not all_logits))
         self.batch, self.keeps_logits = batch, keeps_logits
-        self.program = pool.get(with_fused(self.bound.plan, bound.model, pool.options, batch)).program
+        names = present_names(bound.model, True)
+        plan = with_fused(self.bound.plan, bound.model, pool.options, batch, names, continues=True)
+        self.program = pool.get(plan).program
         self.weights = self.program.resident(bound.weights)
         self.past: dict[str, Value] = past_inputs(bound.model, past, batch)
         self.present_to_past = present_to_past(bound.model)

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
-from mionnx.bind.bound_spec import Binder, BoundSpec
+from mionnx.bind.bound_spec import ALL, Binder, BoundSpec
 from mionnx.bind.logit_selection import Logits
 from mionnx.engine.engines import ready_engine
 from mionnx.engine.options import ONNX_RUNTIME, Options
@@ -56,6 +56,8 @@ class Runner:
     # texts as tokens
     tokenizer = once_property(tokenizing.tokenizer)
     tokenize = tokenizing.tokenize
+    tokenize_chat = tokenizing.tokenize_chat
+    _chat_template = once_property(tokenizing.chat_template)
     _unknown_words = once_property(tokenizing.unknown_words)
     token_id = tokenizing.token_id
     _ids = tokenizing.ids
@@ -96,9 +98,9 @@ class Runner:
         """Open a model.
 
         Args:
-            source: a hooked model's folder, a Hugging Face checkpoint's folder, a shipped model's name
-                ("world-llama"), or a Hub id. A checkpoint is exported on first use into the store (`MIONNX_CACHE`,
-                else the user's cache directory), and reused after.
+            source: a hooked model's folder, a Hugging Face checkpoint's folder, a GGUF file, a shipped model's name
+                ("world-llama"), or a Hub id ("user/repository/file.gguf" too). A checkpoint is exported on first use
+                into the store (`MIONNX_CACHE`, else the user's cache directory), and reused after.
             dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto", its own. A hooked
                 model has a dtype already: another one is refused, and without `dtype` its own is used.
             provider: "cpu", "cuda", or any execution provider's name.
@@ -252,7 +254,7 @@ class Runner:
             cache = model.forward("The capital of France is", spec)
             cache.output().shape, cache["resid_post", 2].shape  # (1, seq, vocab), (1, seq, hidden)
         """
-        spec, part = hooks or HookSpec(), logits if isinstance(logits, Logits) else Logits()
+        spec, part = hooks or HookSpec(), logits if isinstance(logits, Logits) else ALL
         past = choose_past(self.hooked, cache, initial_state)
         if not (logits or use_cache or spec.captures or spec.metric):
             raise InputError("logits=False and no captures: nothing would be computed")
@@ -262,9 +264,9 @@ class Runner:
         batch = make_token_batch(self._ids(tokens), attention_mask, past, self.hooked.metadata.sizes, prompt_length)
         inputs = {**bound.inputs(batch, past, use_cache), **metric_feeds(self, bound, batch)}
         _refuse_too_large(bound, batch)
-        plan = with_fused(bound.plan, self.hooked, self.options, batch)
-        graph = self.variants.get(plan, batch.batch * batch.seq)
         names = [name for name in bound.outputs(use_cache) if logits or name != LOGITS]
+        plan = with_fused(bound.plan, self.hooked, self.options, batch, names)
+        graph = self.variants.get(plan, batch.batch * batch.seq)
         results = graph.run(names, inputs)
         if logits:
             mask, length = attention_mask, prompt_length
