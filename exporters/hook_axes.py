@@ -28,6 +28,9 @@ def axes_of(name: str, shape: Sequence[int | None], sizes: Sizes) -> list[str | 
         "n_kv_heads": sizes.num_kv_heads,
         "head_dim": sizes.head_dim,
         "vocab": sizes.vocab_size,
+        "n_experts": sizes.n_experts,
+        "n_chosen": sizes.n_chosen,
+        "d_expert": sizes.d_expert,
     }
     expected = [known.get(axis) for axis in names]
     if len(shape) != len(names) or any(

@@ -27,23 +27,37 @@ Listener = Callable[[str, Tensor, bool], Tensor]
 
 @dataclass
 class Taps:
-    """One listener on one model, and what the current layer has shown so far."""
+    """One listener on one model, and what the current layer has shown so far.
+
+    Attributes:
+        listen: gets every hook point's tensor.
+        layer: the layer that runs.
+        tokens: batch and sequence axis of its MLP, which experts see merged.
+        rotated: layers of which queries and keys were tapped where they are rotated.
+    """
 
     listen: Listener
     layer: int = 0
+    tokens: tuple[int, int] = (0, 0)
     rotated: set[int] = field(default_factory=set)
 
     def at(self, point: HookPoint, value: Tensor, stream: bool = False) -> Tensor:
         """Pass a hook point's value through the listener."""
         return self.listen(str(point), value, stream)
 
+    def at_tokens(self, point: HookPoint, value: Tensor) -> Tensor:
+        """Pass a value through the listener, batch and sequence axes apart."""
+        if value.dim() > 2:
+            return self.at(point, value)
+        return self.at(point, value.unflatten(0, self.tokens)).flatten(0, 1)
+
 
 active: list[Taps] = []
 
 
-def _taps() -> Taps:
+def active_taps() -> Taps:
     if not active:
-        raise ExportError("the 'mionnx' attention runs only inside `attached`")
+        raise ExportError("attention and experts of mionnx run only inside `attached`")
     return active[-1]
 
 
@@ -63,9 +77,7 @@ def _attention(
     query is [batch, n_heads, seq_q, head_dim], key and value [batch, n_kv_heads, seq_k, head_dim], the mask is additive
     and [batch, 1, seq_q, seq_k]; the result is [batch, seq_q, n_heads, head_dim] and the pattern.
     """
-    if options.get("s_aux") is not None:
-        raise ExportError("attention sinks are not supported: their scores have one column more than there are keys")
-    taps, layer = _taps(), module.layer_idx
+    taps, layer = active_taps(), module.layer_idx
     if layer not in taps.rotated:
         query = taps.at(HookPoint.AttnQ(layer), query)
     groups = query.shape[1] // key.shape[1]
@@ -75,10 +87,18 @@ def _attention(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = taps.at(HookPoint.AttnScores(layer), scores + attention_mask)
-    pattern = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    pattern = _softmax(scores, options.get("s_aux")).to(query.dtype)
     pattern = taps.at(HookPoint.AttnPattern(layer), pattern)
     z = taps.at(HookPoint.AttnZ(layer), torch.matmul(pattern, value).transpose(1, 2))
     return z.contiguous(), pattern
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The pattern; each row lacks the share of its head's sink [n_heads], a score of no key."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=torch.float32)
+    column = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], -1)
+    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
 
 
 def _mask(local_size: int | None = None, **options: Any) -> Tensor:
@@ -115,7 +135,7 @@ class TappedCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        taps = _taps()
+        taps = active_taps()
         if layer_idx not in taps.rotated:
             key_states = taps.at(HookPoint.AttnK(layer_idx), key_states)
         value_states = taps.at(HookPoint.AttnV(layer_idx), value_states)

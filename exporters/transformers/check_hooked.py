@@ -4,6 +4,7 @@ import onnx_ir as ir
 
 from exporters.hook_axes import axes_of
 from mionnx.errors import ExportError
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Sizes
 
 
@@ -17,6 +18,17 @@ def hook_axes(graph: ir.Graph, hooks: list[str], sizes: Sizes) -> dict[str, list
     return {
         name: axes_of(name, [dim if isinstance(dim, int) else None for dim in shapes[name]], sizes) for name in hooks
     }
+
+
+def expert_sizes(graph: ir.Graph, hooks: list[str]) -> dict[str, int]:
+    """The sizes n_experts, n_chosen and d_expert, those of the first layer with experts."""
+    values = {value.name: value for node in graph for value in node.outputs}
+    found: dict[str, int] = {}
+    for name in hooks:
+        for axis, dim in zip(HookPoint.parse(name).axes or (), values[name].shape or (), strict=False):
+            if axis in ("n_experts", "n_chosen", "d_expert") and isinstance(dim, int):
+                found.setdefault(axis, dim)
+    return found
 
 
 def check_stream(graph: ir.Graph) -> None:

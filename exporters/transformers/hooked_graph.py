@@ -4,15 +4,16 @@ Where layers cannot be made from others, all of them are traced.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
 import torch
 from transformers import PreTrainedModel
 
-from exporters.transformers.check_hooked import check_stream, hook_axes
+from exporters.transformers.check_hooked import check_stream, expert_sizes, hook_axes
 from exporters.transformers.families import Layout, layout_of
+from exporters.transformers.grouped import expand_grouped
 from exporters.transformers.kinds import all_different
 from exporters.transformers.naming import name_dimensions, name_hooks, read_lengths_once, strip
 from exporters.transformers.simplify import simplify
@@ -77,6 +78,8 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
         strip(traced.model)
         if stamp(graph, parameters, hooks, kinds, traced.layout.blocks):
             break
+    expand_grouped(graph)
+    sizes = replace(sizes, **expert_sizes(graph, hooks))
     return HookedGraph(traced.model, parameters, hook_axes(graph, hooks, sizes), sizes, skeleton, traced.layout)
 
 

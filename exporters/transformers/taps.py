@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from exporters.transformers.attention import ATTENTION, Listener, Taps, active, replace_for, tap_rotation
+from exporters.transformers.experts import find_experts, shared_expert, tap_router
 from exporters.transformers.families import Layout
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
@@ -39,8 +40,8 @@ class _TapHalves(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func is not Tensor.chunk:
             return result
-        gate, up = result
-        return self.taps.at(HookPoint.MlpGate(self.layer), gate), self.taps.at(HookPoint.MlpUp(self.layer), up)
+        points = HookPoint.MlpGate(self.layer), HookPoint.MlpUp(self.layer)
+        return tuple(self.taps.at_tokens(point, half) for point, half in zip(points, result, strict=True))
 
 
 class Passed(nn.Module):
@@ -143,21 +144,44 @@ class _Attachment:
     def mlp(self, i: int, block: nn.Module) -> None:
         at, layout = self.taps.at, self.layout
         self.before(self.module(layout.mlp_input, block), lambda x: at(HookPoint.MlpPre(i), x))
-        if not layout.experts or self.has(layout.down, block):
+        found = find_experts(block) if layout.experts else None
+        if found is not None:
+            self.experts(i, block, found[1])
+        elif not layout.experts or self.has(layout.down, block):
             self.neurons(i, block)
         self.after(self.module(layout.mlp_output, block), lambda x: at(HookPoint.MlpPost(i), x))
         self.after(self.module(layout.mlp_added, block), lambda x: at(HookPoint.MlpOut(i), x))
 
-    def neurons(self, i: int, block: nn.Module) -> None:
-        at, layout = self.taps.at, self.layout
-        for path, point in ((layout.gate, HookPoint.MlpGate(i)), (layout.up, HookPoint.MlpUp(i))):
+    def experts(self, i: int, block: nn.Module, parent: nn.Module) -> None:
+        """Tap a layer's router and shared expert; chosen experts are tapped where they are computed."""
+        taps = self.taps
+
+        def enter(x: Tensor) -> Tensor:
+            taps.layer, taps.tokens = i, (x.shape[0], x.shape[1])
+            return x
+
+        self.before(self.module(self.layout.mlp_input, block), enter)
+        tap_router(self.stack, taps, parent)
+        shared = shared_expert(parent)
+        if shared is not None:
+            self.neurons(i, shared, alone=True)
+
+    def neurons(self, i: int, root: nn.Module, alone: bool = False) -> None:
+        """Tap gate, up and activation in a block, or in an MLP that stands `alone`, beside experts."""
+        layout = self.layout
+        gate, up, both, down = (
+            path.rpartition(".")[2] if path and alone else path
+            for path in (layout.gate, layout.up, layout.gate_and_up, layout.down)
+        )
+        for path, point in ((gate, HookPoint.MlpGate(i)), (up, HookPoint.MlpUp(i))):
             if path:
-                self.after(self.module(path, block), lambda x, point=point: at(point, x))
-        if layout.gate_and_up:
-            self.module(layout.gate_and_up, block)
-            self.enter_around(self.module(layout.mlp_input, block), lambda: _TapHalves(self.taps, i))
-        if layout.down:
-            self.before(self.module(layout.down, block), lambda x: at(HookPoint.MlpAct(i), x))
+                self.after(self.module(path, root), lambda x, point=point: self.taps.at_tokens(point, x))
+        if both:
+            self.module(both, root)
+            mlp = root if alone else self.module(layout.mlp_input, root)
+            self.enter_around(mlp, lambda: _TapHalves(self.taps, i))
+        if down:
+            self.before(self.module(down, root), lambda x: self.taps.at_tokens(HookPoint.MlpAct(i), x))
 
     def rope(self, attention: nn.Module, i: int) -> None:
         """Let the family's rotation function know which layer calls it."""

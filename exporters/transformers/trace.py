@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from exporters.transformers.attention import ATTENTION, Listener, TappedCache
+from exporters.transformers.experts import EXPERTS
 from exporters.transformers.families import Layout, layout_of
 from exporters.transformers.kinds import Kinds, Recorder, all_different, kinds_of
 from exporters.transformers.sizes import rope_parameters
@@ -94,7 +95,7 @@ def prepare(config: Any) -> None:
     config._attn_implementation = ATTENTION
     config.use_cache = True
     if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "batched_mm"
+        config._experts_implementation = EXPERTS
     for rope in rope_parameters(config):
         if rope.get("rope_type") == "dynamic":
             raise ExportError(

@@ -69,6 +69,7 @@ DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "b
 
 # Operators that find the scale of what they round in all of it.
 ROUNDING_LEVEL = 4  # accuracy_level of a MatMulNBits that rounds what it reads to 8 bits
+ROUTER = ("MlpRouterLogits", "MlpExpertIndices", "MlpExpertWeights")
 ROUNDS_BY_CALL = frozenset(("DynamicQuantizeLinear", "DynamicQuantizeMatMul"))
 LARGEST = 2**28  # bytes of a graph without its weights
 TOKENS = ((1, 1, 0), (2, 3, 5))  # batch, seq, past: token batches for which the sizes of all values are checked
@@ -229,8 +230,20 @@ class HookedModel:
         return context_length(config) if isinstance(config, dict) else None
 
     def dtype(self, point: HookPoint) -> DTypeLike:
-        """Dtype of a hook point's value: the model's, or float32 in a recurrence."""
+        """Dtype of a hook point's value: the model's, float32 in a recurrence, a router's own."""
+        if point.name in self._dtypes_of_routers:
+            return self._dtypes_of_routers[point.name]
         return np.float32 if ".rwkv." in point.name else DTYPES[self.metadata.dtype]
+
+    @cached_property
+    def _dtypes_of_routers(self) -> dict[str, DTypeLike]:
+        """Dtypes of a router's values: numbers of experts, and often float32."""
+        routed = {name for name in self.metadata.hooks if HookPoint.parse(name).variant in ROUTER}
+        return {
+            value.name: onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+            for value in self.proto.graph.value_info
+            if value.name in routed
+        }
 
     def axes(self, point: HookPoint) -> list[str | int]:
         """The axes of a hook point: names of dynamic ones, numbers of fixed ones.
@@ -284,6 +297,9 @@ def _check_axes(name: str, axes: Sequence[str | int], known: Known, sizes: Sizes
         "key_dim": sizes.head_dim,
         "value_dim": sizes.head_dim,
         "vocab": sizes.vocab_size,
+        "n_experts": sizes.n_experts,
+        "n_chosen": sizes.n_chosen,
+        "d_expert": sizes.d_expert,
     }
     for axis, size in zip(HookPoint.parse(name).axes or (), axes, strict=False):
         if isinstance(size, int) and named.get(axis, size) != size:

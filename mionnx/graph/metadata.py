@@ -22,7 +22,11 @@ DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes a user asks for. `max_positions` is None where a sequence may be of any length."""
+    """The sizes a user asks for.
+
+    `max_positions` is None where a sequence may be of any length; of a mixture of experts `n_experts` is how many a
+    layer has, `n_chosen` how many a token goes through, `d_expert` the neurons of each. None without experts.
+    """
 
     num_layers: int
     num_heads: int
@@ -31,6 +35,9 @@ class Sizes:
     hidden_size: int
     vocab_size: int
     max_positions: int | None = None
+    n_experts: int | None = None
+    n_chosen: int | None = None
+    d_expert: int | None = None
 
 
 # Names of the context length in configs, in the order in which they count.
@@ -106,6 +113,8 @@ class Metadata:
     def to_props(self) -> dict[str, str]:
         """As `metadata_props`: one JSON text a field."""
         values = {key: value for key, value in asdict(self).items() if value or key not in ("fused", "stock")}
+        of_experts = ("n_experts", "n_chosen", "d_expert")
+        values["sizes"] = {k: v for k, v in values["sizes"].items() if v is not None or k not in of_experts}
         return {
             f"{PREFIX}format": json.dumps(FORMAT_VERSION),
             **{f"{PREFIX}{key}": json.dumps(value, separators=(",", ":")) for key, value in values.items()},
@@ -152,7 +161,7 @@ def _check(read: Metadata) -> None:
         ValueError: the first that is wrong.
     """
     for name, value in asdict(read.sizes).items():
-        if not (value is None and name == "max_positions"):
+        if not (value is None and name in ("max_positions", "n_experts", "n_chosen", "d_expert")):
             _check_number(f"sizes.{name}", value)
     for name, text in (("family", read.family), ("weights_sha256", read.weights_sha256)):
         _expect(isinstance(text, str) and len(text) <= 100, name, "a short text", text)

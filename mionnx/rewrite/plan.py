@@ -45,9 +45,10 @@ class Edit:
         index: which of the interventions at this hook point it is, from 0.
         axes: the names of the value's axes.
         at_positions: whether an input says at which token positions it applies.
-        masked: whether an input says at which heads and rows it applies.
+        masked: whether an input says at which heads, rows and columns of router logits it applies.
         fit: of a splice, its fragment's structure.
         reads: of a splice, the hook point that it reads besides.
+        at_experts: the hook point that holds the choice, where an input says at which chosen experts it applies.
     """
 
     hook: str
@@ -58,6 +59,7 @@ class Edit:
     masked: bool = False
     fit: FittedFragment | None = None
     reads: str | None = None
+    at_experts: str | None = None
 
     @property
     def prefix(self) -> str:
@@ -84,6 +86,11 @@ class Edit:
     def mask_input(self) -> str:
         """The input of its heads and rows: bool, of the value's rank, broadcast to it."""
         return f"{self.prefix}.where"
+
+    @property
+    def experts_input(self) -> str:
+        """The input of its experts: int64 [n]."""
+        return f"{self.prefix}.experts"
 
     def weight_input(self, name: str) -> str:
         """The input of one of its fragment's weights."""

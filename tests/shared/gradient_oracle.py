@@ -9,8 +9,9 @@ from oracle import Inputs
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from exporters.transformers.attention import TappedCache
 from exporters.transformers.families import layout_of
-from exporters.transformers.taps import TappedCache, attached
+from exporters.transformers.taps import attached
 from exporters.transformers.trace import prepare
 
 Gradients = dict[str, NDArray[np.float64]]
