@@ -132,7 +132,7 @@ def _value(edit: Intervention) -> str:
 
 
 def _limits(edit: Intervention) -> str:
-    given = {"positions": edit.positions, "heads": edit.heads}
+    given = {"positions": edit.positions, "heads": edit.heads, "experts": edit.experts}
     return "; ".join(f"{name} {_list(value)}" for name, value in given.items() if value is not None)
 
 

@@ -16,7 +16,7 @@ The format, on one page:
    `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
    `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`, and of an adopted file `fused` and
-   `stock`. See `mionnx.graph.metadata`. Hashes of large weight files may stand beside: `mionnx.graph.weight_record`.
+   `stock`, and `hook_dtypes` where hook points have several. See `mionnx.graph.metadata` and `weight_record`.
 7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
    the graph, a weight outside the folder or beyond the end of its file, weight files that are not those that were
    exported (`mionnx.graph.weight_check`), a fused operator that its nodes cannot stand for, a stock graph that is no
@@ -42,8 +42,8 @@ from mionnx.graph.fused_operators import read_fused
 from mionnx.graph.hook_points import HookPoint, layer_of
 from mionnx.graph.influence import Influence
 from mionnx.graph.io_names import cache_names
-from mionnx.graph.known_value import Dims, Known
-from mionnx.graph.metadata import Metadata, Sizes, context_length
+from mionnx.graph.known_value import Known
+from mionnx.graph.metadata import Metadata, context_length
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.stock_graph import StockGraph, checkable, unpacked
 from mionnx.graph.weight_check import Progress, silent
@@ -70,6 +70,7 @@ DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "b
 
 # Operators that find the scale of what they round in all of it.
 ROUNDING_LEVEL = 4  # accuracy_level of a MatMulNBits that rounds what it reads to 8 bits
+ROUTER = ("MlpRouterLogits", "MlpExpertIndices", "MlpExpertWeights")
 ROUNDS_BY_CALL = frozenset(("DynamicQuantizeLinear", "DynamicQuantizeMatMul"))
 LARGEST = 2**28  # bytes of a graph without its weights
 TOKENS = ((1, 1, 0), (2, 3, 5))  # batch, seq, past: token batches for which the sizes of all values are checked
@@ -99,12 +100,12 @@ class HookedModel:
         proto = onnx_file.read(folder / GRAPH, LARGEST)
         metadata = Metadata.from_props(onnx_file.properties(proto))
         read_fused(Dataflow(proto), metadata.fused)
-        known = validate.check(proto, folder, [_shapes(proto, *tokens) for tokens in TOKENS])
+        known = validate.check(proto, folder, [validate.input_shapes(proto, *tokens) for tokens in TOKENS])
         made = {output for node in proto.graph.node for output in node.output}
         for name, axes in metadata.hooks.items():
             if name not in made:
                 raise ModelError(f"{folder / GRAPH} lists the hook point {name!r}, but no node makes such a value")
-            _check_axes(name, axes, known[name], metadata.sizes)
+            _check_axes(name, axes, known[name], metadata)
         layers = {layer_of(name) for name in metadata.hooks} - {None}
         if layers and metadata.sizes.num_layers != len(layers):
             raise ModelError(
@@ -122,8 +123,7 @@ class HookedModel:
         model = cls(folder, proto, metadata)
         files = {*onnx_file.locations(proto), *(onnx_file.locations(model.stock.proto) if model.stock else ())}
         if check == "full":
-            if lacks_weights(proto):
-                refuse(folder, "checking them")
+            model.need_weights("checking them")
             metadata = replace(metadata, weight_files=weight_record.complete(folder, metadata, progress))
         weight_check.check(folder, metadata, files, check, progress)
         return model
@@ -257,8 +257,29 @@ class HookedModel:
         return context_length(config) if isinstance(config, dict) else None
 
     def dtype(self, point: HookPoint) -> DTypeLike:
-        """Dtype of a hook point's value: the model's, or float32 in a recurrence."""
-        return np.float32 if ".rwkv." in point.name else DTYPES[self.metadata.dtype]
+        """Dtype of a hook point's value: its own, else the model's; float32 in a recurrence."""
+        if point.name in self._dtypes_of_routers:
+            return self._dtypes_of_routers[point.name]
+        if ".rwkv." in point.name:
+            return np.float32
+        return DTYPES[self.metadata.hook_dtypes.get(point.source.name, self.metadata.dtype)]
+
+    @cached_property
+    def past_dtype(self) -> DTypeLike:
+        """Dtype of the keys and values of a past, or of a recurrent state."""
+        past = cache_names(self.metadata.recurrent).layer_inputs(0)[0]
+        found = (onnx_file.dtype_of(entry) for entry in self.proto.graph.input if entry.name == past)
+        return DTYPES[self.metadata.dtype] if self.metadata.recurrent else next(found, DTYPES[self.metadata.dtype])
+
+    @cached_property
+    def _dtypes_of_routers(self) -> dict[str, DTypeLike]:
+        """Dtypes of a router's values: numbers of experts, and often float32."""
+        routed = {name for name in self.metadata.hooks if HookPoint.parse(name).variant in ROUTER}
+        return {
+            value.name: onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+            for value in self.proto.graph.value_info
+            if value.name in routed
+        }
 
     def axes(self, point: HookPoint) -> list[str | int]:
         """The axes of a hook point: names of dynamic ones, numbers of fixed ones.
@@ -267,9 +288,7 @@ class HookedModel:
             HookError: the model has no such hook point.
         """
         if point.derived and point.name in self._points:
-            sizes = self.metadata.sizes
-            known = {"n_heads": sizes.num_heads, "hidden": sizes.hidden_size}
-            known |= {"key_dim": sizes.head_dim, "value_dim": sizes.head_dim}
+            known = self.metadata.axis_sizes(point)
             return [known.get(axis, axis) for axis in point.axes or ()]
         if point.name not in self.metadata.hooks:
             raise HookError(
@@ -295,36 +314,17 @@ def check_stock(stock: StockGraph, hooked: onnx.ModelProto, folder: Path) -> Non
     if strange or LOGITS not in outputs:
         raise ModelError(f"the stock graph in the metadata takes {', '.join(strange)[:200]} and gives {outputs[:9]}")
     shown = checkable(stock.proto)
-    validate.check(shown, folder, [_shapes(shown, *tokens) for tokens in stock.examples])
+    validate.check(shown, folder, [validate.input_shapes(shown, *tokens) for tokens in stock.examples])
 
 
-def _check_axes(name: str, axes: Sequence[str | int], known: Known, sizes: Sizes) -> None:
+def _check_axes(name: str, axes: Sequence[str | int], known: Known, metadata: Metadata) -> None:
     """Check what the metadata say of a hook point's axes against the graph and the sizes."""
     shape = known.shape if known.shape is not None else (None,) * len(axes)
     fixed = [(axis, dim) for axis, dim in zip(axes, shape, strict=False) if isinstance(axis, int)]
     if len(shape) != len(axes) or any(None is not dim != axis for axis, dim in fixed):
         raise ModelError(f"{name} has the shape {list(shape)} in the graph, but its metadata say {list(axes)}")
-    named = {
-        "hidden": sizes.hidden_size,
-        "n_heads": sizes.num_heads,
-        "n_kv_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "key_dim": sizes.head_dim,
-        "value_dim": sizes.head_dim,
-        "vocab": sizes.vocab_size,
-    }
-    for axis, size in zip(HookPoint.parse(name).axes or (), axes, strict=False):
+    point = HookPoint.parse(name)
+    named = metadata.axis_sizes(point)
+    for axis, size in zip(point.axes or (), axes, strict=False):
         if isinstance(size, int) and named.get(axis, size) != size:
             raise ModelError(f"the axis {axis} of {name} is {size}, but the metadata's sizes say {named[axis]}")
-
-
-def _shapes(proto: onnx.ModelProto, batch: int, seq: int, past: int) -> dict[str, Dims]:
-    """The shapes of the inputs for a token batch; an input with a default has its default's."""
-    carries = any(dim.dim_param == "past" for value in proto.graph.input for dim in value.type.tensor_type.shape.dim)
-    known = {"batch": batch, "seq": seq, "past": past, "total": past + seq if carries else seq}
-    defaults: dict[str, Dims] = {tensor.name: tuple(tensor.dims) for tensor in proto.graph.initializer}
-    shapes: dict[str, Dims] = {}
-    for value in proto.graph.input:
-        dims = value.type.tensor_type.shape.dim
-        shapes[value.name] = tuple(known.get(dim.dim_param, seq) if dim.dim_param else dim.dim_value for dim in dims)
-    return {name: defaults.get(name, shape) for name, shape in shapes.items()}

@@ -203,3 +203,15 @@ def _check_held(tensor: onnx.TensorProto) -> None:
     complex_ = tensor.data_type in (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)
     if count * PACKED.get(tensor.data_type, 1) < wanted * (1 + complex_):
         raise ModelError(f"weight {tensor.name!r} of shape {list(tensor.dims)} has {count} of its numbers")
+
+
+def input_shapes(proto: onnx.ModelProto, batch: int, seq: int, past: int) -> dict[str, Dims]:
+    """The shapes of the inputs for a token batch; an input with a default has its default's."""
+    carries = any(dim.dim_param == "past" for value in proto.graph.input for dim in value.type.tensor_type.shape.dim)
+    known = {"batch": batch, "seq": seq, "past": past, "total": past + seq if carries else seq}
+    defaults: dict[str, Dims] = {tensor.name: tuple(tensor.dims) for tensor in proto.graph.initializer}
+    shapes: dict[str, Dims] = {}
+    for value in proto.graph.input:
+        dims = value.type.tensor_type.shape.dim
+        shapes[value.name] = tuple(known.get(dim.dim_param, seq) if dim.dim_param else dim.dim_value for dim in dims)
+    return {name: defaults.get(name, shape) for name, shape in shapes.items()}

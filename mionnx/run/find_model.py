@@ -23,6 +23,7 @@ from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers,
 from mionnx.machine.progress import Progress
 from mionnx.machine.source_digest import source_digest
 from mionnx.run import hub_gguf
+from mionnx.run.hub import download
 from mionnx.run.model_dtype import AUTO
 from mionnx.run.shipped_models import shipped_models
 from mionnx.run.source_path import advice, is_hooked, local_path, missing
@@ -31,7 +32,6 @@ MADE = (GRAPH, "converted.safetensors", "config.json")  # what tells a folder of
 LONGEST = 100  # characters of a model's name in the store
 EXPORTING = ("mionnx.graph",)  # what every exporter uses: a change there may change the graph
 FILES = (".pth", ".onnx", ".safetensors", ".gguf", ".bin", ".pt")  # what is meant as a file, and is no Hub id
-HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.onnx", "*.onnx_data*", "*.onnx.data")
 FOREIGN = "onnx"  # entry point of the exporter of foreign ONNX files
 NEEDED = {
     "onnx_ir": "adopting an ONNX file needs onnx_ir: pip install 'mionnx[adopt]'",
@@ -118,27 +118,48 @@ def checkpoint_folder(source: str | Path, file: str | None = None) -> Path:
     """
     folder = local_path(source) or shipped_models().get(str(source))
     if folder is None:
-        return _download(str(source) if file is None else f"{source}/{file}")
+        return hub_folder(str(source) if file is None else f"{source}/{file}", None)
     return folder if file is None else hub_gguf.file_in(folder, file)
 
 
-def _download(name: str) -> Path:
+def hub_folder(name: str, file: str | None) -> Path:
+    """The folder or GGUF file of a model of the Hub, downloaded if need be.
+
+    Args:
+        name: of its repository, or of a GGUF file in it.
+        file: which of its ONNX files; None for a checkpoint, or else the preferred one.
+
+    Raises:
+        ModelError: there is no such model, or none can be had.
+        ExportError: no such file.
+    """
     one = hub_gguf.names_file(name)
     if not one and (name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILES):
         raise ModelError(f"{name} is no folder with a model: nothing is there{missing(name, shipped_models())}")
-    from huggingface_hub import snapshot_download  # not needed for a folder, and slow to import
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     near = missing(name, shipped_models())
     try:
         if one:
             return hub_gguf.download_file(name)
-        return hub_gguf.only_file(name, Path(snapshot_download(name, allow_patterns=list(HUB_FILES))))
+        chosen = download(name, lambda names: foreign_exporter().pick(names, file, name), file is not None)
+        return hub_gguf.only_file(name, chosen)
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         kind = "a file" if one else "a folder"
         raise ModelError(
             f"{name!r} is neither {kind} here nor a model that the Hugging Face Hub gives{near} ({error})"
         ) from error
+
+
+def foreign_exporter() -> ModuleType:
+    """The exporter of foreign ONNX files.
+
+    Raises:
+        ExportError: none is installed.
+    """
+    for entry in entry_points(group="mionnx.exporters", name=FOREIGN):
+        return entry.load()
+    raise ExportError("no exporter of foreign ONNX files is installed")
 
 
 def exporter_for(folder: Path) -> ModuleType:
@@ -186,7 +207,7 @@ def export(
                 f"{folder} computes in {made}, and is not converted to {dtype}: give dtype {made} or auto"
             )
         if copy:
-            _copy_links(partial, progress)
+            copy_links(partial, progress)
 
 
 def _write(
@@ -204,7 +225,7 @@ def _write(
         raise ExportError(f"cannot export {folder}: {error}") from error
 
 
-def _copy_links(folder: Path, progress: Progress) -> None:
+def copy_links(folder: Path, progress: Progress) -> None:
     """Replace hard links in a folder by copies of the files."""
     shared = [path for path in folder.iterdir() if path.stat().st_nlink > 1]
     for done, path in enumerate(shared):

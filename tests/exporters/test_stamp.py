@@ -14,9 +14,8 @@ from transformers import AutoConfig
 from exporters.transformers import hooked_graph
 from exporters.transformers.hooked_graph import make_graph
 from exporters.transformers.kinds import Kinds
-from exporters.transformers.sizes import sizes_of
 from exporters.transformers.stamp import stamp
-from exporters.transformers.trace import buffers_of, find_kinds, skeleton_of
+from exporters.transformers.trace import buffers_of, find_kinds, heads_of, skeleton_of
 from mionnx import MIModel
 
 SLIDING = ["sliding_attention"]
@@ -51,9 +50,9 @@ def config_of(family: str, changes: dict[str, Any]) -> Any:
 def kinds(family: str, changes: dict[str, Any], edit: Callable[[Any], None] = lambda model: None) -> Kinds:
     """The kinds of a family's layers, in a model that `edit` has changed."""
     config = config_of(family, changes)
-    skeleton, sizes = skeleton_of(config, torch.float32), sizes_of(config, learned_positions=False)
+    skeleton = skeleton_of(config, torch.float32)
     edit(skeleton)
-    return find_kinds(skeleton, (sizes.num_kv_heads, sizes.head_dim, torch.float32), buffers_of(skeleton))
+    return find_kinds(skeleton, (heads_of(skeleton), torch.float32), buffers_of(skeleton))
 
 
 @pytest.mark.parametrize(
