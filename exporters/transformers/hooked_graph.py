@@ -19,8 +19,8 @@ from exporters.transformers.naming import name_dimensions, name_hooks, read_leng
 from exporters.transformers.simplify import simplify
 from exporters.transformers.sizes import sizes_of
 from exporters.transformers.stamp import stamp
-from exporters.transformers.trace import buffers_of, find_kinds, skeleton_of, trace
-from mionnx.graph.metadata import Sizes
+from exporters.transformers.trace import buffers_of, find_kinds, heads_of, skeleton_of, trace
+from mionnx.graph.metadata import Heads, Sizes
 
 Stage = Callable[[str], None]  # called as a stage begins
 
@@ -34,6 +34,7 @@ class HookedGraph:
         parameters: the weights that it reads: values without data, which are no initializers yet.
         hooks: hook point -> its axes, in execution order.
         sizes: of the model.
+        heads: of each layer.
         skeleton: the torch model on the meta device.
         layout: where it keeps its modules.
     """
@@ -42,6 +43,7 @@ class HookedGraph:
     parameters: list[ir.Value]
     hooks: dict[str, list[str | int]]
     sizes: Sizes
+    heads: list[Heads]
     skeleton: PreTrainedModel
     layout: Layout
 
@@ -59,9 +61,10 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
         ExportError: the family is laid out in an unknown way, or torch cannot export it.
     """
     sizes = sizes_of(config, learned_positions=layout_of(config).positions is not None)
-    past = (sizes.num_kv_heads, sizes.head_dim, dtype)
     stage("comparing layers")
     skeleton = skeleton_of(config, dtype)
+    heads = heads_of(skeleton)
+    past, sizes = (heads, dtype), replace(sizes, num_kv_heads=heads[0][0], head_dim=heads[0][1])
     buffers = buffers_of(skeleton)
     every = all_different(sizes.num_layers)
     for kinds in (every if whole else find_kinds(skeleton, past, buffers), every):
@@ -80,7 +83,8 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
             break
     expand_grouped(graph)
     sizes = replace(sizes, **expert_sizes(graph, hooks))
-    return HookedGraph(traced.model, parameters, hook_axes(graph, hooks, sizes), sizes, skeleton, traced.layout)
+    axes = hook_axes(graph, hooks, sizes, heads)
+    return HookedGraph(traced.model, parameters, axes, sizes, heads, skeleton, traced.layout)
 
 
 def _simplified(model: ir.Model, buffers: Mapping[str, torch.Tensor]) -> list[ir.Value]:

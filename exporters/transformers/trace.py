@@ -30,6 +30,7 @@ from exporters.transformers.taps import Passed, attached, submodule
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.metadata import Heads
 
 OPSET = 23
 MARKER_DOMAIN = "mionnx"
@@ -37,7 +38,7 @@ MARKER_DOMAIN = "mionnx"
 BATCH, SEQ, PAST = 2, 3, 5
 TOKENS = ("input_ids", "attention_mask", "position_ids")
 
-PastSizes = tuple[int, int, torch.dtype]  # key/value heads, head size, dtype
+PastSizes = tuple[Sequence[Heads], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,9 @@ class _Cached(nn.Module):
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         layers = range(len(past)) if self.layers is None else self.layers
         given = dict(zip(layers, past, strict=True))
-        cache = TappedCache([given.get(i, past[0]) for i in range(max(layers) + 1)])  # others are passed over
+        cache = TappedCache([given.get(i, past[0]) for i in range(max(layers, default=-1) + 1)])  # others: passed over
         with attached(self.model, self.layout, self.listen) as taps:
+            taps.cache = cache
             output = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -73,7 +75,7 @@ class _Cached(nn.Module):
                 use_cache=True,
             )
             logits = taps.at(HookPoint.Logits, output.logits)
-        return logits, [(cache.layers[i].keys, cache.layers[i].values) for i in layers]
+        return logits, cache.present(taps)
 
 
 def run_eagerly(
@@ -133,6 +135,15 @@ def buffers_of(skeleton: PreTrainedModel) -> dict[str, Tensor]:
     return found
 
 
+def heads_of(skeleton: PreTrainedModel) -> list[Heads]:
+    """Find each layer's heads by a pass over two tokens on the meta device."""
+    with torch.device("meta"), _quiet(), torch.no_grad():
+        ids = torch.ones(1, 2, dtype=torch.long)
+        layout = layout_of(skeleton.config)
+        _, cache = _Cached(skeleton, layout, lambda _name, value, _stream: value)(ids, ids, ids, [])
+    return [(key.shape[1], key.shape[3], value.shape[3]) for key, value in cache]
+
+
 def find_kinds(skeleton: PreTrainedModel, sizes: PastSizes, buffers: Mapping[str, Tensor]) -> Kinds:
     """Find which layers of a model on the meta device compute the same.
 
@@ -169,9 +180,12 @@ def _example(layers: Sequence[int], sizes: PastSizes) -> tuple[Any, ...]:
     def ids(width: int) -> Tensor:
         return torch.ones(BATCH, width, dtype=torch.long)
 
-    kv_heads, head_dim, dtype = sizes
-    shape = (BATCH, kv_heads, PAST, head_dim)
-    past = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in layers]
+    heads, dtype = sizes
+
+    def zeros(layer: int, part: int) -> Tensor:
+        return torch.zeros(BATCH, heads[layer][0], PAST, heads[layer][part], dtype=dtype)
+
+    past = [(zeros(layer, 1), zeros(layer, 2)) for layer in layers]
     return ids(SEQ), ids(PAST + SEQ), ids(SEQ), past
 
 

@@ -15,6 +15,8 @@ from mionnx.errors import HookError
 
 RESIDUAL = ("batch", "seq", "hidden")
 QUERY = ("batch", "n_heads", "seq", "head_dim")
+QUERY_LATENT = ("batch", "seq", "q_rank")
+KEY_VALUE_LATENT = ("batch", "seq", "kv_rank")
 KEY = ("batch", "n_kv_heads", "seq", "head_dim")
 SCORES = ("batch", "n_heads", "seq_q", "seq_k")
 NEURONS = ("batch", "seq", "d_mlp")
@@ -102,6 +104,8 @@ class HookPoint:
     Embed = Single("hook_embed", RESIDUAL)
     PosEmbed = Single("hook_pos_embed", RESIDUAL)
     ResidPre = Layered("blocks.{i}.hook_resid_pre", RESIDUAL, "stream")
+    AttnQLatent = Layered("blocks.{i}.attn.hook_q_latent", QUERY_LATENT, "attention")
+    AttnKvLatent = Layered("blocks.{i}.attn.hook_kv_latent", KEY_VALUE_LATENT, "attention")
     AttnQ = Layered("blocks.{i}.attn.hook_q", QUERY, "attention")
     AttnK = Layered("blocks.{i}.attn.hook_k", KEY, "attention")
     AttnRotQ = Layered("blocks.{i}.attn.hook_rot_q", QUERY, "attention")

@@ -16,7 +16,7 @@ The format, on one page:
    `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
    `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`, and of an adopted file `fused` and
-   `stock`. See `mionnx.graph.metadata`.
+   `stock`, and `hook_dtypes` where hook points have several. See `mionnx.graph.metadata`.
 7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
    the graph, a weight outside the folder or beyond the end of its file, weight files that are not those that were
    exported (`mionnx.graph.weight_check`), a fused operator that its nodes cannot stand for, a stock graph that is no
@@ -43,7 +43,7 @@ from mionnx.graph.hook_points import HookPoint, layer_of
 from mionnx.graph.influence import Influence
 from mionnx.graph.io_names import cache_names
 from mionnx.graph.known_value import Dims, Known
-from mionnx.graph.metadata import Metadata, Sizes, context_length
+from mionnx.graph.metadata import Metadata, context_length
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.stock_graph import StockGraph, checkable, unpacked
 from mionnx.graph.weight_check import Progress, silent
@@ -104,7 +104,7 @@ class HookedModel:
         for name, axes in metadata.hooks.items():
             if name not in made:
                 raise ModelError(f"{folder / GRAPH} lists the hook point {name!r}, but no node makes such a value")
-            _check_axes(name, axes, known[name], metadata.sizes)
+            _check_axes(name, axes, known[name], metadata)
         layers = {layer_of(name) for name in metadata.hooks} - {None}
         if layers and metadata.sizes.num_layers != len(layers):
             raise ModelError(
@@ -230,10 +230,19 @@ class HookedModel:
         return context_length(config) if isinstance(config, dict) else None
 
     def dtype(self, point: HookPoint) -> DTypeLike:
-        """Dtype of a hook point's value: the model's, float32 in a recurrence, a router's own."""
+        """Dtype of a hook point's value: its own, else the model's; float32 in a recurrence."""
         if point.name in self._dtypes_of_routers:
             return self._dtypes_of_routers[point.name]
-        return np.float32 if ".rwkv." in point.name else DTYPES[self.metadata.dtype]
+        if ".rwkv." in point.name:
+            return np.float32
+        return DTYPES[self.metadata.hook_dtypes.get(point.source.name, self.metadata.dtype)]
+
+    @cached_property
+    def past_dtype(self) -> DTypeLike:
+        """Dtype of the keys and values of a past, or of a recurrent state."""
+        past = cache_names(self.metadata.recurrent).layer_inputs(0)[0]
+        found = (onnx_file.dtype_of(entry) for entry in self.proto.graph.input if entry.name == past)
+        return DTYPES[self.metadata.dtype] if self.metadata.recurrent else next(found, DTYPES[self.metadata.dtype])
 
     @cached_property
     def _dtypes_of_routers(self) -> dict[str, DTypeLike]:
@@ -252,9 +261,7 @@ class HookedModel:
             HookError: the model has no such hook point.
         """
         if point.derived and point.name in self._points:
-            sizes = self.metadata.sizes
-            known = {"n_heads": sizes.num_heads, "hidden": sizes.hidden_size}
-            known |= {"key_dim": sizes.head_dim, "value_dim": sizes.head_dim}
+            known = self.metadata.axis_sizes(point)
             return [known.get(axis, axis) for axis in point.axes or ()]
         if point.name not in self.metadata.hooks:
             raise HookError(
@@ -283,25 +290,15 @@ def check_stock(stock: StockGraph, hooked: onnx.ModelProto, folder: Path) -> Non
     validate.check(shown, folder, [_shapes(shown, *tokens) for tokens in stock.examples])
 
 
-def _check_axes(name: str, axes: Sequence[str | int], known: Known, sizes: Sizes) -> None:
+def _check_axes(name: str, axes: Sequence[str | int], known: Known, metadata: Metadata) -> None:
     """Check what the metadata say of a hook point's axes against the graph and the sizes."""
     shape = known.shape if known.shape is not None else (None,) * len(axes)
     fixed = [(axis, dim) for axis, dim in zip(axes, shape, strict=False) if isinstance(axis, int)]
     if len(shape) != len(axes) or any(None is not dim != axis for axis, dim in fixed):
         raise ModelError(f"{name} has the shape {list(shape)} in the graph, but its metadata say {list(axes)}")
-    named = {
-        "hidden": sizes.hidden_size,
-        "n_heads": sizes.num_heads,
-        "n_kv_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "key_dim": sizes.head_dim,
-        "value_dim": sizes.head_dim,
-        "vocab": sizes.vocab_size,
-        "n_experts": sizes.n_experts,
-        "n_chosen": sizes.n_chosen,
-        "d_expert": sizes.d_expert,
-    }
-    for axis, size in zip(HookPoint.parse(name).axes or (), axes, strict=False):
+    point = HookPoint.parse(name)
+    named = metadata.axis_sizes(point)
+    for axis, size in zip(point.axes or (), axes, strict=False):
         if isinstance(size, int) and named.get(axis, size) != size:
             raise ModelError(f"the axis {axis} of {name} is {size}, but the metadata's sizes say {named[axis]}")
 

@@ -11,12 +11,15 @@ from typing import Any
 
 from mionnx.errors import ModelError
 from mionnx.graph.folder_file import parse_json
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.graph.stock_graph import is_table
 
 FORMAT_VERSION = 1
 PREFIX = "mionnx."
 LARGEST = 2**24  # characters; 30 layers have 40,000
 ATTENDS_TO_PADDING = "attends_to_padding"  # key of `exporter`, where attention does not heed its mask
+OPTIONAL = ("fused", "hook_dtypes", "stock")  # fields that are not written while they are empty
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
 
@@ -63,11 +66,40 @@ class Attention:
         output_projection: name of the initializer of the output projection.
         output_is_rows: True if it is stored [n_heads * head_dim, hidden], False if [hidden, n_heads * head_dim].
         sliding_window: how many keys a query sees, itself included; None if it sees all before it.
+        num_kv_heads: keys and values that the layer keeps, 0 where it reads those of an earlier layer; None if as many
+            as `Sizes` say.
+        head_dim: size of a head's query and key; None if as `Sizes` say.
+        value_dim: size of a head's value; None if that of its key.
     """
 
     output_projection: str
     output_is_rows: bool
     sliding_window: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    value_dim: int | None = None
+
+
+Heads = tuple[int, int, int]  # of a layer: how many keys it keeps, the size of a key, the size of a value
+OWN_SIZES = ("num_kv_heads", "head_dim", "value_dim")  # of `Attention`, not written where they are those of the model
+
+
+def axis_sizes(point: HookPoint, sizes: Sizes, heads: Heads) -> dict[str, int]:
+    """Axis name -> size, of the axes of a hook point that are as long in every pass.
+
+    Args:
+        point: the hook point.
+        sizes: of the model.
+        heads: of its layer.
+    """
+    count, size, value_size = heads
+    width = value_size if point.variant in ("AttnV", "AttnZ") else size
+    named = {"hidden": sizes.hidden_size, "n_heads": sizes.num_heads, "vocab": sizes.vocab_size}
+    of_experts = {"n_experts": sizes.n_experts, "n_chosen": sizes.n_chosen, "d_expert": sizes.d_expert}
+    named |= {axis: size for axis, size in of_experts.items() if size is not None}
+    if count:
+        named["n_kv_heads"] = count
+    return named | dict.fromkeys(("head_dim", "key_dim", "value_dim"), width)
 
 
 @dataclass(frozen=True)
@@ -85,6 +117,7 @@ class Metadata:
             an earlier mionnx.
         context_length: the longest text that the checkpoint was made for, as its config says; None if it does not.
         fused: fused operators that an adopted file came with (`mionnx.graph.fused_operators`); not written if none.
+        hook_dtypes: hook name -> dtype, of those that have another than the model's; not written if there are none.
         stock: the graph of an adopted file as it came (`mionnx.graph.stock_graph`); not written if there is none.
     """
 
@@ -98,6 +131,7 @@ class Metadata:
     weight_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     context_length: int | None = None
     fused: list[str] = field(default_factory=list)
+    hook_dtypes: Mapping[str, str] = field(default_factory=dict)
     stock: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -110,11 +144,35 @@ class Metadata:
         """Whether its recurrence takes something out of the state at every token (RWKV-7)."""
         return self.family == "rwkv7"
 
+    def heads(self, layer: int) -> Heads:
+        """Return how many keys a layer keeps, and the sizes of a key and of a value."""
+        own = self.attention[layer] if layer < len(self.attention) else Attention("", False)
+        size = self.sizes.head_dim if own.head_dim is None else own.head_dim
+        count = self.sizes.num_kv_heads if own.num_kv_heads is None else own.num_kv_heads
+        return count, size, size if own.value_dim is None else own.value_dim
+
+    def past_shapes(self, batch: int, past: int) -> dict[str, tuple[int, ...]]:
+        """Graph input -> the shape of its keys or values: [batch, n_kv_heads, past, head_dim]."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer in range(self.sizes.num_layers):
+            count, *widths = self.heads(layer)
+            for name, width in zip(KEYS_AND_VALUES.layer_inputs(layer), widths, strict=True):
+                shapes[name] = (batch, count, past, width)
+        return shapes
+
+    def axis_sizes(self, point: HookPoint) -> dict[str, int]:
+        """Axis name -> size, of the axes of a hook point that are as long in every pass."""
+        return axis_sizes(point, self.sizes, self.heads(point.layer or 0))
+
     def to_props(self) -> dict[str, str]:
         """As `metadata_props`: one JSON text a field."""
-        values = {key: value for key, value in asdict(self).items() if value or key not in ("fused", "stock")}
+        values = {key: value for key, value in asdict(self).items() if value or key not in OPTIONAL}
         of_experts = ("n_experts", "n_chosen", "d_expert")
         values["sizes"] = {k: v for k, v in values["sizes"].items() if v is not None or k not in of_experts}
+        for entry in values["attention"]:
+            for name in OWN_SIZES:
+                if entry[name] is None:
+                    del entry[name]
         return {
             f"{PREFIX}format": json.dumps(FORMAT_VERSION),
             **{f"{PREFIX}{key}": json.dumps(value, separators=(",", ":")) for key, value in values.items()},
@@ -178,12 +236,17 @@ def _check(read: Metadata) -> None:
         _expect(isinstance(facts, dict), f"weight_files[{file!r}]", "a table", facts)
     known = isinstance(read.fused, list) and all(isinstance(text, str) for text in read.fused)
     _expect(known, "fused", "a list of texts", read.fused)
+    known = isinstance(read.hook_dtypes, dict) and {*read.hook_dtypes.values()} <= {*DTYPE_NAMES}
+    _expect(known and read.hook_dtypes.keys() <= read.hooks.keys(), "hook_dtypes", "dtypes of hooks", read.hook_dtypes)
     _expect(is_table(read.stock), "stock", "a graph, its calls, and whether it was expanded", read.stock)
     for layer, entry in enumerate(read.attention):
         _expect(isinstance(entry.output_projection, str), f"attention[{layer}]", "of a weight by its name", entry)
         _expect(isinstance(entry.output_is_rows, bool), f"attention[{layer}].output_is_rows", "true or false", entry)
         if entry.sliding_window is not None:
             _check_number(f"attention[{layer}].sliding_window", entry.sliding_window)
+        for name in OWN_SIZES:
+            if getattr(entry, name) not in (None, 0) or (name != "num_kv_heads" and getattr(entry, name) == 0):
+                _check_number(f"attention[{layer}].{name}", getattr(entry, name))
 
 
 def _check_number(name: str, value: object) -> None:

@@ -13,6 +13,8 @@ from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
 from mionnx.graph.restore import restore
 from mionnx.rewrite.capture import capture
+from mionnx.rewrite.gradient.gradient_outputs import add_gradients
+from mionnx.rewrite.gradient.metric import add_metric
 from mionnx.rewrite.intervene import intervene
 from mionnx.rewrite.plan import NONE, PADDED, Plan
 from mionnx.rewrite.prune import prune
@@ -37,6 +39,8 @@ def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[by
     """
     graph, report = apply_plan(origin, plan, metadata)
     proto = to_proto(graph, origin, {})
+    if plan.gradients is not None:
+        proto = add_gradients(proto, plan.gradients, report)
     if plan.fused != NONE and metadata.fused:
         flow = Dataflow(origin)
         proto, report.restored = restore(proto, flow, read_fused(flow, metadata.fused), padding=plan.fused == PADDED)
@@ -52,6 +56,8 @@ def apply_plan(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple
         graph.outputs = [output for output in graph.outputs if output.name == LOGITS]
     capture(graph, plan.captures, metadata, report)
     restrict(graph, plan, report)
+    if plan.gradients is not None:
+        add_metric(graph, plan.gradients.metric, report)
     prune(graph, report)
     _refuse_idle(graph, plan)
     return graph, report

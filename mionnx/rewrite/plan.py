@@ -141,6 +141,46 @@ class CaptureNode:
         return f"{self.output}.capture.heads"
 
 
+class GradientNode(CaptureNode):
+    """A gradient by the value of a hook point, after or before its interventions."""
+
+    @property
+    def source(self) -> str:
+        """The name of the value by which the metric is differentiated."""
+        return super().output
+
+    @property
+    def output(self) -> str:
+        """The name of the array."""
+        return gradient_name(self.source)
+
+
+def gradient_name(value: str) -> str:
+    """The name of the gradient by a value."""
+    return f"{value}{GRADIENT}"
+
+
+GRADIENT = ".gradient"  # end of the names of gradients
+METRIC = "mionnx.metric"
+METRIC_WEIGHTS, METRIC_SEED, METRIC_REFERENCE = f"{METRIC}.weights", f"{METRIC}.seed", f"{METRIC}.reference"
+METRIC_ANSWER, METRIC_VERSUS = f"{METRIC}.answer", f"{METRIC}.versus"
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """A metric of the logits, and its gradients.
+
+    Attributes:
+        metric: the metric's name.
+        by: the gradients, in execution order; none if the metric alone is wanted.
+        rules: the name of the rules by which nodes are gone through backwards; see `mionnx.rewrite.gradient.rules`.
+    """
+
+    metric: str
+    by: tuple[GradientNode, ...] = ()
+    rules: str = "gradient"
+
+
 LOGIT_COLUMNS, LOGIT_TOKENS, TOP_K = "mionnx.logits.columns", "mionnx.logits.tokens", "mionnx.logits.top_k"
 TOP_IDS = "mionnx.logits.top_ids"
 NONE, PADDED, ALL, STOCK = "none", "padded", "all", "stock"  # fused operators that may stand
@@ -181,6 +221,7 @@ class Plan:
         fused: of the fused operators that an adopted file came with, those that may stand where nothing inside them is
             asked for: "none", "padded" (those that are right for padded texts too), or "all"; "stock" is the file's own
             graph in the place of the hooked one.
+        gradients: a metric of the logits and its gradients, if any is asked for.
     """
 
     edits: tuple[Edit, ...] = ()
@@ -188,11 +229,12 @@ class Plan:
     outputs: Outputs = Outputs()
     starts: tuple[str, ...] = ()
     fused: str = NONE
+    gradients: Gradients | None = None
 
     @property
     def touches(self) -> bool:
-        """Whether anything between tokens and outputs is changed or captured."""
-        return bool(self.edits or self.captures or self.starts)
+        """Whether anything between tokens and outputs is changed, captured or differentiated."""
+        return bool(self.edits or self.captures or self.starts or self.gradients)
 
     @property
     def empty(self) -> bool:

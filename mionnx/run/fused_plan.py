@@ -41,7 +41,7 @@ def with_fused(
         outputs: of the model's own, those that are fetched.
         continues: whether calls of one token follow.
     """
-    if options.engine != ONNX_RUNTIME or not options.fused or plan.starts:
+    if options.engine != ONNX_RUNTIME or not options.fused or plan.starts or plan.gradients:
         return plan
     if not (model.metadata.fused or model.metadata.stock) or not _has_kernels(model, options):
         return plan

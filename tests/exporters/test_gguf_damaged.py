@@ -228,6 +228,7 @@ class TestTheHub:
                 )
             )
 
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path / "snapshot"))
         monkeypatch.setattr("huggingface_hub.list_repo_files", lambda _: asked["files"])
         monkeypatch.setattr("huggingface_hub.hf_hub_download", download)

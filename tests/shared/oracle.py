@@ -47,7 +47,7 @@ def run(model: PreTrainedModel, inputs: Inputs, edits: Edits = ()) -> Outcome:
     """One eager pass over the tokens after the past, the past itself made without edits."""
     outcome = Outcome(np.empty(0))
     ids, mask, positions = (torch.from_numpy(array) for array in (inputs.ids, inputs.mask, inputs.positions))
-    past = _empty_past(model, len(ids))
+    past: Past = []
     if inputs.past:
         first = slice(None, inputs.past)
         _, past = run_eagerly(model, _ignore, ids[:, first], mask[:, first], positions[:, first], past)
@@ -80,14 +80,6 @@ def run(model: PreTrainedModel, inputs: Inputs, edits: Edits = ()) -> Outcome:
 
 def _ignore(_name: str, value: Tensor, _stream: bool) -> Tensor:
     return value
-
-
-def _empty_past(model: PreTrainedModel, batch: int) -> Past:
-    config = model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    empty = torch.zeros(batch, heads, 0, width)
-    return [(empty, empty) for _ in range(config.num_hidden_layers)]
 
 
 def apply(
