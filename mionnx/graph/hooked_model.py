@@ -16,7 +16,7 @@ The format, on one page:
    `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
    `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`, and of an adopted file `fused` and
-   `stock`. See `mionnx.graph.metadata`.
+   `stock`, and `hook_dtypes` where hook points have several. See `mionnx.graph.metadata`.
 7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
    the graph, a weight outside the folder or beyond the end of its file, weight files that are not those that were
    exported (`mionnx.graph.weight_check`), a fused operator that its nodes cannot stand for, a stock graph that is no
@@ -236,10 +236,19 @@ class HookedModel:
         return context_length(config) if isinstance(config, dict) else None
 
     def dtype(self, point: HookPoint) -> DTypeLike:
-        """Dtype of a hook point's value: the model's, float32 in a recurrence, a router's own."""
+        """Dtype of a hook point's value: its own, else the model's; float32 in a recurrence."""
         if point.name in self._dtypes_of_routers:
             return self._dtypes_of_routers[point.name]
-        return np.float32 if ".rwkv." in point.name else DTYPES[self.metadata.dtype]
+        if ".rwkv." in point.name:
+            return np.float32
+        return DTYPES[self.metadata.hook_dtypes.get(point.source.name, self.metadata.dtype)]
+
+    @cached_property
+    def past_dtype(self) -> DTypeLike:
+        """Dtype of the keys and values of a past, or of a recurrent state."""
+        past = cache_names(self.metadata.recurrent).layer_inputs(0)[0]
+        found = (onnx_file.dtype_of(entry) for entry in self.proto.graph.input if entry.name == past)
+        return DTYPES[self.metadata.dtype] if self.metadata.recurrent else next(found, DTYPES[self.metadata.dtype])
 
     @cached_property
     def _dtypes_of_routers(self) -> dict[str, DTypeLike]:
