@@ -22,6 +22,7 @@ from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers,
 from mionnx.machine.progress import Progress
 from mionnx.machine.source_digest import source_digest
 from mionnx.run.model_dtype import AUTO
+from mionnx.run.packaged_models import packaged_model
 from mionnx.run.shipped_models import shipped_models
 from mionnx.run.source_path import advice, is_hooked, local_path, missing
 
@@ -103,7 +104,8 @@ def checkpoint_folder(source: str | Path) -> Path:
         InputError: not a path.
         ModelError: nothing there, or a file of another kind.
     """
-    return local_path(source) or shipped_models().get(str(source)) or _download(str(source))
+    name = str(source)
+    return local_path(source) or shipped_models().get(name) or packaged_model(name) or _download(name)
 
 
 def _download(name: str) -> Path:
