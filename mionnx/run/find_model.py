@@ -25,6 +25,7 @@ from mionnx.machine.source_digest import source_digest
 from mionnx.run import hub_gguf
 from mionnx.run.hub import download
 from mionnx.run.model_dtype import AUTO
+from mionnx.run.packaged_models import packaged_model
 from mionnx.run.shipped_models import shipped_models
 from mionnx.run.source_path import advice, is_hooked, local_path, missing
 
@@ -116,9 +117,10 @@ def checkpoint_folder(source: str | Path, file: str | None = None) -> Path:
         InputError: not a path.
         ModelError: nothing there, or a file of another kind.
     """
-    folder = local_path(source) or shipped_models().get(str(source))
+    name = str(source)
+    folder = local_path(source) or shipped_models().get(name) or packaged_model(name)
     if folder is None:
-        return hub_folder(str(source) if file is None else f"{source}/{file}", None)
+        return hub_folder(name if file is None else f"{source}/{file}", None)
     return folder if file is None else hub_gguf.file_in(folder, file)
 
 
