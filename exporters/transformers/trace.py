@@ -159,7 +159,7 @@ def find_kinds(skeleton: PreTrainedModel, sizes: PastSizes, buffers: Mapping[str
     layout, layers = layout_of(skeleton.config), skeleton.config.num_hidden_layers
     with torch.device("meta"):
         example = _example(range(layers), sizes)
-    recorder = Recorder(skeleton, layout.blocks, example[3])
+    recorder = Recorder(skeleton, layout.blocks, example[:3], example[3])
     try:
         with _quiet(), torch.no_grad(), recorder:
             _Cached(skeleton, layout, recorder.listen).eval()(*example)
