@@ -127,13 +127,18 @@ def stablelm(config: Any) -> Layout:
 
 
 FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
-    "afmoe": replace(POST_NORMS, middle="pre_mlp_layernorm", mlp_added="post_mlp_layernorm", experts=True),
+    "afmoe": replace(
+        POST_NORMS, middle="pre_mlp_layernorm", mlp_added="post_mlp_layernorm", z_at_projection=True, experts=True
+    ),
     "apertus": replace(PLAIN_MLP, middle="feedforward_layernorm"),
     "arcee": PLAIN_MLP,
+    "aria_text": EXPERTS,
     "axk1": LATENT_EXPERTS,
+    "beam": replace(POST_NORMS, z_at_projection=True, experts=True),
     "bitnet": GATED_HEADS,
     "cohere": PARALLEL,
     "cohere2": PARALLEL,
+    "cohere2_moe": replace(PARALLEL, experts=True),
     "cwm": LLAMA,
     "deepseek_v2": replace(LATENT_EXPERTS, rotates_pairs=True),
     "deepseek_v3": LATENT_EXPERTS,
@@ -143,6 +148,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "ernie4_5": LLAMA,
     "ernie4_5_moe": EXPERTS,
     "exaone4": POST_NORMS_ONLY,
+    "exaone_moe": EXPERTS,
     "flex_olmo": replace(POST_NORMS_ONLY, experts=True),
     "gemma": LLAMA,
     "gemma2": POST_NORMS,
@@ -164,11 +170,21 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "gpt_neox": gpt_neox,
     "gpt_oss": EXPERTS,
     "granite": SCALED,
+    "granite_swa": SCALED,
     "helium": LLAMA,
     "hunyuan_v1_dense": LLAMA,
     "hunyuan_v1_moe": EXPERTS,
+    "hy_v3": EXPERTS,
     "hyperclovax": SCALED,
     "jais2": PLAIN_MLP,
+    "kolibri1": replace(
+        POST_NORMS,
+        attention_added="post_self_attn_layernorm",
+        middle="post_attention_layernorm",
+        mlp_added="post_mlp_layernorm",
+        experts=True,
+    ),
+    "laguna": replace(EXPERTS, z_at_projection=True),
     "llama": LLAMA,
     "llama4_text": replace(
         LLAMA,
@@ -182,6 +198,8 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
         down="feed_forward.down_proj",
         experts=True,
     ),
+    "mellum": EXPERTS,
+    "mimo_v2_flash": EXPERTS,
     "minicpm3": replace(LATENTS, adds_products=True),
     "minimax_m2": EXPERTS,
     "ministral": LLAMA,
