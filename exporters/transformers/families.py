@@ -24,6 +24,8 @@ class Layout:
     `z_at_projection` says that a gate or a norm stands between the heads' outputs and the output projection: `hook_z`
     is then what the projection reads.
     `adds_products` says that the block multiplies what it adds to the stream, or adds it in parts.
+    `streams` is the module that predicts several streams before a layer and corrects them after it; hook points of the
+    stream are those of the active one, between the two.
     `experts` says that blocks may hold experts in the place of an MLP; neurons are tapped in the others only.
     `flattens` says that the block merges the batch and sequence axes on its way; the tracing keeps them apart.
     """
@@ -50,6 +52,7 @@ class Layout:
     rotates_singly: bool = False
     z_at_projection: bool = False
     adds_products: bool = False
+    streams: str | None = None
     experts: bool = False
     flattens: bool = False
 
@@ -134,7 +137,6 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "arcee": PLAIN_MLP,
     "aria_text": EXPERTS,
     "axk1": LATENT_EXPERTS,
-    "beam": replace(POST_NORMS, z_at_projection=True, experts=True),
     "bitnet": GATED_HEADS,
     "cohere": PARALLEL,
     "cohere2": PARALLEL,
@@ -153,7 +155,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "gemma": LLAMA,
     "gemma2": POST_NORMS,
     "gemma3_text": POST_NORMS,
-    "gemma3n_text": replace(POST_NORMS, rotates_heads_last=True, rotates_singly=True),
+    "gemma3n_text": replace(POST_NORMS, rotates_heads_last=True, rotates_singly=True, streams="altup"),
     "gemma4_text": replace(POST_NORMS, rotates_heads_last=True, rotates_singly=True),
     "glm": FUSED_GATE,
     "glm4": replace(
