@@ -76,7 +76,7 @@ class _InOrder(TorchFunctionMode):
 
 @contextmanager
 def _quantile(share: float) -> Iterator[None]:
-    """Put a number in the place of the normal quantile of a known share: no graph has that function."""
+    """Put a number in the place of a normal quantile, a function that no graph has."""
     value = NormalDist().inv_cdf(share)
     normal = SimpleNamespace(icdf=lambda given: torch.full_like(given, value))
     with ExitStack() as stack:
@@ -198,7 +198,7 @@ class _Attachment:
             self.enter_around(block, lambda _: _KeepAxes())
 
     def streams(self, i: int, module: Any) -> None:
-        """Tap the active one of several streams, as it is predicted and before it corrects the others."""
+        """Tap the active stream of several, as predicted and before the correction."""
         at, active = self.taps.at, self.model.config.altup_active_idx
         predict, correct = module.predict, module.correct
 
