@@ -17,6 +17,7 @@ class Layout:
     `attention_added` and `mlp_added` are the modules whose output joins the residual stream (a post-norm where there is
     one). `middle` is the module that first reads the stream between attention and MLP, None in parallel blocks.
     `gate_and_up` is one fused projection whose output is split in two, instead of `gate` and `up`.
+    `experts` says that blocks may hold experts in the place of an MLP; neurons are tapped in the others only.
     `flattens` says that the block merges the batch and sequence axes on its way; the tracing keeps them apart.
     """
 
@@ -35,6 +36,7 @@ class Layout:
     up: str | None = "mlp.up_proj"
     gate_and_up: str | None = None
     down: str | None = "mlp.down_proj"
+    experts: bool = False
     flattens: bool = False
 
 
@@ -46,7 +48,7 @@ POST_NORMS = replace(
     mlp_added="post_feedforward_layernorm",
 )
 POST_NORMS_ONLY = replace(POST_NORMS, middle="mlp")
-EXPERTS = replace(LLAMA, gate=None, up=None, down=None)
+EXPERTS = replace(LLAMA, experts=True)
 FUSED_GATE = replace(LLAMA, gate=None, up=None, gate_and_up="mlp.gate_up_proj")
 PARALLEL = replace(LLAMA, middle=None)
 PLAIN_MLP = replace(LLAMA, gate=None)

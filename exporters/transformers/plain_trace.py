@@ -11,11 +11,11 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from exporters.transformers import trace
-from exporters.transformers.taps import filled
+from exporters.transformers.attention import filled
 from mionnx.errors import ExportError
 from mionnx.graph.io_names import KEYS_AND_VALUES
 
@@ -51,10 +51,32 @@ class _Plain(nn.Module):
 
 
 def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """A config's model without weights, with its own eager attention."""
-    model = trace.skeleton_of(config, dtype)
-    model.set_attn_implementation(EAGER)
-    return model
+    """A config's model without weights, under the current `FakeTensorMode` or device, with its own eager attention."""
+    trace.prepare(config)
+    config._attn_implementation = EAGER
+    try:
+        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+    except Exception as error:  # transformers' errors share no base class
+        raise ExportError(f"transformers builds no {config.model_type!r}: {error}") from error
+    for module in skeleton.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            module.rope_type = "default"
+    return skeleton
+
+
+def buffers_of(config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Buffers that no checkpoint holds, with values."""
+    with torch.device("meta"):
+        model = skeleton_of(config, dtype)
+    found = {}
+    for path, module in model.named_modules():
+        names = sorted(module._non_persistent_buffers_set)
+        for name in names:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+        if names:
+            model._init_weights(module)
+        found |= {f"{path}.{name}".lstrip("."): module._buffers[name] for name in names}
+    return found
 
 
 def trace_plainly(config: Any, dtype: torch.dtype) -> PlainTrace:

@@ -1,138 +1,21 @@
 """Taps: where the instrumented torch model hands each hook point's tensor to whoever listens.
 
 The same taps serve tracing (a marker in the graph), recording (the value in eager mode) and editing (another value in
-eager mode), so that the exported graph and the eager model mean the same thing by a hook point.
+eager mode), so that the exported graph and the eager model mean the same thing by a hook point. Those inside attention
+are in `attention`.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import DynamicCache, DynamicLayer
-from transformers.masking_utils import causal_mask_function, eager_mask
 
+from exporters.transformers.attention import ATTENTION, Listener, Taps, active, replace_for, tap_rotation
 from exporters.transformers.families import Layout
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
-
-ATTENTION = "mionnx"
-
-# (name, value, stream) -> the value to go on with. `stream` says that later readers of `value` itself, and not only of
-# the returned tensor, must see a change: the residual stream between attention and MLP feeds a norm and a skip.
-Listener = Callable[[str, Tensor, bool], Tensor]
-
-
-@dataclass
-class Taps:
-    """One listener on one model, and what the current layer has shown so far."""
-
-    listen: Listener
-    layer: int = 0
-    rotated: set[int] = field(default_factory=set)
-
-    def at(self, point: HookPoint, value: Tensor, stream: bool = False) -> Tensor:
-        """Pass a hook point's value through the listener."""
-        return self.listen(str(point), value, stream)
-
-
-_active: list[Taps] = []
-
-
-def _taps() -> Taps:
-    if not _active:
-        raise ExportError("the 'mionnx' attention runs only inside `attached`")
-    return _active[-1]
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Eager attention in transformers' calling convention, with its hook points.
-
-    query is [batch, n_heads, seq_q, head_dim], key and value [batch, n_kv_heads, seq_k, head_dim], the mask is additive
-    and [batch, 1, seq_q, seq_k]; the result is [batch, seq_q, n_heads, head_dim] and the pattern.
-    """
-    if options.get("s_aux") is not None:
-        raise ExportError("attention sinks are not supported: their scores have one column more than there are keys")
-    taps, layer = _taps(), module.layer_idx
-    if layer not in taps.rotated:
-        query = taps.at(HookPoint.AttnQ(layer), query)
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = taps.at(HookPoint.AttnScores(layer), scores + attention_mask)
-    pattern = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    pattern = taps.at(HookPoint.AttnPattern(layer), pattern)
-    z = taps.at(HookPoint.AttnZ(layer), torch.matmul(pattern, value).transpose(1, 2))
-    return z.contiguous(), pattern
-
-
-def _mask(local_size: int | None = None, **options: Any) -> Tensor:
-    """Eager attention's mask in transformers' calling convention.
-
-    It is [batch, 1, seq_q, seq_k], 0 or the dtype's lowest number. A sliding window of `local_size` keys counts the
-    tokens of each row's own text. transformers counts columns, which is the same where no padding stands between
-    tokens; it does where texts padded on the right are continued.
-    """
-    if local_size is None:
-        return eager_mask(**options)
-    places = options["attention_mask"].cumsum(dim=1)
-
-    def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        own = places.index_select(1, query.flatten())[:, None, :, None]
-        within = places.index_select(1, key.flatten())[:, None, None, :] > own - local_size
-        return causal_mask_function(batch, head, query, key) & within
-
-    return eager_mask(**{**options, "mask_function": near})
-
-
-AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, _mask)
-
-
-class TappedCache(DynamicCache):
-    """A full-length key/value cache in every layer that taps values (and unrotated keys)."""
-
-    def __init__(self, past: list[tuple[Tensor, Tensor]]) -> None:
-        super().__init__()
-        self.layers = [filled(key, value) for key, value in past]
-        self.layer_class_to_replicate = None
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        taps = _taps()
-        if layer_idx not in taps.rotated:
-            key_states = taps.at(HookPoint.AttnK(layer_idx), key_states)
-        value_states = taps.at(HookPoint.AttnV(layer_idx), value_states)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
-def filled(key: Tensor, value: Tensor) -> DynamicLayer:
-    """A layer of a cache that holds keys and values already, of any length."""
-    layer = DynamicLayer()
-    layer.keys, layer.values = key, value
-    layer.dtype, layer.device, layer.is_initialized = key.dtype, key.device, True
-    # An empty past is empty along one axis only: the sequence length is then read from the shape, not guessed.
-    layer.get_seq_length = lambda: layer.keys.shape[-2]
-    return layer
 
 
 class _KeepAxes(TorchFunctionMode):
@@ -159,12 +42,6 @@ class _TapHalves(TorchFunctionMode):
         return self.taps.at(HookPoint.MlpGate(self.layer), gate), self.taps.at(HookPoint.MlpUp(self.layer), up)
 
 
-def replace_for(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until the stack unwinds."""
-    stack.callback(setattr, owner, name, getattr(owner, name))
-    setattr(owner, name, value)
-
-
 class _Attachment:
     """The hooks of one `attached` context, collected so that all of them come off together."""
 
@@ -181,6 +58,10 @@ class _Attachment:
                 "the family needs an entry in exporters/transformers/families.py"
             ) from error
         return found
+
+    def has(self, path: str | None, root: nn.Module) -> bool:
+        """Whether there is such a module."""
+        return path is not None and path in dict(root.named_modules())
 
     def before(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
         def hook(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -230,6 +111,13 @@ class _Attachment:
     def mlp(self, i: int, block: nn.Module) -> None:
         at, layout = self.taps.at, self.layout
         self.before(self.module(layout.mlp_input, block), lambda x: at(HookPoint.MlpPre(i), x))
+        if not layout.experts or self.has(layout.down, block):
+            self.neurons(i, block)
+        self.after(self.module(layout.mlp_output, block), lambda x: at(HookPoint.MlpPost(i), x))
+        self.after(self.module(layout.mlp_added, block), lambda x: at(HookPoint.MlpOut(i), x))
+
+    def neurons(self, i: int, block: nn.Module) -> None:
+        at, layout = self.taps.at, self.layout
         for path, point in ((layout.gate, HookPoint.MlpGate(i)), (layout.up, HookPoint.MlpUp(i))):
             if path:
                 self.after(self.module(path, block), lambda x, point=point: at(point, x))
@@ -238,8 +126,6 @@ class _Attachment:
             self.enter_around(self.module(layout.mlp_input, block), lambda: _TapHalves(self.taps, i))
         if layout.down:
             self.before(self.module(layout.down, block), lambda x: at(HookPoint.MlpAct(i), x))
-        self.after(self.module(layout.mlp_output, block), lambda x: at(HookPoint.MlpPost(i), x))
-        self.after(self.module(layout.mlp_added, block), lambda x: at(HookPoint.MlpOut(i), x))
 
     def rope(self, attention: nn.Module, i: int) -> None:
         """Let the family's rotation function know which layer calls it."""
@@ -248,23 +134,6 @@ class _Attachment:
             self.taps.layer = i
 
         self.stack.callback(attention.register_forward_pre_hook(enter).remove)
-
-    def rotation(self, attention: nn.Module) -> None:
-        """Wrap the family's `apply_rotary_pos_emb`: queries and keys, before and after."""
-        modeling = sys.modules[type(attention).__module__]
-        rotate = getattr(modeling, "apply_rotary_pos_emb", None)
-        if rotate is None:
-            return
-        taps = self.taps
-
-        def tapped(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            i = taps.layer
-            q, k = taps.at(HookPoint.AttnQ(i), q), taps.at(HookPoint.AttnK(i), k)
-            q, k = rotate(q, k, *args, **kwargs)
-            taps.rotated.add(i)
-            return taps.at(HookPoint.AttnRotQ(i), q), taps.at(HookPoint.AttnRotK(i), k)
-
-        replace_for(self.stack, modeling, "apply_rotary_pos_emb", tapped)
 
 
 @contextmanager
@@ -286,8 +155,8 @@ def attached(model: nn.Module, layout: Layout, listen: Listener) -> Iterator[Tap
         attachment.outside_blocks()
         for i, block in enumerate(blocks):
             attachment.block(i, block)
-        attachment.rotation(attachment.module(layout.attention, blocks[0]))
+        tap_rotation(stack, taps, attachment.module(layout.attention, blocks[0]))
         replace_for(stack, model.config, "_attn_implementation", ATTENTION)
-        stack.callback(_active.remove, taps)
-        _active.append(taps)
+        stack.callback(active.remove, taps)
+        active.append(taps)
         yield taps

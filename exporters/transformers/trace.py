@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from exporters.transformers.attention import ATTENTION, TappedCache
 from exporters.transformers.families import Layout, layout_of
 from exporters.transformers.sizes import rope_parameters
-from exporters.transformers.taps import ATTENTION, TappedCache, attached
+from exporters.transformers.taps import attached
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.io_names import KEYS_AND_VALUES
