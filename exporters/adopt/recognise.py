@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from exporters.adopt.attention import Attention, find_attention
 from exporters.adopt.flow import KEEPING, Flow, Origin, climb
+from exporters.adopt.heads import separate_heads
 from exporters.adopt.linear import input_of, linear_maps
 from exporters.adopt.mlp import find_mlp
 from exporters.adopt.stream import Step, has_attention, residual_steps
@@ -20,6 +21,7 @@ class Recognised:
         flow: of its graph.
         points: hook name and value, in execution order; a value may have several names.
         attention: of each layer.
+        seq_first: the queries and keys that are rotated as [batch, seq, heads, head_dim].
         notes: the hook points that the graph has not, and why.
         windows: of each layer's own mask, where that has been looked at.
     """
@@ -27,16 +29,18 @@ class Recognised:
     flow: Flow
     points: list[tuple[str, ir.Value]] = field(default_factory=list)
     attention: list[Attention] = field(default_factory=list)
+    seq_first: set[ir.Value] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     windows: list[int | None] | None = None
 
 
 def recognise(graph: ir.Graph) -> Recognised:
-    """Find the hook points of a decoder whose fused operators have been expanded.
+    """Find the hook points of a decoder whose fused operators have been expanded; its graph is put in order first.
 
     Raises:
         ExportError: what is found is no decoder with a residual stream, attention and MLPs.
     """
+    separate_heads(graph)
     found = Recognised(Flow(graph))
     steps = residual_steps(found.flow)
     found.points += _embedding(found.flow, steps[0].before)
@@ -76,6 +80,8 @@ def _layer(found: Recognised, step: Step) -> None:
     for branch in sorted(step.branches, key=lambda branch: not attends[branch]):
         if attends[branch]:
             found.attention.append(find_attention(flow, layer, top, branch))
+            rotated = (found.attention[-1].queries, found.attention[-1].keys)
+            found.seq_first |= {one.unrotated for one in rotated if one.seq_first and one.unrotated is not None}
             points += found.attention[-1].points()
         else:
             mlp = find_mlp(flow, layer, top, branch)

@@ -33,9 +33,9 @@ def write_model(
     progress: Progress,
 ) -> None:
     """Write a graph with its metadata, and the source's config and tokenizer."""
-    sizes, config = _sizes(probed.values, found), config_of(source.file)
+    sizes, config = sizes_of(probed.values, found), config_of(source.file)
     windows = found.windows or windows_of(config, sizes.num_layers) or [None] * sizes.num_layers
-    hooks = {name: _axes(name, probed.values[name].shape, sizes) for name in names}
+    hooks = {name: axes_of(name, probed.values[name].shape, sizes) for name in names}
     dtype = str(probed.values[names[0]].dtype)
     mixed = [name for name in names if str(probed.values[name].dtype) != dtype]
     if dtype not in DTYPE_NAMES or mixed:
@@ -79,7 +79,8 @@ def config_of(file: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _sizes(values: Mapping[str, np.ndarray], found: Recognised) -> Sizes:
+def sizes_of(values: Mapping[str, np.ndarray], found: Recognised) -> Sizes:
+    """The sizes of a decoder, from one run of it."""
     queries, keys = values["blocks.0.attn.hook_q"].shape, values["blocks.0.attn.hook_k"].shape
     learned = next((value for name, value in found.points if name == "hook_pos_embed"), None)
     return Sizes(
@@ -102,7 +103,7 @@ def _rows(learned: ir.Value) -> int | None:
     return shape[0] if shape is not None and isinstance(shape[0], int) else None
 
 
-def _axes(name: str, shape: tuple[int, ...], sizes: Sizes) -> list[str | int]:
+def axes_of(name: str, shape: tuple[int, ...], sizes: Sizes) -> list[str | int]:
     """The axes of a hook point, dynamic ones by name.
 
     Raises:
