@@ -3,7 +3,7 @@
 import onnx_ir as ir
 
 from exporters.adopt.flow import KEEPING, SIZES, Flow, Origin, climb, static
-from exporters.adopt.recognise import Recognised
+from exporters.adopt.recognise import Recognised, sum_of
 from exporters.adopt.rotation import HEADS_FIRST
 from mionnx.errors import ExportError
 
@@ -29,6 +29,8 @@ def name_points(found: Recognised) -> list[str]:
             value = current[origin] = _identity(graph, value)
         value.name = name
         taken.add(value)
+    for name, value in found.sums.items():
+        value.name = sum_of(name)
     return [name for name, _ in found.points]
 
 

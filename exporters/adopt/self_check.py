@@ -14,6 +14,7 @@ import onnx
 import onnxruntime
 from numpy.typing import NDArray
 
+from exporters.adopt.recognise import sum_of
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
@@ -87,7 +88,8 @@ def probe(proto: onnx.ModelProto, folder: Path, names: list[str]) -> Probe:
     """
     session = open_session(proto, folder, [name for node in proto.graph.node for name in node.output if name])
     feeds = {entry.name: feed_of(entry) for entry in session.get_inputs()}
-    wanted = [*names, *(entry.name for entry in proto.graph.output)]
+    sums = {sum_of(name) for name in names} & {name for node in proto.graph.node for name in node.output}
+    wanted = [*names, *sorted(sums), *(entry.name for entry in proto.graph.output)]
     dtypes = {entry.name: entry.type for entry in session.get_outputs()}
     return Probe(dict(zip(wanted, run(session, wanted, feeds), strict=True)), dtypes, feeds)
 
@@ -230,11 +232,13 @@ def _laws_of_layer(values: Mapping[str, Array], layer: int, sinks: bool) -> Iter
     yield ("z = pattern v", np.einsum("bhqk,bhkd->bqhd", pattern, np.repeat(v, groups, 1)), z)
     yield ("scores rise with q k", *_rises(q, np.repeat(k, groups, 1), get("attn.hook_scores")))
     pre, mid, post = get("hook_resid_pre"), get("hook_resid_mid"), get("hook_resid_post")
+    mid_sum, post_sum = get(sum_of("hook_resid_mid")), get(sum_of("hook_resid_post"))
+    mid_sum, post_sum = mid if mid_sum is None else mid_sum, post if post_sum is None else post_sum
     if mid is not None:
-        yield ("mid = pre + attn_out", pre + get("hook_attn_out"), mid)
-        yield ("post = mid + mlp_out", mid + get("hook_mlp_out"), post)
+        yield ("mid = pre + attn_out", pre + get("hook_attn_out"), mid_sum)
+        yield ("post = mid + mlp_out", mid + get("hook_mlp_out"), post_sum)
     else:
-        yield ("post = pre + attn_out + mlp_out", pre + get("hook_attn_out") + get("hook_mlp_out"), post)
+        yield ("post = pre + attn_out + mlp_out", pre + get("hook_attn_out") + get("hook_mlp_out"), post_sum)
     if f"present.{layer}.key" in values:
         yield ("present = keys", values[f"present.{layer}.key"], k)
         yield ("present = values", values[f"present.{layer}.value"], v)

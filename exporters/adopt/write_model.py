@@ -41,7 +41,7 @@ def write_model(
     if dtype not in DTYPE_NAMES or mixed:
         other = f"{mixed[0]} is {probed.values[mixed[0]].dtype}" if mixed else "no such model runs here"
         raise ExportError(f"{source.file} computes in {dtype}, and {other}: hook points of several dtypes")
-    _annotate(proto, probed, hooks)
+    annotate(proto, probed, hooks)
     weight_files = sorted({*source.weight_files})
     metadata = Metadata(
         family=str(config.get("model_type", "unknown")),
@@ -142,7 +142,7 @@ def _window(config: Mapping[str, Any], layer: int) -> int | None:
     return window if not isinstance(kinds, list) or kinds[layer] == "sliding_attention" else None
 
 
-def _annotate(proto: onnx.ModelProto, probed: Probe, hooks: Mapping[str, list[str | int]]) -> None:
+def annotate(proto: onnx.ModelProto, probed: Probe, hooks: Mapping[str, list[str | int]]) -> None:
     """Write down the dtype of every value, and the axes of hook points: rewrites read them."""
     held = {entry.name: entry for entry in (*proto.graph.input, *proto.graph.output)}
     del proto.graph.value_info[:]

@@ -19,18 +19,19 @@ from onnx_ir.passes.common import DeduplicateInitializersPass
 from exporters.adopt.assemble import SINKS
 from exporters.adopt.extension import Plain, complete
 from exporters.adopt.flow import LOOKUPS
-from exporters.adopt.interface import supply_positions
-from exporters.adopt.masking import LOWEST
+from exporters.adopt.interface import AXES, supply_positions
+from exporters.adopt.masking import LONG, LOWEST
 from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.recognise import Recognised, recognise
 from exporters.adopt.rotation import ANGLE_LOOKUPS
 from exporters.adopt.self_check import LawResult, Probe, check_laws, feed_of, open_session, probe, run
 from exporters.adopt.value_types import infer_types
-from exporters.adopt.write_model import axes_of, sizes_of
+from exporters.adopt.write_model import annotate, axes_of, sizes_of
 from exporters.checkpoint_tensors import Stored
+from exporters.transformers import bfloat16
 from exporters.transformers.check_eagerly import check_eagerly
 from exporters.transformers.checkpoint import map_tensors
-from exporters.transformers.naming import name_dimensions, strip
+from exporters.transformers.naming import strip
 from exporters.transformers.plain_trace import PlainTrace, buffers_of, trace_plainly
 from exporters.transformers.simplify import simplify_traced
 from exporters.transformers.weights import bind_weights
@@ -38,7 +39,6 @@ from exporters.weight_files import locations
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
-from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.graph.metadata import Attention, Metadata, Sizes, context_length
 from mionnx.graph.weight_check import fingerprints, sha256
 from mionnx.machine.progress import Progress
@@ -46,7 +46,7 @@ from mionnx.machine.progress import Progress
 CHECKED = "found_by_structure"  # key in the metadata's table of the exporter
 LARGEST_CONSTANT = 2**24  # numbers of a constant that is compared with others
 OFFSETS = 2  # rows of a table of positions before the first
-SHORT, LONG = 160, 4096  # tokens of a text in which windows show
+SHORT = 160  # tokens of a text in which windows show
 STAGES = ("tracing as it is", "simplifying", "placing weights", "recognising", "checking beside transformers", "writing")
 
 
@@ -82,14 +82,14 @@ class Found:
         proto: the graph.
         recognised: its layers.
         sizes: as one run shows them.
-        names: the hook points.
+        hooks: the hook points, with their axes.
         said: for the metadata.
     """
 
     proto: onnx.ModelProto
     recognised: Recognised
     sizes: Sizes
-    names: list[str]
+    hooks: dict[str, list[str | int]]
     said: dict[str, str]
 
 
@@ -111,6 +111,7 @@ def export_by_structure(source: Source, target: Path, progress: Progress) -> Non
         stage()
         traced = trace_plainly(source.config, source.dtype)
         stage()
+        bfloat16.widen(traced.model)
         parameters = simplify_traced(traced.model, buffers_of(source.config, source.dtype))
         DeduplicateInitializersPass(size_limit=LARGEST_CONSTANT)(traced.model)
         stage()
@@ -138,16 +139,16 @@ def _recognised(traced: PlainTrace, source: Source, target: Path, parameters: se
     cached = name_caches(found)
     names = name_points(found)
     found.notes.extend([] if positions is None else [positions])
-    if cached:
-        name_dimensions(graph)
     strip(model)
+    for value in graph.inputs:
+        value.shape = ir.Shape(AXES[value.name]) if value.name in AXES else value.shape
     model.opset_imports.pop("pkg.onnxscript.torch_lib.common", None)
     limit = _limit(found, source.config, parameters)
     proto = ir.to_proto(model)
     probed = probe(proto, target, names)
     windows = _windows(proto, target, found, limit, source.config)
     lacks = frozenset[str]() if cached else frozenset(("cache",))
-    plain = Plain(model, proto, target, found, probed, windows, lacks, positions is not None)
+    plain = Plain(model, proto, target, found, probed, windows, lacks, positions is not None, limit or LONG)
 
     def checked(proto: onnx.ModelProto, probed: Probe) -> list[LawResult]:
         return check_laws(probed, proto, target, len(found.attention), any(one.sink for one in found.attention))
@@ -158,8 +159,9 @@ def _recognised(traced: PlainTrace, source: Source, target: Path, parameters: se
     found.windows = windows
     _refuse([law for law in laws if not law.holds])
     sizes = replace(sizes_of(probed.values, found), max_positions=limit)
-    _shape(proto, names, probed, sizes)
-    return Found(proto, found, sizes, names, {SINKS: "in the softmax"} if any(one.sink for one in found.attention) else {})
+    hooks = {name: axes_of(name, probed.values[name].shape, sizes) for name in names}
+    annotate(proto, probed, hooks)
+    return Found(proto, found, sizes, hooks, {SINKS: "in the softmax"} if any(one.sink for one in found.attention) else {})
 
 
 def _refuse(broken: list[LawResult]) -> None:
@@ -200,18 +202,6 @@ def _windows(
     return [None if count == seq else count for count in counts]
 
 
-def _shape(proto: onnx.ModelProto, names: list[str], probed: Probe, sizes: Sizes) -> None:
-    """Write down the axes of hook points and outputs, which torch's own symbols say in other words."""
-    axes: dict[str, list[str | int]] = {name: axes_of(name, probed.values[name].shape, sizes) for name in names}
-    axes["logits"] = axes["hook_logits"]
-    for name in KEYS_AND_VALUES.outputs(sizes.num_layers):
-        axes[name] = ["batch", sizes.num_kv_heads, "total", sizes.head_dim]
-    for value in (*proto.graph.value_info, *proto.graph.output):
-        if value.name in axes:
-            kind = value.type.tensor_type.elem_type
-            value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, kind, axes[value.name]))
-
-
 def _check(found: Found, source: Source, target: Path) -> None:
     checked = check_eagerly(source.folder, source.config, found.proto, target, found.sizes, source.kind)
     _refuse([result for result in checked.results if not result.holds])
@@ -220,13 +210,13 @@ def _check(found: Found, source: Source, target: Path) -> None:
 
 
 def _write(found: Found, source: Source, target: Path, files: list[str], progress: Progress) -> None:
-    values, recognised = {value.name: value for value in found.proto.graph.value_info}, found.recognised
+    recognised = found.recognised
     windows = recognised.windows or [None] * found.sizes.num_layers
     metadata = Metadata(
         family=source.config.model_type,
         dtype=source.kind,
         sizes=found.sizes,
-        hooks={name: _axes(values[name]) for name in found.names},
+        hooks=found.hooks,
         attention=[
             Attention(str(one.projection.name), one.rows, windows[layer])
             for layer, one in enumerate(recognised.attention)
@@ -240,7 +230,3 @@ def _write(found: Found, source: Source, target: Path, files: list[str], progres
     for key, value in metadata.to_props().items():
         found.proto.metadata_props.add(key=key, value=value)
     (target / "model.onnx").write_bytes(found.proto.SerializeToString())
-
-
-def _axes(value: onnx.ValueInfoProto) -> list[str | int]:
-    return [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
