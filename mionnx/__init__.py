@@ -32,6 +32,7 @@ from mionnx.errors import (
 )
 from mionnx.graph.fragment import Fragment
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.chat_tokens import ChatTokens
 from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.tokens import Tokens
@@ -56,6 +57,7 @@ __all__ = [
     "AttentionPatterns",
     "Attribution",
     "Bisection",
+    "ChatTokens",
     "Compiled",
     "Direction",
     "Directions",

@@ -131,6 +131,12 @@ def shipped() -> MIModel:
     return MIModel.from_pretrained(REPOSITORY / "models" / "world-llama", threads=1)
 
 
+@pytest.fixture(scope="session")
+def recurrent() -> MIModel:
+    """The small trained RWKV-7 that ships, open."""
+    return MIModel.from_pretrained(REPOSITORY / "models" / "world-rwkv7", threads=1)
+
+
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A copy of the small trained Llama that ships, to be damaged."""

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,17 +25,18 @@ from exporters.adopt.self_check import (
     Probe,
     check_laws,
     compare,
-    open_file,
+    open_session,
     probe,
     rounds_activations,
     run,
 )
-from exporters.adopt.source_file import Source, open_source
+from exporters.adopt.source_file import Source, open_source, tell_types
 from exporters.adopt.value_types import infer_types
 from exporters.adopt.write_model import config_of, other_windows, windows_of, write_model
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING
+from mionnx.graph.weight_check import Hashes, hashed_beside
 from mionnx.machine.progress import Progress
 
 STAGES = 5
@@ -74,11 +75,25 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     """
     progress("reading", 0, STAGES)
     source = open_source(file)
-    stock_inputs = {value: str(value.name) for value in source.model.graph.inputs}
+    _link_weights(source, target)
+    with hashed_beside(target, source.weight_files) as hashes:  # nobody waits for gigabytes to be hashed
+        return _adopted(source, target, hashes, progress)
+
+
+def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progress: Progress) -> Adopted:
+    """See `adopt_file`.
+
+    Args:
+        source: the file, its weights linked into the target.
+        target: see there.
+        hashes: waits for those of its weights.
+        progress: see there.
+    """
+    file, stock_inputs = source.file, {value: str(value.name) for value in source.model.graph.inputs}
     progress("recognising", 1, STAGES)
     source.model.graph.sort()  # float16 converters put casts at the end
     modernise(source.model)
-    infer_types(source.model)
+    tell_types(source.stock, infer_types(source.model))
     name_inputs(source.model)
     fused: list[Fused] = []
     expanded = expand(source.model, fused)
@@ -91,7 +106,6 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     names = name_points(found)
     found.notes.extend([positions] if positions is not None else [])
     progress("running once", 2, STAGES)
-    _link_weights(source, target)
     lacks = {lack for lack, has in (("mask", padding), ("cache", cached)) if not has}
     proto, windows = _clean(source.model), windows_of(config_of(file), len(found.attention))
     probed = probe(proto, target, names)
@@ -101,7 +115,7 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     def checked(proto: onnx.ModelProto, probed: Probe) -> list[LawResult]:
         laws = check_laws(probed, proto, target, len(found.attention), any(one.sink for one in found.attention))
         allowed = len(found.attention) * (INT8 if rounds_activations(proto) else probed.rounding)
-        return laws + _as_stock(source, probed, renamed, stock_logits, allowed, found.notes)
+        return laws + _as_stock(source, target, probed, renamed, stock_logits, allowed, found.notes)
 
     proto, probed, laws = complete(plain, _clean, checked)
     broken = [law for law in laws if not law.holds]
@@ -111,7 +125,7 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     found.notes.extend(other_windows(found.windows or [], windows or []))
     sinks, attends = any(one.sink for one in found.attention), proto is plain.proto and "mask" in plain.lacks
     said = {**({SINKS: "in the softmax"} if sinks else {}), **({ATTENDS_TO_PADDING: "yes"} if attends else {})}
-    write_model(proto, source, found, probed, names, said, target, progress)
+    write_model(proto, source, found, probed, names, said, target, hashes())
     keep_fused(proto, target, probed, fused, len(found.attention), found.notes)
     _open(target)
     return Adopted(file, names, expanded, laws, found.notes)
@@ -165,12 +179,19 @@ def _clean(model: ir.Model) -> onnx.ModelProto:
 
 
 def _as_stock(
-    source: Source, found: Probe, renamed: Mapping[str, str], logits: str, allowed: float, notes: list[str]
+    source: Source,
+    target: Path,
+    found: Probe,
+    renamed: Mapping[str, str],
+    logits: str,
+    allowed: float,
+    notes: list[str],
 ) -> list[LawResult]:
     """Compare the logits with those of the file as it came, in the same runtime.
 
     Args:
         source: the file; a merged one runs its other branch.
+        target: the folder with its weights.
         found: a run of the adopted graph.
         renamed: name of an input of the adopted graph -> the file's own.
         logits: the file's name of its output.
@@ -178,7 +199,7 @@ def _as_stock(
         notes: told why nothing was compared.
     """
     try:
-        session = open_file(source.file)
+        session = open_session(source.stock, target, [])
         feeds = {} if source.flag is None else {source.flag: np.array([False])}
         feeds |= {renamed[name]: value for name, value in found.feeds.items() if name in renamed}
         feeds = {entry.name: _like(entry, feeds) for entry in session.get_inputs()}

@@ -105,7 +105,7 @@ def extend(plain: Plain) -> bool:
     """
     model, flow = plain.model, Flow(plain.model.graph)
     values = {value.name: value for node in model.graph for value in node.outputs}
-    masks, whole, masked = list[list[Masking]](), True, MaskProbe(plain.proto, plain.folder)
+    masks, whole, masked = list[list[Masking]](), True, MaskProbe(plain.proto, plain.folder, plain.probed.values)
     for layer, attention in enumerate(plain.found.attention):
         masks.append(maskings(flow, layer, values[f"blocks.{layer}.attn.hook_scores"], attention.queries_keys))
         masked.expect(masks[-1])

@@ -4,7 +4,7 @@ A mask of a file may know the text alone, with no padding and no past. Where it 
 numbers or booleans, `OpWriter.visible` stands for it, which heeds `attention_mask` and a past.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from mionnx.graph.extract import extract
 LOWEST = -9999.0  # what is added to a score that no query shall read, or less
 SHORT, LONG = 64, 4096  # tokens of a text that a mask is computed for: at least, and at most
 CHUNK = (3, 5)  # tokens, past: of a mask that has to heed both
+HEADS = (".attn.hook_q", ".attn.hook_k", ".attn.hook_v")
 Seen = NDArray[np.bool_]
 
 
@@ -78,10 +79,15 @@ def maskings(flow: Flow, layer: int, scores: ir.Value, product: ir.Node) -> list
 
 
 class MaskProbe:
-    """Runs the masks of a graph by themselves: those of all layers in one session for a length."""
+    """Runs the masks of a graph by themselves: those of all layers in one session for a length.
 
-    def __init__(self, proto: onnx.ModelProto, folder: Path) -> None:
+    A layer's mask may have its size from the layer's own keys. Queries, keys and values are given, so that no layer
+    is computed for it.
+    """
+
+    def __init__(self, proto: onnx.ModelProto, folder: Path, values: Mapping[str, np.ndarray]) -> None:
         self._flow, self._folder = Dataflow(proto), folder
+        self._heads = {name: value for name, value in values.items() if name.endswith(HEADS)}
         self._known: dict[tuple[object, ...], Seen | None] = {}
         self._names: dict[str, None] = {}
         self._values: dict[tuple[int, int], dict[str, np.ndarray] | None] = {}
@@ -138,9 +144,28 @@ class MaskProbe:
         return self._values[seq, past]
 
     def _made(self, names: list[str], seq: int, past: int) -> dict[str, np.ndarray]:
-        session = open_session(extract(self._flow, [], names), self._folder, [])
-        feeds = {entry.name: feed_of(entry, 1, seq, past) for entry in session.get_inputs()}
+        part = extract(self._flow, [*self._heads], names)
+        read = {name for node in part.graph.node for name in node.input}
+        inputs = [entry for entry in part.graph.input if entry.name in read]
+        del part.graph.input[:]
+        part.graph.input.extend(self._described(entry) for entry in inputs)
+        session = open_session(part, self._folder, [])
+        feeds = {entry.name: self._feed(entry, seq, past) for entry in session.get_inputs()}
         return dict(zip(names, run(session, names, feeds), strict=True))
+
+    def _described(self, entry: onnx.ValueInfoProto) -> onnx.ValueInfoProto:
+        """An input, with the dtype and the axes of what is given for it."""
+        if entry.name not in self._heads:
+            return entry
+        value = self._heads[entry.name]
+        kind = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
+        return onnx.helper.make_tensor_value_info(entry.name, kind, ["batch", value.shape[1], "seq", value.shape[3]])
+
+    def _feed(self, entry: Any, seq: int, past: int) -> np.ndarray:
+        if entry.name not in self._heads:
+            return feed_of(entry, 1, seq, past)
+        value = self._heads[entry.name]
+        return np.zeros((1, value.shape[1], seq, value.shape[3]), value.dtype)
 
 
 def causal(seq: int, past: int, window: int | None) -> Seen:

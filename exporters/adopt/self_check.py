@@ -107,19 +107,11 @@ def open_session(proto: onnx.ModelProto, folder: Path, values: list[str]) -> onn
     return _opened(shown.SerializeToString(), folder)
 
 
-def open_file(file: Path) -> onnxruntime.InferenceSession:
-    """A session of a file as it is, without optimisations.
-
-    Raises:
-        ExportError: ONNX Runtime does not open it.
-    """
-    return _opened(str(file), file.parent)
-
-
-def _opened(model: bytes | str, folder: Path) -> onnxruntime.InferenceSession:
+def _opened(model: bytes, folder: Path) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
+    options.add_session_config_entry("session.disable_prepacking", "1")  # longer than the one run that follows
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     try:
         return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])

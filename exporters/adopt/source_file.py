@@ -4,31 +4,22 @@ Weights beside the file are external data already. Those inside the file become 
 their file, at the offset of their bytes.
 """
 
-import mmap
-import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
 from exporters.adopt.branches import inline_branch
 from mionnx.errors import ExportError, ModelError
-from mionnx.graph.folder_file import check_regular, inside
+from mionnx.graph.embedded_weights import read_light, read_properties
+from mionnx.graph.folder_file import inside
 from mionnx.graph.metadata import PREFIX
-from mionnx.graph.onnx_file import properties, read
 
 SUBFOLDER = "onnx"  # of the Hub's layout
 PREFERRED = ("model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx", "decoder_model.onnx")
-SMALL = 1024  # bytes up to which a weight stays inside the graph
-GRAPH, INITIALIZER, NAME, RAW_DATA = (
-    7,
-    5,
-    8,
-    9,
-)  # protobuf's numbers of the fields of ModelProto, GraphProto, TensorProto
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
 
 
 def onnx_files(folder: Path) -> list[Path]:
@@ -46,8 +37,8 @@ def onnx_files(folder: Path) -> list[Path]:
 
 def _is_hooked(path: Path) -> bool:
     try:
-        return not properties(read(path)).keys().isdisjoint((f"{PREFIX}format", f"{PREFIX}hooks"))
-    except ModelError:
+        return not read_properties(path).keys().isdisjoint((f"{PREFIX}format", f"{PREFIX}hooks"))
+    except (ModelError, DecodeError):
         return False
 
 
@@ -88,12 +79,14 @@ class Source:
         file: its path.
         model: the model, its larger weights external data.
         weight_files: name in the adopted folder -> path of the file that holds the weights.
+        stock: the file as it came; its larger weights are external data by their names in the adopted folder.
         flag: of a merged decoder, the input that chose between its branches; see `branches`.
     """
 
     file: Path
     model: ir.Model
     weight_files: dict[str, Path]
+    stock: onnx.ModelProto
     flag: str | None = None
 
 
@@ -104,75 +97,47 @@ def open_source(file: Path) -> Source:
         ExportError: it is no ONNX, or its weights lie outside of its folder.
     """
     try:
-        check_regular(file)
-        model = ir.load(file)
+        stock, files = read_light(file), dict[str, Path]()
+        for tensor in _tensors(stock.graph):
+            if tensor.data_location == onnx.TensorProto.EXTERNAL:
+                _place(tensor, file, files)
+        model = ir.from_proto(stock)
         if not len(model.graph):
             raise ExportError(f"{file} holds no graph: it is empty or truncated")
         flag = inline_branch(model)
-        files: dict[str, Path] = {}
-        held = {name: span for name, span in _embedded(file) if span[1] > SMALL}
-        for value in model.graph.initializers.values():
-            _place(value, file, held, files)
     except ModelError as error:
         raise ExportError(str(error)) from error
     except (DecodeError, ValueError, RuntimeError, OSError, KeyError, IndexError) as error:  # protobuf's and onnx_ir's
         raise ExportError(f"{file} cannot be read as an ONNX model: {error}") from error
-    return Source(file, model, files, flag)
+    return Source(file, model, files, stock, flag)
 
 
-def _place(value: ir.Value, file: Path, held: dict[str, tuple[int, int]], files: dict[str, Path]) -> None:
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """The initializers of a graph and of those inside of it."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _tensors(attribute.g)
+
+
+def _place(tensor: onnx.TensorProto, file: Path, files: dict[str, Path]) -> None:
     """Point a weight at its file, by the file's name in the adopted folder."""
-    tensor = value.const_value
-    if isinstance(tensor, ir.ExternalTensor):
-        path = inside(file.parent, str(tensor.location))
-        start, length = tensor.offset or 0, tensor.length or tensor.nbytes
-        name = path.name
-    elif value.name in held and tensor is not None and tensor.dtype != ir.DataType.STRING:
-        path, (start, length) = file, held[value.name]
-        name = f"{file.stem}.weights"
-    else:
-        return
+    entry = {item.key: item.value for item in tensor.external_data}
+    location = entry["location"]
+    path = inside(file.parent, location)
+    name = f"{file.stem}.weights" if location == file.name else path.name
     files[name] = path
-    value.const_value = ir.ExternalTensor(
-        name, start, length, tensor.dtype, shape=tensor.shape, name=value.name, base_dir=path.parent
-    )
+    held = ir.from_proto(tensor)
+    placed = {"location": name, "offset": entry.get("offset", "0"), "length": entry.get("length", str(held.nbytes))}
+    del tensor.external_data[:]
+    for key, value in placed.items():
+        tensor.external_data.add(key=key, value=value)
 
 
-def _embedded(file: Path) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Name, and offset and length, of each initializer whose bytes lie in the file."""
-    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        for start, end in _fields(data, 0, len(data), GRAPH):
-            for first, last in _fields(data, start, end, INITIALIZER):
-                name = next((data[a:b].decode() for a, b in _fields(data, first, last, NAME)), "")
-                for begin, stop in _fields(data, first, last, RAW_DATA):
-                    yield name, (begin, stop - begin)
-
-
-def _fields(data: mmap.mmap, at: int, end: int, wanted: int) -> Iterator[tuple[int, int]]:
-    """Start and end of the contents of a message's fields of one number that hold bytes."""
-    while at < end:
-        key, at = _varint(data, at)
-        number, kind = key >> 3, key & 7
-        if kind == VARINT:
-            _, at = _varint(data, at)
-        elif kind in (FIXED64, FIXED32):
-            at += struct.calcsize("<q" if kind == FIXED64 else "<i")
-        elif kind == BYTES:
-            length, at = _varint(data, at)
-            if number == wanted:
-                yield at, at + length
-            at += length
-        else:
-            raise ExportError(f"the file is damaged at byte {at}: no protobuf")
-
-
-def _varint(data: mmap.mmap, at: int) -> tuple[int, int]:
-    """A number of variable length, and the place after it."""
-    number = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        number |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return number, at
-        shift += 7
+def tell_types(stock: onnx.ModelProto, known: Iterable[onnx.ValueInfoProto]) -> None:
+    """Write down dtypes and shapes of a file's values, those that it does not say itself."""
+    graph = stock.graph
+    made = {name for node in graph.node for name in node.output}
+    said = {entry.name for entry in (*graph.value_info, *graph.output)}
+    graph.value_info.extend(entry for entry in known if entry.name in made and entry.name not in said)

@@ -13,13 +13,12 @@ import onnx_ir as ir
 from exporters.adopt.recognise import Recognised
 from exporters.adopt.self_check import Probe
 from exporters.adopt.source_file import Source, config_folder
+from exporters.hook_axes import axes_of
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import read_json
-from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, KEPT
 from mionnx.graph.metadata import DTYPE_NAMES, Attention, Metadata, Sizes, context_length
-from mionnx.graph.weight_check import fingerprints, sha256
-from mionnx.machine.progress import Progress
+from mionnx.graph.weight_check import Hashes
 
 
 def write_model(
@@ -30,7 +29,7 @@ def write_model(
     names: list[str],
     said: Mapping[str, str],
     target: Path,
-    progress: Progress,
+    hashes: Hashes,
 ) -> None:
     """Write a graph with its metadata, and the source's config and tokenizer."""
     sizes, config = sizes_of(probed.values, found), config_of(source.file)
@@ -42,7 +41,6 @@ def write_model(
         other = f"{mixed[0]} is {probed.values[mixed[0]].dtype}" if mixed else "no such model runs here"
         raise ExportError(f"{source.file} computes in {dtype}, and {other}: hook points of several dtypes")
     annotate(proto, probed, hooks)
-    weight_files = sorted({*source.weight_files})
     metadata = Metadata(
         family=str(config.get("model_type", "unknown")),
         dtype=dtype,
@@ -58,8 +56,8 @@ def write_model(
             **said,
             "producer": f"{proto.producer_name} {proto.producer_version}".strip()[:100],
         },
-        weights_sha256=sha256([target / name for name in weight_files], progress),
-        weight_files=fingerprints(target, weight_files, progress),
+        weights_sha256=hashes[0],
+        weight_files=hashes[1],
         context_length=context_length(config),
     )
     for key, value in metadata.to_props().items():
@@ -101,26 +99,6 @@ def _rows(learned: ir.Value) -> int | None:
         node = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
     shape = None if node is None or node.inputs[0] is None else node.inputs[0].shape
     return shape[0] if shape is not None and isinstance(shape[0], int) else None
-
-
-def axes_of(name: str, shape: tuple[int, ...], sizes: Sizes) -> list[str | int]:
-    """The axes of a hook point, dynamic ones by name.
-
-    Raises:
-        ExportError: the value has other axes than the hook point.
-    """
-    names = HookPoint.parse(name).axes or ()
-    known = {
-        "hidden": sizes.hidden_size,
-        "n_heads": sizes.num_heads,
-        "n_kv_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "vocab": sizes.vocab_size,
-    }
-    dynamic = ("batch", "seq", "seq_q", "seq_k")
-    if len(shape) != len(names) or any(known.get(axis, size) != size for axis, size in zip(names, shape, strict=True)):
-        raise ExportError(f"{name} has the shape {list(shape)}, expected {[known.get(axis, axis) for axis in names]}")
-    return [axis if axis in dynamic else size for axis, size in zip(names, shape, strict=True)]
 
 
 def other_windows(own: Sequence[int | None], said: Sequence[int | None]) -> list[str]:

@@ -2,24 +2,26 @@
 
 import tempfile
 import warnings
-from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import torch
 from transformers import AutoTokenizer
 
-from exporters.checkpoint_tensors import export_dtype, read_tensors
+from exporters.checkpoint_tensors import Stored, export_dtype, read_tensors
 from exporters.sidecar_files import find_files, keep_files
-from exporters.transformers.check_hooked import check_stream, hook_axes
+from exporters.transformers.by_structure import Source, export_by_structure
 from exporters.transformers.checkpoint import map_tensors
-from exporters.transformers.families import layout_of
-from exporters.transformers.naming import name_dimensions, name_hooks, strip
+from exporters.transformers.families import FAMILIES
+from exporters.transformers.hooked_graph import HookedGraph, Stage, make_graph
+from exporters.transformers.missing_taps import missing_taps
 from exporters.transformers.native_config import native_config
-from exporters.transformers.simplify import simplify
 from exporters.transformers.sizes import sizes_of, sliding_window
-from exporters.transformers.trace import Traced, buffers_of, trace
 from exporters.transformers.weights import bind_weights
 from exporters.weight_files import locations
 from mionnx.errors import ExportError
@@ -28,79 +30,93 @@ from mionnx.graph.weight_check import fingerprints, sha256
 from mionnx.machine.progress import Progress
 
 SLOW_TOKENIZERS = ("vocab.json", "tokenizer.model", "vocab.txt")
-STAGES = ("reading the checkpoint", "tracing", "simplifying", "naming", "placing weights", "writing")
+STAGES = 8  # that a progress bar counts
 
 
 def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress) -> None:
     """See `exporters.transformers.export`."""
-    stages = iter(range(1, len(STAGES) + 1))
+    stages = count()
 
-    def stage() -> None:
-        done = next(stages)
-        progress(f"exporting {folder.name}: {STAGES[done - 1]}", done, len(STAGES))
+    def stage(name: str) -> None:
+        progress(f"exporting {folder.name}: {name}", next(stages), STAGES)
 
-    stage()
+    stage("reading the checkpoint")
     files = find_files(folder)
     config = native_config(folder)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target, prefix=".mionnx-") as staging:
         tensors = read_tensors(folder, Path(staging))
         kind = export_dtype(dtype, tensors)
-        sizes = sizes_of(config, learned_positions=layout_of(config).positions is not None)
-        if sizes.num_layers > len(tensors):
-            raise ExportError(f"the config says {sizes.num_layers} layers, the checkpoint has {len(tensors)} tensors")
-        stage()
-        traced = trace(config, sizes.num_kv_heads, sizes.head_dim, kind)
-        stage()
-        buffers = buffers_of(config, kind)
-        parameters = _simplified(traced.model, buffers)
-        stage()
-        hooks = name_hooks(traced.model.graph)
-        name_dimensions(traced.model.graph)
-        check_stream(traced.model.graph)
-        strip(traced.model)
-        stage()
-        bind_weights(parameters, map_tensors(tensors, traced.skeleton), traced.skeleton, target, progress)
-        for value in parameters:
-            traced.model.graph.register_initializer(value)
-        stage()
-        metadata = Metadata(
-            family=config.model_type,
-            dtype=str(kind).removeprefix("torch."),
-            sizes=sizes,
-            hooks=hook_axes(traced.model.graph, hooks, sizes),
-            attention=[_attention(traced, i) for i in range(sizes.num_layers)],
-            exporter={name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")},
-            weights_sha256=sha256(sorted({tensor.file for tensor in tensors}), progress),
-            weight_files=fingerprints(target, locations(parameters), progress),
-            context_length=context_length(config.to_dict()),
-        )
-    traced.model.metadata_props.update(metadata.to_props())
-    traced.model.producer_name, traced.model.producer_version = "mionnx", version("mionnx")
-    ir.save(traced.model, target / "model.onnx")
+        layers = sizes_of(config, learned_positions=False).num_layers
+        if layers > len(tensors):
+            raise ExportError(f"the config says {layers} layers, the checkpoint has {len(tensors)} tensors")
+        made = _tapped(config, kind, stage)
+        if isinstance(made, str):
+            export_by_structure(Source(folder, config, tensors, kind, made), target, stage, progress)
+        else:
+            _write_tapped(made, config, kind, tensors, target, stage, progress)
     keep_files(files, target)
     _write_fast_tokenizer(folder, target)
 
 
-def _simplified(model: ir.Model, buffers: Mapping[str, torch.Tensor]) -> list[ir.Value]:
-    for name, buffer in buffers.items():
-        if name in model.graph.initializers:
-            model.graph.initializers[name].const_value = ir.tensor(buffer.numpy(), name=name)
-    return simplify(model, _fakes(model.graph))
+def _tapped(config: Any, dtype: torch.dtype, stage: Stage) -> HookedGraph | str:
+    """The graph of a family with taps; of one that is in no table and that they do not fit, what they do not find."""
+    if config.model_type in FAMILIES:
+        return make_graph(config, dtype, stage)
+    lacking = missing_taps(deepcopy(config), dtype)
+    if lacking is not None:
+        return lacking
+    try:
+        return make_graph(deepcopy(config), dtype, stage)
+    except ExportError as error:
+        return str(error)
 
 
-def _fakes(graph: ir.Graph) -> set[str]:
-    """The initializers traced without data, to be bound to checkpoint tensors."""
-    return {
-        name
-        for name, value in graph.initializers.items()
-        if isinstance(getattr(value.const_value, "raw", None), torch.Tensor)
-        and type(value.const_value.raw) is not torch.Tensor
-    }
+def _write_tapped(
+    made: HookedGraph,
+    config: Any,
+    dtype: torch.dtype,
+    tensors: list[Stored],
+    target: Path,
+    stage: Stage,
+    progress: Progress,
+) -> None:
+    stage("placing weights")
+    bind_weights(made.parameters, map_tensors(tensors, made.skeleton), made.skeleton, target, progress)
+    for value in made.parameters:
+        made.model.graph.register_initializer(value)
+    stage("hashing weights")
+    metadata = replace(
+        describe(made, config, dtype),
+        weights_sha256=sha256(sorted({tensor.file for tensor in tensors}), progress),
+        weight_files=fingerprints(target, locations(made.parameters), progress),
+    )
+    stage("writing")
+    write_model(made.model, metadata, target)
 
 
-def _attention(traced: Traced, layer: int) -> Attention:
-    layout, model = traced.layout, traced.skeleton
+def describe(made: HookedGraph, config: Any, dtype: torch.dtype) -> Metadata:
+    """The metadata of a graph, without those of its weights."""
+    return Metadata(
+        family=config.model_type,
+        dtype=str(dtype).removeprefix("torch."),
+        sizes=made.sizes,
+        hooks=made.hooks,
+        attention=[_attention(made, i) for i in range(made.sizes.num_layers)],
+        exporter={name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")},
+        context_length=context_length(config.to_dict()),
+    )
+
+
+def write_model(model: ir.Model, metadata: Metadata, target: Path) -> None:
+    """Write `model.onnx` into a folder."""
+    model.metadata_props.update(metadata.to_props())
+    model.producer_name, model.producer_version = "mionnx", version("mionnx")
+    ir.save(model, target / "model.onnx")
+
+
+def _attention(made: HookedGraph, layer: int) -> Attention:
+    layout, model = made.layout, made.skeleton
     path = f"{layout.blocks}.{layer}.{layout.output_projection}"
     projection = model.get_submodule(path)
     rows = not isinstance(projection, torch.nn.Linear)  # transformers' Conv1D keeps [in, out], Linear [out, in]

@@ -26,14 +26,17 @@ from exporters.adopt.recognise import Recognised, recognise
 from exporters.adopt.rotation import ANGLE_LOOKUPS
 from exporters.adopt.self_check import LawResult, Probe, check_laws, feed_of, open_session, probe, run
 from exporters.adopt.value_types import infer_types
-from exporters.adopt.write_model import annotate, axes_of, sizes_of
+from exporters.adopt.write_model import annotate, sizes_of
 from exporters.checkpoint_tensors import Stored
+from exporters.hook_axes import axes_of
 from exporters.transformers import bfloat16
 from exporters.transformers.check_eagerly import check_eagerly
 from exporters.transformers.checkpoint import map_tensors
+from exporters.transformers.hooked_graph import Stage
 from exporters.transformers.naming import strip
-from exporters.transformers.plain_trace import PlainTrace, buffers_of, trace_plainly
+from exporters.transformers.plain_trace import skeleton_of, trace_plainly
 from exporters.transformers.simplify import simplify_traced
+from exporters.transformers.trace import buffers_of
 from exporters.transformers.weights import bind_weights
 from exporters.weight_files import locations
 from mionnx.errors import ExportError
@@ -47,7 +50,6 @@ CHECKED = "found_by_structure"  # key in the metadata's table of the exporter
 LARGEST_CONSTANT = 2**24  # numbers of a constant that is compared with others
 OFFSETS = 2  # rows of a table of positions before the first
 SHORT = 160  # tokens of a text in which windows show
-STAGES = ("tracing as it is", "simplifying", "placing weights", "recognising", "checking beside transformers", "writing")
 
 
 @dataclass
@@ -93,45 +95,46 @@ class Found:
     said: dict[str, str]
 
 
-def export_by_structure(source: Source, target: Path, progress: Progress) -> None:
+def export_by_structure(source: Source, target: Path, stage: Stage, progress: Progress) -> None:
     """Write `model.onnx` of a checkpoint into a folder, its hook points found by structure.
+
+    Args:
+        source: the checkpoint.
+        target: the folder.
+        stage: called with the name of each stage.
+        progress: called as (stage, done, total) while weights are placed and hashed.
 
     Raises:
         ExportError: it is no decoder that is understood, a law does not hold, or transformers says something else.
     """
-    done = iter(range(1, len(STAGES) + 1))
-
-    def stage() -> None:
-        place = next(done)
-        progress(f"exporting {source.folder.name}: {STAGES[place - 1]}", place, len(STAGES))
-
     if source.dtype == torch.bfloat16:
         raise ExportError(f"{source.why}; what is found by structure is checked by running it, and bfloat16 does not run")
     try:
-        stage()
-        traced = trace_plainly(source.config, source.dtype)
-        stage()
-        bfloat16.widen(traced.model)
-        parameters = simplify_traced(traced.model, buffers_of(source.config, source.dtype))
-        DeduplicateInitializersPass(size_limit=LARGEST_CONSTANT)(traced.model)
-        stage()
-        mapped = map_tensors(source.tensors, traced.skeleton)
-        bind_weights(parameters, mapped, traced.skeleton, target, progress)
+        stage("tracing the model as it is")
+        skeleton = skeleton_of(source.config, source.dtype)
+        buffers = buffers_of(skeleton)
+        model = trace_plainly(skeleton)
+        stage("simplifying")
+        bfloat16.widen(model)
+        parameters = simplify_traced(model, buffers)
+        DeduplicateInitializersPass(size_limit=LARGEST_CONSTANT)(model)
+        stage("placing weights")
+        bind_weights(parameters, map_tensors(source.tensors, skeleton), skeleton, target, progress)
         for value in parameters:
-            traced.model.graph.register_initializer(value)
-        stage()
-        found = _recognised(traced, source, target, {str(value.name) for value in parameters})
-        stage()
+            model.graph.register_initializer(value)
+        stage("recognising")
+        found = _recognised(model, source, target, {str(value.name) for value in parameters})
+        stage("checking beside transformers")
         _check(found, source, target)
     except ExportError as error:
         raise ExportError(f"{source.why}; its hook points were not found by structure either: {error}") from error
-    stage()
+    stage("writing")
     _write(found, source, target, locations(parameters), progress)
 
 
-def _recognised(traced: PlainTrace, source: Source, target: Path, parameters: set[str]) -> Found:
+def _recognised(model: ir.Model, source: Source, target: Path, parameters: set[str]) -> Found:
     """Name the hook points of a graph, and run it once."""
-    model, graph = traced.model, traced.model.graph
+    graph = model.graph
     infer_types(model)
     _drop_unread_positions(graph)
     positions = supply_positions(model)

@@ -2,8 +2,8 @@
 
 import onnx_ir as ir
 
+from exporters.hook_axes import axes_of
 from mionnx.errors import ExportError
-from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Sizes
 
 
@@ -11,29 +11,12 @@ def hook_axes(graph: ir.Graph, hooks: list[str], sizes: Sizes) -> dict[str, list
     """The axes of each hook point, dynamic ones by name.
 
     Raises:
-        ExportError: a value whose static sizes are not those that the vocabulary gives its axes (queries of which only
-            a part is rotated, say, and only that part was seen).
+        ExportError: a value whose static sizes are not those that the vocabulary gives its axes.
     """
-    values = {value.name: value for node in graph for value in node.outputs}
-    return {name: _axes(name, values[name], sizes) for name in hooks}
-
-
-def _axes(name: str, value: ir.Value, sizes: Sizes) -> list[str | int]:
-    names = HookPoint.parse(name).axes or ()
-    shape = [dim if isinstance(dim, int) else None for dim in value.shape or ()]
-    known = {
-        "hidden": sizes.hidden_size,
-        "n_heads": sizes.num_heads,
-        "n_kv_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "vocab": sizes.vocab_size,
+    shapes = {value.name: value.shape or () for node in graph for value in node.outputs}
+    return {
+        name: axes_of(name, [dim if isinstance(dim, int) else None for dim in shapes[name]], sizes) for name in hooks
     }
-    expected = [known.get(axis) for axis in names]
-    if len(shape) != len(names) or any(
-        None not in (dim, size) and dim != size for dim, size in zip(shape, expected, strict=True)
-    ):
-        raise ExportError(f"{name} has the shape {value.shape}, expected {[known.get(axis, axis) for axis in names]}")
-    return [axis if dim is None else dim for axis, dim in zip(names, shape, strict=True)]
 
 
 def check_stream(graph: ir.Graph) -> None:

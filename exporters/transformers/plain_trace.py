@@ -4,7 +4,6 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -21,14 +20,6 @@ from mionnx.graph.io_names import KEYS_AND_VALUES
 
 EAGER = "eager"
 Past = list[tuple[Tensor, ...]]
-
-
-@dataclass(frozen=True)
-class PlainTrace:
-    """Result of a plain trace: the graph, and the model without weights that it was made from."""
-
-    model: ir.Model
-    skeleton: PreTrainedModel
 
 
 class _Plain(nn.Module):
@@ -51,11 +42,16 @@ class _Plain(nn.Module):
 
 
 def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """A config's model without weights, under the current `FakeTensorMode` or device, with its own eager attention."""
+    """A config's model without weights, on the meta device, with its own eager attention.
+
+    Raises:
+        ExportError: transformers does not build it.
+    """
     trace.prepare(config)
     config._attn_implementation = EAGER
     try:
-        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     except Exception as error:  # transformers' errors share no base class
         raise ExportError(f"transformers builds no {config.model_type!r}: {error}") from error
     for module in skeleton.modules():
@@ -64,40 +60,31 @@ def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     return skeleton
 
 
-def buffers_of(config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Buffers that no checkpoint holds, with values."""
-    with torch.device("meta"):
-        model = skeleton_of(config, dtype)
-    found = {}
-    for path, module in model.named_modules():
-        names = sorted(module._non_persistent_buffers_set)
-        for name in names:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
-        if names:
-            model._init_weights(module)
-        found |= {f"{path}.{name}".lstrip("."): module._buffers[name] for name in names}
-    return found
+def trace_plainly(skeleton: PreTrainedModel) -> ir.Model:
+    """Trace a model to ONNX as it is, without weights and without markers.
 
-
-def trace_plainly(config: Any, dtype: torch.dtype) -> PlainTrace:
-    """Trace a config's model to ONNX as it is, without weights and without markers.
+    Args:
+        skeleton: from `skeleton_of`; its parameters are fake tensors afterwards.
 
     Raises:
-        ExportError: it has a cache of another form than keys and values in every layer, or the torch exporter refused it.
+        ExportError: it has a cache of another form than keys and values in every layer, or torch does not export it.
     """
     with FakeTensorMode():
-        skeleton = skeleton_of(config, dtype)
-        shapes = _cache_shapes(skeleton)
-        past = [tuple(torch.zeros(shape, dtype=dtype) for shape in layer) for layer in shapes]
+        trace.allocate(skeleton)
+        try:
+            shapes = _cache_shapes(skeleton)
+        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
+            raise ExportError(f"{skeleton.config.model_type!r} does not run without weights: {error}") from error
+        past = [tuple(torch.zeros(shape, dtype=skeleton.dtype) for shape in layer) for layer in shapes]
         example = (_ids(trace.SEQ), _ids(trace.SEQ + trace.PAST * bool(past)), _ids(trace.SEQ), past)
     causes = list[str]()
     for sizes_compared in (nullcontext(), _plain_maximum(skeleton)):
         try:
             with sizes_compared:
-                return PlainTrace(_exported(skeleton, example), skeleton)
+                return _exported(skeleton, example)
         except torch.onnx.errors.OnnxExporterError as error:
             causes.append(f"{error.__cause__ or error}")
-    raise ExportError(f"torch could not export {config.model_type!r} as it is: {causes[0]}")
+    raise ExportError(f"torch could not export {skeleton.config.model_type!r} as it is: {causes[0]}")
 
 
 def _ids(width: int) -> Tensor:
@@ -124,7 +111,7 @@ def _exported(skeleton: PreTrainedModel, example: tuple[Any, ...]) -> ir.Model:
     dynamic = torch.export.Dim.DYNAMIC
     two, cached = {0: dynamic, 1: dynamic}, {0: dynamic, 2: dynamic}
     layers = len(example[3])
-    with trace._quiet(), torch.no_grad():
+    with trace.quiet(), trace.quick(), torch.no_grad():
         program = torch.onnx.export(
             _Plain(skeleton).eval(),
             example,
@@ -136,7 +123,7 @@ def _exported(skeleton: PreTrainedModel, example: tuple[Any, ...]) -> ir.Model:
             input_names=["input_ids", "attention_mask", "position_ids", *KEYS_AND_VALUES.inputs(layers)],
             output_names=["logits", *KEYS_AND_VALUES.outputs(layers)],
         )
-    trace._drop_prefix(program.model.graph)
+    trace.drop_prefix(program.model.graph)
     return program.model
 
 

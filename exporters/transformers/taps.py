@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from exporters.transformers.attention import ATTENTION, Listener, Taps, active, replace_for, tap_rotation
 from exporters.transformers.families import Layout
@@ -42,22 +43,53 @@ class _TapHalves(TorchFunctionMode):
         return self.taps.at(HookPoint.MlpGate(self.layer), gate), self.taps.at(HookPoint.MlpUp(self.layer), up)
 
 
+class Passed(nn.Module):
+    """Stand-in for a layer that is not traced: it hands the stream on, and has its attributes."""
+
+    def __init__(self, layer: nn.Module, returned: int) -> None:
+        super().__init__()
+        self.__dict__.update(layer=layer, returned=returned)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The stream as it came, in the place where the layer returns it."""
+        stream = args[0] if args else kwargs["hidden_states"]
+        return (stream, *[None] * (self.returned - 1)) if self.returned else stream
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["layer"], name)
+
+
+def submodule(model: PreTrainedModel, path: str, root: nn.Module | None = None) -> nn.Module:
+    """A module by its path.
+
+    Args:
+        model: the whole model.
+        path: from the root on.
+        root: a block of it; the model itself if None.
+
+    Raises:
+        ExportError: there is none.
+    """
+    try:
+        return (model if root is None else root).get_submodule(path)
+    except AttributeError as error:
+        raise ExportError(
+            f"{model.config.model_type!r} models have no module {path!r} where it was expected: "
+            "the family needs an entry in exporters/transformers/families.py"
+        ) from error
+
+
 class _Attachment:
     """The hooks of one `attached` context, collected so that all of them come off together."""
 
-    def __init__(self, model: nn.Module, layout: Layout, taps: Taps, stack: ExitStack) -> None:
+    def __init__(self, model: PreTrainedModel, layout: Layout, taps: Taps, stack: ExitStack) -> None:
         self.model, self.layout, self.taps, self.stack = model, layout, taps, stack
 
     def module(self, path: str, root: nn.Module | None = None) -> nn.Module:
-        try:
-            found = (self.model if root is None else root).get_submodule(path)
-        except AttributeError as error:
-            family = self.model.config.model_type
-            raise ExportError(
-                f"{family!r} models have no module {path!r} where it was expected: "
-                "the family needs an entry in exporters/transformers/families.py"
-            ) from error
-        return found
+        return submodule(self.model, path, root)
 
     def has(self, path: str | None, root: nn.Module) -> bool:
         """Whether there is such a module."""
@@ -137,7 +169,7 @@ class _Attachment:
 
 
 @contextmanager
-def attached(model: nn.Module, layout: Layout, listen: Listener) -> Iterator[Taps]:
+def attached(model: PreTrainedModel, layout: Layout, listen: Listener) -> Iterator[Taps]:
     """Instrument a causal language model: `listen` gets each hook point's tensor.
 
     Args:
@@ -154,7 +186,8 @@ def attached(model: nn.Module, layout: Layout, listen: Listener) -> Iterator[Tap
         blocks = attachment.module(layout.blocks)
         attachment.outside_blocks()
         for i, block in enumerate(blocks):
-            attachment.block(i, block)
+            if not isinstance(block, Passed):
+                attachment.block(i, block)
         tap_rotation(stack, taps, attachment.module(layout.attention, blocks[0]))
         replace_for(stack, model.config, "_attn_implementation", ATTENTION)
         stack.callback(active.remove, taps)

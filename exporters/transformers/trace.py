@@ -1,27 +1,31 @@
 """From a config to an ONNX graph with markers at the hook points, without reading a weight.
 
-The model is built and traced under `FakeTensorMode`: its parameters have shapes and no storage, so a 70B model traces
-in the memory of its graph. Initializers keep the names of the parameters.
+The model is built on torch's meta device and traced under `FakeTensorMode`: its parameters have shapes and no storage,
+so a 70B model traces in the memory of its graph. Initializers keep the names of the parameters. Only layers that show
+every kind are traced (`kinds`), under their own numbers; the others hand the stream on, and are made later (`stamp`).
 """
 
+import gc
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 import torch
+import torch._dynamo.config
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from exporters.transformers.attention import ATTENTION, TappedCache
+from exporters.transformers.attention import ATTENTION, Listener, TappedCache
 from exporters.transformers.families import Layout, layout_of
+from exporters.transformers.kinds import Kinds, Recorder, all_different, kinds_of
 from exporters.transformers.sizes import rope_parameters
-from exporters.transformers.taps import attached
+from exporters.transformers.taps import Passed, attached, submodule
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.io_names import KEYS_AND_VALUES
@@ -30,6 +34,9 @@ OPSET = 23
 MARKER_DOMAIN = "mionnx"
 # Stand-ins for dynamic sizes while tracing: all different, none of them 0 or 1, so that nothing is specialised.
 BATCH, SEQ, PAST = 2, 3, 5
+TOKENS = ("input_ids", "attention_mask", "position_ids")
+
+PastSizes = tuple[int, int, torch.dtype]  # key/value heads, head size, dtype
 
 
 @dataclass(frozen=True)
@@ -41,17 +48,21 @@ class Traced:
     layout: Layout
 
 
-class _Cached(nn.Module):
+class Cached(nn.Module):
     """A causal language model as a function of tensors; its cache is a list of (key, value)."""
 
-    def __init__(self, model: PreTrainedModel, layout: Layout, listen: Callable[[str, Tensor, bool], Tensor]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, layout: Layout, listen: Listener, layers: Sequence[int] | None = None
+    ) -> None:
         super().__init__()
-        self.model, self.layout, self.listen = model, layout, listen
+        self.model, self.layout, self.listen, self.layers = model, layout, listen, layers
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        cache = TappedCache(past)
+        layers = range(len(past)) if self.layers is None else self.layers
+        given = dict(zip(layers, past, strict=True))
+        cache = TappedCache([given.get(i, past[0]) for i in range(max(layers) + 1)])  # others are passed over
         with attached(self.model, self.layout, self.listen) as taps:
             output = self.model(
                 input_ids=input_ids,
@@ -61,12 +72,12 @@ class _Cached(nn.Module):
                 use_cache=True,
             )
             logits = taps.at(HookPoint.Logits, output.logits)
-        return logits, [(layer.keys, layer.values) for layer in cache.layers]
+        return logits, [(cache.layers[i].keys, cache.layers[i].values) for i in layers]
 
 
 def run_eagerly(
     model: PreTrainedModel,
-    listen: Callable[[str, Tensor, bool], Tensor],
+    listen: Listener,
     input_ids: Tensor,
     attention_mask: Tensor,
     position_ids: Tensor,
@@ -75,7 +86,7 @@ def run_eagerly(
     """Run a loaded model once in eager torch, its hook points handed to `listen`."""
     prepare(model.config)
     with torch.no_grad():
-        return _Cached(model, layout_of(model.config), listen)(input_ids, attention_mask, position_ids, past)
+        return Cached(model, layout_of(model.config), listen)(input_ids, attention_mask, position_ids, past)
 
 
 def prepare(config: Any) -> None:
@@ -92,10 +103,11 @@ def prepare(config: Any) -> None:
 
 
 def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """A config's model without weights, under the current `FakeTensorMode` or device."""
+    """A config's model without weights, on the meta device."""
     prepare(config)
     try:
-        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     except (KeyError, ValueError) as error:  # no such architecture, or attention code of its own for each backend
         raise ExportError(f"transformers builds no {config.model_type!r} with attention to replace: {error}") from error
     for module in skeleton.modules():
@@ -105,19 +117,44 @@ def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     return skeleton
 
 
-def buffers_of(config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+def buffers_of(skeleton: PreTrainedModel) -> dict[str, Tensor]:
     """Buffers that no checkpoint holds (rotation frequencies, embedding scales), with values."""
-    with torch.device("meta"):
-        model = skeleton_of(config, dtype)
     found = {}
-    for path, module in model.named_modules():
+    for path, module in skeleton.named_modules():
         names = sorted(module._non_persistent_buffers_set)
+        before = {name: module._buffers[name] for name in names}
         for name in names:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
+            module._buffers[name] = torch.empty_like(before[name], device="cpu")
         if names:
-            model._init_weights(module)
+            skeleton._init_weights(module)
         found |= {f"{path}.{name}".lstrip("."): module._buffers[name] for name in names}
+        module._buffers.update(before)
     return found
+
+
+def find_kinds(skeleton: PreTrainedModel, sizes: PastSizes, buffers: Mapping[str, Tensor]) -> Kinds:
+    """Find which layers of a model on the meta device compute the same.
+
+    Args:
+        skeleton: from `skeleton_of`.
+        sizes: of its keys and values.
+        buffers: from `buffers_of`.
+
+    Raises:
+        ExportError: the family is laid out in an unknown way.
+    """
+    layout, layers = layout_of(skeleton.config), skeleton.config.num_hidden_layers
+    with torch.device("meta"):
+        example = example_of(range(layers), sizes)
+    recorder = Recorder(skeleton, layout.blocks, example[3])
+    try:
+        with quiet(), torch.no_grad(), recorder:
+            Cached(skeleton, layout, recorder.listen).eval()(*example)
+    except ExportError:
+        raise
+    except Exception:  # whatever torch raises where the meta device cannot follow: nothing is known of the layers
+        return all_different(layers)
+    return kinds_of(skeleton, layout.blocks, recorder, buffers)
 
 
 def _mark(name: str, value: Tensor, stream: bool) -> Tensor:
@@ -127,18 +164,18 @@ def _mark(name: str, value: Tensor, stream: bool) -> Tensor:
     )
 
 
-def _example(skeleton: PreTrainedModel, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Any, ...]:
+def example_of(layers: Sequence[int], sizes: PastSizes) -> tuple[Any, ...]:
     def ids(width: int) -> Tensor:
         return torch.ones(BATCH, width, dtype=torch.long)
 
+    kv_heads, head_dim, dtype = sizes
     shape = (BATCH, kv_heads, PAST, head_dim)
-    layers = range(skeleton.config.num_hidden_layers)
     past = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in layers]
     return ids(SEQ), ids(PAST + SEQ), ids(SEQ), past
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence torch's exporter: missing torchvision and deprecations do not concern the caller."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
@@ -150,42 +187,88 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def trace(config: Any, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Traced:
-    """Trace a config's model to ONNX with `mionnx::HookPoint` marker nodes, without weights.
+@contextmanager
+def quick() -> Iterator[None]:
+    """Trace without collections and without the cache of fake results, which costs more here."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+            yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> Traced:
+    """Trace a model to ONNX with `mionnx::HookPoint` marker nodes, without weights.
+
+    Args:
+        skeleton: from `skeleton_of`; its traced parameters are fake tensors afterwards.
+        sizes: of its keys and values.
+        kinds: which layers to trace.
 
     Raises:
         ExportError: the family is laid out in an unknown way, or the torch exporter refused the model.
     """
-    dynamic = torch.export.Dim.DYNAMIC
-    with FakeTensorMode():
-        skeleton = skeleton_of(config, dtype)
-        layout = layout_of(skeleton.config)
-        example = _example(skeleton, kv_heads, head_dim, dtype)
-    two = {0: dynamic, 1: dynamic}
-    cached = {0: dynamic, 2: dynamic}
-    inputs, outputs = KEYS_AND_VALUES.inputs(len(example[3])), KEYS_AND_VALUES.outputs(len(example[3]))
+    layout, dynamic = layout_of(skeleton.config), torch.export.Dim.DYNAMIC
+    two, cached = {0: dynamic, 1: dynamic}, {0: dynamic, 2: dynamic}
+    names = KEYS_AND_VALUES
     try:
-        with _quiet(), torch.no_grad():
+        with quiet(), quick(), torch.no_grad(), _passed_over(skeleton, layout, kinds):
+            with FakeTensorMode():
+                allocate(skeleton)
+                example = example_of(kinds.traced, sizes)
             program = torch.onnx.export(
-                _Cached(skeleton, layout, _mark).eval(),
+                Cached(skeleton, layout, _mark, kinds.traced).eval(),
                 example,
                 dynamo=True,
                 dynamic_shapes=(two, two, two, [(cached, cached) for _ in example[3]]),
                 opset_version=OPSET,
                 optimize=False,
                 verbose=False,
-                input_names=["input_ids", "attention_mask", "position_ids", *inputs],
-                output_names=["logits", *outputs],
+                input_names=[*TOKENS, *(name for i in kinds.traced for name in names.layer_inputs(i))],
+                output_names=["logits", *(name for i in kinds.traced for name in names.layer_outputs(i))],
             )
     except torch.onnx.errors.OnnxExporterError as error:
         if isinstance(error.__cause__, ExportError):
             raise error.__cause__ from None
-        raise ExportError(f"torch could not export {config.model_type!r}: {error}") from error
-    _drop_prefix(program.model.graph)
+        raise ExportError(f"torch could not export {skeleton.config.model_type!r}: {error}") from error
+    drop_prefix(program.model.graph)
     return Traced(program.model, skeleton, layout)
 
 
-def _drop_prefix(graph: ir.Graph) -> None:
+@contextmanager
+def _passed_over(skeleton: PreTrainedModel, layout: Layout, kinds: Kinds) -> Iterator[None]:
+    """Let the layers that are not traced hand the stream on."""
+    blocks = submodule(skeleton, layout.blocks)
+    whole = dict(blocks.named_children())
+    try:
+        for name, block in whole.items():
+            if int(name) not in kinds.traced:
+                setattr(blocks, name, Passed(block, kinds.returned))
+        yield
+    finally:
+        for name, block in whole.items():
+            setattr(blocks, name, block)
+
+
+def allocate(model: nn.Module) -> None:
+    """Move parameters and buffers to the CPU, inside a `FakeTensorMode`; tied ones stay tied."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+                    parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if parameter else fake
+                held[name] = made[id(tensor)]
+
+
+def drop_prefix(graph: ir.Graph) -> None:
     """Call initializers as the model calls its parameters, not as the wrapper around it does."""
     for value in list(graph.initializers.values()):
         del graph.initializers[value.name]

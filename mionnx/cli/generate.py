@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -23,6 +24,8 @@ def generate(
     prompt: Prompt,
     interventions: Interventions,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 32,
+    chat: Annotated[bool, typer.Option(help="The prompt is a user's message, in the model's chat template.")] = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system's message before it.")] = None,
     compare: Annotated[bool, typer.Option(help="First generate without the interventions.")] = False,
     do_sample: Annotated[
         bool | None, typer.Option(help="Sample; else greedy. The four options below imply it.", show_default=False)
@@ -49,8 +52,10 @@ def generate(
 
     mionnx generate models/world-llama "The capital of France is" --scale "blocks.2.hook_attn_out=0" --compare
     """
+    if system is not None and not chat:
+        raise InputError("--system is a message of a chat: give --chat too")
     opened = MIModel.from_pretrained(model, provider=provider)
-    tokens = opened.tokenize(prompt)
+    tokens = opened.tokenize_chat(_messages(prompt, system)) if chat else opened.tokenize(prompt)
     spec = interventions.spec(opened.num_heads, len(tokens))
     if compare and spec.is_empty():
         raise InterventionError("--compare shows what interventions change, and none was given")
@@ -63,8 +68,9 @@ def generate(
     runs = {"baseline": HookSpec(), "steered": spec} if compare else {"text": spec}
     results = {}
     for title, chosen in runs.items():
-        begin = (f"{title}: " if compare else "") + prompt
-        streamer = None if as_json else PromptStreamer(opened.tokenizer, begin, _after_space(opened, tokens))
+        begin = (f"{title}: " if compare else "") + prompt + ("\n" if chat else "")
+        write = partial(typer.echo, nl=False) if chat else _after_space(opened, tokens)
+        streamer = None if as_json else PromptStreamer(opened.tokenizer, begin, write)
         result = opened.generate(tokens, chosen, streamer=streamer, **options)
         results[title] = {
             "text": result.texts[0],
@@ -74,6 +80,11 @@ def generate(
         }
     if as_json:
         typer.echo(json.dumps(results, indent=1))
+
+
+def _messages(prompt: str, system: str | None) -> list[dict[str, str]]:
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": prompt}]
 
 
 def _sampling(do_sample: bool | None, **given: float | None) -> dict[str, Any]:

@@ -10,8 +10,11 @@
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from mionnx.errors import InputError, ModelError, nearest
@@ -19,11 +22,12 @@ from mionnx.graph.metadata import Metadata
 
 LEVELS = ("sampled", "full", "none")
 BLOCK, BLOCKS = 2**16, 16
-CHUNK = 2**24
+CHUNK, PART = 2**24, 2**20  # bytes read at a time; in a thread, which stops between two
 SMALL = 2**24  # bytes that are hashed on opening where no sampled hash was recorded
 CHECKPOINT = "model.safetensors"  # the weight file of which `weights_sha256` is the hash, if it is the only one
 AGAIN = "export the model again, or open it with check='none' if you changed them on purpose"
 
+Hashes = tuple[str, dict[str, dict[str, Any]]]  # of all files together; size and hashes of each
 Progress = Callable[[str, int, int], None]  # (stage, done, total), as in `mionnx.machine.progress`
 
 
@@ -68,6 +72,42 @@ def sha256(files: Iterable[Path], progress: Progress = silent) -> str:
                 done += len(chunk)
                 progress("hashing weights", done, total)
     return digest.hexdigest()
+
+
+@contextmanager
+def hashed_beside(folder: Path, names: Iterable[str]) -> Iterator[Callable[[], Hashes]]:
+    """Hash weight files in a thread of its own, while something else is done.
+
+    Each byte is read once, for both hashes. A thread that is still reading when the block ends is stopped.
+
+    Args:
+        folder, names: of the files.
+
+    Yields:
+        a function that waits for `sha256` of all files, in the order of their names, and their `fingerprints`.
+    """
+    files, stop = [folder / name for name in sorted({*names})], Event()
+    with ThreadPoolExecutor(1, "hashing weights") as pool:
+        try:
+            yield pool.submit(_hashes, files, stop).result
+        finally:
+            stop.set()
+
+
+def _hashes(files: Iterable[Path], stop: Event) -> Hashes:
+    whole, found = hashlib.sha256(), dict[str, dict[str, Any]]()
+    for file in files:
+        digests = [whole, hashlib.sha256()] if found else [whole]  # the first file's own hash is that of all so far
+        with file.open("rb") as stream:
+            while not stop.is_set() and (chunk := stream.read(PART)):
+                for digest in digests:
+                    digest.update(chunk)
+        found[file.name] = {
+            "size": file.stat().st_size,
+            "sampled": sampled(file),
+            "sha256": digests[-1].hexdigest(),
+        }
+    return whole.hexdigest(), found
 
 
 def check(folder: Path, metadata: Metadata, names: Iterable[str], level: str, progress: Progress = silent) -> None:

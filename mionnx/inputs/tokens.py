@@ -1,6 +1,6 @@
 """Text to tokens and back, with the offsets of every token in the text."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,21 +57,31 @@ class Tokens(Brief):
         Example:
             model.tokenize("The capital of France is").positions_of("France")  # [3]
         """
-        starts = [i for i in range(len(self.text)) if self.text.startswith(part, i)] if part else []
+        return self._find(part, occurrence, [(0, len(self.text))], repr(self.text))
+
+    def _find(self, part: str, occurrence: int | None, ranges: Sequence[tuple[int, int]], where: str) -> list[int]:
+        """The positions of a part that lies in one of some ranges of characters."""
+        inside = [i for start, end in ranges for i in range(start, end - len(part) + 1)] if part else []
+        starts = [i for i in inside if self.text.startswith(part, i)]
         if not starts:
-            raise TokenizerError(f"{part!r} does not occur in {self.text!r}")
+            raise TokenizerError(f"{part!r} does not occur in {where}")
         if occurrence is None and len(starts) > 1:
-            raise TokenizerError(f"{part!r} occurs {len(starts)} times in {self.text!r}: choose with occurrence=")
+            raise TokenizerError(f"{part!r} occurs {len(starts)} times in {where}: choose with occurrence=")
         if occurrence is not None and not -len(starts) <= occurrence < len(starts):
-            raise TokenizerError(
-                f"{part!r} occurs {len(starts)} times in {self.text!r}, there is no occurrence {occurrence}"
-            )
+            raise TokenizerError(f"{part!r} occurs {len(starts)} times in {where}, there is no occurrence {occurrence}")
         start = starts[occurrence or 0]
-        end = start + len(part)
-        found = [i for i, (first, last) in enumerate(self.offsets) if first < end and last > start]
+        found = self._covering([(start, start + len(part))])
         if not found:
-            raise TokenizerError(f"{part!r} in {self.text!r} is covered by no token")
+            raise TokenizerError(f"{part!r} in {where} is covered by no token")
         return found
+
+    def _covering(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
+        """The positions of the tokens that have a character in one of some ranges."""
+        return [
+            i
+            for i, (first, last) in enumerate(self.offsets)
+            if any(first < end and last > start for start, end in ranges)
+        ]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | WorldTokenizer:
@@ -113,13 +123,13 @@ def token_id(tokenizer: Tokenizer | WorldTokenizer, text: str) -> int:
     return int(ids[0])
 
 
-def tokenize(tokenizer: Tokenizer | WorldTokenizer, text: str) -> Tokens:
-    """Tokenise one text, with the special tokens that the tokenizer adds.
+def tokenize(tokenizer: Tokenizer | WorldTokenizer, text: str, add_special_tokens: bool = True) -> Tokens:
+    """Tokenise one text, with the special tokens that the tokenizer adds if asked for.
 
     Raises:
         TokenizerError: the text has no tokens.
     """
-    encoding = tokenizer.encode(text)
+    encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     if not encoding.ids:
         raise TokenizerError(f"the prompt {text!r} is empty: it has no tokens")
     return Tokens(text, np.array(encoding.ids, np.int64), list(encoding.offsets), list(encoding.tokens))

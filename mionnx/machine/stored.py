@@ -20,9 +20,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.errors import MIError, SpecFileError
+from mionnx.errors import SpecFileError
 from mionnx.machine.file_kinds import RESULT, whose
-from mionnx.machine.tensor_file import read_metadata, read_tensors, write_tensors
+from mionnx.machine.tensor_file import read_metadata, read_tensors, told_of, write_tensors
 from mionnx.machine.typed import typed
 
 VERSION = "1"
@@ -76,12 +76,8 @@ class Stored(Storable):
         metadata, tensors = read_tensors(path, problem, required=True)
         if metadata[RESULT] != VERSION:
             raise SpecFileError(f"{problem} of version {VERSION}: its metadata says {metadata[RESULT]!r}")
-        try:
+        with told_of(path):
             result = _Reader(cls, tensors).made(cls, json.loads(metadata["contents"]))
-        except MIError as error:
-            raise type(error)(f"{path}: {error}") from error
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise SpecFileError(f"{path} is damaged: {type(error).__name__}: {error}") from error
         if tensors:
             raise SpecFileError(f"{path} holds tensors that nothing in it uses: {', '.join(sorted(tensors))}")
         return result

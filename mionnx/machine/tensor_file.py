@@ -175,3 +175,19 @@ def _checksum(values: Any, header: Mapping[str, Any]) -> str:
     told = {key: text for key, text in header.get("__metadata__", {}).items() if key != CHECKSUM}
     values.update(json.dumps({**header, "__metadata__": told}, sort_keys=True).encode())
     return str(values.hexdigest())
+
+
+@contextmanager
+def told_of(path: str | Path) -> Iterator[None]:
+    """Name a file in what is raised while its contents are made into an object.
+
+    Raises:
+        MIError: of the class that the object refuses them with.
+        SpecFileError: they are damaged.
+    """
+    try:
+        yield
+    except MIError as error:
+        raise type(error)(f"{path}: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise SpecFileError(f"{path} is damaged: {type(error).__name__}: {error}") from error

@@ -30,7 +30,7 @@ from mionnx.run.graph_pool import GraphPool
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
 from mionnx.run.sampling import Sampling, refuse_seed
-from mionnx.run.stopping import Stopping, stop_texts
+from mionnx.run.stopping import Stopping, refuse_too_long, stop_texts
 from mionnx.run.streamer import Decoder, Streamer, make_streamer
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
@@ -192,7 +192,7 @@ def _prompts(
     if not batch.real[:, -1].all():
         row = int(np.argmin(batch.real[:, -1]))
         raise InputError(f"row {row} is padded on the right: generation continues at the end, so pad on the left")
-    stopping.refuse_too_long(batch, sizes.max_positions)
+    refuse_too_long("max_new_tokens", stopping.max_new_tokens, batch, model.hooked.metadata)
     final_lengths = batch.lengths + stopping.max_new_tokens - 1
     past_lengths = batch.lengths - batch.real.sum(axis=1)
     return replace(batch, prompt_lengths=batch.lengths, final_lengths=final_lengths, past_lengths=past_lengths), past

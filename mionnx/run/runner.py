@@ -54,6 +54,8 @@ class Runner:
     # texts as tokens
     tokenizer = once_property(tokenizing.tokenizer)
     tokenize = tokenizing.tokenize
+    tokenize_chat = tokenizing.tokenize_chat
+    _chat_template = once_property(tokenizing.chat_template)
     _unknown_words = once_property(tokenizing.unknown_words)
     token_id = tokenizing.token_id
     _ids = tokenizing.ids

@@ -1,14 +1,14 @@
 """Paths given for a model: folders, files that open too, advice for a path without a model."""
 
 import difflib
-import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
+
 from mionnx.errors import InputError, MIError, ModelError
-from mionnx.graph import onnx_file
-from mionnx.graph.folder_file import check_regular
+from mionnx.graph.embedded_weights import read_properties
 from mionnx.graph.hooked_model import GRAPH
 from mionnx.graph.metadata import PREFIX
 
@@ -68,12 +68,8 @@ def _file(path: Path) -> Path:
 def is_hooked(path: Path) -> bool:
     """Whether a graph names itself a hooked model; a damaged one is left to be refused as such."""
     try:
-        check_regular(path)  # a pipe would be waited for
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            if any(data.rfind(name.encode()) >= 0 for name in OWN):  # the metadata end the file
-                return True
-        return not onnx_file.properties(onnx_file.read(path)).keys().isdisjoint(OWN)
-    except (OSError, ValueError, MIError):
+        return not read_properties(path).keys().isdisjoint(OWN)
+    except (DecodeError, MIError):
         return True
 
 

@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 
 from mionnx.errors import InputError, InterventionError
+from mionnx.graph.hooked_model import DTYPES
+from mionnx.graph.metadata import Metadata
 from mionnx.inputs.token_batch import TokenBatch
+from mionnx.machine import memory
 from mionnx.run.streamer import Decoder
 from mionnx.spec.hook_spec import HookSpec
 
@@ -47,19 +50,6 @@ class Stopping:
         text = tokenizer.decode([*new], skip_special_tokens=False)
         return any(string in text for string in self.strings)
 
-    def refuse_too_long(self, batch: TokenBatch, limit: int | None) -> None:
-        """Refuse a generation that needs more positions than the model has.
-
-        Raises:
-            InputError: naming the number of positions.
-        """
-        longest = int(batch.lengths.max()) + self.max_new_tokens - 1  # the last token is never read
-        if limit is not None and longest > limit:
-            raise InputError(
-                f"max_new_tokens={self.max_new_tokens} after {int(batch.lengths.max())} tokens, but the model has "
-                f"positions for {limit} only"
-            )
-
     def refuse_unreached(self, spec: HookSpec) -> None:
         """Refuse interventions in the phase "generated" where no generated token is read.
 
@@ -73,6 +63,34 @@ class Stopping:
             raise InterventionError(
                 "an intervention in the phase 'generated' would do nothing: with max_new_tokens=1 no new token is read"
             )
+
+
+def refuse_too_long(name: str, new: int, batch: TokenBatch, metadata: Metadata) -> None:
+    """Refuse a generation beyond the positions of the model or the memory of the machine.
+
+    Args:
+        name: of the parameter that asks for it.
+        new: how many tokens each row may get.
+        batch: the prompts.
+        metadata: of the model.
+
+    Raises:
+        InputError: naming the number of positions, or how many tokens fit.
+    """
+    sizes, given = metadata.sizes, int(batch.lengths.max())
+    longest = given + int(new) - 1  # the last token is never read
+    if sizes.max_positions is not None and longest > sizes.max_positions:
+        raise InputError(
+            f"{name}={new} after {given} tokens, but the model has positions for {sizes.max_positions} only"
+        )
+    heads = 0 if metadata.recurrent else 2 * sizes.num_layers * (sizes.num_kv_heads or 0) * (sizes.head_dim or 0)
+    token = batch.batch * (heads * np.dtype(DTYPES[metadata.dtype]).itemsize + np.dtype(np.int64).itemsize)
+    if longest * token > memory.total():
+        raise InputError(
+            f"{name}={new} after {given} tokens: their ids, keys and values would take "
+            f"{memory.format_bytes(longest * token)}, and this machine has {memory.format_bytes(memory.total())}; "
+            f"at most {max(memory.total() // token - given + 1, 0)} tokens fit"
+        )
 
 
 def stop_texts(given: str | Sequence[str] | None) -> tuple[str, ...]:

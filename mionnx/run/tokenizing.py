@@ -10,7 +10,8 @@ from tokenizers import Encoding, Tokenizer
 
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.inputs import tokens
+from mionnx.inputs import chat_tokens, tokens
+from mionnx.inputs.chat_template import ChatTemplate, Message, load_chat_template
 from mionnx.inputs.token_rows import IDS, TYPES
 from mionnx.inputs.unknown_words import UnknownWords
 from mionnx.inputs.world_tokenizer import WorldTokenizer
@@ -34,6 +35,10 @@ class Tokenizing(Protocol):
     @property
     def _unknown_words(self) -> UnknownWords:
         """Warns of unknown words, once."""
+
+    @property
+    def _chat_template(self) -> ChatTemplate:
+        """The chat template of the model's folder."""
 
     def tokenize(self, text: str) -> tokens.Tokens:
         """Tokenise a text."""
@@ -65,6 +70,54 @@ def tokenize(model: Tokenizing, text: str) -> tokens.Tokens:
     found = tokens.tokenize(model.tokenizer, text)
     model._unknown_words.look(found)
     return found
+
+
+def chat_template(model: Tokenizing) -> ChatTemplate:
+    """The chat template of the model's folder.
+
+    Raises:
+        TokenizerError: there is none.
+    """
+    return load_chat_template(model.hooked.folder)
+
+
+@typed()
+def tokenize_chat(
+    model: Tokenizing,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    chat_template: str | None = None,
+    variables: Message | None = None,
+) -> chat_tokens.ChatTokens:
+    """Tokenise a chat with the model's own template; `positions_of` by message and role.
+
+    The ids [seq] are those of transformers' `apply_chat_template`. The template comes with the checkpoint and is not
+    trusted: it runs in a process of its own, in jinja2's sandbox, with bounded time and memory.
+
+    Args:
+        messages: {"role": "user", "content": TEXT} each; other keys are given to the template as they are.
+        add_generation_prompt: end with the beginning of the assistant's next message; if left out, where the last
+            message is not the assistant's.
+        continue_final_message: end inside the last message, to have the model go on with it.
+        chat_template: jinja2 in place of the model's own template.
+        variables: what else the template reads, {"enable_thinking": False} for one.
+
+    Raises:
+        InputError: messages without a role, or options that exclude one another.
+        TokenizerError: no template, or one that refuses the messages, fails, or takes too long.
+
+    Example:
+        chat = model.tokenize_chat([{"role": "user", "content": "What is the capital of France?"}])
+        chat.positions_of("France", message=0), model.generate(chat).new_texts
+    """
+    template = model._chat_template if chat_template is None else load_chat_template(model.hooked.folder, chat_template)
+    made = chat_tokens.tokenize_chat(
+        model.tokenizer, template, messages, add_generation_prompt, continue_final_message, variables or {}
+    )
+    model._unknown_words.look(made)
+    return made
 
 
 @typed()

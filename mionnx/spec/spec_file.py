@@ -28,9 +28,9 @@ from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
-from mionnx.errors import MIError, SpecFileError
+from mionnx.errors import SpecFileError
 from mionnx.machine.file_kinds import whose
-from mionnx.machine.tensor_file import read_tensors, to_bytes, unchecked_bytes
+from mionnx.machine.tensor_file import read_tensors, to_bytes, told_of, unchecked_bytes
 
 VERSION = "1"
 REQUIRED = ("captures", "interventions")
@@ -79,12 +79,8 @@ def load(path: str | Path, build: Callable[[Declaration, Tensors], Spec]) -> Spe
         raise SpecFileError(f"{path} is no saved spec: {whose(metadata)}")
     if metadata["mionnx_spec"] != VERSION:
         raise SpecFileError(f"{path} is no spec of version {VERSION}: its metadata says {metadata['mionnx_spec']!r}")
-    try:
+    with told_of(path):
         spec = build(_checked(json.loads(metadata["declaration"])), tensors)
-    except MIError as error:
-        raise type(error)(f"{path}: {error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise SpecFileError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     if tensors:
         raise SpecFileError(f"{path} holds tensors that no intervention uses: {', '.join(sorted(tensors))}")
     return spec

@@ -3,7 +3,7 @@
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from mionnx.errors import InputError, ModelError, RuntimeMissingError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress
+from mionnx.machine.stored import Stored
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify.compare import Settings, Side, record, unit_of
 from mionnx.verify.graph_under_test import GraphUnderTest
@@ -26,8 +27,8 @@ COARSE = ("blocks.*.hook_resid_*", "hook_final_norm")
 
 
 @dataclass(frozen=True)
-class Bisection:
-    """The part of a graph in which two sides differ.
+class Bisection(Stored):
+    """The part of a graph in which two sides differ; `save` writes .safetensors.
 
     Attributes:
         first, second: their titles.
@@ -69,6 +70,13 @@ class Bisection:
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
         return {**vars(self), "folder": str(self.folder) if self.folder else None}
+
+    _contents = to_dict
+
+    @classmethod
+    def _of_contents(cls, contents: dict[str, Any]) -> Self:
+        folder = contents.pop("folder")
+        return cls(**contents, folder=None if folder is None else Path(folder))
 
 
 def bisect(

@@ -14,6 +14,7 @@ from mionnx.inputs.token_rows import is_one_prompt
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
+from mionnx.run.stopping import refuse_too_long
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify.bisect import Bisection
@@ -90,6 +91,8 @@ def verify(
     )  # fmt: skip
     calls = [_call(model, prompt) for prompt in texts]
     shown = [_shown(prompt, call) for prompt, call in zip(texts, calls, strict=True)]
+    for call in calls:
+        refuse_too_long("greedy", greedy, call, model.hooked.metadata)
     found = compare_runtimes(model.hooked, calls, shown, request, progress)
     model.give_back()
     return found

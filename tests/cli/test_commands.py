@@ -209,12 +209,23 @@ def test_generate_with_a_direction_from_a_file(tmp_path):
     assert stopped["text"]["new_text"].split() == ["four", "five"]
 
 
+def test_generate_of_a_chat(copy):
+    """The prompt in the model's template, with a system's message before it if there is one."""
+    template = "{% for message in messages %}{{ message.content + ' ' }}{% endfor %}"
+    (copy / "chat_template.jinja").write_text(template)
+    asked = ("generate", copy, "is", "--chat", "--system", "The capital of France", "--max-new-tokens", 1)
+    assert succeeded(*asked) == "is\nParis\n"
+    assert json.loads(succeeded(*asked, "--json"))["text"]["text"] == f"{PROMPT} Paris"
+
+
 def test_generate_refuses_what_it_cannot_do():
     for arguments, named in (
         (["--compare"], "none was given"),
         (["--zero", "blocks.9.hook_mlp_out"], "blocks.9.hook_mlp_out"),
         (["--zero", "blocks.1.hook_mlp_out@positions=generating"], "generating"),
         (["--temperature", "0"], "temperature"),
+        (["--chat"], "has no chat template"),
+        (["--system", "Be brief."], "give --chat too"),
     ):
         run = mionnx("generate", LLAMA, PROMPT, *arguments)
         assert run.returncode == 1

@@ -70,6 +70,9 @@ RESULTS: dict[str, Callable[[MIModel], Any]] = {
     "AttentionPatterns": lambda model: model.attention(TEXT),
     "Attribution": lambda model: model.attribute(TEXT, "Paris"),
     "Bisection": lambda model: model.bisect(TEXT, ("ort-cpu", "ort-cpu:none")),
+    "ChatTokens": lambda model: model.tokenize_chat(
+        [{"role": "user", "content": TEXT}], chat_template="{{ messages[0].content }}"
+    ),
     "Direction": lambda model: model.contrast([TEXT], [OTHER])[1],
     "Directions": lambda model: model.contrast([TEXT], [OTHER]),
     "DoseResponse": lambda model: model.dose_response([TEXT], model.contrast([TEXT], [OTHER])[1], [0, 1.0]),
@@ -112,11 +115,6 @@ RECURRENT: dict[str, Callable[[MIModel], Any]] = {
 }
 # No results: what is not told by values, or belongs to its call.
 OTHERS = {"MIModel", "Hook", "TextStreamer", "Compiled", "FeatureActivations", "create_knockout_mask", "sample_token"}
-
-
-@pytest.fixture(scope="module")
-def recurrent() -> MIModel:
-    return MIModel.from_pretrained(REPOSITORY / "models" / "world-rwkv7", threads=1)
 
 
 def check_round_trips(result: Any) -> None:

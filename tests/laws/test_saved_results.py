@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from alike import alike
-from repository import REPOSITORY
 from safetensors.numpy import load_file, save_file
 
 from mionnx import (
@@ -69,6 +69,10 @@ RESULTS: dict[str, Callable[[MIModel], Stored]] = {
     "AblationResult alone": lambda model: ablated(model, None),
     "AttentionPatterns": lambda model: model.attention(TEXT, layers=[1, 3]),
     "Attribution": lambda model: model.attribute(TEXT, "Paris", versus="Tokyo"),
+    "Bisection": lambda model: model.bisect(TEXT, ("ort-cpu", "reference"), tolerance=0),
+    "Bisection without a part": lambda model: replace(
+        model.bisect(TEXT, ("ort-cpu", "ort-cpu:none"), tolerance=1), folder=Path("elsewhere")
+    ),
     "DoseResponse": lambda model: model.dose_response([TEXT], model.contrast([TEXT], [OTHER])[1], [0, 1.0]),
     "FeatureActivations": features,
     "Generation": lambda model: model.generate(
@@ -78,6 +82,7 @@ RESULTS: dict[str, Callable[[MIModel], Stored]] = {
     "HookCache": lambda model: model.forward(TEXT, a_spec(), use_cache=True, logits=Logits(top_k=3)),
     "HookCache without logits": lambda model: model.forward(TEXT, HookSpec().capture("*"), logits=False),
     "LensResult": lambda model: model.logit_lens(TEXT, k=3, tokens=["Tokyo"]),
+    "SteeringCalibration": lambda model: model.calibrate(model.contrast([TEXT], [OTHER]), [TEXT]),
     "SweepResult": lambda model: model.patch_sweep(TEXT, OTHER),
     "SweepResult of an ablation": lambda model: model.ablation_sweep(TEXT),
     "SweepResult of paths": lambda model: model.path_patch(TEXT, OTHER, "all"),
@@ -91,11 +96,6 @@ RECURRENT: dict[str, Callable[[MIModel], Stored]] = {
     ),
 }
 PAST = (KVCache, RWKVState)
-
-
-@pytest.fixture(scope="module")
-def recurrent() -> MIModel:
-    return MIModel.from_pretrained(REPOSITORY / "models" / "world-rwkv7", threads=1)
 
 
 def plain(value: Any) -> Any:

@@ -71,6 +71,7 @@ WRONG: dict[str, Any] = {
     "cube": np.zeros((2, 3, 4)),
 }
 PROMPT, OTHER, ANSWER = "The capital of France is", "The capital of Japan is", "Paris"
+CHAT, TEMPLATE = [{"role": "user", "content": PROMPT}], "{{ messages[0].content }}"
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,9 @@ def _caches(model: MIModel, recurrent: MIModel) -> Iterator[Call]:
     yield Call("HookCache[]", lambda: lambda hook: found[hook], name)
     tokens = model.tokenize(PROMPT)
     yield Call("Tokens.positions_of", lambda: tokens.positions_of, {"part": "France"})
+    chat = model.tokenize_chat(CHAT, chat_template=TEMPLATE)
+    one = {"message": 0, "role": "user"}
+    yield from _methods("ChatTokens", lambda: chat, {"positions_of": {"part": "France", **one}, "positions_in": one})
     yield Call("Logits", lambda: Logits, {})
     streamer = {"tokenizer": model.tokenizer}
     yield Call("TextStreamer", lambda: TextStreamer, streamer)
@@ -293,6 +297,7 @@ def _verbs(model: MIModel, folder: Path) -> dict[str, dict[str, Any]]:
         "report": {"hooks": spec},
         "estimate": {"hooks": spec, "batch": 1, "seq": 5},
         "tokenize": {"text": PROMPT},
+        "tokenize_chat": {"messages": CHAT, "chat_template": TEMPLATE},
         "token_id": {"text": ANSWER},
         "to_tokens": {"text": PROMPT},
         "to_str_tokens": {"tokens": PROMPT},

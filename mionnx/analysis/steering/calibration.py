@@ -13,6 +13,7 @@ from mionnx.analysis.steering.directions import Directions
 from mionnx.analysis.steering.prompts import Texts, positions_of, texts_of, whole_numbers
 from mionnx.errors import HookError, InputError
 from mionnx.inputs.tokens import Tokens
+from mionnx.machine.stored import Stored
 from mionnx.machine.typed import typed
 from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
@@ -21,8 +22,8 @@ from mionnx.spec.hook_spec import HookSpec
 
 @dataclass(frozen=True)
 @typed(InputError)
-class SteeringCalibration:
-    """Strengths in units of the stream that they are added to.
+class SteeringCalibration(Stored):
+    """Strengths in units of the stream that they are added to; `save` writes .safetensors.
 
     Attributes:
         hook: the short name of the hook point.

@@ -1,0 +1,80 @@
+"""From a config to a graph with hook points, whatever the number of layers: as many are traced as show every kind.
+
+Where layers cannot be made from others, all of them are traced.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from transformers import PreTrainedModel
+
+from exporters.transformers.check_hooked import check_stream, hook_axes
+from exporters.transformers.families import Layout, layout_of
+from exporters.transformers.kinds import all_different
+from exporters.transformers.naming import name_dimensions, name_hooks, read_lengths_once, strip
+from exporters.transformers.simplify import simplify_traced
+from exporters.transformers.sizes import sizes_of
+from exporters.transformers.stamp import stamp
+from exporters.transformers.trace import buffers_of, find_kinds, skeleton_of, trace
+from mionnx.graph.metadata import Sizes
+
+Stage = Callable[[str], None]  # called as a stage begins
+
+
+@dataclass(frozen=True)
+class HookedGraph:
+    """A graph with hook points, without weights.
+
+    Attributes:
+        model: the graph.
+        parameters: the weights that it reads: values without data, which are no initializers yet.
+        hooks: hook point -> its axes, in execution order.
+        sizes: of the model.
+        skeleton: the torch model on the meta device.
+        layout: where it keeps its modules.
+    """
+
+    model: ir.Model
+    parameters: list[ir.Value]
+    hooks: dict[str, list[str | int]]
+    sizes: Sizes
+    skeleton: PreTrainedModel
+    layout: Layout
+
+
+def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None, whole: bool = False) -> HookedGraph:
+    """Make the graph of a config.
+
+    Args:
+        config: a transformers config of a causal language model.
+        dtype: of weights and activations.
+        stage: called with the name of each stage.
+        whole: trace every layer.
+
+    Raises:
+        ExportError: the family is laid out in an unknown way, or torch cannot export it.
+    """
+    sizes = sizes_of(config, learned_positions=layout_of(config).positions is not None)
+    past = (sizes.num_kv_heads, sizes.head_dim, dtype)
+    stage("comparing layers")
+    skeleton = skeleton_of(config, dtype)
+    buffers = buffers_of(skeleton)
+    every = all_different(sizes.num_layers)
+    for kinds in (every if whole else find_kinds(skeleton, past, buffers), every):
+        stage(f"tracing {len(kinds.traced)} of {sizes.num_layers} layers")
+        traced = trace(skeleton, past, kinds)
+        stage("simplifying")
+        parameters = simplify_traced(traced.model, buffers)
+        stage("naming")
+        graph = traced.model.graph
+        hooks = name_hooks(graph)
+        name_dimensions(graph)
+        read_lengths_once(graph)
+        check_stream(graph)
+        strip(traced.model)
+        if stamp(graph, parameters, hooks, kinds, traced.layout.blocks):
+            break
+    return HookedGraph(traced.model, parameters, hook_axes(graph, hooks, sizes), sizes, skeleton, traced.layout)

@@ -1,0 +1,251 @@
+"""Kinds of layers: those that compute the same, and as many of them as have to be traced for all to be known.
+
+Nothing is guessed from a config. The model without weights runs once on torch's meta device, and what each layer
+computes is written down. Two layers are of one kind if these agree:
+
+1. Every operator that torch dispatches, with its numbers and sizes, and where each tensor comes from: the stream, a
+   weight of the layer by its name inside of it, the layer's past, a value computed before all layers (the mask, the
+   rotation, by which of them it is), an earlier operator of the layer, or a value of a layer named by its number.
+2. Every hook point, and what it names.
+3. The class and the attributes of every module in the layer. Its number is the only attribute that may differ; an
+   object that is not understood is equal to itself alone.
+4. The values of buffers that no checkpoint holds.
+
+What layers share is made in a graph where it is first needed, so that the third layer of a kind has the nodes of the
+second. The first two of a kind are traced, and every layer of which another one reads more than the stream.
+"""
+
+import re
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mionnx.graph.hook_points import HookPoint, layer_of
+
+OUTSIDE = -1  # the layer of what is computed before all layers
+INDEX = re.compile(r"layer|idx|index")  # names of attributes that may hold a layer's number
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+TRACED = 2  # layers of a kind that are traced
+_TORCH = frozenset(vars(nn.Module())) | {"training"}
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The layers of a model.
+
+    Attributes:
+        of: the kind of each layer, a number.
+        traced: the layers that a graph has to hold for the others to be made from them, ascending.
+        returned: how many values a layer returns in a tuple; 0 where it returns the stream alone.
+    """
+
+    of: list[int]
+    traced: list[int]
+    returned: int = 0
+
+    def template(self, layer: int) -> int:
+        """The traced layer that a layer is made from: the last traced one of its kind."""
+        return max(other for other in self.traced if self.of[other] == self.of[layer])
+
+
+def all_different(layers: int) -> Kinds:
+    """Every layer a kind of its own: all are traced."""
+    return Kinds([*range(layers)], [*range(layers)])
+
+
+class Recorder(TorchDispatchMode):
+    """Record of a run: the computation of each layer, as a list of hashable steps.
+
+    Attributes:
+        steps: layer -> its operators and hook points in order.
+        reads: layer -> other layers of which it reads a value.
+        returned: how many values layers return in a tuple; 0 where one returns the stream alone.
+    """
+
+    def __init__(self, model: nn.Module, blocks: str, past: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.steps: dict[int, list[Hashable]] = {OUTSIDE: []}
+        self.reads: dict[int, set[int]] = {OUTSIDE: set()}
+        self.returned: set[int] = set()
+        self.layer = OUTSIDE
+        self._blocks = model.get_submodule(blocks)
+        self._at: dict[int, tuple[Any, ...]] = {}
+        self._kept: list[Tensor] = []  # so that no two tensors have one id
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        for name, tensor in named:
+            layer, rest = split(name, blocks)
+            self._put(tensor, (layer, "weight", rest, str(tensor.dtype), tuple(tensor.shape)))
+        for layer, pair in enumerate(past):
+            for number, tensor in enumerate(pair):
+                self._put(tensor, (layer, "past", number))
+
+    def __enter__(self) -> Self:
+        self._hooks = [block.register_forward_hook(self._note) for block in self._blocks.children()]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(self, _block: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        self.returned.add(len(output) if isinstance(output, tuple) else 0)
+
+    def listen(self, name: str, value: Tensor, stream: bool) -> Tensor:
+        """The taps' listener: note a hook point; layers begin at the stream before them."""
+        if name == str(HookPoint.ResidPre(0)):
+            self._put(value, (OUTSIDE, "stream"))
+            self._begin(0)
+        layer = layer_of(name)
+        own = name if layer is None else name.replace(f".{layer}.", ".", 1)
+        moved = None if layer in (None, self.layer) else layer  # a hook point of a layer inside another one
+        self._step(("hook", own, moved, stream, self._token(value)))
+        if layer is not None and name == str(HookPoint.ResidPost(layer)):
+            self._put(value, (layer, "stream"))
+            self._begin(layer + 1)
+        return value
+
+    def _begin(self, layer: int) -> None:
+        self.layer = layer
+        self.steps.setdefault(layer, [])
+        self.reads.setdefault(layer, set())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        place = len(self.steps[self.layer])
+        self._step((str(func), self._token(args), self._token(kwargs or {})))
+        for number, value in enumerate(found if isinstance(found, tuple | list) else [found]):
+            if isinstance(value, Tensor) and (id(value) not in self._at or self._at[id(value)][1] == "made"):
+                self._put(value, (self.layer, "made", place, number))
+        return found
+
+    def _step(self, step: tuple[Any, ...]) -> None:
+        self.steps[self.layer].append(step)
+
+    def _put(self, tensor: Tensor, at: tuple[Any, ...]) -> None:
+        self._kept.append(tensor)
+        self._at[id(tensor)] = at
+
+    def _token(self, value: Any) -> Hashable:
+        if isinstance(value, Tensor):
+            return self._source(value)
+        if isinstance(value, Mapping):
+            return tuple((key, self._token(item)) for key, item in value.items())
+        if isinstance(value, tuple | list):
+            return tuple(self._token(item) for item in value)
+        return plain(value)
+
+    def _source(self, tensor: Tensor) -> Hashable:
+        """Origin of a tensor, as seen from the current layer."""
+        at = self._at.get(id(tensor))
+        if at is None:
+            return _constant(tensor)
+        layer, *rest = at
+        if layer == self.layer:
+            return "own", *rest
+        if rest == ["stream"] and layer == self.layer - 1:
+            return "stream"
+        self.reads[self.layer].add(layer)
+        return at
+
+
+def _constant(tensor: Tensor) -> Hashable:
+    if tensor.device.type == "meta":
+        return object()  # of unknown origin: equal to nothing else
+    return "constant", str(tensor.dtype), tuple(tensor.shape), tensor.numpy().tobytes()
+
+
+def plain(value: Any) -> Hashable:
+    """Hashable form of a number or a name; another object equals itself alone."""
+    return (type(value).__name__, repr(value)) if isinstance(value, PLAIN) else ("object", id(value))
+
+
+def split(name: str, blocks: str) -> tuple[int, str]:
+    """Split a name into its layer and the rest; `OUTSIDE` and all of it if it is in none.
+
+    Args:
+        name: of a parameter or module of the model.
+        blocks: path of the model's layers.
+    """
+    rest = name.removeprefix(f"{blocks}.")
+    number, _, inside = rest.partition(".")
+    return (int(number), inside) if rest != name and number.isdigit() else (OUTSIDE, name)
+
+
+class _Attributes:
+    """The classes and attributes of one layer's modules, as something hashable."""
+
+    def __init__(self, block: nn.Module, layer: int) -> None:
+        self.block, self.layer = block, layer
+        self.paths = {id(module): path for path, module in block.named_modules()}
+
+    def all(self) -> tuple[Hashable, ...]:
+        """Those of the layer and every module in it."""
+        return tuple((path, type(module), *self._of(module)) for path, module in self.block.named_modules())
+
+    def _of(self, module: nn.Module) -> Iterator[Hashable]:
+        for name, value in sorted(vars(module).items()):
+            if name not in _TORCH:
+                numbered = type(value) is int and value == self.layer and INDEX.search(name)
+                yield name, "number of the layer" if numbered else self._value(value)
+
+    def _value(self, value: Any) -> Hashable:
+        if isinstance(value, tuple | list):
+            return type(value), *(self._value(item) for item in value)
+        if isinstance(value, dict):
+            return dict, *((plain(key), self._value(item)) for key, item in value.items())
+        if isinstance(value, partial):
+            return partial, self._value(value.func), self._value(value.args), self._value(value.keywords)
+        if isinstance(value, MethodType):
+            return MethodType, value.__func__, self._value(value.__self__)
+        return self.paths.get(id(value), plain(value))
+
+
+def kinds_of(model: nn.Module, blocks: str, recorder: Recorder, buffers: Mapping[str, Tensor]) -> Kinds:
+    """Group a model's layers.
+
+    Args:
+        model: without weights.
+        blocks: path of its layers.
+        recorder: of one run of all layers.
+        buffers: name -> buffers that no checkpoint holds, with values.
+    """
+    layers = list(model.get_submodule(blocks).children())
+    if _shares_between_layers(model, blocks) or len(recorder.returned) != 1:
+        return all_different(len(layers))
+    held: dict[int, list[Hashable]] = {}
+    for name, buffer in sorted(buffers.items()):
+        layer, rest = split(name, blocks)
+        held.setdefault(layer, []).append((rest, _constant(buffer)))
+    signs = [
+        (tuple(recorder.steps.get(i, [object()])), _Attributes(block, i).all(), tuple(held.get(i, [])))
+        for i, block in enumerate(layers)
+    ]
+    numbers: dict[Hashable, int] = {}
+    of = [numbers.setdefault(sign, len(numbers)) for sign in signs]
+    return Kinds(of, _traced(of, recorder.reads), *recorder.returned)
+
+
+def _traced(of: list[int], reads: Mapping[int, set[int]]) -> list[int]:
+    chosen = {layer for layer, kind in enumerate(of) if of[:layer].count(kind) < TRACED}
+    afar = {layer: reads.get(layer, set()) - {OUTSIDE} for layer in range(len(of))}
+    # A layer that reads of another one, whatever it reads of its neighbour, is traced behind its own neighbour.
+    while missing := {other for layer in chosen if afar[layer] for other in (layer - 1, *afar[layer])} - chosen:
+        chosen |= missing
+    return sorted(chosen)
+
+
+def _shares_between_layers(model: nn.Module, blocks: str) -> bool:
+    """Whether a parameter or buffer is in several layers, or in one and outside of them."""
+    owners: dict[int, set[int]] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        owners.setdefault(id(tensor), set()).add(split(name, blocks)[0])
+    return any(len(layers) > 1 for layers in owners.values())

@@ -1,0 +1,45 @@
+"""Whether the taps fit a family that no table knows: the model without weights is run once, and must show them all."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exporters.transformers import trace
+from exporters.transformers.families import layout_of
+from exporters.transformers.sizes import sizes_of
+from mionnx.graph.hook_points import HookPoint
+
+OUTSIDE = (HookPoint.Embed, HookPoint.Logits)
+INSIDE = tuple(
+    getattr(HookPoint, variant)
+    for variant in "ResidPre AttnQ AttnK AttnV AttnScores AttnPattern AttnZ AttnOut MlpPre MlpPost MlpOut ResidPost".split()  # noqa: SIM905
+)
+
+
+def missing_taps(config: Any, dtype: torch.dtype) -> str | None:
+    """What taps by the table's layout do not find in a family; None if they find everything.
+
+    Args:
+        config: changed: a copy of the checkpoint's.
+        dtype: of the model.
+    """
+    seen = set[str]()
+
+    def listen(name: str, value: Tensor, stream: bool) -> Tensor:
+        seen.add(name)
+        return value
+
+    layout = layout_of(config)
+    try:
+        sizes = sizes_of(config, learned_positions=layout.positions is not None)
+        skeleton = trace.skeleton_of(config, dtype)
+        with torch.device("meta"):
+            example = trace.example_of(range(sizes.num_layers), (sizes.num_kv_heads, sizes.head_dim, dtype))
+        with trace.quiet(), torch.no_grad():
+            trace.Cached(skeleton, layout, listen).eval()(*example)
+    except Exception as error:  # whatever a family's code raises where it is laid out otherwise
+        return f"{config.model_type!r}: {error}"
+    wanted = [*OUTSIDE, *(point(layer) for layer in range(sizes.num_layers) for point in INSIDE)]
+    absent = [str(point) for point in wanted if str(point) not in seen]
+    return f"{config.model_type!r} shows no {absent[0]} where taps look for it" if absent else None

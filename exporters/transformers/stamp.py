@@ -1,0 +1,216 @@
+"""Layers made from traced ones: the same nodes on their own weights, past and hook names.
+
+A layer's nodes stand between the residual stream before it and after it. They read that stream, the layer's own
+weights and past, and values made before, which every layer of the kind reads too (`kinds`). So a layer is made by
+copying the nodes of another one of its kind, with names moved:
+
+1. Hook points, weights, past and present of the traced layer become those of the layer that is made.
+2. The stream before a layer is that after its neighbour, in traced layers too whose neighbour was not traced.
+3. Every other value of the layer gets the layer's number behind its name; values from outside are read as they are.
+"""
+
+import re
+from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from exporters.transformers.kinds import OUTSIDE, Kinds, split
+from mionnx.graph.hook_points import HookPoint, layer_of
+from mionnx.graph.io_names import KEYS_AND_VALUES
+
+_CACHE = re.compile(rf"(?:{KEYS_AND_VALUES.past}|{KEYS_AND_VALUES.present})\.(\d+)\.")
+
+
+def stamp(graph: ir.Graph, parameters: list[ir.Value], hooks: list[str], kinds: Kinds, blocks: str) -> bool:
+    """Put every layer into a graph that holds the traced ones, in place.
+
+    Args:
+        graph: with named hook points and dimensions.
+        parameters: the weights that it reads; those of the made layers are put beside them, without data.
+        hooks: its hook points in execution order; those of the made layers are put between them.
+        kinds: which layers it holds, and which of them the others are like.
+        blocks: path of the layers in the names of weights.
+
+    Returns:
+        whether that could be done. Where nodes of one layer stand among those of another, or hold graphs of their own,
+        nothing is changed.
+    """
+    if len(kinds.traced) == len(kinds.of):
+        return True
+    nodes = _segments(graph, kinds.traced)
+    if nodes is None or not all(_alone(nodes[layer], layer, blocks) for layer in kinds.traced):
+        return False
+    stamper = _Stamper(graph, kinds, blocks, nodes, {id(value) for value in parameters})
+    for layer in range(len(kinds.of)):
+        stamper.put(layer)
+    stamper.join(nodes[OUTSIDE], len(kinds.of))
+    _order_cache(graph.inputs)
+    _order_cache(graph.outputs)
+    parameters += [value for layer in sorted(stamper.parameters) for value in stamper.parameters[layer]]
+    hooks[:] = _hooks(hooks, kinds)
+    return True
+
+
+def _segments(graph: ir.Graph, traced: Sequence[int]) -> dict[int, list[ir.Node]] | None:
+    """Group nodes by traced layer; under `OUTSIDE` stand those after the last one.
+
+    Returns:
+        None if layers do not come one after another.
+    """
+    ends = {str(HookPoint.ResidPost(layer)): layer for layer in traced}
+    before, waiting = list[ir.Node](), list[ir.Node]()
+    segments: dict[int, list[ir.Node]] = {}
+    for node in graph:
+        waiting.append(node)
+        if node.outputs[0].name == str(HookPoint.ResidPre(0)):
+            before, waiting = waiting[:-1], waiting[-1:]
+        ended = ends.get(str(node.outputs[0].name))
+        if ended is not None:
+            segments[ended], waiting = waiting, []
+    segments[OUTSIDE] = waiting
+    return segments if before and [*segments] == [*traced, OUTSIDE] else None
+
+
+def _alone(nodes: list[ir.Node], layer: int, blocks: str) -> bool:
+    """Whether nodes name nothing of another layer but the stream, and hold no graphs."""
+    plain = all(attr.type not in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for node in nodes
+                for attr in node.attributes.values())  # fmt: skip
+    made = [value for node in nodes for value in node.outputs]
+    read = [value for node in nodes for value in node.inputs if value is not None and value.producer() is None]
+    owners = {_layer(value, blocks) for value in (*made, *read)}
+    return plain and owners <= {layer, OUTSIDE}
+
+
+def _layer(value: ir.Value, blocks: str) -> int:
+    """The layer that a value belongs to by its name; `OUTSIDE` if its name says none."""
+    name = str(value.name)
+    hook, cache = layer_of(name), _CACHE.match(name)
+    if hook is not None:
+        return hook
+    return int(cache[1]) if cache else split(name, blocks)[0]
+
+
+def moved(name: str, layer: int, other: int, blocks: str) -> str:
+    """Name of a value, as it is in another layer.
+
+    Args:
+        name: of a hook point, a weight, a past or a present, or of a value without a name of its own.
+        layer, other: numbers of the layers.
+        blocks: path of the layers in the names of weights.
+    """
+    for prefix in ("blocks", KEYS_AND_VALUES.past, KEYS_AND_VALUES.present, blocks):
+        if name.startswith(f"{prefix}.{layer}."):
+            return f"{prefix}.{other}.{name.removeprefix(f'{prefix}.{layer}.')}"
+    return f"{name}.{other}"
+
+
+@dataclass
+class _Stamper:
+    """A graph under work, and what has been made so far.
+
+    Attributes:
+        nodes: of each layer, and under `OUTSIDE` those after all layers.
+        weights: ids of the values that a checkpoint feeds.
+        parameters: layer -> such values made for it.
+    """
+
+    graph: ir.Graph
+    kinds: Kinds
+    blocks: str
+    nodes: dict[int, list[ir.Node]]
+    weights: set[int]
+    parameters: dict[int, list[ir.Value]] = field(default_factory=dict)
+
+    def put(self, layer: int) -> None:
+        """Make a layer, or join a traced one to the layer before it."""
+        if layer in self.kinds.traced:
+            self.join(self.nodes[layer], layer)
+            return
+        self.nodes[layer] = self._copies(self.kinds.template(layer), layer)
+        self.graph.insert_after(self.nodes[layer - 1][-1], self.nodes[layer])
+
+    def join(self, nodes: list[ir.Node], layer: int) -> None:
+        """Let traced nodes read the stream of the layer before, not of the traced one before."""
+        earlier = max((other for other in self.kinds.traced if other < layer), default=layer - 1)
+        if earlier == layer - 1:
+            return
+        old, new = self._stream(earlier), self._stream(layer - 1)
+        for node in nodes:
+            for place, value in enumerate(node.inputs):
+                if value is old:
+                    node.replace_input_with(place, new)
+
+    def _stream(self, layer: int) -> ir.Value:
+        return self.nodes[layer][-1].outputs[0]
+
+    def _copies(self, template: int, layer: int) -> list[ir.Node]:
+        known = {id(self._stream(template - 1)): self._stream(layer - 1)}
+        copies = []
+        for node in self.nodes[template]:
+            inputs = [value and self._read(value, known, template, layer) for value in node.inputs]
+            outputs = [self._like(value, template, layer) for value in node.outputs]
+            known |= {id(old): new for old, new in zip(node.outputs, outputs, strict=True)}
+            copy = ir.Node(
+                node.domain,
+                node.op_type,
+                inputs,
+                node.attributes.values(),
+                version=node.version,
+                name=f"{node.name}.{layer}",
+                outputs=outputs,
+            )
+            copies.append(copy)
+        return copies
+
+    def _read(self, value: ir.Value, known: dict[int, ir.Value], template: int, layer: int) -> ir.Value:
+        """Value that a copy reads in the place of another one."""
+        if value.producer() is not None or _layer(value, self.blocks) != template:
+            return known.get(id(value), value)
+        if id(value) not in known:
+            known[id(value)] = self._source(value, template, layer)
+        return known[id(value)]
+
+    def _source(self, value: ir.Value, template: int, layer: int) -> ir.Value:
+        """A past, a weight, or a buffer of the layer."""
+        made = self._like(value, template, layer)
+        if value.is_graph_input():
+            self.graph.inputs.append(made)
+        elif id(value) in self.weights:
+            self.parameters.setdefault(layer, []).append(made)
+        else:
+            made.const_value = value.const_value
+            self.graph.register_initializer(made)
+        return made
+
+    def _like(self, value: ir.Value, template: int, layer: int) -> ir.Value:
+        name = moved(str(value.name), template, layer, self.blocks)
+        made = ir.Value(name=name, shape=value.shape and value.shape.copy(), type=value.type)
+        if value.is_graph_output():
+            self.graph.outputs.append(made)
+        return made
+
+
+def _order_cache(values: MutableSequence[ir.Value]) -> None:
+    """Put the past and present of layers into the order of layers, behind all others."""
+
+    def place(value: ir.Value) -> int:
+        found = _CACHE.match(str(value.name))
+        return int(found[1]) if found else OUTSIDE
+
+    ordered = sorted(values, key=place)
+    values.clear()
+    values.extend(ordered)
+
+
+def _hooks(hooks: list[str], kinds: Kinds) -> list[str]:
+    """Hook points of all layers, in execution order."""
+    of: dict[int | None, list[str]] = {}
+    for name in hooks:
+        of.setdefault(layer_of(name), []).append(name)
+    layered = [place for place, name in enumerate(hooks) if layer_of(name) is not None]
+    found = hooks[: layered[0]]
+    for layer in range(len(kinds.of)):
+        traced = layer if layer in kinds.traced else kinds.template(layer)
+        found += [moved(name, traced, layer, "blocks") for name in of[traced]]
+    return found + hooks[layered[-1] + 1 :]

@@ -1,0 +1,208 @@
+"""Chat templates of a model's folder: messages as the text that the model was trained on.
+
+`chat_template.jinja` goes before `chat_template` of `tokenizer_config.json`, as in transformers. Among several
+templates by name, `default` is the model's own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+from mionnx.errors import InputError, ModelError, TokenizerError, nearest
+from mionnx.graph.folder_file import check_regular, read_json
+from mionnx.inputs.chat_renderer import chats
+
+FILE, CONFIG, OLDER = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
+LARGEST = 2**20  # bytes of a template
+PRIVATE = range(0xF0000, 0x10FFFE)  # characters without a meaning of their own: marks
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names that a message's reasoning has
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """Messages as one text.
+
+    Attributes:
+        text: the text.
+        spans: per message where its content stands in the text; none where the template leaves it out.
+    """
+
+    text: str
+    spans: tuple[tuple[Span, ...], ...]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A model's chat template.
+
+    Attributes:
+        source: jinja2.
+        tokens: special tokens that the template may name, `bos_token` for one.
+    """
+
+    source: str
+    tokens: Mapping[str, str]
+
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> RenderedChat:
+        """Render messages, and find where each one stands in the text.
+
+        A second rendering has characters of no meaning at both ends of each content, and has to be the same otherwise.
+
+        Raises:
+            TokenizerError: the template refuses the messages, fails, or takes too long.
+        """
+        plain = {"tools": None, "documents": None, **self.tokens, **variables}
+        plain["add_generation_prompt"] = add_generation_prompt
+        text = chats.render(self.source, {**plain, "messages": messages})
+        marked, marks = _marked(messages)
+        try:
+            spans = _spans(chats.render(self.source, {**plain, "messages": marked}), text, marks)
+        except TokenizerError:  # the template refuses marks: it gives no positions by message
+            spans = {}
+        return RenderedChat(text, tuple(tuple(spans.get(i, ())) for i in range(len(messages))))
+
+
+def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate:
+    """Load the chat template of a model's folder.
+
+    Args:
+        folder: of the model.
+        chosen: a template to use in place of the folder's.
+
+    Raises:
+        TokenizerError: there is none, or it is damaged.
+    """
+    try:
+        config, older = _settings(folder / CONFIG), _settings(folder / OLDER)
+        source = chosen if chosen is not None else _source(folder, config)
+    except (ModelError, OSError, UnicodeError) as error:
+        raise TokenizerError(f"the chat template of {folder} cannot be read: {error}") from error
+    tokens = {name: _content(value) for name, value in {**older, **config}.items() if name.endswith("_token")}
+    return ChatTemplate(source, {name: text for name, text in tokens.items() if isinstance(text, str)})
+
+
+def _source(folder: Path, config: Mapping[str, Any]) -> str:
+    path = folder / FILE
+    if path.is_file():
+        check_regular(path, LARGEST)
+        return path.read_text("utf-8")
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {str(one["name"]): one.get("template") for one in found if isinstance(one, dict) and "name" in one}
+        found = named.get("default")
+        if found is None and named:
+            raise TokenizerError(f"{folder} has no default chat template, but {', '.join(named)}: give one of them")
+    if not isinstance(found, str):
+        raise TokenizerError(
+            f"{folder} has no chat template, neither {FILE} nor chat_template in {CONFIG}: "
+            "give the prompt as one text, or a template, chat_template=TEXT"
+        )
+    return found
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    found = read_json(path) if path.is_file() else {}
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds {type(found).__name__}, no settings")
+    return found
+
+
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def as_messages(given: Sequence[Message]) -> list[dict[str, Any]]:
+    """Check messages.
+
+    As in transformers, a key without a value is left out, and reasoning gets every name that templates read.
+
+    Raises:
+        InputError: no messages, or one without a role or with a content of another kind.
+    """
+    if not given:
+        raise InputError("a chat needs at least one message, {'role': 'user', 'content': TEXT}")
+    return [_as_message(i, message) for i, message in enumerate(given)]
+
+
+def _as_message(number: int, given: Message) -> dict[str, Any]:
+    if not isinstance(given.get("role"), str):
+        near = next((found for key in given if (found := nearest(str(key), ["role"]))), "")
+        raise InputError(f"message {number} has no role; it has {', '.join(map(repr, given)) or 'nothing'}{near}")
+    content = given.get("content")
+    parts = content if isinstance(content, list | tuple) else []
+    if not isinstance(content, str | list | tuple | None) or not all(isinstance(part, Mapping) for part in parts):
+        raise InputError(f"the content of message {number} must be a text, or a list of parts {{'type', 'text'}}")
+    message = {str(key): value for key, value in given.items() if value is not None}
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+@dataclass(frozen=True)
+class _Mark:
+    message: int
+    start: str
+    end: str
+    text: str
+
+
+def _marked(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[_Mark]]:
+    """Messages with a mark at both ends of each text; white space stays outside."""
+    unused = (chr(code) for code in PRIVATE if chr(code) not in str(messages))
+    marks: list[_Mark] = []
+
+    def mark(number: int, text: str) -> str:
+        core = text.strip()
+        if not core:
+            return text
+        start, end = islice(unused, 2)
+        marks.append(_Mark(number, start, end, core))
+        lead, _, tail = text.partition(core)
+        return lead + start + core + end + tail
+
+    def content(number: int, given: Any) -> Any:
+        if isinstance(given, str):
+            return mark(number, given)
+        return [{**part, "text": mark(number, part["text"])} if _has_text(part) else part for part in given]
+
+    contents = [{"content": content(i, one["content"])} if "content" in one else {} for i, one in enumerate(messages)]
+    return [{**one, **marked} for one, marked in zip(messages, contents, strict=True)], marks
+
+
+def _has_text(part: Mapping[str, Any]) -> bool:
+    return isinstance(part.get("text"), str)
+
+
+def _spans(marked: str, text: str, marks: Sequence[_Mark]) -> dict[int, list[Span]]:
+    """Message -> its ranges in the text; empty where the marks change more than themselves."""
+    places: dict[str, list[int]] = {sign: [] for mark in marks for sign in (mark.start, mark.end)}
+    plain: list[str] = []
+    for character in marked:
+        if character in places:
+            places[character].append(len(plain))
+        else:
+            plain.append(character)
+    if "".join(plain) != text:
+        return {}
+    found: dict[int, list[Span]] = {}
+    for mark in marks:
+        starts, ends = places[mark.start], places[mark.end]
+        if len(starts) == len(ends):
+            spans = [*zip(starts, ends, strict=True)]
+        elif not starts:  # the template cuts the beginning off
+            lengths = [_shared(text[:end][::-1], mark.text[::-1].rstrip()) for end in ends]
+            spans = [(end - len(text[end - n : end].lstrip()), end) for n, end in zip(lengths, ends, strict=True)]
+        else:
+            spans = [(start, start + _shared(text[start:], mark.text)) for start in starts if not ends]
+        found.setdefault(mark.message, []).extend(spans)
+    return {number: sorted(spans) for number, spans in found.items()}
+
+
+def _shared(one: str, other: str) -> int:
+    """Number of characters with which both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -1,0 +1,55 @@
+"""Whether two graphs are the same, node by node, but for the names of values and nodes that nobody gave them."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import onnx_ir as ir
+
+# Hook points, weights, inputs and outputs; every other value of a traced graph has a running number for a name.
+NAMED = re.compile(r"blocks\.\d|hook_|past_key_values\.|present\.|model\.|transformer\.|gpt_neox\.|lm_head|embed_out")
+TOKENS = ("input_ids", "attention_mask", "position_ids", "logits")
+
+
+def described(model: ir.Model, parameters: list[ir.Value]) -> list[Any]:
+    """A graph as a list that is equal for equal graphs: its inputs, nodes, outputs, weights and constants.
+
+    Values without a name of their own are called by when they are made, constants by what they hold.
+    """
+    names: dict[int, Any] = {id(value): ("weight", *_facts(value), value.name) for value in parameters}
+    return [*_lines(model.graph, names), *sorted(str(_facts(value)) for value in parameters)]
+
+
+def _lines(graph: ir.Graph, names: dict[int, Any]) -> Iterator[Any]:
+    for value in graph.inputs:
+        names[id(value)] = value.name
+        yield "input", *_facts(value)
+    for place, node in enumerate(graph):
+        read = [None if value is None else _name(value, names) for value in node.inputs]
+        for number, value in enumerate(node.outputs):
+            own = value.name in TOKENS or NAMED.match(str(value.name))
+            names[id(value)] = value.name if own else (place, number)
+        made = [(names[id(value)], str(value.shape), str(value.dtype)) for value in node.outputs]
+        yield node.domain, node.op_type, node.version, read, _attributes(node), made
+    for value in graph.outputs:
+        yield "output", names[id(value)], *_facts(value)
+
+
+def _name(value: ir.Value, names: dict[int, Any]) -> Any:
+    if id(value) not in names:
+        assert value.const_value is not None, value
+        array = value.const_value.numpy()
+        names[id(value)] = "constant", str(value.dtype), array.shape, array.tobytes()
+    return names[id(value)]
+
+
+def _attributes(node: ir.Node) -> list[tuple[str, str]]:
+    return sorted((name, repr(_plain(attr.value))) for name, attr in node.attributes.items())
+
+
+def _plain(value: Any) -> Any:
+    return value.numpy().tolist() if isinstance(value, ir.TensorProtocol) else value
+
+
+def _facts(value: ir.Value) -> tuple[str, str, str]:
+    return str(value.name), str(value.shape), str(value.dtype)
