@@ -78,7 +78,7 @@ def find_attention(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> Atte
 
 
 def _pattern(flow: Flow, layer: int, softmax: ir.Node) -> tuple[ir.Value, ir.Node]:
-    """The weights of a softmax, with axes of their own for batch and heads, and the product of them with the values."""
+    """The weights of a softmax, [batch, heads, seq_q, seq_k], and their product with the values."""
     value = weights = softmax.outputs[0]
     while True:
         weights = weights if rank(value) == MERGED and rank(weights) == MERGED + 1 else value

@@ -10,7 +10,16 @@ import onnx_ir as ir
 
 from exporters.adopt.caching import add_past, read_joined
 from exporters.adopt.flow import SIZES, Flow
-from exporters.adopt.masking import LONG, Masking, MaskProbe, maskings, replace_masks, serves_chunks, sweep_away, window_of
+from exporters.adopt.masking import (
+    LONG,
+    Masking,
+    MaskProbe,
+    maskings,
+    replace_masks,
+    serves_chunks,
+    sweep_away,
+    window_of,
+)
 from exporters.adopt.operators.op_writer import MASK, TOKENS, OpWriter
 from exporters.adopt.recognise import Recognised
 from exporters.adopt.self_check import LawResult, Probe, check_extension, compare, probe

@@ -9,7 +9,7 @@ STEPS = ((0, 2, 1, 3), (0, 1, 3, 2))  # the same in two
 
 
 def separate_heads(graph: ir.Graph) -> None:
-    """Bring a graph's attention into the form with batch, heads, queries and keys as four axes, in place.
+    """Give batch, heads, queries and keys of attention axes of their own, in place.
 
     1. A softmax over scores whose batch and heads were merged into one axis comes before the merging.
     2. Keys that are turned while their heads are split off are split first, and turned then.

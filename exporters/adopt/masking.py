@@ -69,9 +69,7 @@ def maskings(flow: Flow, layer: int, scores: ir.Value, product: ir.Node) -> list
         called = [one for one in others if flow.origin.get(one) == Origin.CALL]
         if node.op_type == "Where" and node.inputs[0] in others:
             found.append(Masking(node, value, node.inputs[0], node.inputs[1] is value))
-        elif node.op_type == "Add" and called:
-            found.append(Masking(node, value, called[0], None))
-        elif node.op_type == "Mul" and called and (rank(called[0]) or 0) > 1:
+        elif (node.op_type == "Add" and called) or (node.op_type == "Mul" and called and (rank(called[0]) or 0) > 1):
             found.append(Masking(node, value, called[0], None))
         elif called and node.op_type not in PASSING | {"Slice", "Mul", "Div"}:
             raise ExportError(f"layer {layer}: {node.op_type} changes scores by something of the call that is no mask")
@@ -177,7 +175,9 @@ def causal(seq: int, past: int, window: int | None) -> Seen:
 def window_of(
     probe: MaskProbe, found: Sequence[Masking], window: int | None, layer: int, longest: int = LONG
 ) -> int | None:
-    """The window of a layer's mask: that of the config or none, whichever its numbers are; in texts up to `longest`.
+    """The window of a layer's mask: that of the config or none, whichever its numbers are.
+
+    Texts of at most `longest` tokens are tried.
 
     Raises:
         ExportError: it is neither, or more than a mask.

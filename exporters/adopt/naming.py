@@ -35,7 +35,7 @@ def name_points(found: Recognised) -> list[str]:
 
 
 def _turned(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    """Heads before the positions, [batch, heads, seq, head_dim], on the way of a value to its readers."""
+    """A value as [batch, heads, seq, head_dim], on its way to its readers."""
     readers = [(node, place) for node, place in value.uses() if node.op_type not in SIZES]
     turn = ir.node("Transpose", [value], attributes={"perm": HEADS_FIRST})
     back = ir.node("Transpose", [turn.outputs[0]], attributes={"perm": HEADS_FIRST})

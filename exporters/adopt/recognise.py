@@ -42,7 +42,9 @@ def sum_of(name: str) -> str:
 
 
 def recognise(graph: ir.Graph) -> Recognised:
-    """Find the hook points of a decoder whose fused operators have been expanded; its graph is put in order first.
+    """Find the hook points of a decoder whose fused operators have been expanded.
+
+    Its heads are given axes of their own first.
 
     Raises:
         ExportError: what is found is no decoder with a residual stream, attention and MLPs.

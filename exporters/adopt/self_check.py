@@ -241,7 +241,12 @@ def _rises(q: Array, k: Array, scores: Array) -> tuple[Array, Array]:
 
     A scale and a soft cap keep the order; so does a mask, among the keys that are seen. Where positions add to the
     scores, as ALiBi does, that is the same in all rows: the differences of two rows rise with those of their q k.
+
+    Raises:
+        ExportError: queries and keys have no product.
     """
+    if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ExportError(f"queries {list(q.shape)} and keys {list(k.shape)} are no two that are multiplied")
     products = np.einsum("bhqd,bhkd->bhqk", q.astype(np.float64), k.astype(np.float64))
     alone, wide = _rise(products, scores.astype(np.float64)), scores.astype(np.float64)
     between = _rise(products[1:] - products[:-1], wide[1:] - wide[:-1])

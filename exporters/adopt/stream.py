@@ -55,7 +55,10 @@ def residual_steps(flow: Flow) -> list[Step]:
 
 
 def _normed(flow: Flow, summed: ir.Value, following: ir.Value) -> tuple[ir.Value, list[ir.Value] | None]:
-    """The value between two sums that the second one adds to, and what is added; the first sum and None without one."""
+    """The value between two sums to which the second one adds, and the added values.
+
+    Without one the first sum and None.
+    """
     for value in flow.chain(following, summed)[:-1]:
         added = _summands(flow, following, value)
         if added is not None:

@@ -60,7 +60,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
 
 
 def _tapped(config: Any, dtype: torch.dtype, stage: Stage) -> HookedGraph | str:
-    """The graph of a family with taps; of one that is in no table and that they do not fit, what they do not find."""
+    """The graph of a family with taps, or the reason why they do not fit one without a table."""
     if config.model_type in FAMILIES:
         return make_graph(config, dtype, stage)
     lacking = missing_taps(deepcopy(config), dtype)

@@ -1,4 +1,4 @@
-"""Arithmetic that a family does in bfloat16 whatever the model's dtype, in a form that runtimes run.
+"""Arithmetic in bfloat16 inside of models of other dtypes, in a form for every runtime.
 
 Falcon rounds its ALiBi biases so. Sums and products of two bfloat16 numbers, computed in float32 and rounded once more,
 are the numbers that bfloat16 arithmetic gives (float32 has more than twice its digits), and ONNX Runtime has kernels.

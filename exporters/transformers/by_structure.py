@@ -4,7 +4,6 @@ A family whose modules the taps do not fit is traced as it is, and the recognise
 export counts as done if the laws of every decoder hold and eager transformers says the same (`check_eagerly`).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -108,7 +107,9 @@ def export_by_structure(source: Source, target: Path, stage: Stage, progress: Pr
         ExportError: it is no decoder that is understood, a law does not hold, or transformers says something else.
     """
     if source.dtype == torch.bfloat16:
-        raise ExportError(f"{source.why}; what is found by structure is checked by running it, and bfloat16 does not run")
+        raise ExportError(
+            f"{source.why}; what is found by structure is checked by running it, and bfloat16 does not run"
+        )
     try:
         stage("tracing the model as it is")
         skeleton = skeleton_of(source.config, source.dtype)
@@ -164,7 +165,9 @@ def _recognised(model: ir.Model, source: Source, target: Path, parameters: set[s
     sizes = replace(sizes_of(probed.values, found), max_positions=limit)
     hooks = {name: axes_of(name, probed.values[name].shape, sizes) for name in names}
     annotate(proto, probed, hooks)
-    return Found(proto, found, sizes, hooks, {SINKS: "in the softmax"} if any(one.sink for one in found.attention) else {})
+    return Found(
+        proto, found, sizes, hooks, {SINKS: "in the softmax"} if any(one.sink for one in found.attention) else {}
+    )
 
 
 def _refuse(broken: list[LawResult]) -> None:

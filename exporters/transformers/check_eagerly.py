@@ -60,7 +60,9 @@ class EagerCheck:
     layers: int
 
 
-def check_eagerly(folder: Path, config: Any, proto: onnx.ModelProto, target: Path, sizes: Sizes, dtype: str) -> EagerCheck:
+def check_eagerly(
+    folder: Path, config: Any, proto: onnx.ModelProto, target: Path, sizes: Sizes, dtype: str
+) -> EagerCheck:
     """Compare an exported graph with its checkpoint, run by transformers.
 
     Args:
@@ -144,7 +146,7 @@ def _silent() -> Iterator[None]:
 
 
 def _eager(model: PreTrainedModel, batch: _Batch, layers: int) -> dict[str, Array]:
-    """What transformers returns for a whole batch, by the names of hook points, outputs and caches."""
+    """The outcome of a batch in transformers, by names of hook points and outputs."""
     given = {name: torch.from_numpy(value) for name, value in batch.part(0, batch.ids.shape[1]).items()}
     try:
         with torch.no_grad():
@@ -153,7 +155,9 @@ def _eager(model: PreTrainedModel, batch: _Batch, layers: int) -> dict[str, Arra
         raise ExportError(f"transformers does not run the checkpoint: {error}") from error
     states, patterns = output.hidden_states or (), output.get("attentions") or ()
     if len(states) < layers:
-        raise ExportError(f"transformers returns {len(states)} hidden states of {layers} layers: nothing to compare with")
+        raise ExportError(
+            f"transformers returns {len(states)} hidden states of {layers} layers: nothing to compare with"
+        )
     found = {"logits": output.logits}
     found |= {f"blocks.{i}.hook_resid_pre": state for i, state in enumerate(states[:layers])}
     found |= {f"blocks.{i}.attn.hook_pattern": one for i, one in enumerate(patterns[:layers]) if one is not None}
@@ -204,14 +208,16 @@ def _run(session: Any, names: list[str], given: Mapping[str, Array]) -> list[Arr
 def _pairs(
     found: Mapping[str, Array], expected: Mapping[str, Array], batch: _Batch, past: int
 ) -> Iterator[tuple[str, int | None, Array, Array]]:
-    """What is compared, in words: values of tokens that are no padding, after the past."""
+    """The compared values in words, with layer and both sides, at tokens without padding."""
     real, whole = batch.mask[:, past:].astype(bool), batch.mask.astype(bool)
     for name, value in expected.items():
         if name not in found:
             continue
         layer, words = _words(name)
         if name.startswith(KEYS_AND_VALUES.present):
-            yield words, layer, np.moveaxis(found[name], 2, 1)[whole], np.moveaxis(value, 2, 1)[whole]
+            kept = value.shape[2]  # of a sliding window, the last ones
+            one, other = (np.moveaxis(array[:, :, -kept:], 2, 1) for array in (found[name], value))
+            yield words, layer, one[whole[:, -kept:]], other[whole[:, -kept:]]
         elif name.endswith("pattern"):
             yield words, layer, np.moveaxis(found[name], 2, 1)[real], np.moveaxis(value[:, :, past:], 2, 1)[real]
         else:

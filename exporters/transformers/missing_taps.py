@@ -11,14 +11,21 @@ from exporters.transformers.sizes import sizes_of
 from mionnx.graph.hook_points import HookPoint
 
 OUTSIDE = (HookPoint.Embed, HookPoint.Logits)
-INSIDE = tuple(
-    getattr(HookPoint, variant)
-    for variant in "ResidPre AttnQ AttnK AttnV AttnScores AttnPattern AttnZ AttnOut MlpPre MlpPost MlpOut ResidPost".split()  # noqa: SIM905
+INSIDE = (
+    *(
+        HookPoint.ResidPre,
+        HookPoint.AttnQ,
+        HookPoint.AttnK,
+        HookPoint.AttnV,
+        HookPoint.AttnScores,
+        HookPoint.AttnPattern,
+    ),
+    *(HookPoint.AttnZ, HookPoint.AttnOut, HookPoint.MlpPre, HookPoint.MlpPost, HookPoint.MlpOut, HookPoint.ResidPost),
 )
 
 
 def missing_taps(config: Any, dtype: torch.dtype) -> str | None:
-    """What taps by the table's layout do not find in a family; None if they find everything.
+    """Name what taps by the table's layout do not find in a family; None if nothing.
 
     Args:
         config: changed: a copy of the checkpoint's.

@@ -23,7 +23,7 @@ Past = list[tuple[Tensor, ...]]
 
 
 class _Plain(nn.Module):
-    """A causal language model as a function of tensors; its cache, if it has one, is a list of (key, value)."""
+    """A causal language model as a function of tensors; its cache is a list of (key, value)."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -92,18 +92,19 @@ def _ids(width: int) -> Tensor:
 
 
 def _cache_shapes(skeleton: PreTrainedModel) -> list[tuple[list[int], ...]]:
-    """The shapes of each layer's keys and values after `trace.PAST` tokens; none of a model without a cache."""
+    """The shapes of keys and values after `trace.PAST` tokens; none without a cache."""
     if "past_key_values" not in inspect.signature(skeleton.forward).parameters:
         return []
     with torch.no_grad():
         cache = getattr(skeleton(input_ids=_ids(trace.PAST), use_cache=True), "past_key_values", None)
     found = [[getattr(layer, part, None) for part in ("keys", "values")] for layer in getattr(cache, "layers", ())]
     layers = skeleton.config.get_text_config().num_hidden_layers
-    whole = all(isinstance(one, Tensor) and one.dim() == 4 and one.shape[2] == trace.PAST for two in found for one in two)
+    whole = all(
+        isinstance(one, Tensor) and one.dim() == 4 and one.shape[2] == trace.PAST for two in found for one in two
+    )
     if len(found) != layers or not whole:
-        raise ExportError(
-            f"{skeleton.config.model_type!r} has a cache of another form than keys and values in each of {layers} layers"
-        )
+        kind = skeleton.config.model_type
+        raise ExportError(f"{kind!r} has a cache of another form than keys and values in each of {layers} layers")
     return [tuple(list(one.shape) for one in two) for two in found]
 
 
@@ -129,9 +130,9 @@ def _exported(skeleton: PreTrainedModel, example: tuple[Any, ...]) -> ir.Model:
 
 @contextmanager
 def _plain_maximum(skeleton: PreTrainedModel) -> Iterator[None]:
-    """Let `max(0, size)` in modelling code compare sizes: torch's own leaves a maximum that slices do not follow.
+    """Let `max(0, size)` in modelling code compare sizes.
 
-    What that fixes for other sizes is seen by `check_eagerly`, which runs several.
+    Torch's own leaves a maximum, which slices do not follow. What that fixes for other sizes is seen by `check_eagerly`, which runs several.
     """
     module = sys.modules[type(skeleton).__module__]
     if "max" in vars(module):
