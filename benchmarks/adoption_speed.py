@@ -37,8 +37,9 @@ class Opened:
     """What one opening took.
 
     Attributes:
-        recognised, adopted, imports, opened, logits, cpu: seconds; until the model is there, and until its first
-            logits; of the processor, over all.
+        recognised, adopted, imports, opened, logits: seconds, the last two until the model is there and until its
+            first logits.
+        cpu: seconds of the processor until the model is there.
         weights, graph: bytes of the weights, and of the graph that was written.
         copied: bytes of weights that were copied.
     """
@@ -123,7 +124,7 @@ def measure(folder: Path) -> dict[str, Any]:
     found = find_model(folder, "auto", progress)
     adopted = time.perf_counter()
     model = MIModel.from_pretrained(found)
-    opened = time.perf_counter()
+    opened, cpu = time.perf_counter(), time.process_time()
     model.forward(np.arange(5, 15)[None])
     done = time.perf_counter()
     data = [path for path in found.iterdir() if path.suffix not in (".json", ".jinja", ".txt")]
@@ -133,7 +134,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "imports": imported - start,
         "opened": opened - start,
         "logits": done - start,
-        "cpu": time.process_time(),
+        "cpu": cpu,
         "weights": sum(path.stat().st_size for path in data if path.name != "model.onnx"),
         "graph": (found / "model.onnx").stat().st_size,
         "copied": sum(path.stat().st_size for path in data if path.name != "model.onnx" and path.stat().st_nlink == 1),
@@ -179,11 +180,12 @@ def main() -> None:
     present(
         "adoption_speed",
         "Opening a foreign ONNX file for the first time",
-        f"Seconds in a process of its own, with an empty store; {os.cpu_count()} cores, {platform.machine()}",
+        f"Seconds in a process of its own, with an empty store; {os.cpu_count()} cores, "
+        f"{platform.machine()}, load average {os.getloadavg()[0]:.0f}",
         [(columns.split("|"), rows)],
         asked.save,
         "Open and first logits count from the start of the imports, adopted from the first byte read to the model's "
-        "folder; the processor's seconds are of the whole process, all threads.",
+        "folder; the processor's seconds are those of all threads until the model is open.",
     )
 
 

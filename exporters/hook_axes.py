@@ -4,31 +4,27 @@ from collections.abc import Sequence
 
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.metadata import Sizes
+from mionnx.graph.metadata import Heads, Sizes, axis_sizes
 
 DYNAMIC = ("batch", "seq", "seq_q", "seq_k")
 
 
-def axes_of(name: str, shape: Sequence[int | None], sizes: Sizes) -> list[str | int]:
+def axes_of(name: str, shape: Sequence[int | None], sizes: Sizes, heads: Heads | None = None) -> list[str | int]:
     """The axes of a hook point, dynamic ones by name.
 
     Args:
         name: of the hook point.
         shape: of its value, of a run or as the graph says; None where it is not known.
         sizes: of the model.
+        heads: of the layer: how many keys it keeps, sizes of a key and of a value; as in `sizes` if None.
 
     Raises:
         ExportError: the value has other axes than the hook point, or other sizes (queries of which only a part is
             rotated, say, and only that part was seen).
     """
-    names = HookPoint.parse(name).axes or ()
-    known = {
-        "hidden": sizes.hidden_size,
-        "n_heads": sizes.num_heads,
-        "n_kv_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "vocab": sizes.vocab_size,
-    }
+    point = HookPoint.parse(name)
+    names = point.axes or ()
+    known = axis_sizes(point, sizes, heads or (sizes.num_kv_heads, sizes.head_dim, sizes.head_dim))
     expected = [known.get(axis) for axis in names]
     if len(shape) != len(names) or any(
         None not in (dim, size) and dim != size for dim, size in zip(shape, expected, strict=True)

@@ -21,6 +21,7 @@ from mionnx.bind.logit_selection import Logits
 from mionnx.engine.options import Options
 from mionnx.errors import (
     ExportError,
+    GradientError,
     HookError,
     InputError,
     InterventionError,
@@ -68,6 +69,7 @@ __all__ = [
     "FeatureActivations",
     "Fragment",
     "Generation",
+    "GradientError",
     "HeadScores",
     "Hook",
     "HookCache",

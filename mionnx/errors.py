@@ -16,6 +16,10 @@ class InterventionError(MIError):
     """Intervention without the effect asked for: wrong shape, position, head, row or value."""
 
 
+class GradientError(MIError):
+    """A gradient that cannot be computed: no rule, no metric, or no dependence on a hook point."""
+
+
 class InputError(MIError):
     """Tokens, masks, positions or a cache that the model cannot run on."""
 

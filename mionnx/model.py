@@ -8,6 +8,7 @@ from mionnx.analysis.attention import head_scores as heads
 from mionnx.analysis.attribution import attribute as attribution
 from mionnx.analysis.attribution import residual_stack, stack_attribution
 from mionnx.analysis.features import active_features
+from mionnx.analysis.gradients import gradients as differentiating
 from mionnx.analysis.lens import logit_lens as lens
 from mionnx.analysis.lens import token_vectors, track
 from mionnx.analysis.python_hooks import hooked_calls, residual, transformer_lens
@@ -41,6 +42,8 @@ class MIModel(Runner):
     patch_sweep = patching.patch_sweep
     path_patch = patching.path_patch
     ablation_sweep = ablating.ablation_sweep
+    # gradients of a metric, in one pass
+    gradients = differentiating.gradients
     # attention heads
     attention = attention_patterns.attention
     head_scores = heads.head_scores

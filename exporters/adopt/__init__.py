@@ -5,16 +5,18 @@ points are recognised by dataflow (`flow`, `stream`, `attention`, `mlp`), fused 
 stand inside (`operators`), and the result is run once against laws that need no reference (`self_check`).
 """
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exporters.adopt.source_file import choose, onnx_files
+from exporters.adopt.source_file import choose, onnx_files, pick
 from mionnx.machine.progress import Progress, silent
 
 if TYPE_CHECKING:
     from exporters.adopt.assemble import Adopted
     from exporters.adopt.self_check import LawResult
 
+__all__ = ["adopt", "check", "export", "pick", "recognises"]
 CHECKPOINTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 
@@ -40,6 +42,14 @@ def export(folder: Path, target: Path, dtype: str = "auto", progress: Progress =
     Raises:
         ExportError: no decoder is recognised in it, or what is recognised breaks a law.
     """
+    found = onnx_files(folder)
+    if len(found) > 1:
+        others = ", ".join(str(path.relative_to(folder)) for path in found[1:])
+        warnings.warn(
+            f"{folder} holds {len(found)} ONNX files, and {found[0].relative_to(folder)} is taken; "
+            f"mionnx adopt {folder} --file NAME -o FOLDER takes another: {others}",
+            stacklevel=2,
+        )
     adopt(folder, target, None, progress)
 
 

@@ -17,7 +17,7 @@ from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.operators import expand
 from exporters.adopt.operators.fused import Fused
 from exporters.adopt.opset import modernise
-from exporters.adopt.recognise import recognise
+from exporters.adopt.recognise import Recognised, recognise
 from exporters.adopt.restorable import keep_fused
 from exporters.adopt.self_check import (
     INT8,
@@ -31,10 +31,11 @@ from exporters.adopt.self_check import (
     run,
 )
 from exporters.adopt.source_file import Source, open_source, tell_types
+from exporters.adopt.stock_graph import Interface, copied, keep_stock
 from exporters.adopt.value_types import infer_types
 from exporters.adopt.write_model import config_of, other_windows, windows_of, write_model
 from mionnx.errors import ExportError, ModelError
-from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING
 from mionnx.graph.weight_check import Hashes, hashed_beside
 from mionnx.machine.progress import Progress
@@ -81,15 +82,9 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
 
 
 def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progress: Progress) -> Adopted:
-    """See `adopt_file`.
-
-    Args:
-        source: the file, its weights linked into the target.
-        target: see there.
-        hashes: waits for those of its weights.
-        progress: see there.
-    """
+    """See `adopt_file`; the weights are linked into the target, and `hashes` waits for theirs."""
     file, stock_inputs = source.file, {value: str(value.name) for value in source.model.graph.inputs}
+    own, stock_outputs = copied(source), [str(value.name) for value in source.model.graph.outputs]
     progress("recognising", 1, STAGES)
     source.model.graph.sort()  # float16 converters put casts at the end
     modernise(source.model)
@@ -97,13 +92,14 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
     name_inputs(source.model)
     fused: list[Fused] = []
     expanded = expand(source.model, fused)
+    ends = dict(zip(stock_outputs, source.model.graph.outputs, strict=True))
     positions = supply_positions(source.model)
     found = recognise(source.model.graph)
     stock_logits = str(found.flow.logits.name)
     padding = all(heeds_mask(source.model, attention.scores) for attention in found.attention)
     cached = name_caches(found)
     renamed = {str(value.name): name for value, name in stock_inputs.items()}
-    names = name_points(found)
+    interface, names = Interface.of(renamed, ends, stock_logits), name_points(found)
     found.notes.extend([positions] if positions is not None else [])
     progress("running once", 2, STAGES)
     lacks = {lack for lack, has in (("mask", padding), ("cache", cached)) if not has}
@@ -123,12 +119,19 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
         raise ExportError(f"{file} was not understood: {'; '.join(map(str, broken))}")
     progress("writing", 4, STAGES)
     found.notes.extend(other_windows(found.windows or [], windows or []))
-    sinks, attends = any(one.sink for one in found.attention), proto is plain.proto and "mask" in plain.lacks
-    said = {**({SINKS: "in the softmax"} if sinks else {}), **({ATTENDS_TO_PADDING: "yes"} if attends else {})}
+    said = _said(found, proto is plain.proto and "mask" in plain.lacks)
     write_model(proto, source, found, probed, names, said, target, hashes())
     keep_fused(proto, target, probed, fused, len(found.attention), found.notes)
+    keep_stock(proto, target, own, interface, probed, bool(expanded), found.notes)
+    (target / GRAPH).write_bytes(proto.SerializeToString())
     _open(target)
     return Adopted(file, names, expanded, laws, found.notes)
+
+
+def _said(found: Recognised, attends: bool) -> dict[str, str]:
+    """Facts about attention for the metadata: sinks, and whether it attends to padding."""
+    sinks = any(one.sink for one in found.attention)
+    return {**({SINKS: "in the softmax"} if sinks else {}), **({ATTENDS_TO_PADDING: "yes"} if attends else {})}
 
 
 def check_folder(folder: Path) -> list[LawResult]:

@@ -43,6 +43,8 @@ def _take(graph: ir.Graph, value: ir.Value, name: str) -> None:
             f"the input {value.name} has the shape {value.shape}: a mask of another form than [batch, total]"
         )
     kind = value.dtype
+    for inner in [inner for node in graph for inner in node.outputs if inner.name == name]:
+        inner.name = f"stock.{name}"
     value.name, value.shape = name, ir.Shape(AXES[name])
     if kind not in (ir.DataType.INT64, None):
         readers = list(value.uses())

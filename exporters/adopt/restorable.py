@@ -11,7 +11,6 @@ from exporters.adopt.self_check import INT8, Probe, compare, open_session, round
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.fused_operators import FusedOperator, read_fused, standing, written
-from mionnx.graph.hooked_model import GRAPH
 from mionnx.graph.metadata import PREFIX
 from mionnx.graph.restore import restore
 
@@ -19,11 +18,10 @@ from mionnx.graph.restore import restore
 def keep_fused(
     proto: onnx.ModelProto, folder: Path, found: Probe, fused: Iterable[Fused], layers: int, notes: list[str]
 ) -> None:
-    """Write the fused operators into the metadata of an adopted graph."""
+    """Put the fused operators into the metadata of an adopted graph."""
     texts = restorable(proto, folder, found, fused, layers, notes)
     if texts:
         proto.metadata_props.add(key=f"{PREFIX}fused", value=json.dumps(texts, separators=(",", ":")))
-        (folder / GRAPH).write_bytes(proto.SerializeToString())
 
 
 def restorable(

@@ -4,9 +4,9 @@ Weights beside the file are external data already. Those inside the file become 
 their file, at the offset of their bytes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import onnx
 import onnx_ir as ir
@@ -17,6 +17,7 @@ from mionnx.errors import ExportError, ModelError
 from mionnx.graph.embedded_weights import read_light, read_properties
 from mionnx.graph.folder_file import inside
 from mionnx.graph.metadata import PREFIX
+from mionnx.graph.onnx_file import tensors_of
 
 SUBFOLDER = "onnx"  # of the Hub's layout
 PREFERRED = ("model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx", "decoder_model.onnx")
@@ -30,9 +31,38 @@ def onnx_files(folder: Path) -> list[Path]:
     if folder.is_file():
         return [folder] if folder.suffix == ".onnx" else []
     found = [*folder.glob("*.onnx"), *(folder / SUBFOLDER).glob("*.onnx")]
+    paths = {str(path.relative_to(folder)): path for path in found}
+    return [paths[name] for name in in_order([*paths]) if paths[name].is_file() and not _is_hooked(paths[name])]
+
+
+def in_order(names: Sequence[str]) -> list[str]:
+    """Paths of ONNX files in a folder or a repository, preferred ones first."""
     places = {name: place for place, name in enumerate(PREFERRED)}
-    ordered = sorted(found, key=lambda path: (places.get(path.name, len(places)), path.parent != folder, path.name))
-    return [path for path in ordered if path.is_file() and not _is_hooked(path)]
+    paths = [PurePosixPath(name) for name in names if str(PurePosixPath(name).parent) in (".", SUBFOLDER)]
+    return [
+        str(path)
+        for path in sorted(paths, key=lambda path: (places.get(path.name, len(places)), len(path.parts), path.name))
+    ]
+
+
+def pick(names: Sequence[str], file: str | None, where: str) -> str:
+    """The path of the file to adopt.
+
+    Args:
+        names: paths of ONNX files in a folder or a repository.
+        file: the name of one of them, where it is not to be the first of `in_order`.
+        where: the folder or the repository, for the refusal.
+
+    Raises:
+        ExportError: there is none, or none of that name.
+    """
+    found = in_order(names)
+    named = [one for one in found if file in (None, PurePosixPath(one).name, PurePosixPath(one).stem, one)]
+    if not found:
+        raise ExportError(f"{where} holds no ONNX file")
+    if not named:
+        raise ExportError(f"{where} has no ONNX file {file!r}; it has {', '.join(found)}")
+    return named[0]
 
 
 def _is_hooked(path: Path) -> bool:
@@ -52,16 +82,9 @@ def choose(folder: Path, file: str | None = None) -> Path:
     Raises:
         ExportError: there is none, or none of that name.
     """
-    found = onnx_files(folder)
-    if file is not None:
-        named = [path for path in found if file in (path.name, path.stem, str(path.relative_to(folder)))]
-        if not named:
-            names = ", ".join(str(path.relative_to(folder)) for path in found) or "none"
-            raise ExportError(f"{folder} has no ONNX file {file!r}; it has {names}")
-        return named[0]
-    if not found:
-        raise ExportError(f"{folder} holds no ONNX file")
-    return found[0]
+    if folder.is_file():
+        return folder / pick([folder.name], file, str(folder)) if folder.suffix != ".onnx" else folder
+    return folder / pick([str(path.relative_to(folder)) for path in onnx_files(folder)], file, str(folder))
 
 
 def config_folder(file: Path) -> Path:
@@ -98,7 +121,7 @@ def open_source(file: Path) -> Source:
     """
     try:
         stock, files = read_light(file), dict[str, Path]()
-        for tensor in _tensors(stock.graph):
+        for tensor in tensors_of(stock.graph):
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
                 _place(tensor, file, files)
         model = ir.from_proto(stock)
@@ -110,15 +133,6 @@ def open_source(file: Path) -> Source:
     except (DecodeError, ValueError, RuntimeError, OSError, KeyError, IndexError) as error:  # protobuf's and onnx_ir's
         raise ExportError(f"{file} cannot be read as an ONNX model: {error}") from error
     return Source(file, model, files, stock, flag)
-
-
-def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """The initializers of a graph and of those inside of it."""
-    yield from graph.initializer
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _tensors(attribute.g)
 
 
 def _place(tensor: onnx.TensorProto, file: Path, files: dict[str, Path]) -> None:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exporters import adopt, rwkv
+from exporters import adopt, gguf, rwkv
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import read_json
 from mionnx.machine.progress import Progress, silent
@@ -24,7 +24,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # or the index of their sh
 def recognises(folder: Path) -> bool:
     """Whether a folder holds a transformers checkpoint: a `config.json` with a `model_type`.
 
-    RWKV is left to its own exporter, and so are ONNX files without a checkpoint's weights.
+    RWKV is left to its own exporter, and so are ONNX and GGUF files without a checkpoint's weights.
 
     Cheap: torch and transformers are not imported.
     """
@@ -32,7 +32,7 @@ def recognises(folder: Path) -> bool:
         named = isinstance(read_json(folder / "config.json").get("model_type"), str)
     except (ModelError, AttributeError):
         return False
-    return named and not rwkv.recognises(folder) and not adopt.recognises(folder)
+    return named and not any(other.recognises(folder) for other in (rwkv, adopt, gguf))
 
 
 def export(folder: Path, target: Path, dtype: str = "float32", progress: Progress = silent) -> None:

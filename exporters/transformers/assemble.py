@@ -120,7 +120,15 @@ def _attention(made: HookedGraph, layer: int) -> Attention:
     path = f"{layout.blocks}.{layer}.{layout.output_projection}"
     projection = model.get_submodule(path)
     rows = not isinstance(projection, torch.nn.Linear)  # transformers' Conv1D keeps [in, out], Linear [out, in]
-    return Attention(f"{path}.weight", rows, sliding_window(model.config, layer))
+    (count, size, value_size), (usual, usual_size, _) = made.heads[layer], made.heads[0]
+    return Attention(
+        f"{path}.weight",
+        rows,
+        sliding_window(model.config, layer),
+        num_kv_heads=None if count == usual else count,
+        head_dim=None if size == usual_size else size,
+        value_dim=None if value_size == size else value_size,
+    )
 
 
 def _write_fast_tokenizer(folder: Path, target: Path) -> None:

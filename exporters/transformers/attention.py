@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.masking_utils import causal_mask_function, eager_mask
 
+from exporters.transformers.families import Layout
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
@@ -27,23 +29,58 @@ Listener = Callable[[str, Tensor, bool], Tensor]
 
 @dataclass
 class Taps:
-    """One listener on one model, and what the current layer has shown so far."""
+    """One listener on one model, and what its layers have shown so far.
+
+    Attributes:
+        listen: gets each hook point's tensor.
+        layout: the family's.
+        cache: of the current pass.
+        layer: that runs.
+        tokens: batch and sequence axis of its MLP, which experts see merged.
+        queried: layers whose queries were seen before their rotation.
+        rotated: layers that rotate.
+        patterns: layer -> its query and its pattern.
+        read: layer -> keys and values of all tokens.
+    """
 
     listen: Listener
+    layout: Layout
+    cache: "TappedCache | None" = None
     layer: int = 0
+    queried: set[int] = field(default_factory=set)
+    tokens: tuple[int, int] = (0, 0)
     rotated: set[int] = field(default_factory=set)
+    patterns: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    read: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def at(self, point: HookPoint, value: Tensor, stream: bool = False) -> Tensor:
         """Pass a hook point's value through the listener."""
         return self.listen(str(point), value, stream)
 
+    def keep(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Tap new keys and values, and put them into the cache; returns those of all tokens."""
+        if layer not in self.rotated:
+            key = self.at(HookPoint.AttnK(layer), key)
+        elif self.layout.rotates_part:
+            key = self.at(HookPoint.AttnRotK(layer), key)
+        value = self.at(HookPoint.AttnV(layer), value)
+        if self.cache is None:
+            raise ExportError("the 'mionnx' attention runs with a cache")
+        return DynamicCache.update(self.cache, key, value, layer)
+
+    def at_tokens(self, point: HookPoint, value: Tensor) -> Tensor:
+        """Pass a value through the listener, batch and sequence axes apart."""
+        if value.dim() > 2:
+            return self.at(point, value)
+        return self.at(point, value.unflatten(0, self.tokens)).flatten(0, 1)
+
 
 active: list[Taps] = []
 
 
-def _taps() -> Taps:
+def active_taps() -> Taps:
     if not active:
-        raise ExportError("the 'mionnx' attention runs only inside `attached`")
+        raise ExportError("attention and experts of mionnx run only inside `attached`")
     return active[-1]
 
 
@@ -60,44 +97,86 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     """Eager attention in transformers' calling convention, with its hook points.
 
-    query is [batch, n_heads, seq_q, head_dim], key and value [batch, n_kv_heads, seq_k, head_dim], the mask is additive
-    and [batch, 1, seq_q, seq_k]; the result is [batch, seq_q, n_heads, head_dim] and the pattern.
+    query is [batch, n_heads, seq_q, head_dim], key [batch, n_kv_heads, seq_k, head_dim], value [batch, n_kv_heads,
+    seq_k, value_dim], the mask is additive and [batch, 1, seq_q, seq_k]; the result is [batch, seq_q, n_heads,
+    value_dim] and the pattern. Differential attention calls it twice with the same query: of one pattern.
     """
-    if options.get("s_aux") is not None:
-        raise ExportError("attention sinks are not supported: their scores have one column more than there are keys")
-    taps, layer = _taps(), module.layer_idx
+    taps, layer = active_taps(), module.layer_idx
+    if layer in taps.patterns and taps.patterns[layer][0] is query:
+        pattern = taps.patterns[layer][1]
+    else:
+        if taps.layout.latents:
+            key, value = taps.keep(key, value, layer)
+        taps.read[layer] = key, value
+        pattern = _pattern(taps, layer, query, key, attention_mask, scaling, softcap, options.get("s_aux"))
+        taps.patterns[layer] = query, pattern
+    z = torch.matmul(pattern, _repeated(value, query)).transpose(1, 2)
+    if not taps.layout.z_at_projection:
+        z = taps.at(HookPoint.AttnZ(layer), z)
+    return z.contiguous(), pattern
+
+
+def _pattern(
+    taps: Taps,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     if layer not in taps.rotated:
         query = taps.at(HookPoint.AttnQ(layer), query)
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    elif taps.layout.rotates_part:
+        query = taps.at(HookPoint.AttnRotQ(layer), query)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = torch.matmul(query, _repeated(key, query).transpose(2, 3)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = taps.at(HookPoint.AttnScores(layer), scores + attention_mask)
-    pattern = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    pattern = taps.at(HookPoint.AttnPattern(layer), pattern)
-    z = taps.at(HookPoint.AttnZ(layer), torch.matmul(pattern, value).transpose(1, 2))
-    return z.contiguous(), pattern
+    scores = taps.at(HookPoint.AttnScores(layer), scores + mask)
+    pattern = _softmax(scores, sinks).to(query.dtype)
+    return taps.at(HookPoint.AttnPattern(layer), pattern)
+
+
+def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
+    """Keys or values, one for each head of the query."""
+    groups = query.shape[1] // tensor.shape[1]
+    return tensor.repeat_interleave(groups, dim=1) if groups > 1 else tensor
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The pattern; each row lacks the share of its head's sink [n_heads], a score of no key."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=torch.float32)
+    column = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], -1)
+    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
 
 
 def _mask(local_size: int | None = None, **options: Any) -> Tensor:
     """Eager attention's mask in transformers' calling convention.
 
-    It is [batch, 1, seq_q, seq_k], 0 or the dtype's lowest number. A sliding window of `local_size` keys counts the
-    tokens of each row's own text. transformers counts columns, which is the same where no padding stands between
-    tokens; it does where texts padded on the right are continued.
+    It is [batch, 1, seq_q, seq_k], 0 or the dtype's lowest number. A sliding window, or a chunk, of `local_size` keys
+    counts the tokens of each row's own text. transformers counts columns, which is the same where no padding stands
+    between tokens; it does where texts padded on the right are continued.
     """
     if local_size is None:
         return eager_mask(**options)
     places = options["attention_mask"].cumsum(dim=1)
+    chunked = getattr(options.get("config"), "attention_chunk_size", None) == local_size
 
     def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own = places.index_select(1, query.flatten())[:, None, :, None]
-        within = places.index_select(1, key.flatten())[:, None, None, :] > own - local_size
+        other = places.index_select(1, key.flatten())[:, None, None, :]
+        within = _chunk(other, local_size) == _chunk(own, local_size) if chunked else other > own - local_size
         return causal_mask_function(batch, head, query, key) & within
 
     return eager_mask(**{**options, "mask_function": near})
+
+
+def _chunk(places: Tensor, size: int) -> Tensor:
+    """The chunk in which the n-th token stands, n from 1."""
+    return torch.div(places - 1, size, rounding_mode="floor")
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -115,11 +194,18 @@ class TappedCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        taps = _taps()
-        if layer_idx not in taps.rotated:
-            key_states = taps.at(HookPoint.AttnK(layer_idx), key_states)
-        value_states = taps.at(HookPoint.AttnV(layer_idx), value_states)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        """Keep a layer's keys and values; latents later, as keys and values."""
+        taps = active_taps()
+        return (key_states, value_states) if taps.layout.latents else taps.keep(key_states, value_states, layer_idx)
+
+    def present(self, taps: Taps) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer of the pass: of no head in one with those of another."""
+        own = [layer.keys for layer in self.layers]
+        found = []
+        for i, (key, value) in sorted(taps.read.items()):
+            reads_own = i < len(own) and own[i] is key
+            found.append((key, value) if reads_own else (key[:, :0], value[:, :0]))
+        return found
 
 
 def filled(key: Tensor, value: Tensor) -> DynamicLayer:
@@ -138,18 +224,81 @@ def replace_for(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
+ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb")
+
+
 def tap_rotation(stack: ExitStack, taps: Taps, attention: nn.Module) -> None:
-    """Wrap the family's `apply_rotary_pos_emb`: queries and keys, before and after."""
+    """Wrap the family's rotation functions: queries and keys, before and after."""
     modeling = sys.modules[type(attention).__module__]
-    rotate = getattr(modeling, "apply_rotary_pos_emb", None)
-    if rotate is None:
-        return
+    if taps.layout.rotates_pairs:
+        replace_for(stack, torch, "polar", lambda _, angles: torch.stack((torch.cos(angles), torch.sin(angles)), -1))
+    for name in ROTATIONS:
+        if hasattr(modeling, name):
+            rotate = _rotate_pairs(taps.layout) if taps.layout.rotates_pairs else getattr(modeling, name)
+            replace_for(stack, modeling, name, _rotation(taps, rotate))
 
-    def tapped(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+
+def _rotate_pairs(layout: Layout) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Rotation by complex numbers, in pairs of real ones: no graph has others."""
+    heads = 2 if layout.rotates_heads_last else 1
+
+    def rotated(value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x, y = value.float().unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((x * cos - y * sin, x * sin + y * cos), -1).flatten(-2).type_as(value)
+
+    def rotate(query: Tensor, key: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = frequencies.unsqueeze(heads).unbind(-1)
+        return rotated(query, cos, sin), rotated(key, cos, sin)
+
+    return rotate
+
+
+def _rotation(taps: Taps, rotate: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a rotation function of queries and keys, or of one of the two at a time."""
+
+    def heads_first(point: HookPoint, value: Tensor) -> Tensor:
+        if taps.layout.rotates_heads_last:
+            return taps.at(point, value.transpose(1, 2)).transpose(1, 2)
+        return taps.at(point, value)
+
+    def tapped(*args: Any, **kwargs: Any) -> Any:
         i = taps.layer
-        q, k = taps.at(HookPoint.AttnQ(i), q), taps.at(HookPoint.AttnK(i), k)
-        q, k = rotate(q, k, *args, **kwargs)
         taps.rotated.add(i)
-        return taps.at(HookPoint.AttnRotQ(i), q), taps.at(HookPoint.AttnRotK(i), k)
+        if taps.layout.rotates_part:
+            return rotate(*args, **kwargs)
+        points = [(HookPoint.AttnQ(i), HookPoint.AttnRotQ(i)), (HookPoint.AttnK(i), HookPoint.AttnRotK(i))]
+        if taps.layout.rotates_singly:
+            points = points[1:] if i in taps.queried else points[:1]
+            taps.queried.add(i)
+        given = [heads_first(before, value) for (before, _), value in zip(points, args, strict=False)]
+        found = rotate(*given, *args[len(points) :], **kwargs)
+        if taps.layout.rotates_singly:
+            return heads_first(points[0][1], found)
+        return tuple(heads_first(after, value) for (_, after), value in zip(points, found, strict=True))
 
-    replace_for(stack, modeling, "apply_rotary_pos_emb", tapped)
+    return tapped
+
+
+class TapWhole(TorchFunctionMode):
+    """Tap queries and keys before they are cut for a partial rotation."""
+
+    def __init__(self, taps: Taps, layer: int) -> None:
+        super().__init__()
+        points = [HookPoint.AttnQ(layer), HookPoint.AttnK(layer)]
+        self.taps, self.points = taps, points[:1] if taps.layout.latents else points
+        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.split, Tensor.split) or (func is Tensor.__getitem__ and _cuts(args[1])):
+            args = (self.whole(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+    def whole(self, value: Tensor) -> Tensor:
+        if value.dim() == 4 and id(value) not in self.seen and len(self.seen) < len(self.points):
+            self.seen[id(value)] = value, self.taps.at(self.points[len(self.seen)], value)
+        return self.seen.get(id(value), (value, value))[1]
+
+
+def _cuts(index: Any) -> bool:
+    """Whether an index is `[..., first:last]`."""
+    return isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice)

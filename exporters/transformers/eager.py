@@ -88,17 +88,9 @@ def _run(model: PreTrainedModel, inputs: TokenInputs, listen: Listener) -> None:
         changed = torch.from_numpy(np.array(result)).to(value.dtype)
         return value.copy_(changed) if stream else changed
 
-    run_eagerly(model, tap, *map(torch.from_numpy, inputs), _no_past(model, len(inputs[0])))
+    run_eagerly(model, tap, *map(torch.from_numpy, inputs), [])
 
 
 def _array(value: Tensor) -> NDArray[Any]:
     wide = value.float() if value.dtype == torch.bfloat16 else value
     return wide.detach().numpy().copy()
-
-
-def _no_past(model: PreTrainedModel, batch: int) -> list[tuple[Tensor, Tensor]]:
-    config = model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    empty = torch.zeros(batch, heads, 0, width, dtype=model.dtype)
-    return [(empty, empty) for _ in range(config.num_hidden_layers)]

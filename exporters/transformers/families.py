@@ -17,6 +17,13 @@ class Layout:
     `attention_added` and `mlp_added` are the modules whose output joins the residual stream (a post-norm where there is
     one). `middle` is the module that first reads the stream between attention and MLP, None in parallel blocks.
     `gate_and_up` is one fused projection whose output is split in two, instead of `gate` and `up`.
+    `latents` are the norms of the latents of queries, and of keys and values, inside the attention.
+    `rotates_part` says that attention cuts queries and keys before rotating a part of them, `rotates_heads_last` that
+    it rotates [batch, seq, n_heads, head_dim], `rotates_pairs` that it does so by complex numbers, `rotates_singly`
+    that it rotates queries and keys in two calls.
+    `z_at_projection` says that a gate or a norm stands between the heads' outputs and the output projection: `hook_z`
+    is then what the projection reads.
+    `adds_products` says that the block multiplies what it adds to the stream, or adds it in parts.
     `experts` says that blocks may hold experts in the place of an MLP; neurons are tapped in the others only.
     `flattens` says that the block merges the batch and sequence axes on its way; the tracing keeps them apart.
     """
@@ -36,6 +43,13 @@ class Layout:
     up: str | None = "mlp.up_proj"
     gate_and_up: str | None = None
     down: str | None = "mlp.down_proj"
+    latents: tuple[str, ...] = ()
+    rotates_part: bool = False
+    rotates_heads_last: bool = False
+    rotates_pairs: bool = False
+    rotates_singly: bool = False
+    z_at_projection: bool = False
+    adds_products: bool = False
     experts: bool = False
     flattens: bool = False
 
@@ -52,6 +66,11 @@ EXPERTS = replace(LLAMA, experts=True)
 FUSED_GATE = replace(LLAMA, gate=None, up=None, gate_and_up="mlp.gate_up_proj")
 PARALLEL = replace(LLAMA, middle=None)
 PLAIN_MLP = replace(LLAMA, gate=None)
+LATENTS = replace(LLAMA, latents=("q_a_layernorm", "kv_a_layernorm"), rotates_part=True)
+LATENT_EXPERTS = replace(LATENTS, experts=True)
+SCALED = replace(LLAMA, adds_products=True)
+GATED_HEADS = replace(LLAMA, z_at_projection=True)
+FC = replace(PLAIN_MLP, up="mlp.fc1", down="mlp.fc2")
 GPT2 = replace(
     PLAIN_MLP,
     positions="transformer.wpe",
@@ -102,15 +121,34 @@ def opt(config: Any) -> Layout:
     )
 
 
+def stablelm(config: Any) -> Layout:
+    """StableLM: sequential blocks, or parallel ones where the config says so."""
+    return replace(LLAMA, rotates_part=True, middle=None if config.use_parallel_residual else LLAMA.middle)
+
+
 FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
+    "afmoe": replace(POST_NORMS, middle="pre_mlp_layernorm", mlp_added="post_mlp_layernorm", experts=True),
+    "apertus": replace(PLAIN_MLP, middle="feedforward_layernorm"),
     "arcee": PLAIN_MLP,
+    "axk1": LATENT_EXPERTS,
+    "bitnet": GATED_HEADS,
     "cohere": PARALLEL,
     "cohere2": PARALLEL,
+    "cwm": LLAMA,
+    "deepseek_v2": replace(LATENT_EXPERTS, rotates_pairs=True),
+    "deepseek_v3": LATENT_EXPERTS,
+    "diffllama": GATED_HEADS,
+    "doge": LLAMA,
+    "dots1": EXPERTS,
     "ernie4_5": LLAMA,
+    "ernie4_5_moe": EXPERTS,
     "exaone4": POST_NORMS_ONLY,
+    "flex_olmo": replace(POST_NORMS_ONLY, experts=True),
     "gemma": LLAMA,
     "gemma2": POST_NORMS,
     "gemma3_text": POST_NORMS,
+    "gemma3n_text": replace(POST_NORMS, rotates_heads_last=True, rotates_singly=True),
+    "gemma4_text": replace(POST_NORMS, rotates_heads_last=True, rotates_singly=True),
     "glm": FUSED_GATE,
     "glm4": replace(
         FUSED_GATE,
@@ -118,26 +156,69 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
         middle="post_attention_layernorm",
         mlp_added="post_mlp_layernorm",
     ),
+    "glm4_moe": EXPERTS,
+    "glm4_moe_lite": LATENT_EXPERTS,
+    "gpt-sw3": GPT2,
     "gpt2": GPT2,
     "gpt_bigcode": GPT2,
     "gpt_neox": gpt_neox,
+    "gpt_oss": EXPERTS,
+    "granite": SCALED,
     "helium": LLAMA,
     "hunyuan_v1_dense": LLAMA,
+    "hunyuan_v1_moe": EXPERTS,
+    "hyperclovax": SCALED,
+    "jais2": PLAIN_MLP,
     "llama": LLAMA,
+    "llama4_text": replace(
+        LLAMA,
+        adds_products=True,
+        rotates_heads_last=True,
+        rotates_pairs=True,
+        mlp_input="feed_forward",
+        mlp_output="feed_forward",
+        gate="feed_forward.gate_proj",
+        up="feed_forward.up_proj",
+        down="feed_forward.down_proj",
+        experts=True,
+    ),
+    "minicpm3": replace(LATENTS, adds_products=True),
+    "minimax_m2": EXPERTS,
+    "ministral": LLAMA,
+    "ministral3": LLAMA,
     "mistral": LLAMA,
     "mixtral": EXPERTS,
+    "nanochat": FC,
     "nemotron": PLAIN_MLP,
     "olmo": LLAMA,
     "olmo2": POST_NORMS_ONLY,
     "olmo3": POST_NORMS_ONLY,
+    "olmoe": EXPERTS,
     "opt": opt,
+    "persimmon": replace(
+        PLAIN_MLP,
+        final_norm="model.final_layernorm",
+        output_projection="self_attn.dense",
+        up="mlp.dense_h_to_4h",
+        down="mlp.dense_4h_to_h",
+        rotates_part=True,
+    ),
+    "phi": replace(
+        FC, final_norm="model.final_layernorm", output_projection="self_attn.dense", middle=None, rotates_part=True
+    ),
     "phi3": FUSED_GATE,
+    "phimoe": EXPERTS,
     "qwen2": LLAMA,
+    "qwen2_moe": EXPERTS,
     "qwen3": LLAMA,
     "qwen3_moe": EXPERTS,
     "seed_oss": LLAMA,
     "smollm3": LLAMA,
+    "solar_open": EXPERTS,
+    "stablelm": stablelm,
     "starcoder2": replace(PLAIN_MLP, up="mlp.c_fc", down="mlp.c_proj"),
+    "vaultgemma": replace(LLAMA, middle="pre_feedforward_layernorm"),
+    "youtu": LATENTS,
 }
 
 

@@ -4,22 +4,23 @@ Where layers cannot be made from others, all of them are traced.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
 import torch
 from transformers import PreTrainedModel
 
-from exporters.transformers.check_hooked import check_stream, hook_axes
+from exporters.transformers.check_hooked import check_stream, expert_sizes, hook_axes
 from exporters.transformers.families import Layout, layout_of
+from exporters.transformers.grouped import expand_grouped
 from exporters.transformers.kinds import all_different
 from exporters.transformers.naming import name_dimensions, name_hooks, read_lengths_once, strip
 from exporters.transformers.simplify import simplify_traced
 from exporters.transformers.sizes import sizes_of
 from exporters.transformers.stamp import stamp
-from exporters.transformers.trace import buffers_of, find_kinds, skeleton_of, trace
-from mionnx.graph.metadata import Sizes
+from exporters.transformers.trace import buffers_of, find_kinds, heads_of, skeleton_of, trace
+from mionnx.graph.metadata import Heads, Sizes
 
 Stage = Callable[[str], None]  # called as a stage begins
 
@@ -33,6 +34,7 @@ class HookedGraph:
         parameters: the weights that it reads: values without data, which are no initializers yet.
         hooks: hook point -> its axes, in execution order.
         sizes: of the model.
+        heads: of each layer.
         skeleton: the torch model on the meta device.
         layout: where it keeps its modules.
     """
@@ -41,6 +43,7 @@ class HookedGraph:
     parameters: list[ir.Value]
     hooks: dict[str, list[str | int]]
     sizes: Sizes
+    heads: list[Heads]
     skeleton: PreTrainedModel
     layout: Layout
 
@@ -58,9 +61,10 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
         ExportError: the family is laid out in an unknown way, or torch cannot export it.
     """
     sizes = sizes_of(config, learned_positions=layout_of(config).positions is not None)
-    past = (sizes.num_kv_heads, sizes.head_dim, dtype)
     stage("comparing layers")
     skeleton = skeleton_of(config, dtype)
+    heads = heads_of(skeleton)
+    past, sizes = (heads, dtype), replace(sizes, num_kv_heads=heads[0][0], head_dim=heads[0][1])
     buffers = buffers_of(skeleton)
     every = all_different(sizes.num_layers)
     for kinds in (every if whole else find_kinds(skeleton, past, buffers), every):
@@ -77,4 +81,7 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
         strip(traced.model)
         if stamp(graph, parameters, hooks, kinds, traced.layout.blocks):
             break
-    return HookedGraph(traced.model, parameters, hook_axes(graph, hooks, sizes), sizes, skeleton, traced.layout)
+    expand_grouped(graph)
+    sizes = replace(sizes, **expert_sizes(graph, hooks))
+    axes = hook_axes(graph, hooks, sizes, heads)
+    return HookedGraph(traced.model, parameters, axes, sizes, heads, skeleton, traced.layout)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from exporters.transformers import trace
 from exporters.transformers.families import layout_of
-from exporters.transformers.sizes import sizes_of
 from mionnx.graph.hook_points import HookPoint
 
 OUTSIDE = (HookPoint.Embed, HookPoint.Logits)
@@ -37,16 +36,13 @@ def missing_taps(config: Any, dtype: torch.dtype) -> str | None:
         seen.add(name)
         return value
 
-    layout = layout_of(config)
     try:
-        sizes = sizes_of(config, learned_positions=layout.positions is not None)
         skeleton = trace.skeleton_of(config, dtype)
-        with torch.device("meta"):
-            example = trace.example_of(range(sizes.num_layers), (sizes.num_kv_heads, sizes.head_dim, dtype))
-        with trace.quiet(), torch.no_grad():
-            trace.Cached(skeleton, layout, listen).eval()(*example)
+        with torch.device("meta"), trace.quiet(), torch.no_grad():
+            ids = torch.ones(1, 2, dtype=torch.long)
+            _, cache = trace.Cached(skeleton, layout_of(config), listen)(ids, ids, ids, [])
     except Exception as error:  # whatever a family's code raises where it is laid out otherwise
         return f"{config.model_type!r}: {error}"
-    wanted = [*OUTSIDE, *(point(layer) for layer in range(sizes.num_layers) for point in INSIDE)]
+    wanted = [*OUTSIDE, *(point(layer) for layer in range(len(cache)) for point in INSIDE)]
     absent = [str(point) for point in wanted if str(point) not in seen]
     return f"{config.model_type!r} shows no {absent[0]} where taps look for it" if absent else None

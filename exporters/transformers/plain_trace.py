@@ -49,6 +49,8 @@ def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """
     trace.prepare(config)
     config._attn_implementation = EAGER
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "batched_mm"
     try:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
@@ -132,7 +134,8 @@ def _exported(skeleton: PreTrainedModel, example: tuple[Any, ...]) -> ir.Model:
 def _plain_maximum(skeleton: PreTrainedModel) -> Iterator[None]:
     """Let `max(0, size)` in modelling code compare sizes.
 
-    Torch's own leaves a maximum, which slices do not follow. What that fixes for other sizes is seen by `check_eagerly`, which runs several.
+    Torch's own leaves a maximum, which slices do not follow. What that fixes for other sizes is seen by
+    `check_eagerly`, which runs several.
     """
     module = sys.modules[type(skeleton).__module__]
     if "max" in vars(module):

@@ -28,10 +28,12 @@ def sizes_of(config: Any, learned_positions: bool) -> Sizes:
     """
     known = {ours: _lookup(config, ours) for ours in _NAMES}
     heads, hidden = known["num_heads"], known["hidden_size"]
+    layers = getattr(config, "per_layer_config", None)
+    first = layers[0] if layers else config
     return Sizes(
         **known,
-        num_kv_heads=_kv_heads(config, heads),
-        head_dim=getattr(config, "head_dim", None) or hidden // heads,
+        num_kv_heads=_kv_heads(first, heads),
+        head_dim=getattr(first, "head_dim", None) or hidden // heads,
         max_positions=_max_positions(config, learned_positions),
     )
 

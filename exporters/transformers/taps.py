@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from exporters.transformers.attention import ATTENTION, Listener, Taps, active, replace_for, tap_rotation
+from exporters.transformers.attention import ATTENTION, Listener, Taps, TapWhole, active, replace_for, tap_rotation
+from exporters.transformers.experts import find_experts, shared_expert, tap_router
 from exporters.transformers.families import Layout
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
@@ -39,8 +41,27 @@ class _TapHalves(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func is not Tensor.chunk:
             return result
-        gate, up = result
-        return self.taps.at(HookPoint.MlpGate(self.layer), gate), self.taps.at(HookPoint.MlpUp(self.layer), up)
+        points = HookPoint.MlpGate(self.layer), HookPoint.MlpUp(self.layer)
+        return tuple(self.taps.at_tokens(point, half) for point, half in zip(points, result, strict=True))
+
+
+class _TapAdditions(TorchFunctionMode):
+    """Tap the terms of a block's additions to the stream, and the stream after each."""
+
+    def __init__(self, taps: Taps, layer: int, stream: Tensor) -> None:
+        super().__init__()
+        self.taps, self.layer, self.stream = taps, layer, stream
+        self.points = [HookPoint.AttnOut(layer), HookPoint.MlpOut(layer)]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (Tensor.add, Tensor.__add__, torch.add) or not any(value is self.stream for value in args):
+            return func(*args, **(kwargs or {}))
+        point = self.points.pop(0)
+        added = self.taps.at(point, args[1] if args[0] is self.stream else args[0])
+        self.stream = self.stream + added
+        if self.points:
+            self.stream = self.taps.at(HookPoint.ResidMid(self.layer), self.stream, stream=True)
+        return self.stream
 
 
 class Passed(nn.Module):
@@ -109,55 +130,102 @@ class _Attachment:
 
         self.stack.callback(module.register_forward_hook(hook).remove)
 
-    def enter_around(self, module: nn.Module, mode: Callable[[], Any]) -> None:
-        """Run a module's forward inside a context of its own."""
+    def enter_around(self, module: nn.Module, mode: Callable[[Any], Any]) -> None:
+        """Run a module's forward inside a context of its own, made of what it is given first."""
         forward = module.forward
 
         def inside(*args: Any, **kwargs: Any) -> Any:
-            with mode():
+            with mode(args[0] if args else kwargs.get("hidden_states")):
                 return forward(*args, **kwargs)
 
         replace_for(self.stack, module, "forward", inside)
 
     def outside_blocks(self) -> None:
         at, layout = self.taps.at, self.layout
+
+        def final(x: Tensor) -> Tensor:  # a model may norm its embeddings by the same module
+            return at(HookPoint.FinalNorm, x) if self.taps.read else x
+
         embedding = self.module(layout.embedding) if layout.embedding else self.model.get_input_embeddings()
         self.after(embedding, lambda x: at(HookPoint.Embed, x))
         if layout.positions:
             self.after(self.module(layout.positions), lambda x: at(HookPoint.PosEmbed, x))
         if layout.final_norm:
-            self.after(self.module(layout.final_norm), lambda x: at(HookPoint.FinalNorm, x))
+            self.after(self.module(layout.final_norm), final)
 
     def block(self, i: int, block: nn.Module) -> None:
         at, layout = self.taps.at, self.layout
         self.before(block, lambda x: at(HookPoint.ResidPre(i), x))
         self.rope(self.module(layout.attention, block), i)
-        self.after(self.module(layout.attention_added, block), lambda x: at(HookPoint.AttnOut(i), x))
-        if layout.middle:
-            self.before(self.module(layout.middle, block), lambda x: at(HookPoint.ResidMid(i), x, stream=True))
+        self.heads(i, block)
+        if layout.adds_products:
+            self.enter_around(block, lambda stream: _TapAdditions(self.taps, i, stream))
+        else:
+            self.after(self.module(layout.attention_added, block), lambda x: at(HookPoint.AttnOut(i), x))
+            if layout.middle:
+                self.before(self.module(layout.middle, block), lambda x: at(HookPoint.ResidMid(i), x, stream=True))
         self.mlp(i, block)
+        if not layout.adds_products:
+            self.after(self.module(layout.mlp_added, block), lambda x: at(HookPoint.MlpOut(i), x))
         self.after(block, lambda x: at(HookPoint.ResidPost(i), x))
         if layout.flattens:
-            self.enter_around(block, _KeepAxes)
+            self.enter_around(block, lambda _: _KeepAxes())
+
+    def heads(self, i: int, block: nn.Module) -> None:
+        """Tap latents, queries and keys before they are cut, and gated outputs of heads."""
+        at, layout = self.taps.at, self.layout
+        attention = self.module(layout.attention, block)
+        for path, point in zip(layout.latents, (HookPoint.AttnQLatent(i), HookPoint.AttnKvLatent(i)), strict=False):
+            if self.has(path, attention):  # a model may project its queries without a latent
+                self.after(self.module(path, attention), lambda x, point=point: at(point, x))
+        if layout.rotates_part:
+            self.enter_around(attention, lambda _: TapWhole(self.taps, i))
+
+        def z(x: Tensor) -> Tensor:
+            query, _ = self.taps.patterns[i]
+            return at(HookPoint.AttnZ(i), x.unflatten(-1, (query.shape[1], -1))).flatten(2)
+
+        if layout.z_at_projection:
+            self.before(self.module(layout.output_projection, block), z)
 
     def mlp(self, i: int, block: nn.Module) -> None:
         at, layout = self.taps.at, self.layout
-        self.before(self.module(layout.mlp_input, block), lambda x: at(HookPoint.MlpPre(i), x))
-        if not layout.experts or self.has(layout.down, block):
+        self.before(self.module(layout.mlp_input, block), lambda x: at(HookPoint.MlpPre(i), self.note(i, x)))
+        found = find_experts(block) if layout.experts else None
+        if found is not None:
+            self.experts(i, block, found[1])
+        elif not layout.experts or self.has(layout.down, block):
             self.neurons(i, block)
-        self.after(self.module(layout.mlp_output, block), lambda x: at(HookPoint.MlpPost(i), x))
-        self.after(self.module(layout.mlp_added, block), lambda x: at(HookPoint.MlpOut(i), x))
+        self.after(self.module(layout.mlp_output, block), lambda x: self.taps.at_tokens(HookPoint.MlpPost(i), x))
 
-    def neurons(self, i: int, block: nn.Module) -> None:
-        at, layout = self.taps.at, self.layout
-        for path, point in ((layout.gate, HookPoint.MlpGate(i)), (layout.up, HookPoint.MlpUp(i))):
+    def note(self, i: int, x: Tensor) -> Tensor:
+        """Note whose MLP runs, and its axes."""
+        self.taps.layer, self.taps.tokens = i, (x.shape[0], x.shape[1])
+        return x
+
+    def experts(self, i: int, block: nn.Module, parent: nn.Module) -> None:
+        """Tap a layer's router and shared expert; chosen experts are tapped where they are computed."""
+        tap_router(self.stack, self.taps, parent)
+        shared = shared_expert(parent)
+        if shared is not None:
+            self.neurons(i, shared, alone=True)
+
+    def neurons(self, i: int, root: nn.Module, alone: bool = False) -> None:
+        """Tap gate, up and activation in a block, or in an MLP that stands `alone`, beside experts."""
+        layout = self.layout
+        gate, up, both, down = (
+            path.rpartition(".")[2] if path and alone else path
+            for path in (layout.gate, layout.up, layout.gate_and_up, layout.down)
+        )
+        for path, point in ((gate, HookPoint.MlpGate(i)), (up, HookPoint.MlpUp(i))):
             if path:
-                self.after(self.module(path, block), lambda x, point=point: at(point, x))
-        if layout.gate_and_up:
-            self.module(layout.gate_and_up, block)
-            self.enter_around(self.module(layout.mlp_input, block), lambda: _TapHalves(self.taps, i))
-        if layout.down:
-            self.before(self.module(layout.down, block), lambda x: at(HookPoint.MlpAct(i), x))
+                self.after(self.module(path, root), lambda x, point=point: self.taps.at_tokens(point, x))
+        if both:
+            self.module(both, root)
+            mlp = root if alone else self.module(layout.mlp_input, root)
+            self.enter_around(mlp, lambda _: _TapHalves(self.taps, i))
+        if down:
+            self.before(self.module(down, root), lambda x: self.taps.at_tokens(HookPoint.MlpAct(i), x))
 
     def rope(self, attention: nn.Module, i: int) -> None:
         """Let the family's rotation function know which layer calls it."""
@@ -180,7 +248,7 @@ def attached(model: PreTrainedModel, layout: Layout, listen: Listener) -> Iterat
     Raises:
         ExportError: the model has no module where the layout says it has.
     """
-    taps = Taps(listen)
+    taps = Taps(listen, layout)
     with ExitStack() as stack:
         attachment = _Attachment(model, layout, taps, stack)
         blocks = attachment.module(layout.blocks)

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from exporters.transformers.attention import ATTENTION, Listener, TappedCache
+from exporters.transformers.experts import EXPERTS
 from exporters.transformers.families import Layout, layout_of
 from exporters.transformers.kinds import Kinds, Recorder, all_different, kinds_of
 from exporters.transformers.sizes import rope_parameters
@@ -29,6 +30,7 @@ from exporters.transformers.taps import Passed, attached, submodule
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.metadata import Heads
 
 OPSET = 23
 MARKER_DOMAIN = "mionnx"
@@ -36,7 +38,7 @@ MARKER_DOMAIN = "mionnx"
 BATCH, SEQ, PAST = 2, 3, 5
 TOKENS = ("input_ids", "attention_mask", "position_ids")
 
-PastSizes = tuple[int, int, torch.dtype]  # key/value heads, head size, dtype
+PastSizes = tuple[Sequence[Heads], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,9 @@ class Cached(nn.Module):
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         layers = range(len(past)) if self.layers is None else self.layers
         given = dict(zip(layers, past, strict=True))
-        cache = TappedCache([given.get(i, past[0]) for i in range(max(layers) + 1)])  # others are passed over
+        cache = TappedCache([given.get(i, past[0]) for i in range(max(layers, default=-1) + 1)])  # others: passed over
         with attached(self.model, self.layout, self.listen) as taps:
+            taps.cache = cache
             output = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -72,7 +75,7 @@ class Cached(nn.Module):
                 use_cache=True,
             )
             logits = taps.at(HookPoint.Logits, output.logits)
-        return logits, [(cache.layers[i].keys, cache.layers[i].values) for i in layers]
+        return logits, cache.present(taps)
 
 
 def run_eagerly(
@@ -94,7 +97,7 @@ def prepare(config: Any) -> None:
     config._attn_implementation = ATTENTION
     config.use_cache = True
     if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "batched_mm"
+        config._experts_implementation = EXPERTS
     for rope in rope_parameters(config):
         if rope.get("rope_type") == "dynamic":
             raise ExportError(
@@ -132,6 +135,15 @@ def buffers_of(skeleton: PreTrainedModel) -> dict[str, Tensor]:
     return found
 
 
+def heads_of(skeleton: PreTrainedModel) -> list[Heads]:
+    """Find each layer's heads by a pass over two tokens on the meta device."""
+    with torch.device("meta"), quiet(), torch.no_grad():
+        ids = torch.ones(1, 2, dtype=torch.long)
+        layout = layout_of(skeleton.config)
+        _, cache = Cached(skeleton, layout, lambda _name, value, _stream: value)(ids, ids, ids, [])
+    return [(key.shape[1], key.shape[3], value.shape[3]) for key, value in cache]
+
+
 def find_kinds(skeleton: PreTrainedModel, sizes: PastSizes, buffers: Mapping[str, Tensor]) -> Kinds:
     """Find which layers of a model on the meta device compute the same.
 
@@ -145,7 +157,7 @@ def find_kinds(skeleton: PreTrainedModel, sizes: PastSizes, buffers: Mapping[str
     """
     layout, layers = layout_of(skeleton.config), skeleton.config.num_hidden_layers
     with torch.device("meta"):
-        example = example_of(range(layers), sizes)
+        example = _example(range(layers), sizes)
     recorder = Recorder(skeleton, layout.blocks, example[3])
     try:
         with quiet(), torch.no_grad(), recorder:
@@ -164,13 +176,16 @@ def _mark(name: str, value: Tensor, stream: bool) -> Tensor:
     )
 
 
-def example_of(layers: Sequence[int], sizes: PastSizes) -> tuple[Any, ...]:
+def _example(layers: Sequence[int], sizes: PastSizes) -> tuple[Any, ...]:
     def ids(width: int) -> Tensor:
         return torch.ones(BATCH, width, dtype=torch.long)
 
-    kv_heads, head_dim, dtype = sizes
-    shape = (BATCH, kv_heads, PAST, head_dim)
-    past = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in layers]
+    heads, dtype = sizes
+
+    def zeros(layer: int, part: int) -> Tensor:
+        return torch.zeros(BATCH, heads[layer][0], PAST, heads[layer][part], dtype=dtype)
+
+    past = [(zeros(layer, 1), zeros(layer, 2)) for layer in layers]
     return ids(SEQ), ids(PAST + SEQ), ids(SEQ), past
 
 
@@ -218,7 +233,7 @@ def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> Traced:
         with quiet(), quick(), torch.no_grad(), _passed_over(skeleton, layout, kinds):
             with FakeTensorMode():
                 allocate(skeleton)
-                example = example_of(kinds.traced, sizes)
+                example = _example(kinds.traced, sizes)
             program = torch.onnx.export(
                 Cached(skeleton, layout, _mark, kinds.traced).eval(),
                 example,

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from mionnx.bind.effect import LOGITS, ByRow, Shown, refuse_idle_in, refuse_idle_structure
 from mionnx.bind.estimate import Estimate, estimate_of
+from mionnx.bind.gradients import bind_gradients, gradients_asked, gradients_of
 from mionnx.bind.hook_index import HookIndex, index_hooks
 from mionnx.bind.knockout_mask import end_of
 from mionnx.bind.logit_selection import Logits
@@ -23,12 +24,14 @@ from mionnx.inputs.lacking import refuse_padding
 from mionnx.inputs.past import past_inputs, present_names
 from mionnx.inputs.token_batch import Past, TokenBatch
 from mionnx.inputs.value import Value
-from mionnx.rewrite.plan import TOP_IDS, CaptureNode, Edit, Outputs, Plan
+from mionnx.rewrite.plan import METRIC, TOP_IDS, CaptureNode, Edit, Outputs, Plan
 from mionnx.spec.capture import Capture
 from mionnx.spec.hook_choice import resolve
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
+from mionnx.spec.metric import MetricSpec
 
+ALL = Logits()
 REMEMBERED = 64  # sets of capture requests whose meaning a binder remembers
 
 
@@ -43,6 +46,7 @@ class BoundSpec:
         captures: the spec's captures, in execution order.
         plan: the structure of the rewritten graph.
         logits: the part of the logits to compute; None for all of them, or none at all.
+        gradients: the spec's gradients, in execution order.
     """
 
     spec: HookSpec
@@ -51,6 +55,7 @@ class BoundSpec:
     captures: tuple[BoundCapture, ...]
     plan: Plan
     logits: Logits | None = None
+    gradients: tuple[BoundCapture, ...] = ()
 
     @cached_property
     def edits(self) -> list[tuple[Edit, Intervention]]:
@@ -92,7 +97,7 @@ class BoundSpec:
             InputError: a past that does not fit, or tokens and a top_k outside the vocabulary.
             InterventionError: see `values`, `refuse_idle`, `rwkv_gates.gates_of` and `values.capture_inputs`.
         """
-        edits = {**self.values(batch), **self.weights}
+        edits = {**self.values(batch), **self.weights} if self.plan.edits else {}
         inputs = self.step_inputs(batch, past_inputs(self.model, past, batch), edits)
         self.refuse_idle(batch, use_cache)
         return inputs
@@ -128,19 +133,20 @@ class BoundSpec:
         refuse_padding(self.model, batch)
         inputs: dict[str, Value] = {**batch.feeds(), **past, **edits}
         inputs |= gates_of(self.spec, batch, self.model.metadata)
-        inputs |= capture_inputs(self.captures, batch)
+        inputs |= capture_inputs((*self.captures, *self.gradients), batch)
         return inputs if self.logits is None else {**inputs, **self.logits.feeds(batch, self.model.metadata.sizes)}
 
     def outputs(self, use_cache: bool) -> list[str]:
         """Names of the outputs to fetch: logits, captures, and the past of the next pass."""
         wanted = self.plan.outputs
         names = [*(["logits"] if wanted.logits else []), *([TOP_IDS] if wanted.ranked else [])]
-        names += [capture.node.fetched for capture in self.captures]
+        names += [capture.node.fetched for capture in (*self.captures, *self.gradients)]
+        names += [METRIC] if self.plan.gradients is not None else []
         return [*names, *(present_names(self.model, use_cache) if wanted.carried else [])]
 
     def estimate(self, batch: int, seq: int, total: int) -> Estimate:
         """Bytes of the captures of a pass; `total` counts past and new tokens."""
-        return estimate_of(self.captures, dynamic_sizes(batch, seq, total))
+        return estimate_of((*self.captures, *self.gradients), dynamic_sizes(batch, seq, total))
 
 
 class Binder:
@@ -154,6 +160,7 @@ class Binder:
     def __init__(self, model: HookedModel) -> None:
         self.model = model
         self._known: dict[tuple[Chosen, ...], tuple[BoundCapture, ...]] = {}
+        self._empty: dict[Outputs, BoundSpec] = {}
 
     def bind(
         self,
@@ -162,8 +169,35 @@ class Binder:
         *,
         logits: Logits | None = None,
         cuts: Iterable[str] = (),
+        differentiated: bool = False,
     ) -> BoundSpec:
-        """Bind a spec; see `bind`."""
+        """Bind a spec; see `bind`.
+
+        Args:
+            spec, outputs: see `bind`.
+            logits: the part of the logits to compute.
+            cuts: hook points at which the graph is cut.
+            differentiated: whether the caller computes a metric and gradients; a spec with any is refused where not.
+        """
+        if spec.is_empty() and not cuts and logits in (None, ALL):
+            return self._of_nothing(outputs or Outputs())
+        return self._bound(spec, outputs, logits, cuts, gradients_asked(spec, differentiated))
+
+    def _of_nothing(self, outputs: Outputs) -> BoundSpec:
+        """The empty spec with some outputs, bound once."""
+        found = self._empty.get(outputs)
+        if found is None:
+            found = self._empty[outputs] = self._bound(HookSpec(), outputs, None, (), None)
+        return found
+
+    def _bound(
+        self,
+        spec: HookSpec,
+        outputs: Outputs | None,
+        logits: Logits | None,
+        cuts: Iterable[str],
+        metric: MetricSpec | None,
+    ) -> BoundSpec:
         hooks = index_hooks(spec, self.model)
         if hooks.chosen:
             spec = replace(spec, interventions=[*hooks.interventions])
@@ -172,7 +206,9 @@ class Binder:
         if added := [node for node in map(CaptureNode, cuts) if node not in nodes]:
             nodes = sorted([*added, *nodes], key=lambda node: in_order(hooks, node))
         outputs = outputs or Outputs()
-        bound = BoundSpec(spec, self.model, hooks, captures, Plan(edits_of(hooks), tuple(nodes), outputs), logits)
+        by = bind_gradients(spec.gradients, hooks)
+        plan = Plan(edits_of(hooks), tuple(nodes), outputs, gradients=gradients_of(metric, by))
+        bound = BoundSpec(spec, self.model, hooks, captures, plan, logits, by)
         refuse_idle_structure(bound.edits, bound.plan, self.model)
         shown = Shown(bound.plan.captures, outputs.logits, outputs.carried)
         refuse_idle_states(spec, bound.edits, shown, self.model)

@@ -7,8 +7,9 @@ import numpy as np
 
 from mionnx.bind.hook_index import HookIndex, naming
 from mionnx.errors import HookError, InterventionError
-from mionnx.graph.axes import dynamic_sizes, has_sequence, heads_axis
+from mionnx.graph.axes import CHOSEN, EXPERTS, dynamic_sizes, has_sequence, heads_axis
 from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
 from mionnx.rewrite.plan import CaptureNode, Edit
 from mionnx.spec.capture import Capture
 from mionnx.spec.hook_choice import resolve
@@ -101,8 +102,35 @@ def _edit(points: HookIndex, point: HookPoint, intervention: Intervention, index
         raise InterventionError(
             f"{intervention.kind} at {point}: axes {list(axes)} have no heads; hook points that do: {', '.join(near)}"
         )
-    masked = intervention.heads is not None or intervention.rows is not None
-    return Edit(point.name, kind, index, axes, intervention.positions is not None, masked)
+    at_experts = _choice(point, axes, intervention, model)
+    columns = intervention.experts is not None and at_experts is None
+    masked = intervention.heads is not None or intervention.rows is not None or columns
+    return Edit(point.name, kind, index, axes, intervention.positions is not None, masked, at_experts=at_experts)
+
+
+def _choice(point: HookPoint, axes: tuple[str, ...], one: Intervention, model: HookedModel) -> str | None:
+    """The hook point with the choice of experts, for a limit to chosen experts; else None.
+
+    Raises:
+        InterventionError: experts where there are none, or numbers of experts changed by anything but a replacement.
+    """
+    if point.variant == "MlpExpertIndices" and one.kind != "replace":
+        raise InterventionError(
+            f"{one.kind} at {point}: it holds the numbers of experts, which can only be replaced; weigh them at "
+            f"{HookPoint.MlpExpertWeights(point.layer or 0)}, or choose others at "
+            f"{HookPoint.MlpRouterLogits(point.layer or 0)}"
+        )
+    if one.experts is None:
+        return None
+    if not {EXPERTS, CHOSEN} & {*axes}:
+        routed = [name for name in model.metadata.hooks if {EXPERTS, CHOSEN} & {*(HookPoint.parse(name).axes or ())}]
+        near = [name for name in routed if name.startswith(f"blocks.{point.layer or 0}.")] or routed[:1]
+        where = f"; hook points that do: {', '.join(near)}" if near else f"; this {model.metadata.family} has none"
+        raise InterventionError(f"{one.kind} at {point}: axes {list(axes)} have no experts{where}")
+    count = model.metadata.sizes.n_experts
+    if count is not None and max(one.experts) >= count:
+        raise InterventionError(f"{one.kind} at {point}: expert {max(one.experts)} of {count} (0 to {count - 1})")
+    return str(HookPoint.MlpExpertIndices(point.layer or 0)) if CHOSEN in axes else None
 
 
 def _refuse_derived(point: HookPoint) -> None:

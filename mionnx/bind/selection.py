@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 from mionnx.bind.knockout_mask import KnockoutMask, end_of, first_position
 from mionnx.bind.selected_part import Chosen, SelectedPart
 from mionnx.errors import InterventionError
-from mionnx.graph.axes import format_shape, heads_axis, sequence_axis
+from mionnx.graph.axes import EXPERTS, format_shape, heads_axis, sequence_axis
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.plan import Edit
 from mionnx.spec.intervention import Intervention
@@ -29,12 +29,14 @@ class Selection:
         intervention: the intervention.
         shape: shape of the activation at the hook point.
         call: the token batch.
+        experts: how many experts the model has, if it has any.
     """
 
     edit: Edit
     intervention: Intervention
     shape: Shape
     call: TokenBatch
+    experts: int | None = None
 
     def _refuse(self, why: str) -> InterventionError:
         return InterventionError(f"{self.edit.kind} at {self.edit.hook}: {why}")
@@ -114,10 +116,18 @@ class Selection:
         return any(at >= self.call.lengths[row] for row, chosen in positions.items() for at in chosen)
 
     def mask(self) -> NDArray[np.bool_]:
-        """Selected heads and rows as a mask of the activation's rank, 1 wide along other axes."""
+        """Selected heads, experts and rows: a mask of the activation's rank, else 1 wide."""
         mask = self._along(0, self.rows())
         axis, heads = heads_axis(self.edit.axes), self.heads()
-        return mask if axis is None or heads is None else mask & self._along(axis, heads)
+        if axis is not None and heads is not None:
+            mask = mask & self._along(axis, heads)
+        experts = self.columns_of_experts()
+        return mask if experts is None else mask & self._along(self.edit.axes.index(EXPERTS), experts)
+
+    def columns_of_experts(self) -> list[int] | None:
+        """Selected columns of router logits; None for all, or at other hook points."""
+        experts = self.intervention.experts
+        return None if experts is None or EXPERTS not in self.edit.axes else list(experts)
 
     def _along(self, axis: int, chosen: list[int]) -> NDArray[np.bool_]:
         line = np.zeros(self.shape[axis], bool)
@@ -170,10 +180,19 @@ class Selection:
             return np.ascontiguousarray(np.broadcast_to(full, self.shape))  # it stands for the activation itself
         return full.reshape((1,) * (len(self.shape) - full.ndim) + full.shape)
 
-    def applied(self, activation: NDArray[Any]) -> NDArray[Any]:
-        """The activation after the intervention, computed in numpy by the kind's reference."""
+    def applied(self, activation: NDArray[Any], choice: NDArray[Any] | None = None) -> NDArray[Any]:
+        """The activation after the intervention, computed in numpy by the kind's reference.
+
+        Args:
+            activation: the value at the hook point.
+            choice: [batch, seq, n_chosen], the experts that each token chose, where the intervention has a limit of it.
+        """
         changed = self.edit.kind.reference(activation, *self.values(activation.dtype))
-        return np.where(self.selected(), changed, activation)
+        selected = self.selected()
+        if self.edit.at_experts is not None and choice is not None:
+            here = np.isin(choice, np.array(self.intervention.experts))
+            selected = selected & here.reshape(here.shape + (1,) * (activation.ndim - here.ndim))
+        return np.where(selected, changed, activation)
 
     @cached_property
     def knockout_mask(self) -> KnockoutMask:
@@ -228,6 +247,9 @@ class Selection:
             chosen[0] = Chosen(dict.fromkeys(rows, rows), len(rows), len({*rows}) < len(rows))
         if axis is not None and heads is not None:
             chosen[axis] = Chosen(dict.fromkeys(rows, heads), len(heads), len({*heads}) < len(heads))
+        if (experts := self.columns_of_experts()) is not None:
+            axis = self.edit.axes.index(EXPERTS)
+            chosen[axis] = Chosen(dict.fromkeys(rows, experts), len(experts), len({*experts}) < len(experts))
         if (positions := self.positions()) is not None:
             chosen[sequence_axis(self.edit.axes)] = self._chosen_tokens(positions)
         return SelectedPart(self.edit.axes, self.shape, rows, chosen)
@@ -248,9 +270,19 @@ class Selection:
     def _cast(self, value: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
         with np.errstate(over="ignore"):
             cast = value.astype(dtype)
+        if cast.dtype.kind == "i":
+            self._check_experts(value)
         if not np.array_equal(np.isinf(cast), np.isinf(value)):
             raise self._refuse(f"a value is beyond the range of the model's {np.dtype(dtype)}")
         return np.ascontiguousarray(cast).reshape(value.shape)
+
+    def _check_experts(self, value: NDArray[Any]) -> None:
+        """Refuse numbers of experts that the model does not have."""
+        if self.experts is None:
+            return
+        if (value != np.floor(value)).any() or value.min() < 0 or value.max() >= self.experts:
+            wrong = value[(value != np.floor(value)) | (value < 0) | (value >= self.experts)].flat[0]
+            raise self._refuse(f"{wrong:g} is no expert; the model has {self.experts} (0 to {self.experts - 1})")
 
 
 def refuse_unread(places: Sequence[Selection]) -> None:

@@ -26,9 +26,9 @@ Pairs = Sequence[tuple[Edit, Intervention]]
 
 def selections_of(edits: Pairs, hooks: HookIndex, batch: TokenBatch) -> list[Selection]:
     """The part of one token batch that each intervention selects."""
-    sizes = dynamic_sizes(batch.batch, batch.seq, batch.total)
+    sizes, experts = dynamic_sizes(batch.batch, batch.seq, batch.total), hooks.model.metadata.sizes.n_experts
     return [
-        Selection(edit, intervention, shape_of(hooks.dims(HookPoint.parse(edit.hook)), sizes), batch)
+        Selection(edit, intervention, shape_of(hooks.dims(HookPoint.parse(edit.hook)), sizes), batch, experts)
         for edit, intervention in edits
     ]
 
@@ -56,6 +56,8 @@ def _inputs(selection: Selection, dtype: DTypeLike) -> dict[str, NDArray[Any]]:
         inputs[edit.positions_input] = _table(positions, selection.call.batch)
     if edit.masked:
         inputs[edit.mask_input] = selection.mask()
+    if edit.at_experts is not None:
+        inputs[edit.experts_input] = np.array(selection.intervention.experts)
     return inputs
 
 

@@ -16,10 +16,11 @@ from mionnx.run import adopt as adoption
 
 
 def adopt(
-    source: Annotated[Path, typer.Argument(help="A folder with ONNX files, or one of them.")],
+    source: Annotated[Path, typer.Argument(help="A folder with ONNX files, one of them, or a Hub id.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to create for the model.")] = None,
     file: Annotated[str | None, typer.Option(help="The file to adopt, where the folder has several.")] = None,
     check: Annotated[bool, typer.Option(help="Check a model that was adopted against the laws again.")] = False,
+    copy: Annotated[bool, typer.Option(help="Copy the weights: onnx's own loader refuses linked files.")] = False,
     as_json: Json = False,
 ) -> None:
     """Adopt an ONNX file of another tool as a hooked model.
@@ -37,7 +38,7 @@ def adopt(
         laws, facts = adoption.check_laws(source), {}
     else:
         with bars() as progress:
-            adopted = adoption.adopt(source, output, file, progress)
+            adopted = adoption.adopt(source, output, file, progress, copy)
         laws, facts = adopted.laws, _facts(adopted, output)
     seconds = round(time.monotonic() - begin, 2)
     if as_json:
@@ -56,6 +57,7 @@ def _facts(adopted: Any, output: Path) -> dict[str, Any]:
         "hook_points": len(adopted.hooks),
         "expanded": dict(adopted.expanded),
         "lacking": adopted.notes,
+        "linked": sorted(path.name for path in output.iterdir() if path.stat().st_nlink > 1),
     }
 
 
@@ -64,6 +66,11 @@ def _show(facts: dict[str, Any], laws: list[Any], seconds: float) -> None:
         typer.echo(f"{facts['folder']}: {facts['file']}, {facts['hook_points']} hook points, {seconds} s")
         if facts["expanded"]:
             typer.echo("expanded: " + ", ".join(f"{count} {name}" for name, count in facts["expanded"].items()))
+        if facts["linked"]:
+            typer.echo(
+                f"linked: {', '.join(facts['linked'])}: one file under two names, nothing copied; onnx's own loader "
+                "refuses such files, the source too: --copy"
+            )
         for note in facts["lacking"]:
             typer.echo(f"lacking: {note}")
     table = Table("law", "layer", "difference", "allowed")

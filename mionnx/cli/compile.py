@@ -32,6 +32,7 @@ def compile_(
     target: Annotated[str, typer.Option(help="generic, ort-cpu, ort-cuda or web.")] = "generic",
     optimum: Annotated[bool, typer.Option(help="Write the layout of optimum's ORTModelForCausalLM.")] = False,
     triton: Annotated[bool, typer.Option(help="Write the layout of a Triton Inference Server repository.")] = False,
+    fused: Annotated[str, typer.Option(help="Keep an adopted file's fused operators: none, padded or all.")] = "none",
     as_json: Json = False,
 ) -> None:
     """Bake interventions into a plain ONNX model that runs without mionnx.
@@ -50,7 +51,7 @@ def compile_(
     spec = interventions.spec(hooked.metadata.sizes.num_heads, 1)
     for hook in capture or ():
         spec.capture(hook)
-    packaging = Packaging(weights, target, "optimum" if optimum else "triton" if triton else "plain")
+    packaging = Packaging(weights, target, "optimum" if optimum else "triton" if triton else "plain", fused)
     with bars() as progress:
         folder = compile_spec(
             hooked,

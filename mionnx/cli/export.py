@@ -16,11 +16,12 @@ DTYPES = "float32, float16, bfloat16, or auto for the checkpoint's own."
 
 
 def export(
-    source: Annotated[str, typer.Argument(help="Folder of a Hugging Face checkpoint, or a Hub id.")],
+    source: Annotated[str, typer.Argument(help="Folder of a Hugging Face checkpoint, a GGUF file, or a Hub id.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to create for the model.")] = None,
     copy: Annotated[bool, typer.Option(help="Copy the weights instead of linking them.")] = False,
     in_place: Annotated[bool, typer.Option(help="Write model.onnx beside the checkpoint's own weights.")] = False,
     dtype: Annotated[str, typer.Option(help=DTYPES)] = "float32",
+    file: Annotated[str | None, typer.Option(help="The GGUF file to export, where there are several.")] = None,
     as_json: Json = False,
 ) -> None:
     """Export a checkpoint as a hooked model.
@@ -34,7 +35,7 @@ def export(
     if (output is None) == (not in_place) or (in_place and copy):
         raise typer.BadParameter("give either --output FOLDER, with or without --copy, or --in-place")
     begin = time.monotonic()
-    folder = find_model.checkpoint_folder(source)
+    folder = find_model.checkpoint_folder(source, file)
     with bars() as progress:
         if output is None:
             find_model.export_in_place(folder, dtype, progress)

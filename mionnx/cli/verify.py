@@ -15,10 +15,12 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify import Verification
 from mionnx.verify.result import Beside, Repeat
 from mionnx.verify.result_table import repeats_table
-from mionnx.verify.verbs import read_prompts
+from mionnx.verify.verbs import RUNTIMES, read_prompts
 
 DISAGREES = 2  # the exit code where runtimes differ by more than the tolerance; 1 is an error
-Runtimes = Annotated[str, typer.Option(help="Names with commas between: torch, ort-cpu, ort-cpu:none, openvino, ..")]
+NAMES = "Names with commas between: torch, ort-cpu, ort-cpu:none, openvino, .."
+Runtimes = Annotated[str, typer.Option(help=NAMES)]
+Compared = Annotated[str | None, typer.Option(help=f"{NAMES}; ort-cpu with --other, else {','.join(RUNTIMES)}.")]
 Prompts = Annotated[Path | None, typer.Option(metavar="FILE", help="One prompt per line, or a .json list.")]
 Texts = Annotated[list[str] | None, typer.Option("--prompt", help="A prompt; may be repeated.")]
 Other = Annotated[str | None, typer.Option(metavar="MODEL", help="A second model: a quantised file's checkpoint, say.")]
@@ -27,7 +29,7 @@ Tolerance = Annotated[float | None, typer.Option(help="Largest relative differen
 
 def verify(
     model: Model,
-    runtimes: Runtimes = "ort-cpu,ort-cpu:none,reference",
+    runtimes: Compared = None,
     prompts: Prompts = None,
     prompt: Texts = None,
     hooks: Annotated[str | None, typer.Option(help="Globs, with commas between; resid_* if left out.")] = None,
@@ -58,14 +60,14 @@ def verify(
 
     mionnx verify models/world-llama --runtimes ort-cpu --against run.safetensors
 
-    mionnx verify model_q4.onnx --other checkpoint --runtimes ort-cpu --hooks "*" --prompts text.txt --html lost.html
+    mionnx verify model_q4.onnx --other checkpoint --hooks "*" --prompts text.txt --html lost.html
     """
     opened = MIModel.from_pretrained(model)
     given: list[Any] = [*(prompt or ()), *(read_prompts(prompts) if prompts else ())]
     with bars() as progress:
         result = opened.verify(
             given,
-            runtimes.split(","),
+            RUNTIMES if runtimes is None else runtimes.split(","),
             hooks=hooks.split(",") if hooks else None,
             spec=HookSpec.load(str(spec)) if spec else None,
             other=MIModel.from_pretrained(other) if other else None,

@@ -94,6 +94,8 @@ def _edit(
     place = _place(edit, intervention, shape)
     if edit.masked:
         _become(graph, tensors[edit.mask_input], place.mask())
+    if edit.at_experts is not None:
+        _become(graph, tensors[edit.experts_input], np.array(intervention.experts))
     given: Any = intervention.positions
     if given is not None:
         chosen = calls.chosen(f"{edit.prefix}.chosen", [given] if isinstance(given, str) else given)

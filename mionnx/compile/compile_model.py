@@ -30,6 +30,7 @@ def compile_model(
     weights: str | None = None,
     target: str = "generic",
     layout: str = "plain",
+    fused: str = "none",
 ) -> Path:
     """Write a folder with one plain ONNX model in which a spec's interventions are baked in.
 
@@ -45,7 +46,7 @@ def compile_model(
             or is the factor of a scale.
         captures: keep the spec's captures as outputs.
         last_logits: return the logits of the last position only.
-        weights, target, layout: see `mionnx.compile.package.Packaging`.
+        weights, target, layout, fused: see `mionnx.compile.package.Packaging`.
 
     Returns:
         the folder.
@@ -59,7 +60,7 @@ def compile_model(
         spec = HookSpec().intervene("blocks.1.attn.hook_z", Intervention.Zero(heads=[3]))
         folder = model.compile(spec, "without-head-3")
     """
-    packaging = Packaging(weights, target, layout)
+    packaging = Packaging(weights, target, layout, fused)
     with bars() as progress:
         return compile_spec(
             model.hooked,

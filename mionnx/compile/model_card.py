@@ -65,7 +65,7 @@ is the call that token 0 stands in; "generated" means every later call.
 - original graph, sha256: `{facts["graph_sha256"]}`
 - spec, sha256: `{facts["spec_sha256"]}`
 - target: {target}{_bound(target)}
-
+{_fused(facts)}
 ## Running it
 
 ```python
@@ -91,6 +91,17 @@ session = onnxruntime.InferenceSession("model.onnx", disabled_optimizers={list(U
 {_rows(outputs)}
 """
     return text + _optional(facts, optional)
+
+
+def _fused(facts: Mapping[str, Any]) -> str:
+    """A line on fused operators of the file that the model was adopted from."""
+    if not facts.get("fused"):
+        return ""
+    padding = "; texts must not be padded, and calls of several tokens after a past have one row"
+    return (
+        f"- fused operators: {facts['fused']} of ONNX Runtime's own (com.microsoft), as in the file that the model was "
+        f"adopted from: the graph runs in ONNX Runtime only{padding * facts['unpadded']}\n"
+    )
 
 
 def _optional(facts: Mapping[str, Any], optional: Typed) -> str:
@@ -120,7 +131,7 @@ def _value(edit: Intervention) -> str:
 
 
 def _limits(edit: Intervention) -> str:
-    given = {"positions": edit.positions, "heads": edit.heads}
+    given = {"positions": edit.positions, "heads": edit.heads, "experts": edit.experts}
     return "; ".join(f"{name} {_list(value)}" for name, value in given.items() if value is not None)
 
 

@@ -33,23 +33,28 @@ from mionnx.engine.options import Options
 from mionnx.errors import InputError, InterventionError, ModelError, nearest
 from mionnx.graph import onnx_file
 from mionnx.graph.builder import to_proto
+from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.fused_operators import UNPADDED, read_fused
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
+from mionnx.graph.restore import restore
 from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import Progress, silent
 from mionnx.rewrite.apply_plan import apply_plan
-from mionnx.rewrite.plan import Outputs, Plan
+from mionnx.rewrite.plan import ALL, NONE, PADDED, Outputs, Plan
 from mionnx.rewrite.prune import prune
 from mionnx.spec.hook_choice import HookChoice
 from mionnx.spec.hook_spec import HookSpec
 
 COMPILED = "mionnx.compiled"
+ATTENDING = {name for _, name in UNPADDED}  # operators that are right for texts without padding only
 SPEC = "spec.safetensors"
 CARD = "README.md"
 DATA = "model.onnx.data"
 WEIGHTS = ("embedded", "alongside", "referenced")
 TARGETS = {"generic": None, "ort-cpu": "cpu", "ort-cuda": "cuda", "web": None}
 LAYOUTS = ("plain", "optimum", "triton")
+FUSED = (NONE, PADDED, ALL)
 LIMIT = 2**31 - 2**24  # a protobuf file holds 2 GiB; some is left for the graph
 Knobs = Mapping[str, str | HookPoint | Sequence[str | HookPoint] | None]
 
@@ -64,15 +69,19 @@ class Packaging:
         target: "generic" (standard operators only), "ort-cpu" or "ort-cuda" (optimised for this version of ONNX
             Runtime, with its own operators), or "web" (one file, for onnxruntime-web).
         layout: "plain", "optimum" (what `ORTModelForCausalLM.from_pretrained` loads) or "triton" (a repository).
+        fused: of the fused operators that an adopted file came with, those to keep where nothing inside them is
+            touched: "none", "padded" (right for padded texts too) or "all". Only ONNX Runtime has such operators.
     """
 
     weights: str | None = None
     target: str = "generic"
     layout: str = "plain"
+    fused: str = NONE
 
     def __post_init__(self) -> None:
         weights = ("weights", self.weights or "alongside", WEIGHTS)
-        for what, choice, choices in (weights, ("target", self.target, TARGETS), ("layout", self.layout, LAYOUTS)):
+        target, layout = ("target", self.target, TARGETS), ("layout", self.layout, LAYOUTS)
+        for what, choice, choices in (weights, target, layout, ("fused", self.fused, FUSED)):
             if choice not in choices:
                 raise InputError(f"{what} {choice!r}; one of {', '.join(choices)}{nearest(str(choice), choices)}")
         if self.target.startswith("ort-") and self.weights == "referenced":
@@ -102,7 +111,7 @@ def compile_spec(
     if target.exists():
         raise ModelError(f"{target} exists already")
     bound = bind(spec if captures else _without_captures(spec), model, Outputs(last=last_logits))
-    proto = _compiled(bound, _indices(bound, knobs or {}))
+    proto = _with_fused(_compiled(bound, _indices(bound, knobs or {})), model, packaging.fused)
     remove_leftovers(target.parent, holding=(GRAPH,))
     with new_folder(target, ModelError) as partial:
         at = partial / target.name / "1" if packaging.layout == "triton" else partial
@@ -172,6 +181,25 @@ def _compiled(bound: BoundSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
     }
     proto.metadata_props.add(key=COMPILED, value=json.dumps(facts))
     return proto
+
+
+def _with_fused(proto: onnx.ModelProto, model: HookedModel, fused: str) -> onnx.ModelProto:
+    """A compiled graph with fused operators of the model's file.
+
+    Raises:
+        InputError: they were asked for, and the spec leaves none, or the model has none.
+    """
+    if fused == NONE:
+        return proto
+    flow = Dataflow(model.proto)
+    made, count = restore(proto, flow, read_fused(flow, model.metadata.fused), padding=fused == PADDED)
+    if not count:
+        has = f"{len(model.metadata.fused)} fused operators" if model.metadata.fused else "no fused operators"
+        raise InputError(f"fused={fused!r}: the model has {has}, and none can stand in this graph: use fused='none'")
+    entry = next(entry for entry in made.metadata_props if entry.key == COMPILED)
+    attends = any(node.op_type in ATTENDING for node in made.graph.node)
+    entry.value = json.dumps({**json.loads(entry.value), "fused": count, "unpadded": attends})
+    return made
 
 
 def _refuse_large_fragments(spec: HookSpec) -> None:

@@ -57,9 +57,9 @@ class Options:
             structure runs many times on other values. For the provider "cuda", and graphs without control flow. What
             is captured is then copied to the CPU at once.
         engine: "onnxruntime", "openvino", "onnxruntime-web" or "reference"; see `mionnx.engine.engines`.
-        fused: run an adopted file's own fused operators where a spec touches nothing inside them, on the CPU: the
-            file's speed, and its bits where nothing is touched. Without, all specs compute in the same standard nodes,
-            and a capture changes no bit of the logits.
+        fused: run an adopted file's own fused operators where a spec touches nothing inside them, and its own graph,
+            bit by bit, where nothing is touched at all (with `fast`, of files without fused operators too). Without,
+            all specs compute in the same standard nodes, and a capture changes no bit of the logits.
     """
 
     provider: str = "cpu"

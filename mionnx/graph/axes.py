@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 HEAD_AXES = ("n_heads", "n_kv_heads")  # axes that count heads
+EXPERTS, CHOSEN = "n_experts", "n_chosen"  # axes of all experts, and of those that a token chose
 SEQUENCE_AXES = ("seq_q", "seq")  # axes with one entry per token of a pass
 
 

@@ -44,6 +44,8 @@ OPERATORS: dict[Operator, frozenset[str]] = {
     (MICROSOFT, "SkipSimplifiedLayerNormalization"): NORM,
     (MICROSOFT, "SkipLayerNormalization"): NORM,
     (MICROSOFT, "RotaryEmbedding"): ROTATION,
+    ("", "RotaryEmbedding"): ROTATION,
+    ("", "Attention"): ATTENTION,
     (MICROSOFT, "GroupQueryAttention"): ATTENTION,
     (MICROSOFT, "MultiHeadAttention"): ATTENTION,
     (MICROSOFT, "Gelu"): GELU,

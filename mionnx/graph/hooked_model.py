@@ -15,11 +15,12 @@ The format, on one page:
    A recurrent model also names what its recurrence reads after the gates, for values that are derived from it:
    `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
-   `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`, and `fused` of an adopted file. See
-   `mionnx.graph.metadata`.
+   `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`, and of an adopted file `fused` and
+   `stock`. See `mionnx.graph.metadata`.
 7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
    the graph, a weight outside the folder or beyond the end of its file, weight files that are not those that were
-   exported (`mionnx.graph.weight_check`), a fused operator that its nodes cannot stand for.
+   exported (`mionnx.graph.weight_check`), a fused operator that its nodes cannot stand for, a stock graph that is no
+   valid one or has other inputs.
 """
 
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ from numpy.typing import DTypeLike
 
 from mionnx.errors import HookError, ModelError, nearest
 from mionnx.graph import onnx_file, validate, weight_check
+from mionnx.graph.contrib_shapes import DOMAIN
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.folder_file import read_json
 from mionnx.graph.fused_operators import read_fused
@@ -41,7 +43,9 @@ from mionnx.graph.hook_points import HookPoint, layer_of
 from mionnx.graph.influence import Influence
 from mionnx.graph.io_names import cache_names
 from mionnx.graph.known_value import Dims, Known
-from mionnx.graph.metadata import Metadata, Sizes, context_length
+from mionnx.graph.metadata import Metadata, context_length
+from mionnx.graph.output_head import LOGITS
+from mionnx.graph.stock_graph import StockGraph, checkable, unpacked
 from mionnx.graph.weight_check import Progress, silent
 
 GRAPH = "model.onnx"
@@ -65,6 +69,7 @@ DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "b
 
 # Operators that find the scale of what they round in all of it.
 ROUNDING_LEVEL = 4  # accuracy_level of a MatMulNBits that rounds what it reads to 8 bits
+ROUTER = ("MlpRouterLogits", "MlpExpertIndices", "MlpExpertWeights")
 ROUNDS_BY_CALL = frozenset(("DynamicQuantizeLinear", "DynamicQuantizeMatMul"))
 LARGEST = 2**28  # bytes of a graph without its weights
 TOKENS = ((1, 1, 0), (2, 3, 5))  # batch, seq, past: token batches for which the sizes of all values are checked
@@ -99,7 +104,7 @@ class HookedModel:
         for name, axes in metadata.hooks.items():
             if name not in made:
                 raise ModelError(f"{folder / GRAPH} lists the hook point {name!r}, but no node makes such a value")
-            _check_axes(name, axes, known[name], metadata.sizes)
+            _check_axes(name, axes, known[name], metadata)
         layers = {layer_of(name) for name in metadata.hooks} - {None}
         if layers and metadata.sizes.num_layers != len(layers):
             raise ModelError(
@@ -114,8 +119,30 @@ class HookedModel:
             raise ModelError(
                 f"{folder / GRAPH} has the inputs {inputs} and outputs {outputs}; input_ids and logits are missing"
             )
-        weight_check.check(folder, metadata, onnx_file.locations(proto), check, progress)
-        return cls(folder, proto, metadata)
+        model = cls(folder, proto, metadata)
+        files = {*onnx_file.locations(proto), *(onnx_file.locations(model.stock.proto) if model.stock else ())}
+        weight_check.check(folder, metadata, files, check, progress)
+        return model
+
+    @cached_property
+    def stock(self) -> StockGraph | None:
+        """The graph of an adopted file as it came, checked; None if there is none.
+
+        Raises:
+            ModelError: it is damaged, takes what this model does not, or has a value without a bound.
+        """
+        if not self.metadata.stock:
+            return None
+        found = unpacked(self.metadata.stock)
+        check_stock(found, self.proto, self.folder)
+        return found
+
+    @cached_property
+    def fused_kinds(self) -> frozenset[tuple[str, str]]:
+        """Domain and name of the operators in the graph of an adopted file as it came."""
+        nodes = [] if self.stock is None else list(self.stock.proto.graph.node)
+        nodes += [one.node for one in read_fused(Dataflow(self.proto), self.metadata.fused)]
+        return frozenset((node.domain, node.op_type) for node in nodes if node.domain == DOMAIN)
 
     def hook_points(self) -> list[HookPoint]:
         """All hook points in execution order; derived ones follow their source."""
@@ -203,8 +230,20 @@ class HookedModel:
         return context_length(config) if isinstance(config, dict) else None
 
     def dtype(self, point: HookPoint) -> DTypeLike:
-        """Dtype of a hook point's value: the model's, or float32 in a recurrence."""
+        """Dtype of a hook point's value: the model's, float32 in a recurrence, a router's own."""
+        if point.name in self._dtypes_of_routers:
+            return self._dtypes_of_routers[point.name]
         return np.float32 if ".rwkv." in point.name else DTYPES[self.metadata.dtype]
+
+    @cached_property
+    def _dtypes_of_routers(self) -> dict[str, DTypeLike]:
+        """Dtypes of a router's values: numbers of experts, and often float32."""
+        routed = {name for name in self.metadata.hooks if HookPoint.parse(name).variant in ROUTER}
+        return {
+            value.name: onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+            for value in self.proto.graph.value_info
+            if value.name in routed
+        }
 
     def axes(self, point: HookPoint) -> list[str | int]:
         """The axes of a hook point: names of dynamic ones, numbers of fixed ones.
@@ -213,9 +252,7 @@ class HookedModel:
             HookError: the model has no such hook point.
         """
         if point.derived and point.name in self._points:
-            sizes = self.metadata.sizes
-            known = {"n_heads": sizes.num_heads, "hidden": sizes.hidden_size}
-            known |= {"key_dim": sizes.head_dim, "value_dim": sizes.head_dim}
+            known = self.metadata.axis_sizes(point)
             return [known.get(axis, axis) for axis in point.axes or ()]
         if point.name not in self.metadata.hooks:
             raise HookError(
@@ -224,22 +261,35 @@ class HookedModel:
         return list(self.metadata.hooks[point.name])
 
 
-def _check_axes(name: str, axes: Sequence[str | int], known: Known, sizes: Sizes) -> None:
+def check_stock(stock: StockGraph, hooked: onnx.ModelProto, folder: Path) -> None:
+    """Check the graph of an adopted file as it came, as the hooked graph is checked.
+
+    Args:
+        stock: the graph.
+        hooked: the hooked one.
+        folder: of their weights.
+
+    Raises:
+        ModelError: it takes what the hooked model does not, gives no logits, or is refused by `validate.check`.
+    """
+    inputs, outputs = onnx_file.interface(stock.proto)
+    held = {tensor.name for tensor in stock.proto.graph.initializer}
+    strange = sorted({*inputs} - held - {value.name for value in hooked.graph.input})
+    if strange or LOGITS not in outputs:
+        raise ModelError(f"the stock graph in the metadata takes {', '.join(strange)[:200]} and gives {outputs[:9]}")
+    shown = checkable(stock.proto)
+    validate.check(shown, folder, [_shapes(shown, *tokens) for tokens in stock.examples])
+
+
+def _check_axes(name: str, axes: Sequence[str | int], known: Known, metadata: Metadata) -> None:
     """Check what the metadata say of a hook point's axes against the graph and the sizes."""
     shape = known.shape if known.shape is not None else (None,) * len(axes)
     fixed = [(axis, dim) for axis, dim in zip(axes, shape, strict=False) if isinstance(axis, int)]
     if len(shape) != len(axes) or any(None is not dim != axis for axis, dim in fixed):
         raise ModelError(f"{name} has the shape {list(shape)} in the graph, but its metadata say {list(axes)}")
-    named = {
-        "hidden": sizes.hidden_size,
-        "n_heads": sizes.num_heads,
-        "n_kv_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
-        "key_dim": sizes.head_dim,
-        "value_dim": sizes.head_dim,
-        "vocab": sizes.vocab_size,
-    }
-    for axis, size in zip(HookPoint.parse(name).axes or (), axes, strict=False):
+    point = HookPoint.parse(name)
+    named = metadata.axis_sizes(point)
+    for axis, size in zip(point.axes or (), axes, strict=False):
         if isinstance(size, int) and named.get(axis, size) != size:
             raise ModelError(f"the axis {axis} of {name} is {size}, but the metadata's sizes say {named[axis]}")
 

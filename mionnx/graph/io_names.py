@@ -1,6 +1,7 @@
 """Names of the graph's inputs and outputs for the past, as optimum and ONNX Runtime's tools write them."""
 
 from dataclasses import dataclass
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,16 @@ class CacheNames:
 
     def inputs(self, num_layers: int) -> list[str]:
         """The inputs of all layers."""
-        return [name for layer in range(num_layers) for name in self.layer_inputs(layer)]
+        return list(_of_layers(self.past, self.parts, num_layers))
 
     def outputs(self, num_layers: int) -> list[str]:
         """The outputs of all layers, in the order of the inputs."""
-        return [name for layer in range(num_layers) for name in self.layer_outputs(layer)]
+        return list(_of_layers(self.present, self.parts, num_layers))
+
+
+@cache
+def _of_layers(prefix: str, parts: tuple[str, ...], num_layers: int) -> tuple[str, ...]:
+    return tuple(f"{prefix}.{layer}.{part}" for layer in range(num_layers) for part in parts)
 
 
 KEYS_AND_VALUES = CacheNames("past_key_values", "present", ("key", "value"))

@@ -18,7 +18,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.shape_inference import infer_node_outputs
 
 from mionnx.errors import ModelError
-from mionnx.graph.contrib_shapes import DOMAIN, contrib_output
+from mionnx.graph.contrib_shapes import DOMAIN, contrib_outputs
 
 SMALL = 2**12  # elements of a value whose content is followed
 Dims = tuple[int | None, ...]
@@ -116,7 +116,7 @@ def infer(node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[
             return [of_shape(onnx.TensorProto.INT64, sized.shape, inputs[0].constant, sized)]
     if node.domain == DOMAIN:
         typed = [None if known is None else (known.dtype, known.shape) for known in inputs]
-        return [of_shape(*contrib_output(node, typed), constant)]
+        return [of_shape(*made, constant) for made in contrib_outputs(node, typed)]
     types = _types(node, inputs, opsets)
     found = [_of_type(node, types.get(name), constant) for name in node.output]
     found = [_bounded(node, known, inputs) for known in found]
@@ -182,6 +182,8 @@ def _bounded(node: onnx.NodeProto, made: Known, inputs: Sequence[Known | None]) 
         most = counts[0] * max(0, int(inputs[1].data.reshape(-1)[0]))
     elif node.op_type == "NonZero" and counts[0] is not None and inputs[0] is not None:
         most = counts[0] * (len(inputs[0].shape) if inputs[0].shape is not None else 64)
+    elif (tighter := _by_shapes(node, inputs)) is not None:
+        most = tighter
     elif node.op_type in NO_MORE and counts:
         most = counts[0]
     elif node.op_type in NO_MORE_THAN_PRODUCT and None not in counts:
@@ -189,6 +191,23 @@ def _bounded(node: onnx.NodeProto, made: Known, inputs: Sequence[Known | None]) 
     elif node.op_type == "Concat" and None not in counts:
         most = sum(count or 0 for count in counts)
     return Known(made.dtype, made.shape, most, None, made.constant)
+
+
+def _by_shapes(node: onnx.NodeProto, inputs: Sequence[Known | None]) -> int | None:
+    """An upper bound of gathered rows and of a matrix's products, where enough axes are known."""
+    if len(inputs) < 2 or inputs[0] is None or inputs[1] is None or inputs[0].shape is None or inputs[1].most is None:
+        return None
+    attributes = {attribute.name: attribute.i for attribute in node.attribute}
+    shape, other = inputs[0].shape, inputs[1].most
+    if node.op_type == "Gather" and shape:
+        axis = attributes.get("axis", 0) % len(shape)
+        beside = [*shape[:axis], *shape[axis + 1 :]]
+        return None if None in beside else other * prod(dim or 0 for dim in beside)
+    plain = not attributes.get("transB", 0) and len(node.input) == 2
+    if node.op_type in ("MatMul", "Gemm") and plain and len(shape) == 2 and len(inputs[1].shape or ()) == 2:
+        rows, inner = shape[::-1] if attributes.get("transA", 0) else shape
+        return None if rows is None or not inner else rows * (other // inner)
+    return None
 
 
 def _content(

@@ -104,16 +104,20 @@ def output_projections(model: HookedModel) -> NDArray[Any]:
     """W_O [n_layers, n_heads, head_dim, hidden], in the model's dtype.
 
     Raises:
-        HookError: a recurrent model, whose heads' outputs are gated and normed before they are projected.
+        HookError: a recurrent model, whose heads' outputs are gated and normed before they are projected; layers whose
+            heads are of several sizes.
     """
     sizes = model.metadata.sizes
     if not model.metadata.attention:
         raise HookError(f"a {model.metadata.family} model has no attention, and so no W_O for its heads")
+    widths = [model.metadata.heads(layer)[2] for layer in range(sizes.num_layers)]
+    if len({*widths}) > 1:
+        raise HookError(f"the layers' heads are of several sizes, {widths}: no one array W_O has them all")
     layers = []
     for attention in model.metadata.attention:
         weight = weight_numbers(model.proto, model.folder, attention.output_projection)
         rows = weight if attention.output_is_rows else weight.T
-        layers.append(rows.reshape(sizes.num_heads, sizes.head_dim, sizes.hidden_size))
+        layers.append(rows.reshape(sizes.num_heads, widths[0], sizes.hidden_size))
     return np.stack(layers)
 
 

@@ -11,6 +11,9 @@ from typing import Any
 
 from mionnx.errors import ModelError
 from mionnx.graph.folder_file import parse_json
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.stock_graph import is_table
 
 FORMAT_VERSION = 1
 PREFIX = "mionnx."
@@ -21,7 +24,11 @@ DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes a user asks for. `max_positions` is None where a sequence may be of any length."""
+    """The sizes a user asks for.
+
+    `max_positions` is None where a sequence may be of any length; of a mixture of experts `n_experts` is how many a
+    layer has, `n_chosen` how many a token goes through, `d_expert` the neurons of each. None without experts.
+    """
 
     num_layers: int
     num_heads: int
@@ -30,6 +37,9 @@ class Sizes:
     hidden_size: int
     vocab_size: int
     max_positions: int | None = None
+    n_experts: int | None = None
+    n_chosen: int | None = None
+    d_expert: int | None = None
 
 
 # Names of the context length in configs, in the order in which they count.
@@ -55,11 +65,40 @@ class Attention:
         output_projection: name of the initializer of the output projection.
         output_is_rows: True if it is stored [n_heads * head_dim, hidden], False if [hidden, n_heads * head_dim].
         sliding_window: how many keys a query sees, itself included; None if it sees all before it.
+        num_kv_heads: keys and values that the layer keeps, 0 where it reads those of an earlier layer; None if as many
+            as `Sizes` say.
+        head_dim: size of a head's query and key; None if as `Sizes` say.
+        value_dim: size of a head's value; None if that of its key.
     """
 
     output_projection: str
     output_is_rows: bool
     sliding_window: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    value_dim: int | None = None
+
+
+Heads = tuple[int, int, int]  # of a layer: how many keys it keeps, the size of a key, the size of a value
+OWN_SIZES = ("num_kv_heads", "head_dim", "value_dim")  # of `Attention`, not written where they are those of the model
+
+
+def axis_sizes(point: HookPoint, sizes: Sizes, heads: Heads) -> dict[str, int]:
+    """Axis name -> size, of the axes of a hook point that are as long in every pass.
+
+    Args:
+        point: the hook point.
+        sizes: of the model.
+        heads: of its layer.
+    """
+    count, size, value_size = heads
+    width = value_size if point.variant in ("AttnV", "AttnZ") else size
+    named = {"hidden": sizes.hidden_size, "n_heads": sizes.num_heads, "vocab": sizes.vocab_size}
+    of_experts = {"n_experts": sizes.n_experts, "n_chosen": sizes.n_chosen, "d_expert": sizes.d_expert}
+    named |= {axis: size for axis, size in of_experts.items() if size is not None}
+    if count:
+        named["n_kv_heads"] = count
+    return named | dict.fromkeys(("head_dim", "key_dim", "value_dim"), width)
 
 
 @dataclass(frozen=True)
@@ -77,6 +116,7 @@ class Metadata:
             an earlier mionnx.
         context_length: the longest text that the checkpoint was made for, as its config says; None if it does not.
         fused: fused operators that an adopted file came with (`mionnx.graph.fused_operators`); not written if none.
+        stock: the graph of an adopted file as it came (`mionnx.graph.stock_graph`); not written if there is none.
     """
 
     family: str
@@ -89,6 +129,7 @@ class Metadata:
     weight_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     context_length: int | None = None
     fused: list[str] = field(default_factory=list)
+    stock: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def recurrent(self) -> bool:
@@ -100,9 +141,35 @@ class Metadata:
         """Whether its recurrence takes something out of the state at every token (RWKV-7)."""
         return self.family == "rwkv7"
 
+    def heads(self, layer: int) -> Heads:
+        """Return how many keys a layer keeps, and the sizes of a key and of a value."""
+        own = self.attention[layer] if layer < len(self.attention) else Attention("", False)
+        size = self.sizes.head_dim if own.head_dim is None else own.head_dim
+        count = self.sizes.num_kv_heads if own.num_kv_heads is None else own.num_kv_heads
+        return count, size, size if own.value_dim is None else own.value_dim
+
+    def past_shapes(self, batch: int, past: int) -> dict[str, tuple[int, ...]]:
+        """Graph input -> the shape of its keys or values: [batch, n_kv_heads, past, head_dim]."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer in range(self.sizes.num_layers):
+            count, *widths = self.heads(layer)
+            for name, width in zip(KEYS_AND_VALUES.layer_inputs(layer), widths, strict=True):
+                shapes[name] = (batch, count, past, width)
+        return shapes
+
+    def axis_sizes(self, point: HookPoint) -> dict[str, int]:
+        """Axis name -> size, of the axes of a hook point that are as long in every pass."""
+        return axis_sizes(point, self.sizes, self.heads(point.layer or 0))
+
     def to_props(self) -> dict[str, str]:
         """As `metadata_props`: one JSON text a field."""
-        values = {key: value for key, value in asdict(self).items() if value or key != "fused"}
+        values = {key: value for key, value in asdict(self).items() if value or key not in ("fused", "stock")}
+        of_experts = ("n_experts", "n_chosen", "d_expert")
+        values["sizes"] = {k: v for k, v in values["sizes"].items() if v is not None or k not in of_experts}
+        for entry in values["attention"]:
+            for name in OWN_SIZES:
+                if entry[name] is None:
+                    del entry[name]
         return {
             f"{PREFIX}format": json.dumps(FORMAT_VERSION),
             **{f"{PREFIX}{key}": json.dumps(value, separators=(",", ":")) for key, value in values.items()},
@@ -149,7 +216,7 @@ def _check(read: Metadata) -> None:
         ValueError: the first that is wrong.
     """
     for name, value in asdict(read.sizes).items():
-        if not (value is None and name == "max_positions"):
+        if not (value is None and name in ("max_positions", "n_experts", "n_chosen", "d_expert")):
             _check_number(f"sizes.{name}", value)
     for name, text in (("family", read.family), ("weights_sha256", read.weights_sha256)):
         _expect(isinstance(text, str) and len(text) <= 100, name, "a short text", text)
@@ -166,11 +233,15 @@ def _check(read: Metadata) -> None:
         _expect(isinstance(facts, dict), f"weight_files[{file!r}]", "a table", facts)
     known = isinstance(read.fused, list) and all(isinstance(text, str) for text in read.fused)
     _expect(known, "fused", "a list of texts", read.fused)
+    _expect(is_table(read.stock), "stock", "a graph, its calls, and whether it was expanded", read.stock)
     for layer, entry in enumerate(read.attention):
         _expect(isinstance(entry.output_projection, str), f"attention[{layer}]", "of a weight by its name", entry)
         _expect(isinstance(entry.output_is_rows, bool), f"attention[{layer}].output_is_rows", "true or false", entry)
         if entry.sliding_window is not None:
             _check_number(f"attention[{layer}].sliding_window", entry.sliding_window)
+        for name in OWN_SIZES:
+            if getattr(entry, name) not in (None, 0) or (name != "num_kv_heads" and getattr(entry, name) == 0):
+                _check_number(f"attention[{layer}].{name}", getattr(entry, name))
 
 
 def _check_number(name: str, value: object) -> None:

@@ -3,7 +3,7 @@
 A graph is always held without its weights: initializers stay references into the weight files.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -62,6 +62,21 @@ def locations(proto: onnx.ModelProto) -> dict[str, int]:
             entry = {item.key: item.value for item in tensor.external_data}
             sizes[entry["location"]] = sizes.get(entry["location"], 0) + int(entry["length"])
     return sizes
+
+
+def tensors_of(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """The initializers of a graph and of those inside of it."""
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from tensors_of(attribute.g)
+
+
+def external_files(graph: onnx.GraphProto) -> set[str]:
+    """The files of its weights, as the graph names them."""
+    external = [one for one in tensors_of(graph) if one.data_location == onnx.TensorProto.EXTERNAL]
+    return {item.value for tensor in external for item in tensor.external_data if item.key == "location"}
 
 
 def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:

@@ -9,7 +9,7 @@ metadata `mionnx_cache` = "kv".
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ class KVCache(LayerCache[Layer]):
     """Keys and values of the tokens seen so far.
 
     Attributes:
-        layers: per layer (keys, values), each [batch, n_kv_heads, seq, head_dim]; keys are stored after RoPE.
+        layers: per layer (keys, values), each [batch, n_kv_heads, seq, head_dim]; keys are stored after RoPE. Sizes
+            of heads may differ, and a layer that reads the keys and values of another has none (n_kv_heads is 0).
         attention_mask: [batch, seq], 1 for tokens and 0 for padding.
     """
 
@@ -121,27 +122,34 @@ class KVCache(LayerCache[Layer]):
         layers = [(tensors[f"{i}.key"], tensors[f"{i}.value"]) for i in range((len(tensors) - 1) // 2)]
         cache = KVCache(layers, tensors["attention_mask"])
         shapes = {value.shape for layer in layers for value in layer}
-        if len(shapes) != 1 or len(next(iter(shapes))) != 4 or next(iter(shapes))[::2] != cache.attention_mask.shape:
+        if any(len(shape) != 4 or shape[::2] != cache.attention_mask.shape for shape in shapes) or not shapes:
             raise InputError(f"{path} holds layers of the shapes {sorted(shapes)} for {cache.attention_mask.shape}")
         return cache
 
-    def feeds(self, sizes: Sizes, shape: tuple[int, ...], dtype: DTypeLike) -> dict[str, Value]:
-        """The inputs of the graph, each of this shape and dtype.
+    def feeds(
+        self,
+        sizes: Sizes,
+        shape: tuple[int, ...],
+        dtype: DTypeLike,
+        *,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> dict[str, Value]:
+        """The inputs of the graph, each of this dtype and this shape, or of its own in `shapes`.
 
         Raises:
             InputError: another number of layers, another shape or dtype.
         """
         if self.num_layers != sizes.num_layers:
             raise InputError(f"the cache has {self.num_layers} layers, the model {sizes.num_layers}")
-        feeds: dict[str, Value] = {}
-        for i, layer in enumerate(self.held()):
-            for kind, name, value in zip(PARTS, KEYS_AND_VALUES.layer_inputs(i), layer, strict=True):
-                if value.shape != shape or value.dtype != dtype:
-                    raise InputError(
-                        f"the cache's {kind}s of layer {i} are {value.dtype} {list(value.shape)}, "
-                        f"expected {np.dtype(dtype)} {list(shape)}"
-                    )
-                feeds[name] = value
+        values, wanted = [value for layer in self.held() for value in layer], np.dtype(dtype)
+        feeds: dict[str, Value] = dict(zip(KEYS_AND_VALUES.inputs(self.num_layers), values, strict=True))
+        for name, value in feeds.items():
+            if value.shape != (own := shape if shapes is None else shapes[name]) or value.dtype != wanted:
+                _, layer, kind = name.split(".")
+                raise InputError(
+                    f"the cache's {kind}s of layer {layer} are {value.dtype} {list(value.shape)}, "
+                    f"expected {wanted} {list(own)}"
+                )
         return feeds
 
     @staticmethod

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import DTYPES, HookedModel
 from mionnx.graph.io_names import cache_names
@@ -11,6 +13,7 @@ from mionnx.inputs.lacking import refuse_without_cache
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch
 from mionnx.inputs.value import Value
+from mionnx.machine.arrays import zeros
 
 Arrays = dict[str, Value]
 
@@ -46,9 +49,15 @@ def past_inputs(model: HookedModel, past: Past | None, batch: TokenBatch) -> Arr
     if model.metadata.recurrent:
         state = past if isinstance(past, RWKVState) else RWKVState.empty(sizes, batch.batch, dtype)
         return state.feeds(sizes, batch.batch, dtype)
-    empty = KVCache.empty(sizes.num_layers, batch.batch, sizes.num_kv_heads, sizes.head_dim, dtype)
-    cache = past if isinstance(past, KVCache) else empty
-    return cache.feeds(sizes, (batch.batch, sizes.num_kv_heads, batch.total - batch.seq, sizes.head_dim), dtype)
+    shapes = model.metadata.past_shapes(batch.batch, batch.total - batch.seq)
+    cache = past if isinstance(past, KVCache) else _no_past(model, batch.batch)
+    return cache.feeds(sizes, (), dtype, shapes=shapes)
+
+
+def _no_past(model: HookedModel, batch: int) -> KVCache:
+    """The cache before the first token, each layer in its own shapes."""
+    parts = [zeros(shape, DTYPES[model.metadata.dtype]) for shape in model.metadata.past_shapes(batch, 0).values()]
+    return KVCache(list(zip(parts[::2], parts[1::2], strict=True)), zeros((batch, 0), np.int64))
 
 
 def present_to_past(model: HookedModel) -> dict[str, str]:

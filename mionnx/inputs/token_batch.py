@@ -233,6 +233,8 @@ def _check_batch(cache: Past, ids: NDArray[np.int64]) -> None:
 
 def _check_ids(ids: NDArray[np.int64], mask: NDArray[np.int64], vocab: int) -> None:
     outside = (ids < 0) | (ids >= vocab)
+    if not outside.any():
+        return
     wrong = np.argwhere(outside & (mask == 1))
     if len(wrong):
         row, column = wrong[0].tolist()

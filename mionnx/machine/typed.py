@@ -75,14 +75,30 @@ def _checked(function: Any, error: type[MIError], leave: set[str]) -> Any:
     if names in ([], ["self"], ["cls"]):
         return function
     checks: dict[str, Check] = {}
+    placed: list[Check | None] = []
+
+    def refuse(name: str, value: Any) -> MIError:
+        return error(refusal(name, _hints(function)[name], value))
 
     @wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         if not checks:  # when it is first called, all names of its annotations are there
-            checks.update(_checks(function, leave))
-        given = [_fit(function, checks, name, value, error) for name, value in zip(names, args, strict=False)]
-        fitted = {name: _fit(function, checks, name, value, error) for name, value in named.items()}
-        return function(*given, *args[len(given) :], **fitted)
+            found = _checks(function, leave)
+            placed[:] = map(found.get, names)
+            checks.update(found)
+        given = list(args)
+        for place, check in enumerate(placed[: len(given)]):
+            if check is not None and (fitted := check(given[place])) is not given[place]:
+                if fitted is REFUSED:
+                    raise refuse(names[place], given[place])
+                given[place] = fitted
+        for name, value in named.items():
+            check = checks.get(name)
+            if check is not None and (fitted := check(value)) is not value:
+                if fitted is REFUSED:
+                    raise refuse(name, value)
+                named[name] = fitted
+        return function(*given, **named)
 
     return call
 
@@ -106,14 +122,6 @@ def _hint(hint: Any, names: dict[str, Any]) -> Any:
         return get_type_hints(types.SimpleNamespace(__annotations__={"it": hint}), names)["it"]
     except NameError:
         return Any
-
-
-def _fit(function: Any, checks: Mapping[str, Check], name: str, value: Any, error: type[MIError]) -> Any:
-    check = checks.get(name)
-    fitted = value if check is None else check(value)
-    if fitted is REFUSED:
-        raise error(refusal(name, _hints(function)[name], value))
-    return fitted
 
 
 def refusal(name: str, hint: Any, value: Any) -> str:

@@ -8,15 +8,19 @@ from mionnx.graph.builder import edit, to_proto
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
 from mionnx.graph.fused_operators import read_fused
-from mionnx.graph.metadata import Metadata
+from mionnx.graph.metadata import PREFIX, Metadata
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
 from mionnx.graph.restore import restore
 from mionnx.rewrite.capture import capture
+from mionnx.rewrite.gradient.gradient_outputs import add_gradients
+from mionnx.rewrite.gradient.metric import add_metric
 from mionnx.rewrite.intervene import intervene
 from mionnx.rewrite.plan import NONE, PADDED, Plan
 from mionnx.rewrite.prune import prune
 from mionnx.rewrite.restrict_outputs import restrict
+
+STOCK_KEY = f"{PREFIX}stock"  # of the metadata: a graph that no rewritten one needs
 
 
 def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[bytes, Report]:
@@ -35,10 +39,12 @@ def rewrite(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple[by
     """
     graph, report = apply_plan(origin, plan, metadata)
     proto = to_proto(graph, origin, {})
+    if plan.gradients is not None:
+        proto = add_gradients(proto, plan.gradients, report)
     if plan.fused != NONE and metadata.fused:
         flow = Dataflow(origin)
         proto, report.restored = restore(proto, flow, read_fused(flow, metadata.fused), padding=plan.fused == PADDED)
-    proto.metadata_props.extend(origin.metadata_props)
+    proto.metadata_props.extend(entry for entry in origin.metadata_props if entry.key != STOCK_KEY)
     return proto.SerializeToString(), report
 
 
@@ -50,6 +56,8 @@ def apply_plan(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple
         graph.outputs = [output for output in graph.outputs if output.name == LOGITS]
     capture(graph, plan.captures, metadata, report)
     restrict(graph, plan, report)
+    if plan.gradients is not None:
+        add_metric(graph, plan.gradients.metric, report)
     prune(graph, report)
     _refuse_idle(graph, plan)
     return graph, report

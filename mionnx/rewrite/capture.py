@@ -34,11 +34,11 @@ def capture(graph: gs.Graph, wants: Sequence[CaptureNode], metadata: Metadata, r
     tensors = graph.tensors()
     for want in wants:
         value = _value(graph, want, tensors, metadata, report)
-        graph.outputs.append(_part(graph, want, value, report))
+        graph.outputs.append(part_of(graph, want, value, report))
         report.outputs.append(want.fetched)
 
 
-def _part(graph: gs.Graph, want: CaptureNode, value: gs.Tensor, report: Report) -> gs.Tensor:
+def part_of(graph: gs.Graph, want: CaptureNode, value: gs.Tensor, report: Report) -> gs.Tensor:
     """The positions and heads that are asked for."""
     if not (want.at_positions or want.at_heads):
         return value

@@ -1,6 +1,6 @@
 """Rewrite: `hook_result`, each head's share of the attention output, which only its capture brings in.
 
-1. result[b, s, h] = z[b, s, h] W_O[h], where W_O is the output projection's weight as [n_heads, head_dim, hidden];
+1. result[b, s, h] = z[b, s, h] W_O[h], where W_O is the output projection's weight as [n_heads, value_dim, hidden];
    of a quantised one, the numbers that it stands for (`mionnx.rewrite.dequantise`).
 2. The sum over the heads, plus the projection's bias, is the attention's output, but where a
    quantised projection rounds what it reads (dynamic int8, MatMulNBits of accuracy level 4).
@@ -27,7 +27,7 @@ def head_results(op: Builder, point: HookPoint, tensors: Mapping[str, Tensor], m
     weight = dequantised(op, tensors[attention.output_projection])
     if not attention.output_is_rows:
         weight = op.Transpose(weight, perm=[1, 0])
-    heads = op.Reshape(weight, [sizes.num_heads, sizes.head_dim, sizes.hidden_size])
+    heads = op.Reshape(weight, [sizes.num_heads, metadata.heads(point.layer or 0)[2], sizes.hidden_size])
     shares = op.MatMul(op.Transpose(tensors[str(point.source)], perm=[0, 2, 1, 3]), heads)
     results = op.Transpose(shares, perm=[0, 2, 1, 3])
     results.shape = ["batch", "seq", sizes.num_heads, sizes.hidden_size]

@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -45,7 +46,7 @@ def _detach(graph: gs.Graph, value: gs.Variable) -> gs.Variable:
 
 def _insert(op: "EditBuilder", old: gs.Variable, positions: gs.Variable | None) -> gs.Variable:
     edit = op.edit
-    selection = _selection(op, edit, positions)
+    selection = _selection(op, edit, old, positions)
     rank = edit.kind.rank(len(edit.axes))
     changed = edit.kind.nodes(op, old, *(op.input(name, old.dtype, rank) for name in edit.value_inputs))
     return changed if selection is None else op.Where(selection, changed, old, dtype=old.dtype)
@@ -63,16 +64,16 @@ class EditBuilder(Builder):
         return splice(self, self.edit, x)
 
 
-def _selection(op: Builder, edit: Edit, positions: gs.Variable | None) -> gs.Variable | None:
+def _selection(op: Builder, edit: Edit, old: gs.Variable, positions: gs.Variable | None) -> gs.Variable | None:
     """Selected entries: bool, broadcast to the value; None if the edit has no limits."""
     chosen = []
     if edit.at_positions:
         chosen.append(_at_positions(op, edit, positions))
     if edit.masked:
         chosen.append(op.input(edit.mask_input, np.bool_, len(edit.axes)))
-    if len(chosen) == 2:
-        return op.And(*chosen)
-    return chosen[0] if chosen else None
+    if edit.at_experts is not None:
+        chosen.append(_at_experts(op, edit, old))
+    return reduce(op.And, chosen) if chosen else None
 
 
 def _at_positions(op: Builder, edit: Edit, positions: gs.Variable) -> gs.Variable:
@@ -81,6 +82,15 @@ def _at_positions(op: Builder, edit: Edit, positions: gs.Variable) -> gs.Variabl
     selected = {0, sequence_axis(edit.axes)}
     here = among(op, positions, wanted)
     return op.Unsqueeze(here, [axis for axis in range(len(edit.axes)) if axis not in selected])
+
+
+def _at_experts(op: Builder, edit: Edit, old: gs.Variable) -> gs.Variable:
+    """Places of the edit's experts: bool, [batch, seq, n_chosen] and axes of 1."""
+    choice = old if edit.hook == edit.at_experts else op.graph.tensors()[edit.at_experts]
+    wanted = op.input(edit.experts_input, np.int64, 1)
+    equal = op.Equal(op.Unsqueeze(choice, [3]), op.Unsqueeze(wanted, [0, 1, 2]))
+    here = op.Cast(op.ReduceMax(op.Cast(equal, to=np.int32), [3], keepdims=0), to=np.bool_)
+    return op.Unsqueeze(here, [3]) if len(edit.axes) > 3 else here
 
 
 def among(op: Builder, positions: gs.Tensor, wanted: gs.Tensor) -> gs.Variable:

@@ -45,9 +45,10 @@ class Edit:
         index: which of the interventions at this hook point it is, from 0.
         axes: the names of the value's axes.
         at_positions: whether an input says at which token positions it applies.
-        masked: whether an input says at which heads and rows it applies.
+        masked: whether an input says at which heads, rows and columns of router logits it applies.
         fit: of a splice, its fragment's structure.
         reads: of a splice, the hook point that it reads besides.
+        at_experts: the hook point that holds the choice, where an input says at which chosen experts it applies.
     """
 
     hook: str
@@ -58,6 +59,7 @@ class Edit:
     masked: bool = False
     fit: FittedFragment | None = None
     reads: str | None = None
+    at_experts: str | None = None
 
     @property
     def prefix(self) -> str:
@@ -84,6 +86,11 @@ class Edit:
     def mask_input(self) -> str:
         """The input of its heads and rows: bool, of the value's rank, broadcast to it."""
         return f"{self.prefix}.where"
+
+    @property
+    def experts_input(self) -> str:
+        """The input of its experts: int64 [n]."""
+        return f"{self.prefix}.experts"
 
     def weight_input(self, name: str) -> str:
         """The input of one of its fragment's weights."""
@@ -134,9 +141,49 @@ class CaptureNode:
         return f"{self.output}.capture.heads"
 
 
+class GradientNode(CaptureNode):
+    """A gradient by the value of a hook point, after or before its interventions."""
+
+    @property
+    def source(self) -> str:
+        """The name of the value by which the metric is differentiated."""
+        return super().output
+
+    @property
+    def output(self) -> str:
+        """The name of the array."""
+        return gradient_name(self.source)
+
+
+def gradient_name(value: str) -> str:
+    """The name of the gradient by a value."""
+    return f"{value}{GRADIENT}"
+
+
+GRADIENT = ".gradient"  # end of the names of gradients
+METRIC = "mionnx.metric"
+METRIC_WEIGHTS, METRIC_SEED, METRIC_REFERENCE = f"{METRIC}.weights", f"{METRIC}.seed", f"{METRIC}.reference"
+METRIC_ANSWER, METRIC_VERSUS = f"{METRIC}.answer", f"{METRIC}.versus"
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """A metric of the logits, and its gradients.
+
+    Attributes:
+        metric: the metric's name.
+        by: the gradients, in execution order; none if the metric alone is wanted.
+        rules: the name of the rules by which nodes are gone through backwards; see `mionnx.rewrite.gradient.rules`.
+    """
+
+    metric: str
+    by: tuple[GradientNode, ...] = ()
+    rules: str = "gradient"
+
+
 LOGIT_COLUMNS, LOGIT_TOKENS, TOP_K = "mionnx.logits.columns", "mionnx.logits.tokens", "mionnx.logits.top_k"
 TOP_IDS = "mionnx.logits.top_ids"
-NONE, PADDED, ALL = "none", "padded", "all"  # fused operators that may stand
+NONE, PADDED, ALL, STOCK = "none", "padded", "all", "stock"  # fused operators that may stand
 
 
 @dataclass(frozen=True)
@@ -172,7 +219,9 @@ class Plan:
         outputs: which of the model's own outputs.
         starts: values that are inputs of the graph, which begins with them; none if it begins with the tokens.
         fused: of the fused operators that an adopted file came with, those that may stand where nothing inside them is
-            asked for: "none", "padded" (those that are right for padded texts too), or "all".
+            asked for: "none", "padded" (those that are right for padded texts too), or "all"; "stock" is the file's own
+            graph in the place of the hooked one.
+        gradients: a metric of the logits and its gradients, if any is asked for.
     """
 
     edits: tuple[Edit, ...] = ()
@@ -180,11 +229,12 @@ class Plan:
     outputs: Outputs = Outputs()
     starts: tuple[str, ...] = ()
     fused: str = NONE
+    gradients: Gradients | None = None
 
     @property
     def touches(self) -> bool:
-        """Whether anything between tokens and outputs is changed or captured."""
-        return bool(self.edits or self.captures or self.starts)
+        """Whether anything between tokens and outputs is changed, captured or differentiated."""
+        return bool(self.edits or self.captures or self.starts or self.gradients)
 
     @property
     def empty(self) -> bool:

@@ -3,30 +3,30 @@
 `from_pretrained` adopts a folder by itself, into the store.
 """
 
-from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from mionnx.errors import ExportError
 from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import Progress
-from mionnx.run.find_model import FOREIGN, MADE, NEEDED
+from mionnx.run.find_model import MADE, NEEDED, copy_links, foreign_exporter, hub_folder
 
 
-def adopt(source: Path, target: Path, file: str | None, progress: Progress) -> Any:
+def adopt(source: Path, target: Path, file: str | None, progress: Progress, copy: bool = False) -> Any:
     """Write a foreign ONNX file as a hooked model.
 
     Args:
-        source: a folder with ONNX files, or one of them.
+        source: a folder with ONNX files, one of them, or a Hub id, of which the chosen file alone is downloaded.
         target: the folder to make.
-        file: the name of the file, where the folder has several.
+        file: the name of the file, where there are several.
         progress: called as (stage, done, total).
+        copy: give the folder weight files of its own, where otherwise they are the source's under another name.
 
     Returns:
         `exporters.adopt.assemble.Adopted`: the file, hook points, expanded operators, laws and notes.
 
     Raises:
+        ModelError: nothing is there, nor on the Hub.
         ExportError: the target exists, onnx_ir is not installed, or the file is no decoder that is understood.
     """
     if target.exists():
@@ -34,7 +34,11 @@ def adopt(source: Path, target: Path, file: str | None, progress: Progress) -> A
     remove_leftovers(target.parent, holding=MADE)
     try:
         with new_folder(target, ExportError) as partial:
-            return _exporter().adopt(source, partial, file, progress)
+            folder = source if source.exists() else hub_folder(str(source), file)
+            adopted = foreign_exporter().adopt(folder, partial, file, progress)
+            if copy:
+                copy_links(partial, progress)
+            return adopted
     except ImportError as error:
         raise ExportError(NEEDED.get(str(error.name), f"adopting needs {error.name}")) from error
 
@@ -49,12 +53,6 @@ def check_laws(folder: Path) -> Any:
         ExportError: onnx_ir is not installed, or the model does not run.
     """
     try:
-        return _exporter().check(folder)
+        return foreign_exporter().check(folder)
     except ImportError as error:
         raise ExportError(NEEDED.get(str(error.name), f"checking needs {error.name}")) from error
-
-
-def _exporter() -> ModuleType:
-    for entry in entry_points(group="mionnx.exporters", name=FOREIGN):
-        return entry.load()
-    raise ExportError("no exporter of foreign ONNX files is installed")

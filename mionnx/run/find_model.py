@@ -21,6 +21,8 @@ from mionnx.machine.files import link_or_copy
 from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers, temporary_folder
 from mionnx.machine.progress import Progress
 from mionnx.machine.source_digest import source_digest
+from mionnx.run import hub_gguf
+from mionnx.run.hub import download
 from mionnx.run.model_dtype import AUTO
 from mionnx.run.shipped_models import shipped_models
 from mionnx.run.source_path import advice, is_hooked, local_path, missing
@@ -29,9 +31,11 @@ MADE = (GRAPH, "converted.safetensors", "config.json")  # what tells a folder of
 LONGEST = 100  # characters of a model's name in the store
 EXPORTING = ("mionnx.graph",)  # what every exporter uses: a change there may change the graph
 FILES = (".pth", ".onnx", ".safetensors", ".gguf", ".bin", ".pt")  # what is meant as a file, and is no Hub id
-HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.onnx", "*.onnx_data*", "*.onnx.data")
 FOREIGN = "onnx"  # entry point of the exporter of foreign ONNX files
-NEEDED = {"onnx_ir": "adopting an ONNX file needs onnx_ir: pip install 'mionnx[adopt]'"}
+NEEDED = {
+    "onnx_ir": "adopting an ONNX file needs onnx_ir: pip install 'mionnx[adopt]'",
+    "gguf": "reading a GGUF file needs gguf: pip install 'mionnx[export]'",
+}
 
 
 _temporarily = Lock()
@@ -94,31 +98,64 @@ def open_model(
     return HookedModel.open(find_model(source, dtype, progress, refuse), check=check, progress=progress)
 
 
-def checkpoint_folder(source: str | Path) -> Path:
-    """The folder, or the `.pth` file, of a path, a shipped model's name or a Hub id.
+def checkpoint_folder(source: str | Path, file: str | None = None) -> Path:
+    """The folder or file of a path, a shipped model's name or a Hub id.
 
-    A folder goes before a shipped model of its name. Models of the Hub are downloaded if need be.
+    A `.pth`, `.onnx` or `.gguf` file is a model by itself. A folder goes before a shipped model of its name. Models of
+    the Hub are downloaded if need be; of a repository of GGUF files the named one: USER/REPOSITORY/FILE.gguf.
+
+    Args:
+        source: see `find_model`.
+        file: the name of the file, where the folder or repository has several models.
 
     Raises:
         InputError: not a path.
         ModelError: nothing there, or a file of another kind.
     """
-    return local_path(source) or shipped_models().get(str(source)) or _download(str(source))
+    folder = local_path(source) or shipped_models().get(str(source))
+    if folder is None:
+        return hub_folder(str(source) if file is None else f"{source}/{file}", None)
+    return folder if file is None else hub_gguf.file_in(folder, file)
 
 
-def _download(name: str) -> Path:
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILES:
+def hub_folder(name: str, file: str | None) -> Path:
+    """The folder or GGUF file of a model of the Hub, downloaded if need be.
+
+    Args:
+        name: of its repository, or of a GGUF file in it.
+        file: which of its ONNX files; None for a checkpoint, or else the preferred one.
+
+    Raises:
+        ModelError: there is no such model, or none can be had.
+        ExportError: no such file.
+    """
+    one = hub_gguf.names_file(name)
+    if not one and (name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILES):
         raise ModelError(f"{name} is no folder with a model: nothing is there{missing(name, shipped_models())}")
-    from huggingface_hub import snapshot_download  # not needed for a folder, and slow to import
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     near = missing(name, shipped_models())
     try:
-        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+        if one:
+            return hub_gguf.download_file(name)
+        chosen = download(name, lambda names: foreign_exporter().pick(names, file, name), file is not None)
+        return hub_gguf.only_file(name, chosen)
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        kind = "a file" if one else "a folder"
         raise ModelError(
-            f"{name!r} is neither a folder here nor a model that the Hugging Face Hub gives{near} ({error})"
+            f"{name!r} is neither {kind} here nor a model that the Hugging Face Hub gives{near} ({error})"
         ) from error
+
+
+def foreign_exporter() -> ModuleType:
+    """The exporter of foreign ONNX files.
+
+    Raises:
+        ExportError: none is installed.
+    """
+    for entry in entry_points(group="mionnx.exporters", name=FOREIGN):
+        return entry.load()
+    raise ExportError("no exporter of foreign ONNX files is installed")
 
 
 def exporter_for(folder: Path) -> ModuleType:
@@ -163,7 +200,7 @@ def export(folder: Path, target: Path, dtype: str, progress: Progress, copy: boo
                 f"{folder} computes in {made}, and is not converted to {dtype}: give dtype {made} or auto"
             )
         if copy:
-            _copy_links(partial, progress)
+            copy_links(partial, progress)
 
 
 def _write(exporter: ModuleType, folder: Path, target: Path, dtype: str, progress: Progress) -> None:
@@ -176,7 +213,7 @@ def _write(exporter: ModuleType, folder: Path, target: Path, dtype: str, progres
         raise ExportError(f"cannot export {folder}: {error}") from error
 
 
-def _copy_links(folder: Path, progress: Progress) -> None:
+def copy_links(folder: Path, progress: Progress) -> None:
     """Replace hard links in a folder by copies of the files."""
     shared = [path for path in folder.iterdir() if path.stat().st_nlink > 1]
     for done, path in enumerate(shared):
@@ -212,7 +249,8 @@ def export_in_place(folder: Path, dtype: str, progress: Progress) -> None:
 
 def _exported(folder: Path, dtype: str, progress: Progress) -> Path:
     exporter = exporter_for(folder)
-    name = f"{folder.resolve().name[:LONGEST]}-{_fingerprint(folder, dtype, exporter)}"
+    named = folder if folder.is_file() else folder.resolve()  # a file of the Hub's cache is a link to a number
+    name = f"{named.name[:LONGEST]}-{_fingerprint(folder, dtype, exporter)}"
     return _kept(name, lambda target: _write(exporter, folder, target, dtype, progress))
 
 

@@ -17,7 +17,7 @@ from mionnx.bind.bound_spec import BoundSpec
 from mionnx.errors import HookError, InputError, TokenizerError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.kv_cache import KVCache
-from mionnx.inputs.past import choose_past, past_inputs, present_to_past, take_present
+from mionnx.inputs.past import choose_past, past_inputs, present_names, present_to_past, take_present
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, count_rows, make_token_batch
 from mionnx.inputs.value import Value
@@ -207,7 +207,9 @@ class _Passes:
         all_logits = keeps_logits or bound.touches(HookPoint.Logits)
         self.bound = bound.with_outputs(Outputs(last=not all_logits))
         self.batch, self.keeps_logits = batch, keeps_logits
-        self.program = pool.get(with_fused(self.bound.plan, bound.model, pool.options, batch)).program
+        names = present_names(bound.model, True)
+        plan = with_fused(self.bound.plan, bound.model, pool.options, batch, names, continues=True)
+        self.program = pool.get(plan).program
         self.weights = self.program.resident(bound.weights)
         self.past: dict[str, Value] = past_inputs(bound.model, past, batch)
         self.present_to_past = present_to_past(bound.model)

@@ -18,7 +18,7 @@ from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.once import KeyedLocks, once_property
 from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan, Report, rewrite
-from mionnx.rewrite.plan import NONE
+from mionnx.rewrite.plan import NONE, STOCK, Outputs
 from mionnx.run import find_model, prepacked
 from mionnx.run.segment_chain import SegmentChain, open_segments
 
@@ -206,16 +206,24 @@ class GraphPool:
             self._plain.add(key)
 
     def _make_fused(self, plan: Plan) -> OpenGraph:
-        """The graph of a plan with the file's fused operators, which no base has.
-
-        Where nothing is touched it is opened as the file itself would be.
-        """
+        """The graph of a plan with the file's fused operators, which no base has."""
         model, report = rewrite(self.model.proto, plan, self.model.metadata)
-        options = self.options if plan.touches else self._stock
-        program = self.engine.open(model, self.model.folder, options)
-        return OpenGraph(plan, program, report, model, self.weights, options)
+        program = self.engine.open(model, self.model.folder, self.options)
+        return OpenGraph(plan, program, report, model, self.weights, self.options)
+
+    def _make_stock(self, plan: Plan) -> OpenGraph:
+        """The graph of an adopted file as it came, opened as the file itself would be."""
+        assert self.model.stock is not None  # as the plan says
+        proto, report = self.model.stock.proto, Report()
+        model = proto.SerializeToString()
+        if plan.outputs != Outputs():
+            model, report = rewrite(proto, replace(plan, fused=NONE), self.model.metadata)
+        program = self.engine.open(model, self.model.folder, self._stock)
+        return OpenGraph(plan, program, report, model, self.weights, self._stock)
 
     def _make(self, plan: Plan) -> OpenGraph:
+        if plan.fused == STOCK:
+            return self._make_stock(plan)
         if plan.fused != NONE:
             return self._make_fused(plan)
         base = self._find_base()

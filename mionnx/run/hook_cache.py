@@ -13,9 +13,9 @@ from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.past import take_present
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.machine.brief import Brief, count, shape_of
-from mionnx.machine.stored import Stored
+from mionnx.machine.stored import Storable, Stored
 from mionnx.machine.typed import typed
-from mionnx.rewrite.plan import TOP_IDS
+from mionnx.rewrite.plan import GRADIENT, METRIC, TOP_IDS
 
 if TYPE_CHECKING:
     from mionnx.bind.bound_spec import BoundSpec
@@ -43,9 +43,11 @@ class HookCache(Brief, Stored, Mapping[str, NDArray[Any]]):
         state: the recurrent state after this pass, of an RWKV model; None of any other.
         top_ids: the tokens of the largest logits, [batch, seq, k], if `Logits(top_k=k)` asked for them.
         num_layers: of the model, for layers that are counted from the end; None if it is not known.
+        metric: the spec's metric, float32 [batch]; None if it has none.
+        grad: the gradients of the metric, found as captures are: `cache.grad["z", 3]`; None if none were asked for.
     """
 
-    INSIDE: ClassVar = (KVCache, RWKVState)
+    INSIDE: ClassVar[tuple[type[Storable], ...]] = (KVCache, RWKVState)
 
     def __init__(
         self,
@@ -56,6 +58,8 @@ class HookCache(Brief, Stored, Mapping[str, NDArray[Any]]):
         top_ids: "Value | None" = None,
         *,
         num_layers: int | None = None,
+        metric: "Value | None" = None,
+        grad: "HookCache | None" = None,
     ) -> None:
         self._logits = logits
         self._captured = dict(captured)
@@ -63,10 +67,14 @@ class HookCache(Brief, Stored, Mapping[str, NDArray[Any]]):
         self.state = state
         self.top_ids = None if top_ids is None else np.asarray(top_ids)
         self.num_layers = num_layers
+        self.metric = None if metric is None else np.asarray(metric)
+        self.grad = grad
 
     def _contents(self) -> dict[str, Any]:
         past = {"kv_cache": self.kv_cache, "state": self.state}
-        told = {"logits": self._logits, **past, "top_ids": self.top_ids, "num_layers": self.num_layers}
+        told: dict[str, Any] = {"logits": self._logits, **past, "top_ids": self.top_ids, "num_layers": self.num_layers}
+        if self.metric is not None:
+            told |= {"metric": self.metric, "grad": self.grad}
         if taken := told.keys() & self._captured.keys():
             raise SpecFileError(f"a capture that is called {taken.pop()!r} has no place in a file")
         return {**told, **self._captured}
@@ -74,6 +82,7 @@ class HookCache(Brief, Stored, Mapping[str, NDArray[Any]]):
     @classmethod
     def _of_contents(cls, contents: dict[str, Any]) -> Self:
         told = {name: contents.pop(name) for name in ("logits", "kv_cache", "state", "top_ids", "num_layers")}
+        told |= {name: contents.pop(name) for name in ("metric", "grad") if name in contents}
         return cls(captured=contents, **told)
 
     def output(self) -> NDArray[Any]:
@@ -134,6 +143,8 @@ class HookCache(Brief, Stored, Mapping[str, NDArray[Any]]):
             yield f"logits: {shape_of(self._logits)}"
         alike = Counter((_template(name), shape_of(value)) for name, value in self._captured.items())
         yield from (f"{name}: {shape}{f', {times} layers' * (times > 1)}" for (name, shape), times in alike.items())
+        yield from [] if self.metric is None else [f"metric: {shape_of(self.metric)}"]
+        yield from [] if self.grad is None else [f"gradients: {len(self.grad)}"]
         yield from (repr(past) for past in (self.kv_cache, self.state) if past is not None)
 
     def _name(self, hook: Key) -> str:
@@ -188,6 +199,9 @@ class HookCache(Brief, Stored, Mapping[str, NDArray[Any]]):
         return np.stack([np.asarray(self._captured[name]) for name in names])
 
 
+HookCache.INSIDE = (KVCache, RWKVState, HookCache)  # gradients are a cache of their own
+
+
 def _outside(short: str) -> str:
     """The name of a hook point outside the blocks from its short name; any other name as it is."""
     return next((one for one in short_names().get(short, ()) if "{i}" not in one), short)
@@ -200,9 +214,13 @@ def _template(name: str) -> str:
 
 
 def collect(bound: "BoundSpec", batch: "TokenBatch", results: "Mapping[str, Value]", use_cache: bool) -> HookCache:
-    """Logits, captures and past of one pass, from the outputs that `BoundSpec.outputs` names."""
+    """The cache of one pass, from the outputs that `BoundSpec.outputs` names."""
     captured = {capture.node.output: results[capture.node.fetched] for capture in bound.captures}
     carried = bound.plan.outputs.carried
     after = take_present(bound.model, results, batch, use_cache) if carried else (None, None)
     count = bound.model.metadata.sizes.num_layers
-    return HookCache(results.get("logits"), captured, *after, results.get(TOP_IDS), num_layers=count)
+    by = {one.node.output.removesuffix(GRADIENT): results[one.node.fetched] for one in bound.gradients}
+    grad = HookCache(None, by, num_layers=count) if by else None
+    metric = results.get(METRIC)
+    top = results.get(TOP_IDS)
+    return HookCache(results.get("logits"), captured, *after, top, num_layers=count, metric=metric, grad=grad)

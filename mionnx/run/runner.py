@@ -9,13 +9,14 @@ from typing import Any, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
-from mionnx.bind.bound_spec import Binder, BoundSpec
+from mionnx.bind.bound_spec import ALL, Binder, BoundSpec
 from mionnx.bind.logit_selection import Logits
 from mionnx.engine.engines import ready_engine
 from mionnx.engine.options import ONNX_RUNTIME, Options
 from mionnx.errors import InputError, TokenizerError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.past import choose_past
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
@@ -30,6 +31,7 @@ from mionnx.run.dynamic_rounding import warn_of_dynamic_rounding
 from mionnx.run.fused_plan import with_fused
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache, collect
+from mionnx.run.metric_feeds import metric_feeds
 from mionnx.run.nan_logits import checked, refuse_nan
 from mionnx.run.recipe import Recipe
 from mionnx.run.tokenizing import Prompt, takes_encoding
@@ -96,9 +98,9 @@ class Runner:
         """Open a model.
 
         Args:
-            source: a hooked model's folder, a Hugging Face checkpoint's folder, a shipped model's name
-                ("world-llama"), or a Hub id. A checkpoint is exported on first use into the store (`MIONNX_CACHE`,
-                else the user's cache directory), and reused after.
+            source: a hooked model's folder, a Hugging Face checkpoint's folder, a GGUF file, a shipped model's name
+                ("world-llama"), or a Hub id ("user/repository/file.gguf" too). A checkpoint is exported on first use
+                into the store (`MIONNX_CACHE`, else the user's cache directory), and reused after.
             dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto", its own. A hooked
                 model has a dtype already: another one is refused, and without `dtype` its own is used.
             provider: "cpu", "cuda", or any execution provider's name.
@@ -226,7 +228,7 @@ class Runner:
             tokens: a text, ids [seq] or [batch, seq] (arrays or tensors of integers), `Tokens`, a tokenizer's encoding
                 or dictionary, or a list of these; lists of unequal length are padded on the left. A dictionary may be
                 given as `forward(**encoding)` too; its `attention_mask` counts.
-            hooks: captures and interventions; none if left out.
+            hooks: captures, interventions, and a metric with its gradients; none if left out.
             attention_mask: [batch, seq], 1 for tokens and 0 for padding on either side, where ids are padded already.
             cache: keys and values of the tokens before these (`HookCache.kv_cache` of an earlier call); of an RWKV
                 model, the same as `initial_state`.
@@ -245,25 +247,27 @@ class Runner:
             InputError, TokenizerError: tokens, mask or cache that the model cannot run on.
             HookError, InterventionError: the spec would not take effect as asked.
             ModelError: the logits are NaN; with interventions that cause it, an InterventionError.
+            GradientError: gradients that cannot be computed, or a metric that cannot be read from these logits.
 
         Example:
             spec = HookSpec().capture("*.hook_resid_post").intervene("blocks.1.hook_mlp_out", Intervention.Zero())
             cache = model.forward("The capital of France is", spec)
             cache.output().shape, cache["resid_post", 2].shape  # (1, seq, vocab), (1, seq, hidden)
         """
-        spec, part = hooks or HookSpec(), logits if isinstance(logits, Logits) else Logits()
+        spec, part = hooks or HookSpec(), logits if isinstance(logits, Logits) else ALL
         past = choose_past(self.hooked, cache, initial_state)
-        if not (logits or use_cache or spec.captures):
+        if not (logits or use_cache or spec.captures or spec.metric):
             raise InputError("logits=False and no captures: nothing would be computed")
-        carried = use_cache or bool(logits)
-        outputs = part.outputs(carried) if logits else Outputs(logits=False, carried=carried)
-        bound = self.binder.bind(spec, outputs, logits=part)
+        carried = use_cache or (bool(logits) and not spec.metric)
+        outputs = part.outputs(carried) if logits or spec.metric else Outputs(logits=False, carried=carried)
+        bound = self.binder.bind(spec, outputs, logits=part, differentiated=True)
         batch = make_token_batch(self._ids(tokens), attention_mask, past, self.hooked.metadata.sizes, prompt_length)
-        inputs = bound.inputs(batch, past, use_cache)
+        inputs = {**bound.inputs(batch, past, use_cache), **metric_feeds(self, bound, batch)}
         _refuse_too_large(bound, batch)
-        plan = with_fused(bound.plan, self.hooked, self.options, batch)
+        names = [name for name in bound.outputs(use_cache) if logits or name != LOGITS]
+        plan = with_fused(bound.plan, self.hooked, self.options, batch, names)
         graph = self.variants.get(plan, batch.batch * batch.seq)
-        results = graph.run(bound.outputs(use_cache), inputs)
+        results = graph.run(names, inputs)
         if logits:
             mask, length = attention_mask, prompt_length
             again = partial(self.forward, tokens, attention_mask=mask, cache=past, prompt_length=length, logits=False)

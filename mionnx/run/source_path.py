@@ -12,17 +12,13 @@ from mionnx.graph.embedded_weights import read_properties
 from mionnx.graph.hooked_model import GRAPH
 from mionnx.graph.metadata import PREFIX
 
-PTH = ".pth"
+WEIGHTS = (".pth", ".gguf")  # files that are a model by themselves
 OWN = (f"{PREFIX}format", f"{PREFIX}hooks")  # metadata of a hooked model, one of them lost perhaps
 MARKS = (GRAPH, "config.json")  # files that make a folder a model's
-GGUF_ADVICE = (
-    "GGUF models are not read; give the folder or the Hub id of the checkpoint that it was made from, or write one "
-    "with transformers: AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(NEW_FOLDER)"
-)
 
 
 def local_path(source: str | Path) -> Path | None:
-    """The folder, or the `.pth` file, that a path means; None if nothing is there.
+    """The folder or model file that a path means; None if nothing is there.
 
     Args:
         source: a path. A hooked model's own `model.onnx` means its folder.
@@ -54,12 +50,10 @@ def _instead(source: object) -> str:
 
 def _file(path: Path) -> Path:
     """The folder or file to open for a path to a file."""
-    if path.suffix == PTH and path.is_file():
+    if path.suffix in WEIGHTS and path.is_file():
         return path
     if path.suffix == ".onnx" and path.is_file():
         return path.parent if path.name == GRAPH and is_hooked(path) else path
-    if path.suffix == ".gguf":
-        raise ModelError(f"{path} cannot be opened: {GGUF_ADVICE}")
     if any((path.parent / mark).exists() for mark in MARKS):
         raise ModelError(f"{path} is one file of a model: give its folder, {path.parent}")
     raise ModelError(f"{path} is a file, and no folder with a model{_near_files(path)}")
@@ -106,5 +100,5 @@ def advice(folder: Path) -> str:
     if inner:
         return f"; it holds folders of models: {', '.join(inner[:5])}{' ...' if len(inner) > 5 else ''}"
     if ".gguf" in kinds:
-        return f"; {GGUF_ADVICE}"
+        return "; its GGUF files open by their own paths"
     return ""

@@ -33,7 +33,7 @@ def compile_graph(model: OpenModel, hooks: HookSpec | None = None, outputs: Outp
     Raises:
         HookError, InterventionError: the spec does not fit the model.
     """
-    return model.variants.get(model.binder.bind(hooks or HookSpec(), outputs).plan)
+    return model.variants.get(model.binder.bind(hooks or HookSpec(), outputs, differentiated=True).plan)
 
 
 @typed()
@@ -44,8 +44,9 @@ def warm(model: OpenModel, hooks: HookSpec, logits: bool | Logits = True) -> Non
         model.warm(HookSpec().capture("blocks.*.attn.hook_pattern"))
     """
     part = logits if isinstance(logits, Logits) else Logits()
-    outputs = part.outputs(bool(logits)) if logits else Outputs(logits=False, carried=False)
-    plan = model.binder.bind(hooks, outputs).plan
+    carried = bool(logits) and hooks.metric is None  # as in `forward`
+    outputs = part.outputs(carried) if logits or hooks.metric else Outputs(logits=False, carried=False)
+    plan = model.binder.bind(hooks, outputs, differentiated=True).plan
     model.variants.get(with_fused(plan, model.binder.model, model.variants.options))
 
 
@@ -90,4 +91,4 @@ def estimate(model: OpenModel, hooks: HookSpec, batch: int, seq: int, past: int 
         at_least(name, number, least)
     if past:
         refuse_without_cache(model.binder.model, "a past")
-    return model.binder.bind(hooks).estimate(batch, seq, past + seq)
+    return model.binder.bind(hooks, differentiated=True).estimate(batch, seq, past + seq)

@@ -1,8 +1,11 @@
 """`Capture`: one request of a spec to read activations, by name, glob or predicate."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from mionnx.errors import InterventionError
+from mionnx.spec.attention_knockout import naturals, whole
 from mionnx.spec.hook_choice import HookChoice
 
 
@@ -25,3 +28,18 @@ class Capture(HookChoice):
         limits = {"positions": self.positions, "heads": self.heads}
         limited = {name: limit for name, limit in limits.items() if limit is not None}
         return {"hook": self.text, "before": self.before, **limited}
+
+
+def capture_limit(what: str, indices: int | Iterable[int] | None) -> tuple[int, ...] | None:
+    """Positions or heads of a capture as a tuple; None stays None.
+
+    Raises:
+        InterventionError: none at all, or something else than integers.
+    """
+    if indices is None:
+        return None
+    entries = list(indices) if isinstance(indices, Iterable) else [indices]
+    limit = tuple(whole(what, entry) for entry in entries) if what == "positions" else tuple(naturals(what, entries))
+    if not limit:
+        raise InterventionError(f"a capture of no {what} would be empty")
+    return limit

@@ -1,5 +1,7 @@
 """`HookSpec`: the captures and interventions of a forward pass."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -7,18 +9,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from mionnx.errors import HookError, InterventionError
+from mionnx.errors import GradientError, HookError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import Brief, count
 from mionnx.machine.files import write_atomic
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
 from mionnx.spec import spec_file
-from mionnx.spec.attention_knockout import naturals, whole
-from mionnx.spec.capture import Capture
+from mionnx.spec.capture import Capture, capture_limit
+from mionnx.spec.declaration import fill
 from mionnx.spec.hook_choice import Hook, HookChoice, Hooks, each
-from mionnx.spec.intervention import Intervention, find_kind
+from mionnx.spec.intervention import Intervention
+from mionnx.spec.metric import MetricSpec, Tokens
 from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
 Where = HookPoint | HookChoice
@@ -41,6 +45,8 @@ class HookSpec(Brief, Storable):
     interventions: list[tuple[Where, Intervention]] = field(default_factory=list)
     state_knockouts: list[StateKnockoutSpec] = field(default_factory=list)
     state_steerings: list[StateSteeringSpec] = field(default_factory=list)
+    gradients: list[Capture] = field(default_factory=list, kw_only=True)
+    metric: MetricSpec | None = field(default=None, kw_only=True)
 
     def capture(
         self,
@@ -49,7 +55,7 @@ class HookSpec(Brief, Storable):
         *,
         positions: int | Iterable[int] | None = None,
         heads: int | Iterable[int] | None = None,
-    ) -> "HookSpec":
+    ) -> HookSpec:
         """Capture the value at a hook point, or at every one selected by a glob or predicate.
 
         Args:
@@ -67,13 +73,67 @@ class HookSpec(Brief, Storable):
         Example:
             spec = HookSpec().capture("blocks.*.attn.hook_pattern", heads=[0, 3])
         """
-        limits = _limit("positions", positions), _limit("heads", heads)
+        limits = capture_limit("positions", positions), capture_limit("heads", heads)
         for request in [Capture(what, before, *limits) for what in each(hook)]:
             if request not in self.captures:
                 self.captures.append(request)
         return self
 
-    def intervene(self, hook: Hooks, intervention: Intervention) -> "HookSpec":
+    def gradient(
+        self,
+        hook: Hooks,
+        before: bool = False,
+        *,
+        positions: int | Iterable[int] | None = None,
+        heads: int | Iterable[int] | None = None,
+    ) -> HookSpec:
+        """Ask for the gradient of the spec's metric with respect to the value at a hook point.
+
+        `HookCache.grad` has the gradients, by the same names and in the same shapes as captures. The gradient is by the
+        value that everything after the hook point reads, its interventions applied.
+
+        Args:
+            hook, before, positions, heads: as for `capture`.
+
+        Example:
+            spec = HookSpec().gradient("blocks.*.attn.hook_z").set_metric("logit", answer=" Paris")
+        """
+        limits = capture_limit("positions", positions), capture_limit("heads", heads)
+        for request in [Capture(what, before, *limits) for what in each(hook)]:
+            if request not in self.gradients:
+                self.gradients.append(request)
+        return self
+
+    def set_metric(
+        self,
+        name: str,
+        *,
+        answer: Tokens = None,
+        versus: Tokens = None,
+        position: int = -1,
+        reference: ArrayLike | None = None,
+        seed: ArrayLike | None = None,
+    ) -> HookSpec:
+        """Set the metric whose gradients are asked for, one number a row; `HookCache.metric` has it.
+
+        Args:
+            name: "logit", "logit_diff", "log_probability", "probability", "kl", "loss" or "seed", see `MetricSpec`.
+            answer, versus: tokens, as ids or texts, one for all rows or one a row.
+            position: of each row's own text, at which the logits are read; "loss" reads all.
+            reference: of "kl", the logits of the distribution that is compared with, [vocab] or [batch, vocab].
+            seed: of "seed", the derivative by the logits of a number that is no metric here, [vocab], [batch, vocab] or
+                [batch, seq, vocab].
+
+        Raises:
+            GradientError: an unknown metric or one without a gradient, or a part that is missing or not read.
+
+        Example:
+            spec = HookSpec().gradient("*.hook_mlp_out").set_metric("logit_diff", answer=" John", versus=" Mary")
+        """
+        self.metric = MetricSpec.of(name, answer, versus, position, reference, seed)
+        return self
+
+    def intervene(self, hook: Hooks, intervention: Intervention) -> HookSpec:
         """Register an intervention at a hook point, or at every one selected by a glob or predicate.
 
         A glob or predicate means one intervention at each hook point that a capture of it would take, in the order in
@@ -98,7 +158,7 @@ class HookSpec(Brief, Storable):
         self.interventions += [(where, intervention) for where in chosen]
         return self
 
-    def set_state_knockout(self, *specs: StateKnockoutSpec) -> "HookSpec":
+    def set_state_knockout(self, *specs: StateKnockoutSpec) -> HookSpec:
         """Register knockouts of tokens' writes into an RWKV state; each of them applies.
 
         Raises:
@@ -110,7 +170,7 @@ class HookSpec(Brief, Storable):
         self.state_knockouts += [_of(StateKnockoutSpec, spec) for spec in specs]
         return self
 
-    def set_state_steering(self, *specs: StateSteeringSpec) -> "HookSpec":
+    def set_state_steering(self, *specs: StateSteeringSpec) -> HookSpec:
         """Register scales of tokens' writes into an RWKV state; where several apply, they multiply.
 
         Raises:
@@ -122,8 +182,11 @@ class HookSpec(Brief, Storable):
         self.state_steerings += [_of(StateSteeringSpec, spec) for spec in specs]
         return self
 
-    def extend(self, other: "HookSpec") -> "HookSpec":
-        """Append the captures and interventions of another spec.
+    def extend(self, other: HookSpec) -> HookSpec:
+        """Append the captures, gradients and interventions of another spec.
+
+        Raises:
+            GradientError: both have a metric.
 
         Example:
             both = HookSpec().extend(steering).extend(captures)
@@ -132,11 +195,16 @@ class HookSpec(Brief, Storable):
         self.interventions += other.interventions
         self.state_knockouts += other.state_knockouts
         self.state_steerings += other.state_steerings
+        self.gradients += [request for request in other.gradients if request not in self.gradients]
+        if self.metric is not None and other.metric not in (None, self.metric):
+            raise GradientError(f"a spec has one metric: this one has {self.metric}, the other {other.metric}")
+        self.metric = self.metric or other.metric
         return self
 
     def is_empty(self) -> bool:
-        """Whether the spec has no capture and no intervention."""
-        return not any((self.captures, self.interventions, self.state_knockouts, self.state_steerings))
+        """Whether the spec has no capture, no intervention, no gradient and no metric."""
+        asked = self.captures, self.interventions, self.state_knockouts, self.state_steerings
+        return not any((*asked, self.gradients, self.metric))
 
     def num_captures(self) -> int:
         """Number of capture requests; a glob or predicate counts once."""
@@ -159,11 +227,16 @@ class HookSpec(Brief, Storable):
         if self.state_knockouts or self.state_steerings:
             yield count(len(self.state_knockouts), "state knockout")
             yield count(len(self.state_steerings), "state steering")
+        if self.gradients:
+            yield count(len(self.gradients), "gradient")
 
     def _lines(self) -> Iterator[str]:
         yield from (f"{where}: {intervention!r}" for where, intervention in self.interventions)
         yield from (str(one) for one in (*self.state_knockouts, *self.state_steerings))
         yield from (f"capture {request}{' before' * request.before}" for request in self.captures)
+        yield from (f"gradient {request}{' before' * request.before}" for request in self.gradients)
+        if self.metric is not None:
+            yield f"metric {self.metric}"
 
     def save(self, path: str | Path) -> None:
         """Write the spec as one safetensors file; see `mionnx.spec.spec_file`.
@@ -201,11 +274,15 @@ class HookSpec(Brief, Storable):
             for n, (_, intervention) in enumerate(self.interventions)
             for name, array in intervention.rules.stored(intervention).items()
         }
+        metric = [] if self.metric is None else [self.metric]
+        tensors |= {f"metric.{name}": array for one in metric for name, array in one.tensors.items()}
         declaration = {
             "captures": [request.to_entry() for request in self.captures],
             "interventions": [intervention.to_entry(_text(where)) for where, intervention in self.interventions],
             "state_knockouts": [knockout.to_entry() for knockout in self.state_knockouts],
             "state_steerings": [steering.to_entry() for steering in self.state_steerings],
+            "gradients": [request.to_entry() for request in self.gradients],
+            "metric": [one.to_entry() for one in metric],
         }
         return declaration, tensors
 
@@ -213,11 +290,11 @@ class HookSpec(Brief, Storable):
         return dict(zip(("declaration", "tensors"), self._declaration(), strict=True))
 
     @classmethod
-    def _of_contents(cls, contents: dict[str, Any]) -> "HookSpec":
-        return _declared(**contents)
+    def _of_contents(cls, contents: dict[str, Any]) -> HookSpec:
+        return fill(HookSpec(), **contents)
 
     @staticmethod
-    def load(path: str | Path) -> "HookSpec":
+    def load(path: str | Path) -> HookSpec:
         """Read a spec that `save` wrote; see `mionnx.spec.spec_file`.
 
         Raises:
@@ -227,7 +304,7 @@ class HookSpec(Brief, Storable):
         Example:
             spec = HookSpec.load("spec.safetensors")
         """
-        return spec_file.load(path, _declared)
+        return spec_file.load(path, lambda declaration, tensors: fill(HookSpec(), declaration, tensors))
 
 
 Spec = TypeVar("Spec")
@@ -245,37 +322,3 @@ def _of(kind: type[Spec], spec: object) -> Spec:
     if not isinstance(spec, kind):
         raise HookError(f"expected a {kind.__name__}, got {type(spec).__name__}")
     return deepcopy(spec)  # what the caller chains onto it later is not part of this spec
-
-
-def _limit(what: str, indices: int | Iterable[int] | None) -> tuple[int, ...] | None:
-    if indices is None:
-        return None
-    entries = list(indices) if isinstance(indices, Iterable) else [indices]
-    limit = tuple(whole(what, entry) for entry in entries) if what == "positions" else tuple(naturals(what, entries))
-    if not limit:
-        raise InterventionError(f"a capture of no {what} would be empty")
-    return limit
-
-
-def _hook(entry: dict[str, Any]) -> str:
-    if not isinstance(entry["hook"], str):
-        raise ValueError(f"hook must be a name or a glob, got {entry['hook']!r}")
-    return entry["hook"]
-
-
-def _declared(declaration: dict[str, Any], tensors: dict[str, np.ndarray]) -> HookSpec:
-    """Build the spec of a declaration; the tensors it uses are removed from `tensors`."""
-    spec = HookSpec()
-    for entry in declaration["captures"]:
-        if not isinstance(entry["before"], bool):
-            raise ValueError(f"before must be true or false, got {entry['before']!r}")
-        spec.capture(_hook(entry), before=entry["before"], positions=entry.get("positions"), heads=entry.get("heads"))
-    for n, entry in enumerate(declaration["interventions"]):
-        names = find_kind(entry["kind"]).stored_values
-        values = {name: tensors.pop(f"interventions.{n}.{name}") for name in names}
-        spec.intervene(_hook(entry), Intervention.from_entry(entry, values))
-    for entry in declaration.get("state_knockouts", []):
-        spec.set_state_knockout(StateKnockoutSpec.from_entry(entry))
-    for entry in declaration.get("state_steerings", []):
-        spec.set_state_steering(StateSteeringSpec.from_entry(entry))
-    return spec

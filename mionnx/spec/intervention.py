@@ -11,7 +11,7 @@ from mionnx.machine.brief import Brief, spelled
 from mionnx.machine.typed import typed
 from mionnx.spec.kinds import KINDS, add, clamp, knockout, project_out, replace, scale, splice, zero
 from mionnx.spec.kinds.kind import Array, Change, Kind, ValueShape
-from mionnx.spec.limits import check_indices, check_positions
+from mionnx.spec.limits import LIMITS, check_indices, check_positions
 
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made", bound="Intervention")
@@ -64,13 +64,15 @@ class Intervention(Brief, Change, metaclass=_Constructors):
     """One modification of the value at a hook point.
 
     Made by `Replace`, `Add`, `Knockout`, `Scale`, `Zero`, `ProjectOut`, `Splice`, `Clamp` and any other kind in
-    `mionnx.spec.kinds`, each with three optional limits:
+    `mionnx.spec.kinds`, each with four optional limits:
 
     * `positions`: token positions, counted from 0 in each row's own text (padding not counted), negative ones from the
       end of its prompt, which is all of it outside a generation; one, a list, or one list a batch row; or a phase,
       "prompt" or "generated". At scores and patterns they select queries.
     * `heads`: heads, counted from 0 (key/value heads at `hook_k`, `hook_rot_k` and `hook_v`).
     * `rows`: batch rows, counted from 0.
+    * `experts`: experts of a mixture, counted from 0. At router logits they select columns; at what chosen experts
+      give, those places of a token at which one of them was chosen.
 
     Along a limited axis a value (a tensor, vector, factor or bound) has one entry for all that is chosen; or one for
     each, in the order given (`positions=[2, 0, 1]`: entry 0 is for position 2); or one for each index of the whole
@@ -84,7 +86,7 @@ class Intervention(Brief, Change, metaclass=_Constructors):
     Attributes:
         kind: name of a kind: "replace", "add", "knockout", "scale", "zero", "project_out", "splice", ...
         value: the tensor, vector, mask, factor or directions; None for "zero", "splice" and kinds of several values.
-        positions, heads, rows: the limits, None where there is none.
+        positions, heads, rows, experts: the limits, None where there is none.
         fragment, reads: a splice's fragment, and the hook point that it reads besides.
         several: the values of a kind that has several, in its order.
     """
@@ -95,7 +97,7 @@ class Intervention(Brief, Change, metaclass=_Constructors):
             needed = " and ".join("a value" if name == "value" else name for name in rules.values)
             raise InterventionError(f"{self.kind} {f'needs {needed}' if needed else 'takes no value'}")
         limits = {"positions": check_positions(self.positions)}
-        limits |= {name: check_indices(name, getattr(self, name)) for name in ("heads", "rows")}
+        limits |= {name: check_indices(name, getattr(self, name)) for name in ("heads", "rows", "experts")}
         for name, limit in limits.items():
             object.__setattr__(self, name, limit)
         if rules.has_fragment != (self.fragment is not None):
@@ -117,8 +119,8 @@ class Intervention(Brief, Change, metaclass=_Constructors):
 
     @property
     def limited(self) -> bool:
-        """Whether any of `positions`, `heads`, `rows` is given."""
-        return any(limit is not None for limit in (self.positions, self.heads, self.rows))
+        """Whether any of `positions`, `heads`, `rows`, `experts` is given."""
+        return any(limit is not None for limit in (self.positions, self.heads, self.rows, self.experts))
 
     @property
     def varies_by_step(self) -> bool:
@@ -131,7 +133,7 @@ class Intervention(Brief, Change, metaclass=_Constructors):
     def _facts(self) -> Iterator[str]:
         names = self.rules.values
         shown: dict[str, Any] = dict(zip(names, self.values, strict=True))
-        shown |= {name: getattr(self, name) for name in ("fragment", "reads", "positions", "heads", "rows")}
+        shown |= {name: getattr(self, name) for name in ("fragment", "reads", *LIMITS)}
         for name, value in shown.items():
             if value is not None:
                 yield spelled(value) if names == (name,) or name == "fragment" else f"{name}={spelled(value)}"
@@ -149,12 +151,13 @@ class Intervention(Brief, Change, metaclass=_Constructors):
             "heads": self.heads,
             "rows": self.rows,
             **({} if self.reads is None else {"reads": self.reads}),
+            **({} if self.experts is None else {"experts": self.experts}),
         }
 
     @staticmethod
     def from_entry(entry: dict[str, Any], tensors: Mapping[str, Array]) -> "Intervention":
         """The intervention of an entry in a spec file; `tensors` are named as the kind's values."""
-        limits = {limit: entry[limit] for limit in ("positions", "heads", "rows")}
+        limits = {limit: entry[limit] for limit in LIMITS if limit in entry or limit != "experts"}
         return Intervention(**vars(find_kind(entry["kind"]).restored(tensors, entry.get("reads"), **limits)))
 
 

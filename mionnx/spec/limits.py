@@ -1,4 +1,4 @@
-"""Limits of an intervention, checked: token positions, heads, batch rows."""
+"""Limits of an intervention, checked: token positions, heads, batch rows, experts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,6 +10,7 @@ from mionnx.machine.arrays import is_tensor, to_array
 
 Positions = int | str | Sequence[int] | Sequence[Sequence[int]]
 Indices = int | Iterable[int]
+LIMITS = ("positions", "heads", "rows", "experts")
 # Phases of a text: the prompt, and what `generate` added to it (or, in `forward`, what follows prompt_length).
 PHASES = ("prompt", "generated")
 

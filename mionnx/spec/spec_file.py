@@ -8,7 +8,7 @@
 4. A capture is {"hook": name or glob, "before": true or false}; "positions" and "heads", lists, limit it.
 5. An intervention is {"hook": name or glob, "kind": kind, "positions": ..., "heads": ..., "rows": ...}; limits that
    are not given are null. Positions are a list of integers, or a list of such lists, one a batch row. A splice that
-   reads another hook point has "reads", its name, besides.
+   reads another hook point has "reads", its name, besides; an intervention limited to experts has "experts", a list.
 6. The value of intervention n (0-based) is the tensor `interventions.n.value`, in the dtype it was given in; "zero" has
    none, and a kind of several values one tensor for each, `interventions.n.{name}`. The directions of "project_out" are
    stored orthonormal, [k, width]; the fragment of "splice" as the bytes of an ONNX model, uint8 [n].
@@ -16,8 +16,10 @@
    anywhere, an infinity that the kind does not have; on saving, a predicate, which no file can hold.
 8. A state knockout is {"positions": [...], "layers": [...] or null, "terms": [...]}; a state steering has "scale" and
    "heads" (a list or null) besides.
-9. Equal specs give equal files, byte for byte: the header's entries are sorted.
-10. Files are written atomically: a temporary file is renamed into place.
+9. A gradient is written as a capture; "metric" is a list of at most one {"name", "answer", "versus", "position"}, and
+   its arrays are the tensors `metric.reference` and `metric.seed`.
+10. Equal specs give equal files, byte for byte: the header's entries are sorted.
+11. Files are written atomically: a temporary file is renamed into place.
 """
 
 import hashlib
@@ -34,7 +36,7 @@ from mionnx.machine.tensor_file import read_tensors, to_bytes, told_of, unchecke
 
 VERSION = "1"
 REQUIRED = ("captures", "interventions")
-OPTIONAL = ("state_knockouts", "state_steerings")
+OPTIONAL = ("state_knockouts", "state_steerings", "gradients", "metric")
 Declaration = dict[str, Any]
 Tensors = dict[str, NDArray[Any]]
 Spec = TypeVar("Spec")

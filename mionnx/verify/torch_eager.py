@@ -75,11 +75,16 @@ def _listener(
 ) -> Callable[[str, NDArray[Any]], NDArray[Any] | None]:
     """Apply a spec's interventions by their numpy references, and record what is wanted."""
 
+    choice: dict[int | None, NDArray[Any]] = {}  # layer -> the experts that its tokens chose
+
     def listen(name: str, value: NDArray[Any]) -> NDArray[Any] | None:
+        point = HookPoint.parse(name)
         here = [Selection(edit, one, value.shape, call) for edit, one in graph.bound.edits if edit.hook == name]
         for selection in here:  # bfloat16 comes as float32
-            dtype = graph.model.dtype(HookPoint.parse(name))
-            value = selection.applied(value.astype(dtype)).astype(value.dtype)
+            chosen = value if name == selection.edit.at_experts else choice.get(point.layer)
+            value = selection.applied(value.astype(graph.model.dtype(point)), chosen).astype(value.dtype)
+        if point.variant == "MlpExpertIndices":
+            choice[point.layer] = value
         if name in wanted:
             sink(name, value)
         return value if here else None

@@ -23,12 +23,14 @@ from mionnx.verify.result import Verification
 from mionnx.verify.verify import Request
 from mionnx.verify.verify import verify as compare_runtimes
 
+RUNTIMES = ("ort-cpu", "ort-cpu:none", "reference")
+
 
 @typed()
 def verify(
     model: Runner,
     prompts: Sequence[Prompt] | Prompt = (),
-    runtimes: Sequence[str] = ("ort-cpu", "ort-cpu:none", "reference"),
+    runtimes: Sequence[str] = RUNTIMES,
     *,
     hooks: str | HookPoint | Sequence[str | HookPoint] | None = None,
     spec: HookSpec | None = None,
@@ -52,7 +54,9 @@ def verify(
         prompts: texts, or ids [seq] or [batch, seq] each; each runs by itself, without padding.
         runtimes: "torch" (transformers, eager), "ort-cpu", "ort-cuda", "openvino", "onnxruntime-web", "reference"
             (onnx's own evaluator) or an ONNX Runtime provider's full name; "ort-cpu:none", ":basic", ":extended",
-            ":all" set the optimisation level, ":threads=1" the threads. All are compared with the first.
+            ":all" set the optimisation level, ":threads=1" the threads. All are compared with the first. If left
+            out, the default, or with `other` "ort-cpu" alone: it is the models that are compared then, and onnx's own
+            evaluator takes minutes for a real one.
         hooks: globs of hook points (those that derive from others by their full names only); `hook_logits` is
             always compared. If left out, the residual streams, or what was recorded.
         spec: interventions, in force in every runtime (torch is left out where one is a splice); its captures are
@@ -85,6 +89,8 @@ def verify(
         assert result.agrees, result.summary()
     """
     texts = _listed(prompts)
+    if other is not None and runtimes is RUNTIMES:
+        runtimes = RUNTIMES[:1]
     request = Request(
         runtimes, hooks, spec, other.hooked if other else None, _path(against), _path(record), tolerance, local,
         greedy, positions, repeat, _path(checkpoint),

@@ -8,12 +8,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import merged_decoder
 import numpy as np
 import onnx
 import pytest
 from families import VOCAB
 from family_batches import batch, difference, forward
-from onnx import TensorProto, helper
+from onnx import helper
 
 from exporters.adopt import adopt
 from mionnx import ExportError, HookPoint, HookSpec, InputError, Intervention, MIModel
@@ -212,46 +213,8 @@ def test_more_than_a_mask_is_left_alone(torch_file, models, tmp_path):
     assert np.abs(scores[0] - scores[1] - 0.25).max() < TOLERANCE
 
 
-def _merged(folder: Path, changed: bool = False) -> None:
-    """Write optimum's file twice into an `If`, as its merger does; `changed`: the branch without a past is another."""
-    model = onnx.load(FOREIGN / "optimum" / "model.onnx")
-    graph, inputs = model.graph, {entry.name for entry in model.graph.input}
-    weights = {tensor.name for tensor in graph.initializer}
-    branches = {}
-    for branch in ("then_branch", "else_branch"):
-        nodes, prefix = [], branch[:4] + "/"
-        for node in graph.node:
-            copy = onnx.NodeProto()
-            copy.CopyFrom(node)
-            copy.name = prefix + node.name
-            for names in (copy.input, copy.output):
-                names[:] = [name if not name or name in inputs | weights else prefix + name for name in names]
-            nodes.append(copy)
-        if changed and branch == "else_branch":
-            product = next(node for node in nodes if node.op_type == "Softmax")
-            product.op_type = "Identity"
-            del product.attribute[:]
-        outputs = [onnx.ValueInfoProto() for _ in graph.output]
-        for made, entry in zip(outputs, graph.output, strict=True):
-            made.CopyFrom(entry)
-            made.name = prefix + entry.name
-        branches[branch] = helper.make_graph(nodes, branch, [], outputs)
-    flag = helper.make_tensor_value_info("use_cache_branch", TensorProto.BOOL, [1])
-    outer = helper.make_graph(
-        [helper.make_node("If", ["use_cache_branch"], [entry.name for entry in graph.output], "merged", **branches)],
-        "merged",
-        [*graph.input, flag],
-        graph.output,
-        graph.initializer,
-    )
-    folder.mkdir()
-    made = helper.make_model(outer, opset_imports=model.opset_import, ir_version=model.ir_version)
-    onnx.save(made, folder / "decoder_model_merged.onnx")
-    shutil.copyfile(FOREIGN / "optimum" / "config.json", folder / "config.json")
-
-
 def test_a_merged_decoder_is_its_branch_with_a_past(tmp_path):
-    _merged(tmp_path / "source")
+    merged_decoder.write(tmp_path / "source")
     adopt(tmp_path / "source", tmp_path / "hooked")
     model = MIModel.from_pretrained(tmp_path / "hooked", threads=1)
     adopt(FOREIGN / "optimum", tmp_path / "single")
@@ -265,6 +228,6 @@ def test_a_merged_decoder_is_its_branch_with_a_past(tmp_path):
 
 
 def test_branches_that_differ_are_refused(tmp_path):
-    _merged(tmp_path / "source", changed=True)
+    merged_decoder.write(tmp_path / "source", changed=True)
     with pytest.raises(ExportError, match="adopted logits = the file's own"):
         adopt(tmp_path / "source", tmp_path / "hooked")

@@ -92,7 +92,7 @@ def test_one_intervention_of_each_kind_in_the_first_layer(family, models, refere
         edits = [
             (point, next(one for one in interventions(point, plain.values[str(point)].shape) if one.kind == kind))
             for point in points
-            if point.short not in ("scores", "pattern")
+            if point.short not in ("scores", "pattern", "expert_indices")
         ]
         spec = HookSpec()
         for point, edit in edits:
@@ -123,6 +123,7 @@ ALL = {
     "resid_post",
 }
 ROTARY, EXPERTS = {"rot_q", "rot_k"}, {"gate", "up", "act"}
+OF_EXPERTS = {"router_logits", *(f"expert_{name}" for name in ("indices", "weights", "gate", "up", "act", "out"))}
 ABSENT = {
     "gpt2": ROTARY | {"gate"},
     "opt": ROTARY | {"gate"},
@@ -137,8 +138,9 @@ def test_a_family_has_the_hook_points_that_it_should(family, models):
     outside = [point.variant for point in points if point.layer is None]
     learned = ["PosEmbed"] if family in ("gpt2", "opt") else []
     assert outside == ["Embed", *learned, "FinalNorm", "Logits"]
+    wanted = ALL - ABSENT.get(family, set()) | (OF_EXPERTS if family == "mixtral" else set())
     for layer in range(models(family).num_layers):
-        assert {point.short for point in points if point.layer == layer} == ALL - ABSENT.get(family, set())
+        assert {point.short for point in points if point.layer == layer} == wanted
 
 
 def test_the_stream_adds_up(family, models):

@@ -9,9 +9,10 @@ import onnxruntime
 import pytest
 
 from exporters.adopt import adopt
-from mionnx import HookSpec, Intervention, MIModel, Options
+from mionnx import HookSpec, Intervention, Logits, MIModel, Options
 from mionnx.engine.options import ONNX_RUNTIME
-from mionnx.rewrite.plan import ALL, NONE, PADDED, Plan
+from mionnx.rewrite.plan import ALL, NONE, PADDED, STOCK, Plan
+from mionnx.run import fused_plan
 from mionnx.run.fused_plan import with_fused
 
 IDS = np.random.default_rng(0).integers(3, fused_llama.VOCAB, (2, 9))
@@ -72,7 +73,22 @@ def test_an_empty_spec_is_the_file_itself_bit_by_bit(model, folder):
         later = model.forward(IDS[:rows, 5:6], cache=found.kv_cache)
         past = [np.asarray(value) for pair in found.kv_cache.layers for value in pair]
         np.testing.assert_array_equal(later.output(), stock(folder, IDS[:rows, 5:6], past=past)[0])
-        assert used(model) == ALL
+        assert used(model) == STOCK
+
+
+def test_the_graph_of_an_empty_spec_has_the_nodes_of_the_file(model, folder):
+    model.forward(IDS)
+    (graph,) = model.compiled.values()
+    proto, own = onnx.load_from_string(graph.model), onnx.load(folder / "stock" / "model.onnx")
+    assert [(node.op_type, node.name) for node in proto.graph.node] == [
+        (node.op_type, node.name) for node in own.graph.node
+    ]
+    assert all(entry.key != "mionnx.stock" for entry in proto.metadata_props)
+    assert graph.options.fast  # as ONNX Runtime opens a file by itself
+    model.forward(IDS, logits=Logits(positions=-1))
+    assert used(model) == STOCK
+    model.forward(IDS, logits=False, hooks=HookSpec().capture("hook_embed"))
+    assert used(model) == ALL
 
 
 def test_the_standard_nodes_differ_in_the_last_bits_alone(model, plain):
@@ -122,8 +138,8 @@ def test_the_other_layer_stays_fused_under_an_intervention(model):
         ([[5, 6, 7, 8], [9, 10]], None, 0, PADDED),  # left padding
         (IDS, np.tile([1] * 7 + [0] * 2, (2, 1)), 0, PADDED),  # right padding
         (IDS[:, :3], None, 4, PADDED),  # several rows of several tokens after a past
-        (IDS[:1, :3], None, 4, ALL),
-        (IDS[:, :1], None, 4, ALL),
+        (IDS[:1, :3], None, 4, STOCK),
+        (IDS[:, :1], None, 4, STOCK),
     ],
 )
 def test_calls_that_fused_attention_is_wrong_for(ids, mask, past, fused, model, plain):
@@ -132,7 +148,9 @@ def test_calls_that_fused_attention_is_wrong_for(ids, mask, past, fused, model, 
     found = model.forward(ids, attention_mask=mask, cache=caches[0])
     expected = plain.forward(ids, attention_mask=mask, cache=caches[1])
     assert used(model) == fused
-    assert operators(model)["GroupQueryAttention"] == (2 if fused == ALL else 0)
+    assert operators(model)["GroupQueryAttention"] == (2 if fused == STOCK else 0)
+    spec = HookSpec().capture("hook_embed")  # the same without the file's own graph
+    assert with_fused(model.binder.bind(spec).plan, model.hooked, Options()).fused == ALL
     assert operators(model)["SkipSimplifiedLayerNormalization"] == 4
     real = np.ones(found.output().shape[:2], bool) if mask is None else mask.astype(bool)
     if mask is None and past == 0:
@@ -143,7 +161,7 @@ def test_calls_that_fused_attention_is_wrong_for(ids, mask, past, fused, model, 
 def test_generation_runs_the_fused_operators(model, plain):
     found, expected = (one.generate(IDS[:, :4], max_new_tokens=6, eos_token_id=[]) for one in (model, plain))
     assert [row.tolist() for row in found.ids] == [row.tolist() for row in expected.ids]
-    assert used(model) == ALL
+    assert used(model) == STOCK
     assert operators(model) == FUSED
     padded = [[5, 6, 7, 8], [9, 10]]
     found, expected = (one.generate(padded, max_new_tokens=6, eos_token_id=[]) for one in (model, plain))
@@ -171,3 +189,19 @@ def test_other_engines_and_models_have_none(model, models):
     assert with_fused(Plan(), hooked, Options(engine="reference")).fused == NONE
     assert with_fused(Plan(starts=("blocks.0.hook_mlp_out",)), hooked, Options()).fused == NONE
     assert with_fused(Plan(), models("llama").hooked, Options(engine=ONNX_RUNTIME)).fused == NONE
+
+
+def test_on_another_provider_they_stand_if_it_has_kernels_for_all(model, monkeypatch):
+    asked, missing = [], []
+
+    def lacking(operators, provider, dtype):
+        asked.append(({name for _, name in operators}, provider, dtype))
+        return missing
+
+    monkeypatch.setattr(fused_plan, "without_kernel", lacking)
+    plan, cuda = Plan(), Options("cuda")
+    assert with_fused(plan, model.hooked, cuda).fused == STOCK
+    missing.append(("com.microsoft", "GroupQueryAttention"))
+    assert with_fused(plan, model.hooked, cuda).fused == NONE
+    names = {"GroupQueryAttention", "SkipSimplifiedLayerNormalization"}
+    assert asked == [(names, "CUDAExecutionProvider", "float32")] * 2

@@ -72,7 +72,7 @@ def test_a_hooked_models_own_graph_opens_as_its_folder():
         ("model.safetensors", b"", r"one file of a model: give its folder, .*model$"),
         ("config.json", None, "one file of a model: give its folder"),
         ("other.onnx", b"\x08\x0a", "it is empty or truncated"),
-        ("weights.gguf", b"GGUF", r"GGUF models are not read; .*save_pretrained"),
+        ("weights.gguf", b"GGUF", r"weights\.gguf is truncated or damaged"),
     ],
 )
 def test_other_files_say_what_to_give_instead(copy, name, content, said):
@@ -125,7 +125,7 @@ def test_a_folder_of_models_names_them():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("m.gguf", "GGUF models are not read"), ("m.onnx", "cannot be read as an ONNX model")]
+    ("name", "said"), [("m.gguf", r"m\.gguf is truncated or damaged"), ("m.onnx", "cannot be read as an ONNX model")]
 )
 def test_a_folder_of_another_kind_says_what_to_give(tmp_path, name, said):
     (tmp_path / name).write_bytes(b"GGUF")

@@ -64,6 +64,12 @@ def limited(point: HookPoint, shape: tuple[int, ...]) -> Iterator[list[Intervent
     has_heads = any(axis in ("n_heads", "n_kv_heads") for axis in point.axes)
     limits: list[dict] = [{}, {"positions": [-1, -3]}, {"rows": [1]}]
     limits += [{"heads": [0]}, {"heads": [1], "positions": [-2], "rows": [0]}] if has_heads else []
+    if point.variant == "MlpExpertIndices":  # numbers of experts can only be replaced
+        for limit in [*limits, {"experts": [1]}]:
+            yield [Intervention.Replace(rng.integers(0, 2, shape), **limit)]
+        return
+    if {"n_experts", "n_chosen"} & {*point.axes}:
+        limits += [{"experts": [1]}, {"experts": [0, 2], "positions": [-2], "rows": [0]}]
     for limit in limits:
         made = [
             Intervention.Add(rng.normal(0, 0.1, shape[-1:]), **limit),
@@ -71,6 +77,8 @@ def limited(point: HookPoint, shape: tuple[int, ...]) -> Iterator[list[Intervent
             Intervention.Replace(rng.normal(0, 0.3, shape).astype(np.float32), **limit),
             Intervention.Zero(**limit),
         ]
+        if point.variant == "MlpRouterLogits" and "experts" not in limit:
+            made.pop()  # equal logits: which experts are chosen then is nobody's business
         if point.axes[-1] != "seq_k":
             made.append(Intervention.ProjectOut(rng.normal(0, 1, (2, shape[-1])), **limit))
         if point.variant == "AttnScores":

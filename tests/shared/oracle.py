@@ -47,7 +47,7 @@ def run(model: PreTrainedModel, inputs: Inputs, edits: Edits = ()) -> Outcome:
     """One eager pass over the tokens after the past, the past itself made without edits."""
     outcome = Outcome(np.empty(0))
     ids, mask, positions = (torch.from_numpy(array) for array in (inputs.ids, inputs.mask, inputs.positions))
-    past = _empty_past(model, len(ids))
+    past: Past = []
     if inputs.past:
         first = slice(None, inputs.past)
         _, past = run_eagerly(model, _ignore, ids[:, first], mask[:, first], positions[:, first], past)
@@ -56,11 +56,16 @@ def run(model: PreTrainedModel, inputs: Inputs, edits: Edits = ()) -> Outcome:
     keys = torch.where(mask.bool(), positions, -1)
     ends = mask.sum(1) if inputs.prompts is None else torch.from_numpy(inputs.prompts)
 
+    choice: dict[int | None, Tensor] = {}  # layer -> the experts that its tokens chose
+
     def listen(name: str, value: Tensor, stream: bool) -> Tensor:
-        changed = value
+        changed, this = value, HookPoint.parse(name)
         for point, intervention in edits:
             if point.name == name:
-                changed = apply(changed, point, intervention, here, ends, keys)
+                chosen = changed if this.variant == "MlpExpertIndices" else choice.get(this.layer)
+                changed = apply(changed, point, intervention, here, ends, keys, chosen)
+        if this.variant == "MlpExpertIndices":
+            choice[this.layer] = changed
         if stream and changed is not value:
             value.copy_(changed)
             changed = value
@@ -77,15 +82,15 @@ def _ignore(_name: str, value: Tensor, _stream: bool) -> Tensor:
     return value
 
 
-def _empty_past(model: PreTrainedModel, batch: int) -> Past:
-    config = model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    empty = torch.zeros(batch, heads, 0, width)
-    return [(empty, empty) for _ in range(config.num_hidden_layers)]
-
-
-def apply(value: Tensor, point: HookPoint, edit: Intervention, here: Tensor, ends: Tensor, keys: Tensor) -> Tensor:
+def apply(
+    value: Tensor,
+    point: HookPoint,
+    edit: Intervention,
+    here: Tensor,
+    ends: Tensor,
+    keys: Tensor,
+    choice: Tensor | None = None,
+) -> Tensor:
     """An intervention in plain torch: the changed value where it is selected, the old one elsewhere."""
     given = None if edit.value is None else torch.from_numpy(np.asarray(edit.value, np.float32))
     if edit.kind == "add":
@@ -97,12 +102,16 @@ def apply(value: Tensor, point: HookPoint, edit: Intervention, here: Tensor, end
     elif edit.kind == "zero":
         changed = torch.zeros_like(value)
     elif edit.kind == "replace":
-        changed = given.expand_as(value)
+        changed = given.expand_as(value).to(value.dtype)
     elif edit.kind == "project_out":
         changed = value - torch.einsum("...w,kw,kv->...v", value, given, given)
     else:
         raise NotImplementedError(edit.kind)
-    return torch.where(_selected(value, point, edit, here, ends), changed, value)
+    selected = _selected(value, point, edit, here, ends)
+    if edit.experts is not None and "n_chosen" in point.axes:
+        of_them = torch.isin(choice, torch.tensor(edit.experts))
+        selected &= of_them.reshape(of_them.shape + (1,) * (value.dim() - of_them.dim()))
+    return torch.where(selected, changed, value)
 
 
 def _in_columns(mask: Tensor, value: Tensor, here: Tensor, keys: Tensor) -> Tensor:
@@ -128,6 +137,8 @@ def _selected(value: Tensor, point: HookPoint, edit: Intervention, here: Tensor,
             chosen &= _line(value, axis, [i in edit.rows for i in range(value.shape[axis])])
         if name in ("n_heads", "n_kv_heads") and edit.heads is not None:
             chosen &= _line(value, axis, [i in edit.heads for i in range(value.shape[axis])])
+        if name == "n_experts" and edit.experts is not None:
+            chosen &= _line(value, axis, [i in edit.experts for i in range(value.shape[axis])])
         if name in ("seq", "seq_q") and edit.positions is not None:
             for row in range(len(value)):
                 at = [_wanted(edit.positions, int(position), int(ends[row])) for position in here[row]]

@@ -65,6 +65,9 @@ LATENT = [
     "youtu",
 ]
 SPECIAL: dict[str, dict[str, Any]] = {
+    "granite": {"residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2},
+    "hyperclovax": {"residual_multiplier": 0.5},
+    "llama4_text": {"floor_scale": 4, "moe_layers": [1, 3]},
     **{key: {"num_key_value_heads": 4, "head_dim": 8} for key in LATENT},
     "deepseek_v2": {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "hunyuan_v1_dense": {"head_dim": 16},

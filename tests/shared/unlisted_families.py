@@ -50,11 +50,6 @@ def heads_of_slice(x: Tensor) -> Tensor:
     return x.unflatten(2, (-1, WIDTH)).transpose(1, 2)
 
 
-def transposed(x: Tensor) -> Tensor:
-    """[batch, seq, heads, width] as [batch, heads, seq, width]."""
-    return x.transpose(1, 2)
-
-
 @dataclass(frozen=True)
 class Unlisted:
     """A family: its config, and the modules of one block; "<" before a path takes what the module reads.
@@ -241,21 +236,6 @@ FAMILIES = {
         "transformer.h",
         usual("multi_head_attention.", "dense", "ffn.0", "ffn.2", "layernorm2", q=("Wq", heads)),
         "transformer.layernorm",
-    ),
-    "persimmon": Unlisted(
-        "persimmon",
-        {
-            **{"hidden_size": 64, "num_attention_heads": HEADS, "num_hidden_layers": 2, "intermediate_size": 96},
-            "max_position_embeddings": 64,
-        },
-        "model.layers",
-        usual(
-            *("self_attn.", "dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h", "post_attention_layernorm"),
-            q=("q_layernorm", transposed),
-            k=("k_layernorm", transposed),
-        ),
-        "model.final_layernorm",
-        rotary=True,
     ),
 }
 

@@ -440,3 +440,10 @@ def test_the_comparison_streams(tmp_path):
     assert int(whole[1]) > 60
     assert float(whole[0]) < 2 * float(alone[0])
     assert float(whole[0]) - float(alone[0]) < maps / 2
+
+
+def test_two_models_are_compared_in_one_runtime_unless_others_are_named(llama):
+    alone = llama.verify(PROMPT, greedy=0, local=False, other=llama)
+    assert len(alone.besides) == 1
+    named = llama.verify(PROMPT, ("ort-cpu", "ort-cpu:none", "reference"), greedy=0, local=False, other=llama)
+    assert len(named.besides) > 1

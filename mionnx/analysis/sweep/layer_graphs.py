@@ -104,10 +104,10 @@ class LayerGraphs:
 
         No graph behind attention reads keys and values; some read how many there are.
         """
-        sizes, seq = self.model.metadata.sizes, rows.ids.shape[1]
-        nothing = np.zeros((1, sizes.num_kv_heads, seq, sizes.head_dim), DTYPES[self.model.metadata.dtype])
+        metadata, seq = self.model.metadata, rows.ids.shape[1]
+        shapes = metadata.past_shapes(1, seq)
         names = (name for layer in range(self.layers) for name in self.keys_of(layer).values())
-        return Rows(rows.ids, seq - 1, dict.fromkeys(names, nothing))
+        return Rows(rows.ids, seq - 1, {name: np.zeros(shapes[name], DTYPES[metadata.dtype]) for name in names})
 
     def embed(self, rows: Rows) -> Arrays:
         """Compute the residual stream before the first layer."""
@@ -201,10 +201,9 @@ class LayerGraphs:
         return feeds
 
     def _past(self, name: str, rows: Rows) -> NDArray[Any]:
-        sizes = self.model.metadata.sizes
+        metadata = self.model.metadata
         if not rows.start:
-            shape = (rows.count, sizes.num_kv_heads, 0, sizes.head_dim)
-            return np.zeros(shape, DTYPES[self.model.metadata.dtype])
+            return np.zeros(metadata.past_shapes(rows.count, 0)[name], DTYPES[metadata.dtype])
         past = rows.past[name][:, :, : rows.start]
         return np.broadcast_to(past, (rows.count, *past.shape[1:]))
 

@@ -61,6 +61,7 @@ class Change:
     fragment: Fragment | None = None
     reads: str | None = None
     several: tuple[Array, ...] = ()
+    experts: tuple[int, ...] | None = None
 
     @property
     def values(self) -> tuple[Array, ...]:
@@ -197,7 +198,12 @@ class Kind(ABC):
         return self.change([tensors[name] for name in self.values], **limits)
 
     def change(
-        self, values: Sequence[ArrayLike], positions: Positions | None, heads: Indices | None, rows: Indices | None
+        self,
+        values: Sequence[ArrayLike],
+        positions: Positions | None,
+        heads: Indices | None,
+        rows: Indices | None,
+        experts: Indices | None = None,
     ) -> Change:
         """One intervention of this kind, its values and limits checked.
 
@@ -207,9 +213,10 @@ class Kind(ABC):
         named = zip(self.values, values, strict=True)
         arrays = self.check(tuple(self._checked(name, self._numbers(name, value)) for name, value in named))
         limits = check_positions(positions), check_indices("heads", heads), check_indices("rows", rows)
+        chosen = check_indices("experts", experts)
         if self.values == ("value",):
-            return Change(self.name, arrays[0], *limits)
-        return Change(self.name, None, *limits, several=arrays)
+            return Change(self.name, arrays[0], *limits, experts=chosen)
+        return Change(self.name, None, *limits, several=arrays, experts=chosen)
 
     def _numbers(self, name: str, value: ArrayLike) -> Array:
         what = _in_words(name)

@@ -35,12 +35,13 @@ class ProjectOut(Kind):
         positions: Positions | None = None,
         heads: Indices | None = None,
         rows: Indices | None = None,
+        experts: Indices | None = None,
     ) -> Change:
         """Remove a direction along the last axis (direction ablation): x - (x . d) d, |d| = 1.
 
         Args:
             direction: [width], or [k, width] for the subspace that k directions span; normalised here.
-            positions, heads, rows: limits; everywhere if none is given.
+            positions, heads, rows, experts: limits; everywhere if none is given.
 
         Raises:
             InterventionError: a zero direction, or directions that depend on each other.
@@ -56,7 +57,7 @@ class ProjectOut(Kind):
                 f"project_out: directions of shape {list(numbers.shape)} must be [width] or [k, width], "
                 "not zero, and independent of each other"
             )
-        return kind.change([np.linalg.qr(directions.T)[0].T], positions, heads, rows)
+        return kind.change([np.linalg.qr(directions.T)[0].T], positions, heads, rows, experts)
 
     def restored(self, tensors: Mapping[str, Array], reads: str | None, **limits: Any) -> Change:
         exact = tensors["value"].astype(np.float64)

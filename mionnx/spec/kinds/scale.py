@@ -35,12 +35,13 @@ class Scale(Kind):
         positions: Positions | None = None,
         heads: Indices | None = None,
         rows: Indices | None = None,
+        experts: Indices | None = None,
     ) -> Change:
         """Multiply by `factor`: a number, or an array that broadcasts to the value's shape.
 
         Args:
             factor: the factor or factors.
-            positions, heads, rows: limits; everywhere if none is given.
+            positions, heads, rows, experts: limits; everywhere if none is given.
 
         Raises:
             InterventionError: NaN or infinity among the factors.
@@ -48,7 +49,7 @@ class Scale(Kind):
         Example:
             Intervention.Scale(0.5, heads=[0, 3])
         """
-        return cls().change([factor], positions, heads, rows)
+        return cls().change([factor], positions, heads, rows, experts)
 
     def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> Scale:
         return replace(self, scores=at_scores(point))

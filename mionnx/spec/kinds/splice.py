@@ -31,6 +31,7 @@ class Splice(Kind):
         positions: Positions | None = None,
         heads: Indices | None = None,
         rows: Indices | None = None,
+        experts: Indices | None = None,
     ) -> Change:
         """Replace the value by what a small ONNX model computes from it.
 
@@ -43,7 +44,7 @@ class Splice(Kind):
         Args:
             fragment: a file, the bytes of one, or a model, with one input and one output of the value's shape.
             reads: an earlier hook point; its value is the fragment's second input.
-            positions, heads, rows: limits of its output; it is computed everywhere.
+            positions, heads, rows, experts: limits of its output; it is computed everywhere.
 
         Raises:
             InterventionError: a model that is no fragment.
@@ -55,7 +56,8 @@ class Splice(Kind):
         if reads is not None and not isinstance(reads, HookPoint | str):
             raise HookError(f"splice: reads={reads!r} is no hook point")
         limits = check_positions(positions), check_indices("heads", heads), check_indices("rows", rows)
-        return Change(cls.name, None, *limits, Fragment.of(fragment), None if reads is None else str(reads))
+        source = None if reads is None else str(reads)
+        return Change(cls.name, None, *limits, Fragment.of(fragment), source, experts=check_indices("experts", experts))
 
     @property
     def stored_values(self) -> tuple[str, ...]:

@@ -25,16 +25,17 @@ class Zero(Kind):
         positions: Positions | None = None,
         heads: Indices | None = None,
         rows: Indices | None = None,
+        experts: Indices | None = None,
     ) -> Change:
         """Put zeros in place of the value (zero ablation).
 
         Args:
-            positions, heads, rows: limits; everywhere if none is given.
+            positions, heads, rows, experts: limits; everywhere if none is given.
 
         Example:
             Intervention.Zero(heads=3)
         """
-        return cls().change([], positions, heads, rows)
+        return cls().change([], positions, heads, rows, experts)
 
     def nodes(self, op: Operators, x: Any) -> Any:
         # Not a product with 0: that would keep NaN and infinity.

@@ -1,0 +1,257 @@
+"""The graph of a file as it came, by the names of a hooked model, and the calls for which both give the same."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+
+from exporters.adopt.self_check import INT8, Array, Probe, compare, feed_of, open_session, rounds_activations, run
+from exporters.adopt.source_file import Source
+from mionnx.errors import ExportError, ModelError
+from mionnx.graph.hooked_model import check_stock
+from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.metadata import PREFIX
+from mionnx.graph.output_head import LOGITS
+from mionnx.graph.stock_graph import KINDS, PADDED, PAST, ROWS, SEVERAL, StockGraph, packed
+from mionnx.graph.validate import graphs
+
+BEFORE, TOKENS = 4, 3  # tokens of a past, and of a call of several
+KEPT = "adopted."  # begins names of values that were outputs of the file
+CAST = ".own_dtype"  # ends names of inputs and outputs in the file's own dtype
+OWN = ".stock"  # ends names that the hooked model has for other values
+
+
+@dataclass(frozen=True)
+class Interface:
+    """The inputs and outputs of a file by its own names, and those of the hooked model for them."""
+
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, str], ends: Mapping[str, ir.Value], logits: str) -> "Interface":
+        """The names, once caches have theirs.
+
+        Args:
+            inputs: name of the hooked model -> the file's own.
+            ends: the file's own name of an output -> the value.
+            logits: the file's own name of the logits.
+        """
+        presents = {own: str(value.name) for own, value in ends.items() if str(value.name).startswith(KEPT)}
+        outputs = {own: f"{KEYS_AND_VALUES.present}.{name.removeprefix(KEPT)}" for own, name in presents.items()}
+        return cls({own: name for name, own in inputs.items()}, {**outputs, logits: LOGITS})
+
+
+def copied(source: Source) -> Source:
+    """A file with its graph by itself, to which nothing is added later."""
+    stock = onnx.ModelProto()
+    stock.CopyFrom(source.stock)
+    return replace(source, stock=stock)
+
+
+def keep_stock(
+    proto: onnx.ModelProto,
+    folder: Path,
+    source: Source,
+    names: Interface,
+    found: Probe,
+    expanded: bool,
+    notes: list[str],
+) -> None:
+    """Put a file's own graph into the metadata, if it runs and gives what the adopted one gives.
+
+    Args:
+        proto: the adopted graph, with its metadata.
+        folder: of the weights.
+        source: the file.
+        names: of its inputs and outputs.
+        found: a run of the adopted graph.
+        expanded: whether operators of the file were expanded.
+        notes: takes what keeps it from being put there.
+    """
+    layers = sum(value.name.startswith(KEYS_AND_VALUES.past) for value in proto.graph.input) // 2
+    allowed = max(1, layers) * (INT8 if rounds_activations(proto) else found.rounding)
+    try:
+        stock = by_hooked_names(source, names, proto)
+        calls = calls_of(stock, proto, folder, allowed)
+        check_stock(StockGraph(stock, calls, expanded), proto, folder)
+    except (ExportError, ModelError) as error:
+        notes.append(f"specs that touch nothing run the adopted graph, not the file's own: {error}")
+        return
+    if calls:
+        table = json.dumps(packed(stock, calls, expanded), separators=(",", ":"))
+        proto.metadata_props.add(key=f"{PREFIX}stock", value=table)
+    else:
+        notes.append("specs that touch nothing run the adopted graph: the file's own gives something else, or fails")
+
+
+def by_hooked_names(source: Source, names: Interface, hooked: onnx.ModelProto) -> onnx.ModelProto:
+    """The graph of a file with the interface of the hooked model; its nodes are its own.
+
+    Inputs, keys and values of other dtypes are cast; logits stay in the file's own. The flag of a merged decoder says
+    whether there is a past.
+
+    Raises:
+        ExportError: an input that the hooked model has not.
+    """
+    made, renamed = onnx.ModelProto(), dict[str, str]()
+    made.CopyFrom(source.stock)
+    before = _take_inputs(made.graph, names.inputs, hooked, source.flag, renamed)
+    after = _take_outputs(made.graph, names.outputs, hooked, renamed)
+    _rename(made, renamed)
+    nodes = [*before, *made.graph.node, *after]
+    del made.graph.node[:]
+    made.graph.node.extend(nodes)
+    _forget_origin(made)
+    return made
+
+
+def _take_inputs(
+    graph: onnx.GraphProto, names: Mapping[str, str], hooked: onnx.ModelProto, flag: str | None, renamed: dict[str, str]
+) -> list[onnx.NodeProto]:
+    """Give a graph the inputs of the hooked model; returns nodes that adapt them."""
+    held, own = {tensor.name for tensor in graph.initializer}, {value.name: value for value in hooked.graph.input}
+    given, wanted, added = list(graph.input), dict[str, None](), list[onnx.NodeProto]()
+    for value in given:
+        new = names.get(value.name)
+        if value.name in held:
+            continue
+        if value.name == flag:
+            added += _has_past(value, own)
+        elif new not in own:
+            raise ExportError(f"its input {value.name} is not one of the adopted graph")
+        else:
+            wanted[new] = None
+            kind = value.type.tensor_type.elem_type
+            same = own[new].type.tensor_type.elem_type == kind
+            renamed[value.name] = new if same else f"{new}{CAST}"
+            added += [] if same else [onnx.helper.make_node("Cast", [new], [f"{new}{CAST}"], f"{new}{CAST}", to=kind)]
+    del graph.input[:]
+    graph.input.extend([*(own[name] for name in own if name in wanted), *(one for one in given if one.name in held)])
+    return added
+
+
+def _take_outputs(
+    graph: onnx.GraphProto, names: Mapping[str, str], hooked: onnx.ModelProto, renamed: dict[str, str]
+) -> list[onnx.NodeProto]:
+    """Give a graph the outputs of the hooked model; returns nodes that make them."""
+    own, given, added = {value.name: value for value in hooked.graph.output}, list(graph.output), list[onnx.NodeProto]()
+    kept = [value for value in given if names.get(value.name) in own]
+    for value in kept:
+        new, kind = names[value.name], own[names[value.name]].type.tensor_type.elem_type
+        same = value.type.tensor_type.elem_type == kind or new == LOGITS
+        renamed[value.name] = new if same else f"{new}{CAST}"
+        added += [] if same else [onnx.helper.make_node("Cast", [f"{new}{CAST}"], [new], new, to=kind)]
+    del graph.output[:]
+    for value in kept:
+        graph.output.add().CopyFrom(own[names[value.name]])
+        if names[value.name] == LOGITS:
+            graph.output[-1].type.tensor_type.elem_type = value.type.tensor_type.elem_type
+    return added
+
+
+def _has_past(flag: onnx.ValueInfoProto, inputs: Mapping[str, onnx.ValueInfoProto]) -> list[onnx.NodeProto]:
+    """Nodes that compute the flag of a merged decoder."""
+    past, name = KEYS_AND_VALUES.layer_inputs(0)[0], flag.name
+    if past not in inputs:
+        raise ExportError(f"its flag {name} asks for a past, which the adopted graph does not take")
+    node, numbers = onnx.helper.make_node, (("axis", 2), ("none", 0))
+    constants = [
+        node("Constant", [], [f"{name}.{what}"], f"{name}.{what}", value_ints=[number]) for what, number in numbers
+    ]
+    sized = node("Shape", [past], [f"{name}.shape"], f"{name}.shape")
+    length = node("Gather", [f"{name}.shape", f"{name}.axis"], [f"{name}.length"], f"{name}.length")
+    return [*constants, sized, length, node("Greater", [f"{name}.length", f"{name}.none"], [name], f"{name}.past")]
+
+
+def _rename(proto: onnx.ModelProto, names: dict[str, str]) -> None:
+    """Rename values, in graphs inside too; others that have one of the names give way."""
+    taken = {*names.values(), *(value.name for value in (*proto.graph.input, *proto.graph.output))}
+    everywhere = [one for one in graphs(proto) if isinstance(one, onnx.GraphProto)]
+    for graph in everywhere:
+        made = [name for node in graph.node for name in node.output] + [tensor.name for tensor in graph.initializer]
+        names |= {name: f"{name}{OWN}" for name in made if name in taken and name not in names}
+    for graph in everywhere:
+        for node in graph.node:
+            node.input[:] = [names.get(name, name) for name in node.input]
+            node.output[:] = [names.get(name, name) for name in node.output]
+        inside = [] if graph is proto.graph else graph.output
+        for one in (*graph.initializer, *graph.value_info, *inside):
+            one.name = names.get(one.name, one.name)
+
+
+def _forget_origin(proto: onnx.ModelProto) -> None:
+    """Drop what an exporter noted: paths of its machine, among others."""
+    del proto.metadata_props[:]
+    proto.ClearField("doc_string")
+    for graph in graphs(proto):
+        graph.ClearField("doc_string")
+        for node in graph.node:
+            node.ClearField("doc_string")
+            del node.metadata_props[:]
+
+
+def calls_of(stock: onnx.ModelProto, hooked: onnx.ModelProto, folder: Path, allowed: float) -> frozenset[int]:
+    """The kinds of calls for which a stock graph agrees with the hooked one.
+
+    Args:
+        stock, hooked: the two graphs.
+        folder: of their weights.
+        allowed: the difference that rounding explains.
+
+    Raises:
+        ExportError: ONNX Runtime does not open the stock graph.
+    """
+    one, other = open_session(stock, folder, []), open_session(hooked, folder, [])
+    return frozenset(kind for kind in range(KINDS) if _agree(one, other, kind, allowed))
+
+
+def _agree(
+    stock: onnxruntime.InferenceSession, hooked: onnxruntime.InferenceSession, kind: int, allowed: float
+) -> bool:
+    names = [entry.name for entry in hooked.get_outputs()]
+    shared = [entry.name for entry in stock.get_outputs() if entry.name in names]
+    cached = any(name.startswith(KEYS_AND_VALUES.present) for name in names)
+    if (kind & PADDED and not kind & (PAST | SEVERAL)) or (kind & PAST and not cached):
+        return False
+    try:
+        feeds, mask = _feeds(hooked, names, kind)
+        inputs = {entry.name for entry in stock.get_inputs()}
+        found = run(stock, shared, {name: value for name, value in feeds.items() if name in inputs})
+        expected = run(hooked, shared, feeds)
+    except ExportError:
+        return False
+    for name, left, right in zip(shared, found, expected, strict=True):
+        if left.shape != right.shape:
+            return False
+        real = mask if name.startswith(KEYS_AND_VALUES.present) else mask[:, -left.shape[1] :]
+        pair = (np.moveaxis(array, 2, 1) if array.ndim == 4 else array for array in (left, right))
+        if not compare(name, None, *(array[real] for array in pair), allowed).holds:
+            return False
+    return True
+
+
+def _feeds(session: onnxruntime.InferenceSession, names: list[str], kind: int) -> tuple[dict[str, Array], Array]:
+    """The inputs of a kind of call, and its mask [batch, total]."""
+    rows, past, seq = 1 + bool(kind & ROWS), BEFORE * bool(kind & PAST), TOKENS if kind & SEVERAL else 1
+    mask = np.ones((rows, past + seq), np.int64)
+    mask[0, 0] = 0 if kind & PADDED else 1
+    feeds = _call(session, mask, 0, past or seq)
+    if past:
+        presents = [name for name in names if name.startswith(KEYS_AND_VALUES.present)]
+        kept = dict(zip(presents, run(session, presents, feeds), strict=True))
+        feeds = _call(session, mask, past, seq)
+        feeds |= {name.replace("present", "past_key_values", 1): value for name, value in kept.items()}
+    return feeds, mask.astype(bool)
+
+
+def _call(session: onnxruntime.InferenceSession, mask: Array, past: int, seq: int) -> dict[str, Array]:
+    feeds = {entry.name: feed_of(entry, len(mask), seq, past) for entry in session.get_inputs()}
+    positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, past : past + seq]
+    given = {"attention_mask": mask[:, : past + seq], "position_ids": positions}
+    return feeds | {name: value for name, value in given.items() if name in feeds}

@@ -1,0 +1,45 @@
+"""GGUF files of llama.cpp, Ollama and LM Studio as hooked models.
+
+Config, tokenizer and chat template come from the file's metadata (`architectures`, `rope`, `tokenizer`), weights are
+dequantised a piece at a time (`dequantise`, `weights`). What results is a transformers checkpoint, which
+`exporters.transformers` makes a graph of.
+"""
+
+from pathlib import Path
+
+from exporters.gguf.files import choose, gguf_files
+from mionnx.machine.progress import Progress, silent
+
+OTHERS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "*.onnx", "onnx/*.onnx", "*.pth")
+
+
+def recognises(folder: Path) -> bool:
+    """Whether a path is a GGUF file, or a folder with GGUF files and no other weights.
+
+    Cheap: neither gguf nor torch is imported.
+    """
+    if folder.is_dir() and any(path for pattern in OTHERS for path in folder.glob(pattern)):
+        return False
+    return bool(gguf_files(folder))
+
+
+def export(
+    folder: Path, target: Path, dtype: str = "float32", progress: Progress = silent, file: str | None = None
+) -> None:
+    """Write a GGUF file as a hooked model into an empty or new folder.
+
+    Args:
+        folder: the file, or a folder with it.
+        target: where `model.onnx`, the weights, the config and the tokenizer go.
+        dtype: "float32", "float16", "bfloat16"; or "auto", which is float32 where matrices are quantised and their own
+            otherwise.
+        progress: called as (stage, done, total).
+        file: the name of the file, where the folder has several.
+
+    Raises:
+        ExportError: no choice among several files, an unknown architecture, or a damaged file.
+    """
+    chosen = choose(folder, file)
+    from exporters.gguf.assemble import export_file
+
+    export_file(chosen, target, dtype, progress)

@@ -1,0 +1,227 @@
+"""llama.cpp's architectures: which family of transformers each is, and how its config and tensors are called there.
+
+An architecture is an entry of `ARCHITECTURES`, never a copy of modelling code.  What every decoder has in common is in
+`_common`; a family adds what it states beyond that.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from exporters.gguf.facts import Facts
+from exporters.gguf.header import Header
+from exporters.gguf.rope import frequencies, rope
+from mionnx.errors import ExportError, nearest
+
+LAYER = {  # module of a layer, llama.cpp's name -> transformers' in most families
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One of llama.cpp's architectures.
+
+    Attributes:
+        model_type: transformers' name of the family.
+        config: what the config says beyond `_common`.
+        layer: module names of a layer.
+        interleaved: rows of the query's and key's projections are stored for a rotation of neighbouring values.
+        norm_offset: what llama.cpp's files have added to the weights of norms.
+    """
+
+    model_type: str
+    config: Callable[[Facts, Config], Config] = lambda facts, config: {}
+    layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
+    interleaved: bool = False
+    norm_offset: float = 0.0
+
+
+def _llama(facts: Facts, config: Config) -> Config:
+    names = facts.header.tensors
+    biased = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
+    return {key: name in names for key, name in biased.items()}
+
+
+def _granite(facts: Facts, config: Config) -> Config:
+    scales = {
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    return _llama(facts, config) | {key: facts.number(name) for key, name in scales.items()}
+
+
+def _starcoder2(facts: Facts, config: Config) -> Config:
+    window = facts.maybe("attention.sliding_window") or None
+    return {"norm_epsilon": facts.number("attention.layer_norm_epsilon"), "sliding_window": window, "use_bias": True}
+
+
+def _gemma2(facts: Facts, config: Config) -> Config:
+    return {
+        "attn_logit_softcapping": facts.maybe("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": facts.maybe("final_logit_softcapping", 30.0),
+        "sliding_window": facts.size("attention.sliding_window", 4096),
+        "layer_types": _layer_types(config, 2),
+        "query_pre_attn_scalar": _query_scalar(config, 46),
+    }
+
+
+def _gemma3(facts: Facts, config: Config) -> Config:
+    local = {"rope_type": "default", "rope_theta": facts.maybe("rope.freq_base_swa", 10000.0)}
+    return {
+        "attn_logit_softcapping": facts.maybe("attn_logit_softcapping"),
+        "final_logit_softcapping": facts.maybe("final_logit_softcapping"),
+        "sliding_window": facts.size("attention.sliding_window"),
+        "layer_types": _layer_types(config, facts.size("attention.sliding_window_pattern", 6)),
+        "query_pre_attn_scalar": _query_scalar(config, 62),
+        "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
+    }
+
+
+def _layer_types(config: Config, period: int) -> list[str]:
+    """Every layer of a number slides but the last of each period."""
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return ["sliding_attention" if layer % period else "full_attention" for layer in layers]
+
+
+def _query_scalar(config: Config, largest: int) -> float:
+    """The square of the number by which scores are divided.
+
+    The 27B models have another one, and llama.cpp tells them by their layers.
+    """
+    by_heads = config["num_hidden_layers"] == largest
+    return config["hidden_size"] / config["num_attention_heads"] if by_heads else config["head_dim"]
+
+
+def _phi3(facts: Facts, config: Config) -> Config:
+    original = facts.size("rope.scaling.original_context_length", config["max_position_embeddings"])
+    window = facts.maybe("attention.sliding_window") or None
+    return {"original_max_position_embeddings": original, "sliding_window": window}
+
+
+LLAMA = Architecture("llama", _llama, interleaved=True)
+GEMMA = Architecture("gemma", norm_offset=1.0)
+POST_NORMS = {**LAYER, **AFTER, "ffn_norm": "pre_feedforward_layernorm"}
+PHI3_LAYER = {**LAYER, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+STARCODER2_LAYER = {**LAYER, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+
+ARCHITECTURES = {
+    "gemma": GEMMA,
+    "gemma2": replace(GEMMA, model_type="gemma2", config=_gemma2, layer=POST_NORMS),
+    "gemma3": replace(GEMMA, model_type="gemma3_text", config=_gemma3, layer=POST_NORMS),
+    "granite": replace(LLAMA, model_type="granite", config=_granite),
+    "llama": LLAMA,
+    "olmo2": Architecture("olmo2", layer={**LAYER, **AFTER}),
+    "phi3": Architecture("phi3", _phi3, PHI3_LAYER),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "smollm3": replace(LLAMA, model_type="smollm3"),
+    "starcoder2": Architecture("starcoder2", _starcoder2, STARCODER2_LAYER),
+}
+OTHERS = {  # what a GGUF file may hold besides a language model
+    "clip": "a projector of images (mmproj), which belongs to a language model in a file of its own",
+    "controlvector": "a control vector: open it with mionnx.Directions.from_gguf",
+    "imatrix": "an importance matrix of a quantiser",
+    "adapter": "an adapter (LoRA): merge it into its model first",
+    "mmproj": "a projector of images (mmproj), which belongs to a language model in a file of its own",
+}
+
+
+def architecture_of(header: Header) -> Architecture:
+    """The architecture of a file.
+
+    Raises:
+        ExportError: it is none that is known, a part of a model, or no generative language model at all.
+    """
+    metadata, file = header.metadata, header.file
+    name, kind = (str(metadata.get(f"general.{key}", "")) for key in ("architecture", "type"))
+    for what in (name, kind):
+        if what in OTHERS:
+            raise ExportError(f"{file} holds {OTHERS[what]}")
+    if metadata.get("split.count", 0) not in (0, 1):
+        raise ExportError(
+            f"{file} is one of {metadata['split.count']} parts of a split model: join them with "
+            f"llama-gguf-split --merge, and give the whole file"
+        )
+    if metadata.get(f"{name}.pooling_type") or metadata.get(f"{name}.attention.causal") is False:
+        raise ExportError(f"{file} holds an embedding model ({name}): it predicts no tokens")
+    if name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ExportError(f"{file} holds the architecture {name!r}; known are {known}{nearest(name, ARCHITECTURES)}")
+    if not header.tensors:
+        raise ExportError(f"{file} holds a vocabulary and no weights")
+    return ARCHITECTURES[name]
+
+
+def config_of(header: Header, architecture: Architecture) -> Config:
+    """The transformers config of a file.
+
+    Raises:
+        ExportError: the file lacks a size, or its sizes are not those of its tensors.
+    """
+    facts = Facts(header)
+    config = _common(facts)
+    config |= architecture.config(facts, config)
+    facts.check_all_read()
+    return {"model_type": architecture.model_type, **config}
+
+
+def _common(facts: Facts) -> Config:
+    tensors = facts.header.tensors
+    heads, layers, hidden = (facts.size(key) for key in ("attention.head_count", "block_count", "embedding_length"))
+    head_dim = facts.size("attention.key_length", hidden // heads)
+    if facts.size("attention.value_length", head_dim) != head_dim:
+        raise ExportError(f"{facts.header.file}: keys and values of different lengths are not supported")
+    inner = facts.size("feed_forward_length")
+    _check_sizes(facts.header, layers, hidden, heads * head_dim, inner)
+    context = facts.size("context_length")
+    epsilon = facts.maybe("attention.layer_norm_rms_epsilon")
+    ids = {name: facts.header.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in TOKENS.items()}
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": facts.size("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "rope_parameters": rope(facts, head_dim, context, frequencies(facts.header)),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        **({} if epsilon is None else {"rms_norm_eps": epsilon}),
+        **ids,
+    }
+
+
+TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+
+
+def _check_sizes(header: Header, layers: int, hidden: int, queries: int, inner: int) -> None:
+    """Compare the stated sizes with the tensors, before anything is made by them."""
+    found = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
+    if len(found) != layers or not all(number.isdigit() and int(number) < layers for number in found):
+        raise ExportError(f"{header.file} states {layers} layers, and holds tensors of {len(found)}")
+    for name, axis, size in (
+        ("token_embd.weight", 1, hidden),
+        ("blk.0.attn_output.weight", 1, queries),
+        ("blk.0.ffn_down.weight", 1, inner),
+    ):
+        info = header.tensors.get(name)
+        if info is None or len(info.shape) <= axis or info.shape[axis] != size:
+            has = "is missing" if info is None else f"is {list(info.shape)}"
+            raise ExportError(f"{header.file}: {name} {has}, its metadata mean {size} on axis {axis}")

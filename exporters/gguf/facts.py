@@ -1,0 +1,105 @@
+"""The metadata of a GGUF file's model, by llama.cpp's keys without the architecture's name."""
+
+from typing import Any
+
+import numpy as np
+
+from exporters.gguf.header import Header
+from mionnx.errors import ExportError
+
+# Keys that change what a model computes, with the values that change nothing.
+COMPUTING: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (),
+    "attention.sliding_window": (0,),
+    "attn_logit_softcapping": (),
+    "embedding_scale": (1.0,),
+    "expert_count": (0,),
+    "final_logit_softcapping": (),
+    "logit_scale": (1.0,),
+    "nextn_predict_layers": (0,),
+    "pooling_type": (0,),
+    "residual_scale": (1.0,),
+    "rope.scaling.finetuned": (True, False),
+    "use_parallel_residual": (False,),
+}
+
+
+class Facts:
+    """The metadata of one architecture; remembers what was read."""
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+        self.architecture = str(header.metadata["general.architecture"])
+        self._read: set[str] = set()
+
+    def maybe(self, key: str, default: Any = None) -> Any:
+        """A number, or the default; a list of one value a layer is that value.
+
+        Raises:
+            ExportError: the value differs between layers, or is no number.
+        """
+        self._read.add(key)
+        value = self.header.metadata.get(f"{self.architecture}.{key}", default)
+        if isinstance(value, np.ndarray):
+            different = sorted(set(value.tolist()))
+            if len(different) != 1:
+                raise ExportError(f"{self.header.file}: {key} differs between layers, {different}: not supported")
+            return different[0]
+        if value is not None and not isinstance(value, int | float):
+            raise self._wrong(key, value, "a number")
+        return value
+
+    def number(self, key: str) -> float:
+        """A number above zero that the file has to state.
+
+        Raises:
+            ExportError: it is missing, or another one.
+        """
+        value = self.maybe(key)
+        if value is None or isinstance(value, bool) or not value > 0:
+            raise self._wrong(key, value, "a positive number")
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A whole number above zero; the file has to state it where there is no default.
+
+        Raises:
+            ExportError: it is missing, or another one.
+        """
+        value = self.maybe(key, default)
+        if value is None or isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self._wrong(key, value, "a size")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        """A text; the default where the file states none.
+
+        Raises:
+            ExportError: it is no text.
+        """
+        self._read.add(key)
+        value = self.header.metadata.get(f"{self.architecture}.{key}", default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a text")
+        return value
+
+    def _wrong(self, key: str, value: Any, wanted: str) -> ExportError:
+        stated = "it states none" if value is None else f"it states {value!r}"
+        return ExportError(f"{self.header.file} has to state {self.architecture}.{key}, {wanted}; {stated}")
+
+    def check_all_read(self) -> None:
+        """Refuse a file with a key that changes the computation and was not read.
+
+        Raises:
+            ExportError: names the key.
+        """
+        for key, neutral in COMPUTING.items():
+            value = self.header.metadata.get(f"{self.architecture}.{key}")
+            if value is not None and key not in self._read and value not in neutral:
+                raise ExportError(
+                    f"{self.header.file} states {self.architecture}.{key} = {value!r}, which is not supported in the "
+                    f"architecture {self.architecture}"
+                )

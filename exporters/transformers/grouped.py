@@ -1,0 +1,131 @@
+"""`GroupedMatMul` in standard operators: each row of a value times the matrix that it chose, of a stack of matrices.
+
+1. Rows are sorted by their choice. A Scan runs over the stack; it hands each matrix to its body without a copy, where
+   the rows that chose it, often none, are multiplied with it. So no weight is ever gathered, in a prompt or in
+   decoding, and what is computed grows with the rows.
+2. A step gives as many rows as the most popular matrix has, so that all steps give the same; a row of zeros stands for
+   those that a matrix lacks, and nobody reads it.
+3. The matrix is the left operand, whose rows ONNX Runtime computes alike however many columns there are: a token's
+   result does not depend on the tokens beside it, to the last bit.
+"""
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from exporters.transformers.experts import GROUPED_DOMAIN
+
+HEADER = '<ir_version: 10, opset_import: ["" : {opset}]>'
+SORTED = """
+sorted (int64[n] chosen) => (int64[n] order, int64[stack, 1] starts, int64[stack, 1] stops, int64[most] slots,
+                             int64[n] places)
+{{
+    nothing = Constant<value_int = 0>()
+    one = Constant<value_int = 1>()
+    first = Constant<value_ints = [0]>()
+    second = Constant<value_ints = [1]>()
+    stack = Constant<value_ints = [{stack}]>()
+    length = Shape(chosen)
+    rows = Squeeze(length)
+    columns = Range(nothing, rows, one)
+    scaled = Mul(chosen, length)
+    keys = Add(scaled, columns)
+    ordered, order = TopK<largest = 0>(keys, length)
+    none = ConstantOfShape<value = int64[1] {{0}}>(stack)
+    ones = ConstantOfShape<value = int64[1] {{1}}>(length)
+    counts = ScatterElements<axis = 0, reduction = "add">(none, chosen, ones)
+    ends = CumSum(counts, nothing)
+    begins = Sub(ends, counts)
+    starts = Unsqueeze(begins, second)
+    stops = Unsqueeze(ends, second)
+    most = ReduceMax<keepdims = 1>(counts, first)
+    slots = Slice(columns, first, most, first)
+    ranked = ScatterElements<axis = 0>(columns, order, columns)
+    begun = Gather(begins, chosen)
+    rank = Sub(ranked, begun)
+    block = Mul(chosen, most)
+    places = Add(block, rank)
+}}
+"""
+PRODUCT = """
+product ({dtype}[n, {inner}] x, {dtype}[{weight}] matrices, int64[n] order, int64[{stack}, 1] starts,
+         int64[{stack}, 1] stops, int64[most] slots, int64[n] places) => ({dtype}[n, {out}] y)
+{{
+    sorted = Gather<axis = 0>(x, order)
+    zero = Constant<value_ints = [1, {out}]>()
+    nobody = ConstantOfShape<value = {dtype}[1] {{0}}>(zero)
+    steps = Scan<num_scan_inputs = 3, body = step ({dtype}[{matrix}] matrix, int64[1] start, int64[1] stop)
+        => ({dtype}[most, {out}] made)
+    {{
+        mine = Slice(sorted, start, stop)
+        turned = Transpose<perm = [1, 0]>(mine)
+        multiplied = {multiply}(matrix, turned)
+        back = Transpose<perm = [1, 0]>(multiplied)
+        padded = Concat<axis = 0>(back, nobody)
+        count = Sub(stop, start)
+        picked = Min(slots, count)
+        made = Gather<axis = 0>(padded, picked)
+    }}>(matrices, starts, stops)
+    flat = Constant<value_ints = [-1, {out}]>()
+    stacked = Reshape(steps, flat)
+    y = Gather<axis = 0>(stacked, places)
+}}
+"""
+DTYPES = {ir.DataType.FLOAT: "float", ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
+
+
+def expand_grouped(graph: ir.Graph) -> None:
+    """Replace the nodes of `experts.grouped` by standard operators, in place."""
+    tables: dict[int, dict[str, ir.Value]] = {}
+    for node in [node for node in graph if node.domain == GROUPED_DOMAIN]:
+        x, matrices, chosen = (value for value in node.inputs if value is not None)
+        prefix = f"{matrices.name}.grouped"
+        stack, *sides = (int(side) for side in matrices.shape or ())
+        if id(chosen) not in tables:
+            made = _insert(graph, node, SORTED, {"stack": stack}, {"chosen": chosen}, f"{prefix}.rows")
+            tables[id(chosen)] = made
+        y = node.outputs[0]
+        given = {"x": x, "matrices": matrices, **tables[id(chosen)]}
+        made = _insert(graph, node, PRODUCT, _facts(node, stack, sides), given, prefix)
+        made["y"].name, made["y"].shape, made["y"].type = y.name, y.shape, y.type
+        y.replace_all_uses_with(made["y"])
+        graph.remove(node, safe=True)
+    graph.opset_imports.pop(GROUPED_DOMAIN, None)
+
+
+def _facts(node: ir.Node, stack: int, sides: list[int]) -> dict[str, object]:
+    """The sizes, dtype and operator of a product's text."""
+    rows = bool(node.attributes["rows"].as_int())
+    inner, out = sides if rows else sides[::-1]
+    matrix = ", ".join(map(str, sides))
+    dtype = node.inputs[1].dtype if node.inputs[1] is not None else None
+    return {
+        "dtype": DTYPES[dtype or ir.DataType.FLOAT],
+        "stack": stack,
+        "weight": f"{stack}, {matrix}",
+        "matrix": matrix,
+        "inner": inner,
+        "out": out,
+        "multiply": "Gemm<transA = 1>" if rows else "MatMul",
+    }
+
+
+def _insert(
+    graph: ir.Graph, at: ir.Node, text: str, facts: Mapping[str, object], given: Mapping[str, ir.Value], prefix: str
+) -> dict[str, ir.Value]:
+    """Insert the nodes of a text before a node; its outputs by name."""
+    part = ir.from_onnx_text(HEADER.format(opset=graph.opset_imports[""]) + text.format(**facts)).graph
+    outputs = {value.name: value for value in part.outputs}
+    for value in part.inputs:
+        value.replace_all_uses_with(given[value.name])
+    for inner in [part, *part.subgraphs()]:
+        inner.name = f"{prefix}.{inner.name}"
+        for value in {*inner.inputs, *(value for node in inner for value in node.outputs)}:
+            value.name = f"{prefix}.{value.name}"
+            if value.shape is not None:  # sizes of equal names are equal all over a graph; these are not
+                value.shape = ir.Shape([dim if isinstance(dim, int) else None for dim in value.shape])
+    nodes = list(part)
+    part.outputs.clear()
+    part.remove(nodes)
+    graph.insert_before(at, nodes)
+    return outputs

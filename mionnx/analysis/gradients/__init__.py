@@ -1,0 +1,1 @@
+"""Gradients of a metric at hook points, and attributions made of them."""

@@ -1,0 +1,101 @@
+"""`gradients`: the gradients of a metric at hook points, in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mionnx.bind.logit_selection import Logits
+from mionnx.errors import GradientError
+from mionnx.machine.typed import typed
+from mionnx.run.hook_cache import HookCache
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt, takes_encoding
+from mionnx.spec.hook_choice import Hooks
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.metric import READS, WHOLE, Tokens, check_metric
+
+Seed = Callable[[NDArray[Any]], ArrayLike]
+
+
+@takes_encoding
+@typed()
+def gradients(
+    model: Runner,
+    tokens: Prompt,
+    hooks: Hooks,
+    metric: str | Callable[..., Any] = "logit",
+    answer: Tokens = None,
+    versus: Tokens = None,
+    spec: HookSpec | None = None,
+    *,
+    position: int = -1,
+    reference: ArrayLike | None = None,
+    seed: ArrayLike | Seed | None = None,
+    attention_mask: ArrayLike | None = None,
+) -> HookCache:
+    """Compute the gradients of a metric with respect to the values at hook points, in one pass.
+
+    Args:
+        tokens: as for `forward`; the metric is computed for each row of a batch, and padding counts for nothing.
+        hooks: hook points, their names, globs, functions of the name, or a list of these. A glob or function means the
+            hook points that can have a gradient.
+        metric: "logit", "logit_diff", "log_probability" and "probability" of the answer, "kl" from a reference, "loss",
+            the mean of the negative log-probabilities of a row's own next tokens, or a function of the logits, for
+            which `seed` has to be given.
+        answer: the token, as an id or a text, one for all rows or one a row; the most probable one if left out.
+        versus: the token that "logit_diff" compares the answer with.
+        spec: captures and interventions of the pass; gradients are those of the model so changed.
+        position: of each row's own text, at which the logits are read.
+        reference: of "kl", the logits of the distribution that is compared with, [vocab] or [batch, vocab].
+        seed: the derivative of a metric of one's own by the logits, [vocab] or [batch, vocab], or a function of the
+            logits [batch, vocab] that gives it.
+        attention_mask: as for `forward`.
+
+    Returns:
+        a cache: `grad` with the gradients, in the shapes of the values; `metric`, [batch]; `output()`, the logits that
+        the metric reads, [batch, 1, vocab], of every position for "loss"; the captures of `spec`.
+
+    Raises:
+        GradientError: a metric without a gradient (a rank, a function without `seed`), one that does not depend on a
+            hook point, or an operator without a rule between them.
+        InputError, HookError, InterventionError: as for `forward`.
+
+    Example:
+        cache = model.gradients("The capital of France is", "blocks.*.attn.hook_z", answer=" Paris")
+        cache.grad["z", 3].shape  # (1, seq, n_heads, head_dim)
+    """
+    asked = HookSpec().extend(deepcopy(spec) if spec is not None else HookSpec())
+    if asked.metric is not None or asked.gradients:
+        raise GradientError("the spec has a metric or gradients of its own: `forward` computes these")
+    name = "seed" if seed is not None else metric_name(metric)
+    part = Logits() if name in WHOLE else Logits(positions=position)
+    if callable(seed) or (answer is None and "answer" in READS[name]):
+        logits = model.forward(tokens, spec, attention_mask=attention_mask, logits=part).output()[:, -1]
+        seed = cast(Seed, seed)(logits) if callable(seed) else seed
+        answer = answer if answer is not None or "answer" not in READS[name] else logits.argmax(axis=-1).tolist()
+    given = None if seed is None else np.asarray(seed)
+    asked.set_metric(name, answer=answer, versus=versus, position=position, reference=reference, seed=given)
+    return model.forward(tokens, asked.gradient(hooks), attention_mask=attention_mask, logits=part)
+
+
+def metric_name(metric: str | Callable[..., Any]) -> str:
+    """The name of a metric that the graph computes.
+
+    Raises:
+        GradientError: a function, which no graph has.
+    """
+    if isinstance(metric, str):
+        if metric == "seed":
+            raise GradientError("metric 'seed' is the one of seed=, the derivative by the logits: give that")
+        check_metric(metric)
+        return metric
+    name = getattr(metric, "__name__", "a function")
+    raise GradientError(
+        f"metric {name} is a Python function, whose derivative no graph can compute: seed= takes its derivative by the "
+        "logits, an array [batch, vocab] or a function of the logits that gives it"
+    )

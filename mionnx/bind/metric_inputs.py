@@ -1,0 +1,120 @@
+"""The inputs of a metric: weights of positions, tokens, the reference, the numbers of a seed."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import log_softmax
+
+from mionnx.bind.logit_selection import Logits
+from mionnx.bind.values import columns
+from mionnx.errors import GradientError
+from mionnx.graph.metadata import Sizes
+from mionnx.inputs.token_batch import TokenBatch
+from mionnx.rewrite.plan import METRIC_ANSWER, METRIC_REFERENCE, METRIC_SEED, METRIC_VERSUS, METRIC_WEIGHTS
+from mionnx.spec.metric import READS, WHOLE, MetricSpec, Token, Tokens
+
+TokenId = Callable[[Token], int]
+Feeds = dict[str, NDArray[Any]]
+
+
+def metric_inputs(
+    metric: MetricSpec, batch: TokenBatch, logits: Logits | None, sizes: Sizes, token_id: TokenId
+) -> Feeds:
+    """Make the inputs of a metric for one token batch.
+
+    Args:
+        metric: the metric.
+        batch: the tokens.
+        logits: the part of the logits that the graph computes; None for all.
+        sizes: of the model.
+        token_id: the id of a token, given as an id or a text.
+
+    Raises:
+        GradientError: logits of some tokens only, a position that is not computed, tokens or arrays of another number
+            than there are rows, or a text without a next token.
+        InterventionError: a position that a row does not have.
+    """
+    places = _places(logits)
+    if metric.name in WHOLE:
+        return _loss(batch, places)
+    feeds = {METRIC_WEIGHTS: _weights(metric, batch, places)}
+    count = feeds[METRIC_WEIGHTS].shape[1]
+    for name, given in ((METRIC_ANSWER, metric.answer), (METRIC_VERSUS, metric.versus)):
+        if given is not None:
+            ids = np.array(_per_row(name.rsplit(".", 1)[1], given, batch.batch, token_id), np.int64)
+            feeds[name] = np.repeat(ids[:, None], count, axis=1)
+    _refuse_same(metric, feeds)
+    for name, array in ((METRIC_REFERENCE, metric.reference), (METRIC_SEED, metric.seed)):
+        if array is not None:
+            feeds[name] = _rows(name.rsplit(".", 1)[1], array, (batch.batch, count, sizes.vocab_size))
+    if METRIC_REFERENCE in feeds:
+        feeds[METRIC_REFERENCE] = log_softmax(feeds[METRIC_REFERENCE].astype(np.float64), axis=-1).astype(np.float32)
+    return feeds
+
+
+def _places(logits: Logits | None) -> list[int] | None:
+    """The positions of which there are logits; None for all."""
+    if logits is None:
+        return None
+    if logits.tokens is not None or logits.top_k is not None:
+        raise GradientError("a metric reads the logits of all tokens: leave out tokens= and top_k=")
+    return None if logits.positions is None else logits.positions_
+
+
+def _weights(metric: MetricSpec, batch: TokenBatch, places: Sequence[int] | None) -> NDArray[np.float32]:
+    """[batch, n]: 1 at the position that is read, 0 elsewhere."""
+    if metric.seed is not None and metric.seed.ndim == 3:
+        return np.ones((batch.batch, batch.seq if places is None else len(places)), np.float32)
+    if places is None:
+        weights = np.zeros((batch.batch, batch.seq), np.float32)
+        np.put_along_axis(weights, columns("metric", [metric.position], batch), 1, axis=1)
+        return weights
+    if metric.position not in places:
+        raise GradientError(f"the metric reads position {metric.position}, the logits asked for are those of {places}")
+    weights = np.zeros((batch.batch, len(places)), np.float32)
+    weights[:, places.index(metric.position)] = 1
+    return weights
+
+
+def _loss(batch: TokenBatch, places: Sequence[int] | None) -> Feeds:
+    """Each token's own next token; padding, and the last token, predict nothing."""
+    if places is not None:
+        raise GradientError("the loss reads the logits of every position: leave out positions=")
+    targets = np.zeros((batch.batch, batch.seq), np.int64)
+    targets[:, :-1] = batch.input_ids[:, 1:]
+    real = batch.attention_mask[:, batch.total - batch.seq :].astype(bool)
+    weights = np.zeros((batch.batch, batch.seq), np.float32)
+    weights[:, :-1] = real[:, :-1] & real[:, 1:]
+    counts = weights.sum(axis=1, keepdims=True)
+    if not counts.all():
+        raise GradientError(f"row {int(np.argmin(counts))} has no next token to predict: the loss needs two tokens")
+    return {METRIC_WEIGHTS: weights / counts, METRIC_ANSWER: targets}
+
+
+def _per_row(what: str, given: Tokens, rows: int, token_id: TokenId) -> list[int]:
+    if isinstance(given, Sequence | np.ndarray) and not isinstance(given, str):
+        if len(given) != rows:
+            raise GradientError(f"{what} has {len(given)} tokens for {rows} rows")
+        return [token_id(token) for token in given]
+    return [token_id(given)] * rows  # type: ignore[arg-type]
+
+
+def _refuse_same(metric: MetricSpec, feeds: Feeds) -> None:
+    if "versus" not in READS[metric.name]:
+        return
+    same = (feeds[METRIC_ANSWER] == feeds[METRIC_VERSUS]).all(axis=1)
+    if same.any():
+        row = int(same.argmax())
+        raise GradientError(f"row {row}: {metric.name} between token {feeds[METRIC_ANSWER][row, 0]} and itself")
+
+
+def _rows(what: str, array: NDArray[Any], shape: tuple[int, int, int]) -> NDArray[np.float32]:
+    """[vocab], [batch, vocab] or [batch, n, vocab] as the latter."""
+    rows, _, vocab = shape
+    fits = {1: (vocab,), 2: (rows, vocab), 3: shape}[array.ndim]
+    if array.shape != fits:
+        raise GradientError(f"{what} is {list(array.shape)}, and must be {list(fits)}")
+    wide = array if array.ndim == 3 else np.broadcast_to(array, (rows, vocab))[:, None]
+    return np.broadcast_to(wide, shape).astype(np.float32)

@@ -1,0 +1,258 @@
+"""`Backward`: adds the nodes that go from the cotangents of a graph's values to those of the values before them.
+
+1. A cotangent of a value is the derivative of the differentiated number with respect to it; it has the value's shape.
+2. Nodes are gone through backwards. The rule of a node's operator makes the cotangents of its active inputs from those
+   of its outputs; a value that several nodes read has the sum.
+3. Where a rule's cotangent is wider than its value (a broadcast), it is summed: over the axes that the written shapes
+   tell, else over those that `Shape` tells while the graph runs.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from mionnx.errors import GradientError
+from mionnx.graph.builder import ONE_DTYPE
+from mionnx.rewrite.gradient.facts import INT64, Dims, Facts, attributes, reads, subgraphs
+
+Given = Sequence[str | None]  # the cotangents of a node's outputs; None of one that nothing active reads
+Rule = Callable[["Backward", NodeProto, Given], Mapping[int, str]]  # index of an input -> its cotangent
+SubgraphRule = Callable[["Backward", NodeProto, Given], Mapping[str, Sequence[str]]]  # value -> its cotangents
+
+
+class Names:
+    """Names and constants that a graph and its subgraphs share.
+
+    Attributes:
+        tensors: the constants, by their numbers.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix, self.count = prefix, 0
+        self.tensors: dict[tuple[Any, ...], TensorProto] = {}
+
+    def fresh(self, what: str) -> str:
+        """A name that nothing has."""
+        self.count += 1
+        return f"{self.prefix}.{what}_{self.count}"
+
+    def constant(self, numbers: Any, kind: int) -> str:
+        """The name of a constant of an element type; equal ones share it."""
+        array = np.asarray(numbers).astype(helper.tensor_dtype_to_np_dtype(kind))
+        key = (kind, array.shape, array.tobytes())
+        if key not in self.tensors:
+            self.tensors[key] = numpy_helper.from_array(array, f"{self.prefix}.constant_{len(self.tensors)}")
+        return self.tensors[key].name
+
+
+class Backward:
+    """Adds nodes to a graph, `op.Mul(a, b)`, and goes back through others.
+
+    It is called as `mionnx.graph.builder.Builder` is: a method of every ONNX operator; inputs are names of values,
+    attributes keywords. It returns the name of the output, or with `outputs=n` a list of them. A number or list among
+    the inputs becomes a constant, of the type of the other operands where all have one, and else int64. Equal nodes are
+    added once.
+
+    Attributes:
+        names, facts: of the graph.
+        rules, subgraph_rules: operator -> how to go back through it.
+        active: values that the differentiated number depends on, and that depend on what it is differentiated by.
+        opset: of the graph.
+        nodes: those added so far.
+    """
+
+    def __init__(
+        self,
+        names: Names,
+        facts: Facts,
+        active: Collection[str],
+        rules: Mapping[str, Rule],
+        subgraph_rules: Mapping[str, SubgraphRule],
+        opset: int,
+    ) -> None:
+        self.names, self.facts, self.active = names, facts, active
+        self.rules, self.subgraph_rules, self.opset = rules, subgraph_rules, opset
+        self.nodes: list[NodeProto] = []
+        self._known: dict[tuple[Any, ...], list[str]] = {}
+
+    def inside(self, facts: Facts, active: Collection[str]) -> "Backward":
+        """The same for a subgraph."""
+        return Backward(self.names, facts, active, self.rules, self.subgraph_rules, self.opset)
+
+    # adding nodes
+
+    def __getattr__(self, operator: str) -> Callable[..., Any]:
+        if not operator[:1].isupper():
+            raise AttributeError(operator)
+        return partial(self._node, operator)
+
+    def _node(self, operator: str, *inputs: Any, outputs: int = 1, **given: Any) -> Any:
+        names = self._inputs(operator, inputs)
+        key = (operator, outputs, *names, repr(sorted(given.items()))) if operator not in self.subgraph_rules else None
+        made = self._known.get(key) if key else None
+        if made is None:
+            made = [self.names.fresh(operator) for _ in range(outputs)]
+            node = helper.make_node(operator, names, made, f"{made[0]}:{operator}", **given)
+            self.nodes.append(node)
+            self.facts.follow([node])
+            if key:
+                self._known[key] = made
+        return made if outputs > 1 else made[0]
+
+    def _inputs(self, operator: str, inputs: Sequence[Any]) -> list[str]:
+        peers = inputs[operator == "Where" :] if operator in ONE_DTYPE else ()
+        kind = next((self.facts.type(one) for one in peers if isinstance(one, str) and one), INT64)
+        return ["" if one is None else one if isinstance(one, str) else self._constant(one, kind) for one in inputs]
+
+    def _constant(self, value: Any, kind: int) -> str:
+        name = self.names.constant(value, kind)
+        self.facts.types.setdefault(name, kind)
+        return name
+
+    def constant(self, value: Any, like: str) -> str:
+        """A constant of the element type of a value."""
+        return self._constant(value, self.facts.type(like))
+
+    def filled(self, value: float, like: str, kind: int | None = None) -> str:
+        """One number everywhere, in the shape of a value."""
+        return self.filled_to(value, self.Shape(like), kind or self.facts.type(like))
+
+    def filled_to(self, value: float, shape: str, kind: int) -> str:
+        """One number everywhere, in a shape."""
+        return str(self.ConstantOfShape(shape, value=helper.make_tensor("value", kind, [1], [value])))
+
+    def zeros(self, like: str) -> str:
+        """Zeros in the shape of a value."""
+        return self.filled(0, like)
+
+    def length(self, value: str, axis: int) -> str:
+        """The length of a value along an axis, int64 [1]."""
+        end = {} if axis == -1 else {"end": axis + 1}
+        return str(self.Shape(value, start=axis, **end))
+
+    def sum(self, parts: Sequence[str]) -> str:
+        """The sum of some values."""
+        total = parts[0]
+        for part in parts[1:]:
+            total = self.Add(total, part)
+        return total
+
+    def attribute(self, node: NodeProto, name: str, default: Any) -> Any:
+        """An attribute of a node, or its default."""
+        return attributes(node).get(name, default)
+
+    def is_active(self, name: str) -> bool:
+        """Whether a value needs a cotangent."""
+        return name in self.active
+
+    # shapes
+
+    def unbroadcast(self, cotangent: str, value: str, wide: Dims | None) -> str:
+        """Sum a cotangent over the axes along which its value was broadcast.
+
+        Args:
+            cotangent: of what the value was broadcast to.
+            value: name of the value.
+            wide: the cotangent's axes, as far as they are known.
+        """
+        axes = _broadcast_axes(self.facts.shapes.get(value), wide)
+        if axes is None:
+            return self._summed_to(cotangent, value)
+        if not axes:
+            return cotangent
+        own = self.facts.shapes[value]
+        ahead = len(wide or ()) - len(own)
+        if len(axes) == ahead:
+            return str(self.ReduceSum(cotangent, axes, keepdims=0))
+        kept = self.ReduceSum(cotangent, axes, keepdims=1)
+        return str(self.Squeeze(kept, [*range(ahead)]) if ahead else kept)
+
+    def _summed_to(self, cotangent: str, value: str) -> str:
+        """The same, over the axes that the run finds."""
+        own, wide = self.Shape(value), self.Shape(cotangent)
+        ahead = self.filled_to(1, self.Sub(self.Shape(wide), self.Shape(own)), INT64)
+        differ = self.Not(self.Equal(self.Concat(ahead, own, axis=0), wide))
+        axes = self.Squeeze(self.NonZero(differ), [0])
+        return str(self.Reshape(self.ReduceSum(cotangent, axes, keepdims=1, noop_with_empty_axes=1), own, allowzero=1))
+
+    def turned(self, name: str) -> str:
+        """A value with its last two axes exchanged; one that was exchanged already as it was before."""
+        rank = self.facts.rank(name)
+        perm = [*range(rank - 2), rank - 1, rank - 2]
+        maker = self.facts.makers.get(name)
+        if maker is not None and maker.op_type == "Transpose" and list(self.attribute(maker, "perm", [])) == perm:
+            return str(maker.input[0])
+        return str(self.Transpose(name, perm=perm))
+
+    # going back
+
+    def run(self, nodes: Sequence[NodeProto], cotangents: Mapping[str, str]) -> dict[str, str]:
+        """Go back through nodes.
+
+        Args:
+            nodes: in an order in which they can run.
+            cotangents: of the values at the end.
+
+        Returns:
+            the cotangents of every active value.
+
+        Raises:
+            GradientError: an operator without a rule, or without one for what it is asked here.
+        """
+        parts: dict[str, list[str]] = defaultdict(list, {name: [one] for name, one in cotangents.items()})
+        found: dict[str, str] = {}
+
+        def settle(name: str) -> str | None:
+            if name in parts and name not in found:
+                found[name] = self.sum(parts[name])
+            return found.get(name)
+
+        for node in reversed(nodes):
+            given = [settle(name) if self.is_active(name) else None for name in node.output]
+            if any(given) and any(self.is_active(name) for name in reads(node)):
+                for value, one in self._back_through(node, given):
+                    if self.is_active(value):
+                        parts[value].append(one)
+        return {name: total for name in list(parts) if (total := settle(name))}
+
+    def _back_through(self, node: NodeProto, given: Given) -> Iterable[tuple[str, str]]:
+        try:
+            if subgraphs(node) and node.op_type in self.subgraph_rules:
+                several = self.subgraph_rules[node.op_type](self, node, given)
+                return [(value, one) for value, ones in several.items() for one in ones]
+            if node.op_type in self.rules:
+                return [(node.input[i], one) for i, one in self.rules[node.op_type](self, node, given).items()]
+        except GradientError as error:
+            raise GradientError(f"{error}, at {node.op_type}, which makes {node.output[0]}") from error
+        raise GradientError(f"{node.op_type}, which makes {node.output[0]}, has no rule of differentiation")
+
+
+def _broadcast_axes(own: Dims | None, wide: Dims | None) -> list[int] | None:
+    """The axes of `wide` along which `own` was broadcast; None if the shapes do not tell."""
+    if own is None or wide is None:
+        return None
+    ahead = len(wide) - len(own)
+    axes = [*range(ahead)]
+    for i, dim in enumerate(own, ahead):
+        if dim == 1 and wide[i] != 1:
+            axes.append(i)
+        elif dim != wide[i]:
+            return None
+    return axes
+
+
+def numbers(back: Backward, name: str) -> NDArray[Any]:
+    """The numbers of a constant.
+
+    Raises:
+        GradientError: only the run knows them.
+    """
+    found = back.facts.number(name)
+    if found is None:
+        raise GradientError(f"only the run knows {name}")
+    return found

@@ -1,0 +1,95 @@
+"""Rewrite: gradients of a value become outputs.
+
+1. What is active: floating-point values that follow from one of those asked for and lead to the value that is
+   differentiated. Nothing else gets a node; weights are never differentiated, read or copied.
+2. Nodes are added that go back through the active ones, by the rule of each operator (`rules`).
+3. The gradient of a value has its shape and type, and is called `{name}.gradient`.
+4. Only standard operators are added, and only for what is asked: nodes that no output needs are dropped.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import onnx
+from onnx import ModelProto, helper
+
+from mionnx.errors import GradientError
+from mionnx.rewrite.gradient.activity import activity, prune
+from mionnx.rewrite.gradient.backward import Backward, Names, Rule
+from mionnx.rewrite.gradient.facts import Facts, reads
+from mionnx.rewrite.gradient.rules import RULES, SUBGRAPH_RULES
+from mionnx.rewrite.plan import gradient_name
+
+PREFIX = "mionnx.gradient"
+
+
+def differentiate(
+    model: ModelProto,
+    of: str,
+    by: Sequence[str],
+    *,
+    seed: str | None = None,
+    rules: Mapping[str, Rule] = RULES,
+) -> ModelProto:
+    """Add the gradients of the sum of a value.
+
+    Args:
+        model: the graph, without weights; left alone.
+        of: the value whose sum is differentiated.
+        by: the values by which, each a value of the graph; each gets an output, `gradient_name`.
+        seed: a value of the graph, or a new input, that weighs `of`, of its shape; ones if left out.
+        rules: operator -> rule.
+
+    Returns:
+        the graph with further nodes and outputs.
+
+    Raises:
+        GradientError: `of` does not depend on a value, or an operator between them has no rule.
+    """
+    done = ModelProto()
+    done.CopyFrom(model)
+    graph, nodes = done.graph, [*done.graph.node]
+    facts = Facts(onnx.shape_inference.infer_shapes(done, data_prop=True).graph)
+    active = activity(nodes, facts, by, [of])
+    _refuse_idle(of, by, active)
+    op = Backward(Names(PREFIX), facts, active, rules, SUBGRAPH_RULES, _opset(done))
+    found = op.run(nodes, {of: _seed(op, done, of, seed)})
+    ends = [_output(op, done, name, found[name]) for name in by]
+    kept = prune([*nodes, *op.nodes], [value.name for value in graph.output] + ends)
+    del graph.node[:]
+    graph.node.extend(kept)
+    read = {name for node in kept for name in reads(node)}
+    graph.initializer.extend(tensor for tensor in op.names.tensors.values() if tensor.name in read)
+    return done
+
+
+def _opset(model: ModelProto) -> int:
+    return next(one.version for one in model.opset_import if one.domain in ("", "ai.onnx"))
+
+
+def _refuse_idle(of: str, by: Sequence[str], active: set[str]) -> None:
+    idle = [name for name in by if name not in active]
+    if idle:
+        rest = f", and {len(idle) - 1} more" * (len(idle) > 1)
+        raise GradientError(f"{of} does not depend on {idle[0]}{rest}: there is no gradient")
+
+
+def _seed(op: Backward, model: ModelProto, of: str, seed: str | None) -> str:
+    if seed is None:
+        return op.filled(1, of)
+    if seed not in {value.name for value in model.graph.input} and seed not in op.facts.makers:
+        model.graph.input.append(_declared(op.facts, seed, of))
+        op.facts.types[seed] = op.facts.type(of)
+    return seed
+
+
+def _output(op: Backward, model: ModelProto, name: str, cotangent: str) -> str:
+    made = gradient_name(name)
+    op.nodes.append(helper.make_node("Identity", [cotangent], [made], f"{made}:Identity"))
+    model.graph.output.append(_declared(op.facts, made, name))
+    return made
+
+
+def _declared(facts: Facts, name: str, like: str) -> onnx.ValueInfoProto:
+    shape = facts.shapes.get(like)
+    dims = None if shape is None else [None if isinstance(dim, str) and dim[0] == "?" else dim for dim in shape]
+    return helper.make_tensor_value_info(name, facts.type(like), dims)

@@ -1,0 +1,195 @@
+"""The rule of `Scan`: the states before each step are kept, and another `Scan` goes through the steps backwards.
+
+1. The forward `Scan` gives the states before each step as further outputs.
+2. The backward one carries the cotangents of the states, and of what the body takes from outside; it reads the kept
+   states, the scanned inputs and the cotangents of the scanned outputs, in the opposite direction.
+3. Its body computes the step again and goes back through it.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import onnx
+from onnx import AttributeProto, GraphProto, NodeProto, helper
+
+from mionnx.rewrite.gradient.activity import activity, prune
+from mionnx.rewrite.gradient.backward import Backward, Given
+from mionnx.rewrite.gradient.facts import attributes, from_outside
+from mionnx.rewrite.gradient.subgraph import Copy, copy_of, declared, infer_inside
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A `Scan` node as it came, with its body as it came.
+
+    Attributes:
+        node, body: of the graph.
+    """
+
+    node: NodeProto
+    body: GraphProto
+
+    @staticmethod
+    def of(node: NodeProto) -> "Loop":
+        """Read a node; its body is copied, since the node is changed later."""
+        body = GraphProto()
+        body.CopyFrom(attributes(node)["body"])
+        return Loop(node, body)
+
+    @cached_property
+    def reading(self) -> int:
+        """Number of scanned inputs."""
+        return int(attributes(self.node)["num_scan_inputs"])
+
+    @cached_property
+    def inputs(self) -> list[str]:
+        """The values that it reads: first states, then scanned inputs."""
+        return [*self.node.input]
+
+    @property
+    def states(self) -> int:
+        """Number of states."""
+        return len(self.inputs) - self.reading
+
+    @property
+    def writing(self) -> int:
+        """Number of scanned outputs."""
+        return len(self.body.output) - self.states
+
+    def setting(self, name: str, count: int) -> list[int]:
+        """An attribute with a number for each scanned input or output."""
+        return [*attributes(self.node).get(f"scan_{name}", [0] * count)]
+
+
+def scan_rule(op: Backward, node: NodeProto, given: Given) -> Mapping[str, Sequence[str]]:
+    """The cotangents of a `Scan`'s inputs, and of what its body takes from outside."""
+    loop = Loop.of(node)
+    befores = _keep_states(op, loop)
+    inner = _inside(op, loop)
+    outside = [name for name in from_outside(loop.body) if op.is_active(name)]
+    wanted = [i for i in range(loop.states, len(loop.inputs)) if op.is_active(loop.inputs[i])]
+    live = [k for k in range(loop.writing) if given[loop.states + k]]
+    body = _backwards(op, loop, inner, outside, wanted, live)
+    first = [one or op.zeros(name) for one, name in zip(given, loop.inputs[: loop.states], strict=False)]
+    scanned = [*befores, *loop.inputs[loop.states :], *(str(given[loop.states + k]) for k in live)]
+    made = op.Scan(
+        *first,
+        *(op.zeros(name) for name in outside),
+        *scanned,
+        outputs=len(body.output),
+        body=body,
+        num_scan_inputs=len(scanned),
+        **_directions(loop, wanted, live),
+    )
+    cotangents: dict[str, list[str]] = defaultdict(list)
+    values = [*loop.inputs[: loop.states], *outside, *(loop.inputs[i] for i in wanted)]
+    for value, one in zip(values, [made] if isinstance(made, str) else made, strict=True):
+        op.facts.types[one] = op.facts.type(value)
+        cotangents[value].append(one)
+    return cotangents
+
+
+def _directions(loop: Loop, wanted: Sequence[int], live: Sequence[int]) -> dict[str, list[int]]:
+    """The axes and directions of the backward loop: each the opposite of the forward one's."""
+    in_axes, in_ways = (loop.setting(name, loop.reading) for name in ("input_axes", "input_directions"))
+    out_axes, out_ways = (loop.setting(name, loop.writing) for name in ("output_axes", "output_directions"))
+    return {
+        "scan_input_axes": [*[0] * loop.states, *in_axes, *(out_axes[k] for k in live)],
+        "scan_input_directions": [
+            *[1] * loop.states,
+            *(1 - way for way in in_ways),
+            *(1 - out_ways[k] for k in live),
+        ],
+        "scan_output_axes": [in_axes[i - loop.states] for i in wanted],
+        "scan_output_directions": [1 - in_ways[i - loop.states] for i in wanted],
+    }
+
+
+def _keep_states(op: Backward, loop: Loop) -> list[str]:
+    """Let the forward loop give the states before each step, scanned along the first axis."""
+    node = loop.node
+    body = next(one for one in node.attribute if one.type == AttributeProto.GRAPH).g
+    befores = [op.names.fresh("before") for _ in range(loop.states)]
+    for i, before in enumerate(befores):
+        inside = op.names.fresh("before")
+        body.node.append(helper.make_node("Identity", [body.input[i].name], [inside]))
+        body.output.append(declared(op.facts, inside, loop.inputs[i]))
+        op.facts.types[before] = op.facts.type(loop.inputs[i])
+    missing = loop.states + loop.writing - len(node.output)
+    node.output.extend([*[""] * missing, *befores])
+    for name in ("output_axes", "output_directions"):
+        settings = [*loop.setting(name, loop.writing), *[0] * loop.states]
+        _set(node, f"scan_{name}", settings)
+    return befores
+
+
+def _set(node: NodeProto, name: str, value: Any) -> None:
+    for one in [one for one in node.attribute if one.name == name]:
+        node.attribute.remove(one)
+    node.attribute.append(helper.make_attribute(name, value))
+
+
+def _inside(op: Backward, loop: Loop) -> Copy:
+    """A copy of the body, with the types and shapes that follow from the loop's inputs."""
+    given = {value.name: op.names.fresh(value.name) for value in loop.body.input}
+    inner = copy_of(loop.body, op.names, op.facts, given)
+    axes = loop.setting("input_axes", loop.reading)
+    for i, (value, whole) in enumerate(zip(loop.body.input, loop.inputs, strict=True)):
+        name = given[value.name]
+        inner.facts.types[name] = op.facts.type(whole)
+        if (shape := op.facts.shapes.get(whole)) is not None and name not in inner.facts.shapes:
+            dims = [*shape]
+            if i >= loop.states:
+                del dims[axes[i - loop.states]]
+            inner.facts.shapes[name] = tuple(dims)
+    inner.facts.follow(inner.nodes)
+    infer_inside(inner.nodes, inner.facts, op.opset)
+    return inner
+
+
+def _backwards(
+    op: Backward, loop: Loop, inner: Copy, outside: Sequence[str], wanted: Sequence[int], live: Sequence[int]
+) -> GraphProto:
+    """The body of the backward loop."""
+    entries = [inner.name(value.name) for value in loop.body.input]
+    ends = [inner.name(value.name) for value in loop.body.output]
+    sources = [*entries[: loop.states], *(entries[i] for i in wanted), *outside]
+    back = op.inside(inner.facts, activity(inner.nodes, inner.facts, sources, ends) | {*sources, *ends})
+    carried = [op.names.fresh("d_state") for _ in range(loop.states)]
+    kept = [op.names.fresh("kept") for _ in outside]
+    scanned = [op.names.fresh("d_out") for _ in live]
+    inputs = [declared(inner.facts, name, entry) for name, entry in zip(carried, entries, strict=False)]
+    inputs += [declared(inner.facts, name, value) for name, value in zip(kept, outside, strict=True)]
+    inputs += [declared(inner.facts, entry, entry) for entry in entries]
+    inputs += [declared(inner.facts, name, ends[loop.states + k]) for name, k in zip(scanned, live, strict=True)]
+    back.facts.tell(inputs)
+    starts = [
+        *zip(ends, carried, strict=False),
+        *((ends[loop.states + k], one) for k, one in zip(live, scanned, strict=True)),
+    ]
+    found = back.run(inner.nodes, _summed(back, starts))
+    outputs = [_output(back, found, entry, None) for entry in entries[: loop.states]]
+    outputs += [_output(back, found, value, extra) for value, extra in zip(outside, kept, strict=True)]
+    outputs += [_output(back, found, entries[i], None) for i in wanted]
+    nodes = prune([*inner.nodes, *back.nodes], [value.name for value in outputs])
+    return helper.make_graph(nodes, op.names.fresh("body"), inputs, outputs)
+
+
+def _summed(back: Backward, starts: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """The cotangents at the end of a step; a state that is an output too has the sum."""
+    parts: dict[str, list[str]] = defaultdict(list)
+    for end, one in starts:
+        parts[end].append(one)
+    return {end: back.sum(ones) for end, ones in parts.items()}
+
+
+def _output(back: Backward, found: Mapping[str, str], value: str, extra: str | None) -> onnx.ValueInfoProto:
+    """An output of the backward body: a value's cotangent, plus that of the other steps."""
+    made = found.get(value) or back.zeros(value)
+    name = back.names.fresh("out")
+    node = helper.make_node("Add", [extra, made], [name]) if extra else helper.make_node("Identity", [made], [name])
+    back.nodes.append(node)
+    return declared(back.facts, name, value)

@@ -1,0 +1,55 @@
+"""Rewrite: a metric of the logits becomes an output, one number a row.
+
+1. The logits that the graph computes (all positions, or those that are asked for) are read in float32.
+2. Each position has a number by the metric's formula; the input of weights, [batch, n], says how much each counts.
+3. Tokens, the reference of "kl" and the numbers of "seed" are inputs too.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from mionnx.graph.builder import Builder
+from mionnx.graph.output_head import LOGITS
+from mionnx.graph.report import Report
+from mionnx.rewrite.plan import METRIC, METRIC_ANSWER, METRIC_REFERENCE, METRIC_SEED, METRIC_VERSUS, METRIC_WEIGHTS
+
+Formula = Callable[[Builder, gs.Tensor], gs.Variable]  # logits [batch, n, vocab] -> [batch, n]
+
+
+def _of(op: Builder, values: gs.Tensor, tokens: str) -> gs.Variable:
+    """The values of some tokens, one a position."""
+    index = op.Unsqueeze(op.input(tokens, np.int64, 2), [2])
+    return op.Squeeze(op.GatherElements(values, index, axis=2), [2])
+
+
+def _kl(op: Builder, logits: gs.Tensor) -> gs.Variable:
+    """KL(reference || logits), in nats; the reference is given as log-probabilities."""
+    reference = op.input(METRIC_REFERENCE, np.float32, 3)
+    terms = op.Mul(op.Exp(reference), op.Sub(reference, op.LogSoftmax(logits, axis=-1)))
+    return op.ReduceSum(terms, [2], keepdims=0)
+
+
+FORMULAS: Mapping[str, Formula] = {
+    "logit": lambda op, logits: _of(op, logits, METRIC_ANSWER),
+    "logit_diff": lambda op, logits: op.Sub(_of(op, logits, METRIC_ANSWER), _of(op, logits, METRIC_VERSUS)),
+    "log_probability": lambda op, logits: _of(op, op.LogSoftmax(logits, axis=-1), METRIC_ANSWER),
+    "probability": lambda op, logits: _of(op, op.Softmax(logits, axis=-1), METRIC_ANSWER),
+    "kl": _kl,
+    "loss": lambda op, logits: op.Neg(_of(op, op.LogSoftmax(logits, axis=-1), METRIC_ANSWER)),
+    "seed": lambda op, logits: op.ReduceSum(op.Mul(logits, op.input(METRIC_SEED, np.float32, 3)), [2], keepdims=0),
+}
+
+
+def add_metric(graph: gs.Graph, name: str, report: Report) -> None:
+    """Add the nodes of a metric and its output, float32 [batch]."""
+    op = Builder(graph, LOGITS, METRIC, report)
+    logits = graph.tensors()[LOGITS]
+    if logits.dtype != np.float32:
+        logits = op.Cast(logits, to=np.float32)
+    weighted = op.Mul(FORMULAS[name](op, logits), op.input(METRIC_WEIGHTS, np.float32, 2))
+    metric = op.ReduceSum(weighted, [1], keepdims=0)
+    metric.name, metric.shape = METRIC, ["batch"]
+    graph.outputs.append(metric)
+    report.outputs.append(METRIC)

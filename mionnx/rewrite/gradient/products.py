@@ -1,0 +1,115 @@
+"""Rules of matrix products, softmaxes, norms and rotations."""
+
+from collections.abc import Mapping
+
+from onnx import NodeProto, TensorProto
+
+from mionnx.errors import GradientError
+from mionnx.rewrite.gradient.backward import Backward, Given, Rule
+
+NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+
+def _matmul(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    """With y = x w: dx = dy w^T, dw = x^T dy, each summed over broadcast axes ahead."""
+    x, w = node.input
+    out, first, second = (op.facts.shapes.get(name) for name in (node.output[0], x, w))
+    if first is None or second is None or min(len(first), len(second)) < 2:
+        raise GradientError(f"a product of vectors, or of values of unknown shapes: {x} {first}, {w} {second}")
+    ahead = None if out is None else out[:-2]
+    made = {}
+    if op.is_active(x):
+        wide = None if ahead is None else (*ahead, *first[-2:])
+        made[0] = op.unbroadcast(op.MatMul(given[0], op.turned(w)), x, wide)
+    if op.is_active(w):
+        wide = None if ahead is None else (*ahead, *second[-2:])
+        made[1] = op.unbroadcast(op.MatMul(op.turned(x), given[0]), w, wide)
+    return made
+
+
+def _gemm(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    x, w, dy, made = node.input[0], node.input[1], given[0], {}
+    turned_x, turned_w = op.attribute(node, "transA", 0), op.attribute(node, "transB", 0)
+    alpha, beta = op.attribute(node, "alpha", 1.0), op.attribute(node, "beta", 1.0)
+    if op.is_active(x):
+        if turned_x:
+            made[0] = op.Gemm(w, dy, transA=turned_w, transB=1, alpha=alpha)
+        else:
+            made[0] = op.Gemm(dy, w, transB=1 - turned_w, alpha=alpha)
+    if op.is_active(w):
+        if turned_w:
+            made[1] = op.Gemm(dy, x, transA=1, transB=turned_x, alpha=alpha)
+        else:
+            made[1] = op.Gemm(x, dy, transA=1 - turned_x, alpha=alpha)
+    if len(node.input) > 2 and op.is_active(node.input[2]):
+        scaled = dy if beta == 1 else op.Mul(dy, beta)
+        made[2] = op.unbroadcast(str(scaled), node.input[2], op.facts.shapes.get(node.output[0]))
+    return made
+
+
+def _softmax(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    """dx = y (dy - sum(y dy))."""
+    y, axis = node.output[0], op.attribute(node, "axis", -1)
+    inner = op.ReduceSum(op.Mul(given[0], y), [axis], keepdims=1)
+    return {0: op.Mul(op.Sub(given[0], inner), y)}
+
+
+def _log_softmax(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    """dx = dy - softmax(x) sum(dy)."""
+    axis = op.attribute(node, "axis", -1)
+    total = op.ReduceSum(given[0], [axis], keepdims=1)
+    return {0: op.Sub(given[0], op.Mul(op.Exp(node.output[0]), total))}
+
+
+def norm_parts(op: Backward, node: NodeProto) -> tuple[str, str, list[int], int]:
+    """A norm's normed value, the scale it divides by, its axes, and the element type of both.
+
+    The last is float32 for float16 and bfloat16, where the operator itself computes in it (`stash_type`).
+    """
+    x = node.input[0]
+    if any(op.is_active(name) for name in node.input[1:]):
+        raise GradientError("there is no gradient by the weights of a norm")
+    axis, kind = op.attribute(node, "axis", -1), op.facts.type(x)
+    axes = [*range(axis, 0)] if axis < 0 else [*range(axis, op.facts.rank(x))]
+    inner = TensorProto.FLOAT if kind in NARROW and op.attribute(node, "stash_type", 1) == 1 else kind
+    value = x if inner == kind else op.Cast(x, to=inner)
+    if node.op_type == "LayerNormalization":
+        value = op.Sub(value, op.ReduceMean(value, axes, keepdims=1))
+    variance = op.ReduceMean(op.Mul(value, value), axes, keepdims=1)
+    scale = op.Sqrt(op.Add(variance, op.attribute(node, "epsilon", 1e-5)))
+    return str(op.Div(value, scale)), str(scale), axes, inner
+
+
+def _norm(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    """dx = (g - mean(g) - n mean(g n)) / s, with n = (x - mean) / s and g = dy w.
+
+    An RMS norm subtracts no mean of x, and none of g.
+    """
+    normed, scale, axes, inner = norm_parts(op, node)
+    kind = op.facts.type(node.input[0])
+    narrow = inner != kind
+    dy, weight = (op.Cast(one, to=inner) if narrow else one for one in (given[0], node.input[1]))
+    g = op.Mul(dy, weight)
+    made = op.Sub(g, op.Mul(normed, op.ReduceMean(op.Mul(g, normed), axes, keepdims=1)))
+    if node.op_type == "LayerNormalization":
+        made = op.Sub(made, op.ReduceMean(g, axes, keepdims=1))
+    made = op.Div(made, scale)
+    return {0: op.Cast(made, to=kind) if narrow else made}
+
+
+def _rotary(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    """A rotation backwards: the same with the other sign of the sine."""
+    cos, sin, *rest = node.input[1:]
+    own = {name: op.attribute(node, name, 0) for name in (one.name for one in node.attribute)}
+    return {0: op.RotaryEmbedding(given[0], cos, op.Neg(sin), *rest, **own)}
+
+
+PRODUCTS: dict[str, Rule] = {
+    "Gemm": _gemm,
+    "LayerNormalization": _norm,
+    "LogSoftmax": _log_softmax,
+    "MatMul": _matmul,
+    "RMSNormalization": _norm,
+    "RotaryEmbedding": _rotary,
+    "Softmax": _softmax,
+}

@@ -1,0 +1,16 @@
+"""The table of rules: operator -> the cotangents of its inputs from those of its outputs."""
+
+from collections.abc import Mapping
+
+from mionnx.rewrite.gradient.backward import Rule, SubgraphRule
+from mionnx.rewrite.gradient.branches import if_rule
+from mionnx.rewrite.gradient.elementwise import ELEMENTWISE
+from mionnx.rewrite.gradient.loops import scan_rule
+from mionnx.rewrite.gradient.products import PRODUCTS
+from mionnx.rewrite.gradient.reductions import REDUCTIONS
+from mionnx.rewrite.gradient.shaping import SHAPING
+
+RULES: Mapping[str, Rule] = {**ELEMENTWISE, **PRODUCTS, **REDUCTIONS, **SHAPING}
+SUBGRAPH_RULES: Mapping[str, SubgraphRule] = {"If": if_rule, "Scan": scan_rule}
+# Name of a set of rules -> the rules.
+SETS: Mapping[str, Mapping[str, Rule]] = {"gradient": RULES}

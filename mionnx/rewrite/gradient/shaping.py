@@ -1,0 +1,215 @@
+"""Rules of operators that move numbers: reshaping, joining, cutting, padding, gathering and scattering."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from onnx import NodeProto
+
+from mionnx.errors import GradientError
+from mionnx.rewrite.gradient.backward import Backward, Given, Rule, numbers
+
+
+def _reshape(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    return {0: op.Reshape(given[0], op.Shape(node.input[0]), allowzero=1)}
+
+
+def _unsqueeze(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    return {0: op.Squeeze(given[0], node.input[1])}
+
+
+def _squeeze(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    return {0: op.Unsqueeze(given[0], node.input[1])} if len(node.input) > 1 else _reshape(op, node, given)
+
+
+def _transpose(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    perm = op.attribute(node, "perm", None) or [*range(op.facts.rank(node.input[0]))][::-1]
+    return {0: op.Transpose(given[0], perm=[int(i) for i in np.argsort(perm)])}
+
+
+def _expand(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    return {0: op.unbroadcast(str(given[0]), node.input[0], op.facts.shapes.get(node.output[0]))}
+
+
+def _tile(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    """Each axis is split into its repeats and its own length; the repeats are summed."""
+    x, rank = node.input[0], op.facts.rank(node.input[0])
+    pairs = op.Concat(op.Unsqueeze(node.input[1], [1]), op.Unsqueeze(op.Shape(x), [1]), axis=1)
+    split = op.Reshape(given[0], op.Reshape(pairs, [-1]), allowzero=1)
+    return {0: op.ReduceSum(split, [*range(0, 2 * rank, 2)], keepdims=0)}
+
+
+def _concat(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    axis, entries = op.attribute(node, "axis", 0), [*node.input]
+    if len(entries) == 1:
+        return {0: str(given[0])}
+    active = [i for i, name in enumerate(entries) if op.is_active(name)]
+    lengths = [op.length(name, axis) for name in entries]
+    if len(active) > 1:
+        parts = op.Split(given[0], op.Concat(*lengths, axis=0), axis=axis, outputs=len(entries))
+        return dict(enumerate(parts))
+    (at,) = active
+    start = op.sum(lengths[:at]) if at else [0]
+    return {at: op.Slice(given[0], start, op.Add(start, lengths[at]) if at else lengths[at], [axis])}
+
+
+def _split(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    parts = [one or op.zeros(name) for one, name in zip(given, node.output, strict=True)]
+    return {0: op.Concat(*parts, axis=op.attribute(node, "axis", 0))}
+
+
+def _slice(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    """Numbers go back to where they came from, zeros stand elsewhere."""
+    x, starts, _, *rest = node.input
+    count = op.facts.rank(x) if op.facts.number(starts) is None else numbers(op, starts).size
+    axes = numbers(op, rest[0]) if rest and rest[0] else np.arange(count)
+    steps = numbers(op, rest[1]) if rest[1:] and rest[1] else np.ones(len(axes), int)
+    rank = op.facts.rank(x)
+    places = [int(axis) % rank for axis in axes]
+    if (steps == 1).all():
+        return {0: _padded_back(op, x, starts, places, str(given[0]))}
+    if len(places) > 1:
+        raise GradientError("a slice by steps along several axes")
+    whole = op.Range(0, op.Squeeze(op.length(x, places[0])), 1)
+    taken = op.Slice(whole, starts, node.input[2], [0], rest[1])
+    return {0: scattered(op, x, str(given[0]), taken, places[0], 1)}
+
+
+def _padded_back(op: Backward, x: str, starts: str, places: list[int], dy: str) -> str:
+    """A slice by steps of 1 gets zeros ahead up to its start, and behind up to the length."""
+    pads: dict[int, tuple[str, str]] = {}
+    for i, axis in enumerate(places):
+        whole = op.length(x, axis)
+        start = op.Gather(starts, [i], axis=0)
+        start = op.Where(op.Less(start, 0), op.Add(start, whole), start)
+        before = op.Max(op.Min(start, whole), [0])
+        pads[axis] = before, op.Sub(op.Sub(whole, before), op.length(dy, axis))
+    order = sorted(pads)
+    amounts = op.Concat(*[pads[axis][0] for axis in order], *[pads[axis][1] for axis in order], axis=0)
+    return str(op.Pad(dy, amounts, op.constant(0, x), order))
+
+
+def scattered(op: Backward, x: str, dy: str, index: str, axis: int, index_rank: int) -> str:
+    """Add rows of a cotangent to the places along an axis that they were gathered from.
+
+    Args:
+        x: what was gathered from.
+        dy: the cotangent of what was gathered.
+        index: the places.
+        axis: along which.
+        index_rank: the number of axes of the index.
+    """
+    rank, kind = op.facts.rank(x), op.facts.type(x)
+    axis %= rank
+    places = op.Unsqueeze(_from_start(op, index, op.length(x, axis)), [-1])
+    if axis == 0:
+        return str(op.ScatterND(op.zeros(x), places, dy, reduction="add"))
+    first = [axis, *range(axis), *range(axis + 1, rank)]
+    ahead = [*range(axis, axis + index_rank), *range(axis), *range(axis + index_rank, rank - 1 + index_rank)]
+    empty = op.filled_to(0, op.Gather(op.Shape(x), first, axis=0), kind)
+    made = op.ScatterND(empty, places, op.Transpose(dy, perm=ahead), reduction="add")
+    return str(op.Transpose(made, perm=[int(i) for i in np.argsort(first)]))
+
+
+def _from_start(op: Backward, index: str, length: str) -> str:
+    """Indices with negative ones counted from the start."""
+    known = op.facts.number(index)
+    if known is not None and (known >= 0).all():
+        return index
+    wide = op.Cast(index, to=7)
+    return str(op.Where(op.Less(wide, 0), op.Add(wide, length), wide))
+
+
+def _gather(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    x, index = node.input
+    return {0: scattered(op, x, str(given[0]), index, op.attribute(node, "axis", 0), op.facts.rank(index))}
+
+
+def _gather_elements(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    x, index = node.input
+    axis = op.attribute(node, "axis", 0)
+    return {0: op.ScatterElements(op.zeros(x), index, given[0], axis=axis, reduction="add")}
+
+
+def _top_k(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    """Values of TopK, and of a sorting, go back to their places."""
+    x, index = node.input[0], node.output[1]
+    axis = op.attribute(node, "axis", -1)
+    return {0: op.ScatterElements(op.zeros(x), index, given[0], axis=axis, reduction="add")}
+
+
+def _gather_nd(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    """ScatterND has no batch axes: they become a part of the index."""
+    x, index = node.input
+    rank = op.facts.rank(index)
+    own = op.Shape(index, start=0, end=rank - 1)
+    for axis in reversed(range(op.attribute(node, "batch_dims", 0))):
+        order = op.Range(0, op.Squeeze(op.length(x, axis)), 1)
+        column = op.Reshape(order, [-1 if i == axis else 1 for i in range(rank)])
+        index = op.Concat(op.Expand(column, op.Concat(own, [1], axis=0)), index, axis=-1)
+    return {0: op.ScatterND(op.zeros(x), index, given[0], reduction="add")}
+
+
+def _scatter_nd(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    x, index, updates = node.input
+    how = _reduction(op, node)
+    made = {}
+    if op.is_active(x):
+        made[0] = str(given[0]) if how == "add" else op.ScatterND(given[0], index, op.zeros(updates))
+    if op.is_active(updates):
+        made[2] = op.GatherND(given[0], index)
+    return made
+
+
+def _scatter_elements(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    x, index, updates = node.input
+    how, axis, made = _reduction(op, node), op.attribute(node, "axis", 0), {}
+    if op.is_active(x):
+        kept = how == "add"
+        made[0] = str(given[0]) if kept else op.ScatterElements(given[0], index, op.zeros(updates), axis=axis)
+    if op.is_active(updates):
+        made[2] = op.GatherElements(given[0], index, axis=axis)
+    return made
+
+
+def _reduction(op: Backward, node: NodeProto) -> str:
+    how = str(op.attribute(node, "reduction", "none"))
+    if how not in ("none", "add"):
+        raise GradientError(f"scattering with the reduction {how!r}")
+    return how
+
+
+def _pad(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    x, pads = node.input[:2]
+    if (mode := op.attribute(node, "mode", "constant")) != "constant":
+        raise GradientError(f"padding of mode {mode!r}, which repeats numbers")
+    some = len(node.input) > 3 and node.input[3]
+    axes = node.input[3] if some else [*range(op.facts.rank(x))]
+    lengths = op.Gather(op.Shape(x), axes, axis=0) if some else op.Shape(x)
+    start = op.Slice(pads, [0], op.Shape(lengths), [0])
+    return {0: op.Slice(given[0], start, op.Add(start, lengths), axes)}
+
+
+def _trilu(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
+    return {0: op.Trilu(given[0], *node.input[1:], upper=op.attribute(node, "upper", 1))}
+
+
+SHAPING: dict[str, Rule] = {
+    "Concat": _concat,
+    "Expand": _expand,
+    "Flatten": _reshape,
+    "Gather": _gather,
+    "GatherElements": _gather_elements,
+    "GatherND": _gather_nd,
+    "Pad": _pad,
+    "Reshape": _reshape,
+    "ScatterElements": _scatter_elements,
+    "ScatterND": _scatter_nd,
+    "Slice": _slice,
+    "Split": _split,
+    "Squeeze": _squeeze,
+    "Tile": _tile,
+    "TopK": _top_k,
+    "Transpose": _transpose,
+    "Trilu": _trilu,
+    "Unsqueeze": _unsqueeze,
+}

@@ -1,0 +1,133 @@
+"""`MetricSpec`: the number of a forward pass whose gradients a spec asks for."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mionnx.errors import GradientError, nearest
+
+Token = int | str
+Tokens = Token | Sequence[Token] | None
+# name -> what it reads besides the logits
+READS: Mapping[str, tuple[str, ...]] = {
+    "logit": ("answer",),
+    "logit_diff": ("answer", "versus"),
+    "log_probability": ("answer",),
+    "probability": ("answer",),
+    "kl": ("reference",),
+    "loss": (),
+    "seed": ("seed",),
+}
+WHOLE = ("loss",)  # those that read every position
+NO_GRADIENT = {"rank": "a rank changes in steps"}
+
+
+@dataclass(frozen=True, eq=False)
+class MetricSpec:
+    """A metric, one number a row, by its name and what it reads.
+
+    Attributes:
+        name: "logit", "logit_diff", "log_probability" and "probability" of the answer, "kl" from a reference, "loss",
+            the mean of the negative log-probabilities of a row's own next tokens, or "seed", the sum of logits times
+            numbers.
+        answer, versus: tokens, as ids or texts, one for all rows or one a row.
+        position: of each row's text, at which the logits are read; every one for "loss".
+        reference: of "kl", logits [vocab] or [batch, vocab].
+        seed: of "seed", the derivative of any number by the logits, [vocab], [batch, vocab] or [batch, seq, vocab]; the
+            last has one for every logit that the call computes, and `position` is not read.
+    """
+
+    name: str
+    answer: Tokens = None
+    versus: Tokens = None
+    position: int = -1
+    reference: NDArray[Any] | None = None
+    seed: NDArray[Any] | None = None
+
+    @staticmethod
+    def of(
+        name: str,
+        answer: Tokens = None,
+        versus: Tokens = None,
+        position: int = -1,
+        reference: ArrayLike | None = None,
+        seed: ArrayLike | None = None,
+    ) -> "MetricSpec":
+        """Check the parts of a metric.
+
+        Raises:
+            GradientError: an unknown metric, one without a gradient, a part that is missing or not read, or numbers of
+                another shape.
+        """
+        check_metric(name)
+        given = {"answer": answer, "versus": versus, "reference": reference, "seed": seed}
+        for part, value in given.items():
+            if value is None and part in READS[name]:
+                raise GradientError(f"metric {name!r} needs {part}=")
+            if value is not None and part not in READS[name]:
+                raise GradientError(f"metric {name!r} reads no {part}; it reads {', '.join(READS[name]) or 'none'}")
+        numbers = _numbers("reference", reference, (1, 2)), _numbers("seed", seed, (1, 2, 3))
+        return MetricSpec(name, answer, versus, _whole(position), *numbers)
+
+    @property
+    def tensors(self) -> dict[str, NDArray[Any]]:
+        """Its arrays by name, for a file."""
+        given = {"reference": self.reference, "seed": self.seed}
+        return {name: array for name, array in given.items() if array is not None}
+
+    def to_entry(self) -> dict[str, Any]:
+        """The metric's entry in a spec file, without its arrays."""
+        tokens = {"answer": _plain(self.answer), "versus": _plain(self.versus)}
+        return {"name": self.name, "position": self.position, **tokens}
+
+    @staticmethod
+    def from_entry(entry: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> "MetricSpec":
+        """The metric of an entry."""
+        return MetricSpec.of(**{**entry, **tensors})
+
+    def __str__(self) -> str:
+        told = [f"{part}={value!r}" for part, value in (("answer", self.answer), ("versus", self.versus)) if value]
+        return f"{self.name}({', '.join(told)})" if told else self.name
+
+
+def check_metric(name: str) -> None:
+    """Check the name of a metric.
+
+    Raises:
+        GradientError: an unknown metric, or one without a gradient.
+    """
+    if reason := NO_GRADIENT.get(name):
+        raise GradientError(f"metric {name!r} has no gradient: {reason}; there are {', '.join(READS)}")
+    if name not in READS:
+        raise GradientError(f"no metric {name!r}; there are {', '.join(READS)}{nearest(name, READS)}")
+
+
+def _plain(tokens: Tokens) -> Any:
+    """Tokens as JSON holds them."""
+    if tokens is None or isinstance(tokens, str):
+        return tokens
+    if isinstance(tokens, Sequence | np.ndarray):
+        return [_plain(token) for token in tokens]
+    return operator.index(tokens)
+
+
+def _whole(position: object) -> int:
+    try:
+        return operator.index(position)  # type: ignore[arg-type]
+    except TypeError:
+        raise GradientError(f"position {position!r} is no integer") from None
+
+
+def _numbers(what: str, given: ArrayLike | None, ranks: tuple[int, ...]) -> NDArray[Any] | None:
+    if given is None:
+        return None
+    array = np.asarray(given)
+    if array.ndim not in ranks or array.dtype.kind not in "fiu":
+        raise GradientError(f"{what} is {array.dtype} {list(array.shape)}; it has {' or '.join(map(str, ranks))} axes")
+    if not np.isfinite(array).all():
+        raise GradientError(f"{what} has NaN or infinity")
+    return array

@@ -1,0 +1,194 @@
+"""Gradients against torch's autograd in float64, against finite differences, and against each other."""
+
+import numpy as np
+import pytest
+import torch
+from families import VOCAB
+from family_batches import batch
+from gradient_oracle import gradients as by_autograd
+from scipy.special import log_softmax, softmax
+
+from mionnx import GradientError, HookPoint, HookSpec, Intervention, Logits, MIModel
+
+PROMPT = "The capital of France is"
+TIMES = 3.0  # of torch's own float32 error
+LEAST = 2e-6  # relative: some roundings of float32
+
+
+def worst(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference, relative to the largest number."""
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def test_every_gradient_equals_that_of_torch_in_float64(family, models, references):
+    inputs, model = batch("left"), models(family)
+    seed = np.random.default_rng(0).normal(size=(*inputs.ids.shape, VOCAB)) * inputs.real[..., None]
+    exact, single = (by_autograd(references(family), inputs, seed, dtype) for dtype in (torch.float64, torch.float32))
+    spec = HookSpec().gradient("*").set_metric("seed", seed=seed)
+    cache = model.forward(inputs.ids, spec, attention_mask=inputs.mask, logits=False)
+    assert set(cache.grad) == {str(point) for point in model.hook_points() if not point.derived}
+    assert set(cache.grad) - set(exact) == {"hook_logits"}
+    np.testing.assert_array_equal(cache.grad["hook_logits"], seed.astype(np.float32))
+    off = {name: worst(cache.grad[name], exact[name]) for name in exact}
+    own = {name: worst(single[name], exact[name]) for name in exact}
+    assert {name: (off[name], own[name]) for name in off if off[name] > max(TIMES * max(own.values()), LEAST)} == {}
+
+
+def quotient_of(model: MIModel, hook: str, spec: HookSpec, metric, step: float = 1e-2) -> tuple[float, np.ndarray]:
+    """The derivative of a metric along a random direction at a hook point by central differences, and the direction."""
+    shape = model.forward(PROMPT, HookSpec().capture(hook))[hook].shape
+    direction = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    ends = []
+    for sign in (1, -1):
+        moved = HookSpec().extend(spec).intervene(hook, Intervention.Add(sign * step * direction))
+        ends.append(metric(model.forward(PROMPT, moved).output()[0, -1].astype(np.float64)))
+    return float(ends[0] - ends[1]) / (2 * step), direction
+
+
+METRICS = {
+    "logit": ({"answer": 7}, lambda logits: logits[7]),
+    "logit_diff": ({"answer": 7, "versus": 9}, lambda logits: logits[7] - logits[9]),
+    "log_probability": ({"answer": 7}, lambda logits: log_softmax(logits)[7]),
+    "probability": ({"answer": 7}, lambda logits: softmax(logits)[7]),
+    "kl": ({"reference": np.linspace(0, 9, 471)}, lambda logits: kl(np.linspace(0, 9, 471), logits)),
+}
+
+
+def kl(reference: np.ndarray, logits: np.ndarray) -> float:
+    """KL(reference || logits), in nats."""
+    return float((softmax(reference) * (log_softmax(reference) - log_softmax(logits))).sum())
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_has_its_value_and_its_gradient(shipped, name):
+    given, metric = METRICS[name]
+    hook = "blocks.2.hook_resid_mid"
+    cache = shipped.gradients(PROMPT, hook, name, **given)
+    logits = shipped.forward(PROMPT).output()[0, -1].astype(np.float64)
+    np.testing.assert_allclose(cache.metric, [metric(logits)], rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(cache.output()[0, 0], logits.astype(np.float32))
+    quotient, direction = quotient_of(shipped, hook, HookSpec(), metric)
+    np.testing.assert_allclose((cache.grad[hook] * direction).sum(), quotient, rtol=2e-2, atol=1e-4)
+
+
+def test_the_loss_is_that_of_the_texts_own_tokens_and_padding_counts_for_nothing(shipped):
+    texts = [PROMPT, "The capital of Spain is Madrid ."]
+    cache = shipped.gradients(texts, "blocks.1.hook_mlp_out", "loss")
+    for row, text in enumerate(texts):
+        ids = shipped.tokenize(text).ids
+        logits = log_softmax(shipped.forward(text).output()[0].astype(np.float64), axis=-1)
+        expected = -np.mean([logits[i, ids[i + 1]] for i in range(len(ids) - 1)])
+        np.testing.assert_allclose(cache.metric[row], expected, rtol=1e-5)
+        alone = shipped.gradients(text, "blocks.1.hook_mlp_out", "loss").grad["mlp_out", 1]
+        np.testing.assert_allclose(cache.grad["mlp_out", 1][row, -len(ids) :], alone[0], atol=1e-6)
+        assert not cache.grad["mlp_out", 1][row, : -len(ids)].any()
+
+
+VECTOR = np.random.default_rng(2).normal(size=128).astype(np.float32)
+INTERVENTIONS = {
+    "zero": ("blocks.2.attn.hook_z", Intervention.Zero(heads=[1, 3])),
+    "scale": ("blocks.2.hook_mlp_out", Intervention.Scale(0.3)),
+    "add": ("blocks.2.hook_resid_pre", Intervention.Add(VECTOR, positions=-1)),
+    "project out": ("blocks.3.hook_resid_pre", Intervention.ProjectOut(VECTOR)),
+    "replace": ("blocks.2.hook_resid_mid", Intervention.Replace(VECTOR, positions=[1, 2])),
+    "clamp": ("blocks.2.mlp.hook_act", Intervention.Clamp(-0.1, 0.1)),
+}
+
+
+@pytest.mark.parametrize("name", INTERVENTIONS)
+def test_gradients_are_those_of_the_model_as_it_is_changed(shipped, name):
+    spec, hook = HookSpec().intervene(*INTERVENTIONS[name]), "blocks.1.hook_resid_pre"
+    cache = shipped.gradients(PROMPT, hook, "logit", 7, spec=spec)
+    step = 2e-4 if name == "clamp" else 1e-3  # a clamp's bounds lie near some of the values
+    quotient, direction = quotient_of(shipped, hook, spec, lambda logits: logits[7], step)
+    np.testing.assert_allclose((cache.grad[hook] * direction).sum(), quotient, rtol=3e-2, atol=1e-2)
+
+
+def test_a_gradient_by_part_of_a_value_is_that_part_of_the_whole(shipped):
+    hook = HookPoint.AttnZ(1)
+    whole = shipped.gradients(PROMPT, hook, "logit", 7).grad[hook]
+    spec = HookSpec().gradient(hook, positions=[-1, 1], heads=[2]).set_metric("logit", answer=7)
+    part = shipped.forward(PROMPT, spec).grad[hook]
+    np.testing.assert_allclose(part, whole[:, [4, 1]][:, :, [2]], rtol=1e-4, atol=1e-7)
+
+
+def test_a_gradient_before_an_intervention_is_by_what_came_in(shipped):
+    hook = "blocks.2.hook_resid_pre"
+    spec = HookSpec().intervene(hook, Intervention.Scale(0.5))
+    spec.gradient(hook).gradient(hook, before=True).set_metric("logit", answer=7)
+    cache = shipped.forward(PROMPT, spec)
+    np.testing.assert_allclose(cache.grad[f"{hook}.before"], 0.5 * cache.grad[hook], rtol=1e-5)
+    plain = HookSpec().gradient(hook, before=True).set_metric("logit", answer=7)
+    alone = shipped.forward(PROMPT, plain).grad
+    np.testing.assert_array_equal(alone[f"{hook}.before"], shipped.gradients(PROMPT, hook, "logit", 7).grad[hook])
+
+
+def test_a_past_does_not_change_gradients(shipped):
+    ids = shipped.tokenize(PROMPT).ids
+    hook = "blocks.2.hook_resid_mid"
+    past = shipped.forward([ids[:3]], use_cache=True).kv_cache
+    spec = HookSpec().gradient(hook).set_metric("logit", answer=7)
+    cached = shipped.forward([ids[3:]], spec, cache=past)
+    whole = shipped.forward([ids], spec)
+    np.testing.assert_allclose(cached.grad[hook], whole.grad[hook][:, 3:], rtol=1e-4, atol=1e-6)
+
+
+def test_a_function_of_the_logits_is_differentiated_by_its_seed(shipped):
+    hook = "blocks.2.hook_resid_mid"
+
+    def derivative(logits):
+        made = np.zeros_like(logits)
+        made[:, 7], made[:, 9] = 1, -1
+        return made
+
+    by_name = shipped.gradients(PROMPT, hook, "logit_diff", 7, 9)
+    by_seed = shipped.gradients(PROMPT, hook, max, seed=derivative)
+    np.testing.assert_allclose(by_seed.grad[hook], by_name.grad[hook], rtol=1e-4, atol=1e-6)
+
+
+def test_the_answer_is_the_most_probable_token_of_each_row(shipped):
+    texts = [PROMPT, "The capital of Italy is"]
+    cache = shipped.gradients(texts, "hook_embed", "probability")
+    np.testing.assert_allclose(cache.metric, softmax(cache.output()[:, 0], axis=-1).max(axis=-1), rtol=1e-5)
+
+
+def test_what_has_no_gradient_is_refused_before_anything_runs(shipped):
+    cases = {
+        "a rank changes in steps": lambda: shipped.gradients(PROMPT, "hook_embed", "rank"),
+        "seed= takes its derivative": lambda: shipped.gradients(PROMPT, "hook_embed", lambda logits: logits.max()),
+        "needs versus=": lambda: shipped.gradients(PROMPT, "hook_embed", "logit_diff", 7),
+        "token 7 and itself": lambda: shipped.gradients(PROMPT, "hook_embed", "logit_diff", 7, 7),
+        "2 tokens for 1 rows": lambda: shipped.gradients(PROMPT, "hook_embed", "logit", [7, 8]),
+        "attn.hook_z has one": lambda: shipped.gradients(PROMPT, "blocks.1.attn.hook_result", "logit", 7),
+        "is that of a metric": lambda: shipped.forward(PROMPT, HookSpec().gradient("hook_embed")),
+        "reads no versus": lambda: shipped.gradients(PROMPT, "hook_embed", "probability", 7, 9),
+        "did you mean 'logit_diff'": lambda: shipped.gradients(PROMPT, "hook_embed", "logit_dif", 7),
+        "and must be": lambda: shipped.gradients(PROMPT, "hook_embed", seed=np.ones(3)),
+        "computes no metric": lambda: shipped.generate(
+            PROMPT, max_new_tokens=1, hooks=HookSpec().gradient("hook_embed").set_metric("loss")
+        ),
+        "logits of all tokens": lambda: shipped.forward(
+            PROMPT, HookSpec().gradient("hook_embed").set_metric("logit", answer=7), logits=Logits(tokens=[7])
+        ),
+    }
+    for message, call in cases.items():
+        with pytest.raises(GradientError, match=message):
+            call()
+
+
+def test_a_cache_with_gradients_is_saved_and_loaded(shipped, tmp_path):
+    cache = shipped.gradients(PROMPT, ["hook_embed", "blocks.1.hook_mlp_out"], "logit", 7)
+    again = type(cache).load(cache.save(tmp_path / "cache.safetensors"))
+    assert [*again.grad] == [*cache.grad]
+    np.testing.assert_array_equal(again.grad["mlp_out", -3], cache.grad["mlp_out", 1])
+    np.testing.assert_array_equal(again.metric, cache.metric)
+
+
+def test_a_spec_with_gradients_is_saved_and_loaded(shipped, tmp_path):
+    spec = HookSpec().gradient("blocks.*.attn.hook_z", positions=-1).set_metric("kl", reference=np.arange(471.0))
+    spec.save(tmp_path / "spec.safetensors")
+    again = HookSpec.load(tmp_path / "spec.safetensors")
+    assert again.sha256 == spec.sha256
+    found, expected = (shipped.forward(PROMPT, one).grad for one in (again, spec))
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name])

@@ -1,0 +1,268 @@
+"""Tokenizers of GGUF files beside the tokenizers that the files are made of, and beside transformers' own loading."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_files import write_small
+from repository import REPOSITORY
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+
+from exporters.gguf.header import read_header
+from exporters.gguf.pre_tokenizers import CUTS
+from exporters.gguf.tokenizer import write_tokenizer
+
+SPACE = "\u2581"
+CONTROL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+USER = ["<think>", "\n\n"]
+TEXTS = [
+    "The capital of France is",
+    " a leading space,  two inside,   three",
+    "    def f(x):\n        return x**2  # 12345.678\n\n\tif x != 0x1F: pass\n",
+    "日本語のテキスト、中文 和 한국어",
+    "Привет, мир! Ελληνικά मराठी ไทย مرحبا",
+    "🎉 👩‍👩‍👧 emoji🇩🇪 ½ ² é e\u0301 ﬁ",
+    "don't I'LL we've CamelCaseXML snake_case $100 €5 ~^|` …“quotes”—dash",
+    "<|im_start|>user\nHello<|im_end|>\n<think>\n\nwhat</think>",
+    "a\u00a0b\u3000c\r\nd\r\n\r\n  \n x  ",
+    "1 12 123 1234 12345 1234567",
+    " ",
+    "   ",
+    "\n",
+]
+WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split(pattern: str) -> Any:
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+# As the tokenizer.json of each family has it: name in GGUF -> what stands before the bytes.
+BEFORE: dict[str, Sequence[Any]] = {
+    "gpt-2": [split(WORDS)],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True), split(WORDS)],
+    "llama-bpe": [split(LLAMA3)],
+    "qwen2": [split(LLAMA3.replace("{1,3}", ""))],
+}
+
+
+def corpus() -> list[str]:
+    return [path.read_text() for path in sorted(REPOSITORY.glob("*/README.md"))] + TEXTS * 3
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> Callable[[str], Tokenizer]:
+    """Name of a pre-tokenizer -> a tokenizer trained with it."""
+
+    def train(name: str) -> Tokenizer:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*BEFORE[name], pre_tokenizers.ByteLevel(False, True, False)])
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=900, special_tokens=CONTROL, initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator(corpus(), trainer)
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in USER])
+        return tokenizer
+
+    return train
+
+
+def keys_of(tokenizer: Tokenizer, **more: Any) -> dict[str, Any]:
+    """The vocabulary as llama.cpp's converter writes it."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    kinds = {**dict.fromkeys(CONTROL, 3), **dict.fromkeys(USER, 4), "<unk>": 2}
+    return {
+        "tokenizer.ggml.tokens": [token for token, _ in vocabulary],
+        "tokenizer.ggml.token_type": [kinds.get(token, 6 if token.startswith("<0x") else 1) for token, _ in vocabulary],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        **{f"tokenizer.ggml.{key}": value for key, value in more.items()},
+    }
+
+
+def bpe_keys(tokenizer: Tokenizer, pre: str, **more: Any) -> dict[str, Any]:
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    joined = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+    return keys_of(tokenizer, model="gpt2", pre=pre, merges=joined, **more)
+
+
+def read(folder: Path, keys: dict[str, Any], **more: Any) -> Tokenizer:
+    write_small(folder / "m.gguf", {**keys, **more}, {"a": np.zeros(1, np.float32)})
+    write_tokenizer(read_header(folder / "m.gguf"), folder)
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def ids(tokenizer: Tokenizer) -> list[list[int]]:
+    return [tokenizer.encode(text).ids for text in TEXTS]
+
+
+@pytest.mark.parametrize("pre", BEFORE)
+def test_a_byte_level_vocabulary_gives_the_ids_of_its_tokenizer(pre, byte_level, tmp_path):
+    tokenizer = byte_level(pre)
+    found = read(tmp_path, bpe_keys(tokenizer, pre, add_bos_token=False))
+    assert ids(found) == ids(tokenizer)
+    assert [found.decode(line, skip_special_tokens=False) for line in ids(found)] == TEXTS
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    alike = TEXTS if pre != "smollm" else [text for text in TEXTS if not {*"½²0123456789"} & {*text}]
+    assert [theirs(text)["input_ids"] for text in alike] == [found.encode(text).ids for text in alike]
+
+
+def test_pre_tokenizers_differ(byte_level):
+    tokenizer = byte_level("gpt-2")
+    cut = {name: [cut.build().pre_tokenize_str(text) for text in TEXTS] for name, cut in CUTS.items()}
+    assert cut["gpt-2"] == [tokenizer.pre_tokenizer.pre_tokenize_str(text) for text in TEXTS]
+    distinct = {str(pieces) for pieces in cut.values()}
+    assert len(distinct) == len({cut.patterns for cut in CUTS.values()})
+
+
+@pytest.fixture(scope="module")
+def pieces() -> dict[str, Any]:
+    """A SentencePiece vocabulary: words and spaces found by merging, with scores, and bytes for what it lacks."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    trainer = trainers.BpeTrainer(vocab_size=700, limit_alphabet=70, show_progress=False, max_token_length=12)
+    tokenizer.train_from_iterator([part for text in corpus() for part in text.split(". ")], trainer)
+    learned = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    tokens = [*CONTROL, *(f"<0x{byte:02X}>" for byte in range(256)), *USER, *(SPACE * n for n in (2, 3, 4))]
+    first = len(tokens)
+    tokens += [token for token, _ in learned if token not in tokens]
+    kinds = [2, *[3] * (len(CONTROL) - 1), *[6] * 256, *[4] * len(USER), *[1] * (len(tokens) - first + 3)]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.scores": [0.0 if index < first - 3 else float(first - index) for index in range(len(tokens))],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def sentence_piece(text: str, keys: dict[str, Any], prefix: bool = True) -> list[int]:
+    """SentencePiece's own rule, slowly: of neighbours that make a piece the best are joined, the first of equals."""
+    tokens, score = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.scores"]
+    number = {token: index for index, token in enumerate(tokens)}
+    found = [1]
+    for part in re.split("(" + "|".join(map(re.escape, CONTROL + USER)) + ")", text):
+        if part in CONTROL + USER:
+            found.append(number[part])
+            continue
+        symbols = list((" " * prefix + part).replace(" ", SPACE)) if part else []
+        while True:
+            joined = [one + two for one, two in pairwise(symbols)]
+            known = [(-score[number[piece]], at) for at, piece in enumerate(joined) if piece in number]
+            if not known:
+                break
+            at = min(known)[1]
+            symbols[at : at + 2] = [joined[at]]
+        for piece in symbols:
+            found += [number[piece]] if piece in number else [number[f"<0x{byte:02X}>"] for byte in piece.encode()]
+    return found
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_sentencepiece_vocabulary_gives_the_ids_of_its_rule(prefix, pieces, tmp_path):
+    """Merges follow from scores; what stands in no vocabulary becomes bytes; a prefix even before a space."""
+    found = read(tmp_path, pieces | {"tokenizer.ggml.add_space_prefix": prefix})
+    assert ids(found) == [sentence_piece(text, pieces, prefix) for text in TEXTS]
+    assert len({token for line in ids(found) for token in line}) > 150
+    texts = [text for text in TEXTS if "<" not in text and "\n\n" not in text]  # each begins another part
+    assert [found.decode(found.encode(text).ids) for text in texts] == texts
+    assert found.encode(" a").ids != found.encode("a").ids
+
+
+def test_a_sentencepiece_vocabulary_in_transformers(pieces, tmp_path):
+    """transformers joins a prefix with a space that a text begins with, and forgets it behind a token of control."""
+    found = read(tmp_path, pieces)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    plain = [text for text in TEXTS if not text.startswith(" ") and "<" not in text]
+    assert len(plain) > 6
+    assert [theirs(text)["input_ids"] for text in plain] == [found.encode(text).ids for text in plain]
+
+
+def test_gemma_orders_its_merges_by_place_and_spells_spaces_as_spaces(pieces, tmp_path):
+    keys = {**pieces, "tokenizer.ggml.add_space_prefix": False, "general.architecture": "gemma2"}
+    tokens = keys["tokenizer.ggml.tokens"]
+    spelled = [token.replace(SPACE, " ") if len(token) > 1 and not token.strip(SPACE) else token for token in tokens]
+    assert sum(token.startswith("  ") for token in spelled) > 2
+    keys |= {"tokenizer.ggml.tokens": spelled, "tokenizer.ggml.scores": [0.0] * len(tokens)}
+    found = read(tmp_path, keys)
+    by_place = {**pieces, "tokenizer.ggml.scores": [-float(index) for index in range(len(tokens))]}
+    assert ids(found) == [sentence_piece(text, by_place, prefix=False) for text in TEXTS]
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    assert [theirs(text)["input_ids"] for text in TEXTS] == ids(found)
+
+
+def test_phi_3s_tokens_take_the_white_space_behind_them(pieces, tmp_path):
+    found = read(tmp_path, pieces, **{"general.name": "Phi-3 Mini"})
+    one, two = (found.encode(f"<|im_start|>{space}Hi<s>{space}x").ids for space in ("", "\n"))
+    assert one[:4] == two[:4]
+    assert one != two  # "<s>" takes none
+
+
+@pytest.mark.parametrize(
+    ("flags", "begins", "ends"),
+    [
+        ({}, False, False),
+        ({"add_bos_token": True}, True, False),
+        ({"add_bos_token": True, "add_eos_token": True}, True, True),
+        ({"add_eos_token": True}, False, True),
+    ],
+)
+def test_texts_begin_and_end_as_the_file_says(flags, begins, ends, byte_level, tmp_path):
+    found = read(tmp_path, bpe_keys(byte_level("gpt-2"), "gpt-2", **flags))
+    line = found.encode("hello").ids
+    assert (line[0] == 1, line[-1] == 2) == (begins, ends)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert (config["add_bos_token"], config["add_eos_token"], config["bos_token"]) == (begins, ends, "<s>")
+
+
+def test_llama_3s_pre_tokenizer_begins_texts_and_keeps_words_whole(byte_level, tmp_path):
+    tokenizer = byte_level("llama-bpe")
+    keys = bpe_keys(tokenizer, "llama-bpe")
+    keys["tokenizer.ggml.tokens"].append("zqzq")  # a word that no merge makes
+    keys["tokenizer.ggml.token_type"].append(1)
+    assert read(tmp_path, keys).encode("zqzq").ids == [1, len(keys["tokenizer.ggml.tokens"]) - 1]
+
+
+def test_the_chat_template_is_kept(byte_level, tmp_path):
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    read(tmp_path, bpe_keys(byte_level("gpt-2"), "gpt-2"), **{"tokenizer.chat_template": template})
+    assert (tmp_path / "chat_template.jinja").read_text() == template
+    made = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False
+    )
+    assert made == "<|im_start|>user\nHi<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"model": "bert"}, "its vocabulary is of the kind 'bert'; known are gpt2, llama"),
+        ({"pre": "qwen3"}, "its pre-tokenizer 'qwen3' is none of .*did you mean 'qwen2'"),
+        ({"tokens": 3}, "its metadata hold no list of tokens"),
+        ({"token_type": [1, 2]}, "tokens and 2 token_type"),
+        ({"merges": ["a bbbbbbbb"]}, "its metadata are damaged"),
+        ({"merges": ["a"]}, "its metadata are damaged"),
+        ({"bos_token_id": 10**6, "add_bos_token": True}, "its metadata are damaged"),
+    ],
+)
+def test_a_tokenizer_that_is_not_understood_is_said_and_left_out(changed, said, byte_level, tmp_path):
+    keys = bpe_keys(byte_level("gpt-2"), "gpt-2") | {f"tokenizer.ggml.{key}": value for key, value in changed.items()}
+    write_small(tmp_path / "m.gguf", keys, {"a": np.zeros(1, np.float32)})
+    with pytest.warns(UserWarning, match=f"no tokenizer, give token ids instead of text: .*{said}"):
+        write_tokenizer(read_header(tmp_path / "m.gguf"), tmp_path)
+    assert not (tmp_path / "tokenizer.json").exists()

@@ -1,0 +1,151 @@
+"""Small GGUF files of tiny random models, written as llama.cpp's converter writes them.
+
+Tensor names come from the `gguf` package's own table; what the converter changes (rows of queries and keys for a
+rotation of neighbours, weights of norms plus one) is written out here again.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+ARCHITECTURE = {"gemma3_text": "gemma3"}  # llama.cpp's name where it is another than transformers'
+INTERLEAVED = ("llama", "granite", "smollm3")
+PLUS_ONE = ("gemma", "gemma2", "gemma3_text")
+F32 = GGMLQuantizationType.F32
+
+
+def write_gguf(
+    model: Any,
+    path: Path,
+    kind: GGMLQuantizationType = F32,
+    extra: dict[str, Any] | None = None,
+    factors: dict[str, np.ndarray] | None = None,
+) -> Path:
+    """A transformers model as a GGUF file, with a byte-level vocabulary of letters.
+
+    Args:
+        model: with its weights.
+        path: of the file.
+        kind: how matrices are stored.
+        extra: metadata, by their whole keys; None leaves one out that is written otherwise.
+        factors: tensors besides the model's.
+    """
+    config = model.config
+    family = config.model_type
+    writer = GGUFWriter(path, ARCHITECTURE.get(family, family))
+    keys = {**facts(config), **byte_vocabulary(config.vocab_size), **(extra or {})}
+    for key, value in keys.items():
+        if value is not None:
+            add(writer, key, value)
+    for name, weight in [*(factors or {}).items(), *tensors(model)]:
+        put(writer, name, weight, kind)
+    finish(writer)
+    return path
+
+
+def write_small(path: Path, keys: dict[str, Any], weights: dict[str, np.ndarray] | None = None) -> Path:
+    """A GGUF file of some metadata and float32 tensors, without a model."""
+    writer = GGUFWriter(path, keys.pop("general.architecture", "llama"))
+    for key, value in keys.items():
+        add(writer, key, value)
+    for name, weight in (weights or {}).items():
+        writer.add_tensor(name, weight)
+    finish(writer)
+    return path
+
+
+def finish(writer: GGUFWriter) -> None:
+    """Write what was added, and close the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add(writer: GGUFWriter, key: str, value: Any) -> None:
+    """Add a value of the type that it has in Python."""
+    types = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    types.get(type(value), writer.add_array)(key, value)
+
+
+def put(writer: GGUFWriter, name: str, weight: np.ndarray, kind: GGMLQuantizationType) -> None:
+    """Add a tensor; vectors stay float32."""
+    if kind == F32 or weight.ndim == 1:
+        writer.add_tensor(name, weight)
+    else:
+        writer.add_tensor(name, quantize(weight, kind), raw_dtype=kind)
+
+
+def facts(config: Any) -> dict[str, Any]:
+    """What the converter writes of a config; keys of one family stand with all, as far as the config has them."""
+    arch = ARCHITECTURE.get(config.model_type, config.model_type)
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    found = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
+        "attention.layer_norm_epsilon": getattr(config, "norm_epsilon", None),
+        "rope.freq_base": rope["rope_theta"],
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        "attention.sliding_window": getattr(config, "sliding_window", None),
+        "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
+        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
+        "attention.scale": getattr(config, "attention_multiplier", None),
+        "embedding_scale": getattr(config, "embedding_multiplier", None),
+        "residual_scale": getattr(config, "residual_multiplier", None),
+        "logit_scale": getattr(config, "logits_scaling", None),
+    }
+    return {f"{arch}.{key}": value for key, value in found.items()}
+
+
+def byte_vocabulary(size: int) -> dict[str, Any]:
+    """A byte-level vocabulary of letters, a space before one, and some tokens of control."""
+    tokens = ["<unk>", "<s>", "</s>", "\u0120", *LETTERS, *(f"\u0120{letter}" for letter in LETTERS)]
+    tokens += [f"<{index}>" for index in range(len(tokens), size)]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens[:size],
+        "tokenizer.ggml.token_type": [3 if index < 3 or index > 55 else 1 for index in range(size)],
+        "tokenizer.ggml.merges": [f"\u0120 {letter}" for letter in LETTERS],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}",
+    }
+
+
+def tensors(model: Any) -> list[tuple[str, np.ndarray]]:
+    """Names and values as the converter writes them."""
+    config = model.config
+    family, found = config.model_type, []
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURE.get(family, family))
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    for path, parameter in model.state_dict().items():
+        if path in tied:
+            continue
+        weight = parameter.detach().float().numpy()
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        module = path.split(".")[-2]
+        if family in INTERLEAVED and module in heads:
+            pairs = weight.reshape(heads[module], 2, -1, *weight.shape[1:])
+            weight = pairs.swapaxes(1, 2).reshape(weight.shape)
+        if family in PLUS_ONE and path.endswith("norm.weight"):
+            weight = weight + 1
+        found.append((names.get_name(path, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(weight)))
+    return found

@@ -1,0 +1,48 @@
+"""Gradients of transformers' eager model by torch's autograd, in float64: the oracle of `gradients`."""
+
+from copy import deepcopy
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from oracle import Inputs
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from exporters.transformers.attention import TappedCache
+from exporters.transformers.families import layout_of
+from exporters.transformers.taps import attached
+from exporters.transformers.trace import prepare
+
+Gradients = dict[str, NDArray[np.float64]]
+
+
+def gradients(
+    model: PreTrainedModel, inputs: Inputs, seed: NDArray[np.float64], dtype: torch.dtype = torch.float64
+) -> Gradients:
+    """The derivative of the sum of logits [batch, seq, vocab] times `seed`, by the value at each hook point.
+
+    A value that torch reads elsewhere too (the MLP's input of olmo2 is the stream's own tensor) is copied at its hook
+    point: what is meant is what an intervention there changes.
+    """
+    model = deepcopy(model).to(dtype)
+    prepare(model.config)
+    values: dict[str, Tensor] = {}
+
+    def listen(name: str, value: Tensor, stream: bool) -> Tensor:
+        kept = value if stream else value.clone()
+        kept.requires_grad_() if kept.is_leaf else kept.retain_grad()
+        values[name] = kept
+        return kept
+
+    ids, mask, positions = (torch.from_numpy(array) for array in (inputs.ids, inputs.mask, inputs.positions))
+    heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+    width = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
+    empty = torch.zeros(len(ids), heads, 0, width, dtype=dtype)
+    with attached(model, layout_of(model.config), listen):
+        cache = TappedCache([(empty, empty) for _ in range(model.config.num_hidden_layers)])
+        output = model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        )
+    (output.logits * torch.from_numpy(seed).to(dtype)).sum().backward()
+    return {name: value.grad.double().numpy() for name, value in values.items() if value.grad is not None}
