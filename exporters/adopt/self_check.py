@@ -249,7 +249,8 @@ def _rises(q: Array, k: Array, scores: Array) -> tuple[Array, Array]:
         raise ExportError(f"queries {list(q.shape)} and keys {list(k.shape)} are no two that are multiplied")
     products = np.einsum("bhqd,bhkd->bhqk", q.astype(np.float64), k.astype(np.float64))
     alone, wide = _rise(products, scores.astype(np.float64)), scores.astype(np.float64)
-    between = _rise(products[1:] - products[:-1], wide[1:] - wide[:-1])
+    with np.errstate(invalid="ignore"):  # of two masked scores
+        between = _rise(products[1:] - products[:-1], wide[1:] - wide[:-1])
     off = [float(np.abs(one - other).max(initial=0)) for one, other in (alone, between)]
     pair = alone if not off[1] < off[0] else between
     return pair[0].astype(scores.dtype), pair[1].astype(scores.dtype)

@@ -21,9 +21,12 @@ FAST = (
     "openai-gpt",
 )  # ALiBi, positions that the graph makes itself; a stream normed after sums, an added cache
 Opened = tuple[MIModel, PreTrainedModel]
-unlisted = pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+
+
+def families(*fast: str) -> pytest.MarkDecorator:
+    """A test of every family, slow but for some."""
+    others = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in fast]
+    return pytest.mark.parametrize("name", [*fast, *others])
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +59,7 @@ def masked(name: str, point: str, value: np.ndarray) -> np.ndarray:
     return np.maximum(value, -9000) if name == "openai-gpt" and point.endswith("scores") else value
 
 
-@unlisted
+@families(*FAST)
 def test_every_capture_equals_eager_torch(name, opened):
     model, reference = opened(name)
     for kind in kinds(name):
@@ -75,7 +78,7 @@ def test_every_capture_equals_eager_torch(name, opened):
         assert expected.keys() <= found.keys()
 
 
-@unlisted
+@families("bloom")
 def test_every_intervention_equals_the_same_edit_in_torch(name, opened):
     model, reference = opened(name)
     kind = kinds(name)[-1]
@@ -94,7 +97,7 @@ def test_every_intervention_equals_the_same_edit_in_torch(name, opened):
     assert {one: d for one, d in off.items() if not d < TOLERANCE} == {}
 
 
-@unlisted
+@families(*FAST)
 def test_decoding_with_a_cache_equals_one_pass(name, opened):
     model, reference = opened(name)
     prompt = batch("left")
@@ -107,7 +110,7 @@ def test_decoding_with_a_cache_equals_one_pass(name, opened):
     assert np.array_equal(np.stack(found.new_ids), ids[:, -4:])
 
 
-@unlisted
+@families("bloom")
 def test_a_sweep_equals_one_pass_a_cell(name, opened):
     model, _ = opened(name)
     clean, corrupt = batch("plain").ids[:1], batch("past").ids[:1]
@@ -120,6 +123,7 @@ def test_a_sweep_equals_one_pass_a_cell(name, opened):
         assert abs(np.asarray(found.values)[layer, position] - expected) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_what_eager_says_otherwise_is_refused(opened, shared, tmp_path, monkeypatch):
     """A graph that keeps every law of a decoder, and computes something else than transformers does."""
     opened("bloom")
