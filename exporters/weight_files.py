@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import onnx_ir as ir
 import torch
@@ -23,6 +23,8 @@ from torch import Tensor
 
 from exporters.checkpoint_tensors import DTYPES, Stored
 from mionnx.errors import ExportError
+from mionnx.graph import file_digest, weight_record
+from mionnx.graph.without_weights import LOCATION
 from mionnx.machine.progress import Progress
 
 CONVERTED = "converted.safetensors"
@@ -78,6 +80,22 @@ def place(
         value.const_value = ir.ExternalTensor(
             at.location, at.offset, at.length, value.dtype, shape=value.shape, name=value.name, base_dir=folder
         )
+
+
+def place_nowhere(parameters: Iterable[ir.Value], folder: Path) -> None:
+    """Give every parameter of a graph without weights its place in a file that does not exist.
+
+    Args:
+        parameters: values without data.
+        folder: the hooked model's folder.
+    """
+    offset = 0
+    for value in parameters:
+        length = _TORCH_DTYPE[value.dtype].itemsize * prod(value.shape.numpy())
+        value.const_value = ir.ExternalTensor(
+            LOCATION, offset, length, value.dtype, shape=value.shape, name=value.name, base_dir=folder
+        )
+        offset += length
 
 
 def _fits(value: ir.Value, source: Stored) -> bool:
@@ -164,3 +182,20 @@ def some(names: Iterable[str]) -> str:
     """The first few of many names."""
     names = list(names)
     return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
+
+
+def describe_weights(
+    parameters: Iterable[ir.Value], tensors: Iterable[Stored], target: Path, progress: Progress
+) -> dict[str, Any]:
+    """Make the fields of `Metadata` that say what a model's weights are.
+
+    Args:
+        parameters: with their data, in files of the folder.
+        tensors: the checkpoint's.
+        target: the hooked model's folder.
+        progress: called as (stage, done, total) in bytes.
+    """
+    of_files = weight_record.describe(target, locations(parameters), progress)
+    digests = [file_digest.known(file) for file in sorted({tensor.file for tensor in tensors})]
+    whole = weight_record.combined(filter(None, digests)) if all(digests) else ""
+    return {"weights_sha256": whole, "weight_files": of_files}

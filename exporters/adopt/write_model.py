@@ -35,11 +35,10 @@ def write_model(
     sizes, config = sizes_of(probed.values, found), config_of(source.file)
     windows = found.windows or windows_of(config, sizes.num_layers) or [None] * sizes.num_layers
     hooks = {name: axes_of(name, probed.values[name].shape, sizes) for name in names}
-    dtype = str(probed.values[names[0]].dtype)
-    mixed = [name for name in names if str(probed.values[name].dtype) != dtype]
-    if dtype not in DTYPE_NAMES or mixed:
-        other = f"{mixed[0]} is {probed.values[mixed[0]].dtype}" if mixed else "no such model runs here"
-        raise ExportError(f"{source.file} computes in {dtype}, and {other}: hook points of several dtypes")
+    dtypes = {name: str(probed.values[name].dtype) for name in names}
+    if unknown := {*dtypes.values()} - {*DTYPE_NAMES}:
+        raise ExportError(f"{source.file} computes in {', '.join(unknown)}: no such model runs here")
+    dtype = max({*dtypes.values()}, key=DTYPE_NAMES.index)  # the coarsest, that of the weights
     annotate(proto, probed, hooks)
     metadata = Metadata(
         family=str(config.get("model_type", "unknown")),
@@ -59,6 +58,7 @@ def write_model(
         weights_sha256=hashes[0],
         weight_files=hashes[1],
         context_length=context_length(config),
+        hook_dtypes={name: other for name, other in dtypes.items() if other != dtype},
     )
     for key, value in metadata.to_props().items():
         proto.metadata_props.add(key=key, value=value)

@@ -40,6 +40,11 @@ def export(
         ExportError: no choice among several files, an unknown architecture, or a damaged file.
     """
     chosen = choose(folder, file)
+    from exporters.gguf.architectures import architecture_of
+    from exporters.gguf.header import read_header
+
+    header = read_header(chosen)
+    architecture_of(header)  # refused before torch is imported, which takes longer than all of this
     from exporters.gguf.assemble import export_file
 
-    export_file(chosen, target, dtype, progress)
+    export_file(header, target, dtype, progress)

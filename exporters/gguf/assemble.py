@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from exporters.gguf.architectures import Config, architecture_of, config_of
-from exporters.gguf.header import Header, read_header
+from exporters.gguf.header import Header
 from exporters.gguf.tokenizer import write_tokenizer
 from exporters.gguf.weights import own_dtype, rename, write_weights
 from exporters.transformers.assemble import export_checkpoint
@@ -16,13 +16,13 @@ from mionnx.machine.progress import Progress
 ENDS = ("eos", "eot", "eom")  # of a text, of a turn, of a message: each ends what a model writes
 
 
-def export_file(file: Path, target: Path, dtype: str, progress: Progress) -> None:
+def export_file(header: Header, target: Path, dtype: str, progress: Progress) -> None:
     """See `exporters.gguf.export`."""
+    file = header.file
 
     def said(stage: str, done: int, total: int) -> None:
         progress(stage.replace(target.name, file.name), done, total)
 
-    header = read_header(file)
     try:
         export_checkpoint(target, target, write_checkpoint(header, target, dtype, said), said)
     except ExportError as error:

