@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import onnx_ir as ir
 import torch
@@ -23,7 +23,6 @@ from torch import Tensor
 
 from exporters.checkpoint_tensors import DTYPES, Stored
 from mionnx.errors import ExportError
-from mionnx.graph import file_digest, weight_record
 from mionnx.graph.without_weights import LOCATION
 from mionnx.machine.progress import Progress
 
@@ -182,20 +181,3 @@ def some(names: Iterable[str]) -> str:
     """The first few of many names."""
     names = list(names)
     return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
-
-
-def describe_weights(
-    parameters: Iterable[ir.Value], tensors: Iterable[Stored], target: Path, progress: Progress
-) -> dict[str, Any]:
-    """Make the fields of `Metadata` that say what a model's weights are.
-
-    Args:
-        parameters: with their data, in files of the folder.
-        tensors: the checkpoint's.
-        target: the hooked model's folder.
-        progress: called as (stage, done, total) in bytes.
-    """
-    of_files = weight_record.describe(target, locations(parameters), progress)
-    digests = [file_digest.known(file) for file in sorted({tensor.file for tensor in tensors})]
-    whole = weight_record.combined(filter(None, digests)) if all(digests) else ""
-    return {"weights_sha256": whole, "weight_files": of_files}

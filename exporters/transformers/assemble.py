@@ -23,10 +23,11 @@ from exporters.transformers.missing_taps import missing_taps
 from exporters.transformers.native_config import native_config
 from exporters.transformers.sizes import sizes_of, sliding_window
 from exporters.transformers.weights import bind_weights
-from exporters.weight_files import describe_weights, place_nowhere
+from exporters.weight_files import locations, place_nowhere
 from mionnx.errors import ExportError
 from mionnx.graph import file_digest
 from mionnx.graph.metadata import Attention, Metadata, context_length
+from mionnx.graph.weight_record import describe_export
 from mionnx.machine.progress import Progress
 
 SLOW_TOKENIZERS = ("vocab.json", "tokenizer.model", "vocab.txt")
@@ -46,7 +47,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target, prefix=".mionnx-") as staging:
         tensors = read_tensors(folder, Path(staging))
-        files = sorted({tensor.file for tensor in tensors})
+        files = {tensor.file for tensor in tensors}
         file_digest.start(files)  # read while the model is traced
         kind = export_dtype(dtype, tensors)
         layers = sizes_of(config, learned_positions=False).num_layers
@@ -108,7 +109,9 @@ def _write_tapped(
     bind_weights(made.parameters, map_tensors(tensors, made.skeleton), made.skeleton, target, progress)
     for value in made.parameters:
         made.model.graph.register_initializer(value)
-    metadata = replace(describe(made, config, dtype), **describe_weights(made.parameters, tensors, target, progress))
+    files = sorted({tensor.file for tensor in tensors})
+    digest, of_files = describe_export(target, locations(made.parameters), files, progress)
+    metadata = replace(describe(made, config, dtype), weights_sha256=digest, weight_files=of_files)
     stage("writing")
     write_model(made.model, metadata, target)
 

@@ -37,11 +37,12 @@ from exporters.transformers.plain_trace import skeleton_of, trace_plainly
 from exporters.transformers.simplify import simplify_traced
 from exporters.transformers.trace import buffers_of
 from exporters.transformers.weights import bind_weights
-from exporters.weight_files import describe_weights
+from exporters.weight_files import locations
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
 from mionnx.graph.metadata import Attention, Metadata, Sizes, context_length
+from mionnx.graph.weight_record import describe_export
 from mionnx.machine.progress import Progress
 
 CHECKED = "found_by_structure"  # key in the metadata's table of the exporter
@@ -129,7 +130,8 @@ def export_by_structure(source: Source, target: Path, stage: Stage, progress: Pr
     except ExportError as error:
         raise ExportError(f"{source.why}; its hook points were not found by structure either: {error}") from error
     stage("writing")
-    _write(found, source, target, describe_weights(parameters, source.tensors, target, progress))
+    files = sorted({tensor.file for tensor in source.tensors})
+    _write(found, source, target, describe_export(target, locations(parameters), files, progress))
 
 
 def _recognised(model: ir.Model, source: Source, target: Path, parameters: set[str]) -> Found:
@@ -214,7 +216,7 @@ def _check(found: Found, source: Source, target: Path) -> None:
     found.said[CHECKED] = f"{checked.layers} of {found.sizes.num_layers} layers beside eager transformers: {worst}"
 
 
-def _write(found: Found, source: Source, target: Path, weights: dict[str, Any]) -> None:
+def _write(found: Found, source: Source, target: Path, weights: tuple[str, dict[str, dict[str, Any]]]) -> None:
     recognised = found.recognised
     windows = recognised.windows or [None] * found.sizes.num_layers
     metadata = Metadata(
@@ -228,7 +230,8 @@ def _write(found: Found, source: Source, target: Path, weights: dict[str, Any]) 
         ],
         exporter={**{name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")}, **found.said},
         context_length=context_length(source.config.to_dict()),
-        **weights,
+        weights_sha256=weights[0],
+        weight_files=weights[1],
     )
     found.proto.producer_name, found.proto.producer_version = "mionnx", version("mionnx")
     for key, value in metadata.to_props().items():
