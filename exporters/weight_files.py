@@ -23,6 +23,7 @@ from torch import Tensor
 
 from exporters.checkpoint_tensors import DTYPES, Stored
 from mionnx.errors import ExportError
+from mionnx.graph.without_weights import LOCATION
 from mionnx.machine.progress import Progress
 
 CONVERTED = "converted.safetensors"
@@ -78,6 +79,22 @@ def place(
         value.const_value = ir.ExternalTensor(
             at.location, at.offset, at.length, value.dtype, shape=value.shape, name=value.name, base_dir=folder
         )
+
+
+def place_nowhere(parameters: Iterable[ir.Value], folder: Path) -> None:
+    """Give every parameter of a graph without weights its place in a file that does not exist.
+
+    Args:
+        parameters: values without data.
+        folder: the hooked model's folder.
+    """
+    offset = 0
+    for value in parameters:
+        length = _TORCH_DTYPE[value.dtype].itemsize * prod(value.shape.numpy())
+        value.const_value = ir.ExternalTensor(
+            LOCATION, offset, length, value.dtype, shape=value.shape, name=value.name, base_dir=folder
+        )
+        offset += length
 
 
 def _fits(value: ir.Value, source: Stored) -> bool:

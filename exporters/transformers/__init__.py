@@ -5,6 +5,9 @@ One mechanism for every family: the model is built without weights, instrumented
 they lie in the checkpoint (`checkpoint`, `weights`).  What differs between families is a table (`families`).
 """
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,10 +52,44 @@ def export(folder: Path, target: Path, dtype: str = "float32", progress: Progres
         ExportError: the family is unknown, or checkpoint and graph do not match tensor by tensor.
     """
     if not _has_weights(folder):  # before torch is imported, which takes longer than all of this
-        raise ExportError(f"{folder} holds no weights: it has neither {' nor '.join(WEIGHTS)}, single or sharded")
-    from exporters.transformers.assemble import export_checkpoint
+        raise ExportError(
+            f"{folder} holds no weights: it has neither {' nor '.join(WEIGHTS)}, single or sharded. Its config alone "
+            "becomes a graph to rewrite, compile and estimate: mionnx export --graph-only"
+        )
+    with _uncollected():
+        from exporters.transformers.assemble import export_checkpoint
 
-    export_checkpoint(folder, target, dtype, progress)
+        export_checkpoint(folder, target, dtype, progress)
+
+
+def export_graph(folder: Path, target: Path, dtype: str = "float32", progress: Progress = silent) -> None:
+    """Write the graph of a config, without weights, into an empty or new folder.
+
+    It can be rewritten, compiled and estimated; running it is refused.
+
+    Args:
+        folder: with a `config.json`; weights beside it are not read.
+        target, dtype, progress: see `export`; "auto" is the dtype that the config names.
+
+    Raises:
+        ExportError: the family is unknown.
+    """
+    with _uncollected():
+        from exporters.transformers.assemble import export_config
+
+        export_config(folder, target, dtype, progress)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Import and trace without garbage collections, which take a fifth of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def missing_eagerly(folder: Path) -> str | None:

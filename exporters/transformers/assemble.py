@@ -19,14 +19,15 @@ from exporters.transformers.hooked_graph import HookedGraph, make_graph
 from exporters.transformers.native_config import native_config
 from exporters.transformers.sizes import sizes_of, sliding_window
 from exporters.transformers.weights import bind_weights
-from exporters.weight_files import locations
+from exporters.weight_files import locations, place_nowhere
 from mionnx.errors import ExportError
+from mionnx.graph import file_digest
 from mionnx.graph.metadata import Attention, Metadata, context_length
-from mionnx.graph.weight_check import fingerprints, sha256
+from mionnx.graph.weight_record import describe_export
 from mionnx.machine.progress import Progress
 
 SLOW_TOKENIZERS = ("vocab.json", "tokenizer.model", "vocab.txt")
-STAGES = 8  # that a progress bar counts
+STAGES = 7  # that a progress bar counts
 
 
 def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress) -> None:
@@ -37,11 +38,13 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         progress(f"exporting {folder.name}: {name}", next(stages), STAGES)
 
     stage("reading the checkpoint")
-    files = find_files(folder)
+    beside = find_files(folder)
     config = native_config(folder)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target, prefix=".mionnx-") as staging:
         tensors = read_tensors(folder, Path(staging))
+        files = {tensor.file for tensor in tensors}
+        file_digest.start(files)  # read while the model is traced
         kind = export_dtype(dtype, tensors)
         layers = sizes_of(config, learned_positions=False).num_layers
         if layers > len(tensors):
@@ -51,15 +54,32 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         bind_weights(made.parameters, map_tensors(tensors, made.skeleton), made.skeleton, target, progress)
         for value in made.parameters:
             made.model.graph.register_initializer(value)
-        stage("hashing weights")
-        metadata = replace(
-            describe(made, config, kind),
-            weights_sha256=sha256(sorted({tensor.file for tensor in tensors}), progress),
-            weight_files=fingerprints(target, locations(made.parameters), progress),
-        )
+        digest, of_files = describe_export(target, locations(made.parameters), files, progress)
+        metadata = replace(describe(made, config, kind), weights_sha256=digest, weight_files=of_files)
     stage("writing")
     write_model(made.model, metadata, target)
-    keep_files(files, target)
+    keep_files(beside, target)
+    _write_fast_tokenizer(folder, target)
+
+
+def export_config(folder: Path, target: Path, dtype: str, progress: Progress) -> None:
+    """See `exporters.transformers.export_graph`."""
+    stages = count()
+
+    def stage(name: str) -> None:
+        progress(f"exporting {folder.name}: {name}", next(stages), STAGES)
+
+    stage("reading the config")
+    beside, config = find_files(folder), native_config(folder)
+    kind = export_dtype(str(config.dtype or torch.float32).removeprefix("torch.") if dtype == "auto" else dtype, [])
+    made = make_graph(config, kind, stage)
+    stage("writing")
+    place_nowhere(made.parameters, target)
+    for value in made.parameters:
+        made.model.graph.register_initializer(value)
+    target.mkdir(parents=True, exist_ok=True)
+    write_model(made.model, describe(made, config, kind), target)
+    keep_files(beside, target)
     _write_fast_tokenizer(folder, target)
 
 

@@ -5,7 +5,6 @@ so a 70B model traces in the memory of its graph. Initializers keep the names of
 every kind are traced (`kinds`), under their own numbers; the others hand the stream on, and are made later (`stamp`).
 """
 
-import gc
 import io
 import logging
 import warnings
@@ -38,6 +37,8 @@ MARKER_DOMAIN = "mionnx"
 BATCH, SEQ, PAST = 2, 3, 5
 TOKENS = ("input_ids", "attention_mask", "position_ids")
 
+# The cache of fake results costs more than it saves in one trace of a few layers.
+UNCACHED = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
 PastSizes = tuple[Sequence[Heads], torch.dtype]
 
 
@@ -202,19 +203,6 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-@contextmanager
-def _quick() -> Iterator[None]:
-    """Trace without collections and without the cache of fake results, which costs more here."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
-            yield
-    finally:
-        if collects:
-            gc.enable()
-
-
 def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> Traced:
     """Trace a model to ONNX with `mionnx::HookPoint` marker nodes, without weights.
 
@@ -230,7 +218,7 @@ def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> Traced:
     two, cached = {0: dynamic, 1: dynamic}, {0: dynamic, 2: dynamic}
     names = KEYS_AND_VALUES
     try:
-        with _quiet(), _quick(), torch.no_grad(), _passed_over(skeleton, layout, kinds):
+        with _quiet(), UNCACHED, torch.no_grad(), _passed_over(skeleton, layout, kinds):
             with FakeTensorMode():
                 _allocate(skeleton)
                 example = _example(kinds.traced, sizes)

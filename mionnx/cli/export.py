@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mionnx.cli.options import Json
+from mionnx.graph import weight_record
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.progress import bars
 from mionnx.run import find_model
@@ -21,6 +22,7 @@ def export(
     copy: Annotated[bool, typer.Option(help="Copy the weights instead of linking them.")] = False,
     in_place: Annotated[bool, typer.Option(help="Write model.onnx beside the checkpoint's own weights.")] = False,
     dtype: Annotated[str, typer.Option(help=DTYPES)] = "float32",
+    graph_only: Annotated[bool, typer.Option("--graph-only", help="Export the config alone, without weights.")] = False,
     file: Annotated[str | None, typer.Option(help="The GGUF file to export, where there are several.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -28,10 +30,12 @@ def export(
 
     A hooked model is an ONNX graph whose activations carry their hook names. Weights already in the dtype are
     hard-linked, not copied. onnx's own checker and loader refuse files with several hard links: --copy makes a folder
-    for them.
+    for them. --graph-only reads config.json alone: what it makes can be rewritten, compiled and estimated, not run.
 
     Example: mionnx export meta-llama/Llama-3.2-1B -o llama-hooked
     """
+    if graph_only and (output is None or copy):
+        raise typer.BadParameter("--graph-only goes with --output FOLDER: there are no weights to copy or lie beside")
     if (output is None) == (not in_place) or (in_place and copy):
         raise typer.BadParameter("give either --output FOLDER, with or without --copy, or --in-place")
     begin = time.monotonic()
@@ -40,10 +44,16 @@ def export(
         if output is None:
             find_model.export_in_place(folder, dtype, progress)
         else:
-            find_model.export(folder, output, dtype, progress, copy)
+            find_model.export(folder, output, dtype, progress, copy, graph_only)
     hooked = HookedModel.open(output or folder)
-    size = (hooked.folder / "model.onnx").stat().st_size
-    metadata = hooked.metadata
+    seconds = time.monotonic() - begin
+    _print(hooked, seconds, as_json)
+    with bars() as progress:  # a folder that is given away has its hashes
+        weight_record.complete(hooked.folder, hooked.metadata, progress)
+
+
+def _print(hooked: HookedModel, seconds: float, as_json: bool) -> None:
+    size, metadata = (hooked.folder / "model.onnx").stat().st_size, hooked.metadata
     if as_json:
         facts = {"family": metadata.family, "dtype": metadata.dtype, "hook_points": len(hooked.hook_points())}
         typer.echo(json.dumps({"folder": str(hooked.folder), **facts}, indent=1))
@@ -51,5 +61,5 @@ def export(
     typer.echo(
         f"{hooked.folder}: {metadata.family}, {metadata.sizes.num_layers} layers, "
         f"{len(hooked.hook_points())} hook points, {metadata.dtype}, graph {size / 1024:.0f} KiB, "
-        f"{time.monotonic() - begin:.1f} s"
+        f"{seconds:.1f} s"
     )

@@ -10,6 +10,7 @@ from mionnx.graph.metadata import Metadata
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
+NO_WEIGHTS = "none: the graph was exported from a config alone, and cannot run"
 QUIET = """
 What may be left out is an input with a default value. ONNX Runtime warns of each ("Initializer ... appears in graph
 inputs"), which means just that. Without the warnings:
@@ -61,7 +62,7 @@ tags: [onnx, mionnx, intervention]
 `spec.safetensors` is the spec, as mionnx reads it. Negative positions count from the end of the prompt, which
 is the call that token 0 stands in; "generated" means every later call.
 
-- weights, sha256: `{facts["weights_sha256"]}`
+- weights, sha256: {f"`{digest}`" if (digest := facts["weights_sha256"]) else NO_WEIGHTS}
 - original graph, sha256: `{facts["graph_sha256"]}`
 - spec, sha256: `{facts["spec_sha256"]}`
 - target: {target}{_bound(target)}

@@ -172,7 +172,7 @@ def _compiled(bound: BoundSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
         "family": model.metadata.family,
         "mionnx": version("mionnx"),
         "graph_sha256": hashlib.sha256(model.proto.SerializeToString(deterministic=True)).hexdigest(),
-        "weights_sha256": model.metadata.weights_sha256,
+        "weights_sha256": model.weights_sha256,
         "spec_sha256": _nameable(spec, plan).sha256,
         "interventions": [f"{edit.kind} at {edit.hook}" for edit in plan.edits]
         + [state.title for state in (*spec.state_steerings, *spec.state_knockouts)],
@@ -223,6 +223,8 @@ def _write_model(
     model: HookedModel, proto: onnx.ModelProto, at: Path, packaging: Packaging, progress: Progress
 ) -> None:
     provider = TARGETS[packaging.target]
+    if provider is not None or packaging.placed == "embedded":
+        model.need_weights(f"a file for {packaging.target} with its weights {packaging.placed}")
     if provider is not None:
         _check_size(proto, packaging)
         onnx_runtime.optimise(proto.SerializeToString(), model.folder, at / GRAPH, DATA, Options(provider))
@@ -238,7 +240,7 @@ def _write_model(
         _check_size(proto, packaging)
         onnx_file.embed(proto, model.folder)
     else:
-        for done, name in enumerate(files := onnx_file.locations(proto)):
+        for done, name in enumerate(files := onnx_file.locations(proto) if model.has_weights else {}):
             progress(f"writing {name}", done, len(files))
             (at / name).parent.mkdir(parents=True, exist_ok=True)
             _deliver((model.folder / name).resolve(), at / name, packaging.placed)

@@ -16,7 +16,7 @@ The format, on one page:
    `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
    `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`, and of an adopted file `fused` and
-   `stock`, and `hook_dtypes` where hook points have several. See `mionnx.graph.metadata`.
+   `stock`, and `hook_dtypes` where hook points have several. See `mionnx.graph.metadata` and `weight_record`.
 7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
    the graph, a weight outside the folder or beyond the end of its file, weight files that are not those that were
    exported (`mionnx.graph.weight_check`), a fused operator that its nodes cannot stand for, a stock graph that is no
@@ -24,7 +24,7 @@ The format, on one page:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -34,7 +34,7 @@ import onnx
 from numpy.typing import DTypeLike
 
 from mionnx.errors import HookError, ModelError, nearest
-from mionnx.graph import onnx_file, validate, weight_check
+from mionnx.graph import onnx_file, validate, weight_check, weight_record
 from mionnx.graph.contrib_shapes import DOMAIN
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.folder_file import read_json
@@ -42,11 +42,12 @@ from mionnx.graph.fused_operators import read_fused
 from mionnx.graph.hook_points import HookPoint, layer_of
 from mionnx.graph.influence import Influence
 from mionnx.graph.io_names import cache_names
-from mionnx.graph.known_value import Dims, Known
+from mionnx.graph.known_value import Known
 from mionnx.graph.metadata import Metadata, context_length
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.stock_graph import StockGraph, checkable, unpacked
 from mionnx.graph.weight_check import Progress, silent
+from mionnx.graph.without_weights import lacks_weights, refuse
 
 GRAPH = "model.onnx"
 # What is kept beside a graph, where the checkpoint has it: the config, and what tokenizers are made of.
@@ -99,7 +100,7 @@ class HookedModel:
         proto = onnx_file.read(folder / GRAPH, LARGEST)
         metadata = Metadata.from_props(onnx_file.properties(proto))
         read_fused(Dataflow(proto), metadata.fused)
-        known = validate.check(proto, folder, [_shapes(proto, *tokens) for tokens in TOKENS])
+        known = validate.check(proto, folder, [validate.input_shapes(proto, *tokens) for tokens in TOKENS])
         made = {output for node in proto.graph.node for output in node.output}
         for name, axes in metadata.hooks.items():
             if name not in made:
@@ -121,6 +122,9 @@ class HookedModel:
             )
         model = cls(folder, proto, metadata)
         files = {*onnx_file.locations(proto), *(onnx_file.locations(model.stock.proto) if model.stock else ())}
+        if check == "full":
+            model.need_weights("checking them")
+            metadata = replace(metadata, weight_files=weight_record.complete(folder, metadata, progress))
         weight_check.check(folder, metadata, files, check, progress)
         return model
 
@@ -152,6 +156,12 @@ class HookedModel:
     def order(self) -> dict[str, int]:
         """Name of a hook point -> its place in execution order."""
         return {name: place for place, name in enumerate(self._points)}
+
+    @cached_property
+    def before_logits(self) -> set[str]:
+        """The values that the logits are computed from."""
+        flow = Dataflow(self.proto)
+        return flow.read_by(flow.ancestors([LOGITS]))
 
     @cached_property
     def _points(self) -> dict[str, HookPoint]:
@@ -190,6 +200,29 @@ class HookedModel:
             if (node.op_type, entry.name) == ("DequantizeLinear", "block_size")
         )
         return self.rounds_by_call or any(coarse) or any(blocks)
+
+    @cached_property
+    def has_weights(self) -> bool:
+        """Whether it has weights; a graph that was exported from a config alone has none."""
+        return not lacks_weights(self.proto)
+
+    def need_weights(self, what: str = "running it") -> None:
+        """Refuse what needs weights, if there are none.
+
+        Raises:
+            ModelError: there are none.
+        """
+        if not self.has_weights:
+            refuse(self.folder, what)
+
+    @cached_property
+    def weights_sha256(self) -> str:
+        """Hash of its weights, waited for if need be; see `mionnx.graph.weight_record`.
+
+        Raises:
+            ModelError: the weights have changed since the export.
+        """
+        return weight_record.weights_sha256(self.folder, self.metadata)
 
     @cached_property
     def influence(self) -> Influence:
@@ -287,7 +320,7 @@ def check_stock(stock: StockGraph, hooked: onnx.ModelProto, folder: Path) -> Non
     if strange or LOGITS not in outputs:
         raise ModelError(f"the stock graph in the metadata takes {', '.join(strange)[:200]} and gives {outputs[:9]}")
     shown = checkable(stock.proto)
-    validate.check(shown, folder, [_shapes(shown, *tokens) for tokens in stock.examples])
+    validate.check(shown, folder, [validate.input_shapes(shown, *tokens) for tokens in stock.examples])
 
 
 def _check_axes(name: str, axes: Sequence[str | int], known: Known, metadata: Metadata) -> None:
@@ -301,15 +334,3 @@ def _check_axes(name: str, axes: Sequence[str | int], known: Known, metadata: Me
     for axis, size in zip(point.axes or (), axes, strict=False):
         if isinstance(size, int) and named.get(axis, size) != size:
             raise ModelError(f"the axis {axis} of {name} is {size}, but the metadata's sizes say {named[axis]}")
-
-
-def _shapes(proto: onnx.ModelProto, batch: int, seq: int, past: int) -> dict[str, Dims]:
-    """The shapes of the inputs for a token batch; an input with a default has its default's."""
-    carries = any(dim.dim_param == "past" for value in proto.graph.input for dim in value.type.tensor_type.shape.dim)
-    known = {"batch": batch, "seq": seq, "past": past, "total": past + seq if carries else seq}
-    defaults: dict[str, Dims] = {tensor.name: tuple(tensor.dims) for tensor in proto.graph.initializer}
-    shapes: dict[str, Dims] = {}
-    for value in proto.graph.input:
-        dims = value.type.tensor_type.shape.dim
-        shapes[value.name] = tuple(known.get(dim.dim_param, seq) if dim.dim_param else dim.dim_value for dim in dims)
-    return {name: defaults.get(name, shape) for name, shape in shapes.items()}

@@ -112,9 +112,10 @@ class Metadata:
         hooks: hook name -> axes, in execution order; an axis is a name where it is dynamic, a number where it is not.
         attention: one entry a layer; none in a recurrent model.
         exporter: versions of what made the file.
-        weights_sha256: hash of the checkpoint's weight files, in the order of their names.
-        weight_files: weight file -> "size", "sampled" and "sha256" (`mionnx.graph.weight_check`); none in a model of
-            an earlier mionnx.
+        weights_sha256: hash of the checkpoint's weight files, in the order of their names; empty where the export did
+            not wait for it (`HookedModel.weights_sha256` does).
+        weight_files: weight file -> "size", "sampled" and "sha256" (`mionnx.graph.weight_check`), or "changed" where
+            the last is still to come (`mionnx.graph.weight_record`); none in a model of an earlier mionnx.
         context_length: the longest text that the checkpoint was made for, as its config says; None if it does not.
         fused: fused operators that an adopted file came with (`mionnx.graph.fused_operators`); not written if none.
         hook_dtypes: hook name -> dtype, of those that have another than the model's; not written if there are none.

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import DTypeLike, NDArray
 
 from mionnx.errors import ModelError
+from mionnx.graph import without_weights
 from mionnx.graph.folder_file import check_regular
 
 ModelProto: TypeAlias = onnx.ModelProto
@@ -93,6 +94,8 @@ def weight(proto: onnx.ModelProto, folder: Path, name: str) -> NDArray[Any]:
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         return onnx.numpy_helper.to_array(tensor)
     entry = {item.key: item.value for item in tensor.external_data}
+    if entry["location"] == without_weights.LOCATION:
+        without_weights.refuse(folder, f"reading {name}")
     dtype, offset = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), int(entry.get("offset", 0))
     try:
         if tensor.data_type in PACKED:

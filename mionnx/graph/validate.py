@@ -18,10 +18,12 @@ from pathlib import Path
 import onnx
 
 from mionnx.errors import ModelError
+from mionnx.graph import without_weights
 from mionnx.graph.folder_file import resolve
 from mionnx.graph.known_value import Dims
 from mionnx.graph.value_sizes import Scope, check_sizes
 
+UNBOUNDED = 2**63  # bytes of a file that does not exist, in a graph without weights
 NODES = 2**15  # a layer has some 50 to 300
 PACKED: dict[int, int] = {onnx.TensorProto.INT4: 2, onnx.TensorProto.UINT4: 2, onnx.TensorProto.FLOAT4E2M1: 2}
 
@@ -147,7 +149,7 @@ def _span(tensor: onnx.TensorProto, root: Path, sizes: dict[str, int]) -> Span:
     entry = {item.key: item.value for item in tensor.external_data}
     location, name = entry.get("location", ""), tensor.name
     if location not in sizes:
-        sizes[location] = _size(root, location, name)
+        sizes[location] = UNBOUNDED if location == without_weights.LOCATION else _size(root, location, name)
     try:
         offset, length = int(entry.get("offset", 0)), int(entry["length"])
     except (ValueError, KeyError) as error:
@@ -201,3 +203,15 @@ def _check_held(tensor: onnx.TensorProto) -> None:
     complex_ = tensor.data_type in (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)
     if count * PACKED.get(tensor.data_type, 1) < wanted * (1 + complex_):
         raise ModelError(f"weight {tensor.name!r} of shape {list(tensor.dims)} has {count} of its numbers")
+
+
+def input_shapes(proto: onnx.ModelProto, batch: int, seq: int, past: int) -> dict[str, Dims]:
+    """The shapes of the inputs for a token batch; an input with a default has its default's."""
+    carries = any(dim.dim_param == "past" for value in proto.graph.input for dim in value.type.tensor_type.shape.dim)
+    known = {"batch": batch, "seq": seq, "past": past, "total": past + seq if carries else seq}
+    defaults: dict[str, Dims] = {tensor.name: tuple(tensor.dims) for tensor in proto.graph.initializer}
+    shapes: dict[str, Dims] = {}
+    for value in proto.graph.input:
+        dims = value.type.tensor_type.shape.dim
+        shapes[value.name] = tuple(known.get(dim.dim_param, seq) if dim.dim_param else dim.dim_value for dim in dims)
+    return {name: defaults.get(name, shape) for name, shape in shapes.items()}

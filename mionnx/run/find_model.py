@@ -15,6 +15,7 @@ from platformdirs import user_cache_path
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import inside
 from mionnx.graph.hooked_model import GRAPH, HookedModel
+from mionnx.graph.weight_record import complete_beside
 from mionnx.machine.cache_entry import MODELS
 from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.files import link_or_copy
@@ -24,6 +25,7 @@ from mionnx.machine.source_digest import source_digest
 from mionnx.run import hub_gguf
 from mionnx.run.hub import download
 from mionnx.run.model_dtype import AUTO
+from mionnx.run.packaged_models import packaged_model
 from mionnx.run.shipped_models import shipped_models
 from mionnx.run.source_path import advice, is_hooked, local_path, missing
 
@@ -91,7 +93,10 @@ def open_model(
     """
     folder = find_model(source, dtype, progress, refuse)
     try:
-        return HookedModel.open(folder, check=check, progress=progress)
+        hooked = HookedModel.open(folder, check=check, progress=progress)
+        if check != "none":
+            complete_beside(hooked.folder, hooked.metadata)
+        return hooked
     except ModelError as error:
         if local_path(source) == folder or not DiskCache(cache_folder()).discard(folder, str(error)):
             raise
@@ -112,9 +117,10 @@ def checkpoint_folder(source: str | Path, file: str | None = None) -> Path:
         InputError: not a path.
         ModelError: nothing there, or a file of another kind.
     """
-    folder = local_path(source) or shipped_models().get(str(source))
+    name = str(source)
+    folder = local_path(source) or shipped_models().get(name) or packaged_model(name)
     if folder is None:
-        return hub_folder(str(source) if file is None else f"{source}/{file}", None)
+        return hub_folder(name if file is None else f"{source}/{file}", None)
     return folder if file is None else hub_gguf.file_in(folder, file)
 
 
@@ -176,7 +182,9 @@ def exporter_for(folder: Path) -> ModuleType:
     )
 
 
-def export(folder: Path, target: Path, dtype: str, progress: Progress, copy: bool = False) -> None:
+def export(
+    folder: Path, target: Path, dtype: str, progress: Progress, copy: bool = False, graph_only: bool = False
+) -> None:
     """Export a checkpoint into a new folder; a temporary folder is renamed into place.
 
     Args:
@@ -184,6 +192,7 @@ def export(folder: Path, target: Path, dtype: str, progress: Progress, copy: boo
         dtype: of the exported model.
         progress: called as (stage, done, total).
         copy: give the folder weight files of its own, where otherwise they are the checkpoint's under another name.
+        graph_only: export the config alone, without weights.
 
     Raises:
         ExportError: the target exists, torch is not installed, or the exporter refuses the checkpoint.
@@ -193,7 +202,7 @@ def export(folder: Path, target: Path, dtype: str, progress: Progress, copy: boo
         raise ExportError(f"{target} exists already")
     remove_leftovers(target.parent, holding=MADE)
     with new_folder(target, ExportError) as partial:
-        _write(exporter, folder, partial, dtype, progress)
+        _write(exporter, folder, partial, dtype, progress, "export_graph" if graph_only else "export")
         made = HookedModel.open(partial, check="none").metadata.dtype
         if dtype not in (made, AUTO):  # a foreign ONNX file computes in its own
             raise ExportError(
@@ -203,9 +212,14 @@ def export(folder: Path, target: Path, dtype: str, progress: Progress, copy: boo
             copy_links(partial, progress)
 
 
-def _write(exporter: ModuleType, folder: Path, target: Path, dtype: str, progress: Progress) -> None:
+def _write(
+    exporter: ModuleType, folder: Path, target: Path, dtype: str, progress: Progress, function: str = "export"
+) -> None:
+    export = getattr(exporter, function, None)
+    if export is None:
+        raise ExportError(f"{folder}: {exporter.__name__} makes no graph without weights")
     try:
-        exporter.export(folder, target, dtype, progress)
+        export(folder, target, dtype, progress)
     except ImportError as error:
         otherwise = f"exporting needs torch and transformers ({error.name}): pip install 'mionnx[export]'"
         raise ExportError(NEEDED.get(str(error.name), otherwise)) from error
@@ -219,7 +233,7 @@ def copy_links(folder: Path, progress: Progress) -> None:
     for done, path in enumerate(shared):
         progress(f"copying {path.name}", done, len(shared))
         own = path.with_name(f"{path.name}.copy")
-        shutil.copyfile(path, own)
+        shutil.copy2(path, own)  # with its time of change, by which its hash may still be recorded
         own.replace(path)
 
 

@@ -122,6 +122,7 @@ class GraphPool:
         return self._recent((plan, hooks), lambda: self._make_chain(plan, hooks), tokens)
 
     def _recent(self, key: Key, make: Callable[[], Open], tokens: int) -> Open:
+        self.model.need_weights()
         _threads.add(get_ident())
         with self._lock:
             if self.options.prepack is None and self.engine.prepacks:

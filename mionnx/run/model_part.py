@@ -23,6 +23,7 @@ class ModelPart:
     """
 
     def __init__(self, graph: bytes, hooked: HookedModel, options: Options, base: Path | None = None) -> None:
+        hooked.need_weights()
         folder = hooked.folder if base is None else base
         self._program = engine_of(options).open(graph, folder, options, optimised=base is not None)
         self.dtype = DTYPES[hooked.metadata.dtype]

@@ -122,12 +122,14 @@ def find(model: HookedModel, options: Options, entries: DiskCache) -> PrepackedM
 def ready(model: HookedModel, options: Options) -> PrepackedModel | None:
     """The base in the store that a model of these options would use, if there is one already."""
     large = sum(onnx_file.locations(model.proto).values()) >= WORTHWHILE
+    model.need_weights()
     wanted = options.base == "always" or (options.base != "never" and large)
     return find(model, options, DiskCache(find_model.cache_folder())) if wanted else None
 
 
 def make(model: HookedModel, options: Options, entries: DiskCache) -> PrepackedModel | None:
     """The base, made if there is none; None where the store cannot hold it."""
+    model.need_weights()
     if not possible(options):
         return None
 

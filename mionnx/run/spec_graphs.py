@@ -8,7 +8,7 @@ from mionnx.bind.logit_selection import Logits
 from mionnx.inputs.lacking import refuse_without_cache
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
-from mionnx.rewrite import Report
+from mionnx.rewrite import Report, rewrite
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.fused_plan import with_fused
 from mionnx.run.graph_pool import GraphPool, OpenGraph
@@ -69,6 +69,9 @@ def report(model: OpenModel, hooks: HookSpec) -> Report:
     Example:
         print(model.report(HookSpec().intervene("blocks.1.hook_mlp_out", Intervention.Zero())))
     """
+    hooked = model.binder.model
+    if not hooked.has_weights:  # no graph of it can be opened
+        return rewrite(hooked.proto, model.binder.bind(hooks).plan, hooked.metadata)[1]
     return compile_graph(model, hooks).report
 
 

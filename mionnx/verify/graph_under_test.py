@@ -43,6 +43,7 @@ class GraphUnderTest:
     def __init__(
         self, model: HookedModel, spec: HookSpec, names: Sequence[str], calls: Sequence[TokenBatch], title: str = ""
     ) -> None:
+        model.need_weights()
         self.model, self.names, self.calls, self.title = model, list(names), list(calls), title
         self.spec = HookSpec().extend(spec)
         self.spec.captures.clear()

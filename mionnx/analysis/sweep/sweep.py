@@ -143,7 +143,7 @@ class Sweep:
         return key_of(
             {
                 "format": FORMAT,
-                "model": [metadata.family, metadata.dtype, metadata.weights_sha256],
+                "model": [metadata.family, metadata.dtype, self.model.hooked.weights_sha256],
                 "prompts": [
                     [ids if ids is None else ids.tolist() for ids in (pair.base, pair.other)] for pair in self.pairs
                 ],

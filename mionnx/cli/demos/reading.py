@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from mionnx.analysis.lens.lens_result import label_of
 from mionnx.bind.logit_selection import Logits
-from mionnx.cli.demos.sweep import write
+from mionnx.cli.demos.sweep import GERMANY, write
 from mionnx.errors import HookError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.decimals import decimal
@@ -26,7 +26,8 @@ GIFT = "When Mary and John went to the store , John gave a drink to"
 
 def lens(model: "MIModel", console: Console, folder: Path | None = None) -> None:
     """Apply the logit lens to the last position: top tokens, rank and KL divergence by layer."""
-    result = model.logit_lens(CAPITAL, k=3, tokens=["Berlin"])
+    other = int(model.forward(GERMANY, logits=Logits(positions=-1)).output()[0, 0].argmax())
+    result = model.logit_lens(CAPITAL, k=3, tokens=[other])
     answer = result.spell(int(result.answers[-1]))
     table = Table("after", "top tokens", escape(f"P({answer!r})"), "rank", "KL from the last layer (nats)")
     for i, point in enumerate(result.points):

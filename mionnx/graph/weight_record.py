@@ -1,0 +1,163 @@
+"""The hashes of large weight files, recorded while a model is used already.
+
+1. An export does not wait for them. What it writes of a file whose hash is not known yet is its size, its sampled hash
+   and its time of change ("changed") in the place of "sha256".
+2. Whoever opens such a model hashes the files in the background, and writes `weights.sha256.json` beside the graph, in
+   one step: it is there whole, or not at all. Two processes write the same.
+3. A file is hashed for the record only if its size, sample and time of change are still those of the export, before and
+   after it is read. A copy that got another time before its hash was recorded is never recorded.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread, get_ident
+from typing import Any
+
+from mionnx.errors import ModelError
+from mionnx.graph import file_digest
+from mionnx.graph.folder_file import read_json
+from mionnx.graph.metadata import Metadata
+from mionnx.graph.weight_check import Progress, sampled, silent
+
+RECORD = "weights.sha256.json"
+SMALL = 2**26  # bytes of a file that an export waits for
+
+Facts = dict[str, dict[str, Any]]  # file -> size, sampled, and sha256 or changed
+
+
+def describe(folder: Path, names: Iterable[str], progress: Progress = silent) -> Facts:
+    """Describe weight files for `Metadata.weight_files`; only small ones are waited for.
+
+    Args:
+        folder, names: of the files.
+        progress: called as (stage, done, total) in bytes.
+    """
+    found: Facts = {}
+    for name in sorted({*names}):
+        file, stat = folder / name, (folder / name).stat()
+        file_digest.start([file])
+        digest = file_digest.wait(file, progress) if stat.st_size <= SMALL else file_digest.known(file)
+        found[name] = {"size": stat.st_size, "sampled": sampled(file)}
+        found[name] |= {"sha256": digest} if digest else {"changed": stat.st_mtime_ns}
+    return found
+
+
+def describe_export(
+    folder: Path, names: Iterable[str], checkpoint: Iterable[Path], progress: Progress = silent
+) -> tuple[str, Facts]:
+    """Describe the weights of an export for `Metadata`.
+
+    Args:
+        folder, names, progress: see `describe`.
+        checkpoint: the files that the weights came from.
+
+    Returns:
+        the hash of the checkpoint, empty where it is not known yet, and the files.
+    """
+    found = describe(folder, names, progress)
+    digests = [file_digest.known(file) for file in sorted(checkpoint)]
+    return combined(filter(None, digests)) if all(digests) else "", found
+
+
+def combined(digests: Iterable[str]) -> str:
+    """Make one hash of those of several files, in their order; of one file it is its own."""
+    digests = list(digests)
+    return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def recorded(folder: Path, metadata: Metadata) -> Facts:
+    """Read what is known of a model's weight files, by its graph and by the record beside it."""
+    found = {name: dict(facts) for name, facts in metadata.weight_files.items()}
+    if all("sha256" in facts for facts in found.values()):
+        return found
+    record: Any = {}
+    with suppress(ModelError):
+        record = read_json(folder / RECORD)
+    for name, facts in found.items():
+        known = record.get(name) if isinstance(record, dict) else None
+        if not isinstance(known, dict) or any(known.get(key) != facts.get(key) for key in ("size", "sampled")):
+            continue
+        if isinstance(known.get("sha256"), str):
+            facts.setdefault("sha256", known["sha256"])
+    return found
+
+
+def is_pending(folder: Path, metadata: Metadata) -> bool:
+    """Whether a weight file's hash has not been recorded yet."""
+    return any("sha256" not in facts for facts in recorded(folder, metadata).values())
+
+
+def complete(folder: Path, metadata: Metadata, progress: Progress = silent) -> Facts:
+    """Hash the weight files that have not been hashed, and record them.
+
+    Args:
+        folder, metadata: of the model.
+        progress: called as (stage, done, total) in bytes.
+
+    Returns:
+        what is known of each file then.
+
+    Raises:
+        ModelError: a file is not as it was when the model was exported, or cannot be read.
+    """
+    found = recorded(folder, metadata)
+    pending = {name: facts for name, facts in found.items() if "sha256" not in facts}
+    for name, facts in pending.items():
+        try:
+            _check_unchanged(folder / name, facts)
+            facts["sha256"] = file_digest.wait(folder / name, progress)
+            _check_unchanged(folder / name, facts)
+        except OSError as error:
+            raise ModelError(f"cannot read the weights in {folder}: {error}") from error
+    if pending:
+        with suppress(OSError):  # a folder that is read-only or full: the hashes last as long as the process
+            _write(folder / RECORD, found)
+    return found
+
+
+def complete_beside(folder: Path, metadata: Metadata) -> Thread | None:
+    """Do `complete` in a thread that ends with the process; None if nothing is pending."""
+    if not is_pending(folder, metadata):
+        return None
+
+    def run() -> None:
+        with suppress(ModelError):  # said by whoever asks for the hash
+            complete(folder, metadata)
+
+    thread = Thread(target=run, name="mionnx-record", daemon=True)
+    thread.start()
+    return thread
+
+
+def weights_sha256(folder: Path, metadata: Metadata) -> str:
+    """One hash of a model's weights, waited for where it is not known yet.
+
+    Raises:
+        ModelError: see `complete`.
+    """
+    if metadata.weights_sha256 or not metadata.weight_files:
+        return metadata.weights_sha256
+    return combined(facts["sha256"] for _, facts in sorted(complete(folder, metadata).items()))
+
+
+def _check_unchanged(file: Path, facts: Mapping[str, Any]) -> None:
+    stat = file.stat()
+    if (stat.st_size, stat.st_mtime_ns) != (facts.get("size"), facts.get("changed")):
+        raise ModelError(
+            f"{file} has changed since it was exported, or is a copy, and its hash was not recorded before: "
+            "export the model again"
+        )
+
+
+def _write(path: Path, facts: Facts) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}.partial")
+    try:
+        partial.write_text(json.dumps(facts, indent=1))
+        partial.replace(path)
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)

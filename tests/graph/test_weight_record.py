@@ -1,0 +1,151 @@
+"""Hashes of large weights are recorded after the export, in one step, and never of weights that changed meanwhile."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import onnx
+import pytest
+
+from mionnx import HookSpec, MIModel, ModelError
+from mionnx.graph import file_digest, weight_record
+from mionnx.graph.hooked_model import HookedModel
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def pending(copy, monkeypatch):
+    """A model as it is right after the export of large weights: their hash is not known yet."""
+    monkeypatch.setattr(weight_record, "SMALL", 0)
+    monkeypatch.setattr(file_digest, "known", lambda file: None)
+    proto = onnx.load(copy / "model.onnx", load_external_data=False)
+    del proto.metadata_props[[entry.key for entry in proto.metadata_props].index("mionnx.weights_sha256")]
+    described = weight_record.describe(copy, [WEIGHTS])
+    assert set(described[WEIGHTS]) == {"size", "sampled", "changed"}
+    proto.metadata_props.add(key="mionnx.weight_files", value=json.dumps(described))
+    (copy / "model.onnx").write_bytes(proto.SerializeToString())
+    return copy
+
+
+def digest(folder: Path) -> str:
+    return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
+
+
+def flip(path: Path, at: int = 1_000_003) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        held = file.read(1)
+        file.seek(at)
+        file.write(bytes([held[0] ^ 1]))
+
+
+def recorded(folder: Path) -> str | None:
+    path = folder / weight_record.RECORD
+    deadline = time.monotonic() + 20
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return json.loads(path.read_text())[WEIGHTS]["sha256"]
+
+
+def test_opening_a_model_records_the_hash_in_the_background(pending):
+    graph = (pending / "model.onnx").read_bytes()
+    model = MIModel.from_pretrained(pending)
+    assert recorded(pending) == digest(pending) == model.hooked.weights_sha256
+    assert (pending / "model.onnx").read_bytes() == graph
+    assert not weight_record.is_pending(pending, model.hooked.metadata)
+    assert not list(pending.glob(".*partial"))
+
+
+def test_a_recorded_hash_tells_a_changed_byte(pending):
+    MIModel.from_pretrained(pending)
+    recorded(pending)
+    HookedModel.open(pending, check="full")
+    flip(pending / WEIGHTS)
+    with pytest.raises(ModelError, match="is damaged"):
+        HookedModel.open(pending, check="full")
+
+
+def test_weights_that_changed_before_are_not_recorded(pending):
+    flip(pending / WEIGHTS)
+    model = MIModel.from_pretrained(pending)
+    with pytest.raises(ModelError, match="changed since it was exported"):
+        _ = model.hooked.weights_sha256
+    with pytest.raises(ModelError, match="changed since it was exported"):
+        HookedModel.open(pending, check="full")
+    assert not (pending / weight_record.RECORD).exists()
+
+
+def test_a_record_of_other_weights_is_not_believed(pending, tmp_path):
+    weight_record.complete(pending, HookedModel.open(pending).metadata)
+    record = json.loads((pending / weight_record.RECORD).read_text())
+    for wrong in ("{}", "[1]", "no JSON", json.dumps({WEIGHTS: {**record[WEIGHTS], "sampled": "0" * 64}})):
+        (pending / weight_record.RECORD).write_text(wrong)
+        assert weight_record.is_pending(pending, HookedModel.open(pending).metadata)
+    assert HookedModel.open(pending).weights_sha256 == digest(pending)
+
+
+def test_a_compiled_model_waits_for_the_hash(pending, tmp_path):
+    MIModel.from_pretrained(pending).compile(HookSpec(), tmp_path / "compiled")
+    (props,) = (onnx.load(tmp_path / "compiled" / "model.onnx", load_external_data=False).metadata_props,)
+    assert any(digest(pending) in entry.value for entry in props)
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from mionnx.graph import file_digest, weight_record
+from mionnx.graph.hooked_model import HookedModel
+file_digest.CHUNK = 2**12
+print("ready", flush=True)
+folder = Path(sys.argv[1])
+weight_record.complete(folder, HookedModel.open(folder).metadata)
+"""
+
+
+@pytest.mark.slow
+def test_killed_processes_leave_no_record_or_a_whole_one_and_two_are_fine(pending):
+    for pause in (0.0, 0.005, 0.02):
+        child = subprocess.Popen([sys.executable, "-c", CHILD, str(pending)], stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        assert child.stdout.readline()
+        time.sleep(pause)
+        child.kill()
+        child.communicate()
+        path = pending / weight_record.RECORD
+        assert not path.exists() or json.loads(path.read_text())[WEIGHTS]["sha256"] == digest(pending)
+    path.unlink(missing_ok=True)
+    both = [subprocess.Popen([sys.executable, "-c", CHILD, str(pending)], stdout=subprocess.DEVNULL) for _ in "ab"]
+    assert [child.wait() for child in both] == [0, 0]
+    assert recorded(pending) == digest(pending)
+
+
+def test_a_blob_of_the_hubs_cache_is_called_by_its_hash(tmp_path):
+    named = tmp_path / "blobs" / ("ab" * 32)
+    named.parent.mkdir()
+    named.write_bytes(b"not read at all")
+    (tmp_path / "snapshot").symlink_to(named)
+    os.link(named, tmp_path / "linked")
+    file_digest.start([tmp_path / "snapshot"])
+    assert file_digest.known(tmp_path / "linked") == "ab" * 32
+
+
+def test_a_file_is_read_once_and_again_when_it_has_changed(tmp_path):
+    first = tmp_path / "weights"
+    first.write_bytes(b"one")
+    assert file_digest.wait(first) == hashlib.sha256(b"one").hexdigest()
+    os.link(first, tmp_path / "other")
+    assert file_digest.known(tmp_path / "other") == file_digest.wait(first)
+    shutil.copy(first, tmp_path / "copy")
+    assert file_digest.known(tmp_path / "copy") is None
+    first.write_bytes(b"two!")
+    assert file_digest.known(first) is None
+    assert file_digest.wait(first) == hashlib.sha256(b"two!").hexdigest()
+    first.unlink()
+    with pytest.raises(OSError, match="No such file"):
+        file_digest.wait(first)
