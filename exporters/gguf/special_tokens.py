@@ -1,4 +1,4 @@
-"""The ids of a GGUF file's special tokens: those that it states, and llama.cpp's own where it states none."""
+"""The ids of a GGUF file's special tokens, with those that llama.cpp assumes."""
 
 import warnings
 
