@@ -9,6 +9,7 @@ from mionnx.analysis.attribution import attribute as attribution
 from mionnx.analysis.attribution import residual_stack, stack_attribution
 from mionnx.analysis.features import active_features
 from mionnx.analysis.gradients import gradients as differentiating
+from mionnx.analysis.gradients import integrated
 from mionnx.analysis.lens import logit_lens as lens
 from mionnx.analysis.lens import token_vectors, track
 from mionnx.analysis.python_hooks import hooked_calls, residual, transformer_lens
@@ -44,6 +45,8 @@ class MIModel(Runner):
     ablation_sweep = ablating.ablation_sweep
     # gradients of a metric, in one pass
     gradients = differentiating.gradients
+    integrated_gradients = integrated.integrated_gradients
+    gradient_times_input = integrated.gradient_times_input
     # attention heads
     attention = attention_patterns.attention
     head_scores = heads.head_scores

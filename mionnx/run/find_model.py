@@ -14,7 +14,7 @@ from platformdirs import user_cache_path
 
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import inside
-from mionnx.graph.hooked_model import GRAPH, HookedModel
+from mionnx.graph.hooked_model import GRAPH, KEY, HookedModel
 from mionnx.graph.weight_record import complete_beside
 from mionnx.machine.cache_entry import MODELS
 from mionnx.machine.disk_cache import DiskCache
@@ -303,7 +303,7 @@ def _linked(folder: Path) -> Path:
         ModelError: a link that leads elsewhere than into the Hub's cache.
     """
     files = {path.name: inside(folder, path.name) for path in folder.iterdir() if not path.is_dir()}
-    key = hashlib.sha256(json.dumps({name: str(path) for name, path in files.items()}).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps({name: str(path) for name, path in files.items()}).encode()).hexdigest()[:KEY]
 
     def make(target: Path) -> None:
         try:
@@ -326,4 +326,4 @@ def _fingerprint(folder: Path, dtype: str, exporter: ModuleType) -> str:
     text = json.dumps(
         [str(folder.resolve()), facts, dtype, source_digest(exporter.__name__.partition(".")[0], *EXPORTING)]
     )
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY]
