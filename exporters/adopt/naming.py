@@ -75,7 +75,7 @@ def _name_logits(graph: ir.Graph, value: ir.Value) -> None:
 
 
 def _identity(graph: ir.Graph, value: ir.Value, within: Collection[ir.Node] = ()) -> ir.Value:
-    """A value of its own for the readers of another, or for some; its sizes are still read from that one."""
+    """A value of its own for the readers of another, or some; sizes are still read there."""
     readers = [(node, place) for node, place in value.uses() if node.op_type not in SIZES]
     readers = [(node, place) for node, place in readers if not within or node in within]
     node = ir.node("Identity", [value])
