@@ -9,10 +9,10 @@ from families import make_checkpoint
 from family_batches import batch, difference, forward, interventions
 from oracle import Inputs, run
 from tiny_configs import tiny_config
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from exporters.transformers import export
-from mionnx import HookError, HookPoint, HookSpec, MIModel
+from mionnx import HookError, HookPoint, HookSpec, Intervention, MIModel
 
 TOLERANCE = 5e-5
 LATENTS = ["deepseek_v2", "deepseek_v3", "youtu"]
@@ -28,10 +28,9 @@ def made(tmp_path_factory: pytest.TempPathFactory):
     def find(family: str) -> Pair:
         if family not in pairs:
             folder: Path = tmp_path_factory.mktemp(family)
-            make_checkpoint(family, folder / "checkpoint", **tiny_config(family))
+            reference = make_checkpoint(family, folder / "checkpoint", **tiny_config(family))
             export(folder / "checkpoint", folder / "hooked")
-            reference = AutoModelForCausalLM.from_pretrained(folder / "checkpoint", attn_implementation="eager")
-            pairs[family] = MIModel.from_pretrained(folder / "hooked", threads=1), reference.eval()
+            pairs[family] = MIModel.from_pretrained(folder / "hooked", threads=1), reference
         return pairs[family]
 
     return find
@@ -102,7 +101,7 @@ def test_latents_are_hook_points_and_keys_may_be_of_another_size_than_values(fam
     assert values.shape[-1] == config.v_head_dim != keys.shape[-1]
     assert model.W_O.shape == (2, config.num_attention_heads, config.v_head_dim, config.hidden_size)
     assert cache["result", 0].shape[-2:] == (config.num_attention_heads, config.hidden_size)
-    changed = model.forward(batch("plain").ids, HookSpec().zero(HookPoint.AttnKvLatent(0)))
+    changed = model.forward(batch("plain").ids, HookSpec().intervene(HookPoint.AttnKvLatent(0), Intervention.Zero()))
     assert np.abs(changed.output() - cache.output()).max() > 1e-3
 
 
