@@ -193,7 +193,7 @@ class _Attachment:
         self.before(self.module(layout.mlp_input, block), lambda x: at(HookPoint.MlpPre(i), self.note(i, x)))
         found = find_experts(block) if layout.experts else None
         if found is not None:
-            self.experts(i, block, found[1])
+            self.experts(i, block, found)
         elif not layout.experts or self.has(layout.down, block):
             self.neurons(i, block)
         self.after(self.module(layout.mlp_output, block), lambda x: self.taps.at_tokens(HookPoint.MlpPost(i), x))
