@@ -11,6 +11,7 @@ from typing import Any
 from exporters.gguf.facts import Facts
 from exporters.gguf.header import Header
 from exporters.gguf.rope import frequencies, rope
+from exporters.gguf.special_tokens import special_ids
 from mionnx.errors import ExportError, nearest
 
 LAYER = {  # module of a layer, llama.cpp's name -> transformers' in most families
@@ -191,7 +192,7 @@ def _common(facts: Facts) -> Config:
     _check_sizes(facts.header, layers, hidden, heads * head_dim, inner)
     context = facts.size("context_length")
     epsilon = facts.maybe("attention.layer_norm_rms_epsilon")
-    ids = {name: facts.header.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in TOKENS.items()}
+    known = special_ids(facts.header)
     return {
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -204,7 +205,7 @@ def _common(facts: Facts) -> Config:
         "rope_parameters": rope(facts, head_dim, context, frequencies(facts.header)),
         "tie_word_embeddings": "output.weight" not in tensors,
         **({} if epsilon is None else {"rms_norm_eps": epsilon}),
-        **ids,
+        **{name: known.get(key) for name, key in TOKENS.items()},
     }
 
 

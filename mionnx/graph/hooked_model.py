@@ -23,6 +23,7 @@ The format, on one page:
    valid one or has other inputs.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -51,6 +52,7 @@ from mionnx.graph.without_weights import lacks_weights, refuse
 
 GRAPH = "model.onnx"
 # What is kept beside a graph, where the checkpoint has it: the config, and what tokenizers are made of.
+KEY = 16  # hex digits of the key that ends the name of a model's folder in the store
 KEPT = (
     "config.json",
     "generation_config.json",
@@ -147,6 +149,11 @@ class HookedModel:
         nodes = [] if self.stock is None else list(self.stock.proto.graph.node)
         nodes += [one.node for one in read_fused(Dataflow(self.proto), self.metadata.fused)]
         return frozenset((node.domain, node.op_type) for node in nodes if node.domain == DOMAIN)
+
+    @property
+    def name(self) -> str:
+        """Name of its folder; in the store that of its source, without the key behind it."""
+        return re.sub(rf"(?<=.)-[0-9a-f]{{{KEY}}}$", "", self.folder.resolve().name)
 
     def hook_points(self) -> list[HookPoint]:
         """All hook points in execution order; derived ones follow their source."""
