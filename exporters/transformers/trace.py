@@ -19,6 +19,7 @@ import torch._dynamo.config
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from exporters.transformers.attention import ATTENTION, Listener, TappedCache
 from exporters.transformers.experts import EXPERTS
@@ -117,7 +118,7 @@ def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     for module in skeleton.modules():
         # The long factors apply beyond `Sizes.max_positions`; the graph holds the short ones only.
         if getattr(module, "rope_type", None) == "longrope":
-            module.rope_type = "default"
+            module.rope_type, module.compute_default_rope_parameters = "default", ROPE_INIT_FUNCTIONS["longrope"]
     return skeleton
 
 
