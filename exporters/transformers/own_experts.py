@@ -1,4 +1,4 @@
-"""Experts of families that compute them in code of their own, which no graph can follow or which computes them all.
+"""Experts of families with code of their own for them, which no graph can follow.
 
 An entry of `OWN` says how the stacked weights of a module are read; what is computed from them is in `experts`.
 """
@@ -26,7 +26,7 @@ def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
 
 
 def _llama4(stack: ExitStack, taps: Taps, moe: Any) -> None:
-    """Llama 4: the weight of an expert is applied to what it reads; its own code computes every expert."""
+    """Compute Llama 4's chosen experts; each weight is applied to what its expert reads."""
     own = moe.experts
     weights = {"gate_up_proj": own.gate_up_proj, "down_proj": own.down_proj, "is_transposed": True}
     experts = SimpleNamespace(**PLAIN, **weights, _apply_gate=_gated(own.act_fn))
@@ -42,7 +42,7 @@ def _llama4(stack: ExitStack, taps: Taps, moe: Any) -> None:
 
 
 def _dbrx(stack: ExitStack, taps: Taps, moe: Any) -> None:
-    """DBRX: experts stacked in two axes, gate and up apart."""
+    """Compute DBRX's chosen experts, stacked along two axes, gate and up apart."""
     own = moe.experts.mlp
     gate, up, down = (
         weight.view(own.moe_num_experts, own.ffn_hidden_size, own.hidden_size) for weight in (own.w1, own.v1, own.w2)
@@ -65,7 +65,7 @@ OWN: dict[str, Callable[[ExitStack, Taps, nn.Module], None]] = {"DbrxFFN": _dbrx
 
 
 def tap_own_experts(stack: ExitStack, taps: Taps, moe: nn.Module) -> None:
-    """Let experts that transformers computes in code of their own be computed in `experts`."""
+    """Let the experts of such a family be computed in `experts`."""
     tap = OWN.get(type(moe).__name__)
     if tap is not None:
         tap(stack, taps, moe)
