@@ -1,5 +1,6 @@
 """Gradients of transformers' eager model by torch's autograd, in float64: the oracle of `gradients`."""
 
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 
 import numpy as np
@@ -18,12 +19,17 @@ Gradients = dict[str, NDArray[np.float64]]
 
 
 def gradients(
-    model: PreTrainedModel, inputs: Inputs, seed: NDArray[np.float64], dtype: torch.dtype = torch.float64
+    model: PreTrainedModel,
+    inputs: Inputs,
+    seed: NDArray[np.float64],
+    dtype: torch.dtype = torch.float64,
+    changes: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> Gradients:
     """The derivative of the sum of logits [batch, seq, vocab] times `seed`, by the value at each hook point.
 
     A value that torch reads elsewhere too (the MLP's input of olmo2 is the stream's own tensor) is copied at its hook
-    point: what is meant is what an intervention there changes.
+    point: what is meant is what an intervention there changes. `changes` has functions of the gradients at some hook
+    points, whose results go on backwards.
     """
     model = deepcopy(model).to(dtype)
     prepare(model.config)
@@ -33,6 +39,8 @@ def gradients(
         kept = value if stream else value.clone()
         kept.requires_grad_() if kept.is_leaf else kept.retain_grad()
         values[name] = kept
+        if changes and name in changes:
+            kept.register_hook(changes[name])
         return kept
 
     ids, mask, positions = (torch.from_numpy(array) for array in (inputs.ids, inputs.mask, inputs.positions))
