@@ -15,7 +15,7 @@ import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import DeduplicateInitializersPass
 
-from exporters.adopt.assemble import SINKS
+from exporters.adopt.assemble import facts_of
 from exporters.adopt.extension import Plain, complete
 from exporters.adopt.flow import LOOKUPS
 from exporters.adopt.interface import AXES, supply_positions
@@ -166,9 +166,7 @@ def _recognised(model: ir.Model, source: Source, target: Path, parameters: set[s
     sizes = replace(sizes_of(probed.values, found), max_positions=limit)
     hooks = {name: axes_of(name, probed.values[name].shape, sizes) for name in names}
     annotate(proto, probed, hooks)
-    return Found(
-        proto, found, sizes, hooks, {SINKS: "in the softmax"} if any(one.sink for one in found.attention) else {}
-    )
+    return Found(proto, found, sizes, hooks, facts_of(found, attends=False))
 
 
 def _refuse(broken: list[LawResult]) -> None:

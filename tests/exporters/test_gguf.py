@@ -308,6 +308,20 @@ def test_weights_are_written_a_piece_at_a_time(tmp_path, monkeypatch):
     assert (tmp_path / "second" / "model.safetensors").stat().st_size > 2 * largest
 
 
+@pytest.mark.parametrize(
+    ("pattern", "full"),
+    [(None, [5]), (3, [2, 5]), ([True, False, True, True, True, False], [1, 5])],
+    ids=["unstated", "a period", "flags"],
+)
+def test_which_layers_of_gemma3_slide(pattern, full, tmp_path):
+    types = ["full_attention" if layer in full else "sliding_attention" for layer in range(6)]
+    model = Family("gemma3_text", Kind.F32, {**GEMMA, "num_hidden_layers": 6, "layer_types": types}).model()
+    extra = {"gemma3.attention.sliding_window_pattern": pattern}
+    found = ours(write_gguf(model, tmp_path / "m.gguf", extra=extra))
+    assert found.config.layer_types == types
+    assert np.abs(logits(found) - logits(model)).max() < 1e-5
+
+
 def test_dtypes(tmp_path):
     model = Family("llama", Kind.F32).model()
     half = read_header(write_gguf(model, tmp_path / "half.gguf", Kind.F16))
