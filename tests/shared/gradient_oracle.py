@@ -10,10 +10,8 @@ from oracle import Inputs
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from exporters.transformers.attention import TappedCache
 from exporters.transformers.families import layout_of
-from exporters.transformers.taps import attached
-from exporters.transformers.trace import prepare
+from exporters.transformers.trace import Cached, prepare
 
 Gradients = dict[str, NDArray[np.float64]]
 
@@ -44,13 +42,6 @@ def gradients(
         return kept
 
     ids, mask, positions = (torch.from_numpy(array) for array in (inputs.ids, inputs.mask, inputs.positions))
-    heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
-    width = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
-    empty = torch.zeros(len(ids), heads, 0, width, dtype=dtype)
-    with attached(model, layout_of(model.config), listen):
-        cache = TappedCache([(empty, empty) for _ in range(model.config.num_hidden_layers)])
-        output = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        )
-    (output.logits * torch.from_numpy(seed).to(dtype)).sum().backward()
+    logits, _ = Cached(model, layout_of(model.config), listen)(ids, mask, positions, [])
+    (logits * torch.from_numpy(seed).to(dtype)).sum().backward()
     return {name: value.grad.double().numpy() for name, value in values.items() if value.grad is not None}

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.python_hooks.check_result import replacement
-from mionnx.analysis.python_hooks.hook import Hook, HookFunction, Where, register
+from mionnx.analysis.python_hooks.hook import Hook, HookFunction
 from mionnx.analysis.python_hooks.segmented_run import RunInputs
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import GradientError
@@ -31,7 +31,7 @@ def run_backwards(
     model: Runner,
     inputs: RunInputs,
     spec: HookSpec,
-    bwd_hooks: Iterable[tuple[Where, HookFunction]],
+    functions: Mapping[str, list[HookFunction]],
     metric: Mapping[str, Any],
 ) -> HookCache:
     """Run a model and go back from a metric, with functions at the gradients.
@@ -40,7 +40,7 @@ def run_backwards(
         model: the model.
         inputs: the tokens and what came before them.
         spec: captures and interventions.
-        bwd_hooks: pairs of a hook and a function.
+        functions: by hook point, in execution order.
         metric: the arguments of `HookSpec.set_metric`.
 
     Returns:
@@ -50,7 +50,6 @@ def run_backwards(
         GradientError: no gradient at a hook point.
         InterventionError: a function's result that cannot replace a gradient.
     """
-    functions = register(model.hooked, bwd_hooks)
     asked = deepcopy(spec).set_metric(**metric).gradient([*functions])
     cache = _forward(model, inputs, asked)
     found = {} if cache.grad is None else {name: np.array(value) for name, value in cache.grad.items()}

@@ -45,7 +45,7 @@ def _name_of(function: HookFunction) -> str:
 def replacement(
     model: HookedModel, hook: Hook, function: HookFunction, returned: Any, old: NDArray[Any]
 ) -> NDArray[Any]:
-    """What a function returned, in the dtype of the value that it replaces.
+    """A function's result, in the dtype of the value that it replaces.
 
     Raises:
         InterventionError: another shape, no fractions, or numbers beyond the dtype.

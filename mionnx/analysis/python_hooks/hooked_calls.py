@@ -8,7 +8,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from mionnx.analysis.python_hooks.backward_hooks import run_backwards
-from mionnx.analysis.python_hooks.hook import HookFunction, Where
+from mionnx.analysis.python_hooks.hook import HookFunction, Where, register
 from mionnx.analysis.python_hooks.loss import check_return_type, convert_logits
 from mionnx.analysis.python_hooks.segmented_run import RunInputs, run_segments
 from mionnx.errors import GradientError, HookError
@@ -52,7 +52,7 @@ def call(
 
 
 @takes_encoding
-@typed(leave=["fwd_hooks"])
+@typed(leave=["fwd_hooks", "bwd_hooks"])
 def run_with_hooks(
     model: Runner,
     tokens: Prompt,
@@ -120,15 +120,14 @@ def run_with_hooks(
     """
     check_return_type(return_type)
     inputs = RunInputs(model._ids(tokens), attention_mask, cache, initial_state, prompt_length)
-    fwd_hooks, bwd_hooks = [*fwd_hooks], [*bwd_hooks]
-    if bwd_hooks:
-        if fwd_hooks:
+    if backward := register(model.hooked, bwd_hooks):
+        if register(model.hooked, fwd_hooks):
             raise GradientError(
                 "fwd_hooks and bwd_hooks in one call: no graph can differentiate a Python function; say what the first "
                 "do as interventions, in hooks="
             )
         asked = {"name": metric, "answer": answer, "versus": versus}
-        result = run_backwards(model, inputs, hooks or HookSpec(), bwd_hooks, asked)
+        result = run_backwards(model, inputs, hooks or HookSpec(), backward, asked)
     else:
         result = run_segments(model, inputs, hooks or HookSpec(), fwd_hooks, return_type is not None, state=False)
     return convert_logits(return_type, result.output() if return_type else None, inputs.batch(model))

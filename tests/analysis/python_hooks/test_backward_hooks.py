@@ -34,11 +34,11 @@ def test_changed_gradients_go_on_as_in_torch(models, references):
 
 def test_functions_that_only_read_get_the_gradients_of_the_loss(shipped):
     seen = {}
-    logits, loss = shipped.run_with_hooks(
-        PROMPT,
-        bwd_hooks=[("blocks.*.hook_mlp_out", lambda grad, hook: seen.update({hook.name: grad}))],
-        return_type="both",
-    )
+
+    def keep(grad, hook):
+        seen[hook.name] = grad
+
+    logits, loss = shipped.run_with_hooks(PROMPT, bwd_hooks=[("blocks.*.hook_mlp_out", keep)], return_type="both")
     cache = shipped.gradients(PROMPT, "blocks.*.hook_mlp_out", "loss")
     assert loss == pytest.approx(float(cache.metric[0]), rel=1e-5)
     assert logits.shape == (1, 5, 471)
