@@ -47,7 +47,7 @@ def bind_gradients(requests: Sequence[Capture], hooks: HookIndex) -> tuple[Bound
     """
     if not requests:
         return ()
-    held = [name for name in hooks.names if not _lacking(name, hooks)]
+    held = [name for name in hooks.names if not lacking(name, hooks)]
     chosen = [(request, _names(request, held, hooks)) for request in requests]
     return tuple(replace(one, node=GradientNode(**vars(one.node))) for one in bind_captures(chosen, hooks))
 
@@ -57,12 +57,12 @@ def _names(request: Capture, held: Sequence[str], hooks: HookIndex) -> tuple[str
     if not isinstance(request.what, HookPoint):
         return tuple(resolve(request, held))
     (name,) = resolve(request, hooks.names)
-    if reason := _lacking(name, hooks):
+    if reason := lacking(name, hooks):
         raise GradientError(f"gradient at {name}: {reason}")
     return (name,)
 
 
-def _lacking(name: str, hooks: HookIndex) -> str | None:
+def lacking(name: str, hooks: HookIndex) -> str | None:
     """Why a hook point has no gradient; None if it can have one."""
     point = HookPoint.parse(name)
     if point.derived:
@@ -78,4 +78,4 @@ def gradients_of(metric: MetricSpec | None, by: Sequence[BoundCapture]) -> Gradi
     """The part of a plan with a metric and its gradients."""
     if metric is None:
         return None
-    return Gradients(metric.name, tuple(one.node for one in by if isinstance(one.node, GradientNode)))
+    return Gradients(metric.name, tuple(one.node for one in by if isinstance(one.node, GradientNode)), metric.rules)

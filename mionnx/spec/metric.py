@@ -24,6 +24,8 @@ READS: Mapping[str, tuple[str, ...]] = {
 }
 WHOLE = ("loss",)  # those that read every position
 NO_GRADIENT = {"rank": "a rank changes in steps"}
+# sets of rules by which nodes are gone through backwards; see `mionnx.rewrite.gradient.rules`
+RULES = ("gradient", "frozen_norm", "relp", "relp_frozen_pattern", "frozen_norm_pattern")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +41,7 @@ class MetricSpec:
         reference: of "kl", logits [vocab] or [batch, vocab].
         seed: of "seed", the derivative of any number by the logits, [vocab], [batch, vocab] or [batch, seq, vocab]; the
             last has one for every logit that the call computes, and `position` is not read.
+        rules: the name of the rules of going back, of `RULES`: "gradient" has the derivatives.
     """
 
     name: str
@@ -47,6 +50,7 @@ class MetricSpec:
     position: int = -1
     reference: NDArray[Any] | None = None
     seed: NDArray[Any] | None = None
+    rules: str = "gradient"
 
     @staticmethod
     def of(
@@ -56,14 +60,16 @@ class MetricSpec:
         position: int = -1,
         reference: ArrayLike | None = None,
         seed: ArrayLike | None = None,
+        rules: str = "gradient",
     ) -> "MetricSpec":
         """Check the parts of a metric.
 
         Raises:
-            GradientError: an unknown metric, one without a gradient, a part that is missing or not read, or numbers of
-                another shape.
+            GradientError: an unknown metric, one without a gradient, a part that is missing or not read, numbers of
+                another shape, or unknown rules.
         """
         check_metric(name)
+        check_rules(rules)
         given = {"answer": answer, "versus": versus, "reference": reference, "seed": seed}
         for part, value in given.items():
             if value is None and part in READS[name]:
@@ -71,7 +77,7 @@ class MetricSpec:
             if value is not None and part not in READS[name]:
                 raise GradientError(f"metric {name!r} reads no {part}; it reads {', '.join(READS[name]) or 'none'}")
         numbers = _numbers("reference", reference, (1, 2)), _numbers("seed", seed, (1, 2, 3))
-        return MetricSpec(name, answer, versus, _whole(position), *numbers)
+        return MetricSpec(name, answer, versus, _whole(position), *numbers, rules)
 
     @property
     def tensors(self) -> dict[str, NDArray[Any]]:
@@ -82,7 +88,7 @@ class MetricSpec:
     def to_entry(self) -> dict[str, Any]:
         """The metric's entry in a spec file, without its arrays."""
         tokens = {"answer": _plain(self.answer), "versus": _plain(self.versus)}
-        return {"name": self.name, "position": self.position, **tokens}
+        return {"name": self.name, "position": self.position, "rules": self.rules, **tokens}
 
     @staticmethod
     def from_entry(entry: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> "MetricSpec":
@@ -104,6 +110,16 @@ def check_metric(name: str) -> None:
         raise GradientError(f"metric {name!r} has no gradient: {reason}; there are {', '.join(READS)}")
     if name not in READS:
         raise GradientError(f"no metric {name!r}; there are {', '.join(READS)}{nearest(name, READS)}")
+
+
+def check_rules(rules: str) -> None:
+    """Check the name of a set of rules.
+
+    Raises:
+        GradientError: an unknown one.
+    """
+    if rules not in RULES:
+        raise GradientError(f"no rules {rules!r}; there are {', '.join(RULES)}{nearest(str(rules), RULES)}")
 
 
 def _plain(tokens: Tokens) -> Any:
