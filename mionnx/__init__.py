@@ -10,6 +10,7 @@ from mionnx.analysis.attention.head_scores_result import HeadScores
 from mionnx.analysis.attribution.attribution import Attribution
 from mionnx.analysis.features.activations import FeatureActivations
 from mionnx.analysis.features.sae import SAE
+from mionnx.analysis.gradients.saliency import Saliency
 from mionnx.analysis.lens.lens_result import LensResult
 from mionnx.analysis.python_hooks.hook import Hook
 from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
@@ -91,6 +92,7 @@ __all__ = [
     "RWKVState",
     "Report",
     "RuntimeMissingError",
+    "Saliency",
     "SpecFileError",
     "StateAblationResult",
     "StateKnockoutSpec",

@@ -14,9 +14,10 @@ from exporters.rwkv.pth import read_pth
 from exporters.sidecar_files import find_files, keep_files
 from exporters.weight_files import locations, place, some
 from mionnx.errors import ExportError
+from mionnx.graph import file_digest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import Metadata, Sizes, context_length
-from mionnx.graph.weight_check import fingerprints, sha256
+from mionnx.graph.weight_record import describe_export
 from mionnx.machine.progress import Progress
 
 CONFIGS = ("config.json", "generation_config.json")
@@ -34,6 +35,8 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
     files = [file for file in find_files(folder.parent if alone else folder) if not (alone and file.name in CONFIGS)]
     target.mkdir(parents=True, exist_ok=True)
     tensors = {tensor.name: tensor for tensor in _read(folder)}
+    sources = {tensor.file for tensor in tensors.values()}
+    file_digest.start(sources)  # read while the graph is built
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     layout, config = layout_of(shapes, folder), {} if alone else read_config(folder)
     shape = shape_of(shapes, layout, config)
@@ -50,6 +53,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
     for value in parameters:
         graph.register_initializer(value)
     stage(3)
+    digest, of_files = describe_export(target, locations(parameters), sources, progress)
     metadata = Metadata(
         family=f"rwkv{shape.version}",
         dtype=str(kind).removeprefix("torch."),
@@ -57,8 +61,8 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         hooks={name: _axes(name, build) for name in build.hooks},
         attention=[],
         exporter={name: version(name) for name in ("mionnx", "onnxscript")},
-        weights_sha256=sha256(sorted({tensor.file for tensor in tensors.values()}), progress),
-        weight_files=fingerprints(target, locations(parameters), progress),
+        weights_sha256=digest,
+        weight_files=of_files,
         context_length=context_length(config),
     )
     _strip(graph)

@@ -188,7 +188,7 @@ class TappedCache(DynamicCache):
 
     def __init__(self, past: list[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
-        self.layers = [_filled(key, value) for key, value in past]
+        self.layers = [filled(key, value) for key, value in past]
         self.layer_class_to_replicate = None if past else DynamicLayer
 
     def update(
@@ -208,7 +208,8 @@ class TappedCache(DynamicCache):
         return found
 
 
-def _filled(key: Tensor, value: Tensor) -> DynamicLayer:
+def filled(key: Tensor, value: Tensor) -> DynamicLayer:
+    """A layer of a cache that holds keys and values already, of any length."""
     layer = DynamicLayer()
     layer.keys, layer.values = key, value
     layer.dtype, layer.device, layer.is_initialized = key.dtype, key.device, True

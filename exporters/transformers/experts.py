@@ -113,13 +113,18 @@ def tap_neurons(taps: Taps, inner: Tensor, tokens: tuple[int, ...], experts: Any
 
 
 class TapRouter(TorchFunctionMode):
-    """Tap the logits of a router: the first linear map that it computes."""
+    """Tap the logits of a router: the first linear map that it computes.
+
+    It chooses experts in the order of their scores; where a family leaves the order open, each runtime has its own.
+    """
 
     def __init__(self, taps: Taps) -> None:
         super().__init__()
         self.taps, self.seen = taps, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.topk, Tensor.topk):
+            kwargs = {**(kwargs or {}), "sorted": True}
         result = func(*args, **(kwargs or {}))
         if self.seen or func is not nn.functional.linear:
             return result

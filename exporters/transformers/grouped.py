@@ -5,8 +5,8 @@
    decoding, and what is computed grows with the rows.
 2. A step gives as many rows as the most popular matrix has, so that all steps give the same; a row of zeros stands for
    those that a matrix lacks, and nobody reads it.
-3. The matrix is the left operand, whose rows ONNX Runtime computes alike however many columns there are: a token's
-   result does not depend on the tokens beside it, to the last bit.
+3. One row more than chose a matrix is multiplied with it, whichever comes next. ONNX Runtime adds up a single row in
+   another order than several; so a token's result does not depend on the tokens beside it, to the last bit.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from exporters.transformers.experts import GROUPED_DOMAIN
 
 HEADER = '<ir_version: 10, opset_import: ["" : {opset}]>'
 SORTED = """
-sorted (int64[n] chosen) => (int64[n] order, int64[stack, 1] starts, int64[stack, 1] stops, int64[most] slots,
+sorted (int64[n] chosen) => (int64[m] order, int64[stack, 1] starts, int64[stack, 1] stops, int64[most] slots,
                              int64[n] places)
 {{
     nothing = Constant<value_int = 0>()
@@ -30,17 +30,20 @@ sorted (int64[n] chosen) => (int64[n] order, int64[stack, 1] starts, int64[stack
     columns = Range(nothing, rows, one)
     scaled = Mul(chosen, length)
     keys = Add(scaled, columns)
-    ordered, order = TopK<largest = 0>(keys, length)
+    ordered, by_choice = TopK<largest = 0>(keys, length)
+    order = Concat<axis = 0>(by_choice, first)
     none = ConstantOfShape<value = int64[1] {{0}}>(stack)
     ones = ConstantOfShape<value = int64[1] {{1}}>(length)
     counts = ScatterElements<axis = 0, reduction = "add">(none, chosen, ones)
     ends = CumSum(counts, nothing)
     begins = Sub(ends, counts)
     starts = Unsqueeze(begins, second)
-    stops = Unsqueeze(ends, second)
+    one_more = Min(counts, one)
+    beyond = Add(ends, one_more)
+    stops = Unsqueeze(beyond, second)
     most = ReduceMax<keepdims = 1>(counts, first)
     slots = Slice(columns, first, most, first)
-    ranked = ScatterElements<axis = 0>(columns, order, columns)
+    ranked = ScatterElements<axis = 0>(columns, by_choice, columns)
     begun = Gather(begins, chosen)
     rank = Sub(ranked, begun)
     block = Mul(chosen, most)
@@ -48,7 +51,7 @@ sorted (int64[n] chosen) => (int64[n] order, int64[stack, 1] starts, int64[stack
 }}
 """
 PRODUCT = """
-product ({dtype}[n, {inner}] x, {dtype}[{weight}] matrices, int64[n] order, int64[{stack}, 1] starts,
+product ({dtype}[n, {inner}] x, {dtype}[{weight}] matrices, int64[m] order, int64[{stack}, 1] starts,
          int64[{stack}, 1] stops, int64[most] slots, int64[n] places) => ({dtype}[n, {out}] y)
 {{
     sorted = Gather<axis = 0>(x, order)
@@ -58,10 +61,8 @@ product ({dtype}[n, {inner}] x, {dtype}[{weight}] matrices, int64[n] order, int6
         => ({dtype}[most, {out}] made)
     {{
         mine = Slice(sorted, start, stop)
-        turned = Transpose<perm = [1, 0]>(mine)
-        multiplied = {multiply}(matrix, turned)
-        back = Transpose<perm = [1, 0]>(multiplied)
-        padded = Concat<axis = 0>(back, nobody)
+        multiplied = {multiply}(mine, matrix)
+        padded = Concat<axis = 0>(multiplied, nobody)
         count = Sub(stop, start)
         picked = Min(slots, count)
         made = Gather<axis = 0>(padded, picked)
@@ -106,7 +107,7 @@ def _facts(node: ir.Node, stack: int, sides: list[int]) -> dict[str, object]:
         "matrix": matrix,
         "inner": inner,
         "out": out,
-        "multiply": "Gemm<transA = 1>" if rows else "MatMul",
+        "multiply": "MatMul" if rows else "Gemm<transB = 1>",
     }
 
 

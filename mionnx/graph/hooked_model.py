@@ -23,6 +23,7 @@ The format, on one page:
    valid one or has other inputs.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -51,6 +52,7 @@ from mionnx.graph.without_weights import lacks_weights, refuse
 
 GRAPH = "model.onnx"
 # What is kept beside a graph, where the checkpoint has it: the config, and what tokenizers are made of.
+KEY = 16  # hex digits of the key that ends the name of a model's folder in the store
 KEPT = (
     "config.json",
     "generation_config.json",
@@ -148,6 +150,11 @@ class HookedModel:
         nodes += [one.node for one in read_fused(Dataflow(self.proto), self.metadata.fused)]
         return frozenset((node.domain, node.op_type) for node in nodes if node.domain == DOMAIN)
 
+    @property
+    def name(self) -> str:
+        """Name of its folder; in the store that of its source, without the key behind it."""
+        return re.sub(rf"(?<=.)-[0-9a-f]{{{KEY}}}$", "", self.folder.resolve().name)
+
     def hook_points(self) -> list[HookPoint]:
         """All hook points in execution order; derived ones follow their source."""
         return [*self._points.values()]
@@ -156,12 +163,6 @@ class HookedModel:
     def order(self) -> dict[str, int]:
         """Name of a hook point -> its place in execution order."""
         return {name: place for place, name in enumerate(self._points)}
-
-    @cached_property
-    def before_logits(self) -> set[str]:
-        """The values that the logits are computed from."""
-        flow = Dataflow(self.proto)
-        return flow.read_by(flow.ancestors([LOGITS]))
 
     @cached_property
     def _points(self) -> dict[str, HookPoint]:

@@ -194,19 +194,18 @@ def _bounded(node: onnx.NodeProto, made: Known, inputs: Sequence[Known | None]) 
 
 
 def _by_shapes(node: onnx.NodeProto, inputs: Sequence[Known | None]) -> int | None:
-    """An upper bound of gathered rows and of a matrix's products, where enough axes are known."""
-    if len(inputs) < 2 or inputs[0] is None or inputs[1] is None or inputs[0].shape is None or inputs[1].most is None:
+    """An upper bound of gathered rows and of rows times a matrix, where enough axes are known."""
+    if len(node.input) != 2 or inputs[0] is None or inputs[1] is None or not inputs[0].shape:
         return None
     attributes = {attribute.name: attribute.i for attribute in node.attribute}
-    shape, other = inputs[0].shape, inputs[1].most
-    if node.op_type == "Gather" and shape:
+    shape, matrix = inputs[0].shape, inputs[1].shape or ()
+    if node.op_type == "Gather" and inputs[1].most is not None:
         axis = attributes.get("axis", 0) % len(shape)
         beside = [*shape[:axis], *shape[axis + 1 :]]
-        return None if None in beside else other * prod(dim or 0 for dim in beside)
-    plain = not attributes.get("transB", 0) and len(node.input) == 2
-    if node.op_type in ("MatMul", "Gemm") and plain and len(shape) == 2 and len(inputs[1].shape or ()) == 2:
-        rows, inner = shape[::-1] if attributes.get("transA", 0) else shape
-        return None if rows is None or not inner else rows * (other // inner)
+        return None if None in beside else inputs[1].most * prod(dim or 0 for dim in beside)
+    if node.op_type in ("MatMul", "Gemm") and len(shape) == len(matrix) == 2 and not attributes.get("transA", 0):
+        inner, out = matrix[::-1] if attributes.get("transB", 0) else matrix
+        return None if not inner or out is None or inputs[0].most is None else inputs[0].most // inner * out
     return None
 
 

@@ -46,6 +46,23 @@ def describe(folder: Path, names: Iterable[str], progress: Progress = silent) ->
     return found
 
 
+def describe_export(
+    folder: Path, names: Iterable[str], checkpoint: Iterable[Path], progress: Progress = silent
+) -> tuple[str, Facts]:
+    """Describe the weights of an export for `Metadata`.
+
+    Args:
+        folder, names, progress: see `describe`.
+        checkpoint: the files that the weights came from.
+
+    Returns:
+        the hash of the checkpoint, empty where it is not known yet, and the files.
+    """
+    found = describe(folder, names, progress)
+    digests = [file_digest.known(file) for file in sorted(checkpoint)]
+    return combined(filter(None, digests)) if all(digests) else "", found
+
+
 def combined(digests: Iterable[str]) -> str:
     """Make one hash of those of several files, in their order; of one file it is its own."""
     digests = list(digests)

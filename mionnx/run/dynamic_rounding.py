@@ -14,7 +14,7 @@ def warn_of_dynamic_rounding(model: HookedModel) -> None:
     """Warn of a dynamically quantised model, when it is opened."""
     if model.rounds_by_call:
         warnings.warn(
-            f"{model.folder.name} rounds its activations to 8 bits with one scale for all tokens of a call (dynamic "
+            f"{model.name} rounds its activations to 8 bits with one scale for all tokens of a call (dynamic "
             "quantisation): rows of a batch, padding, earlier positions and cached decoding change each other's "
             "results by about the size of a step. Sweeps run one cell a call, all positions of it",
             DynamicRoundingWarning,

@@ -14,7 +14,7 @@ from platformdirs import user_cache_path
 
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import inside
-from mionnx.graph.hooked_model import GRAPH, HookedModel
+from mionnx.graph.hooked_model import GRAPH, KEY, HookedModel
 from mionnx.graph.weight_record import complete_beside
 from mionnx.machine.cache_entry import MODELS
 from mionnx.machine.disk_cache import DiskCache
@@ -25,7 +25,7 @@ from mionnx.machine.source_digest import source_digest
 from mionnx.run import hub_gguf
 from mionnx.run.hub import download
 from mionnx.run.model_dtype import AUTO
-from mionnx.run.packaged_models import packaged_model
+from mionnx.run.packaged_models import PACKAGED, packaged_model
 from mionnx.run.shipped_models import shipped_models
 from mionnx.run.source_path import advice, is_hooked, local_path, missing
 
@@ -137,10 +137,12 @@ def hub_folder(name: str, file: str | None) -> Path:
     """
     one = hub_gguf.names_file(name)
     if not one and (name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILES):
-        raise ModelError(f"{name} is no folder with a model: nothing is there{missing(name, shipped_models())}")
+        raise ModelError(
+            f"{name} is no folder with a model: nothing is there{missing(name, [*shipped_models(), *PACKAGED])}"
+        )
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    near = missing(name, shipped_models())
+    near = missing(name, [*shipped_models(), *PACKAGED])
     try:
         if one:
             return hub_gguf.download_file(name)
@@ -301,7 +303,7 @@ def _linked(folder: Path) -> Path:
         ModelError: a link that leads elsewhere than into the Hub's cache.
     """
     files = {path.name: inside(folder, path.name) for path in folder.iterdir() if not path.is_dir()}
-    key = hashlib.sha256(json.dumps({name: str(path) for name, path in files.items()}).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps({name: str(path) for name, path in files.items()}).encode()).hexdigest()[:KEY]
 
     def make(target: Path) -> None:
         try:
@@ -324,4 +326,4 @@ def _fingerprint(folder: Path, dtype: str, exporter: ModuleType) -> str:
     text = json.dumps(
         [str(folder.resolve()), facts, dtype, source_digest(exporter.__name__.partition(".")[0], *EXPORTING)]
     )
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY]

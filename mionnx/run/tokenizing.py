@@ -55,7 +55,7 @@ def tokenizer(model: Tokenizing) -> Tokenizer | WorldTokenizer:
 
 def unknown_words(model: Tokenizing) -> UnknownWords:
     """Watcher of the unknown words in this model's prompts."""
-    return UnknownWords(model.tokenizer, model.hooked.folder.resolve().name)
+    return UnknownWords(model.tokenizer, model.hooked.name)
 
 
 @typed()

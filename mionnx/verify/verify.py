@@ -126,7 +126,8 @@ def verify(
             notes.append(keep(first, request.record, prompts, hashed, where, settings))
     again = runtimes if request.repeat else []
     found = [one for runtime in again for one in _repeats(runtime, graph, request, failed, settings)]
-    return Verification(_title(model, graph), first.title, besides, skipped, failed, settings.tolerance, notes,
+    title = _title(model, request.other, graph)
+    return Verification(title, first.title, besides, skipped, failed, settings.tolerance, notes,
                         list(prompts), hashed, where, found)  # fmt: skip
 
 
@@ -145,9 +146,9 @@ def _shared(model: HookedModel, names: list[str], request: Request, notes: list[
     asked = next((name for name in missing if name in given), None)
     shared = [name for name in names if name not in missing]
     if asked or not shared:
-        raise HookError(f"{other.folder.name} has no hook point {asked or missing[0]!r}: choose hooks that both have")
+        raise HookError(f"{other.name} has no hook point {asked or missing[0]!r}: choose hooks that both have")
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    notes.append(f"{other.folder.name} has no {', '.join(missing[:3])}{more}: left out of the comparison")
+    notes.append(f"{other.name} has no {', '.join(missing[:3])}{more}: left out of the comparison")
     return shared
 
 
@@ -193,13 +194,13 @@ def _tolerance(request: Request, model: HookedModel, recording: RecordedValues |
     return max(TOLERANCES[dtype] for dtype in dtypes) if request.tolerance is None else request.tolerance
 
 
-def _title(model: HookedModel, graph: GraphUnderTest) -> str:
+def _title(model: HookedModel, other: HookedModel | None, graph: GraphUnderTest) -> str:
     count = len(graph.calls)
     changes = graph.spec.num_interventions()
     steered = f", {changes} intervention{'s' * (changes != 1)}" if changes else ""
+    names = model.name if other is None else f"{model.name} and {other.name}"
     return (
-        f"{model.folder.name}: {len(graph.names)} hook points, {count} prompt{'s' * (count != 1)}, "
-        f"{model.metadata.dtype}{steered}"
+        f"{names}: {len(graph.names)} hook points, {count} prompt{'s' * (count != 1)}, {model.metadata.dtype}{steered}"
     )
 
 

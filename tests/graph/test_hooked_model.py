@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +30,11 @@ def test_axes_are_numbers_where_they_are_fixed():
     assert model.axes(HookPoint.AttnResult(0)) == ["batch", "seq", 2, 4]
     with pytest.raises(HookError, match="this toy model has no hook point"):
         model.axes(HookPoint.AttnZ(1))
+
+
+def test_a_name_has_no_key_of_the_store():
+    folders = {"gpt2-0123456789abcdef": "gpt2", "gpt2-1234": "gpt2-1234", "0123456789abcdef": "0123456789abcdef"}
+    assert [replace(toy(), folder=Path("/store") / folder).name for folder in folders] == [*folders.values()]
 
 
 def test_a_recurrence_is_float32():

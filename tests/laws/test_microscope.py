@@ -60,6 +60,21 @@ def test_losses_are_in_table_page_json_and_file(lost, tmp_path):
     assert '"layers"' in lost.page()
 
 
+def test_the_page_says_which_layer_adds_most_and_fits_a_telephone(lost, chromium, tmp_path):
+    (beside,) = lost.besides
+    page = chromium(lost.save(tmp_path / "lost.html"))
+    assert page.locator("h1").inner_text().startswith("int4 and world-llama: "), "the names, without the store's key"
+    most = page.locator("#layers tr").filter(has_text="most").locator("td").all_inner_texts()
+    assert most[0] == str(beside.heaviest.layer)
+    assert float(most[3]) == pytest.approx(beside.heaviest.added, rel=1e-3)
+    assert page.locator("#layers tr").count() == 1 + len(beside.layers)
+    cosines = page.locator("#rows tr td:nth-child(8)").all_inner_texts()
+    assert cosines == [f"{row.cosine:.5f}" for row in beside.rows], "five digits, as many as the page has"
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert not page.troubles
+
+
 def test_runtimes_of_one_model_have_no_layers(shipped):
     found = shipped.verify(PROMPT, ["ort-cpu", "ort-cpu:none"], greedy=0, local=False)
     assert found.besides[0].heaviest is None

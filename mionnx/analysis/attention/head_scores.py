@@ -83,7 +83,7 @@ def head_scores(
         progress("attention patterns", done, batch)
     del cache
     model.give_back()
-    return HeadScores(chosen, totals / batch, sequences.chance, period, batch, model.hooked.folder.resolve().name)
+    return HeadScores(chosen, totals / batch, sequences.chance, period, batch, model.hooked.name)
 
 
 def _refuse_row_hooks(model: Runner, spec: HookSpec) -> None:

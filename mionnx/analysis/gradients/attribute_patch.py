@@ -17,7 +17,7 @@ from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
 from mionnx.analysis.sweep.patching import make_patch_sweep
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Sweep
-from mionnx.bind.gradients import lacking
+from mionnx.bind.gradients import differentiable
 from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import GradientError, InputError, nearest
 from mionnx.graph.hook_points import HookPoint
@@ -155,11 +155,11 @@ def _fitting(
     Raises:
         InputError: none of them.
     """
-    names, index = (over,) if isinstance(over, str) else tuple(over), index_hooks(HookSpec(), model)
+    names, held = (over,) if isinstance(over, str) else tuple(over), differentiable(index_hooks(HookSpec(), model))
     fitting: list[Cells] = []
     for template, own in kinds.items():
         first = template.format(i=own[0])
-        if {*names} <= {*axes_to_go_over(HookPoint.parse(first))} and not lacking(first, index):
+        if {*names} <= {*axes_to_go_over(HookPoint.parse(first))} and first in held:
             fitting.append((template, names, own if layers is None else layers))
     if not fitting:
         raise InputError(f"{glob}: none of {', '.join(kinds)} has a gradient and the axes {', '.join(names)}")

@@ -64,7 +64,7 @@ def cfg(model: Runner) -> ModelSizes:
     sizes = metadata.sizes
     neurons = metadata.hooks.get(str(HookPoint.MlpAct(0)), [None])[-1]
     return ModelSizes(
-        model_name=model.hooked.folder.name,
+        model_name=model.hooked.name,
         n_layers=sizes.num_layers,
         n_heads=sizes.num_heads,
         n_key_value_heads=sizes.num_kv_heads,

@@ -1,0 +1,242 @@
+"""`integrated_gradients` and `gradient_times_input`: what each token carries of a metric.
+
+Integrated gradients (Sundararajan, Taly and Yan 2017, arXiv:1703.01365): of a value x and a baseline b at a hook point,
+
+    score = (x - b) * mean over alpha of d metric / d value at b + alpha (x - b),   alpha = (i + 1/2) / steps
+
+summed over all axes but the positions. The scores sum to metric(x) - metric(b) as the steps become many; the difference
+is the completeness gap. Gradient x input is x * d metric / d value at x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import deepcopy
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mionnx.analysis.gradients.gradients import gradients, metric_name
+from mionnx.analysis.gradients.saliency import Saliency, SalientText
+from mionnx.bind.logit_selection import Logits
+from mionnx.errors import GradientError, HookError, InputError
+from mionnx.graph.axes import sequence_axis
+from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.arrays import to_array
+from mionnx.machine.progress import bars
+from mionnx.machine.ranges import at_least
+from mionnx.machine.typed import typed
+from mionnx.run.hook_cache import HookCache
+from mionnx.run.prompt import Ids, prompt_ids, token_text
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt, takes_encoding
+from mionnx.spec.hook_choice import Hook
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.intervention import Intervention
+from mionnx.spec.metric import READS, Token, Tokens
+
+ROWS = 16  # steps of the path in one pass
+OF_SALIENCY = tuple(name for name, reads in READS.items() if not {"reference", "seed"} & {*reads})
+Values = NDArray[np.float32]
+
+
+@takes_encoding
+@typed()
+def integrated_gradients(
+    model: Runner,
+    tokens: Prompt,
+    baseline: ArrayLike | str = "mean",
+    hook: Hook = "hook_embed",
+    metric: str = "logit",
+    answer: Tokens = None,
+    versus: Tokens = None,
+    spec: HookSpec | None = None,
+    *,
+    steps: int = 50,
+    position: int = -1,
+) -> Saliency:
+    """Attribute a metric to the tokens of texts by gradients along a path from a baseline.
+
+    Args:
+        tokens: one text or several; the rows of a padded batch are texts of their own.
+        baseline: the value at the hook point that counts as nothing: "mean", that over a text's own positions, "zero",
+            another text of as many tokens, or an array of fractions that broadcasts to the value. A norm is singular at
+            zero: of models that norm their embeddings, a path from "zero" needs many more steps.
+        hook: the hook point whose values are attributed; it has positions.
+        metric: "logit", "logit_diff", "log_probability", "probability" or "loss".
+        answer, versus: tokens, as ids or texts, one for all texts or one a text; the answer is the most probable one if
+            left out.
+        spec: interventions; the metric and its gradients are those of the model so changed.
+        steps: points of the path.
+        position: of each text, at which the logits are read.
+
+    Returns:
+        scores of each token of each text; their sum is the change of the metric from baseline to text, up to `gap`.
+
+    Raises:
+        GradientError: a metric that has no gradient or needs an array.
+        HookError: a hook point without positions.
+        InputError: a baseline of another length or shape, or no steps.
+
+    Example:
+        found = model.integrated_gradients("The capital of France is", answer=" Paris", steps=20)
+        found.scores(), found.gap
+    """
+    at_least("steps", steps, 1)
+    point, asked = _checked(hook, metric), _plain_spec(spec)
+    texts, done = prompt_ids(model, tokens), []
+    with bars() as progress:
+        for n, ids in enumerate(texts):
+            progress("integrated gradients", n, len(texts))
+            given = {"answer": _of_row(answer, n, len(texts)), "versus": _of_row(versus, n, len(texts))}
+            request = {"metric": metric, "position": position, **given}
+            done.append(_integrated(model, ids, point, asked, request, baseline, steps))
+    return Saliency("integrated gradients", point.name, metric, tuple(done), steps)
+
+
+@takes_encoding
+@typed()
+def gradient_times_input(
+    model: Runner,
+    tokens: Prompt,
+    hook: Hook = "hook_embed",
+    metric: str = "logit",
+    answer: Tokens = None,
+    versus: Tokens = None,
+    spec: HookSpec | None = None,
+    *,
+    position: int = -1,
+) -> Saliency:
+    """Attribute a metric to tokens by the gradient times the value, in one pass a text.
+
+    Args:
+        tokens, hook, metric, answer, versus, spec, position: as for `integrated_gradients`.
+
+    Raises:
+        GradientError, HookError: as there.
+
+    Example:
+        model.gradient_times_input("The capital of France is", answer=" Paris").scores()  # [seq]
+    """
+    point, asked, done = _checked(hook, metric), _plain_spec(spec), []
+    texts = prompt_ids(model, tokens)
+    for n, ids in enumerate(texts):
+        given: dict[str, Any] = {
+            "answer": _of_row(answer, n, len(texts)),
+            "versus": _of_row(versus, n, len(texts)),
+        }
+        both = deepcopy(asked).capture(point)
+        cache = gradients(model, ids[None], point, metric, spec=both, position=position, **given)
+        grad, number = _found(cache, point)
+        scores = _by_position(grad * cache[point.name], point)
+        done.append(SalientText(_words(model, ids), scores[0], float(number[0])))
+    return Saliency("gradient x input", point.name, metric, tuple(done))
+
+
+def _checked(hook: Hook, metric: str) -> HookPoint:
+    if metric_name(metric) not in OF_SALIENCY:
+        raise GradientError(f"metric {metric!r} needs an array; tokens are attributed by {', '.join(OF_SALIENCY)}")
+    point = HookPoint.parse(hook)
+    if "seq" not in (point.axes or ()):
+        raise HookError(f"{point} has the axes {list(point.axes or ())}: there are no tokens to attribute to")
+    return point
+
+
+def _plain_spec(spec: HookSpec | None) -> HookSpec:
+    """A copy of a spec's interventions, without its captures."""
+    made = HookSpec().extend(deepcopy(spec)) if spec is not None else HookSpec()
+    if made.metric is not None or made.gradients:
+        raise GradientError("the spec has a metric or gradients of its own: `forward` computes these")
+    made.captures = []
+    return made
+
+
+def _of_row(given: Tokens, row: int, rows: int) -> Token | None:
+    if given is None or isinstance(given, str) or np.ndim(given) == 0:
+        return given  # type: ignore[return-value]
+    if len(given) != rows:  # type: ignore[arg-type]
+        raise GradientError(f"{len(given)} tokens for {rows} texts")  # type: ignore[arg-type]
+    return given[row]  # type: ignore[index]
+
+
+def _integrated(
+    model: Runner,
+    ids: Ids,
+    point: HookPoint,
+    spec: HookSpec,
+    request: dict[str, Any],
+    baseline: ArrayLike | str,
+    steps: int,
+) -> SalientText:
+    capture = HookSpec().extend(spec).capture(point)
+    first = gradients(model, ids[None], point, spec=capture, **request)
+    value = first[point.name]
+    start = _baseline(model, baseline, value, ids, point, capture)
+    if request["answer"] is None and "answer" in READS[request["metric"]]:
+        request = {**request, "answer": int(first.output()[0, -1].argmax())}
+    total = np.zeros(value.shape[1:], np.float64)
+    for alphas in _chunks((np.arange(steps) + 0.5) / steps):
+        total += _along(model, ids, point, spec, request, start, value, alphas)[0].sum(axis=0)
+    _, (from_, *_) = _along(model, ids, point, spec, request, start, value, np.zeros(1))
+    scores = _by_position(((value[0] - start[0]).astype(np.float64) * total / steps)[None], point)[0]
+    return SalientText(_words(model, ids), scores, float(_found(first, point)[1][0]), float(from_))
+
+
+def _along(
+    model: Runner,
+    ids: Ids,
+    point: HookPoint,
+    spec: HookSpec,
+    request: dict[str, Any],
+    start: Values,
+    value: Values,
+    alphas: NDArray[np.float64],
+) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
+    """Gradients [alphas, ...] and metrics [alphas] at points of the path, one a row."""
+    shares = alphas.astype(np.float32).reshape(-1, *[1] * (value.ndim - 1))
+    moved = HookSpec().extend(spec).intervene(point, Intervention.Replace(start + shares * (value - start)))
+    rows = np.repeat(ids[None], len(alphas), axis=0)
+    return _found(gradients(model, rows, point, spec=moved, **request), point)
+
+
+def _found(cache: HookCache, point: HookPoint) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
+    """The gradient by a hook point's value, and the metric [batch]."""
+    return cast(HookCache, cache.grad)[point.name].astype(np.float64), cast(NDArray[np.float32], cache.metric)
+
+
+def _chunks(alphas: NDArray[np.float64]) -> Iterable[NDArray[np.float64]]:
+    return (alphas[first : first + ROWS] for first in range(0, len(alphas), ROWS))
+
+
+def _baseline(
+    model: Runner, given: ArrayLike | str, value: Values, ids: Ids, point: HookPoint, capture: HookSpec
+) -> Values:
+    """The value that counts as nothing, in the shape of the text's own."""
+    if isinstance(given, str) and given == "zero":
+        return np.zeros_like(value)
+    if isinstance(given, str) and given == "mean":
+        axis = sequence_axis(point.axes or ())
+        return np.broadcast_to(value.mean(axis=axis, keepdims=True), value.shape)
+    array = None if isinstance(given, str) else to_array(given)
+    if array is None or array.dtype.kind in "iu":
+        (other,) = prompt_ids(model, given if array is None else array)
+        if len(other) != len(ids):
+            raise InputError(f"the baseline has {len(other)} tokens, the text {len(ids)}: positions must correspond")
+        return model.forward(other[None], capture, logits=Logits(positions=-1))[point.name]
+    try:
+        return np.broadcast_to(array.astype(value.dtype), value.shape)
+    except ValueError:
+        raise InputError(
+            f"baseline {list(array.shape)} does not broadcast to the value {list(value.shape)} at {point}"
+        ) from None
+
+
+def _by_position(products: NDArray[Any], point: HookPoint) -> NDArray[np.float64]:
+    """[batch, seq]: a value's products, summed over all axes but batch and positions."""
+    axis = sequence_axis(point.axes or ())
+    return products.astype(np.float64).sum(axis=tuple(i for i in range(products.ndim) if i not in (0, axis)))
+
+
+def _words(model: Runner, ids: Ids) -> tuple[str, ...]:
+    return tuple(token_text(model, int(token)) for token in ids)
