@@ -26,7 +26,7 @@ from exporters.transformers.weights import bind_weights
 from exporters.weight_files import locations, place_nowhere
 from mionnx.errors import ExportError
 from mionnx.graph import file_digest
-from mionnx.graph.metadata import Attention, Metadata, context_length
+from mionnx.graph.metadata import NORMED_STREAM, Attention, Metadata, context_length
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.progress import Progress
 
@@ -118,13 +118,15 @@ def _write_tapped(
 
 def describe(made: HookedGraph, config: Any, dtype: torch.dtype) -> Metadata:
     """The metadata of a graph, without those of its weights."""
+    normed = {} if getattr(config, "do_layer_norm_before", True) else {NORMED_STREAM: "yes"}  # OPT of 350M
+    versions = {name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")}
     return Metadata(
         family=config.model_type,
         dtype=str(dtype).removeprefix("torch."),
         sizes=made.sizes,
         hooks=made.hooks,
         attention=[_attention(made, i) for i in range(made.sizes.num_layers)],
-        exporter={name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")},
+        exporter={**versions, **normed},
         context_length=context_length(config.to_dict()),
     )
 

@@ -19,6 +19,7 @@ import torch._dynamo.config
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from exporters.transformers.attention import ATTENTION, Listener, TappedCache
 from exporters.transformers.experts import EXPERTS
@@ -117,7 +118,7 @@ def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     for module in skeleton.modules():
         # The long factors apply beyond `Sizes.max_positions`; the graph holds the short ones only.
         if getattr(module, "rope_type", None) == "longrope":
-            module.rope_type = "default"
+            module.rope_type, module.compute_default_rope_parameters = "default", ROPE_INIT_FUNCTIONS["longrope"]
     return skeleton
 
 
@@ -159,7 +160,7 @@ def find_kinds(skeleton: PreTrainedModel, sizes: PastSizes, buffers: Mapping[str
     layout, layers = layout_of(skeleton.config), skeleton.config.num_hidden_layers
     with torch.device("meta"):
         example = _example(range(layers), sizes)
-    recorder = Recorder(skeleton, layout.blocks, example[3])
+    recorder = Recorder(skeleton, layout.blocks, example[:3], example[3])
     try:
         with quiet(), torch.no_grad(), recorder:
             Cached(skeleton, layout, recorder.listen).eval()(*example)

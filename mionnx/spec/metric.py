@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.errors import GradientError, nearest
+from mionnx.graph.hook_points import HookPoint
+from mionnx.spec.hook_choice import Hook
 
 Token = int | str
 Tokens = Token | Sequence[Token] | None
@@ -38,7 +40,9 @@ class MetricSpec:
         position: of each row's text, at which the logits are read; every one for "loss".
         reference: of "kl", logits [vocab] or [batch, vocab].
         seed: of "seed", the derivative of any number by the logits, [vocab], [batch, vocab] or [batch, seq, vocab]; the
-            last has one for every logit that the call computes, and `position` is not read.
+            last has one for every logit that the call computes, and `position` is not read. With `at`, in the shape of
+            that value.
+        at: of "seed", the name of the hook point whose value is summed in the place of the logits; None for these.
     """
 
     name: str
@@ -47,6 +51,7 @@ class MetricSpec:
     position: int = -1
     reference: NDArray[Any] | None = None
     seed: NDArray[Any] | None = None
+    at: str | None = None
 
     @staticmethod
     def of(
@@ -56,6 +61,7 @@ class MetricSpec:
         position: int = -1,
         reference: ArrayLike | None = None,
         seed: ArrayLike | None = None,
+        at: Hook | None = None,
     ) -> "MetricSpec":
         """Check the parts of a metric.
 
@@ -70,8 +76,12 @@ class MetricSpec:
                 raise GradientError(f"metric {name!r} needs {part}=")
             if value is not None and part not in READS[name]:
                 raise GradientError(f"metric {name!r} reads no {part}; it reads {', '.join(READS[name]) or 'none'}")
-        numbers = _numbers("reference", reference, (1, 2)), _numbers("seed", seed, (1, 2, 3))
-        return MetricSpec(name, answer, versus, _whole(position), *numbers)
+        if at is not None and name != "seed":
+            raise GradientError(f"metric {name!r} reads the logits; only 'seed' reads another value, at {at}")
+        ranks = (1, 2, 3) if at is None else (1, 2, 3, 4, 5)
+        numbers = _numbers("reference", reference, (1, 2)), _numbers("seed", seed, ranks)
+        where = None if at is None else HookPoint.parse(at).name
+        return MetricSpec(name, answer, versus, _whole(position), *numbers, where)
 
     @property
     def tensors(self) -> dict[str, NDArray[Any]]:
@@ -82,7 +92,7 @@ class MetricSpec:
     def to_entry(self) -> dict[str, Any]:
         """The metric's entry in a spec file, without its arrays."""
         tokens = {"answer": _plain(self.answer), "versus": _plain(self.versus)}
-        return {"name": self.name, "position": self.position, **tokens}
+        return {"name": self.name, "position": self.position, **tokens, **({} if self.at is None else {"at": self.at})}
 
     @staticmethod
     def from_entry(entry: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> "MetricSpec":
@@ -91,6 +101,7 @@ class MetricSpec:
 
     def __str__(self) -> str:
         told = [f"{part}={value!r}" for part, value in (("answer", self.answer), ("versus", self.versus)) if value]
+        told += [] if self.at is None else [f"at={self.at}"]
         return f"{self.name}({', '.join(told)})" if told else self.name
 
 

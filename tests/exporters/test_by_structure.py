@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from unlisted_families import FAMILIES, make, run
 
 from exporters.transformers import by_structure, export
-from mionnx import ExportError, HookPoint, HookSpec, Intervention, MIModel
+from mionnx import ExportError, HookPoint, HookSpec, InputError, Intervention, MIModel
 
 TOLERANCE = 5e-5
 FAST = (
@@ -143,3 +143,23 @@ def test_bfloat16_is_refused(opened, shared, tmp_path):
     opened("bloom")
     with pytest.raises(ExportError, match="bfloat16 does not run"):
         export(shared / "unlisted" / "bloom" / "checkpoint", tmp_path / "hooked", "bfloat16")
+
+
+def test_a_stream_that_is_no_sum_is_not_taken_for_one(opened):
+    model, _ = opened("openai-gpt")
+    ids = batch("plain").ids
+    for request in (
+        lambda: model.attribute(ids[0], 5, 11),
+        lambda: model.path_patch(ids[:1], ids[1:], "blocks.1.attn.hook_q"),
+        lambda: model.decompose_resid(model.forward(ids, HookSpec().capture("*"))),
+    ):
+        with pytest.raises(InputError, match="norms it after each addition"):
+            request()
+    assert model.logit_lens(ids[0], k=3).top_ids.shape[-1] == 3
+
+
+def test_verify_says_that_torch_has_no_taps(opened):
+    model, _ = opened("bloom")
+    found = model.verify(batch("plain").ids, runtimes=["ort-cpu", "torch", "reference"])
+    assert "found by structure" in found.skipped["torch"]
+    assert [beside.title for beside in found.besides] == ["reference"]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from exporters.transformers import export, recognises
+from exporters.transformers.trace import buffers_of, skeleton_of
 from mionnx import ExportError, HookSpec, MIModel, ModelError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.weight_check import fingerprints
@@ -265,3 +266,13 @@ def test_recognising_a_checkpoint_reads_its_config_only(tmp_path):
 def test_the_context_length_is_that_of_the_config(models, references, family):
     length = references(family).config.max_position_embeddings
     assert models(family).hooked.metadata.context_length == models(family).cfg.n_ctx == length > 0
+
+
+def test_the_short_factors_of_longrope_divide_the_frequencies():
+    short = [1.0 + index / 4 for index in range(8)]
+    factors = {"short_factor": short, "long_factor": [2 * factor for factor in short]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
+    model = make_model("phi3", rope_parameters=rope, original_max_position_embeddings=32)
+    found = buffers_of(skeleton_of(model.config, torch.float32))["model.rotary_emb.inv_freq"]
+    assert torch.equal(found, model.model.rotary_emb.inv_freq)
+    assert found[1] < 0.9 * 1e4 ** (-1 / 8)
