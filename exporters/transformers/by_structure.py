@@ -41,11 +41,10 @@ from exporters.weight_files import locations
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
-from mionnx.graph.metadata import Attention, Metadata, Sizes, context_length
+from mionnx.graph.metadata import FOUND_BY_STRUCTURE, Attention, Metadata, Sizes, context_length
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.progress import Progress
 
-CHECKED = "found_by_structure"  # key in the metadata's table of the exporter
 LARGEST_CONSTANT = 2**24  # numbers of a constant that is compared with others
 OFFSETS = 2  # rows of a table of positions before the first
 SHORT = 160  # tokens of a text in which windows show
@@ -211,7 +210,9 @@ def _check(found: Found, source: Source, target: Path) -> None:
     checked = check_eagerly(source.folder, source.config, found.proto, target, found.sizes, source.kind)
     _refuse([result for result in checked.results if not result.holds])
     worst = max(checked.results, key=lambda result: result.difference)
-    found.said[CHECKED] = f"{checked.layers} of {found.sizes.num_layers} layers beside eager transformers: {worst}"
+    found.said[FOUND_BY_STRUCTURE] = (
+        f"{checked.layers} of {found.sizes.num_layers} layers beside eager transformers: {worst}"
+    )
 
 
 def _write(found: Found, source: Source, target: Path, weights: tuple[str, dict[str, dict[str, Any]]]) -> None:

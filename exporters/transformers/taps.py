@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from exporters.transformers.attention import ATTENTION, Listener, Taps, TapWhole, active, replace_for, tap_rotation
 from exporters.transformers.experts import find_experts, shared_expert, tap_router
 from exporters.transformers.families import Layout
+from exporters.transformers.own_experts import tap_own_experts
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
@@ -232,7 +233,7 @@ class _Attachment:
         self.before(self.module(layout.mlp_input, block), lambda x: at(HookPoint.MlpPre(i), self.note(i, x)))
         found = find_experts(block) if layout.experts else None
         if found is not None:
-            self.experts(i, block, found[1])
+            self.experts(i, block, found)
         elif not layout.experts or self.has(layout.down, block):
             self.neurons(i, block)
         self.after(self.module(layout.mlp_output, block), lambda x: self.taps.at_tokens(HookPoint.MlpPost(i), x))
@@ -245,6 +246,7 @@ class _Attachment:
     def experts(self, i: int, block: nn.Module, parent: nn.Module) -> None:
         """Tap a layer's router and shared expert; chosen experts are tapped where they are computed."""
         tap_router(self.stack, self.taps, parent)
+        tap_own_experts(self.stack, self.taps, parent)
         self.enter_around(self.module(self.layout.mlp_input, block), lambda _: _InOrder())
         shared = shared_expert(parent)
         if shared is not None:

@@ -54,11 +54,22 @@ def bind_gradients(requests: Sequence[Capture], of: str, hooks: HookIndex) -> tu
     """
     if not requests:
         return ()
-    flow = Dataflow(hooks.model.proto)
-    leading = {of, *hooks.inner, *flow.read_by(flow.ancestors([of]))}
+    leading = _leading(of, hooks)
     held = [name for name in hooks.names if not _lacking(name, of, leading, hooks)]
     chosen = [(request, _names(request, held, of, leading, hooks)) for request in requests]
     return tuple(replace(one, node=GradientNode(**vars(one.node))) for one in bind_captures(chosen, hooks))
+
+
+def differentiable(hooks: HookIndex, of: str = LOGITS) -> list[str]:
+    """The hook points that can have a gradient of a value."""
+    leading = _leading(of, hooks)
+    return [name for name in hooks.names if not _lacking(name, of, leading, hooks)]
+
+
+def _leading(of: str, hooks: HookIndex) -> set[str]:
+    """The values before another one, and itself."""
+    flow = Dataflow(hooks.model.proto)
+    return {of, *hooks.inner, *flow.read_by(flow.ancestors([of]))}
 
 
 def _names(
@@ -105,4 +116,5 @@ def gradients_of(metric: MetricSpec | None, of: str, by: Sequence[BoundCapture])
     """The part of a plan with a metric and its gradients."""
     if metric is None:
         return None
-    return Gradients(metric.name, tuple(one.node for one in by if isinstance(one.node, GradientNode)), of=of)
+    by_node = tuple(one.node for one in by if isinstance(one.node, GradientNode))
+    return Gradients(metric.name, by_node, metric.rules, of=of)

@@ -114,6 +114,7 @@ class HookSpec(Brief, Storable):
         reference: ArrayLike | None = None,
         seed: ArrayLike | None = None,
         at: Hook | None = None,
+        rules: str = "gradient",
     ) -> HookSpec:
         """Set the metric whose gradients are asked for, one number a row; `HookCache.metric` has it.
 
@@ -125,6 +126,8 @@ class HookSpec(Brief, Storable):
             seed: of "seed", the derivative by the logits of a number that is no metric here, [vocab], [batch, vocab] or
                 [batch, seq, vocab]; with `at`, in that value's shape.
             at: of "seed", a hook point whose value takes the place of the logits.
+            rules: "gradient", the derivatives, or propagation rules in their place: "frozen_norm", "relp",
+                "relp_frozen_pattern", "frozen_norm_pattern"; see `mionnx.rewrite.gradient.propagation`.
 
         Raises:
             GradientError: an unknown metric or one without a gradient, or a part that is missing or not read.
@@ -132,7 +135,7 @@ class HookSpec(Brief, Storable):
         Example:
             spec = HookSpec().gradient("*.hook_mlp_out").set_metric("logit_diff", answer=" John", versus=" Mary")
         """
-        self.metric = MetricSpec.of(name, answer, versus, position, reference, seed, at)
+        self.metric = MetricSpec.of(name, answer, versus, position, reference, seed, at, rules)
         return self
 
     def intervene(self, hook: Hooks, intervention: Intervention) -> HookSpec:

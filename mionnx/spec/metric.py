@@ -26,6 +26,8 @@ READS: Mapping[str, tuple[str, ...]] = {
 }
 WHOLE = ("loss",)  # those that read every position
 NO_GRADIENT = {"rank": "a rank changes in steps"}
+# sets of rules by which nodes are gone through backwards; see `mionnx.rewrite.gradient.rules`
+RULES = ("gradient", "frozen_norm", "relp", "relp_frozen_pattern", "frozen_norm_pattern")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +45,7 @@ class MetricSpec:
             last has one for every logit that the call computes, and `position` is not read. With `at`, in the shape of
             that value.
         at: of "seed", the name of the hook point whose value is summed in the place of the logits; None for these.
+        rules: the name of the rules of going back, of `RULES`: "gradient" has the derivatives.
     """
 
     name: str
@@ -52,6 +55,7 @@ class MetricSpec:
     reference: NDArray[Any] | None = None
     seed: NDArray[Any] | None = None
     at: str | None = None
+    rules: str = "gradient"
 
     @staticmethod
     def of(
@@ -62,14 +66,16 @@ class MetricSpec:
         reference: ArrayLike | None = None,
         seed: ArrayLike | None = None,
         at: Hook | None = None,
+        rules: str = "gradient",
     ) -> "MetricSpec":
         """Check the parts of a metric.
 
         Raises:
-            GradientError: an unknown metric, one without a gradient, a part that is missing or not read, or numbers of
-                another shape.
+            GradientError: an unknown metric, one without a gradient, a part that is missing or not read, numbers of
+                another shape, or unknown rules.
         """
         check_metric(name)
+        check_rules(rules)
         given = {"answer": answer, "versus": versus, "reference": reference, "seed": seed}
         for part, value in given.items():
             if value is None and part in READS[name]:
@@ -81,7 +87,7 @@ class MetricSpec:
         ranks = (1, 2, 3) if at is None else (1, 2, 3, 4, 5)
         numbers = _numbers("reference", reference, (1, 2)), _numbers("seed", seed, ranks)
         where = None if at is None else HookPoint.parse(at).name
-        return MetricSpec(name, answer, versus, _whole(position), *numbers, where)
+        return MetricSpec(name, answer, versus, _whole(position), *numbers, where, rules)
 
     @property
     def tensors(self) -> dict[str, NDArray[Any]]:
@@ -92,7 +98,8 @@ class MetricSpec:
     def to_entry(self) -> dict[str, Any]:
         """The metric's entry in a spec file, without its arrays."""
         tokens = {"answer": _plain(self.answer), "versus": _plain(self.versus)}
-        return {"name": self.name, "position": self.position, **tokens, **({} if self.at is None else {"at": self.at})}
+        where = {} if self.at is None else {"at": self.at}
+        return {"name": self.name, "position": self.position, "rules": self.rules, **tokens, **where}
 
     @staticmethod
     def from_entry(entry: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> "MetricSpec":
@@ -115,6 +122,16 @@ def check_metric(name: str) -> None:
         raise GradientError(f"metric {name!r} has no gradient: {reason}; there are {', '.join(READS)}")
     if name not in READS:
         raise GradientError(f"no metric {name!r}; there are {', '.join(READS)}{nearest(name, READS)}")
+
+
+def check_rules(rules: str) -> None:
+    """Check the name of a set of rules.
+
+    Raises:
+        GradientError: an unknown one.
+    """
+    if rules not in RULES:
+        raise GradientError(f"no rules {rules!r}; there are {', '.join(RULES)}{nearest(str(rules), RULES)}")
 
 
 def _plain(tokens: Tokens) -> Any:

@@ -156,3 +156,10 @@ def test_a_stream_that_is_no_sum_is_not_taken_for_one(opened):
         with pytest.raises(InputError, match="norms it after each addition"):
             request()
     assert model.logit_lens(ids[0], k=3).top_ids.shape[-1] == 3
+
+
+def test_verify_says_that_torch_has_no_taps(opened):
+    model, _ = opened("bloom")
+    found = model.verify(batch("plain").ids, runtimes=["ort-cpu", "torch", "reference"])
+    assert "found by structure" in found.skipped["torch"]
+    assert [beside.title for beside in found.besides] == ["reference"]
