@@ -37,6 +37,7 @@ from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.fused_operators import UNPADDED, read_fused
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
+from mionnx.graph.metadata import COMPILED
 from mionnx.graph.restore import restore
 from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import Progress, silent
@@ -46,7 +47,6 @@ from mionnx.rewrite.prune import prune
 from mionnx.spec.hook_choice import HookChoice
 from mionnx.spec.hook_spec import HookSpec
 
-COMPILED = "mionnx.compiled"
 ATTENDING = {name for _, name in UNPADDED}  # operators that are right for texts without padding only
 SPEC = "spec.safetensors"
 CARD = "README.md"

@@ -17,6 +17,7 @@ from mionnx.graph.stock_graph import is_table
 
 FORMAT_VERSION = 1
 PREFIX = "mionnx."
+COMPILED = f"{PREFIX}compiled"  # of a compiled intervention graph, which is no hooked model
 LARGEST = 2**24  # characters; 30 layers have 40,000
 NORMED_STREAM = "normed_stream"  # key of `exporter`, where the stream is normed after each addition
 FOUND_BY_STRUCTURE = "found_by_structure"  # key of `exporter`, where no tap shows a hook point in torch

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from mionnx.errors import InputError, MIError, ModelError
 from mionnx.graph.embedded_weights import read_properties
 from mionnx.graph.hooked_model import GRAPH
-from mionnx.graph.metadata import PREFIX
+from mionnx.graph.metadata import COMPILED, PREFIX
 
 WEIGHTS = (".pth", ".gguf")  # files that are a model by themselves
 OWN = (f"{PREFIX}format", f"{PREFIX}hooks")  # metadata of a hooked model, one of them lost perhaps
@@ -60,11 +60,21 @@ def _file(path: Path) -> Path:
 
 
 def is_hooked(path: Path) -> bool:
-    """Whether a graph names itself a hooked model; a damaged one is left to be refused as such."""
+    """Whether a graph names itself a hooked model; a damaged one is left to be refused as such.
+
+    Raises:
+        ModelError: a compiled graph. The weights beside it would open as a checkpoint, without its interventions.
+    """
     try:
-        return not read_properties(path).keys().isdisjoint(OWN)
+        names = read_properties(path).keys()
     except (DecodeError, MIError):
         return True
+    if COMPILED in names:
+        raise ModelError(
+            f"{path} is a compiled graph: its interventions are a part of it, and it has no hook points; run it with "
+            "onnxruntime, or open the model that it was made of and give it the spec beside it, spec.safetensors"
+        )
+    return not names.isdisjoint(OWN)
 
 
 def _near_files(path: Path) -> str:

@@ -9,7 +9,7 @@ import pytest
 from command_line import LLAMA, mionnx
 from rwkv_checkpoints import write
 
-from mionnx import ExportError, HookSpec, MIError, MIModel, ModelError
+from mionnx import ExportError, HookSpec, Intervention, MIError, MIModel, ModelError
 from mionnx.run.source_path import local_path
 
 IDS = np.arange(3, 9)[None]
@@ -157,3 +157,14 @@ def test_a_folder_that_may_not_be_read(tmp_path):
     (tmp_path / "closed").mkdir(mode=0)
     with pytest.raises(MIError):
         MIModel.from_pretrained(tmp_path / "closed" / "model")
+
+
+def test_a_compiled_graph_is_not_opened_as_the_checkpoint_beside_it(shipped, tmp_path):
+    """Its weights would make a model without the interventions."""
+    spec = HookSpec().intervene("blocks.1.hook_mlp_out", Intervention.Zero())
+    shipped.compile(spec, tmp_path / "compiled")
+    for source in (tmp_path / "compiled", tmp_path / "compiled" / "model.onnx"):
+        with pytest.raises(ModelError, match="is a compiled graph"):
+            MIModel.from_pretrained(source)
+    answer = HookSpec.load(tmp_path / "compiled" / "spec.safetensors")
+    assert answer.sha256 == spec.sha256
