@@ -18,8 +18,6 @@ import argparse
 import os
 import platform
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +30,7 @@ from rich.progress import track
 from tables import present
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from turns import Work, alternate, ratio
 
 from exporters.transformers import export
 from mionnx import HookPoint, HookSpec, Intervention, KnockoutSpec, MIModel, create_knockout_mask
@@ -39,27 +38,8 @@ from mionnx.engine.onnx_runtime import UNSTABLE_FUSIONS
 
 LENGTHS, BATCHES = (16, 64, 256), (1, 8)
 LARGE = 1024  # tokens of all rows, from which on half as many repeats are made
-Work = Callable[[], Any]
-
 
 HERE = Path(__file__).parent
-
-
-def alternate(programs: dict[str, Work], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each program, run by turns after a warm-up."""
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for turn in range(repeats + 1):
-        for name, program in programs.items():
-            begin = time.perf_counter()
-            program()
-            if turn:
-                times[name].append(time.perf_counter() - begin)
-    return times
-
-
-def ratio(one: list[float], other: list[float]) -> str:
-    """The median of the ratios of neighbouring runs."""
-    return f"{median(a / b for a, b in zip(one, other, strict=True)):.3f}"
 
 
 def own_cost(model: MIModel, threads: int, repeats: int) -> list[tuple[str, ...]]:

@@ -18,7 +18,6 @@ import json
 import shutil
 import subprocess
 import sys
-import venv
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
+from environments import python_of
 from safetensors.torch import load_file, save_file
 from stock_kinds import KINDS
 from tables import present
@@ -35,7 +35,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 ROOT = Path(__file__).parent.parent
-PINNED = "torch==2.13.0"  # installed by itself first, so that no tool brings a build of its own
 RUNTIME, SCRIPT = "onnxruntime==1.31.1", "onnxscript==0.7.2"
 REQUIREMENTS = {
     "optimum": ("optimum-onnx==0.1.0", "transformers==4.57.6", "onnxruntime-genai==0.11.4", "onnx-ir==1.1.0", RUNTIME),
@@ -132,20 +131,6 @@ def _older_rope(path: Path) -> None:
     if "sliding_attention" in rope:
         config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
     path.write_text(json.dumps(config, indent=2))
-
-
-def python_of(environment: str, folder: Path) -> Path:
-    """The interpreter of an environment, which is made on first use."""
-    if not environment:
-        return Path(sys.executable)
-    python = folder / environment / "bin" / "python"
-    done = folder / environment / "installed"
-    if not done.exists():
-        venv.create(folder / environment, with_pip=True, clear=True)
-        for packages in ([PINNED], REQUIREMENTS[environment]):
-            subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
-        done.touch()
-    return python
 
 
 def run_jobs(jobs: list[Entry], python: Path, folder: Path) -> Iterator[Entry]:
@@ -336,7 +321,9 @@ def main() -> None:
         families = [name for name in given.families if name in (KINDS[kind].families or CONFIGS)]
         missing = [name for name in families if given.again or (kind, name) not in stock.entries]
         jobs = [stock.job(kind, family) for family in missing]
-        for result in run_jobs(jobs, python_of(KINDS[kind].environment, environments), stock.folder):
+        name = KINDS[kind].environment
+        python = python_of(environments / name, REQUIREMENTS[name]) if name else Path(sys.executable)
+        for result in run_jobs(jobs, python, stock.folder):
             stock.keep(result)
             print(kind, result["family"], result.get("error", result.get("seconds")), flush=True)
     title = "Largest difference of logits from transformers in eager mode"

@@ -8,6 +8,7 @@ from mionnx.analysis.attention import head_scores as heads
 from mionnx.analysis.attribution import attribute as attribution
 from mionnx.analysis.attribution import residual_stack, stack_attribution
 from mionnx.analysis.features import active_features
+from mionnx.analysis.gradients import attribute_patch as attributing
 from mionnx.analysis.gradients import gradients as differentiating
 from mionnx.analysis.gradients import integrated
 from mionnx.analysis.lens import logit_lens as lens
@@ -45,6 +46,7 @@ class MIModel(Runner):
     ablation_sweep = ablating.ablation_sweep
     # gradients of a metric, in one pass
     gradients = differentiating.gradients
+    attribute_patch = attributing.attribute_patch
     integrated_gradients = integrated.integrated_gradients
     gradient_times_input = integrated.gradient_times_input
     # attention heads

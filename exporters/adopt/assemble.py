@@ -36,7 +36,7 @@ from exporters.adopt.value_types import infer_types
 from exporters.adopt.write_model import config_of, other_windows, windows_of, write_model
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.hooked_model import GRAPH, HookedModel
-from mionnx.graph.metadata import ATTENDS_TO_PADDING
+from mionnx.graph.metadata import ATTENDS_TO_PADDING, NORMED_STREAM
 from mionnx.graph.weight_check import Hashes, hashed_beside
 from mionnx.machine.progress import Progress
 
@@ -119,7 +119,7 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
         raise ExportError(f"{file} was not understood: {'; '.join(map(str, broken))}")
     progress("writing", 4, STAGES)
     found.notes.extend(other_windows(found.windows or [], windows or []))
-    said = _said(found, proto is plain.proto and "mask" in plain.lacks)
+    said = facts_of(found, proto is plain.proto and "mask" in plain.lacks)
     write_model(proto, source, found, probed, names, said, target, hashes())
     keep_fused(proto, target, probed, fused, len(found.attention), found.notes)
     keep_stock(proto, target, own, interface, probed, bool(expanded), found.notes)
@@ -128,10 +128,12 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
     return Adopted(file, names, expanded, laws, found.notes)
 
 
-def _said(found: Recognised, attends: bool) -> dict[str, str]:
-    """Facts about attention for the metadata: sinks, and whether it attends to padding."""
+def facts_of(found: Recognised, attends: bool) -> dict[str, str]:
+    """Facts for the metadata: sinks, padding that is attended to, a normed stream."""
     sinks = any(one.sink for one in found.attention)
-    return {**({SINKS: "in the softmax"} if sinks else {}), **({ATTENDS_TO_PADDING: "yes"} if attends else {})}
+    facts = {SINKS: sinks and "in the softmax", ATTENDS_TO_PADDING: attends and "yes"}
+    facts[NORMED_STREAM] = bool(found.sums) and "yes"
+    return {key: text for key, text in facts.items() if text}
 
 
 def check_folder(folder: Path) -> list[LawResult]:

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from exporters.adopt.flow import PASSING, Flow, Origin, climb, perm_of
+from exporters.adopt.flow import PASSING, Flow, Origin, climb, perm_of, rank
 from exporters.adopt.linear import is_linear, weight_of
 from exporters.adopt.rotation import HEADS_FIRST, Heads, heads_of
 from exporters.adopt.stream import weighs_values
 from mionnx.errors import ExportError
 
+MERGED = 3  # axes of scores whose batch and heads are one axis
 AFTER_SOFTMAX = frozenset(("Cast", "Where", "Identity", "Dropout", "Mul", "Reshape", "Slice"))
 AFTER_SCORES = PASSING | {"Add", "Mul", "Div", "Tanh", "Where", "Slice", "Concat", "Sub", "Max"}
 
@@ -77,13 +78,14 @@ def find_attention(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> Atte
 
 
 def _pattern(flow: Flow, layer: int, softmax: ir.Node) -> tuple[ir.Value, ir.Node]:
-    """The weights of a softmax, and the product of them with the values."""
-    value = softmax.outputs[0]
+    """The weights of a softmax, [batch, heads, seq_q, seq_k], and their product with the values."""
+    value = weights = softmax.outputs[0]
     while True:
+        weights = weights if rank(value) == MERGED and rank(weights) == MERGED + 1 else value
         users = [user for user in flow.readers(value) if flow.is_text(user.outputs[0]) and user.op_type != "IsNaN"]
         product = next((user for user in users if user.op_type == "MatMul"), None)
         if product is not None:
-            return value, product
+            return weights, product
         if not users or users[0].op_type not in AFTER_SOFTMAX:
             names = ", ".join(user.op_type for user in users) or "nothing"
             raise ExportError(f"layer {layer}: {names} reads the attention pattern, and no product with values")

@@ -10,7 +10,16 @@ import onnx_ir as ir
 
 from exporters.adopt.caching import add_past, read_joined
 from exporters.adopt.flow import SIZES, Flow
-from exporters.adopt.masking import Masking, MaskProbe, maskings, replace_masks, serves_chunks, sweep_away, window_of
+from exporters.adopt.masking import (
+    LONG,
+    Masking,
+    MaskProbe,
+    maskings,
+    replace_masks,
+    serves_chunks,
+    sweep_away,
+    window_of,
+)
 from exporters.adopt.operators.op_writer import MASK, TOKENS, OpWriter
 from exporters.adopt.recognise import Recognised
 from exporters.adopt.self_check import LawResult, Probe, check_extension, compare, probe
@@ -41,6 +50,7 @@ class Plain:
         windows: of each layer, as the config says; None without a config.
         lacks: what the file has not: "mask" (its attention heeds none), "cache".
         counts: whether the graph makes its positions itself, and they cannot be given.
+        longest: tokens of the longest text that it takes.
     """
 
     model: ir.Model
@@ -51,6 +61,7 @@ class Plain:
     windows: Sequence[int | None] | None
     lacks: frozenset[str]
     counts: bool
+    longest: int = LONG
 
 
 def complete(
@@ -143,7 +154,7 @@ def _windows(plain: Plain, masked: MaskProbe, masks: Sequence[list[Masking]]) ->
     if plain.windows is None:
         raise ExportError("no config.json lies beside the file: whether its attention has a window is not known")
     windows = [
-        window_of(masked, found, window, layer) if found else window
+        window_of(masked, found, window, layer, plain.longest) if found else window
         for layer, (found, window) in enumerate(zip(masks, plain.windows, strict=True))
     ]
     plain.found.windows = windows

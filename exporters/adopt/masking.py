@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from exporters.adopt.flow import PASSING, Flow, Origin
+from exporters.adopt.flow import PASSING, Flow, Origin, rank
 from exporters.adopt.operators.op_writer import OpWriter
 from exporters.adopt.self_check import feed_of, open_session, run
 from mionnx.errors import ExportError
@@ -33,16 +33,24 @@ class Masking:
     """A node that masks scores.
 
     Attributes:
-        node: an `Add` or a `Where`.
+        node: an `Add`, a `Where`, or a `Mul` with ones and zeros (whose zeros another one masks).
         inner: the scores before it.
         operand: the mask.
-        shown: the booleans of a `Where` that keep a score; None of an `Add`.
+        shown: the booleans of a `Where` that keep a score; None of the others.
     """
 
     node: ir.Node
     inner: ir.Value
     operand: ir.Value
     shown: bool | None
+
+    def seen(self, value: NDArray[Any]) -> Seen | None:
+        """The keys that are read, by the numbers of the operand; None if they are more than a mask."""
+        if self.shown is not None:
+            return value.astype(np.bool_) == self.shown
+        if self.node.op_type == "Mul":
+            return value == 1 if np.all((value == 0) | (value == 1)) else None
+        return value == 0 if np.all((value == 0) | (value <= LOWEST)) else None
 
 
 def maskings(flow: Flow, layer: int, scores: ir.Value, product: ir.Node) -> list[Masking]:
@@ -61,7 +69,7 @@ def maskings(flow: Flow, layer: int, scores: ir.Value, product: ir.Node) -> list
         called = [one for one in others if flow.origin.get(one) == Origin.CALL]
         if node.op_type == "Where" and node.inputs[0] in others:
             found.append(Masking(node, value, node.inputs[0], node.inputs[1] is value))
-        elif node.op_type == "Add" and called:
+        elif (node.op_type == "Add" and called) or (node.op_type == "Mul" and called and (rank(called[0]) or 0) > 1):
             found.append(Masking(node, value, called[0], None))
         elif called and node.op_type not in PASSING | {"Slice", "Mul", "Div"}:
             raise ExportError(f"layer {layer}: {node.op_type} changes scores by something of the call that is no mask")
@@ -112,10 +120,11 @@ class MaskProbe:
         seen = np.ones((1, 1, seq, past + seq), np.bool_)
         for one in found:
             value = values[str(one.operand.name)]
-            if one.shown is None and not np.all((value == 0) | (value <= LOWEST)):
+            own = one.seen(value)
+            if own is None:
                 return None
             try:
-                seen = seen & (value == 0 if one.shown is None else value.astype(np.bool_) == one.shown)
+                seen = seen & own
             except ValueError as error:
                 raise ExportError(f"the mask {one.operand.name} has the shape {list(value.shape)}") from error
         if seen.shape[2:] != (seq, past + seq):
@@ -164,15 +173,17 @@ def causal(seq: int, past: int, window: int | None) -> Seen:
     return (distance >= 0) & (distance < (window or distance.max(initial=0) + 1))
 
 
-def window_of(probe: MaskProbe, found: Sequence[Masking], window: int | None, layer: int) -> int | None:
+def window_of(
+    probe: MaskProbe, found: Sequence[Masking], window: int | None, layer: int, longest: int = LONG
+) -> int | None:
     """The window of a layer's mask: that of the config or none, whichever its numbers are.
 
-    A window longer than the longest text of a probe is looked for after a past.
+    Texts of at most `longest` tokens are tried; a longer window is looked for after a past.
 
     Raises:
         ExportError: it is neither, or more than a mask.
     """
-    length = min(max(2 * (window or 0), SHORT), LONG) + 3
+    length = min(max(2 * (window or 0), SHORT) + 3, LONG + 3, longest)
     seen = probe.seen(found, length, 0)
     if seen is None:
         raise ExportError(f"layer {layer}: what is added to the scores is more than a mask: {found[0].operand.name}")

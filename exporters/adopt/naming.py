@@ -1,9 +1,12 @@
 """Hook names onto values; a value with several gets an `Identity` for each after the first, in execution order."""
 
+from collections.abc import Collection
+
 import onnx_ir as ir
 
 from exporters.adopt.flow import KEEPING, SIZES, Flow, Origin, climb, static
-from exporters.adopt.recognise import Recognised
+from exporters.adopt.recognise import Recognised, sum_of
+from exporters.adopt.rotation import HEADS_FIRST
 from mionnx.errors import ExportError
 
 PAST = "past_key_values"
@@ -16,7 +19,7 @@ def name_points(found: Recognised) -> list[str]:
     Returns:
         the names, in execution order.
     """
-    graph, current = found.flow.graph, dict[ir.Value, ir.Value]()
+    graph, current = found.flow.graph, {value: _turned(found.flow.graph, value) for value in found.seq_first}
     _free(graph, {name for name, _ in found.points})
     taken: set[ir.Value] = set()
     for name, origin in found.points:
@@ -24,11 +27,32 @@ def name_points(found: Recognised) -> list[str]:
         if name == "hook_logits":
             _name_logits(graph, value)
             continue
-        if value in taken or value.producer() is None or value.is_graph_output():
+        within = found.within.get(name, set())
+        if within and any(node not in within for node in found.flow.readers(value)):
+            value = _identity(graph, value, within)
+        elif value in taken or value.producer() is None or value.is_graph_output():
             value = current[origin] = _identity(graph, value)
         value.name = name
         taken.add(value)
+    for name, value in found.sums.items():
+        value.name = sum_of(name)
     return [name for name, _ in found.points]
+
+
+def _turned(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    """A value as [batch, heads, seq, head_dim], on its way to its readers."""
+    readers = [(node, place) for node, place in value.uses() if node.op_type not in SIZES]
+    turn = ir.node("Transpose", [value], attributes={"perm": HEADS_FIRST})
+    back = ir.node("Transpose", [turn.outputs[0]], attributes={"perm": HEADS_FIRST})
+    for node in (turn, back):
+        node.outputs[0].type = value.type
+    back.outputs[0].shape = value.shape
+    if value.shape is not None:
+        turn.outputs[0].shape = ir.Shape([value.shape[axis] for axis in HEADS_FIRST])
+    graph.insert_after(value.producer(), [turn, back])
+    for node, place in readers:
+        node.replace_input_with(place, back.outputs[0])
+    return turn.outputs[0]
 
 
 def _free(graph: ir.Graph, names: set[str]) -> None:
@@ -50,9 +74,10 @@ def _name_logits(graph: ir.Graph, value: ir.Value) -> None:
     graph.outputs[place] = node.outputs[0]
 
 
-def _identity(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    """A value of its own for the readers of another; its sizes are still read from that one."""
+def _identity(graph: ir.Graph, value: ir.Value, within: Collection[ir.Node] = ()) -> ir.Value:
+    """A value of its own for the readers of another, or some; sizes are still read there."""
     readers = [(node, place) for node, place in value.uses() if node.op_type not in SIZES]
+    readers = [(node, place) for node, place in readers if not within or node in within]
     node = ir.node("Identity", [value])
     made = node.outputs[0]
     made.type, made.shape = value.type, value.shape

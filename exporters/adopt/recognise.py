@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from exporters.adopt.attention import Attention, find_attention
 from exporters.adopt.flow import KEEPING, Flow, Origin, climb
+from exporters.adopt.heads import separate_heads
 from exporters.adopt.linear import input_of, linear_maps
 from exporters.adopt.mlp import find_mlp
 from exporters.adopt.stream import Step, has_attention, residual_steps
@@ -20,6 +21,9 @@ class Recognised:
         flow: of its graph.
         points: hook name and value, in execution order; a value may have several names.
         attention: of each layer.
+        sums: of a stream that is normed after its additions, the sums; hook name of the stream after one, and the sum.
+        within: hook name of an MLP's input, and the nodes of the MLP: its other readers do not read the hook point.
+        seq_first: the queries and keys that are rotated as [batch, seq, heads, head_dim].
         notes: the hook points that the graph has not, and why.
         windows: of each layer's own mask, where that has been looked at.
     """
@@ -27,16 +31,27 @@ class Recognised:
     flow: Flow
     points: list[tuple[str, ir.Value]] = field(default_factory=list)
     attention: list[Attention] = field(default_factory=list)
+    sums: dict[str, ir.Value] = field(default_factory=dict)
+    within: dict[str, set[ir.Node]] = field(default_factory=dict)
+    seq_first: set[ir.Value] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     windows: list[int | None] | None = None
+
+
+def sum_of(name: str) -> str:
+    """Name of the sum that is normed to a value of the stream."""
+    return f"{name}.sum"
 
 
 def recognise(graph: ir.Graph) -> Recognised:
     """Find the hook points of a decoder whose fused operators have been expanded.
 
+    Its heads are given axes of their own first.
+
     Raises:
         ExportError: what is found is no decoder with a residual stream, attention and MLPs.
     """
+    separate_heads(graph)
     found = Recognised(Flow(graph))
     steps = residual_steps(found.flow)
     found.points += _embedding(found.flow, steps[0].before)
@@ -45,7 +60,9 @@ def recognise(graph: ir.Graph) -> Recognised:
     if not found.attention:
         raise ExportError("no branch of the residual stream holds attention: the graph is no decoder of text")
     last = linear_maps(found.flow, steps[-1].after, found.flow.logits)
-    if last:
+    if last and climb(input_of(found.flow, last[-1]), KEEPING) is climb(steps[-1].after, KEEPING):
+        found.notes.append("hook_final_norm: the stream is normed after each addition, and no more behind the last")
+    elif last:
         found.points.append(("hook_final_norm", input_of(found.flow, last[-1])))
     else:
         found.notes.append("hook_final_norm: no linear map makes the logits")
@@ -76,11 +93,16 @@ def _layer(found: Recognised, step: Step) -> None:
     for branch in sorted(step.branches, key=lambda branch: not attends[branch]):
         if attends[branch]:
             found.attention.append(find_attention(flow, layer, top, branch))
+            rotated = (found.attention[-1].queries, found.attention[-1].keys)
+            found.seq_first |= {one.unrotated for one in rotated if one.seq_first and one.unrotated is not None}
             points += found.attention[-1].points()
         else:
             mlp = find_mlp(flow, layer, top, branch)
             found.notes += mlp.notes
+            found.within[f"blocks.{layer}.mlp.hook_pre"] = set(flow.between(top, branch))
             points += mlp.points
     ends = "hook_resid_post" if len(step.branches) > 1 or not any(attends.values()) else "hook_resid_mid"
     points.append((ends, step.after))
     found.points += [(f"blocks.{layer}.{name}", value) for name, value in points]
+    if step.summed is not step.after:
+        found.sums[f"blocks.{layer}.{ends}"] = step.summed

@@ -10,7 +10,9 @@ from mionnx.errors import ExportError
 
 HEADS_FIRST = (0, 2, 1, 3)  # [batch, seq, heads, head_dim] -> [batch, heads, seq, head_dim]
 TURNED = ((0, 1, 3, 2), (0, 2, 1))  # keys for their product with queries
-ROTATES = frozenset(("Add", "Sub", "Concat", "Mul", "ScatterND", "Reshape", "Transpose"))
+ROTATION = "RotaryEmbedding"
+ROTATES = frozenset(("Add", "Sub", "Concat", "Mul", "ScatterND", "Reshape", "Transpose", ROTATION))
+ANGLE_LOOKUPS = LOOKUPS | {"GatherElements", "GatherND"}
 LONGEST = 40  # nodes of a rotation
 DEEPEST = 60  # nodes from an angle's cosine
 
@@ -23,11 +25,13 @@ class Heads:
         value: after rotation, where there is one.
         unrotated: before rotation; None without one.
         joined: the node that appends it to the past; None without one.
+        seq_first: whether the heads are rotated, and `unrotated` is, [batch, seq, heads, head_dim].
     """
 
     value: ir.Value
     unrotated: ir.Value | None = None
     joined: ir.Node | None = None
+    seq_first: bool = False
 
 
 def heads_of(flow: Flow, value: ir.Value) -> Heads:
@@ -47,7 +51,8 @@ def heads_of(flow: Flow, value: ir.Value) -> Heads:
         elif node.op_type == "Transpose" and perm_of(node) == HEADS_FIRST:
             merged = _merged_heads(text[0])
             if merged is None:
-                return Heads(value, rotated_from(flow, climb(text[0], KEEPING)), joined)
+                unrotated = rotated_from(flow, climb(text[0], KEEPING))
+                return Heads(value, unrotated, joined, unrotated is not None)
             value = merged
         elif _leaves_heads(flow, node):
             value = text[0]
@@ -80,7 +85,7 @@ def rotated_from(flow: Flow, value: ir.Value) -> ir.Value | None:
     A rotation is all that lies between a value and its dominator, if it multiplies with cosines and with no matrix.
     """
     below = value
-    while (node := below.producer()) is not None and len(flow.text(node)) == 1:
+    while (node := below.producer()) is not None and len(flow.text(node)) == 1 and node.op_type != ROTATION:
         if node.op_type not in PASSING:
             return None
         below = flow.text(node)[0]
@@ -88,8 +93,12 @@ def rotated_from(flow: Flow, value: ir.Value) -> ir.Value | None:
         return None
     top = flow.above(below)
     nodes = flow.between(top, below)
-    turns = any(node.op_type == "Mul" and len(flow.text(node)) == 1 and multiplies_angles(flow, node) for node in nodes)
+    turns = any(node.op_type == ROTATION or _multiplies(flow, node) for node in nodes)
     return top if turns and len(nodes) < LONGEST and not any(is_linear(flow, node) for node in nodes) else None
+
+
+def _multiplies(flow: Flow, node: ir.Node) -> bool:
+    return node.op_type == "Mul" and len(flow.text(node)) == 1 and multiplies_angles(flow, node)
 
 
 def multiplies_angles(flow: Flow, node: ir.Node) -> bool:
@@ -115,8 +124,8 @@ def _follows_from_angles(flow: Flow, value: ir.Value) -> bool:
 
 def _looks_up_angles(flow: Flow, node: ir.Node) -> bool:
     """Whether a node picks rows of a constant table of fractions by positions."""
-    if node.op_type not in LOOKUPS or node.inputs[0] is None or node.inputs[1] is None:
+    if node.op_type not in ANGLE_LOOKUPS or node.inputs[0] is None or node.inputs[1] is None:
         return False
-    table, rows = node.inputs[0], node.inputs[1]
+    table, rows = climb(node.inputs[0]), node.inputs[1]
     fractions = table.dtype is not None and table.dtype.is_floating_point()
     return flow.origin.get(table) == Origin.CONSTANT and flow.origin.get(rows) == Origin.CALL and fractions

@@ -14,6 +14,7 @@ import onnx
 import onnxruntime
 from numpy.typing import NDArray
 
+from exporters.adopt.recognise import sum_of
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
@@ -87,7 +88,8 @@ def probe(proto: onnx.ModelProto, folder: Path, names: list[str]) -> Probe:
     """
     session = open_session(proto, folder, [name for node in proto.graph.node for name in node.output if name])
     feeds = {entry.name: feed_of(entry) for entry in session.get_inputs()}
-    wanted = [*names, *(entry.name for entry in proto.graph.output)]
+    sums = {sum_of(name) for name in names} & {name for node in proto.graph.node for name in node.output}
+    wanted = [*names, *sorted(sums), *(entry.name for entry in proto.graph.output)]
     dtypes = {entry.name: entry.type for entry in session.get_outputs()}
     return Probe(dict(zip(wanted, run(session, wanted, feeds), strict=True)), dtypes, feeds)
 
@@ -220,26 +222,45 @@ def _laws_of_layer(values: Mapping[str, Array], layer: int, sinks: bool) -> Iter
     yield ("pattern is causal", np.triu(pattern, 1), np.zeros_like(pattern))
     groups = pattern.shape[1] // v.shape[1]
     yield ("z = pattern v", np.einsum("bhqk,bhkd->bqhd", pattern, np.repeat(v, groups, 1)), z)
-    yield ("scores rise with q k", *_rise(q, np.repeat(k, groups, 1), get("attn.hook_scores")))
+    yield ("scores rise with q k", *_rises(q, np.repeat(k, groups, 1), get("attn.hook_scores")))
     pre, mid, post = get("hook_resid_pre"), get("hook_resid_mid"), get("hook_resid_post")
+    mid_sum, post_sum = get(sum_of("hook_resid_mid")), get(sum_of("hook_resid_post"))
+    mid_sum, post_sum = mid if mid_sum is None else mid_sum, post if post_sum is None else post_sum
     if mid is not None:
-        yield ("mid = pre + attn_out", pre + get("hook_attn_out"), mid)
-        yield ("post = mid + mlp_out", mid + get("hook_mlp_out"), post)
+        yield ("mid = pre + attn_out", pre + get("hook_attn_out"), mid_sum)
+        yield ("post = mid + mlp_out", mid + get("hook_mlp_out"), post_sum)
     else:
-        yield ("post = pre + attn_out + mlp_out", pre + get("hook_attn_out") + get("hook_mlp_out"), post)
+        yield ("post = pre + attn_out + mlp_out", pre + get("hook_attn_out") + get("hook_mlp_out"), post_sum)
     if f"present.{layer}.key" in values:
         yield ("present = keys", values[f"present.{layer}.key"], k)
         yield ("present = values", values[f"present.{layer}.value"], v)
 
 
-def _rise(q: Array, k: Array, scores: Array) -> tuple[Array, Array]:
+def _rises(q: Array, k: Array, scores: Array) -> tuple[Array, Array]:
     """Scores of each query in the order of q k, and sorted: equal if they rise with q k.
 
-    A scale and a soft cap keep the order; so does a mask, among the keys that are seen.
+    A scale and a soft cap keep the order; so does a mask, among the keys that are seen. Where positions add to the
+    scores, as ALiBi does, that is the same in all rows: the differences of two rows rise with those of their q k.
+
+    Raises:
+        ExportError: queries and keys have no product.
     """
+    if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ExportError(f"queries {list(q.shape)} and keys {list(k.shape)} are no two that are multiplied")
     products = np.einsum("bhqd,bhkd->bhqk", q.astype(np.float64), k.astype(np.float64))
+    alone, wide = _rise(products, scores.astype(np.float64)), scores.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # of two masked scores
+        between = _rise(products[1:] - products[:-1], wide[1:] - wide[:-1])
+    off = [float(np.abs(one - other).max(initial=0)) for one, other in (alone, between)]
+    pair = alone if not off[1] < off[0] else between
+    return pair[0].astype(scores.dtype), pair[1].astype(scores.dtype)
+
+
+def _rise(products: Array, scores: Array) -> tuple[Array, Array]:
+    """The seen scores of each query in the order of some products, and sorted."""
+    products = products.copy()
     products[..., ~np.tri(products.shape[-1], dtype=bool)] = np.inf
-    shown = np.where(np.isinf(products), 0, scores.astype(np.float64)).astype(scores.dtype)
+    shown = np.where(np.isinf(products), 0, scores)
     order = np.argsort(products, axis=-1)
     ordered, visible = np.take_along_axis(shown, order, -1), np.take_along_axis(np.isfinite(products), order, -1)
     return ordered, np.where(visible, np.sort(np.where(visible, ordered, np.inf), -1), ordered)

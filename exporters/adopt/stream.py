@@ -1,6 +1,6 @@
 """The residual stream: the dominators of the logits that are sums of two values of text, and the added branches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
@@ -15,35 +15,55 @@ class Step:
     Attributes:
         before, after: the stream before and after it.
         branches: the values added to it: one, or two in a parallel block.
+        summed: the sum itself: what comes after it, or in a post-norm stream what is normed to that.
     """
 
     before: ir.Value
     after: ir.Value
     branches: list[ir.Value]
+    summed: ir.Value
 
 
 def residual_steps(flow: Flow) -> list[Step]:
     """The residual additions of a decoder, in order.
 
+    A stream may be normed after its additions; it is then what comes out of the norms.
+
     Raises:
-        ExportError: there is no residual stream, or one that is normed after its additions.
+        ExportError: there is no residual stream, or one that is changed otherwise after its additions.
     """
     sums = [value for value in flow.chain(flow.logits) if _adds_text(flow, value)]
     if not sums:
         raise ExportError(
             "no sum of two values of text lies on every path to the logits: the graph has no residual stream"
         )
-    steps, stream = list[Step](), flow.above(sums[0])
+    steps, stream, norms = list[Step](), flow.above(sums[0]), set[str]()
     for value in sums:
         added = _summands(flow, value, stream)
+        if added is None and steps:
+            stream, added = _normed(flow, stream, value)
+            steps[-1] = replace(steps[-1], after=stream)
+            norms.add(stream.producer().op_type)
         if added is None:
-            raise ExportError(
-                f"{value.name} is a sum, and the stream before it is none of the summands: a stream that is normed "
-                "after each addition has no hook points of a pre-norm decoder"
-            )
-        steps.append(Step(stream, value, [part for branch in added for part in _parts(flow, stream, branch)]))
+            raise ExportError(f"{value.name} is a sum, and the stream before it is none of the summands")
+        steps.append(Step(stream, value, [part for one in added for part in _parts(flow, stream, one)], value))
         stream = value
+    if norms:  # the last sum is normed as the others are
+        after = next((one for one in flow.chain(flow.logits, stream) if one.producer().op_type in norms), stream)
+        steps[-1] = replace(steps[-1], after=after)
     return steps
+
+
+def _normed(flow: Flow, summed: ir.Value, following: ir.Value) -> tuple[ir.Value, list[ir.Value] | None]:
+    """The value between two sums to which the second one adds, and the added values.
+
+    Without one the first sum and None.
+    """
+    for value in flow.chain(following, summed)[:-1]:
+        added = _summands(flow, following, value)
+        if added is not None:
+            return value, added
+    return summed, None
 
 
 def _adds_text(flow: Flow, value: ir.Value) -> bool:

@@ -32,14 +32,14 @@ def write_model(
     hashes: Hashes,
 ) -> None:
     """Write a graph with its metadata, and the source's config and tokenizer."""
-    sizes, config = _sizes(probed.values, found), config_of(source.file)
+    sizes, config = sizes_of(probed.values, found), config_of(source.file)
     windows = found.windows or windows_of(config, sizes.num_layers) or [None] * sizes.num_layers
     hooks = {name: axes_of(name, probed.values[name].shape, sizes) for name in names}
     dtypes = {name: str(probed.values[name].dtype) for name in names}
     if unknown := {*dtypes.values()} - {*DTYPE_NAMES}:
         raise ExportError(f"{source.file} computes in {', '.join(unknown)}: no such model runs here")
     dtype = max({*dtypes.values()}, key=DTYPE_NAMES.index)  # the coarsest, that of the weights
-    _annotate(proto, probed, hooks)
+    annotate(proto, probed, hooks)
     metadata = Metadata(
         family=str(config.get("model_type", "unknown")),
         dtype=dtype,
@@ -77,7 +77,8 @@ def config_of(file: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _sizes(values: Mapping[str, np.ndarray], found: Recognised) -> Sizes:
+def sizes_of(values: Mapping[str, np.ndarray], found: Recognised) -> Sizes:
+    """The sizes of a decoder, from one run of it."""
     queries, keys = values["blocks.0.attn.hook_q"].shape, values["blocks.0.attn.hook_k"].shape
     learned = next((value for name, value in found.points if name == "hook_pos_embed"), None)
     return Sizes(
@@ -119,7 +120,7 @@ def _window(config: Mapping[str, Any], layer: int) -> int | None:
     return window if not isinstance(kinds, list) or kinds[layer] == "sliding_attention" else None
 
 
-def _annotate(proto: onnx.ModelProto, probed: Probe, hooks: Mapping[str, list[str | int]]) -> None:
+def annotate(proto: onnx.ModelProto, probed: Probe, hooks: Mapping[str, list[str | int]]) -> None:
     """Write down the dtype of every value, and the axes of hook points: rewrites read them."""
     held = {entry.name: entry for entry in (*proto.graph.input, *proto.graph.output)}
     del proto.graph.value_info[:]

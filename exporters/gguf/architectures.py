@@ -8,9 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from exporters.gguf.facts import Facts
 from exporters.gguf.header import Header
 from exporters.gguf.rope import frequencies, rope
+from exporters.gguf.special_tokens import special_ids
 from mionnx.errors import ExportError, nearest
 
 LAYER = {  # module of a layer, llama.cpp's name -> transformers' in most families
@@ -87,7 +90,7 @@ def _gemma3(facts: Facts, config: Config) -> Config:
         "attn_logit_softcapping": facts.maybe("attn_logit_softcapping"),
         "final_logit_softcapping": facts.maybe("final_logit_softcapping"),
         "sliding_window": facts.size("attention.sliding_window"),
-        "layer_types": _layer_types(config, facts.size("attention.sliding_window_pattern", 6)),
+        "layer_types": _stated_types(facts, config),
         "query_pre_attn_scalar": _query_scalar(config, 62),
         "rope_parameters": {"full_attention": config["rope_parameters"], "sliding_attention": local},
     }
@@ -97,6 +100,18 @@ def _layer_types(config: Config, period: int) -> list[str]:
     """Every layer of a number slides but the last of each period."""
     layers = range(1, config["num_hidden_layers"] + 1)
     return ["sliding_attention" if layer % period else "full_attention" for layer in layers]
+
+
+def _stated_types(facts: Facts, config: Config) -> list[str]:
+    """Layer types by a period, or by a flag for each layer."""
+    flags = facts.header.metadata.get(f"{facts.architecture}.attention.sliding_window_pattern")
+    if not isinstance(flags, np.ndarray):
+        return _layer_types(config, facts.size("attention.sliding_window_pattern", 6))
+    if len(flags) != config["num_hidden_layers"]:
+        raise ExportError(
+            f"{facts.header.file} says of {len(flags)} of {config['num_hidden_layers']} layers what slides"
+        )
+    return ["sliding_attention" if flag else "full_attention" for flag in flags.tolist()]
 
 
 def _query_scalar(config: Config, largest: int) -> float:
@@ -191,7 +206,7 @@ def _common(facts: Facts) -> Config:
     _check_sizes(facts.header, layers, hidden, heads * head_dim, inner)
     context = facts.size("context_length")
     epsilon = facts.maybe("attention.layer_norm_rms_epsilon")
-    ids = {name: facts.header.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in TOKENS.items()}
+    known = special_ids(facts.header)
     return {
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -204,7 +219,7 @@ def _common(facts: Facts) -> Config:
         "rope_parameters": rope(facts, head_dim, context, frequencies(facts.header)),
         "tie_word_embeddings": "output.weight" not in tensors,
         **({} if epsilon is None else {"rms_norm_eps": epsilon}),
-        **ids,
+        **{name: known.get(key) for name, key in TOKENS.items()},
     }
 
 

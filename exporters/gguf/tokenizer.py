@@ -15,6 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from exporters.gguf.header import Header
 from exporters.gguf.pre_tokenizers import CUTS, Cut
+from exporters.gguf.special_tokens import special_ids
 from mionnx.errors import nearest
 
 PREFIX = "tokenizer.ggml."
@@ -45,6 +46,7 @@ def write_tokenizer(header: Header, folder: Path) -> None:
     """
     facts = {key.removeprefix(PREFIX): value for key, value in header.metadata.items() if key.startswith(PREFIX)}
     facts |= {key: header.metadata.get(f"general.{key}", "") for key in ("architecture", "name")}
+    facts["special"] = special_ids(header)
     try:
         tokenizer, ends = _build(facts)
     except _NoTokenizerError as error:
@@ -95,7 +97,7 @@ def _byte_level(facts: dict[str, Any]) -> tuple[Tokenizer, bool]:
     tokenizer = Tokenizer(models.BPE(vocabulary, _pairs(facts["merges"]), ignore_merges=cut.whole_words))
     tokenizer.pre_tokenizer = cut.build()
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, cut.begins
+    return tokenizer, cut.begins and "bos" in facts["special"]
 
 
 def _cut(name: str | None) -> Cut:
@@ -167,7 +169,7 @@ def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], facts: dict[str, An
 
 
 def _special(facts: dict[str, Any], name: str) -> str | None:
-    number = facts.get(f"{NAMES[name]}_token_id")
+    number = facts["special"].get(NAMES[name])
     return None if number is None else facts["tokens"][number]
 
 
@@ -179,5 +181,5 @@ def _add_ends(tokenizer: Tokenizer, facts: dict[str, Any], ends: dict[str, bool]
         raise _NoTokenizerError(f"texts take a token {absent[0]}, and the file names none")
     if texts:
         single = [*([texts["bos"]] if "bos" in texts else []), "$A", *([texts["eos"]] if "eos" in texts else [])]
-        numbers = [(text, facts[f"{NAMES[name]}_token_id"]) for name, text in texts.items()]
+        numbers = [(text, facts["special"][NAMES[name]]) for name, text in texts.items()]
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=numbers)

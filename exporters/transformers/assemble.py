@@ -2,6 +2,7 @@
 
 import tempfile
 import warnings
+from copy import deepcopy
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import count
@@ -12,17 +13,20 @@ import onnx_ir as ir
 import torch
 from transformers import AutoTokenizer
 
-from exporters.checkpoint_tensors import export_dtype, read_tensors
+from exporters.checkpoint_tensors import Stored, export_dtype, read_tensors
 from exporters.sidecar_files import find_files, keep_files
+from exporters.transformers.by_structure import Source, export_by_structure
 from exporters.transformers.checkpoint import map_tensors
-from exporters.transformers.hooked_graph import HookedGraph, make_graph
+from exporters.transformers.families import FAMILIES
+from exporters.transformers.hooked_graph import HookedGraph, Stage, make_graph
+from exporters.transformers.missing_taps import missing_taps
 from exporters.transformers.native_config import native_config
 from exporters.transformers.sizes import sizes_of, sliding_window
 from exporters.transformers.weights import bind_weights
 from exporters.weight_files import locations, place_nowhere
 from mionnx.errors import ExportError
 from mionnx.graph import file_digest
-from mionnx.graph.metadata import Attention, Metadata, context_length
+from mionnx.graph.metadata import NORMED_STREAM, Attention, Metadata, context_length
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.progress import Progress
 
@@ -49,15 +53,11 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         layers = sizes_of(config, learned_positions=False).num_layers
         if layers > len(tensors):
             raise ExportError(f"the config says {layers} layers, the checkpoint has {len(tensors)} tensors")
-        made = make_graph(config, kind, stage)
-        stage("placing weights")
-        bind_weights(made.parameters, map_tensors(tensors, made.skeleton), made.skeleton, target, progress)
-        for value in made.parameters:
-            made.model.graph.register_initializer(value)
-        digest, of_files = describe_export(target, locations(made.parameters), files, progress)
-        metadata = replace(describe(made, config, kind), weights_sha256=digest, weight_files=of_files)
-    stage("writing")
-    write_model(made.model, metadata, target)
+        made = _tapped(config, kind, stage)
+        if isinstance(made, str):
+            export_by_structure(Source(folder, config, tensors, kind, made), target, stage, progress)
+        else:
+            _write_tapped(made, config, kind, tensors, target, stage, progress)
     keep_files(beside, target)
     _write_fast_tokenizer(folder, target)
 
@@ -83,15 +83,50 @@ def export_config(folder: Path, target: Path, dtype: str, progress: Progress) ->
     _write_fast_tokenizer(folder, target)
 
 
+def _tapped(config: Any, dtype: torch.dtype, stage: Stage) -> HookedGraph | str:
+    """The graph of a family with taps, or the reason why they do not fit one without a table."""
+    if config.model_type in FAMILIES:
+        return make_graph(config, dtype, stage)
+    lacking = missing_taps(deepcopy(config), dtype)
+    if lacking is not None:
+        return lacking
+    try:
+        return make_graph(deepcopy(config), dtype, stage)
+    except ExportError as error:
+        return str(error)
+
+
+def _write_tapped(
+    made: HookedGraph,
+    config: Any,
+    dtype: torch.dtype,
+    tensors: list[Stored],
+    target: Path,
+    stage: Stage,
+    progress: Progress,
+) -> None:
+    stage("placing weights")
+    bind_weights(made.parameters, map_tensors(tensors, made.skeleton), made.skeleton, target, progress)
+    for value in made.parameters:
+        made.model.graph.register_initializer(value)
+    files = sorted({tensor.file for tensor in tensors})
+    digest, of_files = describe_export(target, locations(made.parameters), files, progress)
+    metadata = replace(describe(made, config, dtype), weights_sha256=digest, weight_files=of_files)
+    stage("writing")
+    write_model(made.model, metadata, target)
+
+
 def describe(made: HookedGraph, config: Any, dtype: torch.dtype) -> Metadata:
     """The metadata of a graph, without those of its weights."""
+    normed = {} if getattr(config, "do_layer_norm_before", True) else {NORMED_STREAM: "yes"}  # OPT of 350M
+    versions = {name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")}
     return Metadata(
         family=config.model_type,
         dtype=str(dtype).removeprefix("torch."),
         sizes=made.sizes,
         hooks=made.hooks,
         attention=[_attention(made, i) for i in range(made.sizes.num_layers)],
-        exporter={name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")},
+        exporter={**versions, **normed},
         context_length=context_length(config.to_dict()),
     )
 

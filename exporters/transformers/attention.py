@@ -188,7 +188,7 @@ class TappedCache(DynamicCache):
 
     def __init__(self, past: list[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
-        self.layers = [_filled(key, value) for key, value in past]
+        self.layers = [filled(key, value) for key, value in past]
         self.layer_class_to_replicate = None if past else DynamicLayer
 
     def update(
@@ -200,15 +200,15 @@ class TappedCache(DynamicCache):
 
     def present(self, taps: Taps) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each layer of the pass: of no head in one with those of another."""
-        own = [layer.keys for layer in self.layers]
         found = []
         for i, (key, value) in sorted(taps.read.items()):
-            reads_own = i < len(own) and own[i] is key
-            found.append((key, value) if reads_own else (key[:, :0], value[:, :0]))
+            own = self.layers[i] if i < len(self.layers) and self.layers[i].keys is key else None
+            found.append((own.keys, own.values) if own else (key[:, :0], value[:, :0]))
         return found
 
 
-def _filled(key: Tensor, value: Tensor) -> DynamicLayer:
+def filled(key: Tensor, value: Tensor) -> DynamicLayer:
+    """A layer of a cache that holds keys and values already, of any length."""
     layer = DynamicLayer()
     layer.keys, layer.values = key, value
     layer.dtype, layer.device, layer.is_initialized = key.dtype, key.device, True

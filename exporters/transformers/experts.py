@@ -22,6 +22,7 @@ EXPERTS = "mionnx"
 GROUPED_DOMAIN, GROUPED = "mionnx.experts", "GroupedMatMul"
 
 
+OWN_EXPERTS = ("DbrxFFN", "Llama4TextMoe")  # see `own_experts`
 # What transformers' modules call a layer's router, and the MLP that every token goes through besides.
 ROUTERS, SHARED = ("gate", "router"), ("shared_expert", "shared_experts", "shared_mlp")
 
@@ -54,7 +55,9 @@ def grouped(x: Tensor, weight: Tensor, chosen: Tensor, rows: bool) -> Tensor:
     return made
 
 
-def compute_experts(taps: Taps, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+def compute_experts(
+    taps: Taps, experts: Any, hidden: Tensor, index: Tensor, weights: Tensor, weigh_inputs: bool = False
+) -> Tensor:
     """Compute the chosen experts of every token, weigh and add them.
 
     Args:
@@ -63,6 +66,7 @@ def compute_experts(taps: Taps, experts: Any, hidden: Tensor, index: Tensor, wei
         hidden: [batch * seq, hidden].
         index: int64 [batch * seq, n_chosen], which experts a token chose.
         weights: [batch * seq, n_chosen].
+        weigh_inputs: whether weights are applied to what experts read, and not to what they give.
 
     Returns:
         [batch * seq, hidden].
@@ -71,8 +75,9 @@ def compute_experts(taps: Taps, experts: Any, hidden: Tensor, index: Tensor, wei
     index = taps.at(HookPoint.MlpExpertIndices(taps.layer), index.reshape(tokens))
     weights = taps.at(HookPoint.MlpExpertWeights(taps.layer), weights.reshape(tokens))
     pairs = hidden.unsqueeze(1).expand(-1, tokens[-1], -1).reshape(-1, hidden.shape[-1])
-    made = _experts_of(taps, experts, pairs, index.reshape(-1), tokens)
-    return add_chosen(taps, made.unflatten(0, tokens) * weights.unsqueeze(-1), hidden)
+    given = pairs * weights.reshape(-1, 1) if weigh_inputs else pairs
+    made = _experts_of(taps, experts, given, index.reshape(-1), tokens).unflatten(0, tokens)
+    return add_chosen(taps, made if weigh_inputs else made * weights.unsqueeze(-1), hidden)
 
 
 def add_chosen(taps: Taps, made: Tensor, like: Tensor) -> Tensor:
@@ -85,7 +90,8 @@ def _experts_of(taps: Taps, experts: Any, pairs: Tensor, chosen: Tensor, tokens:
     """The output of each pair of a token and an expert that it chose, [n, hidden]."""
     rows, biased = experts.is_transposed, experts.has_bias
     name = "gate_up_proj" if experts.has_gate else "up_proj"
-    inner = _product(experts, name, pairs, chosen, rows, biased)
+    given = getattr(experts, "first", None)
+    inner = given(pairs, chosen) if given else _product(experts, name, pairs, chosen, rows, biased)
     act = tap_neurons(taps, inner, tokens, experts)
     made = _product(experts, "down_proj", act, chosen, rows, biased)
     return experts.post_expert_norm(made) if experts.has_post_expert_norm else made
@@ -113,18 +119,13 @@ def tap_neurons(taps: Taps, inner: Tensor, tokens: tuple[int, ...], experts: Any
 
 
 class TapRouter(TorchFunctionMode):
-    """Tap the logits of a router: the first linear map that it computes.
-
-    It chooses experts in the order of their scores; where a family leaves the order open, each runtime has its own.
-    """
+    """Tap the logits of a router: the first linear map that it computes."""
 
     def __init__(self, taps: Taps) -> None:
         super().__init__()
         self.taps, self.seen = taps, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.topk, Tensor.topk):
-            kwargs = {**(kwargs or {}), "sorted": True}
         result = func(*args, **(kwargs or {}))
         if self.seen or func is not nn.functional.linear:
             return result
@@ -141,13 +142,17 @@ def _forward(experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor)
 ExpertsInterface.register(EXPERTS, _forward)
 
 
-def find_experts(block: nn.Module) -> tuple[nn.Module, nn.Module] | None:
-    """The module with a block's experts and the one around it; None in a dense block."""
+def find_experts(block: nn.Module) -> nn.Module | None:
+    """The module around the router and experts of a block; None in a dense block."""
     for parent in block.modules():
-        for child in parent.children():
-            if hasattr(child, "is_transposed") and hasattr(child, "has_gate"):
-                return child, parent
+        if type(parent).__name__ in OWN_EXPERTS or any(_stacked(child) for child in parent.children()):
+            return parent
     return None
+
+
+def _stacked(module: nn.Module) -> bool:
+    """Whether transformers computes a module's experts in a function that can be registered."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
 
 
 def tap_router(stack: ExitStack, taps: Taps, parent: nn.Module) -> None:

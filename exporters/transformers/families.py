@@ -24,6 +24,8 @@ class Layout:
     `z_at_projection` says that a gate or a norm stands between the heads' outputs and the output projection: `hook_z`
     is then what the projection reads.
     `adds_products` says that the block multiplies what it adds to the stream, or adds it in parts.
+    `streams` is the module that predicts several streams before a layer and corrects them after it; hook points of the
+    stream are those of the active one, between the two.
     `experts` says that blocks may hold experts in the place of an MLP; neurons are tapped in the others only.
     `flattens` says that the block merges the batch and sequence axes on its way; the tracing keeps them apart.
     """
@@ -50,6 +52,7 @@ class Layout:
     rotates_singly: bool = False
     z_at_projection: bool = False
     adds_products: bool = False
+    streams: str | None = None
     experts: bool = False
     flattens: bool = False
 
@@ -127,14 +130,30 @@ def stablelm(config: Any) -> Layout:
 
 
 FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
-    "afmoe": replace(POST_NORMS, middle="pre_mlp_layernorm", mlp_added="post_mlp_layernorm", experts=True),
+    "afmoe": replace(
+        POST_NORMS, middle="pre_mlp_layernorm", mlp_added="post_mlp_layernorm", z_at_projection=True, experts=True
+    ),
     "apertus": replace(PLAIN_MLP, middle="feedforward_layernorm"),
     "arcee": PLAIN_MLP,
+    "aria_text": EXPERTS,
     "axk1": LATENT_EXPERTS,
     "bitnet": GATED_HEADS,
     "cohere": PARALLEL,
     "cohere2": PARALLEL,
+    "cohere2_moe": replace(PARALLEL, experts=True),
     "cwm": LLAMA,
+    "dbrx": replace(
+        EXPERTS,
+        blocks="transformer.blocks",
+        final_norm="transformer.norm_f",
+        attention="norm_attn_norm.attn",
+        output_projection="norm_attn_norm.attn.out_proj",
+        attention_added="norm_attn_norm.attn",
+        middle="norm_attn_norm.norm_2",
+        mlp_input="ffn",
+        mlp_output="ffn",
+        mlp_added="ffn",
+    ),
     "deepseek_v2": replace(LATENT_EXPERTS, rotates_pairs=True),
     "deepseek_v3": LATENT_EXPERTS,
     "diffllama": GATED_HEADS,
@@ -143,11 +162,12 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "ernie4_5": LLAMA,
     "ernie4_5_moe": EXPERTS,
     "exaone4": POST_NORMS_ONLY,
+    "exaone_moe": EXPERTS,
     "flex_olmo": replace(POST_NORMS_ONLY, experts=True),
     "gemma": LLAMA,
     "gemma2": POST_NORMS,
     "gemma3_text": POST_NORMS,
-    "gemma3n_text": replace(POST_NORMS, rotates_heads_last=True, rotates_singly=True),
+    "gemma3n_text": replace(POST_NORMS, rotates_heads_last=True, rotates_singly=True, streams="altup"),
     "gemma4_text": replace(POST_NORMS, rotates_heads_last=True, rotates_singly=True),
     "glm": FUSED_GATE,
     "glm4": replace(
@@ -164,11 +184,22 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "gpt_neox": gpt_neox,
     "gpt_oss": EXPERTS,
     "granite": SCALED,
+    "granite_swa": SCALED,
+    "granitemoe": replace(SCALED, mlp_input="block_sparse_moe", mlp_output="block_sparse_moe", experts=True),
     "helium": LLAMA,
     "hunyuan_v1_dense": LLAMA,
     "hunyuan_v1_moe": EXPERTS,
+    "hy_v3": EXPERTS,
     "hyperclovax": SCALED,
     "jais2": PLAIN_MLP,
+    "kolibri1": replace(
+        POST_NORMS,
+        attention_added="post_self_attn_layernorm",
+        middle="post_attention_layernorm",
+        mlp_added="post_mlp_layernorm",
+        experts=True,
+    ),
+    "laguna": replace(EXPERTS, z_at_projection=True),
     "llama": LLAMA,
     "llama4_text": replace(
         LLAMA,
@@ -182,6 +213,8 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
         down="feed_forward.down_proj",
         experts=True,
     ),
+    "mellum": EXPERTS,
+    "mimo_v2_flash": EXPERTS,
     "minicpm3": replace(LATENTS, adds_products=True),
     "minimax_m2": EXPERTS,
     "ministral": LLAMA,

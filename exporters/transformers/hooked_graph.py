@@ -3,7 +3,7 @@
 Where layers cannot be made from others, all of them are traced.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from exporters.transformers.families import Layout, layout_of
 from exporters.transformers.grouped import expand_grouped
 from exporters.transformers.kinds import all_different
 from exporters.transformers.naming import name_dimensions, name_hooks, read_lengths_once, strip
-from exporters.transformers.simplify import simplify
+from exporters.transformers.simplify import simplify_traced
 from exporters.transformers.sizes import sizes_of
 from exporters.transformers.stamp import stamp
 from exporters.transformers.trace import buffers_of, find_kinds, heads_of, skeleton_of, trace
@@ -71,7 +71,7 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
         stage(f"tracing {len(kinds.traced)} of {sizes.num_layers} layers")
         traced = trace(skeleton, past, kinds)
         stage("simplifying")
-        parameters = _simplified(traced.model, buffers)
+        parameters = simplify_traced(traced.model, buffers)
         stage("naming")
         graph = traced.model.graph
         hooks = name_hooks(graph)
@@ -85,20 +85,3 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
     sizes = replace(sizes, **expert_sizes(graph, hooks))
     axes = hook_axes(graph, hooks, sizes, heads)
     return HookedGraph(traced.model, parameters, axes, sizes, heads, skeleton, traced.layout)
-
-
-def _simplified(model: ir.Model, buffers: Mapping[str, torch.Tensor]) -> list[ir.Value]:
-    for name, buffer in buffers.items():
-        if name in model.graph.initializers:
-            model.graph.initializers[name].const_value = ir.tensor(buffer.numpy(), name=name)
-    return simplify(model, _fakes(model.graph))
-
-
-def _fakes(graph: ir.Graph) -> set[str]:
-    """The initializers traced without data, to be bound to checkpoint tensors."""
-    return {
-        name
-        for name, value in graph.initializers.items()
-        if isinstance(getattr(value.const_value, "raw", None), torch.Tensor)
-        and type(value.const_value.raw) is not torch.Tensor
-    }

@@ -16,7 +16,7 @@ second. The first two of a kind are traced, and every layer of which another one
 """
 
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -31,6 +31,7 @@ from mionnx.graph.hook_points import HookPoint, layer_of
 OUTSIDE = -1  # the layer of what is computed before all layers
 INDEX = re.compile(r"layer|idx|index")  # names of attributes that may hold a layer's number
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+Past = Sequence[tuple[Tensor, Tensor]]
 TRACED = 2  # layers of a kind that are traced
 _TORCH = frozenset(vars(nn.Module())) | {"training"}
 
@@ -68,7 +69,7 @@ class Recorder(TorchDispatchMode):
         returned: how many values layers return in a tuple; 0 where one returns the stream alone.
     """
 
-    def __init__(self, model: nn.Module, blocks: str, past: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, model: nn.Module, blocks: str, inputs: Sequence[Tensor], past: Past) -> None:
         super().__init__()
         self.steps: dict[int, list[Hashable]] = {OUTSIDE: []}
         self.reads: dict[int, set[int]] = {OUTSIDE: set()}
@@ -81,6 +82,8 @@ class Recorder(TorchDispatchMode):
         for name, tensor in named:
             layer, rest = split(name, blocks)
             self._put(tensor, (layer, "weight", rest, str(tensor.dtype), tuple(tensor.shape)))
+        for number, tensor in enumerate(inputs):
+            self._put(tensor, (OUTSIDE, "input", number))
         for layer, pair in enumerate(past):
             for number, tensor in enumerate(pair):
                 self._put(tensor, (layer, "past", number))

@@ -4,7 +4,10 @@ Parameters take part as graph inputs, which no pass can fold or merge: folding `
 into the graph, and merging equal ones would lose their names.
 """
 
+from collections.abc import Mapping
+
 import onnx_ir as ir
+import torch
 from onnxscript import optimizer
 from onnxscript.rewriter import onnx_fusions
 
@@ -36,3 +39,29 @@ def simplify(model: ir.Model, parameters: set[str]) -> list[ir.Value]:
     for value in held:
         graph.inputs.remove(value)
     return [value for value in held if value.uses()]
+
+
+def simplify_traced(model: ir.Model, buffers: Mapping[str, torch.Tensor]) -> list[ir.Value]:
+    """Optimise a model that was traced without weights.
+
+    Args:
+        model: changed in place.
+        buffers: values that no checkpoint holds, by name.
+
+    Returns:
+        see `simplify`.
+    """
+    for name, buffer in buffers.items():
+        if name in model.graph.initializers:
+            model.graph.initializers[name].const_value = ir.tensor(buffer.numpy(), name=name)
+    return simplify(model, _fakes(model.graph))
+
+
+def _fakes(graph: ir.Graph) -> set[str]:
+    """The initializers traced without data, to be bound to checkpoint tensors."""
+    return {
+        name
+        for name, value in graph.initializers.items()
+        if isinstance(getattr(value.const_value, "raw", None), torch.Tensor)
+        and type(value.const_value.raw) is not torch.Tensor
+    }

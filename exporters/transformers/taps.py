@@ -7,6 +7,8 @@ are in `attention`.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from statistics import NormalDist
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from transformers import PreTrainedModel
 from exporters.transformers.attention import ATTENTION, Listener, Taps, TapWhole, active, replace_for, tap_rotation
 from exporters.transformers.experts import find_experts, shared_expert, tap_router
 from exporters.transformers.families import Layout
+from exporters.transformers.own_experts import tap_own_experts
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
@@ -62,6 +65,24 @@ class _TapAdditions(TorchFunctionMode):
         if self.points:
             self.stream = self.taps.at(HookPoint.ResidMid(self.layer), self.stream, stream=True)
         return self.stream
+
+
+class _InOrder(TorchFunctionMode):
+    """Give the best experts in the order of their scores, where a router leaves the order open."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        return func(*args, **({**given, "sorted": True} if func in (torch.topk, Tensor.topk) else given))
+
+
+@contextmanager
+def _quantile(share: float) -> Iterator[None]:
+    """Put a number in the place of a normal quantile, a function that no graph has."""
+    value = NormalDist().inv_cdf(share)
+    normal = SimpleNamespace(icdf=lambda given: torch.full_like(given, value))
+    with ExitStack() as stack:
+        replace_for(stack, torch.distributions.normal, "Normal", lambda *_: normal)
+        yield
 
 
 class Passed(nn.Module):
@@ -155,7 +176,12 @@ class _Attachment:
 
     def block(self, i: int, block: nn.Module) -> None:
         at, layout = self.taps.at, self.layout
-        self.before(block, lambda x: at(HookPoint.ResidPre(i), x))
+        if layout.streams:
+            self.streams(i, self.module(layout.streams, block))
+            if share := getattr(self.module(layout.mlp_input, block), "activation_sparsity", 0.0):
+                self.enter_around(self.module(layout.mlp_input, block), lambda _: _quantile(share))
+        else:
+            self.before(block, lambda x: at(HookPoint.ResidPre(i), x))
         self.rope(self.module(layout.attention, block), i)
         self.heads(i, block)
         if layout.adds_products:
@@ -167,9 +193,23 @@ class _Attachment:
         self.mlp(i, block)
         if not layout.adds_products:
             self.after(self.module(layout.mlp_added, block), lambda x: at(HookPoint.MlpOut(i), x))
-        self.after(block, lambda x: at(HookPoint.ResidPost(i), x))
+        if not layout.streams:
+            self.after(block, lambda x: at(HookPoint.ResidPost(i), x))
         if layout.flattens:
             self.enter_around(block, lambda _: _KeepAxes())
+
+    def streams(self, i: int, module: Any) -> None:
+        """Tap the active stream of several, as predicted and before the correction."""
+        at, active = self.taps.at, self.model.config.altup_active_idx
+        predict, correct = module.predict, module.correct
+
+        def predicted(streams: Tensor) -> Tensor:
+            found = list(predict(streams).unbind(0))
+            found[active] = at(HookPoint.ResidPre(i), found[active])
+            return torch.stack(found)
+
+        replace_for(self.stack, module, "predict", predicted)
+        replace_for(self.stack, module, "correct", lambda made, own: correct(made, at(HookPoint.ResidPost(i), own)))
 
     def heads(self, i: int, block: nn.Module) -> None:
         """Tap latents, queries and keys before they are cut, and gated outputs of heads."""
@@ -193,7 +233,7 @@ class _Attachment:
         self.before(self.module(layout.mlp_input, block), lambda x: at(HookPoint.MlpPre(i), self.note(i, x)))
         found = find_experts(block) if layout.experts else None
         if found is not None:
-            self.experts(i, block, found[1])
+            self.experts(i, block, found)
         elif not layout.experts or self.has(layout.down, block):
             self.neurons(i, block)
         self.after(self.module(layout.mlp_output, block), lambda x: self.taps.at_tokens(HookPoint.MlpPost(i), x))
@@ -206,6 +246,8 @@ class _Attachment:
     def experts(self, i: int, block: nn.Module, parent: nn.Module) -> None:
         """Tap a layer's router and shared expert; chosen experts are tapped where they are computed."""
         tap_router(self.stack, self.taps, parent)
+        tap_own_experts(self.stack, self.taps, parent)
+        self.enter_around(self.module(self.layout.mlp_input, block), lambda _: _InOrder())
         shared = shared_expert(parent)
         if shared is not None:
             self.neurons(i, shared, alone=True)

@@ -19,6 +19,7 @@ import torch._dynamo.config
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from exporters.transformers.attention import ATTENTION, Listener, TappedCache
 from exporters.transformers.experts import EXPERTS
@@ -51,7 +52,7 @@ class Traced:
     layout: Layout
 
 
-class _Cached(nn.Module):
+class Cached(nn.Module):
     """A causal language model as a function of tensors; its cache is a list of (key, value)."""
 
     def __init__(
@@ -90,7 +91,7 @@ def run_eagerly(
     """Run a loaded model once in eager torch, its hook points handed to `listen`."""
     prepare(model.config)
     with torch.no_grad():
-        return _Cached(model, layout_of(model.config), listen)(input_ids, attention_mask, position_ids, past)
+        return Cached(model, layout_of(model.config), listen)(input_ids, attention_mask, position_ids, past)
 
 
 def prepare(config: Any) -> None:
@@ -117,7 +118,7 @@ def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     for module in skeleton.modules():
         # The long factors apply beyond `Sizes.max_positions`; the graph holds the short ones only.
         if getattr(module, "rope_type", None) == "longrope":
-            module.rope_type = "default"
+            module.rope_type, module.compute_default_rope_parameters = "default", ROPE_INIT_FUNCTIONS["longrope"]
     return skeleton
 
 
@@ -130,18 +131,24 @@ def buffers_of(skeleton: PreTrainedModel) -> dict[str, Tensor]:
         for name in names:
             module._buffers[name] = torch.empty_like(before[name], device="cpu")
         if names:
-            skeleton._init_weights(module)
+            _owner(skeleton, path)._init_weights(module)
         found |= {f"{path}.{name}".lstrip("."): module._buffers[name] for name in names}
         module._buffers.update(before)
     return found
 
 
+def _owner(skeleton: PreTrainedModel, path: str) -> PreTrainedModel:
+    """The innermost model that a module is part of: it knows how its buffers begin."""
+    inside = {name: module for name, module in skeleton.named_modules() if isinstance(module, PreTrainedModel)}
+    return inside[max((name for name in inside if not name or f"{path}.".startswith(f"{name}.")), key=len)]
+
+
 def heads_of(skeleton: PreTrainedModel) -> list[Heads]:
     """Find each layer's heads by a pass over two tokens on the meta device."""
-    with torch.device("meta"), _quiet(), torch.no_grad():
+    with torch.device("meta"), quiet(), torch.no_grad():
         ids = torch.ones(1, 2, dtype=torch.long)
         layout = layout_of(skeleton.config)
-        _, cache = _Cached(skeleton, layout, lambda _name, value, _stream: value)(ids, ids, ids, [])
+        _, cache = Cached(skeleton, layout, lambda _name, value, _stream: value)(ids, ids, ids, [])
     return [(key.shape[1], key.shape[3], value.shape[3]) for key, value in cache]
 
 
@@ -159,10 +166,10 @@ def find_kinds(skeleton: PreTrainedModel, sizes: PastSizes, buffers: Mapping[str
     layout, layers = layout_of(skeleton.config), skeleton.config.num_hidden_layers
     with torch.device("meta"):
         example = _example(range(layers), sizes)
-    recorder = Recorder(skeleton, layout.blocks, example[3])
+    recorder = Recorder(skeleton, layout.blocks, example[:3], example[3])
     try:
-        with _quiet(), torch.no_grad(), recorder:
-            _Cached(skeleton, layout, recorder.listen).eval()(*example)
+        with quiet(), torch.no_grad(), recorder:
+            Cached(skeleton, layout, recorder.listen).eval()(*example)
     except ExportError:
         raise
     except Exception:  # whatever torch raises where the meta device cannot follow: nothing is known of the layers
@@ -191,7 +198,7 @@ def _example(layers: Sequence[int], sizes: PastSizes) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence torch's exporter: missing torchvision and deprecations do not concern the caller."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
@@ -218,12 +225,12 @@ def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> Traced:
     two, cached = {0: dynamic, 1: dynamic}, {0: dynamic, 2: dynamic}
     names = KEYS_AND_VALUES
     try:
-        with _quiet(), UNCACHED, torch.no_grad(), _passed_over(skeleton, layout, kinds):
+        with quiet(), UNCACHED, torch.no_grad(), _passed_over(skeleton, layout, kinds):
             with FakeTensorMode():
-                _allocate(skeleton)
+                allocate(skeleton)
                 example = _example(kinds.traced, sizes)
             program = torch.onnx.export(
-                _Cached(skeleton, layout, _mark, kinds.traced).eval(),
+                Cached(skeleton, layout, _mark, kinds.traced).eval(),
                 example,
                 dynamo=True,
                 dynamic_shapes=(two, two, two, [(cached, cached) for _ in example[3]]),
@@ -237,7 +244,7 @@ def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> Traced:
         if isinstance(error.__cause__, ExportError):
             raise error.__cause__ from None
         raise ExportError(f"torch could not export {skeleton.config.model_type!r}: {error}") from error
-    _drop_prefix(program.model.graph)
+    drop_prefix(program.model.graph)
     return Traced(program.model, skeleton, layout)
 
 
@@ -256,7 +263,7 @@ def _passed_over(skeleton: PreTrainedModel, layout: Layout, kinds: Kinds) -> Ite
             setattr(blocks, name, block)
 
 
-def _allocate(model: nn.Module) -> None:
+def allocate(model: nn.Module) -> None:
     """Move parameters and buffers to the CPU, inside a `FakeTensorMode`; tied ones stay tied."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
@@ -271,7 +278,7 @@ def _allocate(model: nn.Module) -> None:
                 held[name] = made[id(tensor)]
 
 
-def _drop_prefix(graph: ir.Graph) -> None:
+def drop_prefix(graph: ir.Graph) -> None:
     """Call initializers as the model calls its parameters, not as the wrapper around it does."""
     for value in list(graph.initializers.values()):
         del graph.initializers[value.name]

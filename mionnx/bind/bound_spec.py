@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mionnx.bind.effect import LOGITS, ByRow, Shown, refuse_idle_in, refuse_idle_structure
 from mionnx.bind.estimate import Estimate, estimate_of
-from mionnx.bind.gradients import bind_gradients, gradients_asked, gradients_of
+from mionnx.bind.gradients import bind_gradients, gradients_asked, gradients_of, read_by
 from mionnx.bind.hook_index import HookIndex, index_hooks
 from mionnx.bind.knockout_mask import end_of
 from mionnx.bind.logit_selection import Logits
@@ -206,8 +206,9 @@ class Binder:
         if added := [node for node in map(CaptureNode, cuts) if node not in nodes]:
             nodes = sorted([*added, *nodes], key=lambda node: in_order(hooks, node))
         outputs = outputs or Outputs()
-        by = bind_gradients(spec.gradients, hooks)
-        plan = Plan(edits_of(hooks), tuple(nodes), outputs, gradients=gradients_of(metric, by))
+        of = read_by(metric, hooks)
+        by = bind_gradients(spec.gradients, of, hooks)
+        plan = Plan(edits_of(hooks), tuple(nodes), outputs, gradients=gradients_of(metric, of, by))
         bound = BoundSpec(spec, self.model, hooks, captures, plan, logits, by)
         refuse_idle_structure(bound.edits, bound.plan, self.model)
         shown = Shown(bound.plan.captures, outputs.logits, outputs.carried)

@@ -1,6 +1,6 @@
 """The gradients that a spec asks for, checked against the model's hook points."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +8,9 @@ import numpy as np
 from mionnx.bind.hook_index import HookIndex
 from mionnx.bind.plan import BoundCapture, bind_captures
 from mionnx.errors import GradientError
+from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.output_head import LOGITS
 from mionnx.rewrite.plan import GradientNode, Gradients
 from mionnx.spec.capture import Capture
 from mionnx.spec.hook_choice import resolve
@@ -37,8 +39,13 @@ def gradients_asked(spec: HookSpec, computed: bool) -> MetricSpec | None:
     return spec.metric
 
 
-def bind_gradients(requests: Sequence[Capture], hooks: HookIndex) -> tuple[BoundCapture, ...]:
+def bind_gradients(requests: Sequence[Capture], of: str, hooks: HookIndex) -> tuple[BoundCapture, ...]:
     """The gradients that requests mean on a model, in execution order.
+
+    Args:
+        requests: those of a spec.
+        of: the value that the metric reads.
+        hooks: hook points of the model and of splices.
 
     Raises:
         HookError: a hook point that the model does not have, or one asked for in two different parts.
@@ -47,35 +54,67 @@ def bind_gradients(requests: Sequence[Capture], hooks: HookIndex) -> tuple[Bound
     """
     if not requests:
         return ()
-    held = [name for name in hooks.names if not _lacking(name, hooks)]
-    chosen = [(request, _names(request, held, hooks)) for request in requests]
+    leading = _leading(of, hooks)
+    held = [name for name in hooks.names if not _lacking(name, of, leading, hooks)]
+    chosen = [(request, _names(request, held, of, leading, hooks)) for request in requests]
     return tuple(replace(one, node=GradientNode(**vars(one.node))) for one in bind_captures(chosen, hooks))
 
 
-def _names(request: Capture, held: Sequence[str], hooks: HookIndex) -> tuple[str, ...]:
+def differentiable(hooks: HookIndex, of: str = LOGITS) -> list[str]:
+    """The hook points that can have a gradient of a value."""
+    leading = _leading(of, hooks)
+    return [name for name in hooks.names if not _lacking(name, of, leading, hooks)]
+
+
+def _leading(of: str, hooks: HookIndex) -> set[str]:
+    """The values before another one, and itself."""
+    flow = Dataflow(hooks.model.proto)
+    return {of, *hooks.inner, *flow.read_by(flow.ancestors([of]))}
+
+
+def _names(
+    request: Capture, held: Sequence[str], of: str, leading: Collection[str], hooks: HookIndex
+) -> tuple[str, ...]:
     """The hook points of a request; of a glob or predicate, those that can have a gradient."""
     if not isinstance(request.what, HookPoint):
         return tuple(resolve(request, held))
     (name,) = resolve(request, hooks.names)
-    if reason := _lacking(name, hooks):
+    if reason := _lacking(name, of, leading, hooks):
         raise GradientError(f"gradient at {name}: {reason}")
     return (name,)
 
 
-def _lacking(name: str, hooks: HookIndex) -> str | None:
+def _lacking(name: str, of: str, leading: Collection[str], hooks: HookIndex) -> str | None:
     """Why a hook point has no gradient; None if it can have one."""
     point = HookPoint.parse(name)
     if point.derived:
         return f"it is computed for its capture alone, and nothing depends on it; {point.instead} has one"
     if np.dtype(hooks.dtype(point)).kind in "iub":
         return "it holds whole numbers"
-    if name in hooks.model.order and name not in hooks.model.before_logits:
-        return "the logits do not depend on it, nor does any metric of them"
+    if name not in leading:
+        return f"the {of} do not depend on it" if of == LOGITS else f"{of} does not depend on it"
     return None
 
 
-def gradients_of(metric: MetricSpec | None, by: Sequence[BoundCapture]) -> Gradients | None:
+def read_by(metric: MetricSpec | None, hooks: HookIndex) -> str:
+    """The value that a metric reads.
+
+    Raises:
+        HookError: a hook point that is not there.
+        GradientError: one that holds no fractions, or is computed for its capture alone.
+    """
+    if metric is None or metric.at is None:
+        return LOGITS
+    point = HookPoint.parse(metric.at)
+    hooks.dims(point)  # refuses a hook point that is not there
+    if point.derived or np.dtype(hooks.dtype(point)).kind in "iub":
+        raise GradientError(f"the metric at {point}: no number that has a gradient; there is {point.instead or 'none'}")
+    return point.name
+
+
+def gradients_of(metric: MetricSpec | None, of: str, by: Sequence[BoundCapture]) -> Gradients | None:
     """The part of a plan with a metric and its gradients."""
     if metric is None:
         return None
-    return Gradients(metric.name, tuple(one.node for one in by if isinstance(one.node, GradientNode)))
+    by_node = tuple(one.node for one in by if isinstance(one.node, GradientNode))
+    return Gradients(metric.name, by_node, metric.rules, of=of)

@@ -54,6 +54,19 @@ def metric_inputs(
     return feeds
 
 
+def seed_inputs(metric: MetricSpec, shape: Sequence[int]) -> Feeds:
+    """Make the inputs of a metric that sums the value at a hook point times numbers.
+
+    Raises:
+        GradientError: numbers that do not broadcast to the value's shape.
+    """
+    try:
+        return {METRIC_SEED: np.broadcast_to(np.asarray(metric.seed, np.float32), shape)}
+    except ValueError:
+        given = [] if metric.seed is None else list(metric.seed.shape)
+        raise GradientError(f"seed is {given}, and the value at {metric.at} is {list(shape)}") from None
+
+
 def _places(logits: Logits | None) -> list[int] | None:
     """The positions of which there are logits; None for all."""
     if logits is None:

@@ -12,6 +12,7 @@ from mionnx.cli import cache
 from mionnx.cli.adopt import adopt
 from mionnx.cli.attention import attention
 from mionnx.cli.attribute import attribute
+from mionnx.cli.attribute_patch import attribute_patch
 from mionnx.cli.bisect import bisect
 from mionnx.cli.check import check
 from mionnx.cli.compile import compile_
@@ -28,7 +29,7 @@ from mionnx.cli.verify import verify
 from mionnx.errors import MIError
 
 COMMANDS = (
-    *(export, adopt, check, hooks, run, generate, sweep, lens, attention, attribute, heads, steer),
+    *(export, adopt, check, hooks, run, generate, sweep, attribute_patch, lens, attention, attribute, heads, steer),
     *(compile_, verify, bisect, demo),
 )
 
@@ -56,7 +57,7 @@ def options(
 
 
 for command in COMMANDS:
-    app.command(command.__name__.rstrip("_"))(command)
+    app.command(command.__name__.rstrip("_").replace("_", "-"))(command)
 app.add_typer(cache.app, name="cache")
 
 

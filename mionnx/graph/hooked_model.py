@@ -165,12 +165,6 @@ class HookedModel:
         return {name: place for place, name in enumerate(self._points)}
 
     @cached_property
-    def before_logits(self) -> set[str]:
-        """The values that the logits are computed from."""
-        flow = Dataflow(self.proto)
-        return flow.read_by(flow.ancestors([LOGITS]))
-
-    @cached_property
     def _points(self) -> dict[str, HookPoint]:
         points: list[HookPoint] = []
         for name in self.metadata.hooks:

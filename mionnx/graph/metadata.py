@@ -18,6 +18,8 @@ from mionnx.graph.stock_graph import is_table
 FORMAT_VERSION = 1
 PREFIX = "mionnx."
 LARGEST = 2**24  # characters; 30 layers have 40,000
+NORMED_STREAM = "normed_stream"  # key of `exporter`, where the stream is normed after each addition
+FOUND_BY_STRUCTURE = "found_by_structure"  # key of `exporter`, where no tap shows a hook point in torch
 ATTENDS_TO_PADDING = "attends_to_padding"  # key of `exporter`, where attention does not heed its mask
 OPTIONAL = ("fused", "hook_dtypes", "stock")  # fields that are not written while they are empty
 DTYPE_NAMES = ("float32", "float16", "bfloat16")

@@ -1,8 +1,8 @@
-"""Refusals of caches and padding, where a graph adopted from another tool's file has no cache or heeds no mask."""
+"""Refusals where a graph has no cache, heeds no padding, or norms its stream after additions."""
 
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.metadata import ATTENDS_TO_PADDING
+from mionnx.graph.metadata import ATTENDS_TO_PADDING, NORMED_STREAM
 from mionnx.inputs.token_batch import TokenBatch
 
 
@@ -32,4 +32,21 @@ def refuse_padding(model: HookedModel, batch: TokenBatch) -> None:
     if ATTENDS_TO_PADDING in model.metadata.exporter and not batch.attention_mask.all():
         raise InputError(
             f"the graph of {model.folder} attends to padding, which its file gave no mask for: give texts of one length"
+        )
+
+
+def refuse_normed_stream(model: HookedModel, what: str) -> None:
+    """Refuse what takes the residual stream for a sum, if it is normed after each addition.
+
+    Args:
+        model: the hooked model.
+        what: names the request, "attribution".
+
+    Raises:
+        InputError: a later stream is not what earlier ones and the outputs of layers add up to.
+    """
+    if NORMED_STREAM in model.metadata.exporter:
+        raise InputError(
+            f"{what} takes the residual stream for the sum of what layers add to it, and {model.metadata.family!r} "
+            "norms it after each addition. Patching sweeps, ablation and captures work"
         )

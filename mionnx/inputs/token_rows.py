@@ -124,6 +124,8 @@ def _of_rows(rows: list[TokenRows]) -> TokenRows:
 
 def _of_dictionary(given: Mapping[Any, Any]) -> TokenRows:
     if IDS not in given:
+        if "role" in given:
+            raise InputError("a message of a chat is no prompt: give model.tokenize_chat(messages)")
         raise InputError(f"a prompt given as a dictionary has {IDS!r}; this one has {sorted(map(str, given))}")
     known = (IDS, MASK, TYPES)
     for key in given:

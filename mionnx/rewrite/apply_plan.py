@@ -57,7 +57,7 @@ def apply_plan(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple
     capture(graph, plan.captures, metadata, report)
     restrict(graph, plan, report)
     if plan.gradients is not None:
-        add_metric(graph, plan.gradients.metric, report)
+        add_metric(graph, plan.gradients, report)
     prune(graph, report)
     _refuse_idle(graph, plan)
     return graph, report

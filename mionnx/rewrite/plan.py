@@ -173,12 +173,14 @@ class Gradients:
     Attributes:
         metric: the metric's name.
         by: the gradients, in execution order; none if the metric alone is wanted.
+        of: the value that the metric reads: the logits, or one at a hook point.
         rules: the name of the rules by which nodes are gone through backwards; see `mionnx.rewrite.gradient.rules`.
     """
 
     metric: str
     by: tuple[GradientNode, ...] = ()
     rules: str = "gradient"
+    of: str = "logits"
 
 
 LOGIT_COLUMNS, LOGIT_TOKENS, TOP_K = "mionnx.logits.columns", "mionnx.logits.tokens", "mionnx.logits.top_k"

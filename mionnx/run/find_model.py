@@ -25,7 +25,7 @@ from mionnx.machine.source_digest import source_digest
 from mionnx.run import hub_gguf
 from mionnx.run.hub import download
 from mionnx.run.model_dtype import AUTO
-from mionnx.run.packaged_models import packaged_model
+from mionnx.run.packaged_models import PACKAGED, packaged_model
 from mionnx.run.shipped_models import shipped_models
 from mionnx.run.source_path import advice, is_hooked, local_path, missing
 
@@ -137,10 +137,12 @@ def hub_folder(name: str, file: str | None) -> Path:
     """
     one = hub_gguf.names_file(name)
     if not one and (name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILES):
-        raise ModelError(f"{name} is no folder with a model: nothing is there{missing(name, shipped_models())}")
+        raise ModelError(
+            f"{name} is no folder with a model: nothing is there{missing(name, [*shipped_models(), *PACKAGED])}"
+        )
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    near = missing(name, shipped_models())
+    near = missing(name, [*shipped_models(), *PACKAGED])
     try:
         if one:
             return hub_gguf.download_file(name)

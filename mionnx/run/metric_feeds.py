@@ -6,8 +6,10 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from mionnx.bind.bound_spec import BoundSpec
-from mionnx.bind.metric_inputs import metric_inputs
+from mionnx.bind.metric_inputs import metric_inputs, seed_inputs
 from mionnx.errors import GradientError
+from mionnx.graph.axes import dynamic_sizes, shape_of
+from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.spec.metric import Token
 
@@ -32,6 +34,9 @@ def metric_feeds(model: Vocabulary, bound: BoundSpec, batch: TokenBatch) -> dict
     metric = bound.spec.metric
     if metric is None:
         return {}
+    if metric.at is not None:
+        sizes = dynamic_sizes(batch.batch, batch.seq, batch.total)
+        return seed_inputs(metric, shape_of(bound.hooks.dims(HookPoint.parse(metric.at)), sizes))
 
     def token_id(token: Token) -> int:
         if isinstance(token, str):

@@ -260,7 +260,8 @@ class Runner:
         if not (logits or use_cache or spec.captures or spec.metric):
             raise InputError("logits=False and no captures: nothing would be computed")
         carried = use_cache or (bool(logits) and not spec.metric)
-        outputs = part.outputs(carried) if logits or spec.metric else Outputs(logits=False, carried=carried)
+        needed = logits or (spec.metric is not None and spec.metric.at is None)
+        outputs = part.outputs(carried) if needed else Outputs(logits=False, carried=carried)
         bound = self.binder.bind(spec, outputs, logits=part, differentiated=True)
         batch = make_token_batch(self._ids(tokens), attention_mask, past, self.hooked.metadata.sizes, prompt_length)
         inputs = {**bound.inputs(batch, past, use_cache), **metric_feeds(self, bound, batch)}

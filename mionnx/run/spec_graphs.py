@@ -45,7 +45,8 @@ def warm(model: OpenModel, hooks: HookSpec, logits: bool | Logits = True) -> Non
     """
     part = logits if isinstance(logits, Logits) else Logits()
     carried = bool(logits) and hooks.metric is None  # as in `forward`
-    outputs = part.outputs(carried) if logits or hooks.metric else Outputs(logits=False, carried=False)
+    needed = logits or (hooks.metric is not None and hooks.metric.at is None)
+    outputs = part.outputs(carried) if needed else Outputs(logits=False, carried=False)
     plan = model.binder.bind(hooks, outputs, differentiated=True).plan
     model.variants.get(with_fused(plan, model.binder.model, model.variants.options))
 

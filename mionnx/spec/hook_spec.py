@@ -113,6 +113,8 @@ class HookSpec(Brief, Storable):
         position: int = -1,
         reference: ArrayLike | None = None,
         seed: ArrayLike | None = None,
+        at: Hook | None = None,
+        rules: str = "gradient",
     ) -> HookSpec:
         """Set the metric whose gradients are asked for, one number a row; `HookCache.metric` has it.
 
@@ -122,7 +124,10 @@ class HookSpec(Brief, Storable):
             position: of each row's own text, at which the logits are read; "loss" reads all.
             reference: of "kl", the logits of the distribution that is compared with, [vocab] or [batch, vocab].
             seed: of "seed", the derivative by the logits of a number that is no metric here, [vocab], [batch, vocab] or
-                [batch, seq, vocab].
+                [batch, seq, vocab]; with `at`, in that value's shape.
+            at: of "seed", a hook point whose value takes the place of the logits.
+            rules: "gradient", the derivatives, or propagation rules in their place: "frozen_norm", "relp",
+                "relp_frozen_pattern", "frozen_norm_pattern"; see `mionnx.rewrite.gradient.propagation`.
 
         Raises:
             GradientError: an unknown metric or one without a gradient, or a part that is missing or not read.
@@ -130,7 +135,7 @@ class HookSpec(Brief, Storable):
         Example:
             spec = HookSpec().gradient("*.hook_mlp_out").set_metric("logit_diff", answer=" John", versus=" Mary")
         """
-        self.metric = MetricSpec.of(name, answer, versus, position, reference, seed)
+        self.metric = MetricSpec.of(name, answer, versus, position, reference, seed, at, rules)
         return self
 
     def intervene(self, hook: Hooks, intervention: Intervention) -> HookSpec:

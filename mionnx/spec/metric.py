@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.errors import GradientError, nearest
+from mionnx.graph.hook_points import HookPoint
+from mionnx.spec.hook_choice import Hook
 
 Token = int | str
 Tokens = Token | Sequence[Token] | None
@@ -24,6 +26,8 @@ READS: Mapping[str, tuple[str, ...]] = {
 }
 WHOLE = ("loss",)  # those that read every position
 NO_GRADIENT = {"rank": "a rank changes in steps"}
+# sets of rules by which nodes are gone through backwards; see `mionnx.rewrite.gradient.rules`
+RULES = ("gradient", "frozen_norm", "relp", "relp_frozen_pattern", "frozen_norm_pattern")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +42,10 @@ class MetricSpec:
         position: of each row's text, at which the logits are read; every one for "loss".
         reference: of "kl", logits [vocab] or [batch, vocab].
         seed: of "seed", the derivative of any number by the logits, [vocab], [batch, vocab] or [batch, seq, vocab]; the
-            last has one for every logit that the call computes, and `position` is not read.
+            last has one for every logit that the call computes, and `position` is not read. With `at`, in the shape of
+            that value.
+        at: of "seed", the name of the hook point whose value is summed in the place of the logits; None for these.
+        rules: the name of the rules of going back, of `RULES`: "gradient" has the derivatives.
     """
 
     name: str
@@ -47,6 +54,8 @@ class MetricSpec:
     position: int = -1
     reference: NDArray[Any] | None = None
     seed: NDArray[Any] | None = None
+    at: str | None = None
+    rules: str = "gradient"
 
     @staticmethod
     def of(
@@ -56,22 +65,29 @@ class MetricSpec:
         position: int = -1,
         reference: ArrayLike | None = None,
         seed: ArrayLike | None = None,
+        at: Hook | None = None,
+        rules: str = "gradient",
     ) -> "MetricSpec":
         """Check the parts of a metric.
 
         Raises:
-            GradientError: an unknown metric, one without a gradient, a part that is missing or not read, or numbers of
-                another shape.
+            GradientError: an unknown metric, one without a gradient, a part that is missing or not read, numbers of
+                another shape, or unknown rules.
         """
         check_metric(name)
+        check_rules(rules)
         given = {"answer": answer, "versus": versus, "reference": reference, "seed": seed}
         for part, value in given.items():
             if value is None and part in READS[name]:
                 raise GradientError(f"metric {name!r} needs {part}=")
             if value is not None and part not in READS[name]:
                 raise GradientError(f"metric {name!r} reads no {part}; it reads {', '.join(READS[name]) or 'none'}")
-        numbers = _numbers("reference", reference, (1, 2)), _numbers("seed", seed, (1, 2, 3))
-        return MetricSpec(name, answer, versus, _whole(position), *numbers)
+        if at is not None and name != "seed":
+            raise GradientError(f"metric {name!r} reads the logits; only 'seed' reads another value, at {at}")
+        ranks = (1, 2, 3) if at is None else (1, 2, 3, 4, 5)
+        numbers = _numbers("reference", reference, (1, 2)), _numbers("seed", seed, ranks)
+        where = None if at is None else HookPoint.parse(at).name
+        return MetricSpec(name, answer, versus, _whole(position), *numbers, where, rules)
 
     @property
     def tensors(self) -> dict[str, NDArray[Any]]:
@@ -82,7 +98,8 @@ class MetricSpec:
     def to_entry(self) -> dict[str, Any]:
         """The metric's entry in a spec file, without its arrays."""
         tokens = {"answer": _plain(self.answer), "versus": _plain(self.versus)}
-        return {"name": self.name, "position": self.position, **tokens}
+        where = {} if self.at is None else {"at": self.at}
+        return {"name": self.name, "position": self.position, "rules": self.rules, **tokens, **where}
 
     @staticmethod
     def from_entry(entry: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> "MetricSpec":
@@ -91,6 +108,7 @@ class MetricSpec:
 
     def __str__(self) -> str:
         told = [f"{part}={value!r}" for part, value in (("answer", self.answer), ("versus", self.versus)) if value]
+        told += [] if self.at is None else [f"at={self.at}"]
         return f"{self.name}({', '.join(told)})" if told else self.name
 
 
@@ -104,6 +122,16 @@ def check_metric(name: str) -> None:
         raise GradientError(f"metric {name!r} has no gradient: {reason}; there are {', '.join(READS)}")
     if name not in READS:
         raise GradientError(f"no metric {name!r}; there are {', '.join(READS)}{nearest(name, READS)}")
+
+
+def check_rules(rules: str) -> None:
+    """Check the name of a set of rules.
+
+    Raises:
+        GradientError: an unknown one.
+    """
+    if rules not in RULES:
+        raise GradientError(f"no rules {rules!r}; there are {', '.join(RULES)}{nearest(str(rules), RULES)}")
 
 
 def _plain(tokens: Tokens) -> Any:

@@ -16,8 +16,8 @@
    anywhere, an infinity that the kind does not have; on saving, a predicate, which no file can hold.
 8. A state knockout is {"positions": [...], "layers": [...] or null, "terms": [...]}; a state steering has "scale" and
    "heads" (a list or null) besides.
-9. A gradient is written as a capture; "metric" is a list of at most one {"name", "answer", "versus", "position"}, and
-   its arrays are the tensors `metric.reference` and `metric.seed`.
+9. A gradient is written as a capture; "metric" is a list of at most one {"name", "answer", "versus", "position"}, with
+   "at" if it is that of a hook point, and its arrays are the tensors `metric.reference` and `metric.seed`.
 10. Equal specs give equal files, byte for byte: the header's entries are sorted.
 11. Files are written atomically: a temporary file is renamed into place.
 """

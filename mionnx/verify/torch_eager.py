@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from mionnx.bind.selection import Selection
 from mionnx.errors import ExportError, MIError, ModelError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.metadata import FOUND_BY_STRUCTURE
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.run import find_model
 from mionnx.verify.graph_under_test import GraphUnderTest
@@ -39,6 +40,9 @@ class Eager(Runtime):
         """Check that torch, checkpoint and family are there, and nothing is spliced."""
         if any(edit.fit is not None for edit in graph.plan.edits):
             return "a splice is an ONNX model, which torch does not run: compare the other runtimes"
+        if FOUND_BY_STRUCTURE in graph.model.metadata.exporter:
+            family = graph.model.metadata.family
+            return f"hook points of {family!r} were found by structure, and checked at export: torch has no taps there"
         try:
             exporter = self._exporter(graph)
         except (ExportError, ImportError) as error:

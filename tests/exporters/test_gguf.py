@@ -1,5 +1,6 @@
 """GGUF files of tiny random models: the checkpoint and the hooked model made of them, beside transformers' own."""
 
+import json
 import shutil
 import tracemalloc
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from gguf_files import write_gguf
 from oracle import run
+from repository import SHARED
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from exporters.gguf import dequantise, recognises
@@ -145,6 +147,16 @@ def test_a_quantised_file_is_what_transformers_makes_of_it(family, tmp_path, the
     assert np.abs(logits(found) - logits(family.model())).max() > 1e-4  # the file is quantised
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
 def llama3_factors(config: Any) -> np.ndarray:
     """What llama.cpp's converter writes for Llama 3's scaling."""
     rope = config.rope_parameters
@@ -158,15 +170,7 @@ def llama3_factors(config: Any) -> np.ndarray:
 
 
 def test_llama_3_scales_frequencies_by_a_tensor(tmp_path):
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 1000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
-    model = Family("llama", Kind.F32).model(rope_parameters=rope)
+    model = Family("llama", Kind.F32).model(rope_parameters=LLAMA3)
     factors = llama3_factors(model.config)
     assert len({*factors.tolist()}) > 2
     scaled = ours(write_gguf(model, tmp_path / "m.gguf", factors={"rope_freqs.weight": factors}))
@@ -304,6 +308,20 @@ def test_weights_are_written_a_piece_at_a_time(tmp_path, monkeypatch):
     assert (tmp_path / "second" / "model.safetensors").stat().st_size > 2 * largest
 
 
+@pytest.mark.parametrize(
+    ("pattern", "full"),
+    [(None, [5]), (3, [2, 5]), ([True, False, True, True, True, False], [1, 5])],
+    ids=["unstated", "a period", "flags"],
+)
+def test_which_layers_of_gemma3_slide(pattern, full, tmp_path):
+    types = ["full_attention" if layer in full else "sliding_attention" for layer in range(6)]
+    model = Family("gemma3_text", Kind.F32, {**GEMMA, "num_hidden_layers": 6, "layer_types": types}).model()
+    extra = {"gemma3.attention.sliding_window_pattern": pattern}
+    found = ours(write_gguf(model, tmp_path / "m.gguf", extra=extra))
+    assert found.config.layer_types == types
+    assert np.abs(logits(found) - logits(model)).max() < 1e-5
+
+
 def test_dtypes(tmp_path):
     model = Family("llama", Kind.F32).model()
     half = read_header(write_gguf(model, tmp_path / "half.gguf", Kind.F16))
@@ -357,6 +375,18 @@ def test_a_real_file_answers(tmp_path, monkeypatch):
     }
     for prompt, answer in answers.items():
         assert model.generate(prompt, max_new_tokens=1).texts[0] == prompt + answer
-    assert model.tokenize("<|im_start|>12").pieces == ["<|im_start|>", "1", "2"]
+    listed = json.loads((SHARED / "smollm2_tokens.json").read_text())  # text and ids, by llama.cpp
+    assert len(listed) > 60
+    assert [text for text, ids in listed if model.tokenize(text).ids.tolist() != ids] == []
     assert model.hooked.end_tokens() == [2]
     assert "SmolLM" in (model.hooked.folder / "chat_template.jinja").read_text()
+
+
+@pytest.mark.slow
+def test_a_graph_holds_frequencies_that_a_tensor_divides(tmp_path, monkeypatch):
+    monkeypatch.setenv("MIONNX_CACHE", str(tmp_path / "store"))
+    model = Family("llama", Kind.F32).model(rope_parameters=LLAMA3)
+    file = write_gguf(model, tmp_path / "m.gguf", factors={"rope_freqs.weight": llama3_factors(model.config)})
+    found = MIModel.from_pretrained(tmp_path, threads=1).forward(batch("plain").ids).output()
+    assert np.abs(found - logits(model)).max() < TOLERANCE
+    assert [path.name for path in tmp_path.glob("*.gguf")] == [file.name]  # the folder's only one

@@ -257,7 +257,7 @@ def test_the_chat_template_is_kept(byte_level, tmp_path):
         ({"token_type": [1, 2]}, "tokens and 2 token_type"),
         ({"merges": ["a bbbbbbbb"]}, "its metadata are damaged"),
         ({"merges": ["a"]}, "its metadata are damaged"),
-        ({"bos_token_id": 10**6, "add_bos_token": True}, "its metadata are damaged"),
+        ({"bos_token_id": 10**6, "add_bos_token": True}, "texts take a token BOS, and the file names none"),
     ],
 )
 def test_a_tokenizer_that_is_not_understood_is_said_and_left_out(changed, said, byte_level, tmp_path):
@@ -266,3 +266,15 @@ def test_a_tokenizer_that_is_not_understood_is_said_and_left_out(changed, said, 
     with pytest.warns(UserWarning, match=f"no tokenizer, give token ids instead of text: .*{said}"):
         write_tokenizer(read_header(tmp_path / "m.gguf"), tmp_path)
     assert not (tmp_path / "tokenizer.json").exists()
+
+
+def test_an_id_that_is_no_token_is_said_and_left_out(byte_level, tmp_path):
+    keys = bpe_keys(byte_level("gpt-2"), "gpt-2", padding_token_id=2**32 - 1)
+    with pytest.warns(UserWarning, match="padding_token_id is 4294967295, and the vocabulary has"):
+        assert read(tmp_path, keys).encode("a").ids
+    assert "pad_token" not in json.loads((tmp_path / "tokenizer_config.json").read_text())
+
+
+def test_a_sentencepiece_file_without_ids_has_llama_cpps(pieces, tmp_path):
+    bare = {key: value for key, value in pieces.items() if not key.endswith("_token_id")}
+    assert ids(read(tmp_path, bare)) == [sentence_piece(text, pieces) for text in TEXTS]

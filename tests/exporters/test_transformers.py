@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from exporters.transformers import export, recognises
+from exporters.transformers.trace import buffers_of, skeleton_of
 from mionnx import ExportError, HookSpec, MIModel, ModelError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.weight_check import fingerprints
@@ -190,21 +191,13 @@ def test_experts_are_stacked_in_their_order(tmp_path):
     assert np.abs(exported(tmp_path / "mixtral").forward(IDS).output() - logits(tmp_path / "mixtral")).max() < 5e-5
 
 
-@pytest.mark.parametrize(
-    ("family", "message"),
-    [
-        ("bloom", "no module 'model.layers'"),
-        ("falcon", "falcon"),
-        ("granite", "not added to the residual stream as it is"),
-    ],
-)
 @pytest.mark.slow
-def test_families_that_are_laid_out_otherwise(tmp_path, family, message):
+def test_what_neither_taps_nor_structure_fit(tmp_path):
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 101, "intermediate_size": 96}
-    config = AutoConfig.for_model(family, **sizes, n_head=4, num_attention_heads=4, residual_multiplier=0.5)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / family)
-    with pytest.raises(ExportError, match=message):
-        export(tmp_path / family, tmp_path / "hooked")
+    config = AutoConfig.for_model("bert", **sizes, num_attention_heads=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "bert")
+    with pytest.raises(ExportError, match=r"no module 'model.layers'.*not found by structure either.*another form"):
+        export(tmp_path / "bert", tmp_path / "hooked")
 
 
 def test_a_rotation_that_no_graph_can_hold(tmp_path):
@@ -273,3 +266,13 @@ def test_recognising_a_checkpoint_reads_its_config_only(tmp_path):
 def test_the_context_length_is_that_of_the_config(models, references, family):
     length = references(family).config.max_position_embeddings
     assert models(family).hooked.metadata.context_length == models(family).cfg.n_ctx == length > 0
+
+
+def test_the_short_factors_of_longrope_divide_the_frequencies():
+    short = [1.0 + index / 4 for index in range(8)]
+    factors = {"short_factor": short, "long_factor": [2 * factor for factor in short]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
+    model = make_model("phi3", rope_parameters=rope, original_max_position_embeddings=32)
+    found = buffers_of(skeleton_of(model.config, torch.float32))["model.rotary_emb.inv_freq"]
+    assert torch.equal(found, model.model.rotary_emb.inv_freq)
+    assert found[1] < 0.9 * 1e4 ** (-1 / 8)

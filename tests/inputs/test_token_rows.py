@@ -118,6 +118,7 @@ def test_an_encoding_continues_a_cache(shipped, fast):
 
 
 WRONG = {
+    "a chat": ([{"role": "user", "content": "hello"}], r"tokenize_chat\(messages\)"),
     "no ids": ({"ids": [3]}, "'input_ids'; this one has"),
     "other inputs": ({"input_ids": [3], "labels": [3]}, "'labels', which the model does not read"),
     "a typo": ({"input_ids": [3], "atention_mask": [1]}, "did you mean 'attention_mask'"),

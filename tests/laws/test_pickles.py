@@ -68,6 +68,7 @@ def an_sae() -> SAE:
 RESULTS: dict[str, Callable[[MIModel], Any]] = {
     "AblationResult": ablated,
     "AttentionPatterns": lambda model: model.attention(TEXT),
+    "AttributedSweep": lambda model: model.attribute_patch(TEXT, OTHER, confirm=2),
     "Attribution": lambda model: model.attribute(TEXT, "Paris"),
     "Bisection": lambda model: model.bisect(TEXT, ("ort-cpu", "ort-cpu:none")),
     "ChatTokens": lambda model: model.tokenize_chat(

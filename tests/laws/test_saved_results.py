@@ -68,6 +68,7 @@ RESULTS: dict[str, Callable[[MIModel], Stored]] = {
     "AblationResult of a knockout": lambda model: ablated(model, KnockoutSpec().layer(3).head(0).edge(3, 1)),
     "AblationResult alone": lambda model: ablated(model, None),
     "AttentionPatterns": lambda model: model.attention(TEXT, layers=[1, 3]),
+    "AttributedSweep": lambda model: model.attribute_patch(TEXT, OTHER, confirm=2),
     "Attribution": lambda model: model.attribute(TEXT, "Paris", versus="Tokyo"),
     "Bisection": lambda model: model.bisect(TEXT, ("ort-cpu", "reference"), tolerance=0),
     "Bisection without a part": lambda model: replace(

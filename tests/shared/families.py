@@ -65,7 +65,7 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
     single_threaded()
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**CONFIGS[family], **changes})
+    config = AutoConfig.for_model(family, **{**CONFIGS.get(family, {}), **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():

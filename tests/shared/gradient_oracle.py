@@ -1,5 +1,6 @@
 """Gradients of transformers' eager model by torch's autograd, in float64: the oracle of `gradients`."""
 
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 
 import numpy as np
@@ -9,21 +10,24 @@ from oracle import Inputs
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from exporters.transformers.attention import TappedCache
 from exporters.transformers.families import layout_of
-from exporters.transformers.taps import attached
-from exporters.transformers.trace import prepare
+from exporters.transformers.trace import Cached, prepare
 
 Gradients = dict[str, NDArray[np.float64]]
 
 
 def gradients(
-    model: PreTrainedModel, inputs: Inputs, seed: NDArray[np.float64], dtype: torch.dtype = torch.float64
+    model: PreTrainedModel,
+    inputs: Inputs,
+    seed: NDArray[np.float64],
+    dtype: torch.dtype = torch.float64,
+    changes: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> Gradients:
     """The derivative of the sum of logits [batch, seq, vocab] times `seed`, by the value at each hook point.
 
     A value that torch reads elsewhere too (the MLP's input of olmo2 is the stream's own tensor) is copied at its hook
-    point: what is meant is what an intervention there changes.
+    point: what is meant is what an intervention there changes. `changes` has functions of the gradients at some hook
+    points, whose results go on backwards.
     """
     model = deepcopy(model).to(dtype)
     prepare(model.config)
@@ -33,16 +37,11 @@ def gradients(
         kept = value if stream else value.clone()
         kept.requires_grad_() if kept.is_leaf else kept.retain_grad()
         values[name] = kept
+        if changes and name in changes:
+            kept.register_hook(changes[name])
         return kept
 
     ids, mask, positions = (torch.from_numpy(array) for array in (inputs.ids, inputs.mask, inputs.positions))
-    heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
-    width = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
-    empty = torch.zeros(len(ids), heads, 0, width, dtype=dtype)
-    with attached(model, layout_of(model.config), listen):
-        cache = TappedCache([(empty, empty) for _ in range(model.config.num_hidden_layers)])
-        output = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        )
-    (output.logits * torch.from_numpy(seed).to(dtype)).sum().backward()
+    logits, _ = Cached(model, layout_of(model.config), listen)(ids, mask, positions, [])
+    (logits * torch.from_numpy(seed).to(dtype)).sum().backward()
     return {name: value.grad.double().numpy() for name, value in values.items() if value.grad is not None}

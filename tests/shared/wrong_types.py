@@ -338,6 +338,7 @@ def _verbs(model: MIModel, folder: Path) -> dict[str, dict[str, Any]]:
         "patch_activations": {"donor": PROMPT, "recipient": OTHER, "at": at, "capture_layers": [2]},
         "generate_with_hooks": {**one, "max_new_tokens": 2},
         "patch_sweep": {**swept, "answer": ANSWER},
+        "attribute_patch": {**swept, "answer": ANSWER},
         "path_patch": {**swept, "receivers": "hook_final_norm", "answer": ANSWER},
         "ablation_sweep": {"prompts": PROMPT, "metric": "probability", "answer": ANSWER, "layers": [1]},
         "compile": {"hooks": zero, "folder": "compiled"},

@@ -11,11 +11,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import GradientError
+from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.typed import typed
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt, takes_encoding
-from mionnx.spec.hook_choice import Hooks
+from mionnx.spec.hook_choice import Hook, Hooks
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.metric import READS, WHOLE, Tokens, check_metric
 
@@ -36,6 +37,7 @@ def gradients(
     position: int = -1,
     reference: ArrayLike | None = None,
     seed: ArrayLike | Seed | None = None,
+    of: Hook | None = None,
     attention_mask: ArrayLike | None = None,
 ) -> HookCache:
     """Compute the gradients of a metric with respect to the values at hook points, in one pass.
@@ -53,7 +55,9 @@ def gradients(
         position: of each row's own text, at which the logits are read.
         reference: of "kl", the logits of the distribution that is compared with, [vocab] or [batch, vocab].
         seed: the derivative of a metric of one's own by the logits, [vocab] or [batch, vocab], or a function of the
-            logits [batch, vocab] that gives it.
+            logits [batch, vocab] that gives it. With `of`, of the value there.
+        of: a hook point whose value, times `seed`, is differentiated in the place of the logits: a recurrent state, or
+            the input of one head. The cache has the value.
         attention_mask: as for `forward`.
 
     Returns:
@@ -72,6 +76,8 @@ def gradients(
     asked = HookSpec().extend(deepcopy(spec) if spec is not None else HookSpec())
     if asked.metric is not None or asked.gradients:
         raise GradientError("the spec has a metric or gradients of its own: `forward` computes these")
+    if of is not None:
+        return _of_value(model, tokens, asked, hooks, HookPoint.parse(of), seed, attention_mask)
     name = "seed" if seed is not None else metric_name(metric)
     part = Logits() if name in WHOLE else Logits(positions=position)
     if callable(seed) or (answer is None and "answer" in READS[name]):
@@ -81,6 +87,25 @@ def gradients(
     given = None if seed is None else np.asarray(seed)
     asked.set_metric(name, answer=answer, versus=versus, position=position, reference=reference, seed=given)
     return model.forward(tokens, asked.gradient(hooks), attention_mask=attention_mask, logits=part)
+
+
+def _of_value(
+    model: Runner,
+    tokens: Prompt,
+    asked: HookSpec,
+    hooks: Hooks,
+    of: HookPoint,
+    seed: ArrayLike | Seed | None,
+    attention_mask: ArrayLike | None,
+) -> HookCache:
+    """Gradients of the value at a hook point, times numbers."""
+    if seed is None:
+        raise GradientError(f"of={of}: a value is differentiated as its sum times numbers: give them as seed=, or 1.0")
+    asked.capture(of)  # what comes before the hook point has an effect on it
+    if callable(seed):
+        seed = seed(model.forward(tokens, asked, attention_mask=attention_mask, logits=False)[of.name])
+    asked.set_metric("seed", seed=np.atleast_1d(seed), at=of).gradient(hooks)
+    return model.forward(tokens, asked, attention_mask=attention_mask, logits=False)
 
 
 def metric_name(metric: str | Callable[..., Any]) -> str:

@@ -122,7 +122,10 @@ def gradient_times_input(
     point, asked, done = _checked(hook, metric), _plain_spec(spec), []
     texts = prompt_ids(model, tokens)
     for n, ids in enumerate(texts):
-        given = {"answer": _of_row(answer, n, len(texts)), "versus": _of_row(versus, n, len(texts))}
+        given: dict[str, Any] = {
+            "answer": _of_row(answer, n, len(texts)),
+            "versus": _of_row(versus, n, len(texts)),
+        }
         both = deepcopy(asked).capture(point)
         cache = gradients(model, ids[None], point, metric, spec=both, position=position, **given)
         grad, number = _found(cache, point)

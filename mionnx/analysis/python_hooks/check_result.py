@@ -32,7 +32,7 @@ def apply_functions(
     for function in functions:
         returned = function(value, hook=hook)
         if returned is not None and returned is not value:
-            value = _replacement(model, hook, function, returned, value)
+            value = replacement(model, hook, function, returned, value)
         _refuse_numbers(model, batch, hook, function, value)
     return value
 
@@ -42,9 +42,14 @@ def _name_of(function: HookFunction) -> str:
     return getattr(inner, "__name__", None) or type(inner).__name__
 
 
-def _replacement(
+def replacement(
     model: HookedModel, hook: Hook, function: HookFunction, returned: Any, old: NDArray[Any]
 ) -> NDArray[Any]:
+    """A function's result, in the dtype of the value that it replaces.
+
+    Raises:
+        InterventionError: another shape, no fractions, or numbers beyond the dtype.
+    """
     where = f"{_name_of(function)} at {hook.name}"
     try:
         result = to_array(returned)

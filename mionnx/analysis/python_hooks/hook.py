@@ -71,7 +71,7 @@ def register(model: HookedModel, fwd_hooks: Iterable[tuple[Where, HookFunction]]
     """
     functions: dict[str, list[HookFunction]] = {}
     if not isinstance(fwd_hooks, Iterable):
-        raise HookError(f"fwd_hooks holds pairs (hook, function), got {fwd_hooks!r}")
+        raise HookError(f"hooks are pairs (hook, function), got {fwd_hooks!r}")
     for entry in fwd_hooks:
         what, function = _pair(entry)
         for name in select(model, what):
@@ -81,7 +81,7 @@ def register(model: HookedModel, fwd_hooks: Iterable[tuple[Where, HookFunction]]
 
 def _pair(entry: Any) -> tuple[Where, HookFunction]:
     if not isinstance(entry, Sequence) or isinstance(entry, str) or len(entry) != 2 or not callable(entry[1]):
-        raise HookError(f"fwd_hooks holds pairs (hook, function), got {entry!r}")
+        raise HookError(f"hooks are pairs (hook, function), got {entry!r}")
     return entry[0], entry[1]
 
 

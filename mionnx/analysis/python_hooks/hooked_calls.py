@@ -7,10 +7,11 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from mionnx.analysis.python_hooks.hook import HookFunction, Where
+from mionnx.analysis.python_hooks.backward_hooks import run_backwards
+from mionnx.analysis.python_hooks.hook import HookFunction, Where, register
 from mionnx.analysis.python_hooks.loss import check_return_type, convert_logits
 from mionnx.analysis.python_hooks.segmented_run import RunInputs, run_segments
-from mionnx.errors import HookError
+from mionnx.errors import GradientError, HookError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past
@@ -19,6 +20,7 @@ from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.metric import Tokens
 
 
 @takes_encoding
@@ -50,7 +52,7 @@ def call(
 
 
 @takes_encoding
-@typed(leave=["fwd_hooks"])
+@typed(leave=["fwd_hooks", "bwd_hooks"])
 def run_with_hooks(
     model: Runner,
     tokens: Prompt,
@@ -62,6 +64,10 @@ def run_with_hooks(
     cache: Past | None = None,
     initial_state: RWKVState | None = None,
     prompt_length: int | Sequence[int] | None = None,
+    bwd_hooks: Iterable[tuple[Where, HookFunction]] = (),
+    metric: str = "loss",
+    answer: Tokens = None,
+    versus: Tokens = None,
 ) -> Any:
     """Run the model once, with Python functions at hook points.
 
@@ -89,6 +95,11 @@ def run_with_hooks(
             "both" (logits and loss), or None: the model then runs to the last hooked value only.
         hooks: interventions besides; they come before the functions at the same hook point.
         attention_mask, cache, initial_state, prompt_length: see `forward`.
+        bwd_hooks: pairs of a hook and a function of the gradient by the value there, called as
+            `function(gradient, hook=hook)` from the last hook point to the first. What a function writes or returns is
+            what earlier hook points' gradients are made of.
+        metric, answer, versus: the number whose gradients those are, see `HookSpec.set_metric`: "loss", "logit",
+            "logit_diff", "log_probability" or "probability".
 
     Returns:
         logits [batch, seq, vocab]; a loss as one number, or [batch, seq - 1] with NaN where padding is.
@@ -100,6 +111,7 @@ def run_with_hooks(
             depends (an RWKV model's last state: `run_with_cache` returns it).
         InputError: tokens that the model cannot run on, an unknown `return_type`, or neither functions nor
             anything to return.
+        GradientError: functions at values and at gradients in one call, or a metric without a gradient.
 
     Example:
         def mute(activation, hook):
@@ -108,7 +120,16 @@ def run_with_hooks(
     """
     check_return_type(return_type)
     inputs = RunInputs(model._ids(tokens), attention_mask, cache, initial_state, prompt_length)
-    result = run_segments(model, inputs, hooks or HookSpec(), fwd_hooks, return_type is not None, state=False)
+    if backward := register(model.hooked, bwd_hooks):
+        if register(model.hooked, fwd_hooks):
+            raise GradientError(
+                "fwd_hooks and bwd_hooks in one call: no graph can differentiate a Python function; say what the first "
+                "do as interventions, in hooks="
+            )
+        asked = {"name": metric, "answer": answer, "versus": versus}
+        result = run_backwards(model, inputs, hooks or HookSpec(), backward, asked)
+    else:
+        result = run_segments(model, inputs, hooks or HookSpec(), fwd_hooks, return_type is not None, state=False)
     return convert_logits(return_type, result.output() if return_type else None, inputs.batch(model))
 
 

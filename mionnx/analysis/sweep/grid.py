@@ -96,17 +96,18 @@ def make_grid(
         HookError: no such hook point, or several.
         InputError: an axis that the value does not have, a repeated axis, or a layer that does not exist.
     """
-    template, available = _resolve(model, hook)
+    found = hook_kinds(model, hook)
+    if len(found) > 1:
+        raise HookError(f"{str(hook)!r} means several hook points, a sweep goes over one: {', '.join(found)}")
+    ((template, available),) = found.items()
     variant = HookPoint.parse(template.format(i=0))
     chosen = _layers(template, available, layers)
     if not isinstance(over, Iterable):
         raise InputError(f"over={over!r} names no axes; it is one or several of {', '.join(AXES)}")
     axes, names = variant.axes or (), (over,) if isinstance(over, str) else tuple(over)
-    has = {"layer": True, "position": has_sequence(axes), "head": heads_axis(axes) is not None}
-    has["source"] = "seq_k" in axes
+    valid = axes_to_go_over(variant)
     for name in names:
-        if not isinstance(name, str) or not has.get(name, False):
-            valid = [axis for axis in AXES if has[axis]]
+        if not isinstance(name, str) or name not in valid:
             near = nearest(str(name), valid)
             raise InputError(f"{template} has no axis {name!r} to go over; it has {', '.join(valid)}{near}")
     if len({*names}) != len(names) or "layer" not in names:
@@ -119,8 +120,20 @@ def make_grid(
     return Grid(names, template, chosen, axes, tuple(sizes[name] for name in names))
 
 
-def _resolve(model: HookedModel, hook: str | HookPoint) -> tuple[str, list[int]]:
-    """Template of a hook point with `{i}` for the layer, and its layers in the model."""
+def axes_to_go_over(point: HookPoint) -> list[str]:
+    """The axes that a sweep over a hook point may have."""
+    axes = point.axes or ()
+    has = {"layer": True, "position": has_sequence(axes), "head": heads_axis(axes) is not None}
+    has["source"] = "seq_k" in axes
+    return [axis for axis in AXES if has[axis]]
+
+
+def hook_kinds(model: HookedModel, hook: str | HookPoint) -> dict[str, list[int]]:
+    """The kinds of hook points that a name means: template -> its layers in the model.
+
+    Raises:
+        HookError: none.
+    """
     names = [name for name in model.metadata.hooks if name.startswith("blocks.")]
     given = str(hook).replace("{i}", "*")
     short = given.removeprefix("hook_")
@@ -128,12 +141,12 @@ def _resolve(model: HookedModel, hook: str | HookPoint) -> tuple[str, list[int]]
     for pattern in (given, f"blocks.*.{given}"):  # "mlp.hook_act" is a name without its layer
         matching = matching or [name for name in names if fnmatchcase(name, pattern)]
     points = [HookPoint.parse(name) for name in matching]
-    templates = list(dict.fromkeys(VARIANTS[point.variant].template for point in points))
-    if len(templates) > 1:
-        raise HookError(f"{str(hook)!r} means several hook points, a sweep goes over one: {', '.join(templates)}")
-    if not templates:
+    if not points:
         raise _unknown(model, str(hook), names)
-    return templates[0], sorted(point.layer for point in points if point.layer is not None)
+    found: dict[str, list[int]] = {}
+    for layer, template in sorted((point.layer or 0, VARIANTS[point.variant].template) for point in points):
+        found.setdefault(template, []).append(layer)
+    return {template: found[template] for template in dict.fromkeys(VARIANTS[one.variant].template for one in points)}
 
 
 def _unknown(model: HookedModel, given: str, names: list[str]) -> HookError:

@@ -119,9 +119,33 @@ class MetricRequest:
         if self.measure == "kl":
             reference = log_softmax(clean.astype(np.float64))
             return Metric(self.name, None, lambda logits: _divergence(reference, logits))
+        answer, *versus = self.tokens(model, pair, count, clean, other)
+        if not versus:
+            return Metric(self.name, None, _OF_ANSWER[self.measure](answer))
+        return Metric(self.name, (answer, *versus), lambda logits: logits[:, 0] - logits[:, 1])
+
+    @property
+    def top_tokens(self) -> bool:
+        """Whether it reads a token that only the prompts' own logits tell."""
+        difference = self.measure == "logit_diff"
+        return self.measure in (*_OF_ANSWER, "logit_diff") and (
+            self.answer is None or (difference and self.versus is None)
+        )
+
+    def tokens(
+        self, model: Runner, pair: int, count: int, clean: NDArray[Any] | None, other: NDArray[Any] | None
+    ) -> tuple[int, ...]:
+        """The answer, and what "logit_diff" compares it with.
+
+        Args:
+            model, pair, count, clean, other: see `bind`; without logits, only tokens that were given.
+
+        Raises:
+            InputError: an answer that is no token, or that equals `versus`.
+        """
         answer = _token(model, self.answer, pair, count, "answer", clean)
         if self.measure != "logit_diff":
-            return Metric(self.name, None, _OF_ANSWER[self.measure](answer))
+            return (answer,)
         if other is None and self.versus is None:
             raise InputError("logit_diff needs `versus=`, the token that the answer's logit is compared with")
         versus = _token(model, self.versus, pair, count, "versus", clean if other is None else other)
@@ -130,7 +154,7 @@ class MetricRequest:
                 f"pair {pair}: logit_diff between token {answer} and itself; the clean and the corrupted prompt are "
                 "both answered by it: give answer= and versus="
             )
-        return Metric(self.name, (answer, versus), lambda logits: logits[:, 0] - logits[:, 1])
+        return answer, versus
 
 
 def _plain(tokens: Tokens) -> Any:
@@ -167,8 +191,10 @@ _OF_ANSWER: dict[str, Callable[[int], Callable[[Numbers], Numbers]]] = {
 }
 
 
-def _token(model: Runner, given: Tokens, pair: int, count: int, what: str, logits: NDArray[Any]) -> int:
+def _token(model: Runner, given: Tokens, pair: int, count: int, what: str, logits: NDArray[Any] | None) -> int:
     if given is None:
+        if logits is None:
+            raise InputError(f"{what}= is left out, and no logits tell the top token")
         return int(logits.argmax())
     if isinstance(given, Sequence | np.ndarray) and not isinstance(given, str):
         if len(given) != count:

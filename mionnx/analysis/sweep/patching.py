@@ -88,7 +88,7 @@ def patch_sweep(
     """
     request = MetricRequest(metric, answer, versus, resume_key)
     cells = (hook, over, layers)
-    sweep = _make_sweep(model, request, clean, corrupted, cells, direction, at, shortcuts, None)
+    sweep = make_patch_sweep(model, request, clean, corrupted, cells, direction, at, shortcuts, None)
     return run_sweep(sweep, progress, resume, before)
 
 
@@ -137,11 +137,11 @@ def path_patch(
     chosen = make_receivers(model.hooked, receivers)
     request = MetricRequest(metric, answer, versus, resume_key)
     cells = (sender, over, layers)
-    sweep = _make_sweep(model, request, clean, corrupted, cells, direction, at, None, chosen)
+    sweep = make_patch_sweep(model, request, clean, corrupted, cells, direction, at, None, chosen)
     return run_sweep(sweep, progress, resume, before)
 
 
-def _make_sweep(
+def make_patch_sweep(
     model: Runner,
     request: MetricRequest,
     clean: Prompt,
@@ -149,10 +149,14 @@ def _make_sweep(
     cells: tuple[str | HookPoint, str | Iterable[str], Iterable[int] | None],
     direction: str,
     at: int,
-    shortcuts: Shortcuts | None,
-    receivers: Receivers | None,
+    shortcuts: Shortcuts | None = None,
+    receivers: Receivers | None = None,
 ) -> Sweep:
-    """Make a sweep over pairs of prompts."""
+    """Make a sweep over pairs of prompts; see `patch_sweep`.
+
+    Args:
+        cells: the hook point, the axes, the layers.
+    """
     if direction not in DIRECTIONS:
         raise InputError(f"direction {direction!r}; {' or '.join(DIRECTIONS)}{nearest(str(direction), DIRECTIONS)}")
     good, bad = prompt_ids(model, clean), prompt_ids(model, corrupted)

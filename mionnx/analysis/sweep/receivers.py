@@ -9,6 +9,7 @@ from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.axes import heads_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.inputs.lacking import refuse_normed_stream
 from mionnx.spec.attention_knockout import naturals
 
 INTO_ATTENTION, INTO_MLP, FINAL = ("AttnQ", "AttnK", "AttnV"), "MlpPre", "FinalNorm"
@@ -73,13 +74,14 @@ def make_receivers(model: HookedModel, given: str | HookPoint | Iterable[Receive
 
     Raises:
         HookError: a hook point that is no input of anything, or that the model does not have.
-        InputError: no receivers, or heads that do not exist.
+        InputError: no receivers, heads that do not exist, or a stream that is normed after each addition.
     """
     valid = [
         name for name in model.metadata.hooks if HookPoint.parse(name).variant in (*INTO_ATTENTION, INTO_MLP, FINAL)
     ]
     if model.metadata.recurrent:
         raise HookError(f"path patching needs attention heads; {model.metadata.family} has none")
+    refuse_normed_stream(model, "path patching")
     heads: dict[str, tuple[int, ...] | None] = {}
     for point, chosen in _entries(given):
         matching = [name for name in valid if fnmatchcase(name, point)]

@@ -198,9 +198,36 @@ class Sweep:
         finally:
             stored.write()
         cost = {"cells": float(total), "without effect": float(without_effect), "seconds": time.perf_counter() - begin}
-        return self._result(stored.values.reshape(len(self.pairs), *grid.sizes), unpatched, cost)
+        return self.result(stored.values.reshape(len(self.pairs), *grid.sizes), unpatched, cost)
 
-    def _result(self, by_pair: NDArray[np.float64], bases: NDArray[np.float64], cost: dict[str, float]) -> SweepResult:
+    def compute(self, cells: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Compute some cells alone.
+
+        Args:
+            cells: their numbers.
+
+        Returns:
+            [pairs, cells]: the metric at each.
+        """
+        found = np.empty((len(self.pairs), self.setting.grid.cells))
+        for pair in range(len(self.pairs)):
+            runs, metric, unpatched = self._first if pair == 0 else self._prepare(pair)
+            found[pair] = unpatched[0]
+
+            def done(some: NDArray[np.int64], values: NDArray[np.float64], pair: int = pair) -> None:
+                found[pair, some] = values
+
+            runs.run(cells[runs.effective_cells()[cells]], metric, done)
+        return found[:, cells]
+
+    def result(self, by_pair: NDArray[np.float64], bases: NDArray[np.float64], cost: dict[str, float]) -> SweepResult:
+        """The result of some numbers.
+
+        Args:
+            by_pair: the metric at every cell, [pairs, ...].
+            bases: the metric of the run that is patched and of the one patched in, [2, pairs].
+            cost: see `SweepResult`.
+        """
         setting = self.setting
         base, other = bases.mean(axis=1).tolist()
         moved = (by_pair - bases[0].reshape([-1, *[1] * len(setting.grid.sizes)])).any(axis=0)

@@ -7,7 +7,7 @@
 4. Only standard operators are added, and only for what is asked: nodes that no output needs are dropped.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import onnx
 from onnx import ModelProto, helper
@@ -29,6 +29,7 @@ def differentiate(
     *,
     seed: str | None = None,
     rules: Mapping[str, Rule] = RULES,
+    varying: Collection[str] = (),
 ) -> ModelProto:
     """Add the gradients of the sum of a value.
 
@@ -38,21 +39,24 @@ def differentiate(
         by: the values by which, each a value of the graph; each gets an output, `gradient_name`.
         seed: a value of the graph, or a new input, that weighs `of`, of its shape; ones if left out.
         rules: operator -> rule.
+        varying: further values that rules take for no constants, whichever values are asked for.
 
     Returns:
         the graph with further nodes and outputs.
 
     Raises:
-        GradientError: `of` does not depend on a value, or an operator between them has no rule.
+        GradientError: `of` does not depend on a value, an operator between them has no rule, or the rules take all that
+            depends on a value for a constant.
     """
     done = ModelProto()
     done.CopyFrom(model)
     graph, nodes = done.graph, [*done.graph.node]
     facts = Facts(onnx.shape_inference.infer_shapes(done, data_prop=True).graph)
-    active = activity(nodes, facts, by, [of])
+    active = activity(nodes, facts, [*by, *filter(facts.is_float, varying)], [of])
     _refuse_idle(of, by, active)
     op = Backward(Names(PREFIX), facts, active, rules, SUBGRAPH_RULES, _opset(done))
     found = op.run(nodes, {of: _seed(op, done, of, seed)})
+    _refuse_constant(of, by, found)
     ends = [_output(op, done, name, found[name]) for name in by]
     kept = prune([*nodes, *op.nodes], [value.name for value in graph.output] + ends)
     del graph.node[:]
@@ -71,6 +75,16 @@ def _refuse_idle(of: str, by: Sequence[str], active: set[str]) -> None:
     if idle:
         rest = f", and {len(idle) - 1} more" * (len(idle) > 1)
         raise GradientError(f"{of} does not depend on {idle[0]}{rest}: there is no gradient")
+
+
+def _refuse_constant(of: str, by: Sequence[str], found: Mapping[str, str]) -> None:
+    constant = [name for name in by if name not in found]
+    if constant:
+        rest = f", and {len(constant) - 1} more" * (len(constant) > 1)
+        raise GradientError(
+            f"these rules take all by which {of} depends on {constant[0]}{rest} for constant (a pattern or a norm's "
+            "scale): nothing goes back there; other rules, or other hook points, do"
+        )
 
 
 def _seed(op: Backward, model: ModelProto, of: str, seed: str | None) -> str:

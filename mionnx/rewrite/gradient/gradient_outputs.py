@@ -1,5 +1,7 @@
 """Rewrite: the gradients of a plan's metric become outputs, whole or in part."""
 
+import re
+
 import onnx
 import onnx_graphsurgeon as gs
 
@@ -7,8 +9,10 @@ from mionnx.graph.builder import Builder, edit, to_proto, write
 from mionnx.graph.report import Report
 from mionnx.rewrite.capture import part_of
 from mionnx.rewrite.gradient.differentiate import differentiate
-from mionnx.rewrite.gradient.rules import SETS
+from mionnx.rewrite.gradient.rules import RULES, SETS
 from mionnx.rewrite.plan import METRIC, GradientNode, Gradients, gradient_name
+
+HOOK = re.compile(r"([a-z0-9]+\.)*hook_[a-z_]+")  # names of hook points, and of nothing that an intervention adds
 
 
 def add_gradients(proto: onnx.ModelProto, gradients: Gradients, report: Report) -> onnx.ModelProto:
@@ -22,7 +26,9 @@ def add_gradients(proto: onnx.ModelProto, gradients: Gradients, report: Report) 
     made = {name for node in proto.graph.node for name in node.output} | {one.name for one in proto.graph.input}
     sources = {want: want.source if want.source in made else want.hook for want in gradients.by}
     before = {node.name for node in proto.graph.node}
-    done = differentiate(proto, METRIC, [*dict.fromkeys(sources.values())], rules=SETS[gradients.rules])
+    by, rules = [*dict.fromkeys(sources.values())], SETS[gradients.rules]
+    varying = () if rules is RULES else [name for name in made if HOOK.fullmatch(name)]
+    done = differentiate(proto, METRIC, by, rules=rules, varying=varying)
     for node in done.graph.node:
         if node.name not in before:
             report.add(METRIC, node.name)

@@ -3,6 +3,7 @@
 1. The logits that the graph computes (all positions, or those that are asked for) are read in float32.
 2. Each position has a number by the metric's formula; the input of weights, [batch, n], says how much each counts.
 3. Tokens, the reference of "kl" and the numbers of "seed" are inputs too.
+4. "seed" of a hook point is the sum of its value times numbers, over all axes but the rows; it has no weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,9 +12,18 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from mionnx.graph.builder import Builder
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
-from mionnx.rewrite.plan import METRIC, METRIC_ANSWER, METRIC_REFERENCE, METRIC_SEED, METRIC_VERSUS, METRIC_WEIGHTS
+from mionnx.rewrite.plan import (
+    METRIC,
+    METRIC_ANSWER,
+    METRIC_REFERENCE,
+    METRIC_SEED,
+    METRIC_VERSUS,
+    METRIC_WEIGHTS,
+    Gradients,
+)
 
 Formula = Callable[[Builder, gs.Tensor], gs.Variable]  # logits [batch, n, vocab] -> [batch, n]
 
@@ -42,14 +52,19 @@ FORMULAS: Mapping[str, Formula] = {
 }
 
 
-def add_metric(graph: gs.Graph, name: str, report: Report) -> None:
+def add_metric(graph: gs.Graph, gradients: Gradients, report: Report) -> None:
     """Add the nodes of a metric and its output, float32 [batch]."""
-    op = Builder(graph, LOGITS, METRIC, report)
-    logits = graph.tensors()[LOGITS]
-    if logits.dtype != np.float32:
-        logits = op.Cast(logits, to=np.float32)
-    weighted = op.Mul(FORMULAS[name](op, logits), op.input(METRIC_WEIGHTS, np.float32, 2))
-    metric = op.ReduceSum(weighted, [1], keepdims=0)
+    op = Builder(graph, gradients.of, METRIC, report)
+    value = graph.tensors()[gradients.of]
+    if value.dtype != np.float32:
+        value = op.Cast(value, to=np.float32)
+    if gradients.of == LOGITS:
+        weighted = op.Mul(FORMULAS[gradients.metric](op, value), op.input(METRIC_WEIGHTS, np.float32, 2))
+        metric = op.ReduceSum(weighted, [1], keepdims=0)
+    else:
+        rank = len(HookPoint.parse(gradients.of).axes or value.shape)
+        weighted = op.Mul(value, op.input(METRIC_SEED, np.float32, rank))
+        metric = op.ReduceSum(weighted, [*range(1, rank)], keepdims=0)
     metric.name, metric.shape = METRIC, ["batch"]
     graph.outputs.append(metric)
     report.outputs.append(METRIC)

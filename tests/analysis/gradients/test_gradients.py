@@ -192,3 +192,36 @@ def test_a_spec_with_gradients_is_saved_and_loaded(shipped, tmp_path):
     found, expected = (shipped.forward(PROMPT, one).grad for one in (again, spec))
     for name in expected:
         np.testing.assert_array_equal(found[name], expected[name])
+
+
+def test_a_value_inside_is_differentiated_times_numbers(shipped):
+    """The chain rule at a hook point: the gradient by what comes before is that of its value times its gradient."""
+    of, before = "blocks.2.hook_resid_pre", "blocks.0.hook_resid_mid"
+    whole = shipped.gradients(PROMPT, [before, of], "logit", 7).grad
+    inner = shipped.gradients(PROMPT, before, seed=whole[of], of=of)
+    np.testing.assert_allclose(inner.grad[before], whole[before], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(inner.metric, (inner[of] * whole[of]).sum(axis=(1, 2)), rtol=1e-4)
+    by_function = shipped.gradients(PROMPT, before, seed=lambda value: value, of=of)
+    np.testing.assert_allclose(by_function.metric, (inner[of] ** 2).sum(axis=(1, 2)), rtol=1e-5)
+    spec = HookSpec().intervene("blocks.1.hook_mlp_out", Intervention.Zero())
+    changed = shipped.gradients(PROMPT, before, seed=1.0, of=of, spec=spec)
+    np.testing.assert_allclose(changed.metric, changed[of].sum(axis=(1, 2)), rtol=1e-4)
+    for message, call in {
+        "give them as seed=": lambda: shipped.gradients(PROMPT, before, of=of),
+        "value at blocks.2.hook_resid_pre is": lambda: shipped.gradients(PROMPT, before, seed=np.ones(3), of=of),
+        "does not depend on it": lambda: shipped.gradients(PROMPT, "blocks.3.hook_mlp_out", seed=1.0, of=of),
+    }.items():
+        with pytest.raises(GradientError, match=message):
+            call()
+
+
+def test_the_state_of_a_recurrent_model_tells_which_write_it_keeps(recurrent):
+    ids = [5, 6, 7, 8]
+    state = "blocks.1.rwkv.hook_state"
+    found = recurrent.gradients(ids, "blocks.1.rwkv.hook_v", seed=1.0, of=state)
+    moved = []
+    direction = np.random.default_rng(0).normal(size=found.grad["v", 1].shape).astype(np.float32)
+    for sign in (1, -1):
+        spec = HookSpec().capture(state).intervene("blocks.1.rwkv.hook_v", Intervention.Add(sign * 0.01 * direction))
+        moved.append(float(recurrent.forward(ids, spec)[state].sum()))
+    np.testing.assert_allclose((found.grad["v", 1] * direction).sum(), (moved[0] - moved[1]) / 0.02, rtol=1e-3)

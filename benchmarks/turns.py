@@ -1,0 +1,25 @@
+"""Programs timed by turns: seconds of each, and medians of ratios of neighbouring runs."""
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+Work = Callable[[], Any]
+
+
+def alternate(programs: Mapping[str, Work], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each program, run by turns after a warm-up."""
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for turn in range(repeats + 1):
+        for name, program in programs.items():
+            begin = time.perf_counter()
+            program()
+            if turn:
+                times[name].append(time.perf_counter() - begin)
+    return times
+
+
+def ratio(one: list[float], other: list[float], places: int = 3) -> str:
+    """The median of the ratios of neighbouring runs."""
+    return f"{median(a / b for a, b in zip(one, other, strict=True)):.{places}f}"

@@ -1,0 +1,233 @@
+"""An exported graph beside transformers in eager mode: the stream, patterns, keys and values, and logits.
+
+The oracle is what transformers itself returns, so that nothing has to be known of the family. A large checkpoint is
+loaded with its first layers only: the graph is compared up to there, and its head on the stream behind them.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from exporters.adopt.self_check import ROUNDINGS, LawResult, compare, open_session, run
+from mionnx.errors import ExportError
+from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.extract import extract
+from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.metadata import Sizes
+
+Array = NDArray[Any]
+TOLERANCE = 5e-5  # in float32, relative to numbers of order 1
+LOADED = 2**31  # bytes of layers that are loaded for the comparison, and two layers at least
+LONGEST = 160  # tokens
+FEWEST = 2  # layers: two neighbours may differ
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A token batch, ids and mask [batch, seq]; `past` of its tokens are run first."""
+
+    ids: Array
+    mask: Array
+    past: int = 0
+
+    def part(self, start: int, end: int) -> dict[str, Array]:
+        """The inputs of a graph for some of the tokens."""
+        positions = np.maximum(self.mask.cumsum(1) - 1, 0)
+        whole = {"input_ids": self.ids[:, start:end], "position_ids": positions[:, start:end]}
+        return {**whole, "attention_mask": self.mask[:, :end]}
+
+
+@dataclass(frozen=True)
+class EagerCheck:
+    """The outcome.
+
+    Attributes:
+        results: one a value that was compared, with the layer where it is worst.
+        layers: how many layers were compared.
+    """
+
+    results: list[LawResult]
+    layers: int
+
+
+def check_eagerly(
+    folder: Path, config: Any, proto: onnx.ModelProto, target: Path, sizes: Sizes, dtype: str
+) -> EagerCheck:
+    """Compare an exported graph with its checkpoint, run by transformers.
+
+    Args:
+        folder: the checkpoint's.
+        config: of the checkpoint; left alone.
+        proto: the graph, its hook points named.
+        target: folder of the graph's weights.
+        sizes: of the model.
+        dtype: of both.
+
+    Raises:
+        ExportError: transformers does not run the checkpoint, or returns no stream.
+    """
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+    layers = min(sizes.num_layers, max(FEWEST, LOADED * sizes.num_layers // max(size, 1)))
+    model = _loaded(folder, config, layers, dtype)
+    graph = _Graph(proto, target, layers, sizes)
+    worst = dict[str, LawResult]()
+    for batch in _batches(sizes):
+        expected = _eager(model, batch, layers)
+        for past in sorted({0, batch.past if graph.cached else 0}):
+            found = graph.run(batch, past)
+            for name, layer, one, other in _pairs(found, expected, batch, past):
+                result = compare(name, layer, one, other, _allowed(dtype, layers))
+                if name not in worst or not result.difference <= worst[name].difference:
+                    worst[name] = result
+    return EagerCheck([*worst.values()], layers)
+
+
+def _allowed(dtype: str, layers: int) -> float:
+    """The difference that is taken to be rounding."""
+    return TOLERANCE if dtype == "float32" else ROUNDINGS * layers * float(np.finfo(dtype).eps)
+
+
+def _batches(sizes: Sizes) -> Iterator[_Batch]:
+    """Short texts, padded ones with a past, and a long one."""
+    rng, longest = np.random.default_rng(0), min(sizes.max_positions or LONGEST, LONGEST)
+
+    def ids(rows: int, seq: int) -> Array:
+        return rng.integers(min(3, sizes.vocab_size - 1), sizes.vocab_size, (rows, min(seq, longest)))
+
+    yield _Batch(short := ids(2, 7), np.ones_like(short))
+    padded = ids(3, 12)
+    mask = np.ones_like(padded)
+    mask[0, :3] = mask[1, :1] = 0
+    yield _Batch(padded, mask, past=padded.shape[1] // 2)
+    yield _Batch(long := ids(1, longest), np.ones_like(long), past=long.shape[1] - 1)
+
+
+def _loaded(folder: Path, config: Any, layers: int, dtype: str) -> PreTrainedModel:
+    shortened = deepcopy(config)
+    shortened._attn_implementation = "eager"
+    if layers < shortened.num_hidden_layers:
+        shortened.num_hidden_layers = layers
+    try:
+        with _silent():
+            model = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=shortened,
+                attn_implementation="eager",
+                dtype=getattr(torch, dtype),
+                trust_remote_code=False,
+            )
+    except Exception as error:  # transformers' errors share no base class
+        raise ExportError(f"transformers does not load {folder}, so nothing is compared: {error}") from error
+    return model.eval()
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Hide transformers' progress bars, and its list of the layers that are not loaded."""
+    level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _eager(model: PreTrainedModel, batch: _Batch, layers: int) -> dict[str, Array]:
+    """The outcome of a batch in transformers, by names of hook points and outputs."""
+    given = {name: torch.from_numpy(value) for name, value in batch.part(0, batch.ids.shape[1]).items()}
+    try:
+        with torch.no_grad():
+            output = model(**given, output_hidden_states=True, output_attentions=True)
+    except Exception as error:  # whatever its modelling code raises
+        raise ExportError(f"transformers does not run the checkpoint: {error}") from error
+    states, patterns = output.hidden_states or (), output.get("attentions") or ()
+    if len(states) < layers:
+        raise ExportError(
+            f"transformers returns {len(states)} hidden states of {layers} layers: nothing to compare with"
+        )
+    found = {"logits": output.logits}
+    found |= {f"blocks.{i}.hook_resid_pre": state for i, state in enumerate(states[:layers])}
+    found |= {f"blocks.{i}.attn.hook_pattern": one for i, one in enumerate(patterns[:layers]) if one is not None}
+    for i, layer in enumerate(getattr(output.get("past_key_values"), "layers", ())):
+        found |= dict(zip(KEYS_AND_VALUES.layer_outputs(i), (layer.keys, layer.values), strict=True))
+    return {name: value.detach().numpy() for name, value in found.items()}
+
+
+class _Graph:
+    """The first layers of a graph, and its head."""
+
+    def __init__(self, proto: onnx.ModelProto, target: Path, layers: int, sizes: Sizes) -> None:
+        flow, made = Dataflow(proto), {output for node in proto.graph.node for output in node.output}
+        self.cached = any(entry.name == KEYS_AND_VALUES.outputs(1)[0] for entry in proto.graph.output)
+        self.presents = KEYS_AND_VALUES.outputs(layers) if self.cached else []
+        self.pasts = KEYS_AND_VALUES.inputs(layers) if self.cached else []
+        self.last = f"blocks.{layers - 1}.hook_resid_post"
+        self.sizes, self.end = sizes, f"blocks.{sizes.num_layers - 1}.hook_resid_post"
+        points = [f"blocks.{i}.{name}" for i in range(layers) for name in ("hook_resid_pre", "attn.hook_pattern")]
+        self.names = [*(name for name in points if name in made), self.last, *self.presents]
+        self.body = open_session(extract(flow, [], self.names), target, [])
+        self.head = open_session(extract(flow, [self.end], ["logits"]), target, [])
+
+    def run(self, batch: _Batch, past: int) -> dict[str, Array]:
+        """Values of the tokens after a past, by name."""
+        kept = dict[str, Array]()
+        if past:
+            kept = self._part(batch, 0, past, self._empty(len(batch.ids)))
+            kept = {name: kept[present] for name, present in zip(self.pasts, self.presents, strict=True)}
+        return self._part(batch, past, batch.ids.shape[1], kept or self._empty(len(batch.ids)))
+
+    def _part(self, batch: _Batch, start: int, end: int, past: Mapping[str, Array]) -> dict[str, Array]:
+        given = {**batch.part(start, end), **past}
+        found = dict(zip(self.names, _run(self.body, self.names, given), strict=True))
+        (found["logits"],) = _run(self.head, ["logits"], {**given, self.end: found[self.last]})
+        return found
+
+    def _empty(self, batch: int) -> dict[str, Array]:
+        shapes = {entry.name: entry.shape for entry in self.body.get_inputs() if entry.name in self.pasts}
+        kind = np.float16 if "float16" in self.body.get_outputs()[0].type else np.float32
+        return {name: np.zeros((batch, shape[1], 0, shape[3]), kind) for name, shape in shapes.items()}
+
+
+def _run(session: Any, names: list[str], given: Mapping[str, Array]) -> list[Array]:
+    return run(session, names, {entry.name: given[entry.name] for entry in session.get_inputs()})
+
+
+def _pairs(
+    found: Mapping[str, Array], expected: Mapping[str, Array], batch: _Batch, past: int
+) -> Iterator[tuple[str, int | None, Array, Array]]:
+    """The compared values in words, with layer and both sides, at tokens without padding."""
+    real, whole = batch.mask[:, past:].astype(bool), batch.mask.astype(bool)
+    for name, value in expected.items():
+        if name not in found:
+            continue
+        layer, words = _words(name)
+        if name.startswith(KEYS_AND_VALUES.present):
+            kept = value.shape[2]  # of a sliding window, the last ones
+            one, other = (np.moveaxis(array[:, :, -kept:], 2, 1) for array in (found[name], value))
+            yield words, layer, one[whole[:, -kept:]], other[whole[:, -kept:]]
+        elif name.endswith("pattern"):
+            yield words, layer, np.moveaxis(found[name], 2, 1)[real], np.moveaxis(value[:, :, past:], 2, 1)[real]
+        else:
+            yield words, layer, found[name][real], value[:, past:][real]
+
+
+def _words(name: str) -> tuple[int | None, str]:
+    """The layer of a value, and what it is."""
+    parts = name.split(".")
+    layer = int(parts[1]) if len(parts) > 1 else None
+    kinds = {"hook_resid_pre": "stream", "hook_pattern": "pattern", "key": "keys", "value": "values"}
+    what = kinds.get(parts[-1], parts[-1])
+    return layer, f"{what} = eager transformers'"

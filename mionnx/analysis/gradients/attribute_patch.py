@@ -1,0 +1,198 @@
+"""`attribute_patch`: every cell of a patching sweep to first order, from one pass forward and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mionnx.analysis.gradients.attributed_sweep import AttributedSweep
+from mionnx.analysis.gradients.first_order import FirstOrder, Seed, cells_of
+from mionnx.analysis.gradients.gradients import metric_name
+from mionnx.analysis.sweep.grid import axes_to_go_over, hook_kinds
+from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
+from mionnx.analysis.sweep.patching import make_patch_sweep
+from mionnx.analysis.sweep.result import SweepResult
+from mionnx.analysis.sweep.sweep import Sweep
+from mionnx.bind.gradients import differentiable
+from mionnx.bind.hook_index import index_hooks
+from mionnx.errors import GradientError, InputError, nearest
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.machine.ranges import at_least
+from mionnx.machine.typed import typed
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.metric import check_rules
+
+PLACES = ("corrupted", "clean", "mean")
+Hook = str | HookPoint
+Cells = tuple[Hook, str | Iterable[str], Iterable[int] | None]  # hook point, axes, layers
+Numbers = NDArray[np.float64]
+
+
+@typed(leave=["hook", "layers", "over", "answer", "versus"])
+def attribute_patch(
+    model: Runner,
+    clean: Prompt,
+    corrupted: Prompt,
+    hook: Hook | Iterable[Hook] = "hook_resid_pre",
+    over: str | Iterable[str] = ("layer", "position"),
+    metric: Measure = "logit_diff",
+    *,
+    answer: Tokens = None,
+    versus: Tokens = None,
+    at: str = "corrupted",
+    steps: int = 1,
+    method: str = "gradient",
+    confirm: int = 0,
+    layers: Iterable[int] | None = None,
+    position: int = -1,
+    seed: ArrayLike | Seed | None = None,
+) -> AttributedSweep | dict[str, AttributedSweep]:
+    """Attribution patching: `patch_sweep` to first order, from one pass forward and back.
+
+    A cell is worth the sum over its numbers of (clean value - corrupted value) times the gradient of the metric.
+
+    Args:
+        clean, corrupted, over, metric, answer, versus, layers: see `patch_sweep`; "rank" has no gradient.
+        hook: as for `patch_sweep`; or a glob that means several kinds ("blocks.*.attn.*"), of which those with the axes
+            of `over` and a gradient are taken, or a list. All of them come from the same passes.
+        at: the prompt at which gradients are taken, "corrupted", "clean", or the "mean" of both.
+        steps: gradients that are averaged along the straight path from the corrupted prompt's value at a hook point to
+            the clean one's, each hook point on its own; 1 for none.
+        method: "gradient", or propagation rules: "frozen_norm" (a norm's scale is constant), "relp" (activations too,
+            and products give half to each factor), "relp_frozen_pattern", "frozen_norm_pattern" (attention patterns
+            too); see `mionnx.rewrite.gradient.propagation`.
+        confirm: leading cells that are computed exactly besides, of each kind of hook point.
+        position: whose logits are read; cells behind it have no effect.
+        seed: of a metric that is a function, its derivative by the logits: [vocab], [2, vocab] (the corrupted prompt's
+            first), or a function of the logits [rows, vocab] that gives it.
+
+    Returns:
+        a sweep's result with `agreement()` and `confirmed()`; for several kinds of hook points, {template: result}.
+
+    Raises:
+        HookError: no such hook point.
+        GradientError: a metric without a gradient, or hook points that it does not depend on.
+        InputError: prompts, axes, tokens or a metric that do not fit.
+
+    Example:
+        result = model.attribute_patch(clean, corrupted, "z", ("layer", "head", "position"), confirm=10)
+        result.top(3), result.agreement().pearson
+    """
+    request = MetricRequest(_checked(metric, seed), answer, versus)
+    _check(at, steps, method, metric, model.hooked.metadata.recurrent)
+    chosen, several = _kinds(model.hooked, hook, over, layers)
+    sweeps = {}
+    for kind in chosen:
+        sweep = make_patch_sweep(model, request, clean, corrupted, kind, "denoising", position)
+        sweeps[sweep.setting.grid.template] = sweep
+        _check_confirm(confirm, sweep)
+    hooks = [grid.hook(layer) for grid in (sweep.setting.grid for sweep in sweeps.values()) for layer in grid.layers]
+    model.binder.bind(HookSpec().gradient(hooks).set_metric("loss", rules=method), differentiated=True)
+    found = _results(sweeps, FirstOrder(model, hooks, request, seed, method, at, steps), confirm)
+    return found if several else next(iter(found.values()))
+
+
+def _checked(metric: Measure, seed: ArrayLike | Seed | None) -> Measure:
+    """The metric, if it has a gradient."""
+    if callable(metric):
+        return metric if seed is not None else metric_name(metric)
+    if seed is not None:
+        raise GradientError(f"seed= is the derivative of a metric that is a function; {metric!r} has its own")
+    if metric_name(metric) in ("logit", "loss"):
+        raise InputError(f"metric {metric!r} is none of `patch_sweep`, which this estimates: give logit_diff")
+    return metric
+
+
+def _check(at: str, steps: int, method: str, metric: Measure, recurrent: bool) -> None:
+    if at not in PLACES:
+        raise InputError(f"at={at!r}; {', '.join(PLACES)}{nearest(at, PLACES)} (position= says which logits are read)")
+    at_least("steps", steps, 1)
+    if steps > 1 and at != "corrupted":
+        raise InputError(f"at={at!r} has no effect with steps={steps}: gradients are taken along the whole path")
+    check_rules(method)
+    if recurrent and method.endswith("_pattern"):
+        raise InputError(f"method={method!r}: this model has no attention patterns to freeze")
+    if metric == "kl" and at == "clean":
+        raise GradientError("the KL divergence from the clean run is least at the clean prompt: all gradients are 0")
+
+
+def _check_confirm(confirm: int, sweep: Sweep) -> None:
+    at_least("confirm", confirm, 0)
+    grid = sweep.setting.grid
+    if confirm > grid.cells:
+        raise InputError(f"confirm={confirm}: {grid.template} over {', '.join(grid.over)} has {grid.cells} cells")
+
+
+def _kinds(
+    model: HookedModel, hook: Hook | Iterable[Hook], over: str | Iterable[str], layers: Iterable[int] | None
+) -> tuple[list[Cells], bool]:
+    """The cells of each kind of hook point that is meant, and whether several may be."""
+    alone = isinstance(hook, str | HookPoint) or not isinstance(hook, Iterable)
+    given: list[Hook] = [hook] if alone else [*hook]  # type: ignore[list-item,misc]
+    if not given:
+        raise InputError("hook=[] names no hook point")
+    found: list[Cells] = []
+    several = not alone
+    for one in given:
+        kinds = hook_kinds(model, one)
+        several = several or len(kinds) > 1
+        found += [(one, over, layers)] if len(kinds) == 1 else _fitting(model, str(one), kinds, over, layers)
+    return found, several
+
+
+def _fitting(
+    model: HookedModel, glob: str, kinds: dict[str, list[int]], over: str | Iterable[str], layers: Iterable[int] | None
+) -> list[Cells]:
+    """The kinds of a glob that have the axes and a gradient.
+
+    Raises:
+        InputError: none of them.
+    """
+    names, held = (over,) if isinstance(over, str) else tuple(over), differentiable(index_hooks(HookSpec(), model))
+    fitting: list[Cells] = []
+    for template, own in kinds.items():
+        first = template.format(i=own[0])
+        if {*names} <= {*axes_to_go_over(HookPoint.parse(first))} and first in held:
+            fitting.append((template, names, own if layers is None else layers))
+    if not fitting:
+        raise InputError(f"{glob}: none of {', '.join(kinds)} has a gradient and the axes {', '.join(names)}")
+    return fitting
+
+
+def _results(sweeps: Mapping[str, Sweep], first_order: FirstOrder, confirm: int) -> dict[str, AttributedSweep]:
+    """Attribute all kinds of hook points pair by pair, and compute the leading cells exactly."""
+    begin, pairs = time.perf_counter(), next(iter(sweeps.values())).pairs
+    bases = np.empty((2, len(pairs)))
+    by_pair: dict[str, list[Numbers]] = {kind: [] for kind in sweeps}
+    try:
+        for number, pair in enumerate(pairs):
+            effects, bases[:, number] = first_order.of(pair, number, len(pairs))
+            for kind, sweep in sweeps.items():
+                by_pair[kind].append(bases[0, number] + cells_of(sweep.setting.grid, effects))
+        seconds = time.perf_counter() - begin
+        found = {}
+        for kind, sweep in sweeps.items():
+            cost = {"cells": float(sweep.setting.grid.cells * len(pairs)), "seconds": seconds}
+            result = sweep.result(np.stack(by_pair[kind]), bases, cost)
+            found[kind] = _result(result, sweep, first_order, confirm)
+        return found
+    finally:
+        first_order.model.give_back(later=True)
+
+
+def _result(result: SweepResult, sweep: Sweep, first_order: FirstOrder, confirm: int) -> AttributedSweep:
+    exact = np.full(result.values.shape, np.nan)
+    if confirm:
+        leading = np.argsort(-np.abs(result.effect), axis=None, kind="stable")[:confirm]
+        exact.flat[leading] = sweep.compute(leading).mean(axis=0)
+    own = {field.name: getattr(result, field.name) for field in fields(SweepResult)}
+    own["title"] = f"Attribution patching {result.hook.format(i='*')} ({first_order.rules})"
+    where = "path" if first_order.steps > 1 else first_order.at
+    return AttributedSweep(**own, method=first_order.rules, at=where, steps=first_order.steps, exact=exact)

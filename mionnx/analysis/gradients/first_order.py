@@ -1,0 +1,159 @@
+"""First-order effects: the difference of two prompts' values times the gradient, at every hook point in one call."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mionnx.analysis.sweep.grid import Grid
+from mionnx.analysis.sweep.metric import MetricRequest
+from mionnx.analysis.sweep.sweep import Pair
+from mionnx.bind.logit_selection import Logits
+from mionnx.graph.axes import has_sequence, sequence_axis
+from mionnx.graph.hook_points import HookPoint
+from mionnx.run.hook_cache import HookCache
+from mionnx.run.runner import Runner
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.intervention import Intervention
+
+Arrays = dict[str, NDArray[Any]]
+Seed = Callable[[NDArray[Any]], ArrayLike]
+TOKENS = 4096  # most tokens of one call along a path
+LAST = Logits(positions=-1)
+
+
+@dataclass(frozen=True)
+class FirstOrder:
+    """First-order effects, ready for pairs of prompts.
+
+    Attributes:
+        model: the model.
+        hooks: hook points.
+        metric: the metric.
+        seed: the derivative of a metric of one's own by the logits.
+        rules: the name of the rules of going back.
+        at: "corrupted", "clean" or "mean".
+        steps: gradients along the path between the two prompts' values at a hook point; 1 for none.
+    """
+
+    model: Runner
+    hooks: Sequence[str]
+    metric: MetricRequest
+    seed: ArrayLike | Seed | None
+    rules: str
+    at: str
+    steps: int
+
+    def of(self, pair: Pair, number: int, count: int) -> tuple[Arrays, tuple[float, float]]:
+        """The effect of each number at each hook point, on one pair.
+
+        Args:
+            pair: the corrupted prompt, and the clean one.
+            number, count: number of the pair, and of all pairs.
+
+        Returns:
+            hook point -> (clean value - corrupted value) * gradient, float64, without the batch axis; and the metric
+            of the corrupted and of the clean prompt.
+        """
+        ids = np.stack([pair.base, cast(NDArray[np.int64], pair.other)])
+        logits = self._logits(ids, HookSpec()) if self.metric.top_tokens or self.metric.measure == "kl" else None
+        known = {} if callable(self.metric.measure) else self._read(number, count, logits)
+        spec = HookSpec().capture([*self.hooks]).gradient([*self.hooks])
+        cache = self.model.forward(ids, self._measured(spec, known, ids), logits=LAST)
+        values = {hook: cache[hook].astype(np.float64) for hook in self.hooks}
+        differences = {hook: _difference(value, pair.first, hook) for hook, value in values.items()}
+        gradients = self._along(pair, differences, known) if self.steps > 1 else self._at(cache.grad or {})
+        last = cache.output()[:, 0]
+        metric = self.metric.bind(self.model, number, count, last[1], last[0])
+        base, other = metric(last if metric.needs is None else last[:, list(metric.needs)]).tolist()
+        return {hook: differences[hook] * gradients[hook] for hook in self.hooks}, (base, other)
+
+    def _logits(self, ids: NDArray[np.int64], spec: HookSpec) -> NDArray[Any]:
+        return self.model.forward(ids, spec, logits=LAST).output()[:, 0]
+
+    def _read(self, number: int, count: int, logits: NDArray[Any] | None) -> dict[str, Any]:
+        """Tokens or reference of the metric."""
+        corrupted, clean = (None, None) if logits is None else (logits[0], logits[1])
+        if self.metric.measure == "kl":
+            return {"reference": clean}
+        given = clean, (np.empty(0) if corrupted is None else corrupted)
+        tokens = self.metric.tokens(self.model, number, count, *given)
+        return dict(zip(("answer", "versus"), tokens, strict=False))
+
+    def _measured(self, spec: HookSpec, known: Mapping[str, Any], ids: NDArray[np.int64]) -> HookSpec:
+        """The spec with the metric; a seed that is a function is asked for the logits of these rows."""
+        if not callable(self.metric.measure):
+            return spec.set_metric(self.metric.measure, **known, rules=self.rules)
+        seed = self.seed
+        if callable(seed):
+            plain = HookSpec()
+            plain.interventions += spec.interventions
+            seed = cast(Seed, seed)(self._logits(ids, plain))
+        return spec.set_metric("seed", seed=np.asarray(seed), rules=self.rules)
+
+    def _at(self, gradients: Mapping[str, NDArray[Any]]) -> Arrays:
+        """Gradients [...] of one row, or the mean of both."""
+        rows = {"corrupted": [0], "clean": [1], "mean": [0, 1]}[self.at]
+        return {hook: gradients[hook].astype(np.float64)[rows].mean(axis=0) for hook in self.hooks}
+
+    def _along(self, pair: Pair, differences: Arrays, known: Mapping[str, Any]) -> Arrays:
+        """Gradients [...], each the mean along its own hook point's straight path.
+
+        A row adds a part of the difference at one hook point, and nothing at the others: one graph for all of them.
+        """
+        shares = (np.arange(self.steps) + 0.5) / self.steps
+        most = max(1, TOKENS // len(pair.base))
+        parts = [shares[begin : begin + most] for begin in range(0, self.steps, most)]
+        made = {hook: np.zeros(differences[hook].shape) for hook in self.hooks}
+        for hook in self.hooks:
+            for part in parts:
+                made[hook] += self._steps(pair, hook, part, differences, known)
+        return made
+
+    def _steps(
+        self, pair: Pair, hook: str, shares: NDArray[np.float64], differences: Arrays, known: Mapping[str, Any]
+    ) -> NDArray[np.float64]:
+        """Sum a hook point's gradients at some shares of the difference, over all steps."""
+        ids = np.repeat(pair.base[None], len(shares), axis=0)
+        spec = HookSpec()
+        for other in self.hooks:
+            moved = np.multiply.outer(shares if other == hook else 0 * shares, differences[other])
+            spec.intervene(other, Intervention.Add(moved.astype(np.float32)))
+        spec = self._measured(spec.gradient([*self.hooks]), known, ids)
+        gradient: NDArray[Any] = cast(HookCache, self.model.forward(ids, spec, logits=LAST).grad)[hook]
+        return cast(NDArray[np.float64], gradient.sum(axis=0, dtype=np.float64) / self.steps)
+
+
+def _difference(values: NDArray[np.float64], first: int, hook: str) -> NDArray[np.float64]:
+    """Clean minus corrupted, [...]: zero before the first token that differs.
+
+    Equal infinities have no difference either.
+    """
+    corrupted, clean = values
+    with np.errstate(invalid="ignore"):
+        made = np.where(clean == corrupted, 0.0, clean - corrupted)
+    axes = HookPoint.parse(hook).axes or ()
+    if has_sequence(axes):
+        made[(slice(None),) * (sequence_axis(axes) - 1) + (slice(first),)] = 0
+    return made
+
+
+def cells_of(grid: Grid, effects: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Sum effects over each cell of a grid.
+
+    Args:
+        grid: the cells.
+        effects: hook point -> the effect of each number, without the batch axis.
+
+    Returns:
+        in the shape of the grid; zero at positions that the prompt does not have.
+    """
+    whole = np.stack([effects[grid.hook(layer)] for layer in grid.layers])  # the layer is where the batch was
+    order = [0 if name == "layer" else cast(int, grid.along(name)) for name in grid.over]
+    summed = whole.sum(axis=tuple(axis for axis in range(whole.ndim) if axis not in order))
+    cells = summed.transpose([sorted(order).index(axis) for axis in order])
+    made = np.zeros(grid.sizes)
+    made[tuple(map(slice, cells.shape))] = cells
+    return made

@@ -1,0 +1,165 @@
+"""Families that no table of modules knows: every hook point and every intervention against eager transformers."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from families import single_threaded
+from family_batches import KINDS, batch, difference, forward, interventions
+from filelock import FileLock
+from oracle import Inputs
+from transformers import PreTrainedModel
+from unlisted_families import FAMILIES, make, run
+
+from exporters.transformers import by_structure, export
+from mionnx import ExportError, HookPoint, HookSpec, InputError, Intervention, MIModel
+
+TOLERANCE = 5e-5
+FAST = (
+    "bloom",
+    "openai-gpt",
+)  # ALiBi, positions that the graph makes itself; a stream normed after sums, an added cache
+Opened = tuple[MIModel, PreTrainedModel]
+
+
+def families(*fast: str) -> pytest.MarkDecorator:
+    """A test of every family, slow but for some."""
+    others = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in fast]
+    return pytest.mark.parametrize("name", [*fast, *others])
+
+
+@pytest.fixture(scope="session")
+def opened(shared: Path) -> Callable[[str], Opened]:
+    """Name of a family -> its hooked model and the same in torch; exported once a run."""
+    found: dict[str, Opened] = {}
+
+    def find(name: str) -> Opened:
+        if name not in found:
+            single_threaded()
+            folder, reference = shared / "unlisted" / name, make(name)
+            folder.parent.mkdir(exist_ok=True)
+            with FileLock(f"{folder}.lock"):
+                if not folder.exists():
+                    reference.save_pretrained(folder / "checkpoint")
+                    export(folder / "checkpoint", folder / "hooked")
+            found[name] = MIModel.from_pretrained(folder / "hooked", threads=1), reference
+        return found[name]
+
+    return find
+
+
+def kinds(name: str) -> list[str]:
+    """The batches that transformers itself runs; OpenAI's GPT has no cache there."""
+    return [kind for kind in KINDS if kind != "right" and not (name == "openai-gpt" and "past" in kind)]
+
+
+def masked(name: str, point: str, value: np.ndarray) -> np.ndarray:
+    """Scores of OpenAI's GPT: its mask is -10,000, and that of the cache which an export adds the lowest number."""
+    return np.maximum(value, -9000) if name == "openai-gpt" and point.endswith("scores") else value
+
+
+@families(*FAST)
+def test_every_capture_equals_eager_torch(name, opened):
+    model, reference = opened(name)
+    for kind in kinds(name):
+        inputs = batch(kind)
+        expected = run(name, reference, inputs).values
+        found = forward(model, inputs, HookSpec().capture(lambda point: not point.endswith("hook_result"))).values
+        seen = found.keys() & expected.keys()
+        off = {
+            one: difference(HookPoint.parse(one), *(masked(name, one, side[one]) for side in (found, expected)), inputs)
+            for one in seen
+        }
+        assert {one: d for one, d in off.items() if not d < TOLERANCE} == {}
+        rotary = {"hook_rot_q"} if FAMILIES[name].rotary else set()  # read by the product alone, as scores show
+        unseen = {one.rpartition(".")[2] for one in found.keys() - seen} - rotary
+        assert unseen <= {"hook_embed", "hook_pos_embed"}
+        assert expected.keys() <= found.keys()
+
+
+@families("bloom")
+def test_every_intervention_equals_the_same_edit_in_torch(name, opened):
+    model, reference = opened(name)
+    kind = kinds(name)[-1]
+    inputs = batch(kind)
+    plain, off = run(name, reference, inputs), dict[str, float]()
+    points = [point for point in map(HookPoint.parse, plain.values) if point.layer in (None, 0 if name in FAST else 1)]
+    for point in points:
+        if any(point.name.endswith(short) for short in FAMILIES[name].unseen):
+            continue
+        for number, edit in enumerate(interventions(point, plain.values[point.name].shape, whole=False)):
+            expected = run(name, reference, inputs, [(point, edit)]).logits
+            found = forward(model, inputs, HookSpec().intervene(point, edit)).logits
+            scale = max(1.0, float(np.abs(expected[inputs.real]).max()))
+            off[f"{point} {edit.kind} {number}"] = float(np.abs(found - expected)[inputs.real].max()) / scale
+            assert np.abs(expected - plain.logits)[inputs.real].max() > 0
+    assert {one: d for one, d in off.items() if not d < TOLERANCE} == {}
+
+
+@families(*FAST)
+def test_decoding_with_a_cache_equals_one_pass(name, opened):
+    model, reference = opened(name)
+    prompt = batch("left")
+    found = model.generate(prompt.ids, attention_mask=prompt.mask, max_new_tokens=4, eos_token_id=[])
+    ids, mask = prompt.ids, prompt.mask
+    for _ in range(4):
+        logits = run(name, reference, Inputs(ids, mask)).logits[:, -1]
+        ids = np.concatenate([ids, logits.argmax(-1)[:, None]], axis=1)
+        mask = np.concatenate([mask, np.ones_like(mask[:, :1])], axis=1)
+    assert np.array_equal(np.stack(found.new_ids), ids[:, -4:])
+
+
+@families("bloom")
+def test_a_sweep_equals_one_pass_a_cell(name, opened):
+    model, _ = opened(name)
+    clean, corrupt = batch("plain").ids[:1], batch("past").ids[:1]
+    found = model.patch_sweep(clean, corrupt, "hook_resid_pre", metric=lambda logits: logits[:, 5])
+    kept = model.forward(clean, HookSpec().capture("*.hook_resid_pre"))
+    for layer, position in ((0, 2), (1, clean.shape[1] - 1)):
+        point = HookPoint.ResidPre(layer)
+        edit = Intervention.Replace(kept[point], positions=[position])
+        expected = model.forward(corrupt, HookSpec().intervene(point, edit)).output()[0, -1, 5]
+        assert abs(np.asarray(found.values)[layer, position] - expected) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_what_eager_says_otherwise_is_refused(opened, shared, tmp_path, monkeypatch):
+    """A graph that keeps every law of a decoder, and computes something else than transformers does."""
+    opened("bloom")
+    loaded = by_structure.check_eagerly.__globals__["_loaded"]
+
+    def another(*given):
+        model = loaded(*given)
+        model.transformer.h[1].self_attention.inv_norm_factor *= 1.01
+        return model
+
+    monkeypatch.setitem(by_structure.check_eagerly.__globals__, "_loaded", another)
+    with pytest.raises(ExportError, match=r"not found by structure either.*pattern = eager transformers' \(layer 1\)"):
+        export(shared / "unlisted" / "bloom" / "checkpoint", tmp_path / "hooked")
+
+
+def test_bfloat16_is_refused(opened, shared, tmp_path):
+    opened("bloom")
+    with pytest.raises(ExportError, match="bfloat16 does not run"):
+        export(shared / "unlisted" / "bloom" / "checkpoint", tmp_path / "hooked", "bfloat16")
+
+
+def test_a_stream_that_is_no_sum_is_not_taken_for_one(opened):
+    model, _ = opened("openai-gpt")
+    ids = batch("plain").ids
+    for request in (
+        lambda: model.attribute(ids[0], 5, 11),
+        lambda: model.path_patch(ids[:1], ids[1:], "blocks.1.attn.hook_q"),
+        lambda: model.decompose_resid(model.forward(ids, HookSpec().capture("*"))),
+    ):
+        with pytest.raises(InputError, match="norms it after each addition"):
+            request()
+    assert model.logit_lens(ids[0], k=3).top_ids.shape[-1] == 3
+
+
+def test_verify_says_that_torch_has_no_taps(opened):
+    model, _ = opened("bloom")
+    found = model.verify(batch("plain").ids, runtimes=["ort-cpu", "torch", "reference"])
+    assert "found by structure" in found.skipped["torch"]
+    assert [beside.title for beside in found.besides] == ["reference"]
