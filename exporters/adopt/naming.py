@@ -1,5 +1,7 @@
 """Hook names onto values; a value with several gets an `Identity` for each after the first, in execution order."""
 
+from collections.abc import Collection
+
 import onnx_ir as ir
 
 from exporters.adopt.flow import KEEPING, SIZES, Flow, Origin, climb, static
@@ -25,7 +27,10 @@ def name_points(found: Recognised) -> list[str]:
         if name == "hook_logits":
             _name_logits(graph, value)
             continue
-        if value in taken or value.producer() is None or value.is_graph_output():
+        within = found.within.get(name, set())
+        if within and any(node not in within for node in found.flow.readers(value)):
+            value = _identity(graph, value, within)
+        elif value in taken or value.producer() is None or value.is_graph_output():
             value = current[origin] = _identity(graph, value)
         value.name = name
         taken.add(value)
@@ -69,9 +74,10 @@ def _name_logits(graph: ir.Graph, value: ir.Value) -> None:
     graph.outputs[place] = node.outputs[0]
 
 
-def _identity(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    """A value of its own for the readers of another; its sizes are still read from that one."""
+def _identity(graph: ir.Graph, value: ir.Value, within: Collection[ir.Node] = ()) -> ir.Value:
+    """A value of its own for the readers of another, or some; sizes are still read there."""
     readers = [(node, place) for node, place in value.uses() if node.op_type not in SIZES]
+    readers = [(node, place) for node, place in readers if not within or node in within]
     node = ir.node("Identity", [value])
     made = node.outputs[0]
     made.type, made.shape = value.type, value.shape

@@ -200,11 +200,10 @@ class TappedCache(DynamicCache):
 
     def present(self, taps: Taps) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each layer of the pass: of no head in one with those of another."""
-        own = [layer.keys for layer in self.layers]
         found = []
         for i, (key, value) in sorted(taps.read.items()):
-            reads_own = i < len(own) and own[i] is key
-            found.append((key, value) if reads_own else (key[:, :0], value[:, :0]))
+            own = self.layers[i] if i < len(self.layers) and self.layers[i].keys is key else None
+            found.append((own.keys, own.values) if own else (key[:, :0], value[:, :0]))
         return found
 
 

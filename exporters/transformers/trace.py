@@ -131,10 +131,16 @@ def buffers_of(skeleton: PreTrainedModel) -> dict[str, Tensor]:
         for name in names:
             module._buffers[name] = torch.empty_like(before[name], device="cpu")
         if names:
-            skeleton._init_weights(module)
+            _owner(skeleton, path)._init_weights(module)
         found |= {f"{path}.{name}".lstrip("."): module._buffers[name] for name in names}
         module._buffers.update(before)
     return found
+
+
+def _owner(skeleton: PreTrainedModel, path: str) -> PreTrainedModel:
+    """The innermost model that a module is part of: it knows how its buffers begin."""
+    inside = {name: module for name, module in skeleton.named_modules() if isinstance(module, PreTrainedModel)}
+    return inside[max((name for name in inside if not name or f"{path}.".startswith(f"{name}.")), key=len)]
 
 
 def heads_of(skeleton: PreTrainedModel) -> list[Heads]:

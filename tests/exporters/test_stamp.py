@@ -138,7 +138,7 @@ def test_stamped_layers_have_their_own_weights(tmp_path):
     tokens = np.random.default_rng(0).integers(3, 90, (2, 12))
     with torch.no_grad():
         expected = model(torch.from_numpy(tokens), output_hidden_states=True)
-    logits, cache = stamped.run_with_cache(tokens, names="*.hook_resid_pre")
+    logits, cache = stamped.run_with_cache(tokens, "*.hook_resid_pre")
     assert np.abs(logits - expected.logits.numpy()).max() < 5e-5
     for layer in range(6):
         found = cache[f"blocks.{layer}.hook_resid_pre"]

@@ -306,6 +306,16 @@ def attach(model: PreTrainedModel, watch: Watch, stack: ExitStack) -> None:
 
         stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
+    def alone(module: torch.nn.Module, function: Callable[[Tensor], None]) -> None:
+        """What a module reads, for nobody else who reads it."""
+
+        def hook(_module: Any, args: tuple) -> tuple:
+            own = args[0].clone()
+            function(own)
+            return (own, *args[1:])
+
+        stack.callback(module.register_forward_pre_hook(hook).remove)
+
     def after(module: torch.nn.Module, function: Callable[[Tensor], None]) -> None:
         def hook(_module: Any, _args: Any, output: Any) -> None:
             function(output[0] if isinstance(output, tuple | list) else output)
@@ -315,7 +325,7 @@ def attach(model: PreTrainedModel, watch: Watch, stack: ExitStack) -> None:
     for i, block in enumerate(model.get_submodule(family.blocks)):
         before(block, lambda x, i=i: (setattr(watch, "layer", i), watch.inside("hook_resid_pre", x))[1])
         for short, (path, view) in family.taps.items():
-            place = before if path.startswith("<") else after
+            place = alone if short == "mlp.hook_pre" else before if path.startswith("<") else after
             place(block.get_submodule(path.removeprefix("<")), partial(watch.inside, short, view=view))
         after(block, partial(watch.inside, "hook_resid_post"))
     if family.final:

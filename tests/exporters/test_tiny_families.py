@@ -1,0 +1,115 @@
+"""Attention of other kinds than Llama's: latents, partial rotation, shared keys and values, gates, chunks, streams."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families import make_checkpoint
+from family_batches import batch, difference, forward, interventions
+from oracle import Inputs, run
+from tiny_configs import tiny_config
+from transformers import PreTrainedModel
+
+from exporters.transformers import export
+from mionnx import HookError, HookPoint, HookSpec, Intervention, MIModel
+
+TOLERANCE = 5e-5
+LATENTS = ["deepseek_v2", "deepseek_v3", "youtu"]
+FAMILIES = [*LATENTS, "gemma4_text", "llama4_text", "phi", "stablelm", "diffllama", "granite"]
+Pair = tuple[MIModel, PreTrainedModel]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory):
+    """Family -> its hooked model and the same in torch, made once a module."""
+    pairs: dict[str, Pair] = {}
+
+    def find(family: str) -> Pair:
+        if family not in pairs:
+            folder: Path = tmp_path_factory.mktemp(family)
+            reference = make_checkpoint(family, folder / "checkpoint", **tiny_config(family))
+            export(folder / "checkpoint", folder / "hooked")
+            pairs[family] = MIModel.from_pretrained(folder / "hooked", threads=1), reference
+        return pairs[family]
+
+    return find
+
+
+each = pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "youtu" else pytest.mark.slow) for name in FAMILIES]
+)
+
+
+@each
+def test_every_hook_point_and_the_cache_equal_eager(family, made):
+    model, reference = made(family)
+    for kind in ("left", "left past"):
+        inputs = batch(kind)
+        expected = run(reference, inputs)
+        found = forward(model, inputs, HookSpec().capture(lambda name: not name.endswith("hook_result")))
+        assert {*found.values} == {*expected.values}
+        off = {
+            name: difference(HookPoint.parse(name), found.values[name], expected.values[name], inputs)
+            for name in found.values
+        }
+        assert {name: d for name, d in off.items() if not d < TOLERANCE} == {}
+        assert [[part.shape for part in layer] for layer in found.cache] == [
+            [part.shape for part in layer] for layer in expected.cache
+        ]
+
+
+@each
+def test_eager_with_taps_equals_plain_transformers_with_and_without_its_own_cache(family, made):
+    _, reference = made(family)
+    ids = batch("plain").ids
+    inputs = Inputs(ids, np.ones_like(ids), past=9)
+    tapped, whole = run(reference, inputs).logits, run(reference, Inputs(ids, np.ones_like(ids))).logits
+    reference.config._attn_implementation = "eager"
+    with torch.no_grad():
+        plain = reference(torch.from_numpy(ids)).logits.numpy()
+        first = reference(torch.from_numpy(ids[:, :9]), use_cache=True)
+        rest = reference(torch.from_numpy(ids[:, 9:]), past_key_values=first.past_key_values).logits.numpy()
+    assert np.abs(whole - plain).max() < TOLERANCE
+    assert np.abs(tapped - rest).max() < TOLERANCE
+
+
+@each
+@pytest.mark.slow
+def test_interventions_in_the_last_layer_equal_the_same_edits_in_torch(family, made):
+    model, reference = made(family)
+    inputs = batch("left past")
+    plain = run(reference, inputs)
+    for point in [point for point in model.hook_points() if not point.derived and point.layer == model.num_layers - 1]:
+        if "expert" in point.name:
+            continue
+        edit = next(interventions(point, plain.values[str(point)].shape))
+        expected = run(reference, inputs, [(point, edit)]).logits[inputs.real]
+        found = forward(model, inputs, HookSpec().intervene(point, edit)).logits[inputs.real]
+        assert np.abs(found - expected).max() < TOLERANCE * max(1.0, np.abs(expected).max()), str(point)
+
+
+@pytest.mark.parametrize("family", [pytest.param(n, marks=() if n == "youtu" else pytest.mark.slow) for n in LATENTS])
+def test_latents_are_hook_points_and_keys_may_be_of_another_size_than_values(family, made):
+    model, reference = made(family)
+    config = reference.config
+    cache = model.forward(batch("plain").ids, HookSpec().capture("*"), use_cache=True)
+    assert cache["q_latent", 0].shape[-1] == config.q_lora_rank
+    assert cache["kv_latent", 0].shape[-1] == config.kv_lora_rank
+    keys, values = cache.kv_cache.layers[0]
+    assert keys.shape[-1] == config.qk_nope_head_dim + config.qk_rope_head_dim
+    assert values.shape[-1] == config.v_head_dim != keys.shape[-1]
+    assert model.W_O.shape == (2, config.num_attention_heads, config.v_head_dim, config.hidden_size)
+    assert cache["result", 0].shape[-2:] == (config.num_attention_heads, config.hidden_size)
+    changed = model.forward(batch("plain").ids, HookSpec().intervene(HookPoint.AttnKvLatent(0), Intervention.Zero()))
+    assert np.abs(changed.output() - cache.output()).max() > 1e-3
+
+
+@pytest.mark.slow
+def test_layers_that_read_the_keys_and_values_of_another_keep_none(made):
+    model, _ = made("gemma4_text")
+    cache = model.forward(batch("plain").ids, HookSpec().capture("*"), use_cache=True).kv_cache
+    assert [keys.shape[1] for keys, _ in cache.layers] == [2, 2, 0, 0]
+    assert [keys.shape[-1] for keys, _ in cache.layers] == [16, 32, 16, 32]
+    with pytest.raises(HookError, match="several sizes"):
+        _ = model.W_O
