@@ -196,7 +196,7 @@ def window_of(
 
 
 def _far_window(probe: MaskProbe, found: Sequence[Masking], window: int, layer: int) -> int | None:
-    """The window of the last token of a text that is longer than the window, all others before it in the cache."""
+    """The window of one token behind a past as long as the window of the config."""
     try:
         seen = probe.seen(found, 1, window)
     except ExportError:  # made for whole texts: so long a one would take gigabytes

@@ -36,7 +36,7 @@ def one_thread() -> bool:
 
 
 def uses() -> int:
-    """How often a graph of any model was asked for."""
+    """Count of graphs asked for, of all models."""
     return _uses[0]
 
 
