@@ -2,8 +2,9 @@
 
     python benchmarks/memory.py --folder HOOKED [--checkout PATH] [--save]
 
-Measured in a process of its own, with an empty store, after each analysis: the proportional set (PSS: private memory,
-and the share of mapped files), in MB and in sizes of the weights, less what the process takes after its imports.
+Measured in a process of its own, with an empty store, three seconds after each analysis: the proportional set (PSS:
+private memory, and the share of mapped files), in MB and in sizes of the weights, less what the process takes after its
+imports.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from mionnx.graph import onnx_file
 
 MB = 10**6
 TOKENS = 14
+SETTLED = 3.0  # seconds after which a process has returned what it will
 Steps = dict[str, Callable[[], Any]]
 
 
@@ -98,6 +100,7 @@ def measure(folder: Path) -> dict[str, Any]:
             start = time.perf_counter()
             work()
             seconds = time.perf_counter() - start
+            time.sleep(SETTLED)
             held = {key: size - begin.get(key, 0) for key, size in holders().items()}
             rows.append({"name": name, "bytes": proportional() - baseline, "seconds": seconds, "held": held})
     return {"baseline": baseline, "weights": weights, "rows": rows}

@@ -158,6 +158,12 @@ def _windows(plain: Plain, masked: MaskProbe, masks: Sequence[list[Masking]]) ->
         for layer, (found, window) in enumerate(zip(masks, plain.windows, strict=True))
     ]
     plain.found.windows = windows
+    if masked.unseen:
+        told = ", ".join(map(str, sorted({*masked.unseen.values()})))
+        plain.found.notes.append(
+            f"layers {[*masked.unseen]}: a window of {told} is what config.json says; the file's mask is that of a "
+            "text without a past, and so long a one was not computed"
+        )
     return windows
 
 

@@ -89,6 +89,7 @@ class MaskProbe:
         self._known: dict[tuple[object, ...], Seen | None] = {}
         self._names: dict[str, None] = {}
         self._values: dict[tuple[int, int], dict[str, np.ndarray] | None] = {}
+        self.unseen: dict[int, int] = {}  # layer -> a window of the config that no probe was long enough to show
 
     def expect(self, found: Sequence[Masking]) -> None:
         """Name masks that will be asked for, to run them with the others."""
@@ -177,7 +178,7 @@ def window_of(
 ) -> int | None:
     """The window of a layer's mask: that of the config or none, whichever its numbers are.
 
-    Texts of at most `longest` tokens are tried.
+    Texts of at most `longest` tokens are tried; a longer window is looked for after a past.
 
     Raises:
         ExportError: it is neither, or more than a mask.
@@ -188,10 +189,22 @@ def window_of(
         raise ExportError(f"layer {layer}: what is added to the scores is more than a mask: {found[0].operand.name}")
     for candidate in (window, None):
         if np.all(seen == causal(length, 0, candidate)):
-            return candidate
+            return candidate if window is None or window < length else _far_window(probe, found, window, layer)
     if np.all(seen):  # made for one token a call, which reads all keys
         return window
     raise ExportError(f"layer {layer}: the mask {found[0].operand.name} is not causal, and has no window of {window}")
+
+
+def _far_window(probe: MaskProbe, found: Sequence[Masking], window: int, layer: int) -> int | None:
+    """The window of one token behind a past as long as the window of the config."""
+    try:
+        seen = probe.seen(found, 1, window)
+    except ExportError:  # made for whole texts: so long a one would take gigabytes
+        seen = None
+    if seen is None or not np.all(seen[..., 1:]):
+        probe.unseen[layer] = window
+        return window
+    return None if np.all(seen) else window
 
 
 def serves_chunks(probe: MaskProbe, found: Sequence[Masking], window: int | None) -> bool:

@@ -27,11 +27,17 @@ SESSION, NODE = 2**19, 2**13  # approximate bytes of a session, and of each of i
 REWRITING = ("mionnx.rewrite", "mionnx.graph", "mionnx.spec.kinds")  # a change there may change a rewritten graph
 WHEN = ("auto", "always", "ready", "never")
 _threads: set[int] = set()  # those that have used a graph
+_uses = [0]  # how often any model's graph was asked for
 
 
 def one_thread() -> bool:
     """Whether no other thread has used a graph of any model, and so none opens or closes one."""
     return _threads <= {get_ident()}
+
+
+def uses() -> int:
+    """Count of graphs asked for, of all models."""
+    return _uses[0]
 
 
 class OpenGraph:
@@ -124,6 +130,7 @@ class GraphPool:
     def _recent(self, key: Key, make: Callable[[], Open], tokens: int) -> Open:
         self.model.need_weights()
         _threads.add(get_ident())
+        _uses[0] += 1
         with self._lock:
             if self.options.prepack is None and self.engine.prepacks:
                 self.options = replace(self.options, prepack=tokens < UNPACKED)

@@ -3,21 +3,26 @@
 1. Graphs that no call has used since the last analysis ended are closed, the least recently used first, until all of a
    pool take at most an eighth of the weights' size (`GraphPool.close_idle`).
 2. What freed activations leave behind in the engine's arena and in the C library is returned if the process has grown
-   by more than an eighth of the weights' size: below that, the next call would only have to fetch it again.
+   by more than an eighth of the weights' size: below that, the next call would only have to fetch it again. After an
+   analysis it is returned when no graph has been used for `PAUSE` seconds, so that the next analysis finds what the
+   last one took; at the latest `LONGEST` seconds after.
 3. Pages of mapped weight files are returned to the system's page cache if more than one and a half times the weights
    are held: the packed and the unpacked copy of a base, and the model's own file, each used by other analyses. Not
    where several threads have used graphs.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from threading import RLock, Timer
 from typing import Any, Protocol
 
 from mionnx.machine import memory
-from mionnx.run.graph_pool import GraphPool, one_thread
+from mionnx.run.graph_pool import GraphPool, one_thread, uses
 
 SHARE = 8  # the part of the weights' size that may lie idle: an eighth
 LEAST = 2**25  # bytes that may, however small the model
+PAUSE, LONGEST = 2.0, 30.0  # seconds
 MAPPED = 1.5  # sizes of the weights that may be held of mapped files
 
 
@@ -41,21 +46,54 @@ class IdleMemory:
 
     def __init__(self) -> None:
         self.held = memory.anonymous()
+        self._lock, self._since = RLock(), 0.0
+        self._timer: Timer | None = None
 
-    def release(self, allowed: int, release: Callable[[], None]) -> None:
-        """Return memory of no file if more than the bytes allowed were added to what was held."""
-        now = memory.anonymous()
-        if now > self.held + allowed:
-            release()
+    def release(self, allowed: int, release: Callable[[], None], pause: float = 0.0) -> None:
+        """Return memory of no file if more than the bytes allowed were added to what was held.
+
+        Args:
+            allowed: bytes.
+            release: returns it.
+            pause: seconds without a use of a graph, in this process, that are waited for in another thread.
+        """
+        with self._lock:
+            waited = 0.0 if self._timer is None else time.monotonic() - self._since
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
             now = memory.anonymous()
-            self.held = now
-        self.held = min(self.held, now)
+            if now > self.held + allowed and pause and waited < LONGEST:
+                self._since = time.monotonic() - waited
+                self._wait(allowed, release, pause)
+            elif now > self.held + allowed:
+                release()
+                now = memory.anonymous()
+                self.held = now
+            self.held = min(self.held, now)
+
+    def _wait(self, allowed: int, release: Callable[[], None], pause: float) -> None:
+        """Release after a pause; where a graph was used meanwhile, after another one."""
+        used = uses()
+
+        def end() -> None:
+            with self._lock:
+                if self._timer is timer:  # else something else was begun
+                    self.release(allowed, release, pause if uses() != used else 0.0)
+
+        self._timer = timer = Timer(pause, end)
+        timer.daemon = True
+        timer.start()
 
 
-def give_back(model: OpenModel) -> None:
+def give_back(model: OpenModel, *, later: bool = False) -> None:
     """Return memory in use no more: idle graphs, free arenas, pages of weights.
 
     Analyses do so themselves when they end. Call it where large captures are no longer needed.
+
+    Args:
+        model: the model.
+        later: keep free memory until no graph has been used for two seconds, as analyses do: the next one needs it.
 
     Example:
         cache = model.forward("The capital of France is", HookSpec().capture("*"))
@@ -67,7 +105,7 @@ def give_back(model: OpenModel) -> None:
     inner = [part.variants for part in model.parts if isinstance(getattr(part, "variants", None), GraphPool)]
     for one in (pool, *inner):
         one.close_idle(allowed)
-    model.idle.release(allowed, pool.engine.release)
+    model.idle.release(allowed, pool.engine.release, PAUSE if later else 0.0)
     if one_thread():  # another one might close a graph, and something else be mapped at its address
         memory.release_mapped(weight_files(pool), int(MAPPED * pool.weights))
 

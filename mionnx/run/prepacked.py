@@ -72,7 +72,12 @@ class PrepackedModel:
         return name in self._values
 
     def serves(self, plan: Plan, model: HookedModel) -> bool:
-        """Whether everything that a plan needs is in it under its own name."""
+        """Whether everything that a plan needs is in it under its own name.
+
+        Gradients are taken of the model's own graph: a base has operators of its engine, without rules.
+        """
+        if plan.gradients is not None and plan.gradients.by:
+            return False
         return {*_needed(plan, model)} - plan.inner <= self._values
 
 

@@ -100,7 +100,7 @@ def verify(
     for call in calls:
         refuse_too_long("greedy", greedy, call, model.hooked.metadata)
     found = compare_runtimes(model.hooked, calls, shown, request, progress)
-    model.give_back()
+    model.give_back(later=True)
     return found
 
 
@@ -142,7 +142,7 @@ def bisect(
     found = bisect_graph(
         model.hooked, _call(model, prompt), list(runtimes), _path(folder), spec, hooked, tolerance, progress
     )
-    model.give_back()
+    model.give_back(later=True)
     return found
 
 

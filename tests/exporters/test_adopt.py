@@ -19,6 +19,7 @@ from quantised_files import foreign_file
 
 from exporters.adopt import adopt, check, recognises
 from mionnx import ExportError, HookPoint, HookSpec, Intervention, MIModel, ModelError
+from mionnx.graph.hooked_model import HookedModel
 
 FOREIGN = Path(__file__).parents[1] / "shared" / "foreign"
 EXACT = ("optimum", "genai-fp32")
@@ -431,3 +432,21 @@ def test_export_keeps_the_dtype_and_the_file_of_another_tool(tmp_path):
     assert (source / "model.onnx").read_bytes() == before
     assert mionnx("export", source, "-o", tmp_path / "own", "--copy").returncode == 0
     assert all(path.stat().st_nlink == 1 for path in (tmp_path / "own").iterdir())
+
+
+@pytest.mark.parametrize("own", [5000, -1])
+def test_a_window_longer_than_any_probe_is_that_of_the_mask(tmp_path, own):
+    source = Path(shutil.copytree(FOREIGN / "genai-fp32", tmp_path / "source"))
+    proto = onnx.load(source / "model.onnx", load_external_data=False)
+    for node in proto.graph.node:
+        for entry in node.attribute:
+            if entry.name == "local_window_size":
+                entry.i = own
+    (source / "model.onnx").write_bytes(proto.SerializeToString())
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "sliding_window": 5000}))
+    notes = adopt(source, tmp_path / "hooked").notes
+    attention = HookedModel.open(tmp_path / "hooked").metadata.attention
+    assert {layer.sliding_window for layer in attention} == {None if own == -1 else own}
+    assert any("the file's own mask has no window" in note for note in notes) == (own == -1)
+    assert not any("what config.json says" in note for note in notes), "a past shows it"

@@ -187,6 +187,14 @@ def test_a_window_is_that_of_the_mask_where_it_has_none(torch_file, tmp_path):
     assert [layer.sliding_window for layer in attention] == [None, None]
 
 
+def test_a_window_that_no_probe_can_show_is_said(torch_file, tmp_path):
+    shutil.copytree(torch_file("gpt2"), tmp_path / "source")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    (tmp_path / "source" / "config.json").write_text(json.dumps({**config, "sliding_window": 5000}))
+    notes = adopt(tmp_path / "source", tmp_path / "hooked").notes
+    assert any("layers [0, 1]: a window of 5000 is what config.json says" in note for note in notes)
+
+
 def test_more_than_a_mask_is_left_alone(torch_file, models, tmp_path):
     """A bias is added with the mask, as ALiBi's is; this one is the same for all keys: no pattern changes."""
     shutil.copytree(torch_file("gpt2"), tmp_path / "source")

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from families import CONFIGS, make_checkpoint, single_threaded
 from repository import REPOSITORY
 
 from mionnx import HookPoint, HookSpec, MIModel, Options
+from mionnx.run.idle_memory import IdleMemory
 
 LARGER = {
     "hidden_size": 768,
@@ -120,6 +122,7 @@ def test_results_are_the_same_after_memory_was_given_back(shipped, monkeypatch):
     monkeypatch.setattr("mionnx.run.idle_memory.LEAST", 0)
     monkeypatch.setattr("mionnx.run.idle_memory.SHARE", 10**9)
     monkeypatch.setattr("mionnx.run.idle_memory.MAPPED", 0)
+    monkeypatch.setattr("mionnx.run.idle_memory.PAUSE", 0)
     model = MIModel(shipped.hooked, Options(threads=1))
     text, other = "The capital of France is", "The capital of Italy is"
 
@@ -132,6 +135,51 @@ def test_results_are_the_same_after_memory_was_given_back(shipped, monkeypatch):
     assert all(np.array_equal(*pair) for pair in zip(first, found(), strict=True))
     again = model.forward(text, HookSpec().capture("*"))
     assert all(np.array_equal(kept[name], again[name]) for name in again)
+
+
+def test_free_memory_is_kept_for_the_next_analysis_and_returned_in_a_pause(shipped, monkeypatch):
+    released, held, waiting = list[int](), [100], list[Callable[[], None]]()
+
+    class Timer:
+        daemon = False
+
+        def __init__(self, pause: float, function: Callable[[], None]) -> None:
+            assert pause == 2
+            waiting.append(function)
+
+        def start(self) -> None: ...
+
+        def cancel(self) -> None: ...
+
+    monkeypatch.setattr("mionnx.run.idle_memory.Timer", Timer)
+    monkeypatch.setattr("mionnx.machine.memory.anonymous", lambda: held[0])
+    idle, model = IdleMemory(), MIModel(shipped.hooked, Options(threads=1))
+
+    def release() -> None:
+        released.append(held[0])
+        held[0] = 100
+
+    held[0] = 1000
+    idle.release(10_000, release, 2)
+    assert not waiting, "less was added than is allowed"
+    idle.release(10, release, 2)
+    model.forward([3, 4])
+    waiting[0]()
+    assert (len(waiting), released) == (2, []), "a graph was used meanwhile: another pause"
+    waiting[0]()
+    assert not released, "a timer that was replaced does nothing"
+    waiting[1]()
+    assert released == [1000]
+    held[0] = 2000
+    idle.release(10, release, 2)
+    idle.release(10, release)
+    assert released == [1000, 2000], "at once where it is asked for"
+    waiting[2]()
+    assert released == [1000, 2000], "and once"
+    held[0] = 3000
+    monkeypatch.setattr("mionnx.run.idle_memory.LONGEST", 0)
+    idle.release(10, release, 2)
+    assert released == [1000, 2000, 3000], "it does not wait for ever"
 
 
 @linux

@@ -78,6 +78,18 @@ def test_without_packing_a_graph_is_the_same_to_rounding(models, own_store):
     assert np.array_equal(model.forward(ids, nothing).output(), model.forward(ids).output())
 
 
+def test_gradients_are_those_of_the_models_own_graph(models, own_store):
+    """A base has its engine's operators, which have no rules."""
+    plain, ids = models("llama"), [[5, 3, 9, 7]]
+    model = MIModel(plain.hooked, Options(threads=1, base="always"))
+    hooks = ["blocks.*.attn.hook_z", "hook_embed"]
+    model.forward(ids, HookSpec().capture(hooks[0]))
+    assert len(list((own_store / "bases").glob("*/base.onnx"))) == 1
+    found, expected = (one.gradients(ids, hooks, answer=7).grad for one in (model, plain))
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-7)
+
+
 def test_a_base_keeps_weights_as_the_checkpoint_has_them(models, own_store):
     """[out, in], which unpacked products read faster; the transposition is a part of the product, same bits."""
     plain = models("llama")

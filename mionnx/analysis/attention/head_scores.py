@@ -82,7 +82,7 @@ def head_scores(
         done += len(ids)
         progress("attention patterns", done, batch)
     del cache
-    model.give_back()
+    model.give_back(later=True)
     return HeadScores(chosen, totals / batch, sequences.chance, period, batch, model.hooked.name)
 
 

@@ -75,7 +75,7 @@ def attribute(
     values = _contributions(model, np.stack(list(parts.values())), cache, chosen, against)
     logit = float(uncapped[chosen] - (0 if against is None else uncapped[against]))
     _refuse_gap(model, values, logit)
-    model.give_back()
+    model.give_back(later=True)
     return Attribution(
         [*parts, "final_norm_bias", "head_bias"],
         values,

@@ -184,7 +184,7 @@ def _results(sweeps: Mapping[str, Sweep], first_order: FirstOrder, confirm: int)
             found[kind] = _result(result, sweep, first_order, confirm)
         return found
     finally:
-        first_order.model.give_back()
+        first_order.model.give_back(later=True)
 
 
 def _result(result: SweepResult, sweep: Sweep, first_order: FirstOrder, confirm: int) -> AttributedSweep:

@@ -90,7 +90,7 @@ def logit_lens(
     streams = _captured(model, text, hooks, [*names, _last_stream(model)], indices)
     tracked = [token_of(model, token) for token in tokens]
     result = _lens_result(model, text, names, indices, streams, tracked, k)
-    model.give_back()
+    model.give_back(later=True)
     return result
 
 

@@ -87,7 +87,7 @@ def dose_response(
     tokens = sorted({*targets.tolist(), *baseline.tolist(), *answers.top.ravel().tolist()})
     names = {token: token_text(model, token) for token in tokens}
     share = direction.norm / float(vector_norms(model, trial.texts, [direction.hook], positions)[0])
-    model.give_back()
+    model.give_back(later=True)
     return DoseResponse(
         direction.hook, tuple(texts), doses, answers, targets, baseline, flips, bisect or 0.0, share, names
     )

@@ -284,7 +284,7 @@ def run_sweep(sweep: Sweep, progress: Progress | None, resume: str | Path | bool
         _delete(temporary)
         raise
     finally:
-        sweep.model.give_back()
+        sweep.model.give_back(later=True)
     _delete(temporary)
     return result
 
