@@ -13,11 +13,10 @@ import onnxruntime
 from exporters.adopt.self_check import INT8, Array, Probe, compare, feed_of, open_session, rounds_activations, run
 from exporters.adopt.source_file import Source
 from mionnx.errors import ExportError, ModelError
-from mionnx.graph.hooked_model import check_stock
 from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.graph.metadata import PREFIX
 from mionnx.graph.output_head import LOGITS
-from mionnx.graph.stock_graph import KINDS, PADDED, PAST, ROWS, SEVERAL, StockGraph, packed
+from mionnx.graph.stock_graph import KINDS, PADDED, PAST, ROWS, SEVERAL, StockGraph, check_stock, packed
 from mionnx.graph.validate import graphs
 
 BEFORE, TOKENS = 4, 3  # tokens of a past, and of a call of several

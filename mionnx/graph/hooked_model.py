@@ -45,8 +45,7 @@ from mionnx.graph.influence import Influence
 from mionnx.graph.io_names import cache_names
 from mionnx.graph.known_value import Known
 from mionnx.graph.metadata import Metadata, context_length
-from mionnx.graph.output_head import LOGITS
-from mionnx.graph.stock_graph import StockGraph, checkable, unpacked
+from mionnx.graph.stock_graph import StockGraph, check_stock, unpacked
 from mionnx.graph.weight_check import Progress, silent
 from mionnx.graph.without_weights import lacks_weights, refuse
 
@@ -302,26 +301,6 @@ class HookedModel:
                 f"this {self.metadata.family} model has no hook point {point.name!r}{nearest(point.name, self._points)}"
             )
         return list(self.metadata.hooks[point.name])
-
-
-def check_stock(stock: StockGraph, hooked: onnx.ModelProto, folder: Path) -> None:
-    """Check the graph of an adopted file as it came, as the hooked graph is checked.
-
-    Args:
-        stock: the graph.
-        hooked: the hooked one.
-        folder: of their weights.
-
-    Raises:
-        ModelError: it takes what the hooked model does not, gives no logits, or is refused by `validate.check`.
-    """
-    inputs, outputs = onnx_file.interface(stock.proto)
-    held = {tensor.name for tensor in stock.proto.graph.initializer}
-    strange = sorted({*inputs} - held - {value.name for value in hooked.graph.input})
-    if strange or LOGITS not in outputs:
-        raise ModelError(f"the stock graph in the metadata takes {', '.join(strange)[:200]} and gives {outputs[:9]}")
-    shown = checkable(stock.proto)
-    validate.check(shown, folder, [validate.input_shapes(shown, *tokens) for tokens in stock.examples])
 
 
 def _check_axes(name: str, axes: Sequence[str | int], known: Known, metadata: Metadata) -> None:

@@ -11,13 +11,16 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import onnx
 from google.protobuf.message import DecodeError
 
 from mionnx.errors import ModelError
+from mionnx.graph import onnx_file, validate
 from mionnx.graph.contrib_shapes import DOMAIN
+from mionnx.graph.output_head import LOGITS
 
 LARGEST = 2**26  # bytes of the graph, unpacked
 ROWS, PAST, SEVERAL, PADDED = 1, 2, 4, 8  # of a call: several rows, a past, several tokens a row, padding on the left
@@ -109,3 +112,23 @@ def _registered(operator: str, version: int) -> bool:
     except onnx.defs.SchemaError:
         return False
     return True
+
+
+def check_stock(stock: StockGraph, hooked: onnx.ModelProto, folder: Path) -> None:
+    """Check the graph of an adopted file as it came, as the hooked graph is checked.
+
+    Args:
+        stock: the graph.
+        hooked: the hooked one.
+        folder: of their weights.
+
+    Raises:
+        ModelError: it takes what the hooked model does not, gives no logits, or is refused by `validate.check`.
+    """
+    inputs, outputs = onnx_file.interface(stock.proto)
+    held = {tensor.name for tensor in stock.proto.graph.initializer}
+    strange = sorted({*inputs} - held - {value.name for value in hooked.graph.input})
+    if strange or LOGITS not in outputs:
+        raise ModelError(f"the stock graph in the metadata takes {', '.join(strange)[:200]} and gives {outputs[:9]}")
+    shown = checkable(stock.proto)
+    validate.check(shown, folder, [validate.input_shapes(shown, *tokens) for tokens in stock.examples])

@@ -96,7 +96,9 @@ def test_an_added_cache_holds_what_the_checkpoints_own_would(family, adopted, re
     model = adopted(family)
     names = [str(point) for point in model.hook_points() if not point.derived]
     found = forward(model, inputs, HookSpec().capture(names))
-    assert set(names) == {name for name in expected.values if not name.endswith("hook_result")}
+    experts = ("hook_router_logits", "hook_expert_")  # of a mixture, which is recognised as one MLP here
+    told = {name for name in expected.values if not any(part in name for part in experts)}
+    assert set(names) == {name for name in told if not name.endswith("hook_result")}
     off = {name: difference(HookPoint.parse(name), found.values[name], expected.values[name], inputs) for name in names}
     assert {name: d for name, d in off.items() if not d < TOLERANCE} == {}
     assert np.abs(found.logits - expected.logits)[inputs.real].max() < TOLERANCE
