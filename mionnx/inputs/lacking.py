@@ -1,8 +1,11 @@
-"""Refusals where a graph has no cache, heeds no padding, or norms its stream after additions."""
+"""Refusals where a graph has no cache, heeds no padding, or has no residual stream of the usual kind."""
 
 from mionnx.errors import InputError
+from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING, NORMED_STREAM
+from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.token_batch import TokenBatch
 
 
@@ -49,4 +52,24 @@ def refuse_normed_stream(model: HookedModel, what: str) -> None:
         raise InputError(
             f"{what} takes the residual stream for the sum of what layers add to it, and {model.metadata.family!r} "
             "norms it after each addition. Patching sweeps, ablation and captures work"
+        )
+
+
+def refuse_several_streams(model: HookedModel, what: str) -> None:
+    """Refuse what goes on from the residual stream alone, if the logits read more than that.
+
+    Args:
+        model: the hooked model.
+        what: names the request, "the logit lens".
+
+    Raises:
+        InputError: behind the last layer, the logits still depend on the tokens by another way than its stream.
+    """
+    last = HookPoint.ResidPost(model.metadata.sizes.num_layers - 1).name
+    flow = Dataflow(model.proto)
+    inputs = {entry.name for entry in model.proto.graph.input} - {"attention_mask", "position_ids"}
+    if inputs & flow.read_by(flow.ancestors([LOGITS], known={last})):
+        raise InputError(
+            f"{what} goes on from the residual stream, and {model.metadata.family!r} has several streams side by side: "
+            f"its logits read more than {last}. Captures, interventions, gradients and generation work"
         )

@@ -12,7 +12,7 @@ from tiny_configs import tiny_config
 from transformers import PreTrainedModel
 
 from exporters.transformers import export
-from mionnx import HookError, HookPoint, HookSpec, Intervention, MIModel
+from mionnx import HookError, HookPoint, HookSpec, InputError, Intervention, MIModel
 
 TOLERANCE = 5e-5
 LATENTS = ["deepseek_v2", "deepseek_v3", "youtu"]
@@ -113,3 +113,27 @@ def test_layers_that_read_the_keys_and_values_of_another_keep_none(made):
     assert [keys.shape[-1] for keys, _ in cache.layers] == [16, 32, 16, 32]
     with pytest.raises(HookError, match="several sizes"):
         _ = model.W_O
+
+
+@pytest.mark.slow
+def test_what_goes_on_from_one_stream_is_refused_where_there_are_several(made):
+    """Gemma 3n has four streams side by side; the first is the one with the hook points."""
+    model, _ = made("gemma3n_text")
+    one, other = [[5, 6, 7, 8]], [[5, 9, 7, 8]]
+    for verb in (
+        lambda: model.logit_lens(one),
+        lambda: model.attribute(one, 7),
+        lambda: model.patch_sweep(one, other, answer=3, versus=4),
+        lambda: model.path_patch(one, other, "all", answer=3, versus=4),
+        lambda: model.decompose_resid(model.forward(one, model.decomposition_hooks())),
+    ):
+        with pytest.raises(InputError, match="several streams side by side"):
+            verb()
+    hook = "blocks.1.hook_resid_pre"
+    grad = model.gradients(one, hook, answer=7).grad[hook]
+    direction = np.random.default_rng(0).normal(size=grad.shape).astype(np.float32)
+    ends = [
+        model.forward(one, HookSpec().intervene(hook, Intervention.Add(sign * 1e-2 * direction))).output()[0, -1, 7]
+        for sign in (1, -1)
+    ]
+    assert float((grad * direction).sum()) == pytest.approx(float(ends[0] - ends[1]) / 2e-2, rel=2e-2, abs=1e-3)

@@ -232,3 +232,11 @@ def test_the_model_is_left_alone_and_what_no_gradient_needs_is_dropped():
     operators = [node.op_type for node in made.graph.node]
     assert operators.count("Exp") == 1
     assert operators.count("Mul") == 2
+
+
+def test_a_slice_between_transpositions_goes_back_in_onnx_runtime():
+    """Its optimiser moves transpositions across nodes, and reads the pads of a `Pad` as those of all axes."""
+    nodes = "t = Transpose<perm=[0,2,1]>(x) s = Slice(t, b, e, a) n = Neg(s) y = Transpose<perm=[0,2,1]>(n)"
+    constants = "int64[1] b = {1}, int64[1] e = {3}, int64[1] a = {1}"
+    given = {"x": np.random.default_rng(0).normal(size=(2, 3, 4))}
+    check(model_of(nodes, {"x": (2, 3, 4)}, constants, {}), given, Native)

@@ -13,7 +13,7 @@ from mionnx.analysis.lens.unembedding import Unembedding
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import InputError, ModelError
 from mionnx.graph.hook_points import HookPoint
-from mionnx.inputs.lacking import refuse_normed_stream
+from mionnx.inputs.lacking import refuse_normed_stream, refuse_several_streams
 from mionnx.machine.decimals import decimal
 from mionnx.machine.typed import typed
 from mionnx.run.hook_cache import HookCache
@@ -62,6 +62,7 @@ def attribute(
         lead.top(3), lead.heads[3]  # the largest contributions, and those of layer 3's heads
     """
     refuse_normed_stream(model.hooked, "attribution")
+    refuse_several_streams(model.hooked, "attribution")
     text = one_text(model, prompt)
     index = text.place(position)
     cache = _stream_parts(model, text, index, hooks)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.inputs.lacking import refuse_normed_stream
+from mionnx.inputs.lacking import refuse_normed_stream, refuse_several_streams
 from mionnx.run.hook_cache import HookCache
 
 MODES = ("all", "mlp", "attn")
@@ -64,6 +64,7 @@ def additions(hooked: HookedModel, layer: int, mode: str, mlp_input: bool, incl_
         InputError: an unknown mode, nothing is added, or the stream is normed after each addition.
     """
     refuse_normed_stream(hooked, "a stack of what layers add")
+    refuse_several_streams(hooked, "a stack of what layers add")
     if mode not in MODES:
         raise InputError(f"mode {mode!r}; one of {', '.join(MODES)}{nearest(str(mode), MODES)}")
     input_of(hooked, layer, mlp_input)
@@ -112,6 +113,7 @@ def heads(hooked: HookedModel, layer: int) -> list[str]:
         InputError: there are no layers before it.
     """
     refuse_normed_stream(hooked, "a stack of the heads' shares")
+    refuse_several_streams(hooked, "a stack of the heads' shares")
     if hooked.metadata.recurrent:
         raise HookError(f"{hooked.metadata.family}: a recurrent model's heads have no shares in the stream")
     if not layer:

@@ -13,6 +13,7 @@ from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.onnx_file import ModelProto
+from mionnx.inputs.lacking import refuse_several_streams
 from mionnx.machine.brief import Brief
 from mionnx.machine.stored import Storable
 from mionnx.rewrite.lens_head import CHOSEN, OUTPUTS, K, lens
@@ -48,6 +49,7 @@ class Lens:
     """The part of one model behind its last layer, open as a graph that gives no logits."""
 
     def __init__(self, hooked: HookedModel, options: Options) -> None:
+        refuse_several_streams(hooked, "reading a stream as logits")
         self.sizes = hooked.metadata.sizes
         self.hook = str(HookPoint.ResidPost(self.sizes.num_layers - 1))
         self._part = ModelPart.after(self.hook, lambda proto: lens(proto, self.hook, LOGITS), hooked, options)
@@ -102,6 +104,7 @@ class LogitHead:
     """The part of one model behind its last layer, open as a graph that gives all logits."""
 
     def __init__(self, hooked: HookedModel, options: Options) -> None:
+        refuse_several_streams(hooked, "reading a stream as logits")
         self.hook = str(HookPoint.ResidPost(hooked.metadata.sizes.num_layers - 1))
         self._part = ModelPart.after(self.hook, self._behind, hooked, options)
 

@@ -23,7 +23,7 @@ from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.io_names import KEYS_AND_VALUES
-from mionnx.inputs.lacking import refuse_without_cache
+from mionnx.inputs.lacking import refuse_several_streams, refuse_without_cache
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.machine.once import once_property
 from mionnx.rewrite.plan import LOGIT_TOKENS, CaptureNode, Edit, Outputs, Plan
@@ -64,6 +64,7 @@ class LayerGraphs:
 
     def __init__(self, model: HookedModel, options: Options) -> None:
         refuse_without_cache(model, "a sweep")  # layers run on the keys and values of others
+        refuse_several_streams(model, "a sweep")
         sizes = model.metadata.sizes
         self.model = model
         self.variants = GraphPool(model, options.for_many_graphs(8 * (sizes.num_layers + 3)))

@@ -132,8 +132,7 @@ class Backward:
 
     def length(self, value: str, axis: int) -> str:
         """The length of a value along an axis, int64 [1]."""
-        end = {} if axis == -1 else {"end": axis + 1}
-        return str(self.Shape(value, start=axis, **end))
+        return str(self.Gather(self.Shape(value), [axis], axis=0))
 
     def sum(self, parts: Sequence[str]) -> str:
         """The sum of some values."""

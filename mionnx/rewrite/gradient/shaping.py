@@ -75,7 +75,10 @@ def _slice(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
 
 
 def _padded_back(op: Backward, x: str, starts: str, places: list[int], dy: str) -> str:
-    """A slice by steps of 1 gets zeros ahead up to its start, and behind up to the length."""
+    """A slice by steps of 1 gets zeros ahead up to its start, and behind up to the length.
+
+    Pads are given for all axes: ONNX Runtime 1.31 moves a transposition across a `Pad` of some axes wrongly.
+    """
     pads: dict[int, tuple[str, str]] = {}
     for i, axis in enumerate(places):
         whole = op.length(x, axis)
@@ -83,9 +86,10 @@ def _padded_back(op: Backward, x: str, starts: str, places: list[int], dy: str) 
         start = op.Where(op.Less(start, 0), op.Add(start, whole), start)
         before = op.Max(op.Min(start, whole), [0])
         pads[axis] = before, op.Sub(op.Sub(whole, before), op.length(dy, axis))
-    order = sorted(pads)
-    amounts = op.Concat(*[pads[axis][0] for axis in order], *[pads[axis][1] for axis in order], axis=0)
-    return str(op.Pad(dy, amounts, op.constant(0, x), order))
+    none = ([0], [0])
+    every = [pads.get(axis, none) for axis in range(op.facts.rank(x))]
+    amounts = op.Concat(*[before for before, _ in every], *[after for _, after in every], axis=0)
+    return str(op.Pad(dy, amounts, op.constant(0, x)))
 
 
 def scattered(op: Backward, x: str, dy: str, index: str, axis: int, index_rank: int) -> str:
@@ -141,7 +145,7 @@ def _gather_nd(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]
     """ScatterND has no batch axes: they become a part of the index."""
     x, index = node.input
     rank = op.facts.rank(index)
-    own = op.Shape(index, start=0, end=rank - 1)
+    own = op.Slice(op.Shape(index), [0], [rank - 1], [0])
     for axis in reversed(range(op.attribute(node, "batch_dims", 0))):
         order = op.Range(0, op.Squeeze(op.length(x, axis)), 1)
         column = op.Reshape(order, [-1 if i == axis else 1 for i in range(rank)])
