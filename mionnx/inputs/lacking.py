@@ -56,7 +56,7 @@ def refuse_normed_stream(model: HookedModel, what: str) -> None:
 
 
 def refuse_several_streams(model: HookedModel, what: str) -> None:
-    """Refuse what goes on from the residual stream alone, if the logits read more than that.
+    """Refuse to go on from the residual stream alone, if the logits read more than that.
 
     Args:
         model: the hooked model.
