@@ -68,7 +68,8 @@ def refuse_several_streams(model: HookedModel, what: str) -> None:
     last = HookPoint.ResidPost(model.metadata.sizes.num_layers - 1).name
     flow = Dataflow(model.proto)
     inputs = {entry.name for entry in model.proto.graph.input} - {"attention_mask", "position_ids"}
-    if inputs & flow.read_by(flow.ancestors([LOGITS], known={last})):
+    shapes = {name for node in flow.nodes if node.op_type in ("Shape", "Size") for name in node.output}
+    if inputs & flow.read_by(flow.ancestors([LOGITS], known={last, *shapes})):
         raise InputError(
             f"{what} goes on from the residual stream, and {model.metadata.family!r} has several streams side by side: "
             f"its logits read more than {last}. Captures, interventions, gradients and generation work"
