@@ -19,6 +19,16 @@ def index_within(what: str, index: int, count: int, error: type[MIError] = Input
     return index % count
 
 
+def at_most(what: str, number: float, most: float, error: type[MIError] = InputError) -> None:
+    """Refuse a number above its largest value.
+
+    Raises:
+        MIError: naming the parameter.
+    """
+    if not number <= most:
+        raise error(f"{what} must be {most:,} or below, got {number}")
+
+
 def at_least(what: str, number: float, least: float, error: type[MIError] = InputError) -> None:
     """Refuse a number below its least value.
 

@@ -66,6 +66,7 @@ def test_eager_with_taps_equals_plain_transformers_with_and_without_its_own_cach
     inputs = Inputs(ids, np.ones_like(ids), past=9)
     tapped, whole = run(reference, inputs).logits, run(reference, Inputs(ids, np.ones_like(ids))).logits
     reference.config._attn_implementation = "eager"
+    reference.config._experts_implementation = "eager"
     with torch.no_grad():
         plain = reference(torch.from_numpy(ids)).logits.numpy()
         first = reference(torch.from_numpy(ids[:, :9]), use_cache=True)

@@ -131,10 +131,11 @@ def test_a_kind_is_a_key(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_kind_has_a_constructor_with_the_three_limits(name: str) -> None:
+def test_a_kind_has_a_constructor_with_the_limits(name: str) -> None:
     constructor = getattr(Intervention, KINDS[name].title)
     assert KINDS[name].title in dir(Intervention)
-    assert [*signature(constructor).parameters][-3:] == ["positions", "heads", "rows"]
+    limits = ["positions", "heads", "rows", *([] if name == "knockout" else ["experts"])]
+    assert [*signature(constructor).parameters][-len(limits) :] == limits
     assert constructor.__doc__ == KINDS[name].make.__doc__
     assert signature(constructor).return_annotation is Intervention
 

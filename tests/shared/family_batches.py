@@ -63,7 +63,9 @@ def limited(point: HookPoint, shape: tuple[int, ...]) -> Iterator[list[Intervent
     rng = np.random.default_rng(shape[-1])
     has_heads = any(axis in ("n_heads", "n_kv_heads") for axis in point.axes)
     limits: list[dict] = [{}, {"positions": [-1, -3]}, {"rows": [1]}]
-    limits += [{"heads": [0]}, {"heads": [1], "positions": [-2], "rows": [0]}] if has_heads else []
+    if has_heads:  # falcon has a single one for all keys
+        axis = next(i for i, axis in enumerate(point.axes) if axis in ("n_heads", "n_kv_heads"))
+        limits += [{"heads": [0]}, {"heads": [min(1, shape[axis] - 1)], "positions": [-2], "rows": [0]}]
     if point.variant == "MlpExpertIndices":  # numbers of experts can only be replaced
         for limit in [*limits, {"experts": [1]}]:
             yield [Intervention.Replace(rng.integers(0, 2, shape), **limit)]

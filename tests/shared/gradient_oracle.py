@@ -34,6 +34,8 @@ def gradients(
     values: dict[str, Tensor] = {}
 
     def listen(name: str, value: Tensor, stream: bool) -> Tensor:
+        if not value.is_floating_point():  # the experts that a router chose
+            return value
         kept = value if stream else value.clone()
         kept.requires_grad_() if kept.is_leaf else kept.retain_grad()
         values[name] = kept

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from hashlib import sha256
 from typing import Any
 
 import onnx_ir as ir
@@ -12,27 +13,33 @@ TOKENS = ("input_ids", "attention_mask", "position_ids", "logits")
 
 
 def described(model: ir.Model, parameters: list[ir.Value]) -> list[Any]:
-    """A graph as a list that is equal for equal graphs: its inputs, nodes, outputs, weights and constants.
+    """A graph as a list that is equal for equal graphs: its inputs, outputs, nodes, weights and constants.
 
-    Values without a name of their own are called by when they are made, constants by what they hold.
+    Values without a name of their own are called by what makes them, constants by what they hold. Nodes are sorted: the
+    order of those that do not depend on each other is the tracer's accident.
     """
     names: dict[int, Any] = {id(value): ("weight", *_facts(value), value.name) for value in parameters}
-    return [*_lines(model.graph, names), *sorted(str(_facts(value)) for value in parameters)]
+    return [*map(str, _ends(model.graph, names)), *sorted(str(_facts(value)) for value in parameters)]
 
 
-def _lines(graph: ir.Graph, names: dict[int, Any]) -> Iterator[Any]:
+def _ends(graph: ir.Graph, names: dict[int, Any]) -> Iterator[Any]:
     for value in graph.inputs:
         names[id(value)] = value.name
         yield "input", *_facts(value)
-    for place, node in enumerate(graph):
-        read = [None if value is None else _name(value, names) for value in node.inputs]
-        for number, value in enumerate(node.outputs):
-            own = value.name in TOKENS or NAMED.match(str(value.name))
-            names[id(value)] = value.name if own else (place, number)
-        made = [(names[id(value)], str(value.shape), str(value.dtype)) for value in node.outputs]
-        yield node.domain, node.op_type, node.version, read, _attributes(node), made
+    yield from sorted(map(str, _nodes(graph, names)))
     for value in graph.outputs:
         yield "output", names[id(value)], *_facts(value)
+
+
+def _nodes(graph: ir.Graph, names: dict[int, Any]) -> Iterator[Any]:
+    for node in graph:
+        read = [None if value is None else _name(value, names) for value in node.inputs]
+        made_by = sha256(repr((node.domain, node.op_type, node.version, read, _attributes(node))).encode()).hexdigest()
+        for number, value in enumerate(node.outputs):
+            own = value.name in TOKENS or NAMED.match(str(value.name))
+            names[id(value)] = value.name if own else (made_by, number)
+        made = [(names[id(value)], str(value.shape), str(value.dtype)) for value in node.outputs]
+        yield node.domain, node.op_type, node.version, read, _attributes(node), made
 
 
 def _name(value: ir.Value, names: dict[int, Any]) -> Any:

@@ -22,13 +22,14 @@ from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import GradientError, InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.machine.ranges import at_least
+from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.metric import check_rules
 
+MOST_STEPS = 10_000  # of a path; a few tens do
 PLACES = ("corrupted", "clean", "mean")
 Hook = str | HookPoint
 Cells = tuple[Hook, str | Iterable[str], Iterable[int] | None]  # hook point, axes, layers
@@ -114,6 +115,7 @@ def _check(at: str, steps: int, method: str, metric: Measure, recurrent: bool) -
     if at not in PLACES:
         raise InputError(f"at={at!r}; {', '.join(PLACES)}{nearest(at, PLACES)} (position= says which logits are read)")
     at_least("steps", steps, 1)
+    at_most("steps", steps, MOST_STEPS)
     if steps > 1 and at != "corrupted":
         raise InputError(f"at={at!r} has no effect with steps={steps}: gradients are taken along the whole path")
     check_rules(method)

@@ -38,7 +38,7 @@ class Agreement(Brief):
 
     def __str__(self) -> str:
         same = f"{self.shared} of the leading {self.top} in common"
-        return f"{self.cells} cells computed exactly: Pearson {self.pearson:.3f}, {same}"
+        return f"{self.cells} cells computed exactly: Pearson {decimal(self.pearson, 3)}, {same}"
 
 
 @dataclass(repr=False)

@@ -25,7 +25,7 @@ from mionnx.graph.axes import sequence_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.arrays import to_array
 from mionnx.machine.progress import bars
-from mionnx.machine.ranges import at_least
+from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.prompt import Ids, prompt_ids, token_text
@@ -37,6 +37,7 @@ from mionnx.spec.intervention import Intervention
 from mionnx.spec.metric import READS, Token, Tokens
 
 ROWS = 16  # steps of the path in one pass
+MOST_STEPS = 10_000  # of a path; a few tens do
 OF_SALIENCY = tuple(name for name, reads in READS.items() if not {"reference", "seed"} & {*reads})
 Values = NDArray[np.float32]
 
@@ -84,6 +85,7 @@ def integrated_gradients(
         found.scores(), found.gap
     """
     at_least("steps", steps, 1)
+    at_most("steps", steps, MOST_STEPS)
     point, asked = _checked(hook, metric), _plain_spec(spec)
     texts, done = prompt_ids(model, tokens), []
     with bars() as progress:

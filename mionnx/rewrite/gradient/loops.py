@@ -96,7 +96,7 @@ def _directions(loop: Loop, wanted: Sequence[int], live: Sequence[int]) -> dict[
     """The axes and directions of the backward loop: each the opposite of the forward one's."""
     in_axes, in_ways = (loop.setting(name, loop.reading) for name in ("input_axes", "input_directions"))
     out_axes, out_ways = (loop.setting(name, loop.writing) for name in ("output_axes", "output_directions"))
-    return {
+    found = {
         "scan_input_axes": [*[0] * loop.states, *in_axes, *(out_axes[k] for k in live)],
         "scan_input_directions": [
             *[1] * loop.states,
@@ -106,6 +106,7 @@ def _directions(loop: Loop, wanted: Sequence[int], live: Sequence[int]) -> dict[
         "scan_output_axes": [in_axes[i - loop.states] for i in wanted],
         "scan_output_directions": [1 - in_ways[i - loop.states] for i in wanted],
     }
+    return {name: numbers for name, numbers in found.items() if numbers}
 
 
 def _keep_states(op: Backward, loop: Loop) -> list[str]:
