@@ -141,11 +141,14 @@ def _inside(op: Backward, loop: Loop) -> Copy:
     for i, (value, whole) in enumerate(zip(loop.body.input, loop.inputs, strict=True)):
         name = given[value.name]
         inner.facts.types[name] = op.facts.type(whole)
-        if (shape := op.facts.shapes.get(whole)) is not None and name not in inner.facts.shapes:
+        if (shape := op.facts.shapes.get(whole)) is not None:
             dims = [*shape]
             if i >= loop.states:
                 del dims[axes[i - loop.states]]
-            inner.facts.shapes[name] = tuple(dims)
+            told = inner.facts.shapes.get(name, tuple(dims))
+            inner.facts.shapes[name] = tuple(
+                own if isinstance(own, int) else one for own, one in zip(dims, told, strict=True)
+            )
     inner.facts.follow(inner.nodes)
     infer_inside(inner.nodes, inner.facts, op.opset)
     return inner
@@ -166,7 +169,7 @@ def _backwards(
     inputs += [declared(inner.facts, name, value) for name, value in zip(kept, outside, strict=True)]
     inputs += [declared(inner.facts, entry, entry) for entry in entries]
     inputs += [declared(inner.facts, name, ends[loop.states + k]) for name, k in zip(scanned, live, strict=True)]
-    back.facts.tell(inputs)
+    back.facts.tell(value for value in inputs if value.name not in back.facts.shapes)
     starts = [
         *zip(ends, carried, strict=False),
         *((ends[loop.states + k], one) for k, one in zip(live, scanned, strict=True)),

@@ -60,8 +60,7 @@ def _split(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
 def _slice(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     """Numbers go back to where they came from, zeros stand elsewhere."""
     x, starts, _, *rest = node.input
-    count = op.facts.rank(x) if op.facts.number(starts) is None else numbers(op, starts).size
-    axes = numbers(op, rest[0]) if rest and rest[0] else np.arange(count)
+    axes = numbers(op, rest[0]) if rest and rest[0] else np.arange(_count(op, starts))
     steps = numbers(op, rest[1]) if rest[1:] and rest[1] else np.ones(len(axes), int)
     rank = op.facts.rank(x)
     places = [int(axis) % rank for axis in axes]
@@ -72,6 +71,18 @@ def _slice(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     whole = op.Range(0, op.Squeeze(op.length(x, places[0])), 1)
     taken = op.Slice(whole, starts, node.input[2], [0], rest[1])
     return {0: scattered(op, x, str(given[0]), taken, places[0], 1)}
+
+
+def _count(op: Backward, index: str) -> int:
+    """The length of a list of places.
+
+    Raises:
+        GradientError: only the run knows it.
+    """
+    shape = op.facts.shapes.get(index)
+    if shape is None or len(shape) != 1 or not isinstance(shape[0], int):
+        raise GradientError(f"only the run knows how many axes {index} cuts")
+    return shape[0]
 
 
 def _padded_back(op: Backward, x: str, starts: str, places: list[int], dy: str) -> str:
