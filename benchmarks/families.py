@@ -266,7 +266,7 @@ def main() -> None:
     missing = [(name, found[name]["missing"]) for name in names if "missing" in found[name]]
     title = f"transformers {transformers.__version__}, random small models, eager, fp32; {platform.machine()}"
     said = (
-        f"{len(rows)} of {len(names)} names of transformers' causal-LM mapping work whole. Eager mode computes a part "
+        f"{len(rows)} of the {len(names)} names measured, of transformers' causal-LM mapping, work whole. Eager mode computes a part "
         f"in half precision in: {', '.join(reduced) or 'none'}. Seconds are processor time of an export."
     )
     tables = [(COLUMNS, rows), (("missing", "why"), missing)]
