@@ -267,7 +267,8 @@ def main() -> None:
     title = f"transformers {transformers.__version__}, random small models, eager, fp32; {platform.machine()}"
     said = (
         f"{len(rows)} of the {len(names)} names measured, of transformers' causal-LM mapping, work whole. "
-        f"Eager mode computes a part in half precision in: {', '.join(reduced) or 'none'}. Seconds are processor time of an export."
+        f"Eager mode computes a part in half precision in: {', '.join(reduced) or 'none'}. "
+        "Seconds are processor time of an export."
     )
     tables = [(COLUMNS, rows), (("missing", "why"), missing)]
     present("families", "Largest difference from transformers", title, tables, given.save, said)
