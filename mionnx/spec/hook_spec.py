@@ -110,7 +110,7 @@ class HookSpec(Brief, Storable):
         *,
         answer: Tokens = None,
         versus: Tokens = None,
-        position: int = -1,
+        position: int | None = None,
         reference: ArrayLike | None = None,
         seed: ArrayLike | None = None,
         at: Hook | None = None,
@@ -121,7 +121,8 @@ class HookSpec(Brief, Storable):
         Args:
             name: "logit", "logit_diff", "log_probability", "probability", "kl", "loss" or "seed", see `MetricSpec`.
             answer, versus: tokens, as ids or texts, one for all rows or one a row.
-            position: of each row's own text, at which the logits are read; "loss" reads all.
+            position: of each row's own text, at which the logits are read; the last if left out. "loss", and a seed
+                for every logit, read all.
             reference: of "kl", the logits of the distribution that is compared with, [vocab] or [batch, vocab].
             seed: of "seed", the derivative by the logits of a number that is no metric here, [vocab], [batch, vocab] or
                 [batch, seq, vocab]; with `at`, in that value's shape.
@@ -130,7 +131,8 @@ class HookSpec(Brief, Storable):
                 "relp_frozen_pattern", "frozen_norm_pattern"; see `mionnx.rewrite.gradient.propagation`.
 
         Raises:
-            GradientError: an unknown metric or one without a gradient, or a part that is missing or not read.
+            GradientError: an unknown metric or one without a gradient, or a part or position that is missing or not
+                read.
 
         Example:
             spec = HookSpec().gradient("*.hook_mlp_out").set_metric("logit_diff", answer=" John", versus=" Mary")
