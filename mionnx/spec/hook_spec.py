@@ -18,7 +18,7 @@ from mionnx.machine.files import write_atomic
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
 from mionnx.spec import spec_file
-from mionnx.spec.capture import Capture, capture_limit
+from mionnx.spec.capture import Capture, requests_of
 from mionnx.spec.declaration import fill
 from mionnx.spec.hook_choice import Hook, HookChoice, Hooks, each
 from mionnx.spec.intervention import Intervention
@@ -73,10 +73,7 @@ class HookSpec(Brief, Storable):
         Example:
             spec = HookSpec().capture("blocks.*.attn.hook_pattern", heads=[0, 3])
         """
-        limits = capture_limit("positions", positions), capture_limit("heads", heads)
-        for request in [Capture(what, before, *limits) for what in each(hook)]:
-            if request not in self.captures:
-                self.captures.append(request)
+        _add(self.captures, requests_of(hook, before, positions, heads))
         return self
 
     def gradient(
@@ -98,10 +95,7 @@ class HookSpec(Brief, Storable):
         Example:
             spec = HookSpec().gradient("blocks.*.attn.hook_z").set_metric("logit", answer=" Paris")
         """
-        limits = capture_limit("positions", positions), capture_limit("heads", heads)
-        for request in [Capture(what, before, *limits) for what in each(hook)]:
-            if request not in self.gradients:
-                self.gradients.append(request)
+        _add(self.gradients, requests_of(hook, before, positions, heads))
         return self
 
     def set_metric(
@@ -137,7 +131,7 @@ class HookSpec(Brief, Storable):
         Example:
             spec = HookSpec().gradient("*.hook_mlp_out").set_metric("logit_diff", answer=" John", versus=" Mary")
         """
-        self.metric = MetricSpec.of(name, answer, versus, position, reference, seed, at, rules)
+        self.metric = MetricSpec(name, answer, versus, position, reference, seed, at, rules)
         return self
 
     def intervene(self, hook: Hooks, intervention: Intervention) -> HookSpec:
@@ -198,11 +192,11 @@ class HookSpec(Brief, Storable):
         Example:
             both = HookSpec().extend(steering).extend(captures)
         """
-        self.captures += [request for request in other.captures if request not in self.captures]
+        _add(self.captures, other.captures)
         self.interventions += other.interventions
         self.state_knockouts += other.state_knockouts
         self.state_steerings += other.state_steerings
-        self.gradients += [request for request in other.gradients if request not in self.gradients]
+        _add(self.gradients, other.gradients)
         if self.metric is not None and other.metric not in (None, self.metric):
             raise GradientError(f"a spec has one metric: this one has {self.metric}, the other {other.metric}")
         self.metric = self.metric or other.metric
@@ -315,6 +309,13 @@ class HookSpec(Brief, Storable):
 
 
 Spec = TypeVar("Spec")
+
+
+def _add(requests: list[Capture], others: Iterable[Capture]) -> None:
+    """Append those of the others that are not there yet."""
+    for request in others:
+        if request not in requests:
+            requests.append(request)
 
 
 def _targets(where: Where, name: str) -> bool:

@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ NO_GRADIENT = {"rank": "a rank changes in steps"}
 RULES = ("gradient", "frozen_norm", "relp", "relp_frozen_pattern", "frozen_norm_pattern")
 
 
-@dataclass(frozen=True, eq=False)
 class MetricSpec:
     """A metric, one number a row, by its name and what it reads.
 
@@ -46,19 +44,14 @@ class MetricSpec:
             last has one for every logit that the call computes. With `at`, in the shape of that value.
         at: of "seed", the name of the hook point whose value is summed in the place of the logits; None for these.
         rules: the name of the rules of going back, of `RULES`: "gradient" has the derivatives.
+
+    Raises:
+        GradientError: an unknown metric, one without a gradient, a part or position that is missing or not read,
+            numbers of another shape, or unknown rules.
     """
 
-    name: str
-    answer: Tokens = None
-    versus: Tokens = None
-    position: int | None = -1
-    reference: NDArray[Any] | None = None
-    seed: NDArray[Any] | None = None
-    at: str | None = None
-    rules: str = "gradient"
-
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         name: str,
         answer: Tokens = None,
         versus: Tokens = None,
@@ -67,28 +60,17 @@ class MetricSpec:
         seed: ArrayLike | None = None,
         at: Hook | None = None,
         rules: str = "gradient",
-    ) -> "MetricSpec":
-        """Check the parts of a metric.
-
-        Raises:
-            GradientError: an unknown metric, one without a gradient, a part or position that is missing or not read,
-                numbers of another shape, or unknown rules.
-        """
+    ) -> None:
         check_metric(name)
         check_rules(rules)
-        given = {"answer": answer, "versus": versus, "reference": reference, "seed": seed}
-        for part, value in given.items():
-            if value is None and part in READS[name]:
-                raise GradientError(f"metric {name!r} needs {part}=")
-            if value is not None and part not in READS[name]:
-                raise GradientError(f"metric {name!r} reads no {part}; it reads {', '.join(READS[name]) or 'none'}")
+        _check_read(name, {"answer": answer, "versus": versus, "reference": reference, "seed": seed})
         if at is not None and name != "seed":
             raise GradientError(f"metric {name!r} reads the logits; only 'seed' reads another value, at {at}")
-        ranks = (1, 2, 3) if at is None else (1, 2, 3, 4, 5)
-        numbers = _numbers("reference", reference, (1, 2)), _numbers("seed", seed, ranks)
-        where = None if at is None else HookPoint.parse(at).name
-        read = _position(name, position, numbers[1], where)
-        return MetricSpec(name, answer, versus, read, *numbers, where, rules)
+        self.name, self.answer, self.versus, self.rules = name, answer, versus, rules
+        self.reference = _numbers("reference", reference, (1, 2))
+        self.seed = _numbers("seed", seed, (1, 2, 3) if at is None else (1, 2, 3, 4, 5))
+        self.at = None if at is None else HookPoint.parse(at).name
+        self.position = _position(name, position, self.seed, self.at)
 
     @property
     def tensors(self) -> dict[str, NDArray[Any]]:
@@ -105,7 +87,7 @@ class MetricSpec:
     @staticmethod
     def from_entry(entry: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> "MetricSpec":
         """The metric of an entry."""
-        return MetricSpec.of(**{**entry, **tensors})
+        return MetricSpec(**{**entry, **tensors})
 
     def __str__(self) -> str:
         told = [f"{part}={value!r}" for part, value in (("answer", self.answer), ("versus", self.versus)) if value]
@@ -142,6 +124,19 @@ def _plain(tokens: Tokens) -> Any:
     if isinstance(tokens, Sequence | np.ndarray):
         return [_plain(token) for token in tokens]
     return operator.index(tokens)
+
+
+def _check_read(name: str, given: Mapping[str, Any]) -> None:
+    """Check the parts of a metric against those it reads.
+
+    Raises:
+        GradientError: a part is missing, or not read.
+    """
+    for part, value in given.items():
+        if value is None and part in READS[name]:
+            raise GradientError(f"metric {name!r} needs {part}=")
+        if value is not None and part not in READS[name]:
+            raise GradientError(f"metric {name!r} reads no {part}; it reads {', '.join(READS[name]) or 'none'}")
 
 
 def _position(name: str, position: object, seed: NDArray[Any] | None, at: str | None) -> int | None:
