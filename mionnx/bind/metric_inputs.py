@@ -78,7 +78,7 @@ def _places(logits: Logits | None) -> list[int] | None:
 
 def _weights(metric: MetricSpec, batch: TokenBatch, places: Sequence[int] | None) -> NDArray[np.float32]:
     """[batch, n]: 1 at the position that is read, 0 elsewhere."""
-    if metric.seed is not None and metric.seed.ndim == 3:
+    if metric.position is None:
         return np.ones((batch.batch, batch.seq if places is None else len(places)), np.float32)
     if places is None:
         weights = np.zeros((batch.batch, batch.seq), np.float32)

@@ -142,8 +142,61 @@ def test_a_function_of_the_logits_is_differentiated_by_its_seed(shipped):
         return made
 
     by_name = shipped.gradients(PROMPT, hook, "logit_diff", 7, 9)
-    by_seed = shipped.gradients(PROMPT, hook, max, seed=derivative)
+    by_seed = shipped.gradients(PROMPT, hook, lambda logits: logits[:, 7] - logits[:, 9] + 100, seed=derivative)
     np.testing.assert_allclose(by_seed.grad[hook], by_name.grad[hook], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(by_seed.metric, by_name.metric + 100, rtol=1e-6)
+
+
+def test_a_seed_for_every_logit_is_that_of_all_positions(shipped):
+    hook, seed = "blocks.2.hook_resid_mid", np.zeros((1, 5, 471), np.float32)
+    seed[0, [2, 4], 7] = 1
+    whole = shipped.gradients(PROMPT, hook, seed=seed)
+    parts = [shipped.gradients(PROMPT, hook, "logit", 7, position=at) for at in (2, -1)]
+    np.testing.assert_allclose(whole.grad[hook], sum(part.grad[hook] for part in parts), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(whole.metric, sum(part.metric for part in parts), rtol=1e-5)
+    assert whole.output().shape == (1, 5, 471)
+
+
+def test_rules_of_the_verb_are_those_of_the_spec(shipped):
+    hook = "blocks.1.hook_resid_pre"
+    spec = HookSpec().gradient(hook).set_metric("logit", answer=7, rules="relp")
+    found = shipped.gradients(PROMPT, hook, answer=7, rules="relp").grad[hook]
+    np.testing.assert_array_equal(found, shipped.forward(PROMPT, spec, logits=Logits(positions=-1)).grad[hook])
+    assert np.abs(found - shipped.gradients(PROMPT, hook, answer=7).grad[hook]).max() > 1e-2
+    inside = {"of": "blocks.3.hook_resid_pre", "seed": 1.0}
+    relp, plain = (shipped.gradients(PROMPT, hook, rules=rules, **inside).grad[hook] for rules in ("relp", "gradient"))
+    assert np.abs(relp - plain).max() > 1e-2
+
+
+def test_what_nothing_would_read_is_refused(shipped, monkeypatch):
+    monkeypatch.setattr(type(shipped), "forward", None)
+    whole, inside = np.ones((1, 5, 471)), {"of": "blocks.2.hook_resid_pre", "seed": 1.0}
+    refused = {
+        "the loss reads every position": {"metric": "loss", "position": 2},
+        "has numbers for every position": {"seed": whole, "position": 2},
+        "reads no metric=": {"metric": "logit", "seed": np.ones(471)},
+        "seed= takes the place .* reads no answer=": {"answer": 7, "seed": np.ones(471)},
+        "of=blocks.2.hook_resid_pre takes the place .* metric=, position=, answer=, versus=, reference=": {
+            "metric": "logit_diff",
+            "answer": 7,
+            "versus": 9,
+            "position": 1,
+            "reference": np.ones(471),
+            **inside,
+        },
+    }
+    for message, given in refused.items():
+        with pytest.raises(GradientError, match=message):
+            shipped.gradients(PROMPT, "hook_embed", **given)
+    with pytest.raises(GradientError, match="the loss reads every position"):
+        shipped.integrated_gradients(PROMPT, metric="loss", position=1)
+    for message, given in {
+        "the loss reads every position": {"name": "loss", "position": -1},
+        "has numbers for every position": {"name": "seed", "seed": whole, "position": -1},
+        "and no logits": {"name": "seed", "seed": 1 * np.ones(1), "at": "hook_embed", "position": -1},
+    }.items():
+        with pytest.raises(GradientError, match=message):
+            HookSpec().set_metric(**given)
 
 
 def test_the_answer_is_the_most_probable_token_of_each_row(shipped):
@@ -161,6 +214,9 @@ def test_what_has_no_gradient_is_refused_before_anything_runs(shipped):
         "2 tokens for 1 rows": lambda: shipped.gradients(PROMPT, "hook_embed", "logit", [7, 8]),
         "attn.hook_z has one": lambda: shipped.gradients(PROMPT, "blocks.1.attn.hook_result", "logit", 7),
         "is that of a metric": lambda: shipped.forward(PROMPT, HookSpec().gradient("hook_embed")),
+        "has no effect: the spec asks for no gradient": lambda: shipped.forward(
+            PROMPT, HookSpec().set_metric("loss", rules="relp")
+        ),
         "reads no versus": lambda: shipped.gradients(PROMPT, "hook_embed", "probability", 7, 9),
         "did you mean 'logit_diff'": lambda: shipped.gradients(PROMPT, "hook_embed", "logit_dif", 7),
         "and must be": lambda: shipped.gradients(PROMPT, "hook_embed", seed=np.ones(3)),
