@@ -23,7 +23,9 @@ Batch = dict[str, Any]
 
 @typed(InputError, leave=["hook"])
 class Activations(Brief, Mapping[str, TokenArray]):
-    """Harvested activations: hook point -> [tokens, ...], in the order of the texts, mapped from the disk.
+    """Harvested activations by hook point, [tokens, ...] each, in the order of the texts.
+
+    They are mapped from the disk, and read where they are indexed.
 
     Attributes:
         folder: where the shards lie.
@@ -149,6 +151,9 @@ class Activations(Brief, Mapping[str, TokenArray]):
             for name, expected in shard.files.items():
                 if sha256_of(self.folder / name) != expected:
                     raise SpecFileError(f"{self.folder / name} is damaged: it does not have its checksum")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Activations, (self.folder,)
 
     def _facts(self) -> Iterator[str]:
         yield from (count(len(self), "hook point"), f"{self.tokens:,} tokens", f"{self.texts:,} texts")

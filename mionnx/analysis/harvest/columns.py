@@ -1,4 +1,4 @@
-"""What a hook point gives for each token: width, dtype, and its place in a captured array."""
+"""Columns of a harvest: a hook point's value for each token, its size, dtype, and place in a captured array."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +42,12 @@ class Column:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def rows(self, value: NDArray[Any], rows: Sequence[Row]) -> list[NDArray[Any]]:
-        """The wanted tokens of each row, [tokens, ...], from a captured array whose rows are padded on the left."""
+        """Cut the wanted tokens of each row, [tokens, ...], out of a captured array.
+
+        Args:
+            value: the array; its rows are padded on the left.
+            rows: its rows.
+        """
         by_token = np.moveaxis(value, self.axis, 1)
         width = by_token.shape[1]
         cut = (by_token[n, width - len(row) :][row.keep] for n, row in enumerate(rows))

@@ -41,7 +41,7 @@ def parquet(folder: Path, number: int, made: Path, arrays: Arrays, context: int)
 
 
 def saelens(folder: Path, number: int, made: Path, arrays: Arrays, context: int) -> list[str]:
-    """A Hugging Face dataset for each hook point, as SAELens' cached activations: a row is a window."""
+    """A dataset for each hook point, as SAELens caches activations: a row is a window."""
     datasets, writing = arrow("datasets", "SAELens' folders"), arrow("datasets.arrow_writer", "SAELens' folders")
     names = []
     for hook, values in arrays.items():
@@ -84,7 +84,7 @@ NUMPY_ONLY = ("bfloat16",)  # dtypes that arrow does not have
 
 
 def check_format(name: str, dtype: str | None, packed: bool) -> None:
-    """Refuse a format that is none, or that cannot hold what is asked for.
+    """Refuse an unknown format, or one that cannot hold these values.
 
     Raises:
         InputError: naming it.

@@ -133,7 +133,7 @@ def _spec(given: HookSpec | Hooks, sae: SAE | None, top_k: int) -> HookSpec:
 
 
 def _settings(model: Runner, bound: BoundSpec, spec: HookSpec, rows: Rows, sae: SAE | None) -> dict[str, Any]:
-    """What the activations depend on, as JSON can hold it."""
+    """Everything that determines the activations, as JSON can hold it."""
     changes = HookSpec().extend(spec)
     changes.captures = []
     by = rows.positions

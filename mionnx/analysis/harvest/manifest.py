@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """How activations were made, and where they lie.
+    """Settings of a harvest, and its shards.
 
     Attributes:
         settings: of the harvest.
@@ -99,7 +100,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def _finished(folder: Path) -> list[Shard]:
-    """The shards that were finished one after the other, of a harvest that was interrupted."""
+    """The finished shards of an interrupted harvest, up to the first that is missing."""
     found: dict[int, Shard] = {}
     path = folder / PROGRESS
     for line in path.read_text().splitlines() if path.is_file() else ():
@@ -109,7 +110,7 @@ def _finished(folder: Path) -> list[Shard]:
             continue
         number = entry.pop("number")
         found[number] = Shard(**entry)
-    return [found[number] for number in range(len(found)) if number in found]
+    return [found[number] for number in takewhile(found.__contains__, count())]
 
 
 def note(folder: Path, number: int, shard: Shard) -> None:

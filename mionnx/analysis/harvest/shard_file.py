@@ -28,7 +28,7 @@ Kind = tuple["np.dtype[Any]", tuple[int, ...]]  # dtype and shape
 
 
 def header_of(kinds: Mapping[str, Kind]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file with these arrays, and where each begins; the widest numbers come first."""
+    """The header of a file with these arrays, and the place of each; wide numbers come first."""
     entries, places, at = {}, {}, 0
     for name, (dtype, shape) in sorted(kinds.items(), key=lambda one: (-one[1][0].itemsize, one[0])):
         size = prod(shape) * dtype.itemsize

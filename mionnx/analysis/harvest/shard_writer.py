@@ -124,7 +124,7 @@ class ShardWriter:
         return shard
 
     def _damage(self, shard: Shard) -> str | None:
-        """What is wrong with a shard that was written before."""
+        """The damage of a shard that was written before; None if it is whole."""
         for name, expected in shard.files.items():
             try:
                 if sha256_of(self.folder / name) != expected:

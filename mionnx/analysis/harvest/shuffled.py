@@ -1,4 +1,4 @@
-"""Orders in which tokens are read: one after the other, or at random in pieces that a disk reads well."""
+"""Orders of reading tokens: one after the other, or at random in pieces that a disk reads well."""
 
 from collections.abc import Iterator
 

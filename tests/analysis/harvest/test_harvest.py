@@ -2,6 +2,7 @@
 
 import filecmp
 import json
+import pickle
 import resource
 import signal
 import subprocess
@@ -208,6 +209,7 @@ def test_a_corrupt_shard_is_named_and_made_again(model: MIModel, tmp_path: Path)
     with pytest.warns(DamagedShardWarning, match=r"shard-00001.safetensors"):
         model.harvest(TEXTS, HOOKS, tmp_path / "made", shard_bytes=10_000)
     made.check()
+    assert pickle.loads(pickle.dumps(made)).tokens == made.tokens
 
 
 def test_another_harvest_into_the_folder_is_refused(model: MIModel, tmp_path: Path) -> None:
