@@ -8,7 +8,8 @@ from family_batches import batch
 from gradient_oracle import gradients as by_autograd
 from scipy.special import log_softmax, softmax
 
-from mionnx import GradientError, HookPoint, HookSpec, Intervention, Logits, MIModel
+from mionnx import SAE, GradientError, HookPoint, HookSpec, Intervention, Logits, MIModel
+from mionnx.analysis.features.config import Config
 
 PROMPT = "The capital of France is"
 TIMES = 3.0  # of torch's own float32 error
@@ -281,3 +282,28 @@ def test_the_state_of_a_recurrent_model_tells_which_write_it_keeps(recurrent):
         spec = HookSpec().capture(state).intervene("blocks.1.rwkv.hook_v", Intervention.Add(sign * 0.01 * direction))
         moved.append(float(recurrent.forward(ids, spec)[state].sum()))
     np.testing.assert_allclose((found.grad["v", 1] * direction).sum(), (moved[0] - moved[1]) / 0.02, rtol=1e-3)
+
+
+@pytest.mark.parametrize("error", ["kept", "dropped"])
+def test_features_of_an_autoencoder_have_the_gradients_of_torch(models, references, error):
+    """Through the splice and before it; the gradient of what the error term hides is that of the model itself."""
+    inputs, model, hook = batch("left"), models("llama"), "blocks.0.hook_resid_post"
+    random, width, features = np.random.default_rng(0), model.hidden_size, 24
+    shapes = {"W_enc": (width, features), "b_enc": (features,), "W_dec": (features, width), "b_dec": (width,)}
+    weights = {name: random.normal(size=shape, scale=0.2).astype(np.float32) for name, shape in shapes.items()}
+    sae = SAE(Config("standard", subtracts_bias=True, hook=hook), weights)
+    seed = random.normal(size=(*inputs.ids.shape, VOCAB)) * inputs.real[..., None]
+    w = {name: torch.from_numpy(array).double() for name, array in weights.items()}
+
+    def spliced(value, keep):
+        acts = keep(sae.acts, torch.relu((value - w["b_dec"]) @ w["W_enc"] + w["b_enc"]))
+        clean = torch.relu((value - w["b_dec"]) @ w["W_enc"] + w["b_enc"])
+        kept = value - (clean @ w["W_dec"] + w["b_dec"]) if error == "kept" else 0
+        return acts @ w["W_dec"] + w["b_dec"] + kept
+
+    exact = by_autograd(references("llama"), inputs, seed, splices={hook: spliced})
+    hooks = [sae.acts, "blocks.0.mlp.hook_act", "blocks.0.hook_resid_mid", "hook_embed"]
+    spec = sae.spec(error).gradient(hooks).set_metric("seed", seed=seed)
+    grad = model.forward(inputs.ids, spec, attention_mask=inputs.mask).grad
+    assert grad[sae.acts].shape == (*inputs.ids.shape, features)
+    assert {name: off for name in hooks if (off := worst(grad[name], exact[name])) > 5e-6} == {}
