@@ -59,7 +59,7 @@ def _flat(value: ir.Value) -> int | None:
 
 
 def _logits_of(flow: Flow, choice: ir.Node) -> ir.Value | None:
-    """The output of the linear map that experts are chosen by; None if there is more between the two."""
+    """The output of the linear map before a choice; None if anything else lies between."""
     value = choice.inputs[0 if choice.op_type == "TopK" else 1]
     seen: list[ir.Value] = []
     while value is not None and (node := value.producer()) is not None:
@@ -81,7 +81,7 @@ def _others(flow: Flow, node: ir.Node) -> list[ir.Value]:
 
 
 def _chosen(flow: Flow, choice: ir.Node) -> list[tuple[str, ir.Value]]:
-    """The indices and weights of chosen experts, where each is one value that is read."""
+    """The indices and weights of chosen experts; empty if one of them is not read."""
     largest, indices = choice.outputs[:2]
     weights = _normalised(flow, largest)
     if not all(flow.readers(value) and _shaped(value) for value in (indices, weights)):
@@ -90,7 +90,7 @@ def _chosen(flow: Flow, choice: ir.Node) -> list[tuple[str, ir.Value]]:
 
 
 def _normalised(flow: Flow, value: ir.Value) -> ir.Value:
-    """The weights of experts in the end: the largest logits through a softmax, or divided by their sum."""
+    """The final weights of experts: through a softmax, or divided by their sum."""
     while True:
         users = flow.readers(value)
         quotient = next((user for user in users if user.op_type == "Div" and user.inputs[0] is value), None)

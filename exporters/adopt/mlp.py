@@ -40,7 +40,7 @@ def find_mlp(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> Mlp:
 def _around(
     flow: Flow, top: ir.Value, out: ir.Value, maps: list[ir.Node], routing: list[tuple[str, ir.Value]]
 ) -> list[tuple[str, ir.Value]]:
-    """The points of an MLP without neurons: its output, its router's, and its input if there is one."""
+    """The points of an MLP without neurons: output, router, and input if there is one."""
     pre = input_of(flow, maps[0]) if maps else None
     known = pre is not None and pre in flow.chain(out, top)
     return [*([("mlp.hook_pre", pre)] if known else []), *routing, ("mlp.hook_post", out), ("hook_mlp_out", out)]

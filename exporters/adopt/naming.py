@@ -57,7 +57,7 @@ def _turned(graph: ir.Graph, value: ir.Value) -> ir.Value:
 
 
 def _by_rows(graph: ir.Graph, value: ir.Value, like: ir.Value, size: int) -> ir.Value:
-    """A value [batch * seq, size] as [batch, seq, size], on its way to its readers; `like` has both axes first."""
+    """A value [batch * seq, size] as [batch, seq, size]; `like` begins with both axes."""
     readers = [(node, place) for node, place in value.uses() if node.op_type not in SIZES]
     last, flat = (ir.node("Constant", [], attributes={"value_ints": ints}) for ints in ([size], [-1, size]))
     axes = ir.node("Shape", [like], attributes={"start": 0, "end": 2})
