@@ -7,6 +7,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, WIDTH, INNER, VOCAB, LONGEST = 2, 32, 2, 1, 16, 48, 100, 64
+EXPERTS, CHOSEN = 4, 2
 MICROSOFT = "com.microsoft"
 SIZES = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "scale": WIDTH**-0.5, "do_rotary": 1}
 
@@ -14,7 +15,9 @@ SIZES = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "scale": WIDTH**-0.5, "do
 class _Graph:
     """Nodes and weights of the file."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, router: str | None) -> None:
+        self.router = router
+        self.shapes: list[onnx.ValueInfoProto] = []
         self.nodes: list[onnx.NodeProto] = []
         self.weights: list[onnx.TensorProto] = []
         self.random = np.random.default_rng(seed)
@@ -57,10 +60,26 @@ class _Graph:
         z = self.node("GroupQueryAttention", inputs, [f"{name}.z", *present], MICROSOFT, **SIZES)
         branch = self.product(f"{name}.o", z, HEADS * WIDTH, HIDDEN)
         stream, normed = self.skip(f"{name}.mid", stream, branch)
+        if self.router is not None:
+            return stream, self.mixture(name, normed)
         gate, up = (self.product(f"{name}.{part}", normed, HIDDEN, INNER) for part in ("gate", "up"))
         grown = self.node("Mul", [gate, self.node("Sigmoid", [gate], [f"{name}.sigmoid"])], [f"{name}.silu"])
         inner = self.node("Mul", [grown, up], [f"{name}.inner"])
         return stream, self.product(f"{name}.down", inner, INNER, HIDDEN)
+
+    def mixture(self, name: str, normed: str) -> str:
+        """Experts inside of one operator, that reads the router's logits as [batch * seq, experts]."""
+        logits = self.product(f"{name}.router", normed, HIDDEN, EXPERTS)
+        shape = ["batch", "seq", EXPERTS]
+        self.shapes.append(helper.make_tensor_value_info(logits, TensorProto.FLOAT, shape))
+        if self.router:
+            logits = self.node(self.router, [logits], [f"{name}.router.turned"])
+        rows = self.held(f"{name}.rows", np.array([-1, EXPERTS], np.int64))
+        flat = self.node("Reshape", [logits, rows], [f"{name}.router.flat"])
+        inner = self.weight(f"{name}.first", EXPERTS, INNER, HIDDEN)
+        outer = self.weight(f"{name}.last", EXPERTS, HIDDEN, INNER)
+        sizes = {"k": CHOSEN, "activation_type": "silu", "normalize_routing_weights": 1}
+        return self.node("MoE", [normed, flat, inner, "", outer], [f"{name}.experts"], MICROSOFT, **sizes)
 
     def skip(self, name: str, stream: str, branch: str) -> tuple[str, str]:
         """The stream with a branch added, and its norm."""
@@ -70,14 +89,16 @@ class _Graph:
         return f"{name}.sum", normed
 
 
-def write(folder: Path, seed: int = 0) -> Path:
+def write(folder: Path, seed: int = 0, router: str | None = None) -> Path:
     """Write the file.
 
     Args:
         folder: a new one.
         seed: of its weights.
+        router: of a mixture of experts, what its logits go through before experts are chosen, if not empty; None for
+            dense MLPs.
     """
-    graph = _Graph(seed)
+    graph = _Graph(seed, router)
     stream = graph.node("Gather", [graph.weight("embedding", VOCAB, HIDDEN), "input_ids"], ["embedded"])
     lengths, tables = graph.lengths(), graph.tables()
     inputs = [stream, graph.weight("first.norm", HIDDEN, mean=1)]
@@ -98,6 +119,7 @@ def write(folder: Path, seed: int = 0) -> Path:
         [helper.make_tensor_value_info(*value) for value in values],
         [helper.make_tensor_value_info(*value) for value in made],
         graph.weights,
+        value_info=graph.shapes,
     )
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid(MICROSOFT, 1)]
     folder.mkdir(parents=True)
