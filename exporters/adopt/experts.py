@@ -9,7 +9,8 @@ from exporters.adopt.linear import is_linear, output_of
 
 MIXTURES = frozenset(("QMoE", "MoE"))
 ROUTERS = MIXTURES | {"TopK"}
-RISING = frozenset(("Softmax", "Sigmoid", "Cast", "Identity", "Reshape"))  # keep the order of one token's logits
+# What keeps the order of one token's logits; a sigmoid makes large ones the same.
+RISING = frozenset(("Softmax", "Cast", "Identity", "Reshape"))
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,17 @@ def _logits_of(flow: Flow, choice: ir.Node) -> ir.Value | None:
             found = output_of(flow, node)
             return found if found in seen else None
         text = flow.text(node)
-        bias = node.op_type == "Add" and all(flow.origin.get(one) == Origin.CONSTANT for one in _others(flow, node))
-        if len(text) != 1 or not (bias or node.op_type in RISING):
+        if len(text) != 1 or not (node.op_type in RISING or _is_bias(flow, node)):
             return None
         value = text[0]
     return None
+
+
+def _is_bias(flow: Flow, node: ir.Node) -> bool:
+    """Whether a node adds a constant to the product of a linear map."""
+    product, constants = flow.text(node)[0].producer(), _others(flow, node)
+    known = all(flow.origin.get(value) == Origin.CONSTANT for value in constants)
+    return node.op_type == "Add" and known and product is not None and is_linear(flow, product)
 
 
 def _others(flow: Flow, node: ir.Node) -> list[ir.Value]:

@@ -3,6 +3,7 @@
 import fused_llama
 import numpy as np
 import onnx
+import pytest
 from onnx import numpy_helper
 
 from exporters.adopt import adopt
@@ -34,7 +35,9 @@ def test_experts_inside_of_one_operator_are_chosen_by_the_router_s_logits(tmp_pa
     np.testing.assert_allclose(turned, made, atol=1e-4)
 
 
-def test_logits_that_do_not_rise_with_the_choice_are_not_named(tmp_path):
-    found = adopt(fused_llama.write(tmp_path / "stock", router="Neg"), tmp_path / "hooked")
+@pytest.mark.parametrize("operator", ["Neg", "Sigmoid"])
+def test_logits_whose_order_is_not_that_of_the_choice_are_not_named(operator, tmp_path):
+    """A sigmoid makes large logits the same number."""
+    found = adopt(fused_llama.write(tmp_path / "stock", router=operator), tmp_path / "hooked")
     assert not [name for name in found.hooks if "router" in name]
     assert any("hook_router_logits: no one linear map" in note for note in found.notes)
