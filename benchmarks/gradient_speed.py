@@ -75,15 +75,15 @@ def by_hooks(bridge: Any, clean: Arrays, corrupted: Arrays) -> Arrays:
     values: dict[str, torch.Tensor] = {}
     gradients: dict[str, torch.Tensor] = {}
 
-    def keep(where: dict[str, torch.Tensor]) -> Callable[..., None]:
-        return lambda value, hook: where.update({hook.name: value.detach()})
+    def keep(where: dict[str, torch.Tensor], name: str) -> Callable[..., None]:
+        return lambda value, hook: where.update({name: value.detach()})  # its own name is another one
 
     names = [f"blocks.{layer}.attn.hook_z" for layer in range(bridge.cfg.n_layers)]
     with torch.no_grad():
         _, cache = bridge.run_with_cache(torch.from_numpy(clean[None]), names_filter=names)
     source = ("hook_embed", lambda value, hook: value.detach().requires_grad_())
-    forward = [source, *((name, keep(values)) for name in names)]
-    with bridge.hooks(fwd_hooks=forward, bwd_hooks=[(name, keep(gradients)) for name in names]):
+    forward = [source, *((name, keep(values, name)) for name in names)]
+    with bridge.hooks(fwd_hooks=forward, bwd_hooks=[(name, keep(gradients, name)) for name in names]):
         logits = bridge(torch.from_numpy(corrupted[None]))
         (logits[0, -1, ANSWER] - logits[0, -1, VERSUS]).backward()
     heads = bridge.cfg.n_heads
