@@ -1,7 +1,8 @@
 """`MetricSpec`: the number of a forward pass whose gradients a spec asks for."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,12 @@ class MetricSpec:
         self.at = None if at is None else HookPoint.parse(at).name
         self.position = _position(name, position, self.seed, self.at)
 
+    def with_ids(self, token_id: Callable[[Token], int]) -> "MetricSpec":
+        """The same with its tokens as ids."""
+        made = copy(self)
+        made.answer, made.versus = (_each(tokens, token_id) for tokens in (self.answer, self.versus))
+        return made
+
     @property
     def tensors(self) -> dict[str, NDArray[Any]]:
         """Its arrays by name, for a file."""
@@ -124,6 +131,12 @@ def _plain(tokens: Tokens) -> Any:
     if isinstance(tokens, Sequence | np.ndarray):
         return [_plain(token) for token in tokens]
     return operator.index(tokens)
+
+
+def _each(tokens: Tokens, token_id: Callable[[Token], int]) -> Tokens:
+    if isinstance(tokens, Sequence | np.ndarray) and not isinstance(tokens, str):
+        return [token_id(token) for token in tokens]
+    return None if tokens is None else token_id(tokens)
 
 
 def _check_read(name: str, given: Mapping[str, Any]) -> None:
