@@ -15,7 +15,7 @@ SCORES = frozenset(("Mul", "Div", "Tanh", "Identity"))
 
 
 def moved(fused: Fused) -> Fused:
-    """An operator with the inputs that its nodes read now; as it is where they do not say.
+    """An operator with the present inputs of its nodes; itself where its nodes are others.
 
     Its nodes mask scores by one `Where`, as those do that masks and caches are added to.
     """
@@ -48,7 +48,7 @@ def _above(value: ir.Value, operators: Collection[str]) -> ir.Node | None:
 
 
 def _read(product: ir.Node, turned: bool) -> Read:
-    """The first read of keys or values on their way to a product: turned, and repeated before that, or not."""
+    """The first read of keys or values on their way to a product."""
     read = product, 1
     turn = product.inputs[1].producer()
     if turned and _is(turn, "Transpose"):
