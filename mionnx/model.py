@@ -13,6 +13,7 @@ from mionnx.analysis.features import active_features
 from mionnx.analysis.gradients import attribute_patch as attributing
 from mionnx.analysis.gradients import gradients as differentiating
 from mionnx.analysis.gradients import integrated
+from mionnx.analysis.harvest import harvest as harvesting
 from mionnx.analysis.lens import logit_lens as lens
 from mionnx.analysis.lens import token_vectors, track
 from mionnx.analysis.python_hooks import hooked_calls, residual, transformer_lens
@@ -54,6 +55,8 @@ class MIModel(Runner):
     # edges between heads, MLPs, embedding and logits
     edge_attribution = edges.edge_attribution
     circuit = circuits.circuit
+    # activations of a dataset, on disk
+    harvest = harvesting.harvest
     # attention heads
     attention = attention_patterns.attention
     head_scores = heads.head_scores
