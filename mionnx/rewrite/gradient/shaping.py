@@ -126,7 +126,10 @@ def scattered(op: Backward, x: str, dy: str, index: str, axis: int, index_rank: 
 
 
 def _added(op: Backward, operator: str, shape: str, places: str, dy: str, **given: int) -> str:
-    """Zeros, and numbers added to them at places; float16 in float32, since ONNX Runtime adds no float16 on a CPU."""
+    """Zeros, and numbers added to them at places.
+
+    float16 in float32: ONNX Runtime adds no other there on a CPU.
+    """
     kind = op.facts.type(dy)
     wide = TensorProto.FLOAT if kind in NARROW else kind
     parts = op.Cast(dy, to=wide) if wide != kind else dy
