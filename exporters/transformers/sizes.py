@@ -14,6 +14,8 @@ _NAMES = {
     "hidden_size": ("hidden_size", ("hidden_size", "n_embd", "d_model")),
     "vocab_size": ("vocab_size", ("vocab_size",)),
 }
+# Names under which configs say how many keys a query chooses; the graph holds attention to all of them.
+SPARSE = ("keep_window_size", "index_topk")
 
 
 def sizes_of(config: Any, learned_positions: bool) -> Sizes:
@@ -60,7 +62,7 @@ def _kv_heads(config: Any, heads: int) -> int:
 
 
 def _max_positions(config: Any, learned_positions: bool) -> int | None:
-    """Largest position of learned positions, and of length-dependent rotations ("longrope")."""
+    """Positions that are learned, that a length-dependent rotation ("longrope") has, and that sparse attention keeps."""
     if learned_positions:
         return config.max_position_embeddings
     limits = [
@@ -68,7 +70,13 @@ def _max_positions(config: Any, learned_positions: bool) -> int | None:
         for rope in rope_parameters(config)
         if rope.get("rope_type") == "longrope"
     ]
-    return min(limits, default=None)
+    return min([*limits, *_kept_keys(config)], default=None)
+
+
+def _kept_keys(config: Any) -> list[int]:
+    """How many keys attention keeps of a longer text: up to so many tokens it keeps all, and chooses none."""
+    found = (getattr(config, name, None) for name in SPARSE)
+    return [count for count in found if isinstance(count, int)]
 
 
 def rope_parameters(config: Any) -> list[dict[str, Any]]:
