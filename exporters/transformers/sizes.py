@@ -62,7 +62,7 @@ def _kv_heads(config: Any, heads: int) -> int:
 
 
 def _max_positions(config: Any, learned_positions: bool) -> int | None:
-    """Positions that are learned, that a length-dependent rotation ("longrope") has, and that sparse attention keeps."""
+    """Positions that are learned, or that a length-dependent rotation ("longrope") or sparse attention allows."""
     if learned_positions:
         return config.max_position_embeddings
     limits = [
