@@ -315,10 +315,12 @@ def main() -> None:
     given = parser.parse_args()
     unlisted = {name for name in FAMILIES if "," in name}  # two more kinds of falcon
     every = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *unlisted})
-    if unknown := sorted({*given.families} - {*every}):
-        parser.error(f"not in transformers' causal-LM mapping: {', '.join(unknown)}")
-    kept = {name: entry for name, entry in saved().items() if given.families and name not in given.families}
-    found = for_each(every, measure, given.rows, kept)
+    if strange := sorted({*given.families} - {*every}):
+        parser.error(f"not in transformers' causal-LM mapping: {', '.join(strange)}")
+    names = given.families or every
+    others = {name: entry for name, entry in saved().items() if name not in names}
+    unknown_yet = {name: {"family": name, "missing": "not measured"} for name in every if name not in names}
+    found = for_each(names, measure, given.rows, unknown_yet | others)
     rows = [found[name]["row"] for name in every if "row" in found[name]]
     reduced = [name for name in every if found[name].get("reduced")]
     missing = [(name, found[name]["missing"]) for name in every if "missing" in found[name]]
