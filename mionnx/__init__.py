@@ -11,6 +11,7 @@ from mionnx.analysis.attribution.attribution import Attribution
 from mionnx.analysis.features.activations import FeatureActivations
 from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.gradients.saliency import Saliency
+from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.lens.lens_result import LensResult
 from mionnx.analysis.python_hooks.hook import Hook
 from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
@@ -56,6 +57,7 @@ from mionnx.verify import Bisection, Verification
 __all__ = [
     "SAE",
     "AblationResult",
+    "Activations",
     "AttentionPatterns",
     "Attribution",
     "Bisection",

@@ -11,6 +11,7 @@ from mionnx.analysis.features import active_features
 from mionnx.analysis.gradients import attribute_patch as attributing
 from mionnx.analysis.gradients import gradients as differentiating
 from mionnx.analysis.gradients import integrated
+from mionnx.analysis.harvest import harvest as harvesting
 from mionnx.analysis.lens import logit_lens as lens
 from mionnx.analysis.lens import token_vectors, track
 from mionnx.analysis.python_hooks import hooked_calls, residual, transformer_lens
@@ -49,6 +50,8 @@ class MIModel(Runner):
     attribute_patch = attributing.attribute_patch
     integrated_gradients = integrated.integrated_gradients
     gradient_times_input = integrated.gradient_times_input
+    # activations of a dataset, on disk
+    harvest = harvesting.harvest
     # attention heads
     attention = attention_patterns.attention
     head_scores = heads.head_scores

@@ -19,6 +19,7 @@ from mionnx.cli.compile import compile_
 from mionnx.cli.demo import demo
 from mionnx.cli.export import export
 from mionnx.cli.generate import generate
+from mionnx.cli.harvest import harvest
 from mionnx.cli.heads import heads
 from mionnx.cli.hooks import hooks
 from mionnx.cli.lens import lens
@@ -30,7 +31,7 @@ from mionnx.errors import MIError
 
 COMMANDS = (
     *(export, adopt, check, hooks, run, generate, sweep, attribute_patch, lens, attention, attribute, heads, steer),
-    *(compile_, verify, bisect, demo),
+    *(harvest, compile_, verify, bisect, demo),
 )
 
 app = typer.Typer(

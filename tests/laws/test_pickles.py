@@ -116,7 +116,16 @@ RECURRENT: dict[str, Callable[[MIModel], Any]] = {
     "Generation": lambda model: model.generate(TEXT, max_new_tokens=2),
 }
 # No results: what is not told by values, or belongs to its call.
-OTHERS = {"MIModel", "Hook", "TextStreamer", "Compiled", "FeatureActivations", "create_knockout_mask", "sample_token"}
+OTHERS = {
+    "MIModel",
+    "Activations",
+    "Hook",
+    "TextStreamer",
+    "Compiled",
+    "FeatureActivations",
+    "create_knockout_mask",
+    "sample_token",
+}
 
 
 def check_round_trips(result: Any) -> None:

@@ -31,7 +31,7 @@ Formula = Callable[[Builder, gs.Tensor], gs.Variable]  # logits [batch, n, vocab
 def _of(op: Builder, values: gs.Tensor, tokens: str) -> gs.Variable:
     """The values of some tokens, one a position."""
     index = op.Unsqueeze(op.input(tokens, np.int64, 2), [2])
-    return op.Squeeze(op.GatherElements(values, index, axis=2), [2])
+    return op.GatherND(values, index, batch_dims=2)  # onnx's evaluator gathers elements along 64 of an axis at most
 
 
 def _kl(op: Builder, logits: gs.Tensor) -> gs.Variable:
