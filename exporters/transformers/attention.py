@@ -279,7 +279,7 @@ def _rotation(taps: Taps, rotate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TapWhole(TorchFunctionMode):
-    """Tap queries and keys before they are cut for a partial rotation; those of `width`, if not None."""
+    """Tap queries and keys, of `width` if not None, before a partial rotation cuts them."""
 
     def __init__(self, taps: Taps, layer: int, width: int | None = None) -> None:
         super().__init__()

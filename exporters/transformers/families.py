@@ -241,6 +241,9 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "mimo_v2_flash": EXPERTS,
     "minicpm3": replace(LATENTS, adds_products=True),
     "minimax_m2": EXPERTS,
+    "minimax_m3_vl_text": replace(
+        EXPERTS, gate=None, up=None, gate_and_up="mlp.gate_up_proj", down="mlp.down_proj", sparse=True
+    ),
     "ministral": LLAMA,
     "ministral3": LLAMA,
     "mistral": LLAMA,

@@ -25,10 +25,14 @@ REASONS = {
     "gemma4_unified_assistant": "reads the keys and values of another model, for which it drafts tokens",
     "hrm_text": "runs each of its layers several times, so that a layer has several values at each hook point",
     "hy_v4": STREAMS,
+    "nemotron_h": RECURRENT,
+    "qwen4_exp_text": RECURRENT,
     "reformer": "attends within buckets of hashed keys and keeps no keys and values",
+    "rwkv": "is RWKV-4: mionnx takes RWKV-6 and RWKV-7",
     "trocr": "is the decoder of an encoder for images, and attends to it",
     "xlm": ENCODER,
     "xlnet": "attends to tokens in permuted order by two streams, and not to those on the left",
+    "zamba": RECURRENT,
     "zaya": "has convolutions over keys and values, which carry a state besides them",
 }
 

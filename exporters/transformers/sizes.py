@@ -62,7 +62,7 @@ def _kv_heads(config: Any, heads: int) -> int:
 
 
 def _max_positions(config: Any, learned_positions: bool) -> int | None:
-    """Positions that are learned, or that a length-dependent rotation ("longrope") or sparse attention allows."""
+    """Number of learned positions, or the limit of "longrope" and of sparse attention."""
     if learned_positions:
         return config.max_position_embeddings
     limits = [
@@ -74,9 +74,11 @@ def _max_positions(config: Any, learned_positions: bool) -> int | None:
 
 
 def _kept_keys(config: Any) -> list[int]:
-    """How many keys attention keeps of a longer text: up to so many tokens it keeps all, and chooses none."""
-    found = (getattr(config, name, None) for name in SPARSE)
-    return [count for count in found if isinstance(count, int)]
+    """Numbers of keys that sparse attention keeps; of a text that is no longer it keeps all."""
+    found = [count for name in SPARSE if isinstance(count := getattr(config, name, None), int)]
+    if "minimax_m3_sparse" in (getattr(config, "layer_types", None) or ()):
+        found.append(config.index_topk_blocks * config.index_block_size)
+    return found
 
 
 def rope_parameters(config: Any) -> list[dict[str, Any]]:

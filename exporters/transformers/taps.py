@@ -93,7 +93,7 @@ class _InOrder(TorchFunctionMode):
 
 
 def _choose_all(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Stand in for the choice of keys, which the attention of mionnx does not read: it reads all of them."""
+    """Stand in for a choice of keys: the attention of mionnx reads all of them."""
     return hidden.new_zeros(0)
 
 

@@ -13,7 +13,7 @@ def test_a_decoder_with_keys_and_values_passes(family):
     refuse(AutoConfig.for_model(family, **tiny_config(family)))
 
 
-@pytest.mark.parametrize("family", ["bamba", "lfm2", "mamba2", "minimax", "qwen3_next", "rwkv"])
+@pytest.mark.parametrize("family", ["bamba", "lfm2", "mamba2", "minimax", "qwen3_next"])
 def test_layers_that_carry_a_state_are_recognised_by_their_modules(family):
     with pytest.raises(ExportError, match=f"^a '{family}' model has state-space, .* does not export such models$"):
         refuse(AutoConfig.for_model(family, **tiny_config(family)))

@@ -71,6 +71,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "laguna": {"num_attention_heads_per_layer": [4, 4]},
     **{key: {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]} for key in ("lfm2", "lfm2_moe")},
     "mamba2": {"num_heads": 8},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "index_n_heads": 2,
+    },
     "llama4_text": {"floor_scale": 4, "moe_layers": [1, 3]},
     **{key: {"num_key_value_heads": 4, "head_dim": 8} for key in LATENT},
     "deepseek_v2": {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
