@@ -66,7 +66,7 @@ OTHER_INPUTS = {"vision_config", "audio_config", "vq_config", "audio_encoder_con
 
 NOTES = (
     "-: not compared, as no oracle shows these hook points in torch; such a family does not count as whole.",
-    "doge, axk2, deepseek_v32, glm_moe_dsa, minimax_m3_vl_text: texts of up to as many tokens as their sparse attention "
+    "doge, axk2, deepseek_v32, glm_moe_dsa, minimax_m3_vl_text: texts of up to as many tokens as sparse attention "
     "keeps (`keep_window_size`, `index_topk`), so that it keeps all; a longer one is refused.",
     "laguna: where all layers have as many heads; others are refused.",
 )

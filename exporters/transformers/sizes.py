@@ -74,7 +74,7 @@ def _max_positions(config: Any, learned_positions: bool) -> int | None:
 
 
 def _kept_keys(config: Any) -> list[int]:
-    """Numbers of keys that sparse attention keeps; of a text that is no longer it keeps all."""
+    """Numbers of keys kept by sparse attention, in which a text of as many tokens is whole."""
     found = [count for name in SPARSE if isinstance(count := getattr(config, name, None), int)]
     if "minimax_m3_sparse" in (getattr(config, "layer_types", None) or ()):
         found.append(config.index_topk_blocks * config.index_block_size)
