@@ -1,6 +1,7 @@
 """Which fused operators of a file are kept for specs that touch nothing: those that run, and give what nodes give."""
 
 import base64
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -92,9 +93,11 @@ def _scaled(*given, **named):
     return made, count
 
 
-def test_rotation_and_attention_of_opset_23_stand_in_layers_that_are_not_touched(tmp_path):
-    """Their positions and masks are inputs: padding and a past with several tokens are theirs too."""
-    file = fused_llama.write(tmp_path / "stock", standard=True)
+@pytest.mark.parametrize("cached", [True, False])
+def test_rotation_and_attention_of_opset_23_stand_in_layers_that_are_not_touched(cached, tmp_path):
+    """Their positions and masks are inputs: padding and a past with several tokens are theirs too, an added one's."""
+    file = fused_llama.write(tmp_path / "stock", standard=True, cached=cached)
+    (file.parent / "config.json").write_text(json.dumps({"model_type": "llama"}))
     adopt(file, tmp_path / "hooked")
     assert {name: count for name, count in kept(tmp_path / "hooked").items() if "Norm" not in name} == {
         "RotaryEmbedding": 4,

@@ -15,8 +15,8 @@ SIZES = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "scale": WIDTH**-0.5, "do
 class _Graph:
     """Nodes and weights of the file."""
 
-    def __init__(self, seed: int, router: str | None, standard: bool) -> None:
-        self.router, self.standard = router, standard
+    def __init__(self, seed: int, router: str | None, standard: bool, cached: bool) -> None:
+        self.router, self.standard, self.cached = router, standard, cached
         self.shapes: list[onnx.ValueInfoProto] = []
         self.nodes: list[onnx.NodeProto] = []
         self.weights: list[onnx.TensorProto] = []
@@ -104,7 +104,7 @@ class _Graph:
         q, k, v = (self.heads(part, heads) for part, heads in zip(parts, (HEADS, KV_HEADS, KV_HEADS), strict=True))
         q, k = (self.node("RotaryEmbedding", [x, "cos_cache.rows", "sin_cache.rows"], [f"{x}.turned"]) for x in (q, k))
         for old, new, made in zip(past, (k, v), present, strict=True):
-            self.node("Concat", [old, new], [made], axis=2)
+            self.node("Concat", [old, new] if self.cached else [new], [made], axis=2)
         z = self.node("Attention", [q, *present, "mask.seen"], [f"{name}.z4"], scale=WIDTH**-0.5)
         merged = self.held(f"{name}.merged", np.array([0, 0, HEADS * WIDTH], np.int64))
         return self.node(
@@ -138,7 +138,7 @@ class _Graph:
         return f"{name}.sum", normed
 
 
-def write(folder: Path, seed: int = 0, router: str | None = None, standard: bool = False) -> Path:
+def write(folder: Path, seed: int = 0, router: str | None = None, standard: bool = False, cached: bool = True) -> Path:
     """Write the file.
 
     Args:
@@ -147,8 +147,9 @@ def write(folder: Path, seed: int = 0, router: str | None = None, standard: bool
         router: of a mixture of experts, what its logits go through before experts are chosen, if not empty; None for
             dense MLPs.
         standard: rotation and attention as operators of ONNX's opset 23, with a mask and positions as inputs.
+        cached: whether it has a past; a standard one need not.
     """
-    graph = _Graph(seed, router, standard)
+    graph = _Graph(seed, router, standard, cached)
     stream = graph.node("Gather", [graph.weight("embedding", VOCAB, HIDDEN), "input_ids"], ["embedded"])
     lengths, tables = [] if standard else graph.lengths(), graph.tables()
     if standard:
@@ -164,9 +165,10 @@ def write(folder: Path, seed: int = 0, router: str | None = None, standard: bool
     shape = ["batch", KV_HEADS, "past", WIDTH]
     values = [("input_ids", integer, ["batch", "seq"]), ("attention_mask", integer, ["batch", "total"])]
     values += [("position_ids", integer, ["batch", "seq"])] if standard else []
-    values += [(f"past_key_values.{layer}.{kind}", fraction, shape) for layer in range(LAYERS) for kind in kinds]
     made = [("logits", fraction, ["batch", "seq", VOCAB])]
-    made += [(f"present.{layer}.{kind}", fraction, shape) for layer in range(LAYERS) for kind in kinds]
+    if cached:
+        values += [(f"past_key_values.{layer}.{kind}", fraction, shape) for layer in range(LAYERS) for kind in kinds]
+        made += [(f"present.{layer}.{kind}", fraction, shape) for layer in range(LAYERS) for kind in kinds]
     proto = helper.make_graph(
         graph.nodes,
         "fused",

@@ -189,6 +189,17 @@ def test_what_nothing_would_read_is_refused(shipped, monkeypatch):
     for message, given in refused.items():
         with pytest.raises(GradientError, match=message):
             shipped.gradients(PROMPT, "hook_embed", **given)
+    later, last = "blocks.3.hook_mlp_out", lambda value: value
+    for message, given in {  # before the pass that tells the most probable token, or what a seed is a function of
+        "nothing depends on it": {"hooks": "blocks.1.attn.hook_result"},
+        "reads no versus": {"hooks": later, "versus": 9},
+        "a rank changes in steps": {"hooks": later, "metric": "rank"},
+        "no rules 'relq'": {"hooks": later, "rules": "relq"},
+        "blocks.2.hook_resid_pre does not depend on it": {"hooks": later, "of": inside["of"], "seed": last},
+        "and no logits|reads no": {"hooks": later, "of": inside["of"], "seed": last, "position": 1},
+    }.items():
+        with pytest.raises(GradientError, match=message):
+            shipped.gradients(PROMPT, **given)
     with pytest.raises(GradientError, match="the loss reads every position"):
         shipped.integrated_gradients(PROMPT, metric="loss", position=1)
     for message, given in {
