@@ -1,6 +1,7 @@
 """Attribution patching beside the exact sweep: how well each method tells every kind of hook point, and how fast.
 
-For each hook point of the layers: `patch_sweep` over layer x position (x head where there are heads), then
+For each hook point of the layers: `patch_sweep` over layer x position (x head where there are heads; not in a model of
+more than `--deep` layers, whose exact sweep would take hours), then
 `attribute_patch` method by method: Pearson correlation of the effects, and how many of the ten leading cells are the
 same. Times are processor seconds of this process, the second call of each, so that no graph is opened in them; "all
 kinds" is one call for all hook points together.
@@ -51,15 +52,16 @@ def kinds(model: MIModel) -> list[str]:
     return list(dict.fromkeys(VARIANTS[point.variant].template for point in points if point.layer is not None))
 
 
-def axes(kind: str) -> tuple[str, ...]:
-    """Layer, position, and heads where there are any."""
+def axes(kind: str, heads: bool) -> tuple[str, ...]:
+    """Layer, position, and heads where there are any and they are wanted."""
     has = axes_to_go_over(HookPoint.parse(kind.format(i=0)))
-    return tuple(axis for axis in ("layer", "head", "position") if axis in has)
+    wanted = ("layer", "head", "position") if heads else ("layer", "position")
+    return tuple(axis for axis in wanted if axis in has)
 
 
-def row(model: MIModel, clean: str, corrupted: str, kind: str) -> list[str]:
+def row(model: MIModel, clean: str, corrupted: str, kind: str, heads: bool) -> list[str]:
     """One line of the table: cells, then Pearson and common cells of each method, then times."""
-    over = axes(kind)
+    over = axes(kind, heads)
     exact, seconds = timed(lambda: model.patch_sweep(clean, corrupted, kind, over, progress=lambda *_: None))
     told = []
     for given in METHODS.values():
@@ -72,7 +74,7 @@ def row(model: MIModel, clean: str, corrupted: str, kind: str) -> list[str]:
     return [kind.removeprefix("blocks.{i}."), str(exact.values.size), *told, f"{seconds:.3f}", f"{own:.3f}"]
 
 
-def table(name: str) -> list[str]:
+def table(name: str, deep: int) -> list[str]:
     """The table of one model, in markdown."""
     model = MIModel.from_pretrained(name)
     comma = " ," if Path(name).name.startswith("world-") else ","
@@ -82,7 +84,7 @@ def table(name: str) -> list[str]:
     head = ["hook point", "cells", *METHODS, "sweep, s", "attributed, s"]
     lines = [f"## {Path(name).name}", "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for kind in names:
-        lines.append("| " + " | ".join(row(model, clean, corrupted, kind)) + " |")
+        lines.append("| " + " | ".join(row(model, clean, corrupted, kind, model.num_layers <= deep)) + " |")
         print(lines[-1], flush=True)
     return [*lines, "", f"All {len(names)} kinds of hook points in one call, layer x position: {whole:.3f} s.", ""]
 
@@ -91,6 +93,7 @@ def main() -> None:
     """Print the tables, and write them where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", default=SHIPPED)
+    parser.add_argument("--deep", type=int, default=12)
     parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     about = (
@@ -99,7 +102,7 @@ def main() -> None:
     )
     lines = ["# Attribution patching beside the exact sweep", "", about]
     for name in given.models:
-        lines += table(name)
+        lines += table(name, given.deep)
     print("\n".join(lines))
     if given.save:
         given.save.write_text("\n".join(lines))
