@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from exporters.transformers.families import FAMILIES
 from mionnx.errors import ExportError
 
 RECURRENT = "has state-space, recurrent, linear attention or convolution layers, which carry a state in place of keys"
@@ -59,7 +60,8 @@ def refuse(config: Any) -> None:
     Raises:
         ExportError: with the reason.
     """
-    found = reason(config) or (RECURRENT if _carries_state(config) else None)
+    listed = config.model_type in FAMILIES  # with keys and values in every layer: no model is made to look
+    found = reason(config) or (RECURRENT if not listed and _carries_state(config) else None)
     if found is not None:
         raise ExportError(f"a {config.model_type!r} model {found}: mionnx does not export such models")
 
