@@ -33,7 +33,7 @@ REASONS = {
     "xlm": ENCODER,
     "xlnet": "attends to tokens in permuted order by two streams, and not to those on the left",
     "zamba": RECURRENT,
-    "zaya": "has convolutions over keys and values, which carry a state besides them",
+    "zaya": "has convolutions over queries and keys, which carry a state besides the cache",
 }
 
 
