@@ -8,6 +8,8 @@ from mionnx.analysis.ablation import AblationResult, StateAblationResult, TokenC
 from mionnx.analysis.attention.attention_patterns import AttentionPatterns
 from mionnx.analysis.attention.head_scores_result import HeadScores
 from mionnx.analysis.attribution.attribution import Attribution
+from mionnx.analysis.circuits.circuit_result import Circuit
+from mionnx.analysis.circuits.edge_scores import EdgeAttribution
 from mionnx.analysis.features.activations import FeatureActivations
 from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.gradients.saliency import Saliency
@@ -62,11 +64,13 @@ __all__ = [
     "Attribution",
     "Bisection",
     "ChatTokens",
+    "Circuit",
     "Compiled",
     "Direction",
     "Directions",
     "DoseResponse",
     "DynamicRoundingWarning",
+    "EdgeAttribution",
     "Estimate",
     "ExportError",
     "FeatureActivations",

@@ -27,6 +27,9 @@ class Layout:
     `streams` is the module that predicts several streams before a layer and corrects them after it; hook points of the
     stream are those of the active one, between the two.
     `experts` says that blocks may hold experts in the place of an MLP; neurons are tapped in the others only.
+    `shared` is an MLP beside the experts' module that the block adds to it; `gate_and_up` and `down` are its own.
+    `sparse` says that an indexer in the attention chooses keys: it is left out, as it chooses all of a text of up to
+    `index_topk` tokens (`sizes.py` has the limit).
     `flattens` says that the block merges the batch and sequence axes on its way; the tracing keeps them apart.
     """
 
@@ -54,6 +57,8 @@ class Layout:
     adds_products: bool = False
     streams: str | None = None
     experts: bool = False
+    shared: str | None = None
+    sparse: bool = False
     flattens: bool = False
 
 
@@ -71,9 +76,12 @@ PARALLEL = replace(LLAMA, middle=None)
 PLAIN_MLP = replace(LLAMA, gate=None)
 LATENTS = replace(LLAMA, latents=("q_a_layernorm", "kv_a_layernorm"), rotates_part=True)
 LATENT_EXPERTS = replace(LATENTS, experts=True)
+SPARSE_LATENTS = replace(LATENT_EXPERTS, sparse=True)
 SCALED = replace(LLAMA, adds_products=True)
 GATED_HEADS = replace(LLAMA, z_at_projection=True)
+GEMMA4 = replace(POST_NORMS, rotates_heads_last=True, rotates_singly=True)
 FC = replace(PLAIN_MLP, up="mlp.fc1", down="mlp.fc2")
+GRANITE_EXPERTS = replace(SCALED, mlp_input="block_sparse_moe", mlp_output="block_sparse_moe", experts=True)
 GPT2 = replace(
     PLAIN_MLP,
     positions="transformer.wpe",
@@ -129,6 +137,15 @@ def stablelm(config: Any) -> Layout:
     return replace(LLAMA, rotates_part=True, middle=None if config.use_parallel_residual else LLAMA.middle)
 
 
+def granite_shared(config: Any) -> Layout:
+    """Granite's experts, with an MLP of all tokens beside them where the config says so."""
+    if not config.shared_intermediate_size:
+        return GRANITE_EXPERTS
+    return replace(
+        GRANITE_EXPERTS, shared="shared_mlp", gate=None, up=None, gate_and_up="input_linear", down="output_linear"
+    )
+
+
 FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "afmoe": replace(
         POST_NORMS, middle="pre_mlp_layernorm", mlp_added="post_mlp_layernorm", z_at_projection=True, experts=True
@@ -137,9 +154,11 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "arcee": PLAIN_MLP,
     "aria_text": EXPERTS,
     "axk1": LATENT_EXPERTS,
+    "axk2": replace(SPARSE_LATENTS, z_at_projection=True),
     "bitnet": GATED_HEADS,
     "cohere": PARALLEL,
     "cohere2": PARALLEL,
+    "cohere_compass_text": PARALLEL,
     "cohere2_moe": replace(PARALLEL, experts=True),
     "cwm": LLAMA,
     "dbrx": replace(
@@ -156,6 +175,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     ),
     "deepseek_v2": replace(LATENT_EXPERTS, rotates_pairs=True),
     "deepseek_v3": LATENT_EXPERTS,
+    "deepseek_v32": SPARSE_LATENTS,
     "diffllama": GATED_HEADS,
     "doge": LLAMA,
     "dots1": EXPERTS,
@@ -168,7 +188,8 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "gemma2": POST_NORMS,
     "gemma3_text": POST_NORMS,
     "gemma3n_text": replace(POST_NORMS, rotates_heads_last=True, rotates_singly=True, streams="altup"),
-    "gemma4_text": replace(POST_NORMS, rotates_heads_last=True, rotates_singly=True),
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4,
     "glm": FUSED_GATE,
     "glm4": replace(
         FUSED_GATE,
@@ -178,6 +199,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     ),
     "glm4_moe": EXPERTS,
     "glm4_moe_lite": LATENT_EXPERTS,
+    "glm_moe_dsa": SPARSE_LATENTS,
     "gpt-sw3": GPT2,
     "gpt2": GPT2,
     "gpt_bigcode": GPT2,
@@ -185,7 +207,9 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "gpt_oss": EXPERTS,
     "granite": SCALED,
     "granite_swa": SCALED,
-    "granitemoe": replace(SCALED, mlp_input="block_sparse_moe", mlp_output="block_sparse_moe", experts=True),
+    "granitemoe": GRANITE_EXPERTS,
+    "granitemoe_swa": granite_shared,
+    "granitemoeshared": granite_shared,
     "helium": LLAMA,
     "hunyuan_v1_dense": LLAMA,
     "hunyuan_v1_moe": EXPERTS,
@@ -217,10 +241,25 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "mimo_v2_flash": EXPERTS,
     "minicpm3": replace(LATENTS, adds_products=True),
     "minimax_m2": EXPERTS,
+    "minimax_m3_vl_text": replace(
+        EXPERTS, gate=None, up=None, gate_and_up="mlp.gate_up_proj", down="mlp.down_proj", sparse=True
+    ),
     "ministral": LLAMA,
     "ministral3": LLAMA,
     "mistral": LLAMA,
     "mixtral": EXPERTS,
+    "modernbert-decoder": replace(
+        LLAMA,
+        final_norm="model.final_norm",
+        attention="attn",
+        output_projection="attn.Wo",
+        attention_added="attn",
+        middle="mlp_norm",
+        gate=None,
+        up=None,
+        gate_and_up="mlp.Wi",
+        down="mlp.Wo",
+    ),
     "nanochat": FC,
     "nemotron": PLAIN_MLP,
     "olmo": LLAMA,

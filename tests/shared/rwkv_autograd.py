@@ -19,14 +19,17 @@ def gradients(
     dtype: torch.dtype = torch.float64,
     state: int | None = None,
     draw: int = 0,
+    stored: bool = False,
 ) -> Gradients:
     """The derivative of the sum of logits [seq, vocab] times `seed`, by the value at each hook point, [seq, ...].
 
     With `state`, of the last state [heads, key, value] of that layer in the place of the logits. With a `draw` above 0,
     the values at hook points are moved by one unit in the last place or none, at random: how far roundings carry.
+    `stored` rounds the weights to float16 first.
     """
     random = torch.Generator().manual_seed(draw)
-    tensors = {name: tensor.to(dtype) for name, tensor in blinkdl(version).items()}
+    weights = {name: tensor.half() if stored else tensor for name, tensor in blinkdl(version).items()}
+    tensors = {name: tensor.to(dtype) for name, tensor in weights.items()}
     loop, kept = Loop(tensors, version, xp=torch), {}
     width = tensors["emb.weight"].shape[1]
     heads = width // HEAD
@@ -34,7 +37,7 @@ def gradients(
     def keep(name: str, at: int, value: Tensor) -> Tensor:
         own = value.clone()  # what an intervention there changes: all that reads this reads the change
         if draw:
-            own = own * (1 + torch.finfo(dtype).eps * torch.randint(-1, 2, own.shape, generator=random))
+            own = own * (1 + torch.finfo(dtype).eps * torch.randint(-1, 2, own.shape, generator=random)).to(dtype)
         own.requires_grad_() if own.is_leaf else own.retain_grad()
         kept.setdefault(name, []).append(own)
         return own

@@ -14,6 +14,7 @@ from mionnx.bind.logit_selection import Logits
 from mionnx.errors import GradientError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.typed import typed
+from mionnx.rewrite.plan import Outputs
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt, takes_encoding
@@ -87,14 +88,17 @@ def gradients(
     if seed is not None:
         _refuse_unread("seed=", metric=None if callable(metric) else metric, **read)
     name = "seed" if seed is not None else metric_name("logit" if metric is None else metric)
-    last = Logits(positions=-1 if position is None else position)
-    if callable(seed) or (answer is None and "answer" in READS[name]):
+    last, asked = Logits(positions=-1 if position is None else position), asked.gradient(hooks)
+    top = answer is None and "answer" in READS[name]
+    if callable(seed) or top:
+        trial = {**read, "answer": 0 if top else answer, "seed": np.ones(1) if callable(seed) else seed}
+        model.binder.bind(asked.set_metric(name, position=position, rules=rules, **trial), differentiated=True)
         logits = model.forward(tokens, spec, attention_mask=attention_mask, logits=last).output()[:, -1]
         seed = cast(Seed, seed)(logits) if callable(seed) else seed
-        read["answer"] = logits.argmax(axis=-1).tolist() if "answer" in READS[name] else None
+        read["answer"] = logits.argmax(axis=-1).tolist() if top else answer
     asked.set_metric(name, position=position, seed=None if seed is None else np.asarray(seed), rules=rules, **read)
     part = Logits() if cast(MetricSpec, asked.metric).position is None else last
-    cache = model.forward(tokens, asked.gradient(hooks), attention_mask=attention_mask, logits=part)
+    cache = model.forward(tokens, asked, attention_mask=attention_mask, logits=part)
     if callable(metric):  # the graph's own number is that of the seed
         own = cache.output() if part == Logits() else cache.output()[:, -1]
         cache.metric = MetricRequest(metric).bind(model, 0, 1, own, None)(own).astype(np.float32)
@@ -126,10 +130,13 @@ def _of_value(
     if seed is None:
         raise GradientError(f"of={of}: a value is differentiated as its sum times numbers: give them as seed=, or 1.0")
     asked.capture(of)  # what comes before the hook point has an effect on it
+    given = np.ones(1) if callable(seed) else np.atleast_1d(seed)
+    whole = deepcopy(asked).gradient(hooks).set_metric("seed", seed=given, at=of, rules=rules)
     if callable(seed):
-        seed = seed(model.forward(tokens, asked, attention_mask=attention_mask, logits=False)[of.name])
-    asked.set_metric("seed", seed=np.atleast_1d(seed), at=of, rules=rules).gradient(hooks)
-    return model.forward(tokens, asked, attention_mask=attention_mask, logits=False)
+        model.binder.bind(whole, Outputs(logits=False, carried=False), differentiated=True)
+        made = seed(model.forward(tokens, asked, attention_mask=attention_mask, logits=False)[of.name])
+        whole.set_metric("seed", seed=np.atleast_1d(made), at=of, rules=rules)
+    return model.forward(tokens, whole, attention_mask=attention_mask, logits=False)
 
 
 def metric_name(metric: str | Callable[..., Any]) -> str:
