@@ -73,6 +73,7 @@ def export_config(folder: Path, target: Path, dtype: str, progress: Progress) ->
 
     stage("reading the config")
     beside, config = find_files(folder), native_config(folder)
+    refuse(config)
     kind = export_dtype(str(config.dtype or torch.float32).removeprefix("torch.") if dtype == "auto" else dtype, [])
     made = make_graph(config, kind, stage)
     stage("writing")

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from exporters.transformers.families import FAMILIES
 from mionnx.errors import ExportError
 
 RECURRENT = "has state-space, recurrent, linear attention or convolution layers, which carry a state in place of keys"
@@ -33,7 +34,7 @@ REASONS = {
     "xlm": ENCODER,
     "xlnet": "attends to tokens in permuted order by two streams, and not to those on the left",
     "zamba": RECURRENT,
-    "zaya": "has convolutions over keys and values, which carry a state besides them",
+    "zaya": "has convolutions over queries and keys, which carry a state besides the cache",
 }
 
 
@@ -59,7 +60,8 @@ def refuse(config: Any) -> None:
     Raises:
         ExportError: with the reason.
     """
-    found = reason(config) or (RECURRENT if _carries_state(config) else None)
+    listed = config.model_type in FAMILIES  # with keys and values in every layer: no model is made to look
+    found = reason(config) or (RECURRENT if not listed and _carries_state(config) else None)
     if found is not None:
         raise ExportError(f"a {config.model_type!r} model {found}: mionnx does not export such models")
 

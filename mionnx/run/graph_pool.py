@@ -134,7 +134,7 @@ class GraphPool:
         _uses[0] += 1
         with self._lock:
             if self.options.prepack is None and self.engine.prepacks:
-                self.options = replace(self.options, prepack=tokens < UNPACKED)
+                self.options = replace(self.options, prepack=self.packs(tokens))
         if found := self._used(key):
             return found
         with self._opening.of(key):
@@ -160,6 +160,11 @@ class GraphPool:
                 f"{self.model.folder} is in {dtype}, in which {where} does not compute: export its checkpoint in "
                 "float32 or float16, or open it with provider='cuda'"
             )
+
+    def packs(self, tokens: int) -> bool:
+        """Whether a graph that a call of so many tokens opens has its weights packed."""
+        chosen = self.options.prepack
+        return self.engine.prepacks and (tokens < UNPACKED if chosen is None else chosen)
 
     def _used(self, key: Key) -> Any:
         """An open graph, or None; it goes last in the dictionary, as the one used most recently."""

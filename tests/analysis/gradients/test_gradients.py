@@ -1,6 +1,7 @@
 """Gradients against torch's autograd in float64, against finite differences, and against each other."""
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from families import VOCAB
@@ -8,8 +9,9 @@ from family_batches import batch
 from gradient_oracle import gradients as by_autograd
 from scipy.special import log_softmax, softmax
 
-from mionnx import SAE, GradientError, HookPoint, HookSpec, Intervention, Logits, MIModel
+from mionnx import SAE, GradientError, HookPoint, HookSpec, Intervention, Logits, MIModel, Options
 from mionnx.analysis.features.config import Config
+from mionnx.run.graph_pool import NODE, SESSION
 
 PROMPT = "The capital of France is"
 TIMES = 3.0  # of torch's own float32 error
@@ -318,3 +320,17 @@ def test_features_of_an_autoencoder_have_the_gradients_of_torch(models, referenc
     grad = model.forward(inputs.ids, spec, attention_mask=inputs.mask).grad
     assert grad[sae.acts].shape == (*inputs.ids.shape, features)
     assert {name: off for name in hooks if (off := worst(grad[name], exact[name])) > 5e-6} == {}
+
+
+def test_the_estimate_says_what_opening_a_graph_with_gradients_takes(shipped):
+    """Packed weights are there twice; the nodes are those of the graph that is opened."""
+    spec = HookSpec().gradient("blocks.*.attn.hook_z").set_metric("logit", answer=7)
+    packed, mapped = (MIModel(shipped.hooked, Options(prepack=prepack)) for prepack in (True, False))
+    large, small = (model.estimate(spec, 1, 5) for model in (packed, mapped))
+    assert large.graph - small.graph == 2 * packed.variants.weights
+    assert large.opening > small.opening > 0
+    nodes = len(onnx.load_from_string(mapped.compile_graph(spec).model).graph.node)
+    assert small.graph == SESSION + NODE * nodes
+    assert small.total == shipped.estimate(HookSpec().capture("blocks.*.attn.hook_z"), 1, 5).total
+    assert "opened in" in repr(large)
+    assert mapped.estimate(HookSpec().capture("hook_embed"), 1, 5).opening == 0
