@@ -206,7 +206,8 @@ def _windows(
 
 
 def _check(found: Found, source: Source, target: Path) -> None:
-    checked = check_eagerly(source.folder, source.config, found.proto, target, found.sizes, source.kind)
+    projections = [str(one.projection.name) for one in found.recognised.attention]
+    checked = check_eagerly(source.folder, source.config, found.proto, target, found.sizes, source.kind, projections)
     _refuse([result for result in checked.results if not result.holds])
     worst = max(checked.results, key=lambda result: result.difference)
     found.said[FOUND_BY_STRUCTURE] = (

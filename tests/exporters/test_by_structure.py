@@ -138,21 +138,32 @@ def test_a_sweep_equals_one_pass_a_cell(name, way, opened):
         assert abs(np.asarray(found.values)[layer, position] - expected) < TOLERANCE
 
 
+def scaled(model: PreTrainedModel) -> None:
+    """Other scores in layer 1."""
+    model.transformer.h[1].self_attention.inv_norm_factor *= 1.01
+
+
+def projected(model: PreTrainedModel) -> None:
+    """Another z, as layer 1's output projection reads it."""
+    model.transformer.h[1].self_attention.dense.register_forward_pre_hook(lambda _, given: (given[0] * 1.01,))
+
+
 @pytest.mark.slow
-def test_what_eager_says_otherwise_is_refused(opened, shared, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("change", "said"), [(scaled, "pattern"), (projected, "z")])
+def test_what_eager_says_otherwise_is_refused(change, said, opened, shared, tmp_path, monkeypatch):
     """A graph that keeps every law of a decoder, and computes something else than transformers does."""
     opened("bloom")
     loaded = by_structure.check_eagerly.__globals__["_loaded"]
 
     def another(*given):
         model = loaded(*given)
-        model.transformer.h[1].self_attention.inv_norm_factor *= 1.01
+        change(model)
         return model
 
     monkeypatch.setitem(by_structure.check_eagerly.__globals__, "_loaded", another)
     with (
         as_unknown(),
-        pytest.raises(ExportError, match=r"not found by structure either.*pattern = eager transformers' \(layer 1\)"),
+        pytest.raises(ExportError, match=rf"not found by structure either.* {said} = eager transformers' \(layer 1\)"),
     ):
         export(shared / STRUCTURE / "bloom" / "checkpoint", tmp_path / "hooked")
 
