@@ -102,7 +102,8 @@ def captures(model: MIModel, torch_model: PreTrainedModel, inputs: Inputs) -> tu
 def interventions(model: MIModel, torch_model: PreTrainedModel, inputs: Inputs) -> str:
     """The largest difference of logits with a scale at one position, over all hook points."""
     off = [0.0]
-    for point in [point for point in model.hook_points() if not point.derived]:
+    chosen = "MlpExpertIndices"  # numbers of experts, which are not scaled
+    for point in [point for point in model.hook_points() if not point.derived and point.variant != chosen]:
         edit = Intervention.Scale(0.5, positions=[SEQ // 2])
         expected = run(torch_model, inputs, [(point, edit)]).logits
         found = model.forward(inputs.ids, HookSpec().intervene(point, edit), attention_mask=inputs.mask).output()
@@ -113,6 +114,7 @@ def interventions(model: MIModel, torch_model: PreTrainedModel, inputs: Inputs) 
 def generation(model: MIModel, torch_model: PreTrainedModel, inputs: Inputs) -> str:
     """How many of two greedy continuations are those of transformers."""
     torch_model.config._attn_implementation = "eager"  # the oracle leaves its own
+    torch_model.config._experts_implementation = "eager"
     ids, mask = torch.from_numpy(inputs.ids), torch.from_numpy(inputs.mask)
     with torch.no_grad():
         expected = torch_model.generate(

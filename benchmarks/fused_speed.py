@@ -4,16 +4,18 @@
 
 FOLDER gets random decoders of 12 layers and 768 dimensions as onnxruntime-genai's builder writes them (Llama, fp32 and
 int4), and as ONNX Runtime's optimizer makes them of optimum's (GPT-2, Llama); they are made once, see `stock_files.py`.
-Each is adopted. By turns in one process: the stock file in a session of its own with default options, an empty spec in
-mionnx, the same with `fused=False` (the nodes that stand for fused operators), and one layer captured. First the logits
-of the empty spec are compared with the stock file's: every bit has to be the same.
+Each is adopted. By turns in one process: the stock file in a session of its own with default options, the same session
+once more as its own candidate (the control: how far from 1 it is, noise alone takes a figure), an empty spec in mionnx,
+the same with `fused=False` (the nodes that stand for fused operators), and one layer captured. First the logits of the
+empty spec are compared with the stock file's: every bit has to be the same.
 
 Processor time of one thread, so that other work on the machine counts little. Figures are medians of ratios of
-neighbouring runs.
+neighbouring runs; each round begins with another program.
 """
 
 import argparse
 import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -55,7 +57,9 @@ def make(folder: Path, environments: Path) -> list[tuple[str, str]]:
             stock_files.make_checkpoint(family, stock.checkpoint(family), stock_files.ROOT / "models" / "world-llama")
     for kind, family in FILES:
         if (kind, family) not in stock.entries:
-            python = stock_files.python_of(KINDS[kind].environment, environments)
+            name = KINDS[kind].environment
+            wanted = stock_files.REQUIREMENTS.get(name, ())
+            python = stock_files.python_of(environments / name, wanted) if name else Path(sys.executable)
             for result in stock_files.run_jobs([stock.job(kind, family)], python, folder):
                 stock.keep(result)
     return [(kind, family) for kind, family in FILES if kind != "optimum-past"]
@@ -87,7 +91,7 @@ def programs(
             for name, value in zip(("key", "value"), cache.layers[layer], strict=True):
                 given[f"past_key_values.{layer}.{name}"] = np.asarray(value)
     spec = HookSpec().capture(f"blocks.{fused.num_layers // 2}.*")
-    found: dict[str, Work] = {"stock file": lambda: session.run(["logits"], given)[0]}
+    found: dict[str, Work] = dict.fromkeys(("stock file", "control"), lambda: session.run(["logits"], given)[0])
     for name, model in models.items():
         found[name] = lambda model=model: model.forward(ids, cache=cache).output()
     found["one layer captured"] = lambda: fused.forward(ids, spec, cache=cache).output()
@@ -99,8 +103,10 @@ def programs(
 def alternate(work: dict[str, Work], repeats: int) -> dict[str, list[float]]:
     """Seconds of each program, by turns after a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in work}
+    names = [*work]
     for turn in range(repeats + 2):
-        for name, run in work.items():
+        first = turn % len(names)
+        for name, run in [(name, work[name]) for name in names[first:] + names[:first]]:
             begin = process_time()
             run()
             if turn > 1:
@@ -143,9 +149,11 @@ def main() -> None:
     files = make(folder, (given.environments or folder / ".environments").resolve())
     rows = [row for kind, family in files for row in measured(kind, family, folder, given.repeats)]
     title = f"Processor time beside the stock file, {platform.machine()}, one thread, {given.repeats} repeats"
-    columns = ("file", "batch x new tokens", "stock file, ms", "empty spec", "fused=False", "one layer captured")
+    columns = ("file", "batch x new tokens", "stock file, ms")
+    columns += ("control", "empty spec", "fused=False", "one layer captured")
     said = (
-        "Ratios of times: 1 is the stock file's speed, below is faster. Logits of the empty spec: every bit the file's."
+        "Ratios of times: 1 is the stock file's speed, below is faster. Control: the stock file once more, as its own "
+        "candidate. Logits of the empty spec: every bit the file's."
     )
     present("fused_speed", "Fused operators of adopted files", title, [(columns, rows)], given.save, said)
 

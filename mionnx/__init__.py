@@ -8,9 +8,12 @@ from mionnx.analysis.ablation import AblationResult, StateAblationResult, TokenC
 from mionnx.analysis.attention.attention_patterns import AttentionPatterns
 from mionnx.analysis.attention.head_scores_result import HeadScores
 from mionnx.analysis.attribution.attribution import Attribution
+from mionnx.analysis.circuits.circuit_result import Circuit
+from mionnx.analysis.circuits.edge_scores import EdgeAttribution
 from mionnx.analysis.features.activations import FeatureActivations
 from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.gradients.saliency import Saliency
+from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.lens.lens_result import LensResult
 from mionnx.analysis.python_hooks.hook import Hook
 from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
@@ -56,15 +59,18 @@ from mionnx.verify import Bisection, Verification
 __all__ = [
     "SAE",
     "AblationResult",
+    "Activations",
     "AttentionPatterns",
     "Attribution",
     "Bisection",
     "ChatTokens",
+    "Circuit",
     "Compiled",
     "Direction",
     "Directions",
     "DoseResponse",
     "DynamicRoundingWarning",
+    "EdgeAttribution",
     "Estimate",
     "ExportError",
     "FeatureActivations",

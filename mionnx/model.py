@@ -7,10 +7,13 @@ from mionnx.analysis.attention import attention_patterns
 from mionnx.analysis.attention import head_scores as heads
 from mionnx.analysis.attribution import attribute as attribution
 from mionnx.analysis.attribution import residual_stack, stack_attribution
+from mionnx.analysis.circuits import circuit as circuits
+from mionnx.analysis.circuits import edge_attribution as edges
 from mionnx.analysis.features import active_features
 from mionnx.analysis.gradients import attribute_patch as attributing
 from mionnx.analysis.gradients import gradients as differentiating
 from mionnx.analysis.gradients import integrated
+from mionnx.analysis.harvest import harvest as harvesting
 from mionnx.analysis.lens import logit_lens as lens
 from mionnx.analysis.lens import token_vectors, track
 from mionnx.analysis.python_hooks import hooked_calls, residual, transformer_lens
@@ -49,6 +52,11 @@ class MIModel(Runner):
     attribute_patch = attributing.attribute_patch
     integrated_gradients = integrated.integrated_gradients
     gradient_times_input = integrated.gradient_times_input
+    # edges between heads, MLPs, embedding and logits
+    edge_attribution = edges.edge_attribution
+    circuit = circuits.circuit
+    # activations of a dataset, on disk
+    harvest = harvesting.harvest
     # attention heads
     attention = attention_patterns.attention
     head_scores = heads.head_scores

@@ -16,6 +16,7 @@ from exporters.adopt.interface import heeds_mask, name_inputs, supply_positions
 from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.operators import expand
 from exporters.adopt.operators.fused import Fused
+from exporters.adopt.operators.moved_attention import moved
 from exporters.adopt.opset import modernise
 from exporters.adopt.recognise import Recognised, recognise
 from exporters.adopt.restorable import keep_fused
@@ -121,6 +122,7 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
     found.notes.extend(other_windows(found.windows or [], windows or []))
     said = facts_of(found, proto is plain.proto and "mask" in plain.lacks)
     write_model(proto, source, found, probed, names, said, target, hashes())
+    fused = fused if proto is plain.proto else [one if one.proto() else moved(one) for one in fused]
     keep_fused(proto, target, probed, fused, len(found.attention), found.notes)
     keep_stock(proto, target, own, interface, probed, bool(expanded), found.notes)
     (target / GRAPH).write_bytes(proto.SerializeToString())

@@ -4,10 +4,9 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from exporters.adopt.experts import ROUTERS, Router, find_router
 from exporters.adopt.flow import Flow, climb
 from exporters.adopt.linear import SHAPING, input_of, linear_maps, output_of
-
-ROUTERS = frozenset(("TopK", "QMoE", "MoE"))
 
 
 @dataclass(frozen=True)
@@ -17,10 +16,12 @@ class Mlp:
     Attributes:
         points: as above.
         notes: which hook points it has not, and why.
+        flat: those with batch and seq as one axis, of a router; the size of the other axis.
     """
 
     points: list[tuple[str, ir.Value]]
     notes: list[str] = field(default_factory=list)
+    flat: dict[ir.Value, int] = field(default_factory=dict)
 
 
 def find_mlp(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> Mlp:
@@ -29,16 +30,20 @@ def find_mlp(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> Mlp:
     routed = any(node.op_type in ROUTERS for node in flow.between(top, out))
     if routed or len(maps) < 2:
         why = "a mixture of experts" if routed else f"{len(maps)} linear maps"
-        points = _around(flow, top, out, maps)
-        return Mlp(points, [f"layer {layer}: mlp.hook_gate, hook_up, hook_act: {why} has no one value of neurons"])
+        router = find_router(flow, layer, flow.between(top, out)) if routed else Router()
+        points = _around(flow, top, out, maps, router.points)
+        none = f"layer {layer}: mlp.hook_gate, hook_up, hook_act: {why} has no one value of neurons"
+        return Mlp(points, [none, *router.notes], router.flat)
     return _between_two_maps(flow, layer, top, out, maps)
 
 
-def _around(flow: Flow, top: ir.Value, out: ir.Value, maps: list[ir.Node]) -> list[tuple[str, ir.Value]]:
-    """The points of an MLP without neurons: its output, and its input if there is one."""
+def _around(
+    flow: Flow, top: ir.Value, out: ir.Value, maps: list[ir.Node], routing: list[tuple[str, ir.Value]]
+) -> list[tuple[str, ir.Value]]:
+    """The points of an MLP without neurons: output, router, and input if there is one."""
     pre = input_of(flow, maps[0]) if maps else None
     known = pre is not None and pre in flow.chain(out, top)
-    return [*([("mlp.hook_pre", pre)] if known else []), ("mlp.hook_post", out), ("hook_mlp_out", out)]
+    return [*([("mlp.hook_pre", pre)] if known else []), *routing, ("mlp.hook_post", out), ("hook_mlp_out", out)]
 
 
 def _between_two_maps(flow: Flow, layer: int, top: ir.Value, out: ir.Value, maps: list[ir.Node]) -> Mlp:

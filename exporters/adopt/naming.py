@@ -20,6 +20,7 @@ def name_points(found: Recognised) -> list[str]:
         the names, in execution order.
     """
     graph, current = found.flow.graph, {value: _turned(found.flow.graph, value) for value in found.seq_first}
+    current |= {value: _by_rows(found.flow.graph, value, *like) for value, like in found.flat.items()}
     _free(graph, {name for name, _ in found.points})
     taken: set[ir.Value] = set()
     for name, origin in found.points:
@@ -53,6 +54,23 @@ def _turned(graph: ir.Graph, value: ir.Value) -> ir.Value:
     for node, place in readers:
         node.replace_input_with(place, back.outputs[0])
     return turn.outputs[0]
+
+
+def _by_rows(graph: ir.Graph, value: ir.Value, like: ir.Value, size: int) -> ir.Value:
+    """A value [batch * seq, size] as [batch, seq, size]; `like` begins with both axes."""
+    readers = [(node, place) for node, place in value.uses() if node.op_type not in SIZES]
+    last, flat = (ir.node("Constant", [], attributes={"value_ints": ints}) for ints in ([size], [-1, size]))
+    axes = ir.node("Shape", [like], attributes={"start": 0, "end": 2})
+    whole = ir.node("Concat", [axes.outputs[0], last.outputs[0]], attributes={"axis": 0})
+    rows = ir.node("Reshape", [value, whole.outputs[0]])
+    back = ir.node("Reshape", [rows.outputs[0], flat.outputs[0]])
+    for node in (rows, back):
+        node.outputs[0].type = value.type
+    rows.outputs[0].shape, back.outputs[0].shape = ir.Shape(["batch", "seq", size]), value.shape
+    graph.insert_after(value.producer(), [last, flat, axes, whole, rows, back])
+    for node, place in readers:
+        node.replace_input_with(place, back.outputs[0])
+    return rows.outputs[0]
 
 
 def _free(graph: ir.Graph, names: set[str]) -> None:

@@ -24,6 +24,7 @@ class Recognised:
         sums: of a stream that is normed after its additions, the sums; hook name of the stream after one, and the sum.
         within: hook name of an MLP's input, and the nodes of the MLP: its other readers do not read the hook point.
         seq_first: the queries and keys that are rotated as [batch, seq, heads, head_dim].
+        flat: values of a router with batch and seq as one axis; a value of the stream with both, and the other size.
         notes: the hook points that the graph has not, and why.
         windows: of each layer's own mask, where that has been looked at.
     """
@@ -34,6 +35,7 @@ class Recognised:
     sums: dict[str, ir.Value] = field(default_factory=dict)
     within: dict[str, set[ir.Node]] = field(default_factory=dict)
     seq_first: set[ir.Value] = field(default_factory=set)
+    flat: dict[ir.Value, tuple[ir.Value, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     windows: list[int | None] | None = None
 
@@ -99,6 +101,7 @@ def _layer(found: Recognised, step: Step) -> None:
         else:
             mlp = find_mlp(flow, layer, top, branch)
             found.notes += mlp.notes
+            found.flat |= {value: (top, size) for value, size in mlp.flat.items()}
             found.within[f"blocks.{layer}.mlp.hook_pre"] = set(flow.between(top, branch))
             points += mlp.points
     ends = "hook_resid_post" if len(step.branches) > 1 or not any(attends.values()) else "hook_resid_mid"

@@ -72,7 +72,8 @@ class Probe:
     @property
     def rounding(self) -> float:
         """The relative difference that rounding to the model's dtype explains."""
-        return ROUNDINGS * max(float(np.finfo(value.dtype).eps) for value in self.values.values())
+        fractions = (value.dtype for value in self.values.values() if value.dtype.kind not in "iu")
+        return ROUNDINGS * max(float(np.finfo(dtype).eps) for dtype in fractions)
 
 
 def probe(proto: onnx.ModelProto, folder: Path, names: list[str]) -> Probe:
@@ -231,6 +232,10 @@ def _laws_of_layer(values: Mapping[str, Array], layer: int, sinks: bool) -> Iter
         yield ("post = mid + mlp_out", mid + get("hook_mlp_out"), post_sum)
     else:
         yield ("post = pre + attn_out + mlp_out", pre + get("hook_attn_out") + get("hook_mlp_out"), post_sum)
+    logits, chosen = get("mlp.hook_router_logits"), get("mlp.hook_expert_indices")
+    if logits is not None and chosen is not None:
+        largest = np.sort(logits, axis=-1)[..., : -chosen.shape[-1] - 1 : -1]
+        yield ("chosen experts = largest router logits", np.take_along_axis(logits, chosen, -1), largest)
     if f"present.{layer}.key" in values:
         yield ("present = keys", values[f"present.{layer}.key"], k)
         yield ("present = values", values[f"present.{layer}.value"], v)

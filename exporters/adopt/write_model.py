@@ -35,7 +35,7 @@ def write_model(
     sizes, config = sizes_of(probed.values, found), config_of(source.file)
     windows = found.windows or windows_of(config, sizes.num_layers) or [None] * sizes.num_layers
     hooks = {name: axes_of(name, probed.values[name].shape, sizes) for name in names}
-    dtypes = {name: str(probed.values[name].dtype) for name in names}
+    dtypes = {name: str(probed.values[name].dtype) for name in names if probed.values[name].dtype.kind not in "iu"}
     if unknown := {*dtypes.values()} - {*DTYPE_NAMES}:
         raise ExportError(f"{source.file} computes in {', '.join(unknown)}: no such model runs here")
     dtype = max({*dtypes.values()}, key=DTYPE_NAMES.index)  # the coarsest, that of the weights
@@ -81,6 +81,7 @@ def sizes_of(values: Mapping[str, np.ndarray], found: Recognised) -> Sizes:
     """The sizes of a decoder, from one run of it."""
     queries, keys = values["blocks.0.attn.hook_q"].shape, values["blocks.0.attn.hook_k"].shape
     learned = next((value for name, value in found.points if name == "hook_pos_embed"), None)
+    routed = {name.rpartition(".")[2]: value.shape[-1] for name, value in values.items() if value.ndim == 3}
     return Sizes(
         num_layers=len(found.attention),
         num_heads=queries[1],
@@ -89,6 +90,8 @@ def sizes_of(values: Mapping[str, np.ndarray], found: Recognised) -> Sizes:
         hidden_size=values["hook_embed"].shape[-1],
         vocab_size=values["hook_logits"].shape[-1],
         max_positions=None if learned is None else _rows(learned),
+        n_experts=routed.get("hook_router_logits"),
+        n_chosen=routed.get("hook_expert_indices"),
     )
 
 

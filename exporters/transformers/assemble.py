@@ -21,6 +21,7 @@ from exporters.transformers.families import FAMILIES
 from exporters.transformers.hooked_graph import HookedGraph, Stage, make_graph
 from exporters.transformers.missing_taps import missing_taps
 from exporters.transformers.native_config import native_config
+from exporters.transformers.refused import refuse
 from exporters.transformers.sizes import sizes_of, sliding_window
 from exporters.transformers.weights import bind_weights
 from exporters.weight_files import locations, place_nowhere
@@ -31,6 +32,7 @@ from mionnx.graph.weight_record import describe_export
 from mionnx.machine.progress import Progress
 
 SLOW_TOKENIZERS = ("vocab.json", "tokenizer.model", "vocab.txt")
+INDEXER = ".self_attn.indexer."  # in names of weights of a choice of keys, which no graph makes
 STAGES = 7  # that a progress bar counts
 
 
@@ -71,6 +73,7 @@ def export_config(folder: Path, target: Path, dtype: str, progress: Progress) ->
 
     stage("reading the config")
     beside, config = find_files(folder), native_config(folder)
+    refuse(config)
     kind = export_dtype(str(config.dtype or torch.float32).removeprefix("torch.") if dtype == "auto" else dtype, [])
     made = make_graph(config, kind, stage)
     stage("writing")
@@ -85,6 +88,7 @@ def export_config(folder: Path, target: Path, dtype: str, progress: Progress) ->
 
 def _tapped(config: Any, dtype: torch.dtype, stage: Stage) -> HookedGraph | str:
     """The graph of a family with taps, or the reason why they do not fit one without a table."""
+    refuse(config)
     if config.model_type in FAMILIES:
         return make_graph(config, dtype, stage)
     lacking = missing_taps(deepcopy(config), dtype)
@@ -106,7 +110,8 @@ def _write_tapped(
     progress: Progress,
 ) -> None:
     stage("placing weights")
-    bind_weights(made.parameters, map_tensors(tensors, made.skeleton), made.skeleton, target, progress)
+    read = [one for one in tensors if not (made.layout.sparse and INDEXER in one.name)]
+    bind_weights(made.parameters, map_tensors(read, made.skeleton), made.skeleton, target, progress)
     for value in made.parameters:
         made.model.graph.register_initializer(value)
     files = sorted({tensor.file for tensor in tensors})

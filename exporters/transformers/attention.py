@@ -284,10 +284,11 @@ def _rotation(taps: Taps, rotate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TapWhole(TorchFunctionMode):
-    """Tap queries and keys before they are cut for a partial rotation."""
+    """Tap queries and keys, of `width` if not None, before a partial rotation cuts them."""
 
-    def __init__(self, taps: Taps, layer: int) -> None:
+    def __init__(self, taps: Taps, layer: int, width: int | None = None) -> None:
         super().__init__()
+        self.width = width
         points = [HookPoint.AttnQ(layer), HookPoint.AttnK(layer)]
         self.taps, self.points = taps, points[:1] if taps.layout.latents else points
         self.seen: dict[int, tuple[Tensor, Tensor]] = {}
@@ -298,7 +299,8 @@ class TapWhole(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def whole(self, value: Tensor) -> Tensor:
-        if value.dim() == 4 and id(value) not in self.seen and len(self.seen) < len(self.points):
+        fits = value.dim() == 4 and self.width in (None, value.shape[-1])
+        if fits and id(value) not in self.seen and len(self.seen) < len(self.points):
             self.seen[id(value)] = value, self.taps.at(self.points[len(self.seen)], value)
         return self.seen.get(id(value), (value, value))[1]
 

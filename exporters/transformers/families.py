@@ -32,6 +32,9 @@ class Layout:
     `limited` says that a table has a row for each position, where there is no module `positions`.
     `embeds_in_code` is the module whose own code scales embeddings and takes positions out of a table.
     `normed_stream` says that the stream is normed after each addition.
+    `shared` is an MLP beside the experts' module that the block adds to it; `gate_and_up` and `down` are its own.
+    `sparse` says that an indexer in the attention chooses keys: it is left out, as it chooses all of a text of up to
+    `index_topk` tokens (`sizes.py` has the limit).
     `flattens` says that the block merges the batch and sequence axes on its way; the tracing keeps them apart.
     """
 
@@ -65,6 +68,8 @@ class Layout:
     limited: bool = False
     embeds_in_code: str | None = None
     normed_stream: bool = False
+    shared: str | None = None
+    sparse: bool = False
     flattens: bool = False
 
 
@@ -82,9 +87,12 @@ PARALLEL = replace(LLAMA, middle=None)
 PLAIN_MLP = replace(LLAMA, gate=None)
 LATENTS = replace(LLAMA, latents=("q_a_layernorm", "kv_a_layernorm"), rotates_part=True)
 LATENT_EXPERTS = replace(LATENTS, experts=True)
+SPARSE_LATENTS = replace(LATENT_EXPERTS, sparse=True)
 SCALED = replace(LLAMA, adds_products=True)
 GATED_HEADS = replace(LLAMA, z_at_projection=True)
+GEMMA4 = replace(POST_NORMS, rotates_heads_last=True, rotates_singly=True)
 FC = replace(PLAIN_MLP, up="mlp.fc1", down="mlp.fc2")
+GRANITE_EXPERTS = replace(SCALED, mlp_input="block_sparse_moe", mlp_output="block_sparse_moe", experts=True)
 GPT2 = replace(
     PLAIN_MLP,
     positions="transformer.wpe",
@@ -187,6 +195,15 @@ def stablelm(config: Any) -> Layout:
     return replace(LLAMA, rotates_part=True, middle=None if config.use_parallel_residual else LLAMA.middle)
 
 
+def granite_shared(config: Any) -> Layout:
+    """Granite's experts, with an MLP of all tokens beside them where the config says so."""
+    if not config.shared_intermediate_size:
+        return GRANITE_EXPERTS
+    return replace(
+        GRANITE_EXPERTS, shared="shared_mlp", gate=None, up=None, gate_and_up="input_linear", down="output_linear"
+    )
+
+
 FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "afmoe": replace(
         POST_NORMS, middle="pre_mlp_layernorm", mlp_added="post_mlp_layernorm", z_at_projection=True, experts=True
@@ -198,11 +215,13 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "biogpt": replace(
         MLP_IN_BLOCK, positions="biogpt.embed_positions", blocks="biogpt.layers", final_norm="biogpt.layer_norm"
     ),
+    "axk2": replace(SPARSE_LATENTS, z_at_projection=True),
     "bitnet": GATED_HEADS,
     "bloom": BLOOM,
     "codegen": GPTJ,
     "cohere": PARALLEL,
     "cohere2": PARALLEL,
+    "cohere_compass_text": PARALLEL,
     "cohere2_moe": replace(PARALLEL, experts=True),
     "ctrl": replace(
         PLAIN_MLP,
@@ -235,6 +254,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     ),
     "deepseek_v2": replace(LATENT_EXPERTS, rotates_pairs=True),
     "deepseek_v3": LATENT_EXPERTS,
+    "deepseek_v32": SPARSE_LATENTS,
     "diffllama": GATED_HEADS,
     "doge": LLAMA,
     "dots1": EXPERTS,
@@ -248,7 +268,8 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "gemma2": POST_NORMS,
     "gemma3_text": POST_NORMS,
     "gemma3n_text": replace(POST_NORMS, rotates_heads_last=True, rotates_singly=True, streams="altup"),
-    "gemma4_text": replace(POST_NORMS, rotates_heads_last=True, rotates_singly=True),
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4,
     "glm": FUSED_GATE,
     "glm4": replace(
         FUSED_GATE,
@@ -258,6 +279,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     ),
     "glm4_moe": EXPERTS,
     "glm4_moe_lite": LATENT_EXPERTS,
+    "glm_moe_dsa": SPARSE_LATENTS,
     "gpt-sw3": GPT2,
     "gpt2": GPT2,
     "gpt_bigcode": GPT2,
@@ -273,7 +295,9 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "gptj": GPTJ,
     "granite": SCALED,
     "granite_swa": SCALED,
-    "granitemoe": replace(SCALED, mlp_input="block_sparse_moe", mlp_output="block_sparse_moe", experts=True),
+    "granitemoe": GRANITE_EXPERTS,
+    "granitemoe_swa": granite_shared,
+    "granitemoeshared": granite_shared,
     "helium": LLAMA,
     "hunyuan_v1_dense": LLAMA,
     "hunyuan_v1_moe": EXPERTS,
@@ -305,6 +329,9 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "mimo_v2_flash": EXPERTS,
     "minicpm3": replace(LATENTS, adds_products=True),
     "minimax_m2": EXPERTS,
+    "minimax_m3_vl_text": replace(
+        EXPERTS, gate=None, up=None, gate_and_up="mlp.gate_up_proj", down="mlp.down_proj", sparse=True
+    ),
     "ministral": LLAMA,
     "ministral3": LLAMA,
     "mistral": LLAMA,
@@ -323,6 +350,18 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
         up="ffn.up_proj",
         down="ffn.down_proj",
         limited=True,
+    ),
+    "modernbert-decoder": replace(
+        LLAMA,
+        final_norm="model.final_norm",
+        attention="attn",
+        output_projection="attn.Wo",
+        attention_added="attn",
+        middle="mlp_norm",
+        gate=None,
+        up=None,
+        gate_and_up="mlp.Wi",
+        down="mlp.Wo",
     ),
     "nanochat": FC,
     "nemotron": PLAIN_MLP,

@@ -67,13 +67,13 @@ def _identity(graph: ir.Graph, marker: ir.Node, source: ir.Value) -> ir.Value:
 def name_dimensions(graph: ir.Graph) -> None:
     """Name the dynamic axes everywhere: batch, seq, past, total (past and seq together)."""
     inputs = {value.name: value for value in graph.inputs}
-    pasts = [value for name, value in inputs.items() if name.startswith(f"{KEYS_AND_VALUES.past}.")]
-    ids, seq = inputs["input_ids"], str(inputs["input_ids"].shape[1])
-    symbols = {str(ids.shape[0]): "batch", seq: "seq"}
-    for past in pasts:  # of one length, whatever torch found to be equal
-        length = str(past.shape[2])
-        symbols |= {str(past.shape[0]): "batch", length: "past"}
-        symbols |= {f"{length} + {seq}": "total", f"{seq} + {length}": "total"}
+    seq = str(inputs["input_ids"].shape[1])
+    symbols = {str(inputs["input_ids"].shape[0]): "batch", seq: "seq"}
+    for name, value in inputs.items():  # where nothing compares them, torch has a symbol of its own for each layer's
+        if name.startswith(f"{KEYS_AND_VALUES.past}."):
+            length = str(value.shape[2])
+            symbols |= {str(value.shape[0]): "batch", length: "past"}
+            symbols |= {f"{length} + {seq}": "total", f"{seq} + {length}": "total"}
     inputs["attention_mask"].shape = ir.Shape(["batch", "total"])
     inputs["position_ids"].shape = ir.Shape(["batch", "seq"])
     for value in _values(graph):

@@ -14,6 +14,8 @@ _NAMES = {
     "hidden_size": ("hidden_size", ("hidden_size", "n_embd", "d_model")),
     "vocab_size": ("vocab_size", ("vocab_size",)),
 }
+# Names under which configs say how many keys a query chooses; the graph holds attention to all of them.
+SPARSE = ("keep_window_size", "index_topk")
 
 
 def sizes_of(config: Any, learned_positions: bool) -> Sizes:
@@ -60,7 +62,7 @@ def _kv_heads(config: Any, heads: int) -> int:
 
 
 def _max_positions(config: Any, learned_positions: bool) -> int | None:
-    """Largest position of learned positions, and of length-dependent rotations ("longrope")."""
+    """Number of learned positions, or the limit of "longrope" and of sparse attention."""
     if learned_positions:
         return context_length(config.to_dict())
     limits = [
@@ -68,7 +70,15 @@ def _max_positions(config: Any, learned_positions: bool) -> int | None:
         for rope in rope_parameters(config)
         if rope.get("rope_type") == "longrope"
     ]
-    return min(limits, default=None)
+    return min([*limits, *_kept_keys(config)], default=None)
+
+
+def _kept_keys(config: Any) -> list[int]:
+    """Numbers of keys kept by sparse attention, in which a text of as many tokens is whole."""
+    found = [count for name in SPARSE if isinstance(count := getattr(config, name, None), int)]
+    if "minimax_m3_sparse" in (getattr(config, "layer_types", None) or ()):
+        found.append(config.index_topk_blocks * config.index_block_size)
+    return found
 
 
 def rope_parameters(config: Any) -> list[dict[str, Any]]:

@@ -25,6 +25,8 @@ from exporters.transformers.own_experts import tap_own_experts
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
+ADDITIONS = (Tensor.add, Tensor.__add__, torch.add)
+
 
 class _KeepAxes(TorchFunctionMode):
     """Undo a block's `x.reshape(-1, width)`: batch and sequence axes stay apart."""
@@ -59,7 +61,7 @@ class _TapAdditions(TorchFunctionMode):
         self.points = [HookPoint.AttnOut(layer), HookPoint.MlpOut(layer)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (Tensor.add, Tensor.__add__, torch.add) or not any(value is self.stream for value in args):
+        if func not in ADDITIONS or not any(value is self.stream for value in args):
             return func(*args, **(kwargs or {}))
         point = self.points.pop(0)
         added = self.taps.at(point, args[1] if args[0] is self.stream else args[0])
@@ -69,12 +71,32 @@ class _TapAdditions(TorchFunctionMode):
         return self.stream
 
 
+class _TapSum(TorchFunctionMode):
+    """Tap the sum of what a layer's experts and the MLP beside them make."""
+
+    def __init__(self, taps: Taps) -> None:
+        super().__init__()
+        self.taps, self.made = taps, None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in ADDITIONS or self.made is None or not any(value is self.made for value in args):
+            return result
+        self.made = None
+        return self.taps.at_tokens(HookPoint.MlpPost(self.taps.layer), result)
+
+
 class _InOrder(TorchFunctionMode):
     """Give the best experts in the order of their scores, where a router leaves the order open."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         return func(*args, **({**given, "sorted": True} if func in (torch.topk, Tensor.topk) else given))
+
+
+def _choose_all(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Stand in for a choice of keys: the attention of mionnx reads all of them."""
+    return hidden.new_zeros(0)
 
 
 @contextmanager
@@ -229,7 +251,10 @@ class _Attachment:
         if layout.own_attention:
             self.own_attention(i, attention)
         elif layout.rotates_part:
-            self.enter_around(attention, lambda _: TapWhole(self.taps, i))
+            width = getattr(attention, "qk_head_dim", None)
+            self.enter_around(attention, lambda _: TapWhole(self.taps, i, width))
+        if layout.sparse and self.has("indexer", attention):
+            replace_for(self.stack, self.module("indexer", attention), "forward", _choose_all)
 
         def z(x: Tensor) -> Tensor:
             query, _ = self.taps.patterns[i]
@@ -255,7 +280,30 @@ class _Attachment:
             self.experts(i, block, found)
         elif not layout.experts or self.has(layout.down, block):
             self.neurons(i, block)
-        self.after(self.module(layout.mlp_output, block), lambda x: self.taps.at_tokens(HookPoint.MlpPost(i), x))
+        if layout.shared:
+            self.shared(i, block)
+        else:
+            self.after(self.module(layout.mlp_output, block), lambda x: self.taps.at_tokens(HookPoint.MlpPost(i), x))
+
+    def shared(self, i: int, block: nn.Module) -> None:
+        """Tap an MLP beside the experts: it reads what they read, and the block adds the two."""
+        layout, mode = self.layout, _TapSum(self.taps)
+        beside = self.module(str(layout.shared), block)
+        read: list[Tensor] = []
+
+        def keep(x: Tensor) -> Tensor:
+            read[:] = [x]
+            return x
+
+        def made(x: Tensor) -> Tensor:
+            mode.made = x
+            return x
+
+        self.before(self.module(layout.mlp_input, block), keep)  # after the hook point there
+        self.before(beside, lambda _: read.pop())
+        self.after(self.module(layout.mlp_output, block), made)
+        self.enter_around(block, lambda _: mode)
+        self.neurons(i, beside, alone=True)
 
     def note(self, i: int, x: Tensor) -> Tensor:
         """Note whose MLP runs, and its axes."""

@@ -1,25 +1,30 @@
-"""Memory that captures need, estimated before anything runs."""
+"""Memory that captures and gradients need, estimated before anything runs."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from mionnx.bind.plan import BoundCapture
 from mionnx.graph.axes import heads_axis, sequence_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import Brief, count
+from mionnx.machine.decimals import decimal
 from mionnx.machine.memory import format_bytes
 
 
 @dataclass(frozen=True, repr=False)
 class Estimate(Brief):
-    """Bytes that a spec's captures need.
+    """Bytes that a spec's captures and gradients need.
 
     Attributes:
         captures: name of the capture -> bytes.
+        graph: of a spec with gradients, approximate bytes of its open graph.
+        opening: of a spec with gradients, approximate seconds of processor time until its graph is open.
     """
 
     captures: dict[str, int]
+    graph: int = field(default=0, kw_only=True)
+    opening: float = field(default=0.0, kw_only=True)
 
     @property
     def total(self) -> int:
@@ -34,6 +39,8 @@ class Estimate(Brief):
 
     def _facts(self) -> Iterator[str]:
         yield from (count(len(self.captures), "capture"), format_bytes(self.total), f"peak {format_bytes(self.peak)}")
+        if self.graph:
+            yield f"a graph of {format_bytes(self.graph)}, opened in {decimal(self.opening, 1)} s"
 
     def _lines(self) -> Iterator[str]:
         for name, size in sorted(self.captures.items(), key=lambda one: -one[1]):

@@ -15,7 +15,7 @@ from mionnx.rewrite.plan import GradientNode, Gradients
 from mionnx.spec.capture import Capture
 from mionnx.spec.hook_choice import resolve
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.spec.metric import MetricSpec
+from mionnx.spec.metric import RULES, MetricSpec
 
 
 def gradients_asked(spec: HookSpec, computed: bool) -> MetricSpec | None:
@@ -26,12 +26,14 @@ def gradients_asked(spec: HookSpec, computed: bool) -> MetricSpec | None:
         computed: whether the caller computes metrics and gradients.
 
     Raises:
-        GradientError: gradients without a metric, or a caller that computes none.
+        GradientError: gradients without a metric, rules without gradients, or a caller that computes none.
     """
     if spec.gradients and spec.metric is None:
         raise GradientError(
             f"{spec.gradients[0]}: a gradient is that of a metric: set_metric('logit', answer=...) says of which"
         )
+    if spec.metric is not None and spec.metric.rules != RULES[0] and not spec.gradients:
+        raise GradientError(f"rules={spec.metric.rules!r} has no effect: the spec asks for no gradient()")
     if spec.metric is not None and not computed:
         raise GradientError(
             "this call computes no metric and no gradient: `forward` and `gradients` do; leave them out of this spec"

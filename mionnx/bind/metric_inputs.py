@@ -1,7 +1,8 @@
 """The inputs of a metric: weights of positions, tokens, the reference, the numbers of a seed."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import operator
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,21 +16,46 @@ from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.plan import METRIC_ANSWER, METRIC_REFERENCE, METRIC_SEED, METRIC_VERSUS, METRIC_WEIGHTS
 from mionnx.spec.metric import READS, WHOLE, MetricSpec, Token, Tokens
 
-TokenId = Callable[[Token], int]
 Feeds = dict[str, NDArray[Any]]
 
 
-def metric_inputs(
-    metric: MetricSpec, batch: TokenBatch, logits: Logits | None, sizes: Sizes, token_id: TokenId
-) -> Feeds:
+class Vocabulary(Protocol):
+    """A model with a tokenizer: what is needed of `Runner` for the ids of tokens."""
+
+    def token_id(self, text: str) -> int:
+        """The id of a text that is one token."""
+
+    def _known(self, token: int) -> int:
+        """Check a token's id."""
+
+
+def with_ids(metric: MetricSpec, model: Vocabulary) -> MetricSpec:
+    """The same metric with its tokens as ids of a model's vocabulary.
+
+    Raises:
+        GradientError: a token that is neither a text nor an integer.
+        InputError, TokenizerError: a token outside the vocabulary, or a text that is not one.
+    """
+
+    def token_id(token: Token) -> int:
+        if isinstance(token, str):
+            return model.token_id(token)
+        try:
+            return model._known(operator.index(token))
+        except TypeError:
+            raise GradientError(f"token {token!r}: a token is a text, or an integer") from None
+
+    return metric.with_ids(token_id)
+
+
+def metric_inputs(metric: MetricSpec, batch: TokenBatch, logits: Logits | None, sizes: Sizes) -> Feeds:
     """Make the inputs of a metric for one token batch.
 
     Args:
-        metric: the metric.
+        metric: the metric, its tokens as ids.
         batch: the tokens.
         logits: the part of the logits that the graph computes; None for all.
         sizes: of the model.
-        token_id: the id of a token, given as an id or a text.
 
     Raises:
         GradientError: logits of some tokens only, a position that is not computed, tokens or arrays of another number
@@ -43,7 +69,7 @@ def metric_inputs(
     count = feeds[METRIC_WEIGHTS].shape[1]
     for name, given in ((METRIC_ANSWER, metric.answer), (METRIC_VERSUS, metric.versus)):
         if given is not None:
-            ids = np.array(_per_row(name.rsplit(".", 1)[1], given, batch.batch, token_id), np.int64)
+            ids = np.array(_per_row(name.rsplit(".", 1)[1], given, batch.batch), np.int64)
             feeds[name] = np.repeat(ids[:, None], count, axis=1)
     _refuse_same(metric, feeds)
     for name, array in ((METRIC_REFERENCE, metric.reference), (METRIC_SEED, metric.seed)):
@@ -78,7 +104,7 @@ def _places(logits: Logits | None) -> list[int] | None:
 
 def _weights(metric: MetricSpec, batch: TokenBatch, places: Sequence[int] | None) -> NDArray[np.float32]:
     """[batch, n]: 1 at the position that is read, 0 elsewhere."""
-    if metric.seed is not None and metric.seed.ndim == 3:
+    if metric.position is None:
         return np.ones((batch.batch, batch.seq if places is None else len(places)), np.float32)
     if places is None:
         weights = np.zeros((batch.batch, batch.seq), np.float32)
@@ -106,12 +132,12 @@ def _loss(batch: TokenBatch, places: Sequence[int] | None) -> Feeds:
     return {METRIC_WEIGHTS: weights / counts, METRIC_ANSWER: targets}
 
 
-def _per_row(what: str, given: Tokens, rows: int, token_id: TokenId) -> list[int]:
-    if isinstance(given, Sequence | np.ndarray) and not isinstance(given, str):
-        if len(given) != rows:
-            raise GradientError(f"{what} has {len(given)} tokens for {rows} rows")
-        return [token_id(token) for token in given]
-    return [token_id(given)] * rows  # type: ignore[arg-type]
+def _per_row(what: str, given: Tokens, rows: int) -> list[Token]:
+    if not isinstance(given, Sequence):
+        return [given] * rows  # type: ignore[list-item]
+    if len(given) != rows:
+        raise GradientError(f"{what} has {len(given)} tokens for {rows} rows")
+    return [*given]
 
 
 def _refuse_same(metric: MetricSpec, feeds: Feeds) -> None:

@@ -15,10 +15,12 @@ from mionnx.cli.attribute import attribute
 from mionnx.cli.attribute_patch import attribute_patch
 from mionnx.cli.bisect import bisect
 from mionnx.cli.check import check
+from mionnx.cli.circuit import circuit
 from mionnx.cli.compile import compile_
 from mionnx.cli.demo import demo
 from mionnx.cli.export import export
 from mionnx.cli.generate import generate
+from mionnx.cli.harvest import harvest
 from mionnx.cli.heads import heads
 from mionnx.cli.hooks import hooks
 from mionnx.cli.lens import lens
@@ -29,8 +31,8 @@ from mionnx.cli.verify import verify
 from mionnx.errors import MIError
 
 COMMANDS = (
-    *(export, adopt, check, hooks, run, generate, sweep, attribute_patch, lens, attention, attribute, heads, steer),
-    *(compile_, verify, bisect, demo),
+    *(export, adopt, check, hooks, run, generate, sweep, attribute_patch, circuit, lens, attention, attribute, heads),
+    *(steer, harvest, compile_, verify, bisect, demo),
 )
 
 app = typer.Typer(

@@ -9,6 +9,7 @@ from rich.console import Console
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Sweep
 from mionnx.cli.options import Html, Json, Layers, Model, Png, Provider, Save, chosen, deliver
+from mionnx.cli.sweep_options import OTHER, Answer, Cells, Clean, Kind, Over, Read, Versus, axes, given
 from mionnx.machine.memory import format_bytes
 from mionnx.model import MIModel
 
@@ -17,21 +18,21 @@ STOPPED = 130  # the exit code of a program that was interrupted
 
 def sweep(
     model: Model,
-    clean: Annotated[str, typer.Argument(help="The clean prompt.")],
-    corrupted: Annotated[str | None, typer.Argument(help="The corrupted prompt, of equal length.")] = None,
-    hook: Annotated[str | None, typer.Option(help="A hook point of any layer: resid_pre, z, mlp_out, ..")] = None,
-    over: Annotated[str | None, typer.Option(help="Axes: layer,position,head,source.")] = None,
+    clean: Clean,
+    corrupted: Annotated[str | None, typer.Argument(help=OTHER)] = None,
+    hook: Kind = None,
+    over: Over = None,
     metric: Annotated[str | None, typer.Option(help="logit_diff, probability, log_probability, rank or kl.")] = None,
-    answer: Annotated[str | None, typer.Option(help="A token; the clean prompt's top token if left out.")] = None,
-    versus: Annotated[str | None, typer.Option(help="A token; the corrupted prompt's top token if left out.")] = None,
+    answer: Answer = None,
+    versus: Versus = None,
     noising: Annotated[bool, typer.Option(help="Patch corrupted values into the clean run.")] = False,
     ablate: Annotated[str | None, typer.Option(metavar="zero|mean", help="Ablate instead of patching.")] = None,
     receiver: Annotated[
         list[str] | None, typer.Option(metavar="HOOK", help="Path patching: a receiver, or all.")
     ] = None,
     layers: Layers = None,
-    at: Annotated[int, typer.Option(help="Position of the logits that the metric reads.")] = -1,
-    top: Annotated[int, typer.Option(min=1, help="Number of cells to list where the map does not fit.")] = 12,
+    at: Read = -1,
+    top: Cells = 12,
     html: Html = None,
     png: Png = None,
     save: Save = None,
@@ -53,14 +54,8 @@ def sweep(
     if ablate and (receiver or noising):
         raise typer.BadParameter("--receiver and --noising are for patching")
     opened = MIModel.from_pretrained(model, provider=provider)
-    named: dict[str, Any] = {
-        "metric": metric,
-        "answer": answer,
-        "versus": versus,
-        "layers": chosen("layers", layers),
-    }
-    named |= {"sender" if receiver else "hook": hook, "over": over.split(",") if over else None}
-    options = {name: value for name, value in named.items() if value is not None}
+    options = given(metric=metric, answer=answer, versus=versus, layers=chosen("layers", layers), over=axes(over))
+    options |= given(**{"sender" if receiver else "hook": hook})
     options |= {"at": at, "before": lambda ready: _announce(ready, as_json), "resume": True}
     try:
         if corrupted is None:

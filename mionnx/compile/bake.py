@@ -7,6 +7,7 @@
 3. A knockout mask holds for the positions of each row's text that it was made for; beyond them nothing is knocked out.
 4. State interventions of a recurrent model take the place of the gates' defaults; see `mionnx.compile.bake_gates`.
 5. A knob stays an input, with a default: it multiplies what is added or removed, or is the factor itself.
+6. The inputs of a metric likewise; see `mionnx.compile.bake_metric`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.bind.selection import Selection
 from mionnx.compile.bake_gates import bake_gates
+from mionnx.compile.bake_metric import bake_metric
 from mionnx.compile.token_facts import TokenFacts, replace_input
 from mionnx.errors import InterventionError
 from mionnx.graph.builder import Builder, Constant, Graph, Tensor, Variable
@@ -46,7 +48,7 @@ def bake(
         report: added nodes, inputs and outputs are noted here.
 
     Raises:
-        InterventionError: what only a single call can have: batch rows, values for several tokens.
+        InterventionError, GradientError: what only a single call can have: batch rows, values for several tokens.
     """
     turned: dict[int, Constant] = {}
     for name, where in knobs.items():
@@ -56,6 +58,7 @@ def bake(
         dims = bound.hooks.dims(HookPoint.parse(edit.hook))
         _edit(graph, edit, intervention, dims, calls, turned.get(n), report)
     bake_gates(graph, bound.spec, bound.model.metadata, calls, report)
+    bake_metric(graph, bound, calls, report)
     graph.toposort()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from mionnx.bind.metric_inputs import Vocabulary, with_ids
 from mionnx.compile.package import Knobs, Packaging, compile_spec
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.progress import bars
@@ -12,8 +14,8 @@ from mionnx.machine.typed import typed
 from mionnx.spec.hook_spec import HookSpec
 
 
-class Hooked(Protocol):
-    """Anything that has a hooked model, such as `MIModel`."""
+class Hooked(Vocabulary, Protocol):
+    """Anything that has a hooked model and a tokenizer, such as `MIModel`."""
 
     hooked: HookedModel
 
@@ -39,7 +41,8 @@ def compile_model(
 
     Args:
         hooks: the spec. Values must be the same for all tokens they apply to. An empty one gives the model itself, as
-            its target runs it.
+            its target runs it. Its metric and gradients become outputs of the graph, `mionnx.metric` [batch] and
+            `{hook point}.gradient`; its tokens and arrays must be the same for all rows.
         folder: path of a folder that does not exist yet.
         knobs: name of a graph input -> the hook points whose interventions it scales (None: all that have a strength).
             A glob means those that it matches. The input multiplies what is added or projected out, by default by 1,
@@ -52,7 +55,8 @@ def compile_model(
         the folder.
 
     Raises:
-        HookError, InterventionError: a spec that does not fit the model, or that only a single call can have.
+        HookError, InterventionError, GradientError: a spec that does not fit the model, or that only a single call can
+            have.
         ModelError: the folder exists or cannot be written.
         RuntimeMissingError: the target's provider is not installed.
 
@@ -61,6 +65,8 @@ def compile_model(
         folder = model.compile(spec, "without-head-3")
     """
     packaging = Packaging(weights, target, layout, fused)
+    if hooks.metric is not None:
+        hooks = replace(hooks, metric=with_ids(hooks.metric, model))
     with bars() as progress:
         return compile_spec(
             model.hooked,

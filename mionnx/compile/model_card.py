@@ -7,6 +7,7 @@ import onnx
 
 from mionnx.engine.onnx_runtime import UNSTABLE_FUSIONS
 from mionnx.graph.metadata import Metadata
+from mionnx.rewrite.plan import METRIC
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
@@ -66,7 +67,7 @@ is the call that token 0 stands in; "generated" means every later call.
 - original graph, sha256: `{facts["graph_sha256"]}`
 - spec, sha256: `{facts["spec_sha256"]}`
 - target: {target}{_bound(target)}
-{_fused(facts)}
+{_metric(facts)}{_fused(facts)}
 ## Running it
 
 ```python
@@ -92,6 +93,14 @@ session = onnxruntime.InferenceSession("model.onnx", disabled_optimizers={list(U
 {_rows(outputs)}
 """
     return text + _optional(facts, optional)
+
+
+def _metric(facts: Mapping[str, Any]) -> str:
+    """A line on the metric and its gradients."""
+    if "metric" not in facts:
+        return ""
+    by = f", and its gradients: {', '.join(f'`{name}`' for name in facts['gradients'])}" * bool(facts["gradients"])
+    return f"- `{METRIC}` is {facts['metric']} of each row{by}\n"
 
 
 def _fused(facts: Mapping[str, Any]) -> str:

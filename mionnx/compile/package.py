@@ -25,7 +25,7 @@ from typing import Any
 
 import onnx
 
-from mionnx.bind.bound_spec import BoundSpec, bind
+from mionnx.bind.bound_spec import Binder, BoundSpec
 from mionnx.compile.bake import bake
 from mionnx.compile.model_card import card, triton_config
 from mionnx.engine import onnx_runtime
@@ -42,6 +42,7 @@ from mionnx.graph.restore import restore
 from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import Progress, silent
 from mionnx.rewrite.apply_plan import apply_plan
+from mionnx.rewrite.gradient.gradient_outputs import add_gradients
 from mionnx.rewrite.plan import ALL, NONE, PADDED, Outputs, Plan
 from mionnx.rewrite.prune import prune
 from mionnx.spec.hook_choice import HookChoice
@@ -110,14 +111,16 @@ def compile_spec(
     packaging, target = packaging or Packaging(), Path(folder)
     if target.exists():
         raise ModelError(f"{target} exists already")
-    bound = bind(spec if captures else _without_captures(spec), model, Outputs(last=last_logits))
+    wanted = spec if captures else _without_captures(spec)
+    bound = Binder(model).bind(wanted, Outputs(last=last_logits), differentiated=True)
     proto = _with_fused(_compiled(bound, _indices(bound, knobs or {})), model, packaging.fused)
     remove_leftovers(target.parent, holding=(GRAPH,))
     with new_folder(target, ModelError) as partial:
         at = partial / target.name / "1" if packaging.layout == "triton" else partial
         at.mkdir(parents=True, exist_ok=True)
         _write_model(model, proto, at, packaging, progress)
-        _write_rest(model, bound.spec, proto, at.parent if packaging.layout == "triton" else at, packaging, target.name)
+        named = _nameable(bound.spec, bound.plan)
+        _write_rest(model, named, proto, at.parent if packaging.layout == "triton" else at, packaging, target.name)
     return target
 
 
@@ -167,6 +170,8 @@ def _compiled(bound: BoundSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
     bake(edited, bound, knobs, report)
     prune(edited, report)
     proto = to_proto(edited, model.proto, dict.fromkeys(knobs, ()))
+    if plan.gradients is not None:
+        proto = add_gradients(proto, plan.gradients, report)
     facts = {
         "what": "a compiled intervention graph: not the original model",
         "family": model.metadata.family,
@@ -179,6 +184,8 @@ def _compiled(bound: BoundSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
         "captures": [want.output for want in plan.captures],
         "knobs": {name: [plan.edits[n].hook for n in where] for name, where in knobs.items()},
     }
+    if plan.gradients is not None:
+        facts |= {"metric": str(spec.metric), "gradients": [node.fetched for node in plan.gradients.by]}
     proto.metadata_props.add(key=COMPILED, value=json.dumps(facts))
     return proto
 
@@ -212,10 +219,14 @@ def _refuse_large_fragments(spec: HookSpec) -> None:
 
 
 def _nameable(spec: HookSpec, plan: Plan) -> HookSpec:
-    """The spec with every capture by name: a file holds no predicate."""
+    """The spec with every capture and gradient by name: a file holds no predicate."""
     named = _without_captures(spec)
     for want in plan.captures:
         named.capture(want.hook, before=want.before)
+    if plan.gradients is not None:
+        named.gradients = []
+        for want in plan.gradients.by:
+            named.gradient(want.hook, before=want.before)
     return named
 
 
@@ -272,10 +283,7 @@ def _write_rest(
     model: HookedModel, spec: HookSpec, proto: onnx.ModelProto, at: Path, packaging: Packaging, name: str
 ) -> None:
     facts = json.loads(next(entry.value for entry in proto.metadata_props if entry.key == COMPILED))
-    named = _without_captures(spec)
-    for hook in facts["captures"]:
-        named.capture(hook.removesuffix(".before"), before=hook.endswith(".before"))
-    named.save(str(at / SPEC))
+    spec.save(str(at / SPEC))
     for pattern in KEPT:
         for file in model.folder.glob(pattern):
             shutil.copyfile(file, at / file.name)

@@ -7,6 +7,7 @@ graph is checked by `HookedModel.open`.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from mionnx.errors import ModelError
@@ -157,12 +158,17 @@ class Metadata:
 
     def past_shapes(self, batch: int, past: int) -> dict[str, tuple[int, ...]]:
         """Graph input -> the shape of its keys or values: [batch, n_kv_heads, past, head_dim]."""
-        shapes: dict[str, tuple[int, ...]] = {}
+        return {name: (batch, count, past, width) for name, (count, width) in self._past_sizes.items()}
+
+    @cached_property
+    def _past_sizes(self) -> dict[str, tuple[int, int]]:
+        """Graph input -> n_kv_heads and head_dim of its keys or values."""
+        sizes: dict[str, tuple[int, int]] = {}
         for layer in range(self.sizes.num_layers):
             count, *widths = self.heads(layer)
-            for name, width in zip(KEYS_AND_VALUES.layer_inputs(layer), widths, strict=True):
-                shapes[name] = (batch, count, past, width)
-        return shapes
+            names = KEYS_AND_VALUES.layer_inputs(layer)
+            sizes |= {name: (count, width) for name, width in zip(names, widths, strict=True)}
+        return sizes
 
     def axis_sizes(self, point: HookPoint) -> dict[str, int]:
         """Axis name -> size, of the axes of a hook point that are as long in every pass."""

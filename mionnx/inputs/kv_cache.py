@@ -139,18 +139,8 @@ class KVCache(LayerCache[Layer]):
         Raises:
             InputError: another number of layers, another shape or dtype.
         """
-        if self.num_layers != sizes.num_layers:
-            raise InputError(f"the cache has {self.num_layers} layers, the model {sizes.num_layers}")
-        values, wanted = [value for layer in self.held() for value in layer], np.dtype(dtype)
-        feeds: dict[str, Value] = dict(zip(KEYS_AND_VALUES.inputs(self.num_layers), values, strict=True))
-        for name, value in feeds.items():
-            if value.shape != (own := shape if shapes is None else shapes[name]) or value.dtype != wanted:
-                _, layer, kind = name.split(".")
-                raise InputError(
-                    f"the cache's {kind}s of layer {layer} are {value.dtype} {list(value.shape)}, "
-                    f"expected {wanted} {list(own)}"
-                )
-        return feeds
+        wanted = shapes or dict.fromkeys(KEYS_AND_VALUES.inputs(sizes.num_layers), shape)
+        return fitting_feeds(self, wanted, np.dtype(dtype))
 
     @staticmethod
     def empty(num_layers: int, batch: int, n_kv_heads: int, head_dim: int, dtype: DTypeLike) -> KVCache:
@@ -163,3 +153,27 @@ class KVCache(LayerCache[Layer]):
             raise InputError(f"{num_layers} layers: a model has 0 to {MOST_LAYERS}")
         nothing = zeros((batch, n_kv_heads, 0, head_dim), dtype)
         return KVCache([(nothing, nothing)] * num_layers, zeros((batch, 0), np.int64))
+
+
+def fitting_feeds(cache: KVCache, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype[Any]) -> dict[str, Value]:
+    """A cache as the inputs of a graph; its arrays are looked at, the arguments are not.
+
+    Args:
+        cache: the past.
+        shapes: input -> its shape, layer by layer.
+        dtype: of all.
+
+    Raises:
+        InputError: another number of layers, another shape or dtype.
+    """
+    if cache.num_layers != (wanted := len(shapes) // len(PARTS)):
+        raise InputError(f"the cache has {cache.num_layers} layers, the model {wanted}")
+    values = [value for layer in cache.held() for value in layer]
+    for (name, shape), value in zip(shapes.items(), values, strict=True):
+        if value.shape != shape or value.dtype != dtype:
+            _, layer, kind = name.split(".")
+            raise InputError(
+                f"the cache's {kind}s of layer {layer} are {value.dtype} {list(value.shape)}, "
+                f"expected {dtype} {list(shape)}"
+            )
+    return dict(zip(shapes, values, strict=True))

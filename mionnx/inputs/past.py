@@ -8,7 +8,7 @@ import numpy as np
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.io_names import cache_names
-from mionnx.inputs.kv_cache import KVCache
+from mionnx.inputs.kv_cache import KVCache, fitting_feeds
 from mionnx.inputs.lacking import refuse_without_cache
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch
@@ -49,15 +49,10 @@ def past_inputs(model: HookedModel, past: Past | None, batch: TokenBatch) -> Arr
     if model.metadata.recurrent:
         state = past if isinstance(past, RWKVState) else RWKVState.empty(sizes, batch.batch, dtype)
         return state.feeds(sizes, batch.batch, dtype)
+    if not isinstance(past, KVCache):
+        return {name: zeros(shape, dtype) for name, shape in model.metadata.past_shapes(batch.batch, 0).items()}
     shapes = model.metadata.past_shapes(batch.batch, batch.total - batch.seq)
-    cache = past if isinstance(past, KVCache) else _no_past(model, batch.batch)
-    return cache.feeds(sizes, (), dtype, shapes=shapes)
-
-
-def _no_past(model: HookedModel, batch: int) -> KVCache:
-    """The cache before the first token, each layer in its own shapes."""
-    parts = [zeros(shape, model.past_dtype) for shape in model.metadata.past_shapes(batch, 0).values()]
-    return KVCache(list(zip(parts[::2], parts[1::2], strict=True)), zeros((batch, 0), np.int64))
+    return fitting_feeds(past, shapes, np.dtype(dtype))
 
 
 def present_to_past(model: HookedModel) -> dict[str, str]:

@@ -193,7 +193,7 @@ def _check(hint: Any) -> Check | None:
     if issubclass(kind, os.PathLike):
         return _path
     if issubclass(kind, Mapping):
-        return partial(_mapping, *(args or (Any, Any)))
+        return partial(_mapping, *(_check(arg) for arg in args or (Any, Any)))
     if kind is tuple and args and args[-1] is not Ellipsis:
         return partial(_record, [_check(arg) for arg in args])
     if issubclass(kind, Iterable) and kind in COLLECTIONS:
@@ -271,10 +271,9 @@ def _path(value: Any) -> Any:
     return REFUSED if b"\0" in name or max(map(len, name.split(b"/"))) > LONGEST else value
 
 
-def _mapping(key: Any, entry: Any, value: Any) -> Any:
+def _mapping(keys: Check | None, entries: Check | None, value: Any) -> Any:
     if not isinstance(value, Mapping):
         return REFUSED
-    keys, entries = _check(key), _check(entry)
     if isinstance(value, dict):
         for one, other in value.items():
             if (keys and keys(one) is REFUSED) or (entries and entries(other) is REFUSED):

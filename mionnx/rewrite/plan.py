@@ -175,12 +175,19 @@ class Gradients:
         by: the gradients, in execution order; none if the metric alone is wanted.
         of: the value that the metric reads: the logits, or one at a hook point.
         rules: the name of the rules by which nodes are gone through backwards; see `mionnx.rewrite.gradient.rules`.
+        beside: with a value at a hook point, further ones whose sums are added to its, each with numbers of its own.
     """
 
     metric: str
     by: tuple[GradientNode, ...] = ()
     rules: str = "gradient"
     of: str = "logits"
+    beside: tuple[str, ...] = ()
+
+    @property
+    def seeds(self) -> dict[str, str]:
+        """Value at a hook point -> the input of the numbers that it is weighed with."""
+        return {self.of: METRIC_SEED} | {name: f"{METRIC_SEED}.{name}" for name in self.beside}
 
 
 LOGIT_COLUMNS, LOGIT_TOKENS, TOP_K = "mionnx.logits.columns", "mionnx.logits.tokens", "mionnx.logits.top_k"

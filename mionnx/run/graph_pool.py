@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from mionnx.engine.engine import Program
 from mionnx.engine.engines import ready_engine
 from mionnx.engine.options import Options
-from mionnx.errors import InputError, nearest
+from mionnx.errors import InputError, ModelError, nearest
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.machine import memory
@@ -129,11 +129,12 @@ class GraphPool:
 
     def _recent(self, key: Key, make: Callable[[], Open], tokens: int) -> Open:
         self.model.need_weights()
+        self._need_operators()
         _threads.add(get_ident())
         _uses[0] += 1
         with self._lock:
             if self.options.prepack is None and self.engine.prepacks:
-                self.options = replace(self.options, prepack=tokens < UNPACKED)
+                self.options = replace(self.options, prepack=self.packs(tokens))
         if found := self._used(key):
             return found
         with self._opening.of(key):
@@ -145,6 +146,25 @@ class GraphPool:
                 self._lately.add(key)
                 self._close_beyond_limits()
         return graph
+
+    def _need_operators(self) -> None:
+        """Refuse a dtype that the engine does not compute in, before a graph is rewritten.
+
+        Raises:
+            ModelError: the model's is one.
+        """
+        dtype = self.model.metadata.dtype
+        if dtype in self.engine.lacks(self.options):
+            where = f"{self.options.engine} on {self.options.provider}"
+            raise ModelError(
+                f"{self.model.folder} is in {dtype}, in which {where} does not compute: export its checkpoint in "
+                "float32 or float16, or open it with provider='cuda'"
+            )
+
+    def packs(self, tokens: int) -> bool:
+        """Whether a graph that a call of so many tokens opens has its weights packed."""
+        chosen = self.options.prepack
+        return self.engine.prepacks and (tokens < UNPACKED if chosen is None else chosen)
 
     def _used(self, key: Key) -> Any:
         """An open graph, or None; it goes last in the dictionary, as the one used most recently."""

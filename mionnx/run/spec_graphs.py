@@ -1,18 +1,23 @@
 """Verbs of a model about the graph that a spec makes of it."""
 
+from dataclasses import replace
 from typing import Protocol
 
 from mionnx.bind.bound_spec import Binder
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
+from mionnx.graph import onnx_file
 from mionnx.inputs.lacking import refuse_without_cache
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.rewrite import Report, rewrite
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.fused_plan import with_fused
-from mionnx.run.graph_pool import GraphPool, OpenGraph
+from mionnx.run.graph_pool import NODE, SESSION, GraphPool, OpenGraph
 from mionnx.spec.hook_spec import HookSpec
+
+SECONDS, PACKED = 2e-4, 2**29  # of opening a node, and bytes packed a second: one core of 2026, GPT-2's shape
+COPIES = 2  # of each weight that the products of a gradient graph pack: as it is, and turned
 
 
 class OpenModel(Protocol):
@@ -78,7 +83,7 @@ def report(model: OpenModel, hooks: HookSpec) -> Report:
 
 @typed()
 def estimate(model: OpenModel, hooks: HookSpec, batch: int, seq: int, past: int = 0) -> Estimate:
-    """Estimate the bytes of a spec's captures before anything runs.
+    """Estimate a spec's captures, and the opening of its gradients' graph, before a run.
 
     Args:
         hooks: the spec.
@@ -87,6 +92,7 @@ def estimate(model: OpenModel, hooks: HookSpec, batch: int, seq: int, past: int 
 
     Raises:
         InputError: no rows, no tokens, a negative past, or one of a graph without a cache.
+        GradientError: an operator without a rule.
 
     Example:
         model.estimate(HookSpec().capture("*"), batch=1, seq=128).total
@@ -95,4 +101,11 @@ def estimate(model: OpenModel, hooks: HookSpec, batch: int, seq: int, past: int 
         at_least(name, number, least)
     if past:
         refuse_without_cache(model.binder.model, "a past")
-    return model.binder.bind(hooks, differentiated=True).estimate(batch, seq, past + seq)
+    bound = model.binder.bind(hooks, differentiated=True)
+    found = bound.estimate(batch, seq, past + seq)
+    if not bound.gradients:
+        return found
+    hooked, variants = model.binder.model, model.variants
+    nodes = len(onnx_file.parse(rewrite(hooked.proto, bound.plan, hooked.metadata)[0]).graph.node)
+    packed = COPIES * variants.weights * variants.packs(batch * seq)
+    return replace(found, graph=SESSION + NODE * nodes + packed, opening=SECONDS * nodes + packed / PACKED)

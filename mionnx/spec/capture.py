@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from mionnx.errors import InterventionError
 from mionnx.spec.attention_knockout import naturals, whole
-from mionnx.spec.hook_choice import HookChoice
+from mionnx.spec.hook_choice import HookChoice, Hooks, each
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,20 @@ class Capture(HookChoice):
         return {"hook": self.text, "before": self.before, **limited}
 
 
-def capture_limit(what: str, indices: int | Iterable[int] | None) -> tuple[int, ...] | None:
+def requests_of(
+    hook: Hooks, before: bool, positions: int | Iterable[int] | None, heads: int | Iterable[int] | None
+) -> list[Capture]:
+    """Make the requests of a capture or gradient, one for each hook point, glob or predicate.
+
+    Raises:
+        InterventionError: positions or heads that are no integers.
+        HookError: an empty list.
+    """
+    limits = _limit("positions", positions), _limit("heads", heads)
+    return [Capture(what, before, *limits) for what in each(hook)]
+
+
+def _limit(what: str, indices: int | Iterable[int] | None) -> tuple[int, ...] | None:
     """Positions or heads of a capture as a tuple; None stays None.
 
     Raises:

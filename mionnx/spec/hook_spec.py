@@ -18,7 +18,7 @@ from mionnx.machine.files import write_atomic
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
 from mionnx.spec import spec_file
-from mionnx.spec.capture import Capture, capture_limit
+from mionnx.spec.capture import Capture, requests_of
 from mionnx.spec.declaration import fill
 from mionnx.spec.hook_choice import Hook, HookChoice, Hooks, each
 from mionnx.spec.intervention import Intervention
@@ -73,10 +73,7 @@ class HookSpec(Brief, Storable):
         Example:
             spec = HookSpec().capture("blocks.*.attn.hook_pattern", heads=[0, 3])
         """
-        limits = capture_limit("positions", positions), capture_limit("heads", heads)
-        for request in [Capture(what, before, *limits) for what in each(hook)]:
-            if request not in self.captures:
-                self.captures.append(request)
+        _add(self.captures, requests_of(hook, before, positions, heads))
         return self
 
     def gradient(
@@ -98,10 +95,7 @@ class HookSpec(Brief, Storable):
         Example:
             spec = HookSpec().gradient("blocks.*.attn.hook_z").set_metric("logit", answer=" Paris")
         """
-        limits = capture_limit("positions", positions), capture_limit("heads", heads)
-        for request in [Capture(what, before, *limits) for what in each(hook)]:
-            if request not in self.gradients:
-                self.gradients.append(request)
+        _add(self.gradients, requests_of(hook, before, positions, heads))
         return self
 
     def set_metric(
@@ -110,7 +104,7 @@ class HookSpec(Brief, Storable):
         *,
         answer: Tokens = None,
         versus: Tokens = None,
-        position: int = -1,
+        position: int | None = None,
         reference: ArrayLike | None = None,
         seed: ArrayLike | None = None,
         at: Hook | None = None,
@@ -121,7 +115,8 @@ class HookSpec(Brief, Storable):
         Args:
             name: "logit", "logit_diff", "log_probability", "probability", "kl", "loss" or "seed", see `MetricSpec`.
             answer, versus: tokens, as ids or texts, one for all rows or one a row.
-            position: of each row's own text, at which the logits are read; "loss" reads all.
+            position: of each row's own text, at which the logits are read; the last if left out. "loss", and a seed
+                for every logit, read all.
             reference: of "kl", the logits of the distribution that is compared with, [vocab] or [batch, vocab].
             seed: of "seed", the derivative by the logits of a number that is no metric here, [vocab], [batch, vocab] or
                 [batch, seq, vocab]; with `at`, in that value's shape.
@@ -130,12 +125,13 @@ class HookSpec(Brief, Storable):
                 "relp_frozen_pattern", "frozen_norm_pattern"; see `mionnx.rewrite.gradient.propagation`.
 
         Raises:
-            GradientError: an unknown metric or one without a gradient, or a part that is missing or not read.
+            GradientError: an unknown metric or one without a gradient, or a part or position that is missing or not
+                read.
 
         Example:
             spec = HookSpec().gradient("*.hook_mlp_out").set_metric("logit_diff", answer=" John", versus=" Mary")
         """
-        self.metric = MetricSpec.of(name, answer, versus, position, reference, seed, at, rules)
+        self.metric = MetricSpec(name, answer, versus, position, reference, seed, at, rules)
         return self
 
     def intervene(self, hook: Hooks, intervention: Intervention) -> HookSpec:
@@ -196,11 +192,11 @@ class HookSpec(Brief, Storable):
         Example:
             both = HookSpec().extend(steering).extend(captures)
         """
-        self.captures += [request for request in other.captures if request not in self.captures]
+        _add(self.captures, other.captures)
         self.interventions += other.interventions
         self.state_knockouts += other.state_knockouts
         self.state_steerings += other.state_steerings
-        self.gradients += [request for request in other.gradients if request not in self.gradients]
+        _add(self.gradients, other.gradients)
         if self.metric is not None and other.metric not in (None, self.metric):
             raise GradientError(f"a spec has one metric: this one has {self.metric}, the other {other.metric}")
         self.metric = self.metric or other.metric
@@ -313,6 +309,13 @@ class HookSpec(Brief, Storable):
 
 
 Spec = TypeVar("Spec")
+
+
+def _add(requests: list[Capture], others: Iterable[Capture]) -> None:
+    """Append those of the others that are not there yet."""
+    for request in others:
+        if request not in requests:
+            requests.append(request)
 
 
 def _targets(where: Where, name: str) -> bool:

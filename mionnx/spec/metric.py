@@ -1,8 +1,8 @@
 """`MetricSpec`: the number of a forward pass whose gradients a spec asks for."""
 
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ NO_GRADIENT = {"rank": "a rank changes in steps"}
 RULES = ("gradient", "frozen_norm", "relp", "relp_frozen_pattern", "frozen_norm_pattern")
 
 
-@dataclass(frozen=True, eq=False)
 class MetricSpec:
     """A metric, one number a row, by its name and what it reads.
 
@@ -39,55 +38,46 @@ class MetricSpec:
             the mean of the negative log-probabilities of a row's own next tokens, or "seed", the sum of logits times
             numbers.
         answer, versus: tokens, as ids or texts, one for all rows or one a row.
-        position: of each row's text, at which the logits are read; every one for "loss".
+        position: of each row's text, at which the logits are read, the last by default; None where all are ("loss", a
+            seed for all logits) or none (`at`).
         reference: of "kl", logits [vocab] or [batch, vocab].
         seed: of "seed", the derivative of any number by the logits, [vocab], [batch, vocab] or [batch, seq, vocab]; the
-            last has one for every logit that the call computes, and `position` is not read. With `at`, in the shape of
-            that value.
+            last has one for every logit that the call computes. With `at`, in the shape of that value.
         at: of "seed", the name of the hook point whose value is summed in the place of the logits; None for these.
         rules: the name of the rules of going back, of `RULES`: "gradient" has the derivatives.
+
+    Raises:
+        GradientError: an unknown metric, one without a gradient, a part or position that is missing or not read,
+            numbers of another shape, or unknown rules.
     """
 
-    name: str
-    answer: Tokens = None
-    versus: Tokens = None
-    position: int = -1
-    reference: NDArray[Any] | None = None
-    seed: NDArray[Any] | None = None
-    at: str | None = None
-    rules: str = "gradient"
-
-    @staticmethod
-    def of(
+    def __init__(
+        self,
         name: str,
         answer: Tokens = None,
         versus: Tokens = None,
-        position: int = -1,
+        position: int | None = None,
         reference: ArrayLike | None = None,
         seed: ArrayLike | None = None,
         at: Hook | None = None,
         rules: str = "gradient",
-    ) -> "MetricSpec":
-        """Check the parts of a metric.
-
-        Raises:
-            GradientError: an unknown metric, one without a gradient, a part that is missing or not read, numbers of
-                another shape, or unknown rules.
-        """
+    ) -> None:
         check_metric(name)
         check_rules(rules)
-        given = {"answer": answer, "versus": versus, "reference": reference, "seed": seed}
-        for part, value in given.items():
-            if value is None and part in READS[name]:
-                raise GradientError(f"metric {name!r} needs {part}=")
-            if value is not None and part not in READS[name]:
-                raise GradientError(f"metric {name!r} reads no {part}; it reads {', '.join(READS[name]) or 'none'}")
+        _check_read(name, {"answer": answer, "versus": versus, "reference": reference, "seed": seed})
         if at is not None and name != "seed":
             raise GradientError(f"metric {name!r} reads the logits; only 'seed' reads another value, at {at}")
-        ranks = (1, 2, 3) if at is None else (1, 2, 3, 4, 5)
-        numbers = _numbers("reference", reference, (1, 2)), _numbers("seed", seed, ranks)
-        where = None if at is None else HookPoint.parse(at).name
-        return MetricSpec(name, answer, versus, _whole(position), *numbers, where, rules)
+        self.name, self.answer, self.versus, self.rules = name, answer, versus, rules
+        self.reference = _numbers("reference", reference, (1, 2))
+        self.seed = _numbers("seed", seed, (1, 2, 3) if at is None else (1, 2, 3, 4, 5))
+        self.at = None if at is None else HookPoint.parse(at).name
+        self.position = _position(name, position, self.seed, self.at)
+
+    def with_ids(self, token_id: Callable[[Token], int]) -> "MetricSpec":
+        """The same with its tokens as ids."""
+        made = copy(self)
+        made.answer, made.versus = (_each(tokens, token_id) for tokens in (self.answer, self.versus))
+        return made
 
     @property
     def tensors(self) -> dict[str, NDArray[Any]]:
@@ -98,13 +88,13 @@ class MetricSpec:
     def to_entry(self) -> dict[str, Any]:
         """The metric's entry in a spec file, without its arrays."""
         tokens = {"answer": _plain(self.answer), "versus": _plain(self.versus)}
-        where = {} if self.at is None else {"at": self.at}
-        return {"name": self.name, "position": self.position, "rules": self.rules, **tokens, **where}
+        where = {name: value for name, value in (("position", self.position), ("at", self.at)) if value is not None}
+        return {"name": self.name, "rules": self.rules, **tokens, **where}
 
     @staticmethod
     def from_entry(entry: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> "MetricSpec":
         """The metric of an entry."""
-        return MetricSpec.of(**{**entry, **tensors})
+        return MetricSpec(**{**entry, **tensors})
 
     def __str__(self) -> str:
         told = [f"{part}={value!r}" for part, value in (("answer", self.answer), ("versus", self.versus)) if value]
@@ -141,6 +131,41 @@ def _plain(tokens: Tokens) -> Any:
     if isinstance(tokens, Sequence | np.ndarray):
         return [_plain(token) for token in tokens]
     return operator.index(tokens)
+
+
+def _each(tokens: Tokens, token_id: Callable[[Token], int]) -> Tokens:
+    if isinstance(tokens, Sequence | np.ndarray) and not isinstance(tokens, str):
+        return [token_id(token) for token in tokens]
+    return None if tokens is None else token_id(tokens)
+
+
+def _check_read(name: str, given: Mapping[str, Any]) -> None:
+    """Check the parts of a metric against those it reads.
+
+    Raises:
+        GradientError: a part is missing, or not read.
+    """
+    for part, value in given.items():
+        if value is None and part in READS[name]:
+            raise GradientError(f"metric {name!r} needs {part}=")
+        if value is not None and part not in READS[name]:
+            raise GradientError(f"metric {name!r} reads no {part}; it reads {', '.join(READS[name]) or 'none'}")
+
+
+def _position(name: str, position: object, seed: NDArray[Any] | None, at: str | None) -> int | None:
+    """The position of the logits to read; None for all of them, or none.
+
+    Raises:
+        GradientError: no integer, or a position that nothing would read.
+    """
+    read = "the loss reads every position" if name in WHOLE else None
+    if at is not None:
+        read = f"the value at {at} is read, and no logits"
+    elif seed is not None and seed.ndim == 3:
+        read = f"a seed {list(seed.shape)} has numbers for every position"
+    if read and position is not None:
+        raise GradientError(f"position={position} has no effect: {read}")
+    return None if read else -1 if position is None else _whole(position)
 
 
 def _whole(position: object) -> int:

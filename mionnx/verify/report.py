@@ -28,7 +28,8 @@ inputs = dict(np.load(here / "inputs.npz"))
 
 def feeds_of(path):
     """A model's inputs, in the dtypes that it takes."""
-    kinds = {{value.name: value.type.tensor_type.elem_type for value in onnx.load(path).graph.input}}
+    graph = onnx.load(path, load_external_data=False).graph
+    kinds = {{value.name: value.type.tensor_type.elem_type for value in graph.input}}
     dtypes = {{name: onnx.helper.tensor_dtype_to_np_dtype(kind) for name, kind in kinds.items()}}
     return {{name: inputs[name].astype(dtype) for name, dtype in dtypes.items() if name in inputs}}
 

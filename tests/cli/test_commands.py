@@ -9,7 +9,16 @@ import pytest
 from command_line import LLAMA, PROMPT, RWKV, in_a_process, mionnx, succeeded
 from safetensors.numpy import load_file, save_file
 
-from mionnx import AttentionPatterns, Attribution, HeadScores, HookCache, HookSpec, Intervention, LensResult
+from mionnx import (
+    AttentionPatterns,
+    Attribution,
+    Circuit,
+    HeadScores,
+    HookCache,
+    HookSpec,
+    Intervention,
+    LensResult,
+)
 from mionnx.analysis.gradients.attributed_sweep import AttributedSweep
 from mionnx.analysis.sweep.result import SweepResult
 
@@ -92,6 +101,7 @@ def test_run_saves_what_it_captured(tmp_path):
 SAVED = {
     "sweep": (SweepResult, [PROMPT, "--ablate", "zero", "--over", "layer"]),
     "attribute-patch": (AttributedSweep, [PROMPT, "The capital of Japan is", "--confirm", "2"]),
+    "circuit": (Circuit, [PROMPT, "The capital of Japan is", "--edges", "0,40"]),
     "lens": (LensResult, [PROMPT, "--top", "2"]),
     "attention": (AttentionPatterns, [PROMPT, "--layer", "1"]),
     "attribute": (Attribution, [PROMPT]),

@@ -1,6 +1,7 @@
 """Which fused operators of a file are kept for specs that touch nothing: those that run, and give what nodes give."""
 
 import base64
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -90,3 +91,28 @@ def _scaled(*given, **named):
     norm = next(node for node in made.graph.node if node.op_type == "SimplifiedLayerNormalization")
     next(entry for entry in norm.attribute if entry.name == "epsilon").f = 0.1
     return made, count
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_rotation_and_attention_of_opset_23_stand_in_layers_that_are_not_touched(cached, tmp_path):
+    """Their positions and masks are inputs: padding and a past with several tokens are theirs too, an added one's."""
+    file = fused_llama.write(tmp_path / "stock", standard=True, cached=cached)
+    (file.parent / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    adopt(file, tmp_path / "hooked")
+    assert {name: count for name, count in kept(tmp_path / "hooked").items() if "Norm" not in name} == {
+        "RotaryEmbedding": 4,
+        "Attention": 2,
+    }
+    model = MIModel.from_pretrained(tmp_path / "hooked", threads=1)
+    plain = MIModel.from_pretrained(tmp_path / "hooked", threads=1, fused=False)
+    mask, spec = np.array([[0, 0, 1, 1, 1], [1] * 5]), HookSpec().capture("blocks.1.attn.*")
+    found, expected = (one.forward(IDS[:, :5], spec, attention_mask=mask, use_cache=True) for one in (model, plain))
+    graph = [*model.compiled.values()][-1]
+    left = Counter(node.op_type for node in onnx.load_from_string(graph.model).graph.node)
+    assert (left["RotaryEmbedding"], left["Attention"], left["Softmax"]) == (4, 1, 1)  # hook points end a rotation
+    later, wanted = (
+        one.forward(IDS[:, 5:], spec, cache=past.kv_cache) for one, past in ((model, found), (plain, expected))
+    )
+    for one, other, real in ((found, expected, mask.astype(bool)), (later, wanted, np.ones((2, 4), bool))):
+        np.testing.assert_allclose(one.output()[real], other.output()[real], atol=1e-5)
+        np.testing.assert_allclose(one["z", 1][real], other["z", 1][real], atol=1e-5)

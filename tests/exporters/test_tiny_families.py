@@ -16,7 +16,18 @@ from mionnx import HookError, HookPoint, HookSpec, InputError, Intervention, MIM
 
 TOLERANCE = 5e-5
 LATENTS = ["deepseek_v2", "deepseek_v3", "youtu"]
-FAMILIES = [*LATENTS, "gemma4_text", "llama4_text", "phi", "stablelm", "diffllama", "granite"]
+SPARSE = ["doge", "glm_moe_dsa"]
+FAMILIES = [
+    *LATENTS,
+    *SPARSE,
+    "gemma4_text",
+    "llama4_text",
+    "phi",
+    "stablelm",
+    "diffllama",
+    "granite",
+    "granitemoeshared",
+]
 Pair = tuple[MIModel, PreTrainedModel]
 
 
@@ -104,6 +115,25 @@ def test_latents_are_hook_points_and_keys_may_be_of_another_size_than_values(fam
     assert cache["result", 0].shape[-2:] == (config.num_attention_heads, config.hidden_size)
     changed = model.forward(batch("plain").ids, HookSpec().intervene(HookPoint.AttnKvLatent(0), Intervention.Zero()))
     assert np.abs(changed.output() - cache.output()).max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SPARSE)
+def test_a_text_of_which_attention_would_drop_keys_is_refused(family, made):
+    model, reference = made(family)
+    limit = getattr(reference.config, "index_topk", None) or reference.config.keep_window_size
+    assert model.forward([[5] * limit]).output().shape[1] == limit
+    with pytest.raises(InputError, match=f"a text of {limit + 1} tokens, but the model has positions for {limit} only"):
+        model.forward([[5] * (limit + 1)])
+
+
+@pytest.mark.slow
+def test_a_zeroed_embedding_goes_through_a_norm_with_an_epsilon_of_1e_8(made):
+    model, reference = made("helium")
+    inputs = batch("plain")
+    expected = run(reference, inputs, [(HookPoint.Embed, Intervention.Zero())]).logits
+    found = forward(model, inputs, HookSpec().intervene(HookPoint.Embed, Intervention.Zero())).logits
+    assert np.abs(found - expected).max() < TOLERANCE
 
 
 @pytest.mark.slow

@@ -77,6 +77,8 @@ RESULTS: dict[str, Callable[[MIModel], Any]] = {
     ),
     "Direction": lambda model: model.contrast([TEXT], [OTHER])[1],
     "Directions": lambda model: model.contrast([TEXT], [OTHER]),
+    "Circuit": lambda model: model.circuit(TEXT, OTHER, [0, 30], steps=1),
+    "EdgeAttribution": lambda model: model.edge_attribution(TEXT, OTHER),
     "DoseResponse": lambda model: model.dose_response([TEXT], model.contrast([TEXT], [OTHER])[1], [0, 1.0]),
     "Estimate": lambda model: model.estimate(a_spec(), 1, 5),
     "Fragment": lambda model: Fragment.of(onnx.parser.parse_model(FRAGMENT)),
@@ -116,7 +118,16 @@ RECURRENT: dict[str, Callable[[MIModel], Any]] = {
     "Generation": lambda model: model.generate(TEXT, max_new_tokens=2),
 }
 # No results: what is not told by values, or belongs to its call.
-OTHERS = {"MIModel", "Hook", "TextStreamer", "Compiled", "FeatureActivations", "create_knockout_mask", "sample_token"}
+OTHERS = {
+    "MIModel",
+    "Activations",
+    "Hook",
+    "TextStreamer",
+    "Compiled",
+    "FeatureActivations",
+    "create_knockout_mask",
+    "sample_token",
+}
 
 
 def check_round_trips(result: Any) -> None:

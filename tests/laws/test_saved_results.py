@@ -74,7 +74,9 @@ RESULTS: dict[str, Callable[[MIModel], Stored]] = {
     "Bisection without a part": lambda model: replace(
         model.bisect(TEXT, ("ort-cpu", "ort-cpu:none"), tolerance=1), folder=Path("elsewhere")
     ),
+    "Circuit": lambda model: model.circuit(TEXT, OTHER, [0, 30], steps=1),
     "DoseResponse": lambda model: model.dose_response([TEXT], model.contrast([TEXT], [OTHER])[1], [0, 1.0]),
+    "EdgeAttribution": lambda model: model.edge_attribution(TEXT, OTHER, "z", ["hook_final_norm", "*.hook_v"]),
     "FeatureActivations": features,
     "Generation": lambda model: model.generate(
         [TEXT, "Tokyo is"], HookSpec().capture(POINT), max_new_tokens=3, output_logits=True

@@ -13,7 +13,7 @@ import pytest
 from repository import REPOSITORY
 from safetensors.numpy import save_file
 
-from mionnx import ExportError, InputError, MIModel
+from mionnx import ExportError, InputError, MIModel, ModelError
 from mionnx.run import find_model
 from mionnx.run.model_dtype import stored_dtype
 
@@ -83,3 +83,14 @@ def test_a_config_without_weights_is_refused_at_once(tmp_path: Path, monkeypatch
     with pytest.raises(ExportError, match="holds no weights: it has neither"):
         MIModel.from_pretrained(tmp_path)
     assert time.perf_counter() - begin < 5
+
+
+def test_a_hooked_model_in_bfloat16_says_that_the_cpu_does_not_compute_in_it(copy: Path, monkeypatch) -> None:
+    """Before a graph is rewritten or opened; hook points and specs can be looked at."""
+    model = MIModel.from_pretrained(copy)
+    object.__setattr__(model.hooked.metadata, "dtype", "bfloat16")  # of this copy alone
+    monkeypatch.setattr("mionnx.run.graph_pool.rewrite", None)
+    for call in (lambda: model.forward([5, 6]), lambda: model.gradients([5, 6], "hook_embed", answer=7)):
+        with pytest.raises(ModelError, match="in bfloat16, in which onnxruntime on cpu does not compute"):
+            call()
+    assert model.hook_points()

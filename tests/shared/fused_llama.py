@@ -7,6 +7,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, WIDTH, INNER, VOCAB, LONGEST = 2, 32, 2, 1, 16, 48, 100, 64
+EXPERTS, CHOSEN = 4, 2
 MICROSOFT = "com.microsoft"
 SIZES = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "scale": WIDTH**-0.5, "do_rotary": 1}
 
@@ -14,7 +15,9 @@ SIZES = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "scale": WIDTH**-0.5, "do
 class _Graph:
     """Nodes and weights of the file."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, router: str | None, standard: bool, cached: bool) -> None:
+        self.router, self.standard, self.cached = router, standard, cached
+        self.shapes: list[onnx.ValueInfoProto] = []
         self.nodes: list[onnx.NodeProto] = []
         self.weights: list[onnx.TensorProto] = []
         self.random = np.random.default_rng(seed)
@@ -33,6 +36,8 @@ class _Graph:
         return outputs[0]
 
     def product(self, name: str, x: str, *shape: int) -> str:
+        axes = ["batch", "seq", shape[1]]
+        self.shapes.append(helper.make_tensor_value_info(f"{name}.out", TensorProto.FLOAT, axes))
         return self.node("MatMul", [x, self.weight(f"{name}.weight", *shape)], [f"{name}.out"])
 
     def lengths(self) -> list[str]:
@@ -53,14 +58,77 @@ class _Graph:
         past = [f"past_key_values.{layer}.{kind}" for kind in ("key", "value")]
         present = [f"present.{layer}.{kind}" for kind in ("key", "value")]
         packed = self.product(f"{name}.qkv", normed, HIDDEN, shared)
-        inputs = [packed, "", "", *past, *lengths, *tables]
-        z = self.node("GroupQueryAttention", inputs, [f"{name}.z", *present], MICROSOFT, **SIZES)
+        if self.standard:
+            z = self.attention(name, packed, past, present)
+        else:
+            inputs = [packed, "", "", *past, *lengths, *tables]
+            z = self.node("GroupQueryAttention", inputs, [f"{name}.z", *present], MICROSOFT, **SIZES)
         branch = self.product(f"{name}.o", z, HEADS * WIDTH, HIDDEN)
         stream, normed = self.skip(f"{name}.mid", stream, branch)
+        if self.router is not None:
+            return stream, self.mixture(name, normed)
         gate, up = (self.product(f"{name}.{part}", normed, HIDDEN, INNER) for part in ("gate", "up"))
         grown = self.node("Mul", [gate, self.node("Sigmoid", [gate], [f"{name}.sigmoid"])], [f"{name}.silu"])
         inner = self.node("Mul", [grown, up], [f"{name}.inner"])
         return stream, self.product(f"{name}.down", inner, INNER, HIDDEN)
+
+    def angles(self, tables: list[str]) -> None:
+        """Cosines and sines of the positions, [batch, seq, width / 2]."""
+        for table in tables:
+            self.node("Gather", [table, "position_ids"], [f"{table}.rows"])
+
+    def visible(self) -> None:
+        """The keys that each query reads, [batch, 1, seq, total], true or false."""
+        zero, one = self.held("zero", np.array(0, np.int64)), self.held("step", np.array(1, np.int64))
+        axes = {axis: self.held(f"axes.{axis}", np.array(axis, np.int64)) for axis in ((0,), (1,), (0, 1), (1, 2))}
+        total, seq = (
+            self.node("Gather", [self.node("Shape", [name], [f"{name}.shape"]), one], [f"{name}.length"])
+            for name in ("attention_mask", "input_ids")
+        )
+        first = self.node("Sub", [total, seq], ["mask.first"])
+        keys = self.node("Unsqueeze", [self.node("Range", [zero, total, one], ["keys"]), axes[0,]], ["keys.row"])
+        queries = self.node("Unsqueeze", [self.node("Range", [first, total, one], ["qs"]), axes[1,]], ["qs.column"])
+        early = self.node("LessOrEqual", [keys, queries], ["mask.causal"])
+        real = self.node("Cast", ["attention_mask"], ["mask.bool"], to=TensorProto.BOOL)
+        both = [
+            self.node("Unsqueeze", [early, axes[0, 1]], ["mask.4d"]),
+            self.node("Unsqueeze", [real, axes[1, 2]], ["real.4d"]),
+        ]
+        self.node("And", both, ["mask.seen"])
+
+    def attention(self, name: str, packed: str, past: list[str], present: list[str]) -> str:
+        """Rotated queries and keys, keys and values behind those of a past, and their attention."""
+        sizes = self.held(f"{name}.sizes", np.array([HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH], np.int64))
+        parts = [f"{name}.{part}" for part in "qkv"]
+        self.node("Split", [packed, sizes], parts, axis=-1)
+        q, k, v = (self.heads(part, heads) for part, heads in zip(parts, (HEADS, KV_HEADS, KV_HEADS), strict=True))
+        q, k = (self.node("RotaryEmbedding", [x, "cos_cache.rows", "sin_cache.rows"], [f"{x}.turned"]) for x in (q, k))
+        for old, new, made in zip(past, (k, v), present, strict=True):
+            self.node("Concat", [old, new] if self.cached else [new], [made], axis=2)
+        z = self.node("Attention", [q, *present, "mask.seen"], [f"{name}.z4"], scale=WIDTH**-0.5)
+        merged = self.held(f"{name}.merged", np.array([0, 0, HEADS * WIDTH], np.int64))
+        return self.node(
+            "Reshape", [self.node("Transpose", [z], [f"{name}.zt"], perm=[0, 2, 1, 3]), merged], [f"{name}.z"]
+        )
+
+    def heads(self, x: str, count: int) -> str:
+        """[batch, seq, count * width] as [batch, count, seq, width]."""
+        shape = self.held(f"{x}.shape", np.array([0, 0, count, WIDTH], np.int64))
+        return self.node(
+            "Transpose", [self.node("Reshape", [x, shape], [f"{x}.split"])], [f"{x}.heads"], perm=[0, 2, 1, 3]
+        )
+
+    def mixture(self, name: str, normed: str) -> str:
+        """Experts inside of one operator, that reads the router's logits as [batch * seq, experts]."""
+        logits = self.product(f"{name}.router", normed, HIDDEN, EXPERTS)
+        if self.router:
+            logits = self.node(self.router, [logits], [f"{name}.router.turned"])
+        rows = self.held(f"{name}.rows", np.array([-1, EXPERTS], np.int64))
+        flat = self.node("Reshape", [logits, rows], [f"{name}.router.flat"])
+        inner = self.weight(f"{name}.first", EXPERTS, INNER, HIDDEN)
+        outer = self.weight(f"{name}.last", EXPERTS, HIDDEN, INNER)
+        sizes = {"k": CHOSEN, "activation_type": "silu", "normalize_routing_weights": 1}
+        return self.node("MoE", [normed, flat, inner, "", outer], [f"{name}.experts"], MICROSOFT, **sizes)
 
     def skip(self, name: str, stream: str, branch: str) -> tuple[str, str]:
         """The stream with a branch added, and its norm."""
@@ -70,16 +138,23 @@ class _Graph:
         return f"{name}.sum", normed
 
 
-def write(folder: Path, seed: int = 0) -> Path:
+def write(folder: Path, seed: int = 0, router: str | None = None, standard: bool = False, cached: bool = True) -> Path:
     """Write the file.
 
     Args:
         folder: a new one.
         seed: of its weights.
+        router: of a mixture of experts, what its logits go through before experts are chosen, if not empty; None for
+            dense MLPs.
+        standard: rotation and attention as operators of ONNX's opset 23, with a mask and positions as inputs.
+        cached: whether it has a past; a standard one need not.
     """
-    graph = _Graph(seed)
+    graph = _Graph(seed, router, standard, cached)
     stream = graph.node("Gather", [graph.weight("embedding", VOCAB, HIDDEN), "input_ids"], ["embedded"])
-    lengths, tables = graph.lengths(), graph.tables()
+    lengths, tables = [] if standard else graph.lengths(), graph.tables()
+    if standard:
+        graph.angles(tables)
+        graph.visible()
     inputs = [stream, graph.weight("first.norm", HIDDEN, mean=1)]
     normed = graph.node("SimplifiedLayerNormalization", inputs, ["first.normed"], axis=-1, epsilon=1e-5)
     for layer in range(LAYERS):
@@ -89,17 +164,20 @@ def write(folder: Path, seed: int = 0) -> Path:
     kinds, integer, fraction = ("key", "value"), TensorProto.INT64, TensorProto.FLOAT
     shape = ["batch", KV_HEADS, "past", WIDTH]
     values = [("input_ids", integer, ["batch", "seq"]), ("attention_mask", integer, ["batch", "total"])]
-    values += [(f"past_key_values.{layer}.{kind}", fraction, shape) for layer in range(LAYERS) for kind in kinds]
+    values += [("position_ids", integer, ["batch", "seq"])] if standard else []
     made = [("logits", fraction, ["batch", "seq", VOCAB])]
-    made += [(f"present.{layer}.{kind}", fraction, shape) for layer in range(LAYERS) for kind in kinds]
+    if cached:
+        values += [(f"past_key_values.{layer}.{kind}", fraction, shape) for layer in range(LAYERS) for kind in kinds]
+        made += [(f"present.{layer}.{kind}", fraction, shape) for layer in range(LAYERS) for kind in kinds]
     proto = helper.make_graph(
         graph.nodes,
         "fused",
         [helper.make_tensor_value_info(*value) for value in values],
         [helper.make_tensor_value_info(*value) for value in made],
         graph.weights,
+        value_info=graph.shapes,
     )
-    opsets = [helper.make_opsetid("", 18), helper.make_opsetid(MICROSOFT, 1)]
+    opsets = [helper.make_opsetid("", 23 if standard else 18), helper.make_opsetid(MICROSOFT, 1)]
     folder.mkdir(parents=True)
     onnx.save(helper.make_model(proto, opset_imports=opsets, ir_version=9), folder / "model.onnx")
     return folder / "model.onnx"

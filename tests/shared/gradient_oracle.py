@@ -14,6 +14,7 @@ from exporters.transformers.families import layout_of
 from exporters.transformers.trace import Cached, prepare
 
 Gradients = dict[str, NDArray[np.float64]]
+Keep = Callable[[str, Tensor], Tensor]
 
 
 def gradients(
@@ -22,23 +23,29 @@ def gradients(
     seed: NDArray[np.float64],
     dtype: torch.dtype = torch.float64,
     changes: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+    splices: Mapping[str, Callable[[Tensor, Keep], Tensor]] | None = None,
 ) -> Gradients:
     """The derivative of the sum of logits [batch, seq, vocab] times `seed`, by the value at each hook point.
 
     A value that torch reads elsewhere too (the MLP's input of olmo2 is the stream's own tensor) is copied at its hook
     point: what is meant is what an intervention there changes. `changes` has functions of the gradients at some hook
-    points, whose results go on backwards.
+    points, whose results go on backwards; `splices` functions of the values at some, which may keep more.
     """
     model = deepcopy(model).to(dtype)
     prepare(model.config)
     values: dict[str, Tensor] = {}
 
+    def keep(name: str, value: Tensor) -> Tensor:
+        value.requires_grad_() if value.is_leaf else value.retain_grad()
+        values[name] = value
+        return value
+
     def listen(name: str, value: Tensor, stream: bool) -> Tensor:
         if not value.is_floating_point():  # the experts that a router chose
             return value
-        kept = value if stream else value.clone()
-        kept.requires_grad_() if kept.is_leaf else kept.retain_grad()
-        values[name] = kept
+        if splices and name in splices:
+            value = splices[name](value, keep)
+        kept = keep(name, value if stream else value.clone())
         if changes and name in changes:
             kept.register_hook(changes[name])
         return kept

@@ -3,8 +3,10 @@
 Written from the recurrences and from BlinkDL's formulas, sharing nothing with the exporter.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +39,7 @@ class Loop:
     version: int
     group_eps: float = 64e-5
     rescale_every: int = 0
+    xp: Any = np  # numpy, or torch for tensors that are differentiated
     values: dict[str, list[Array]] = field(default_factory=dict)
     states: list[list[Array]] = field(default_factory=list)
 
@@ -66,7 +69,7 @@ class Loop:
                 return value
 
             logits.append(self._token(token, t, gates, see))
-        return np.stack(logits)
+        return self.xp.stack(logits)
 
     def _token(self, token: int, t: int, gates: Gates, see: Callable[[str, Array], Array]) -> Array:
         z = self.tensors
@@ -90,26 +93,28 @@ class Loop:
         return see("hook_logits", z["head.weight"] @ see("hook_final_norm", self._norm(x, "ln_out")))
 
     def _norm(self, x: Array, name: str) -> Array:
-        x = (x - x.mean()) / np.sqrt(x.var() + 1e-5)
+        x = x - x.mean()
+        x = x / ((x**2).mean() + 1e-5) ** 0.5
         return x * self.tensors[f"{name}.weight"] + self.tensors[f"{name}.bias"]
 
     def _heads_norm(self, y: Array, name: str) -> Array:
-        y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + self.group_eps)
+        y = y - y.mean(-1, keepdims=True)
+        y = y / ((y**2).mean(-1, keepdims=True) + self.group_eps) ** 0.5
         return y.reshape(-1) * self.tensors[f"{name}.weight"] + self.tensors[f"{name}.bias"]
 
     def _channel(self, block: str, x: Array, inner_last: Array, see: Callable[[str, Array], Array]) -> Array:
         z, name, change = self.tensors, f"{block}.ffn", inner_last - x
         mixes = ("time_maa_k", "time_maa_r") if self.version == 6 else ("x_k",)
         mixed = [x + change * z[f"{name}.{mix}"].reshape(-1) for mix in mixes]
-        neurons = see(f"{block}.mlp.hook_act", np.maximum(z[f"{name}.key.weight"] @ mixed[0], 0) ** 2)
+        neurons = see(f"{block}.mlp.hook_act", (z[f"{name}.key.weight"] @ mixed[0]).clip(0) ** 2)
         out = z[f"{name}.value.weight"] @ neurons
         return out * sigmoid(z[f"{name}.receptance.weight"] @ mixed[1]) if self.version == 6 else out
 
     def _mix6(self, i, t, x, state, gates, see, first):
         z, name, where = self.tensors, f"blocks.{i}.att", f"blocks.{i}.rwkv"
         change = state[0] - x
-        low = np.tanh((x + change * z[f"{name}.time_maa_x"].reshape(-1)) @ z[f"{name}.time_maa_w1"]).reshape(5, -1)
-        share = np.einsum("mr,mrc->mc", low, z[f"{name}.time_maa_w2"])
+        low = self.xp.tanh((x + change * z[f"{name}.time_maa_x"].reshape(-1)) @ z[f"{name}.time_maa_w1"]).reshape(5, -1)
+        share = self.xp.einsum("mr,mrc->mc", low, z[f"{name}.time_maa_w2"])
         mixed = {
             w: x + change * (z[f"{name}.time_maa_{w}"].reshape(-1) + s) for w, s in zip("wkvrg", share, strict=True)
         }
@@ -119,12 +124,12 @@ class Loop:
         )
         gate = z[f"{name}.gate.weight"] @ mixed["g"]
         gate = gate * sigmoid(gate)
-        speed = np.tanh(mixed["w"] @ z[f"{name}.time_decay_w1"]) @ z[f"{name}.time_decay_w2"]
-        decay = np.exp(-np.exp(z[f"{name}.time_decay"].reshape(-1) + speed)).reshape(-1, HEAD)
+        speed = self.xp.tanh(mixed["w"] @ z[f"{name}.time_decay_w1"]) @ z[f"{name}.time_decay_w2"]
+        decay = self.xp.exp(-self.xp.exp(z[f"{name}.time_decay"].reshape(-1) + speed)).reshape(-1, HEAD)
         decay = see(f"{where}.hook_decay", decay)
         bonus = (r * z[f"{name}.time_faaaa"] * k).sum(-1, keepdims=True)
-        y = see(f"{where}.hook_wkv", np.einsum("hk,hkv->hv", r, state[1]) + bonus * v)
-        kept = decay if gates.decay[i, t] else np.ones_like(decay)
+        y = see(f"{where}.hook_wkv", self.xp.einsum("hk,hkv->hv", r, state[1]) + bonus * v)
+        kept = decay if gates.decay[i, t] else self.xp.ones_like(decay)
         write = gates.write[i, t][:, None, None] * k[:, :, None] * v[:, None, :]
         state[1] = see(f"{where}.hook_states", kept[:, :, None] * state[1] + write)
         return z[f"{name}.output.weight"] @ (self._heads_norm(y, f"{name}.ln_x") * gate), first
@@ -139,25 +144,25 @@ class Loop:
 
         r, k, v = (z[f"{name}.{w}.weight"] @ m for w, m in (("receptance", xr), ("key", xk), ("value", xv)))
         rate, gate = sigmoid(low("a", xa)), sigmoid(xg @ z[f"{name}.g1"]) @ z[f"{name}.g2"]
-        decay = np.exp(-np.exp(-0.5) * sigmoid(low("w", xw, np.tanh))).reshape(-1, HEAD)
+        decay = self.xp.exp(-math.exp(-0.5) * sigmoid(low("w", xw, self.xp.tanh))).reshape(-1, HEAD)
         first = v if first is None else first
         if i:
             v = v + (first - v) * sigmoid(low("v", xv))
         removal = (k * z[f"{name}.k_k"].reshape(-1)).reshape(-1, HEAD)
-        removal = removal / np.maximum(np.linalg.norm(removal, axis=-1, keepdims=True), 1e-12)
+        removal = removal / self.xp.linalg.norm(removal, axis=-1, keepdims=True).clip(1e-12)
         k = k * (1 + (rate - 1) * z[f"{name}.k_a"].reshape(-1))
         r, k, v = (see(f"{where}.hook_{n}", value.reshape(-1, HEAD)) for n, value in (("r", r), ("k", k), ("v", v)))
         a = see(f"{where}.hook_a", -removal)
         b = see(f"{where}.hook_b", removal * rate.reshape(-1, HEAD))
         decay = see(f"{where}.hook_decay", decay)
-        kept = decay if gates.decay[i, t] else np.ones_like(decay)
-        read = np.einsum("hk,hkv->hv", a, state[1])
+        kept = decay if gates.decay[i, t] else self.xp.ones_like(decay)
+        read = self.xp.einsum("hk,hkv->hv", a, state[1])
         new = kept[:, :, None] * state[1] + gates.erase[i, t][:, None, None] * b[:, :, None] * read[:, None, :]
         state[1] = see(f"{where}.hook_states", new + gates.write[i, t][:, None, None] * k[:, :, None] * v[:, None, :])
-        y = see(f"{where}.hook_wkv", np.einsum("hk,hkv->hv", r, state[1]))
+        y = see(f"{where}.hook_wkv", self.xp.einsum("hk,hkv->hv", r, state[1]))
         own = ((r * k * z[f"{name}.r_k"]).sum(-1, keepdims=True) * v).reshape(-1)
         return z[f"{name}.output.weight"] @ ((self._heads_norm(y, f"{name}.ln_x") + own) * gate), first
 
 
 def sigmoid(x: Array) -> Array:
-    return 1 / (1 + np.exp(-x))
+    return 1 / (1 + math.e**-x)

@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {
     "query_pre_attn_scalar": 16,
     "index_n_heads": 4,
     "index_head_dim": 16,
-    "index_topk": 8,
+    "index_topk": 64,
     # latents
     "q_lora_rank": 24,
     "kv_lora_rank": 20,
@@ -52,6 +52,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("sliding_window", "window_size", "attention_chunk_size", "sliding_window_size"), WINDOW),
 }
 # What a name in `SMALL` does not say: sizes that hang together, and switches of families that are off by default.
+ROTATED = {"rope_type": "default", "rope_theta": 10000.0}
 LATENT = [
     "axk1",
     "axk2",
@@ -67,9 +68,27 @@ LATENT = [
 SPECIAL: dict[str, dict[str, Any]] = {
     "granite": {"residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2},
     "hyperclovax": {"residual_multiplier": 0.5},
+    "laguna": {"num_attention_heads_per_layer": [4, 4]},
+    **{key: {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]} for key in ("lfm2", "lfm2_moe")},
+    "mamba2": {"num_heads": 8},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "index_n_heads": 2,
+    },
     "llama4_text": {"floor_scale": 4, "moe_layers": [1, 3]},
     **{key: {"num_key_value_heads": 4, "head_dim": 8} for key in LATENT},
     "deepseek_v2": {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": None, "sliding_attention": ROTATED}},
+    "gemma4_unified_text": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "per_layer_config": {1: {"head_dim": 32}},
+    },
+    **{
+        key: {"shared_intermediate_size": 48, "residual_multiplier": 0.5}
+        for key in ("granitemoe_swa", "granitemoeshared")
+    },
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "ministral": {"head_dim": 16},

@@ -340,6 +340,8 @@ def _verbs(model: MIModel, folder: Path) -> dict[str, dict[str, Any]]:
         "patch_sweep": {**swept, "answer": ANSWER},
         "attribute_patch": {**swept, "answer": ANSWER},
         "path_patch": {**swept, "receivers": "hook_final_norm", "answer": ANSWER},
+        "edge_attribution": {"clean": PROMPT, "corrupted": OTHER, "senders": "z", "receivers": "hook_final_norm"},
+        "circuit": {"clean": PROMPT, "corrupted": OTHER, "edges": 10, "steps": 1},
         "ablation_sweep": {"prompts": PROMPT, "metric": "probability", "answer": ANSWER, "layers": [1]},
         "compile": {"hooks": zero, "folder": "compiled"},
         "verify": {"prompts": PROMPT, "runtimes": ["ort-cpu", "ort-cpu:none"], "greedy": 0},
@@ -395,9 +397,23 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     for result in (lens, patterns, scores, attribution, doses, found, sweep):
         path = folder / f"{type(result).__name__}.json"
         yield Call(f"{type(result).__name__}.save", lambda result=result: result.save, {"path": path})
+    yield from _edges_between(model, folder)
     compared = model.verify(PROMPT, ["ort-cpu", "ort-cpu:none"], hooks="hook_embed", greedy=0, local=False)
     saved = {"save": {"path": folder / "verification.json"}, "table": {}, "beside": {"title": "ort-cpu:none"}}
     yield from _methods("Verification", lambda: compared, saved)
+
+
+def _edges_between(model: MIModel, folder: Path) -> Iterator[Call]:
+    circuit = model.circuit(PROMPT, OTHER, 10, steps=1)
+    edge = {"sender": "m1", "receiver": "logits"}
+    yield from _methods("EdgeAttribution", lambda: circuit.attribution, {"top": {}, "table": {}, "score": edge})
+    yield from _methods("Circuit", lambda: circuit, {"kept": {"edges": 3}, "smallest": {}})
+    for result in (circuit, circuit.attribution):
+        kind, path = type(result), folder / f"{type(result).__name__}.safetensors"
+        result.save(path)
+        yield Call(f"{kind.__name__}.load", lambda kind=kind: kind.load, {"path": path})
+        again = folder / f"{kind.__name__}.json"
+        yield Call(f"{kind.__name__}.save", lambda result=result: result.save, {"path": again})
 
 
 def _model_verbs(model: MIModel, recurrent: MIModel, folder: Path) -> Iterator[Call]:

@@ -9,16 +9,18 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mionnx.analysis.sweep.metric import MetricRequest
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import GradientError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.typed import typed
+from mionnx.rewrite.plan import Outputs
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_choice import Hook, Hooks
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.spec.metric import READS, WHOLE, Tokens, check_metric
+from mionnx.spec.metric import READS, MetricSpec, Tokens, check_metric
 
 Seed = Callable[[NDArray[Any]], ArrayLike]
 
@@ -29,16 +31,17 @@ def gradients(
     model: Runner,
     tokens: Prompt,
     hooks: Hooks,
-    metric: str | Callable[..., Any] = "logit",
+    metric: str | Callable[..., Any] | None = None,
     answer: Tokens = None,
     versus: Tokens = None,
     spec: HookSpec | None = None,
     *,
-    position: int = -1,
+    position: int | None = None,
     reference: ArrayLike | None = None,
     seed: ArrayLike | Seed | None = None,
     of: Hook | None = None,
     attention_mask: ArrayLike | None = None,
+    rules: str = "gradient",
 ) -> HookCache:
     """Compute the gradients of a metric with respect to the values at hook points, in one pass.
 
@@ -47,26 +50,28 @@ def gradients(
         hooks: hook points, their names, globs, functions of the name, or a list of these. A glob or function means the
             hook points that can have a gradient.
         metric: "logit", "logit_diff", "log_probability" and "probability" of the answer, "kl" from a reference, "loss",
-            the mean of the negative log-probabilities of a row's own next tokens, or a function of the logits, for
-            which `seed` has to be given.
+            the mean of the negative log-probabilities of a row's own next tokens; or a function of those
+            logits that gives [batch], for which `seed` has to be given. "logit" if nothing else is.
         answer: the token, as an id or a text, one for all rows or one a row; the most probable one if left out.
         versus: the token that "logit_diff" compares the answer with.
         spec: captures and interventions of the pass; gradients are those of the model so changed.
-        position: of each row's own text, at which the logits are read.
+        position: of each row's own text, at which the logits are read; the last if left out. "loss", and a seed for
+            every logit, read all.
         reference: of "kl", the logits of the distribution that is compared with, [vocab] or [batch, vocab].
-        seed: the derivative of a metric of one's own by the logits, [vocab] or [batch, vocab], or a function of the
-            logits [batch, vocab] that gives it. With `of`, of the value there.
+        seed: the derivative of a metric of one's own by the logits, [vocab], [batch, vocab], or [batch, seq, vocab]
+            for all of them, or a function of the logits [batch, vocab] that gives it. With `of`, of the value there.
         of: a hook point whose value, times `seed`, is differentiated in the place of the logits: a recurrent state, or
             the input of one head. The cache has the value.
         attention_mask: as for `forward`.
+        rules: "gradient", the derivatives, or propagation rules in their place, see `HookSpec.set_metric`.
 
     Returns:
         a cache: `grad` with the gradients, in the shapes of the values; `metric`, [batch]; `output()`, the logits that
-        the metric reads, [batch, 1, vocab], of every position for "loss"; the captures of `spec`.
+        the metric reads, [batch, 1, vocab], of every position for "loss" and a seed for all; the captures of `spec`.
 
     Raises:
         GradientError: a metric without a gradient (a rank, a function without `seed`), one that does not depend on a
-            hook point, or an operator without a rule between them.
+            hook point, an argument that nothing would read, or an operator without a rule between them.
         InputError, HookError, InterventionError: as for `forward`.
 
     Example:
@@ -76,17 +81,39 @@ def gradients(
     asked = HookSpec().extend(deepcopy(spec) if spec is not None else HookSpec())
     if asked.metric is not None or asked.gradients:
         raise GradientError("the spec has a metric or gradients of its own: `forward` computes these")
+    read: dict[str, Any] = {"answer": answer, "versus": versus, "reference": reference}
     if of is not None:
-        return _of_value(model, tokens, asked, hooks, HookPoint.parse(of), seed, attention_mask)
-    name = "seed" if seed is not None else metric_name(metric)
-    part = Logits() if name in WHOLE else Logits(positions=position)
-    if callable(seed) or (answer is None and "answer" in READS[name]):
-        logits = model.forward(tokens, spec, attention_mask=attention_mask, logits=part).output()[:, -1]
+        _refuse_unread(f"of={of}", metric=metric, position=position, **read)
+        return _of_value(model, tokens, asked, hooks, HookPoint.parse(of), seed, attention_mask, rules)
+    if seed is not None:
+        _refuse_unread("seed=", metric=None if callable(metric) else metric, **read)
+    name = "seed" if seed is not None else metric_name("logit" if metric is None else metric)
+    last, asked = Logits(positions=-1 if position is None else position), asked.gradient(hooks)
+    top = answer is None and "answer" in READS[name]
+    if callable(seed) or top:
+        trial = {**read, "answer": 0 if top else answer, "seed": np.ones(1) if callable(seed) else seed}
+        model.binder.bind(asked.set_metric(name, position=position, rules=rules, **trial), differentiated=True)
+        logits = model.forward(tokens, spec, attention_mask=attention_mask, logits=last).output()[:, -1]
         seed = cast(Seed, seed)(logits) if callable(seed) else seed
-        answer = answer if answer is not None or "answer" not in READS[name] else logits.argmax(axis=-1).tolist()
-    given = None if seed is None else np.asarray(seed)
-    asked.set_metric(name, answer=answer, versus=versus, position=position, reference=reference, seed=given)
-    return model.forward(tokens, asked.gradient(hooks), attention_mask=attention_mask, logits=part)
+        read["answer"] = logits.argmax(axis=-1).tolist() if top else answer
+    asked.set_metric(name, position=position, seed=None if seed is None else np.asarray(seed), rules=rules, **read)
+    part = Logits() if cast(MetricSpec, asked.metric).position is None else last
+    cache = model.forward(tokens, asked, attention_mask=attention_mask, logits=part)
+    if callable(metric):  # the graph's own number is that of the seed
+        own = cache.output() if part == Logits() else cache.output()[:, -1]
+        cache.metric = MetricRequest(metric).bind(model, 0, 1, own, None)(own).astype(np.float32)
+    return cache
+
+
+def _refuse_unread(what: str, **given: Any) -> None:
+    """Refuse arguments that nothing reads beside another one.
+
+    Raises:
+        GradientError: one of them.
+    """
+    unread = [f"{name}=" for name, value in given.items() if value is not None]
+    if unread:
+        raise GradientError(f"{what} takes the place of a metric of the logits, and reads no {', '.join(unread)}")
 
 
 def _of_value(
@@ -97,15 +124,19 @@ def _of_value(
     of: HookPoint,
     seed: ArrayLike | Seed | None,
     attention_mask: ArrayLike | None,
+    rules: str,
 ) -> HookCache:
     """Gradients of the value at a hook point, times numbers."""
     if seed is None:
         raise GradientError(f"of={of}: a value is differentiated as its sum times numbers: give them as seed=, or 1.0")
     asked.capture(of)  # what comes before the hook point has an effect on it
+    given = np.ones(1) if callable(seed) else np.atleast_1d(seed)
+    whole = deepcopy(asked).gradient(hooks).set_metric("seed", seed=given, at=of, rules=rules)
     if callable(seed):
-        seed = seed(model.forward(tokens, asked, attention_mask=attention_mask, logits=False)[of.name])
-    asked.set_metric("seed", seed=np.atleast_1d(seed), at=of).gradient(hooks)
-    return model.forward(tokens, asked, attention_mask=attention_mask, logits=False)
+        model.binder.bind(whole, Outputs(logits=False, carried=False), differentiated=True)
+        made = seed(model.forward(tokens, asked, attention_mask=attention_mask, logits=False)[of.name])
+        whole.set_metric("seed", seed=np.atleast_1d(made), at=of, rules=rules)
+    return model.forward(tokens, whole, attention_mask=attention_mask, logits=False)
 
 
 def metric_name(metric: str | Callable[..., Any]) -> str:

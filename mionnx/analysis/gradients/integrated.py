@@ -55,7 +55,7 @@ def integrated_gradients(
     spec: HookSpec | None = None,
     *,
     steps: int = 50,
-    position: int = -1,
+    position: int | None = None,
 ) -> Saliency:
     """Attribute a metric to the tokens of texts by gradients along a path from a baseline.
 
@@ -70,7 +70,7 @@ def integrated_gradients(
             left out.
         spec: interventions; the metric and its gradients are those of the model so changed.
         steps: points of the path.
-        position: of each text, at which the logits are read.
+        position: of each text, at which the logits are read; the last if left out. "loss" reads all.
 
     Returns:
         scores of each token of each text; their sum is the change of the metric from baseline to text, up to `gap`.
@@ -108,7 +108,7 @@ def gradient_times_input(
     versus: Tokens = None,
     spec: HookSpec | None = None,
     *,
-    position: int = -1,
+    position: int | None = None,
 ) -> Saliency:
     """Attribute a metric to tokens by the gradient times the value, in one pass a text.
 

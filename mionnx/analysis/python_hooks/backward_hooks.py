@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from mionnx.analysis.python_hooks.check_result import replacement
 from mionnx.analysis.python_hooks.hook import Hook, HookFunction
 from mionnx.analysis.python_hooks.segmented_run import RunInputs
-from mionnx.bind.logit_selection import Logits
 from mionnx.errors import GradientError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
@@ -51,7 +50,7 @@ def run_backwards(
         InterventionError: a function's result that cannot replace a gradient.
     """
     asked = deepcopy(spec).set_metric(**metric).gradient([*functions])
-    cache = _forward(model, inputs, asked)
+    cache = inputs.forward(model, asked)
     found = {} if cache.grad is None else {name: np.array(value) for name, value in cache.grad.items()}
     flow = Dataflow(model.hooked.proto)
     for name in reversed([*functions]):
@@ -62,22 +61,10 @@ def run_backwards(
         earlier = [other for other in functions if other in leading and other != name]
         if earlier and change.any():
             again = deepcopy(spec).capture(name).set_metric("seed", seed=change, at=name).gradient(earlier)
-            for other, value in (_forward(model, inputs, again, logits=False).grad or {}).items():
+            for other, value in (inputs.forward(model, again, logits=False).grad or {}).items():
                 found[other] += value
     cache.grad = HookCache(None, found, num_layers=model.num_layers)
     return cache
-
-
-def _forward(model: Runner, inputs: RunInputs, spec: HookSpec, logits: bool | Logits = True) -> HookCache:
-    return model.forward(
-        inputs.tokens,
-        spec,
-        attention_mask=inputs.attention_mask,
-        cache=inputs.cache,
-        initial_state=inputs.initial_state,
-        prompt_length=inputs.prompt_length,
-        logits=logits,
-    )
 
 
 def _called(model: Runner, name: str, functions: list[HookFunction], value: NDArray[Any]) -> NDArray[Any]:

@@ -65,7 +65,7 @@ def run_with_hooks(
     initial_state: RWKVState | None = None,
     prompt_length: int | Sequence[int] | None = None,
     bwd_hooks: Iterable[tuple[Where, HookFunction]] = (),
-    metric: str = "loss",
+    metric: str | None = None,
     answer: Tokens = None,
     versus: Tokens = None,
 ) -> Any:
@@ -98,8 +98,8 @@ def run_with_hooks(
         bwd_hooks: pairs of a hook and a function of the gradient by the value there, called as
             `function(gradient, hook=hook)` from the last hook point to the first. What a function writes or returns is
             what earlier hook points' gradients are made of.
-        metric, answer, versus: the number whose gradients those are, see `HookSpec.set_metric`: "loss", "logit",
-            "logit_diff", "log_probability" or "probability".
+        metric, answer, versus: the number whose gradients those are, see `HookSpec.set_metric`: "loss", which is the
+            default, "logit", "logit_diff", "log_probability" or "probability".
 
     Returns:
         logits [batch, seq, vocab]; a loss as one number, or [batch, seq - 1] with NaN where padding is.
@@ -111,7 +111,8 @@ def run_with_hooks(
             depends (an RWKV model's last state: `run_with_cache` returns it).
         InputError: tokens that the model cannot run on, an unknown `return_type`, or neither functions nor
             anything to return.
-        GradientError: functions at values and at gradients in one call, or a metric without a gradient.
+        GradientError: functions at values and at gradients in one call, a metric without a gradient, or one without
+            functions at gradients.
 
     Example:
         def mute(activation, hook):
@@ -120,16 +121,20 @@ def run_with_hooks(
     """
     check_return_type(return_type)
     inputs = RunInputs(model._ids(tokens), attention_mask, cache, initial_state, prompt_length)
+    spec, asked = hooks or HookSpec(), {"name": metric, "answer": answer, "versus": versus}
+    if spec.metric is not None or spec.gradients:
+        raise GradientError("hooks= has a metric or gradients, and no logits tell them: `forward` returns them")
     if backward := register(model.hooked, bwd_hooks):
         if register(model.hooked, fwd_hooks):
             raise GradientError(
                 "fwd_hooks and bwd_hooks in one call: no graph can differentiate a Python function; say what the first "
                 "do as interventions, in hooks="
             )
-        asked = {"name": metric, "answer": answer, "versus": versus}
-        result = run_backwards(model, inputs, hooks or HookSpec(), backward, asked)
+        result = run_backwards(model, inputs, spec, backward, {**asked, "name": metric or "loss"})
+    elif any(value is not None for value in asked.values()):
+        raise GradientError("metric=, answer= and versus= are what bwd_hooks= differentiates, and there are none")
     else:
-        result = run_segments(model, inputs, hooks or HookSpec(), fwd_hooks, return_type is not None, state=False)
+        result = run_segments(model, inputs, spec, fwd_hooks, return_type is not None, state=False)
     return convert_logits(return_type, result.output() if return_type else None, inputs.batch(model))
 
 

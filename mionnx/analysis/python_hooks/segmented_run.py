@@ -47,6 +47,18 @@ class RunInputs:
         sizes = model.hooked.metadata.sizes
         return make_token_batch(self.tokens, self.attention_mask, before, sizes, self.prompt_length)
 
+    def forward(self, model: Runner, spec: HookSpec, logits: bool = True) -> HookCache:
+        """Run the model on them, without functions."""
+        return model.forward(
+            self.tokens,
+            spec,
+            attention_mask=self.attention_mask,
+            cache=self.cache,
+            initial_state=self.initial_state,
+            prompt_length=self.prompt_length,
+            logits=logits,
+        )
+
 
 def run_segments(
     model: Runner,
@@ -74,7 +86,7 @@ def run_segments(
     """
     functions = register(model.hooked, fwd_hooks)
     if not functions:
-        return _plain(model, inputs, spec, logits)
+        return inputs.forward(model, spec, logits)
     hooked, batch = model.hooked, inputs.batch(model)
     bound = model.binder.bind(
         spec, Outputs(logits=logits, carried=logits and hooked.metadata.recurrent), cuts=functions
@@ -94,15 +106,3 @@ def run_segments(
 
     results = chain.run({*bound.outputs(False)}, feeds, between)
     return collect(bound, batch, results, False)
-
-
-def _plain(model: Runner, inputs: RunInputs, spec: HookSpec, logits: bool) -> HookCache:
-    return model.forward(
-        inputs.tokens,
-        spec,
-        attention_mask=inputs.attention_mask,
-        cache=inputs.cache,
-        initial_state=inputs.initial_state,
-        prompt_length=inputs.prompt_length,
-        logits=logits,
-    )

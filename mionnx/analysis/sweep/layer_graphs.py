@@ -181,9 +181,9 @@ class LayerGraphs:
         for inputs in edits.values():
             given |= inputs
         names = ["logits"] if outputs else list(wants)
-        return graph.program.run(names, {**self._token_inputs(rows, graph.program), **given})
+        return graph.program.run(names, {**self.token_inputs(rows, graph.program), **given})
 
-    def _token_inputs(self, rows: Rows, program: Program) -> Arrays:
+    def token_inputs(self, rows: Rows, program: Program) -> Arrays:
         """Tokens, mask, positions and past, as far as a graph reads them."""
         total = rows.ids.shape[1]
         ids = rows.ids[:, rows.start :]

@@ -12,6 +12,7 @@ from mionnx.errors import GradientError
 from mionnx.graph.builder import OUTPUT_DTYPES
 
 FLOATS = frozenset((TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16))
+NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 INT64, BOOL = TensorProto.INT64, TensorProto.BOOL
 Dims = tuple[int | str, ...]  # numbers, or names of lengths that the run decides
 

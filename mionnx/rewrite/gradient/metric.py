@@ -3,10 +3,12 @@
 1. The logits that the graph computes (all positions, or those that are asked for) are read in float32.
 2. Each position has a number by the metric's formula; the input of weights, [batch, n], says how much each counts.
 3. Tokens, the reference of "kl" and the numbers of "seed" are inputs too.
-4. "seed" of a hook point is the sum of its value times numbers, over all axes but the rows; it has no weights.
+4. "seed" of a hook point is the sum of its value times numbers, over all axes but the rows; it has no weights. Those of
+   several hook points are added up.
 """
 
 from collections.abc import Callable, Mapping
+from functools import reduce
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -31,7 +33,7 @@ Formula = Callable[[Builder, gs.Tensor], gs.Variable]  # logits [batch, n, vocab
 def _of(op: Builder, values: gs.Tensor, tokens: str) -> gs.Variable:
     """The values of some tokens, one a position."""
     index = op.Unsqueeze(op.input(tokens, np.int64, 2), [2])
-    return op.Squeeze(op.GatherElements(values, index, axis=2), [2])
+    return op.GatherND(values, index, batch_dims=2)  # onnx's evaluator gathers elements along 64 of an axis at most
 
 
 def _kl(op: Builder, logits: gs.Tensor) -> gs.Variable:
@@ -52,19 +54,27 @@ FORMULAS: Mapping[str, Formula] = {
 }
 
 
+def _plain(op: Builder, value: gs.Tensor) -> gs.Tensor:
+    return value if value.dtype == np.float32 else op.Cast(value, to=np.float32)
+
+
+def _weighed(op: Builder, graph: gs.Graph, name: str, seed: str) -> gs.Variable:
+    """The sum of a value times numbers, one a row."""
+    value = _plain(op, graph.tensors()[name])
+    rank = len(HookPoint.parse(name).axes or value.shape)
+    return op.ReduceSum(op.Mul(value, op.input(seed, np.float32, rank)), [*range(1, rank)], keepdims=0)
+
+
 def add_metric(graph: gs.Graph, gradients: Gradients, report: Report) -> None:
     """Add the nodes of a metric and its output, float32 [batch]."""
     op = Builder(graph, gradients.of, METRIC, report)
-    value = graph.tensors()[gradients.of]
-    if value.dtype != np.float32:
-        value = op.Cast(value, to=np.float32)
     if gradients.of == LOGITS:
+        value = _plain(op, graph.tensors()[LOGITS])
         weighted = op.Mul(FORMULAS[gradients.metric](op, value), op.input(METRIC_WEIGHTS, np.float32, 2))
         metric = op.ReduceSum(weighted, [1], keepdims=0)
     else:
-        rank = len(HookPoint.parse(gradients.of).axes or value.shape)
-        weighted = op.Mul(value, op.input(METRIC_SEED, np.float32, rank))
-        metric = op.ReduceSum(weighted, [*range(1, rank)], keepdims=0)
+        sums = [_weighed(op, graph, name, seed) for name, seed in gradients.seeds.items()]
+        metric = reduce(op.Add, sums)
     metric.name, metric.shape = METRIC, ["batch"]
     graph.outputs.append(metric)
     report.outputs.append(METRIC)

@@ -6,8 +6,7 @@ from onnx import NodeProto, TensorProto
 
 from mionnx.errors import GradientError
 from mionnx.rewrite.gradient.backward import Backward, Given, Rule
-
-NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+from mionnx.rewrite.gradient.facts import NARROW
 
 
 def _matmul(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:

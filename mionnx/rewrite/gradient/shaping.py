@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 
 import numpy as np
-from onnx import NodeProto
+from onnx import NodeProto, TensorProto
 
 from mionnx.errors import GradientError
 from mionnx.rewrite.gradient.backward import Backward, Given, Rule, numbers
+from mionnx.rewrite.gradient.facts import NARROW
 
 
 def _reshape(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
@@ -113,16 +114,27 @@ def scattered(op: Backward, x: str, dy: str, index: str, axis: int, index_rank: 
         axis: along which.
         index_rank: the number of axes of the index.
     """
-    rank, kind = op.facts.rank(x), op.facts.type(x)
+    rank = op.facts.rank(x)
     axis %= rank
     places = op.Unsqueeze(_from_start(op, index, op.length(x, axis)), [-1])
     if axis == 0:
-        return str(op.ScatterND(op.zeros(x), places, dy, reduction="add"))
+        return _added(op, "ScatterND", op.Shape(x), places, dy)
     first = [axis, *range(axis), *range(axis + 1, rank)]
     ahead = [*range(axis, axis + index_rank), *range(axis), *range(axis + index_rank, rank - 1 + index_rank)]
-    empty = op.filled_to(0, op.Gather(op.Shape(x), first, axis=0), kind)
-    made = op.ScatterND(empty, places, op.Transpose(dy, perm=ahead), reduction="add")
+    made = _added(op, "ScatterND", op.Gather(op.Shape(x), first, axis=0), places, op.Transpose(dy, perm=ahead))
     return str(op.Transpose(made, perm=[int(i) for i in np.argsort(first)]))
+
+
+def _added(op: Backward, operator: str, shape: str, places: str, dy: str, **given: int) -> str:
+    """Zeros, and numbers added to them at places.
+
+    float16 in float32: ONNX Runtime adds no other there on a CPU.
+    """
+    kind = op.facts.type(dy)
+    wide = TensorProto.FLOAT if kind in NARROW else kind
+    parts = op.Cast(dy, to=wide) if wide != kind else dy
+    made = getattr(op, operator)(op.filled_to(0, shape, wide), places, parts, reduction="add", **given)
+    return str(op.Cast(made, to=kind) if wide != kind else made)
 
 
 def _from_start(op: Backward, index: str, length: str) -> str:
@@ -142,14 +154,14 @@ def _gather(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
 def _gather_elements(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     x, index = node.input
     axis = op.attribute(node, "axis", 0)
-    return {0: op.ScatterElements(op.zeros(x), index, given[0], axis=axis, reduction="add")}
+    return {0: _added(op, "ScatterElements", op.Shape(x), index, str(given[0]), axis=axis)}
 
 
 def _top_k(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
     """Values of TopK, and of a sorting, go back to their places."""
     x, index = node.input[0], node.output[1]
     axis = op.attribute(node, "axis", -1)
-    return {0: op.ScatterElements(op.zeros(x), index, given[0], axis=axis, reduction="add")}
+    return {0: _added(op, "ScatterElements", op.Shape(x), index, str(given[0]), axis=axis)}
 
 
 def _gather_nd(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:
@@ -161,7 +173,7 @@ def _gather_nd(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]
         order = op.Range(0, op.Squeeze(op.length(x, axis)), 1)
         column = op.Reshape(order, [-1 if i == axis else 1 for i in range(rank)])
         index = op.Concat(op.Expand(column, op.Concat(own, [1], axis=0)), index, axis=-1)
-    return {0: op.ScatterND(op.zeros(x), index, given[0], reduction="add")}
+    return {0: _added(op, "ScatterND", op.Shape(x), index, str(given[0]))}
 
 
 def _scatter_nd(op: Backward, node: NodeProto, given: Given) -> Mapping[int, str]:

@@ -1,6 +1,7 @@
 """Gradients against torch's autograd in float64, against finite differences, and against each other."""
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from families import VOCAB
@@ -8,7 +9,9 @@ from family_batches import batch
 from gradient_oracle import gradients as by_autograd
 from scipy.special import log_softmax, softmax
 
-from mionnx import GradientError, HookPoint, HookSpec, Intervention, Logits, MIModel
+from mionnx import SAE, GradientError, HookPoint, HookSpec, Intervention, Logits, MIModel, Options
+from mionnx.analysis.features.config import Config
+from mionnx.run.graph_pool import NODE, SESSION
 
 PROMPT = "The capital of France is"
 TIMES = 3.0  # of torch's own float32 error
@@ -142,8 +145,72 @@ def test_a_function_of_the_logits_is_differentiated_by_its_seed(shipped):
         return made
 
     by_name = shipped.gradients(PROMPT, hook, "logit_diff", 7, 9)
-    by_seed = shipped.gradients(PROMPT, hook, max, seed=derivative)
+    by_seed = shipped.gradients(PROMPT, hook, lambda logits: logits[:, 7] - logits[:, 9] + 100, seed=derivative)
     np.testing.assert_allclose(by_seed.grad[hook], by_name.grad[hook], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(by_seed.metric, by_name.metric + 100, rtol=1e-6)
+
+
+def test_a_seed_for_every_logit_is_that_of_all_positions(shipped):
+    hook, seed = "blocks.2.hook_resid_mid", np.zeros((1, 5, 471), np.float32)
+    seed[0, [2, 4], 7] = 1
+    whole = shipped.gradients(PROMPT, hook, seed=seed)
+    parts = [shipped.gradients(PROMPT, hook, "logit", 7, position=at) for at in (2, -1)]
+    np.testing.assert_allclose(whole.grad[hook], sum(part.grad[hook] for part in parts), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(whole.metric, sum(part.metric for part in parts), rtol=1e-5)
+    assert whole.output().shape == (1, 5, 471)
+
+
+def test_rules_of_the_verb_are_those_of_the_spec(shipped):
+    hook = "blocks.1.hook_resid_pre"
+    spec = HookSpec().gradient(hook).set_metric("logit", answer=7, rules="relp")
+    found = shipped.gradients(PROMPT, hook, answer=7, rules="relp").grad[hook]
+    np.testing.assert_array_equal(found, shipped.forward(PROMPT, spec, logits=Logits(positions=-1)).grad[hook])
+    assert np.abs(found - shipped.gradients(PROMPT, hook, answer=7).grad[hook]).max() > 1e-2
+    inside = {"of": "blocks.3.hook_resid_pre", "seed": 1.0}
+    relp, plain = (shipped.gradients(PROMPT, hook, rules=rules, **inside).grad[hook] for rules in ("relp", "gradient"))
+    assert np.abs(relp - plain).max() > 1e-2
+
+
+def test_what_nothing_would_read_is_refused(shipped, monkeypatch):
+    monkeypatch.setattr(type(shipped), "forward", None)
+    whole, inside = np.ones((1, 5, 471)), {"of": "blocks.2.hook_resid_pre", "seed": 1.0}
+    refused = {
+        "the loss reads every position": {"metric": "loss", "position": 2},
+        "has numbers for every position": {"seed": whole, "position": 2},
+        "reads no metric=": {"metric": "logit", "seed": np.ones(471)},
+        "seed= takes the place .* reads no answer=": {"answer": 7, "seed": np.ones(471)},
+        "of=blocks.2.hook_resid_pre takes the place .* metric=, position=, answer=, versus=, reference=": {
+            "metric": "logit_diff",
+            "answer": 7,
+            "versus": 9,
+            "position": 1,
+            "reference": np.ones(471),
+            **inside,
+        },
+    }
+    for message, given in refused.items():
+        with pytest.raises(GradientError, match=message):
+            shipped.gradients(PROMPT, "hook_embed", **given)
+    later, last = "blocks.3.hook_mlp_out", lambda value: value
+    for message, given in {  # before the pass that tells the most probable token, or what a seed is a function of
+        "nothing depends on it": {"hooks": "blocks.1.attn.hook_result"},
+        "reads no versus": {"hooks": later, "versus": 9},
+        "a rank changes in steps": {"hooks": later, "metric": "rank"},
+        "no rules 'relq'": {"hooks": later, "rules": "relq"},
+        "blocks.2.hook_resid_pre does not depend on it": {"hooks": later, "of": inside["of"], "seed": last},
+        "and no logits|reads no": {"hooks": later, "of": inside["of"], "seed": last, "position": 1},
+    }.items():
+        with pytest.raises(GradientError, match=message):
+            shipped.gradients(PROMPT, **given)
+    with pytest.raises(GradientError, match="the loss reads every position"):
+        shipped.integrated_gradients(PROMPT, metric="loss", position=1)
+    for message, given in {
+        "the loss reads every position": {"name": "loss", "position": -1},
+        "has numbers for every position": {"name": "seed", "seed": whole, "position": -1},
+        "and no logits": {"name": "seed", "seed": 1 * np.ones(1), "at": "hook_embed", "position": -1},
+    }.items():
+        with pytest.raises(GradientError, match=message):
+            HookSpec().set_metric(**given)
 
 
 def test_the_answer_is_the_most_probable_token_of_each_row(shipped):
@@ -161,6 +228,9 @@ def test_what_has_no_gradient_is_refused_before_anything_runs(shipped):
         "2 tokens for 1 rows": lambda: shipped.gradients(PROMPT, "hook_embed", "logit", [7, 8]),
         "attn.hook_z has one": lambda: shipped.gradients(PROMPT, "blocks.1.attn.hook_result", "logit", 7),
         "is that of a metric": lambda: shipped.forward(PROMPT, HookSpec().gradient("hook_embed")),
+        "has no effect: the spec asks for no gradient": lambda: shipped.forward(
+            PROMPT, HookSpec().set_metric("loss", rules="relp")
+        ),
         "reads no versus": lambda: shipped.gradients(PROMPT, "hook_embed", "probability", 7, 9),
         "did you mean 'logit_diff'": lambda: shipped.gradients(PROMPT, "hook_embed", "logit_dif", 7),
         "and must be": lambda: shipped.gradients(PROMPT, "hook_embed", seed=np.ones(3)),
@@ -225,3 +295,42 @@ def test_the_state_of_a_recurrent_model_tells_which_write_it_keeps(recurrent):
         spec = HookSpec().capture(state).intervene("blocks.1.rwkv.hook_v", Intervention.Add(sign * 0.01 * direction))
         moved.append(float(recurrent.forward(ids, spec)[state].sum()))
     np.testing.assert_allclose((found.grad["v", 1] * direction).sum(), (moved[0] - moved[1]) / 0.02, rtol=1e-3)
+
+
+@pytest.mark.parametrize("error", ["kept", "dropped"])
+def test_features_of_an_autoencoder_have_the_gradients_of_torch(models, references, error):
+    """Through the splice and before it; the gradient of what the error term hides is that of the model itself."""
+    inputs, model, hook = batch("left"), models("llama"), "blocks.0.hook_resid_post"
+    random, width, features = np.random.default_rng(0), model.hidden_size, 24
+    shapes = {"W_enc": (width, features), "b_enc": (features,), "W_dec": (features, width), "b_dec": (width,)}
+    weights = {name: random.normal(size=shape, scale=0.2).astype(np.float32) for name, shape in shapes.items()}
+    sae = SAE(Config("standard", subtracts_bias=True, hook=hook), weights)
+    seed = random.normal(size=(*inputs.ids.shape, VOCAB)) * inputs.real[..., None]
+    w = {name: torch.from_numpy(array).double() for name, array in weights.items()}
+
+    def spliced(value, keep):
+        acts = keep(sae.acts, torch.relu((value - w["b_dec"]) @ w["W_enc"] + w["b_enc"]))
+        clean = torch.relu((value - w["b_dec"]) @ w["W_enc"] + w["b_enc"])
+        kept = value - (clean @ w["W_dec"] + w["b_dec"]) if error == "kept" else 0
+        return acts @ w["W_dec"] + w["b_dec"] + kept
+
+    exact = by_autograd(references("llama"), inputs, seed, splices={hook: spliced})
+    hooks = [sae.acts, "blocks.0.mlp.hook_act", "blocks.0.hook_resid_mid", "hook_embed"]
+    spec = sae.spec(error).gradient(hooks).set_metric("seed", seed=seed)
+    grad = model.forward(inputs.ids, spec, attention_mask=inputs.mask).grad
+    assert grad[sae.acts].shape == (*inputs.ids.shape, features)
+    assert {name: off for name in hooks if (off := worst(grad[name], exact[name])) > 5e-6} == {}
+
+
+def test_the_estimate_says_what_opening_a_graph_with_gradients_takes(shipped):
+    """Packed weights are there twice; the nodes are those of the graph that is opened."""
+    spec = HookSpec().gradient("blocks.*.attn.hook_z").set_metric("logit", answer=7)
+    packed, mapped = (MIModel(shipped.hooked, Options(prepack=prepack)) for prepack in (True, False))
+    large, small = (model.estimate(spec, 1, 5) for model in (packed, mapped))
+    assert large.graph - small.graph == 2 * packed.variants.weights
+    assert large.opening > small.opening > 0
+    nodes = len(onnx.load_from_string(mapped.compile_graph(spec).model).graph.node)
+    assert small.graph == SESSION + NODE * nodes
+    assert small.total == shipped.estimate(HookSpec().capture("blocks.*.attn.hook_z"), 1, 5).total
+    assert "opened in" in repr(large)
+    assert mapped.estimate(HookSpec().capture("hook_embed"), 1, 5).opening == 0

@@ -6,7 +6,7 @@ from families import VOCAB
 from family_batches import batch
 from gradient_oracle import gradients as by_autograd
 
-from mionnx import GradientError, HookError, InterventionError
+from mionnx import GradientError, HookError, HookSpec, InterventionError
 
 PROMPT = "The capital of France is"
 LAST, MIDDLE, FIRST = "blocks.1.hook_resid_mid", "blocks.1.attn.hook_z", "blocks.0.hook_mlp_out"
@@ -54,6 +54,9 @@ def test_what_cannot_go_backwards_is_refused(shipped):
         "changes in steps": (GradientError, {"bwd_hooks": [read], "metric": "rank"}),
         "left NaN": (GradientError, {"bwd_hooks": [(read[0], lambda value, hook: value * np.nan)]}),
         "returned shape": (InterventionError, {"bwd_hooks": [(read[0], lambda value, hook: value[0])]}),
+        "metric=, answer= and versus= are what": (GradientError, {"fwd_hooks": [read], "metric": "loss"}),
+        "and there are none": (GradientError, {"answer": 7, "bwd_hooks": []}),
+        "no logits tell them": (GradientError, {"hooks": HookSpec().gradient("hook_embed").set_metric("loss")}),
         "hook_mlp_out": (HookError, {"bwd_hooks": [("blocks.1.hook_mlp_uot", read[1])]}),
     }
     for message, (error, given) in cases.items():

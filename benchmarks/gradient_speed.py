@@ -1,0 +1,210 @@
+"""Gradients on a CPU: beside the forward pass, torch autograd, and TransformerLens' hooks and full sweep.
+
+    pip install -e ".[cpu,export,bench]"
+    python benchmarks/gradient_speed.py [--repeats 7] [--sweeps 2] [--threads 0] [--save]
+
+One random GPT-2 of 124M parameters, fp32, eager attention; all programs in one process, by turns, with the same
+threads; results are compared before anything is timed, ratios are medians of those of neighbouring runs. Weights have
+no gradients in any program.
+
+(a) Gradients of a logit difference at every residual stream: mionnx' `gradients` beside its own forward pass with
+    these streams captured, and beside torch autograd on transformers' model.
+(b) Attribution patching of every head: `attribute_patch` beside forward and backward hooks in TransformerLens, two
+    forward passes and one back. Two prompts differ in one token, a quarter into them.
+(c) The ten leading heads: `attribute_patch` with `confirm=10` beside TransformerLens' full sweep, one forward pass a
+    head. "First" counts opening the model and every graph; "next" is another pair of prompts of the same length.
+(d) The first `gradients` of an open model: reading, differentiating, opening the graph, and running it.
+
+`--save` writes benchmarks/results/gradient_speed.md.
+"""
+
+import argparse
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+import numpy as np
+import torch
+from generation_speed import make
+from rewritten_speed import Peers
+from rich.progress import track
+from sweep_speed import ANSWER, VERSUS, prompts, theirs
+from tables import present
+from turns import alternate, ratio
+
+from exporters.transformers import export
+from mionnx import HookSpec, MIModel
+from mionnx.bind.logit_selection import Logits
+
+SHAPES = ((1, 16), (1, 64), (1, 256), (8, 64))
+LENGTHS = (16, 64, 256)
+HEADLINE = 64  # tokens
+LEADING = 10
+STREAMS = "blocks.*.hook_resid_post"
+PAIR = {"answer": ANSWER, "versus": VERSUS}
+Arrays = np.ndarray[Any, Any]
+Check = Callable[[Arrays, Arrays], float]
+
+
+def by_autograd(model: Any, ids: Arrays) -> Arrays:
+    """Gradients of the logit difference at every residual stream, [layers, batch, seq, hidden], by torch."""
+    kept: list[torch.Tensor] = []
+    handles = [
+        block.register_forward_hook(lambda _m, _i, out: kept.append(out[0] if isinstance(out, tuple) else out))
+        for block in model.transformer.h
+    ]
+    try:
+        embeddings = model.transformer.wte(torch.from_numpy(ids)).requires_grad_()
+        logits = model(inputs_embeds=embeddings, use_cache=False, logits_to_keep=1).logits[:, -1]
+        found = torch.autograd.grad((logits[:, ANSWER] - logits[:, VERSUS]).sum(), kept)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.stack(found).numpy()
+
+
+def by_hooks(bridge: Any, clean: Arrays, corrupted: Arrays) -> Arrays:
+    """Attribution patching of every head, [layers, heads], with TransformerLens' forward and backward hooks."""
+    values: dict[str, torch.Tensor] = {}
+    gradients: dict[str, torch.Tensor] = {}
+
+    def keep(where: dict[str, torch.Tensor]) -> Callable[..., None]:
+        return lambda value, hook: where.update({hook.name: value.detach()})
+
+    names = [f"blocks.{layer}.attn.hook_z" for layer in range(bridge.cfg.n_layers)]
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(torch.from_numpy(clean[None]), names_filter=names)
+    source = ("hook_embed", lambda value, hook: value.detach().requires_grad_())
+    forward = [source, *((name, keep(values)) for name in names)]
+    with bridge.hooks(fwd_hooks=forward, bwd_hooks=[(name, keep(gradients)) for name in names]):
+        logits = bridge(torch.from_numpy(corrupted[None]))
+        (logits[0, -1, ANSWER] - logits[0, -1, VERSUS]).backward()
+    heads = bridge.cfg.n_heads
+    effects = [(cache[name] - values[name]) * gradients[name] for name in names]
+    return torch.stack([one.reshape(one.shape[1], heads, -1).sum(dim=(0, 2)) for one in effects]).numpy()
+
+
+def apart(one: Arrays, other: Arrays) -> float:
+    """The largest difference, over the largest value."""
+    return float(np.abs(one - other).max() / np.abs(other).max())
+
+
+def gradients(model: MIModel, peers: Peers, repeats: int) -> list[list[str]]:
+    """(a): gradients at every residual stream."""
+    rows = []
+    for batch, length in track(SHAPES, "gradients"):
+        ids = np.random.default_rng(length).integers(3, model.vocab_size, (batch, length))
+        spec = HookSpec().capture(STREAMS)
+        programs = {
+            "forward": lambda ids=ids, spec=spec: model.forward(ids, spec, logits=Logits(positions=-1)),
+            "gradients": lambda ids=ids: model.gradients(ids, STREAMS, "logit_diff", ANSWER, VERSUS),
+            "torch": lambda ids=ids: by_autograd(peers.hugging_face, ids),
+        }
+        found = programs["gradients"]().grad
+        difference = apart(
+            np.stack([found["resid_post", layer] for layer in range(model.num_layers)]), programs["torch"]()
+        )
+        times = alternate(programs, repeats)
+        figures = [f"{median(times[name]) * 1000:.0f} ms" for name in programs]
+        ratios = [ratio(times["gradients"], times["forward"], 2), ratio(times["torch"], times["gradients"], 2)]
+        rows.append([f"{batch} x {length}", *figures, *ratios, f"{difference:.1e}"])
+    return rows
+
+
+def heads(model: MIModel, peers: Peers, repeats: int) -> list[list[str]]:
+    """(b): attribution patching of every head."""
+    rows = []
+    for length in track(LENGTHS, "attribution patching"):
+        pair = prompts(length, model.vocab_size)
+        programs = {
+            "mionnx": lambda pair=pair: model.attribute_patch(*pair, "z", ("layer", "head"), **PAIR).effect,
+            "lens": lambda pair=pair: by_hooks(peers.bridge, *pair),
+        }
+        difference = apart(programs["mionnx"](), programs["lens"]())
+        times = alternate(programs, repeats)
+        figures = [f"{median(times[name]) * 1000:.0f} ms" for name in ("lens", "mionnx")]
+        rows.append([f"{length}", *figures, ratio(times["lens"], times["mionnx"], 2), f"{difference:.1e}"])
+    return rows
+
+
+def leading(folder: Path, peers: Peers, threads: int, sweeps: int) -> list[list[str]]:
+    """(c): the leading heads, found to first order and confirmed, beside a full sweep."""
+    first, following, full, same = [], [], [], []
+    for turn in track(range(sweeps), "full sweeps"):
+        begin = time.perf_counter()
+        model = MIModel.from_pretrained(folder / "hooked", threads=threads, base="never")
+        clean, corrupted = prompts(HEADLINE, model.vocab_size)
+        for pair in ((np.roll(clean, 1), np.roll(corrupted, 1)), (clean, corrupted)):
+            found = model.attribute_patch(*pair, "z", ("layer", "head"), confirm=LEADING, **PAIR)
+            (first if pair[0] is not clean else following).append(time.perf_counter() - begin)
+            begin = time.perf_counter()
+        cells = np.array(list(np.ndindex(found.values.shape)))
+        seconds, values = theirs(peers.bridge, "layer x head", (clean, corrupted), cells, len(cells))
+        full.append(seconds)
+        with torch.no_grad():
+            logits = peers.bridge(torch.from_numpy(corrupted[None]))[0, -1]
+        effect = values - float(logits[ANSWER] - logits[VERSUS])
+        top = {*np.argsort(-np.abs(effect))[:LEADING].tolist()}
+        same.append(len(top & {*np.flatnonzero(np.isfinite(found.exact)).tolist()}))
+        del model, turn
+    ratios = [f"{median(a / b for a, b in zip(full, ours, strict=True)):.0f}" for ours in (first, following)]
+    ours = [f"{median(times):.2f} s" for times in (first, following)]
+    return [[f"{HEADLINE}", f"{median(full):.1f} s", *ours, *ratios, f"{min(same)} of {LEADING}"]]
+
+
+def opening(folder: Path, threads: int, repeats: int) -> list[list[str]]:
+    """(d): the first gradients of an open model, and the same again."""
+    first, again, ids = [], [], np.arange(3, 3 + HEADLINE)[None]
+    for _ in track(range(repeats), "opening"):
+        model = MIModel.from_pretrained(folder / "hooked", threads=threads, base="never")
+        for times in (first, again):
+            begin = time.perf_counter()
+            model.gradients(ids, STREAMS, "logit_diff", ANSWER, VERSUS)
+            times.append(time.perf_counter() - begin)
+    return [[f"{HEADLINE}", f"{median(first):.2f} s", f"{median(again):.2f} s"]]
+
+
+def main() -> None:
+    """Measure everything and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--sweeps", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    threads = options.threads or os.cpu_count() or 1
+    torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make("gpt2 124M", folder)
+        export(folder, folder / "hooked")
+        model = MIModel.from_pretrained(folder / "hooked", threads=threads, base="never")
+        peers = Peers(folder)
+        for program in (peers.hugging_face, peers.bridge):
+            program.requires_grad_(False)
+        rows = [
+            gradients(model, peers, options.repeats),
+            heads(model, peers, options.repeats),
+            leading(folder, peers, threads, options.sweeps),
+            opening(folder, threads, options.sweeps),
+        ]
+    columns = [
+        ("batch x tokens", "forward", "gradients", "torch", "gradients / forward", "torch / gradients", "difference"),
+        ("tokens", "TransformerLens", "mionnx", "ratio", "difference"),
+        ("tokens", "TransformerLens, 144 runs", "first", "next", "ratio, first", "ratio, next", "the same heads"),
+        ("tokens", "first gradients", "again"),
+    ]
+    title = f"GPT-2 124M, fp32, {threads} threads, {platform.machine()}; medians of {options.repeats}"
+    said = "Differences are over the largest value. (a) to (d) are explained in the program."
+    present("gradient_speed", "Gradients", title, list(zip(columns, rows, strict=True)), options.save, said)
+
+
+if __name__ == "__main__":
+    main()

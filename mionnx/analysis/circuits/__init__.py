@@ -1,0 +1,1 @@
+"""Edges between the parts of a model: their attribution, and circuits made of the leading ones."""

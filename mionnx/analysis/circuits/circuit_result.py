@@ -1,0 +1,182 @@
+"""`Circuit`: how faithful circuits of growing size are, with table, figure and page."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.analysis.circuits.edge_scores import EdgeAttribution
+from mionnx.analysis.circuits.picture import draw_circuit, places
+from mionnx.analysis.circuits.picture import node as node_of
+from mionnx.errors import InputError
+from mionnx.machine.brief import count
+from mionnx.machine.decimals import decimal
+from mionnx.machine.ranges import at_least, at_most
+from mionnx.machine.typed import typed
+from mionnx.view import Shown, Table, empty_figure, render
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DRAWN = 300  # edges of a page's largest drawing
+PICTURED = 60  # edges of a figure
+GOOD = 0.8  # faithfulness of the circuit that a figure draws, if a small one reaches it
+
+
+@dataclass(repr=False)
+@typed(InputError)
+class Circuit(Shown):
+    """The metric when only the leading edges carry what is computed now, by number of edges.
+
+    Attributes:
+        attribution: the scores by which edges were chosen.
+        sizes: int64 [circuits]: numbers of kept edges, ascending.
+        values: float64 [circuits]: the metric, mean over pairs.
+        by_pair: float64 [pairs, circuits].
+        clean, corrupted: the metric of the two runs, mean over pairs.
+        metric: its name.
+        about: a line for pictures.
+        cost: numbers of "circuits", "pairs" and "seconds".
+    """
+
+    attribution: EdgeAttribution
+    sizes: NDArray[np.int64]
+    values: NDArray[np.float64]
+    by_pair: NDArray[np.float64]
+    clean: float
+    corrupted: float
+    metric: str
+    about: str
+    cost: dict[str, float] = field(default_factory=dict)
+    INSIDE: ClassVar = (EdgeAttribution,)
+
+    @property
+    def faithfulness(self) -> NDArray[np.float64]:
+        """Share of the metric's difference: (metric - corrupted) / (clean - corrupted), [circuits].
+
+        1 is the clean run, 0 the corrupted one.
+
+        Raises:
+            InputError: the two runs have the same metric.
+        """
+        if self.clean == self.corrupted:
+            raise InputError(f"clean and corrupted both have {self.metric} {self.clean:.6g}: nothing to be faithful to")
+        shares: NDArray[np.float64] = (self.values - self.corrupted) / (self.clean - self.corrupted)
+        return shares
+
+    @property
+    def title(self) -> str:
+        """A short line for pictures."""
+        return f"Circuits of the leading edges ({self.attribution.how})"
+
+    def kept(self, edges: int) -> list[tuple[str, str, float]]:
+        """The edges of the circuit of a size: sender, receiver, score.
+
+        Raises:
+            InputError: more edges than there are, or fewer than none.
+        """
+        at_most("edges", edges, self.attribution.count)
+        return self.attribution.top(edges)
+
+    def smallest(self, faithfulness: float = GOOD) -> int | None:
+        """Number of edges of the smallest of these circuits as faithful; None if none is.
+
+        Raises:
+            InputError: a share below 0.
+        """
+        at_least("faithfulness", faithfulness, 0)
+        reached = self.sizes[self.faithfulness >= faithfulness]
+        return int(reached[0]) if len(reached) else None
+
+    def _facts(self) -> Iterator[str]:
+        yield from (self.attribution.how, count(len(self.sizes), "circuit"))
+        yield f"of {int(self.sizes[0])} to {int(self.sizes[-1])} of {self.attribution.count} edges"
+
+    def _lines(self) -> Iterator[str]:
+        yield self.facts()
+        for size, share in zip(self.sizes.tolist(), self.faithfulness, strict=True):
+            yield f"{size:>7} edges: faithfulness {decimal(share, 3)}"
+
+    def facts(self) -> str:
+        """One line with the metric of the two runs."""
+        return f"{self.metric}: clean {self.clean:.4g}, corrupted {self.corrupted:.4g}"
+
+    @property
+    def meaning(self) -> str:
+        """A sentence on what faithfulness means."""
+        return (
+            "Kept edges carry what their senders write now, all others what they wrote on the corrupted prompt. "
+            f"Faithfulness is the share of the difference in {self.metric} between the two prompts that is left: 1 is "
+            "the clean run, 0 the corrupted one."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All attributes, as JSON can hold them."""
+        names = ("title", "about", "metric", "clean", "corrupted", "sizes", "values", "by_pair", "cost")
+        found = {name: getattr(self, name) for name in names}
+        return {**found, "faithfulness": self.faithfulness, "attribution": self.attribution.to_dict()}
+
+    def figure(self) -> "Figure":
+        """Draw faithfulness over the number of edges, and the leading edges as a graph."""
+        figure = empty_figure(13, 5.2)
+        left, right = figure.subplots(1, 2, width_ratios=(2, 3))
+        left.plot(self.sizes, self.faithfulness, marker="o", markersize=4, color="#2166ac")
+        for level in (0, 1):
+            left.axhline(level, color="#888", linewidth=0.8, linestyle=":")
+        left.set_xscale("symlog", linthresh=1)
+        left.set_xlim(0, int(self.sizes[-1]) * 1.3 + 1)
+        left.set_xlabel("kept edges")
+        left.set_ylabel("faithfulness")
+        left.spines[["top", "right"]].set_visible(False)
+        edges = self.drawn()
+        shares = self._shares(edges)
+        draw_circuit(right, shares, self._shared(shares))
+        told = f"the {count(edges, 'leading edge')}; by being kept, red raises {self.metric}, blue lowers it"
+        right.set_title(told.replace("$", r"\$"), fontsize=9)
+        figure.suptitle(f"{self.title}\n{self.about}".replace("$", r"\$"), fontsize=9)
+        return figure
+
+    def _shares(self, edges: int) -> list[tuple[str, str, float]]:
+        """The leading edges with what each adds to the metric, to first order, by being kept."""
+        sign = -1 if self.attribution.direction == "noising" else 1
+        return [(sender, receiver, sign * score) for sender, receiver, score in self.kept(edges)]
+
+    def _shared(self, edges: list[tuple[str, str, float]]) -> list[tuple[str, str]]:
+        """Keys and values among the nodes of some edges, with the heads among them that read these."""
+        names = dict.fromkeys(node_of(name) for sender, receiver, _ in edges for name in (sender, receiver))
+        heads, groups = (
+            len({name for name in map(node_of, labels) if name.startswith(start)})
+            for labels, start in ((self.attribution.senders, "a0.h"), (self.attribution.receivers, "a0.kv"))
+        )
+        readers = {
+            f"{name.partition('.')[0]}.h{head}": name for name in names if ".kv" in name for head in range(heads)
+        }
+        made = []
+        for reader in readers:
+            layer, _, head = reader.partition(".h")
+            keys = f"{layer}.kv{int(head) * groups // heads}"
+            if reader in names and keys in names:
+                made.append((keys, reader))
+        return made
+
+    def drawn(self) -> int:
+        """Number of edges of a figure: those of a faithfulness of 0.8, if few reach it."""
+        reached = self.smallest()
+        return min(PICTURED, int(self.sizes[-1]) if reached is None else reached)
+
+    def page(self) -> str:
+        """Render an HTML page: the curve, and the circuit of each size as nodes and lines."""
+        edges = self._shares(min(DRAWN, int(self.sizes[-1])))
+        data = {"sizes": self.sizes, "values": self.values, "faithfulness": self.faithfulness, "metric": self.metric}
+        data |= {"edges": edges, "places": places(edges), "shared": self._shared(edges), "all": self.attribution.count}
+        data["open"] = self.smallest() or int(self.sizes[-1])
+        return render("circuit.html", self.title, data=data, about=self.about, facts=self.facts(), meaning=self.meaning)
+
+    def table(self) -> Table:
+        """Table for a terminal: metric and faithfulness by number of edges."""
+        table = Table("edges", self.metric, "faithfulness", title=f"{self.title}\n{self.facts()}")
+        for size, value, share in zip(self.sizes.tolist(), self.values, self.faithfulness, strict=True):
+            table.add_row(str(size), decimal(value, 3), decimal(share, 3))
+        return table

@@ -1,0 +1,151 @@
+"""Gradients of a metric by what each receiver reads, every receiver on its own.
+
+1. One pass forward and back gives the gradients by all queries, keys, values, MLP inputs, and by the last stream.
+2. A receiver's gradient by the stream that it reads is its own gradient, taken back through its norm and projection
+   alone. One further graph for each of queries, keys, values and MLPs does this for all layers at once; its rows are
+   the heads, each with the numbers of its own head and zeros elsewhere.
+3. With several steps, gradients are averaged at points between the two prompts' embeddings: EAP-IG of Hanna, Pezzelle
+   and Belinkov (2024, arXiv:2403.17806), which takes the points k / steps, k = 1 .. steps, from the other prompt to
+   the base. With one step that is the base itself: EAP of Syed, Rager and Conmy (2023, arXiv:2310.10348).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mionnx.analysis.circuits.node_values import LAST, NodeValues
+from mionnx.analysis.circuits.nodes import ROLES, Nodes
+from mionnx.analysis.circuits.parts import TOKENS, Floats, Parts
+from mionnx.analysis.gradients.first_order import Seed
+from mionnx.analysis.sweep.metric import MetricRequest
+from mionnx.analysis.sweep.sweep import Pair
+from mionnx.graph.hook_points import HookPoint
+from mionnx.run.hook_cache import HookCache
+from mionnx.run.runner import Runner
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.intervention import Intervention
+
+Receives = tuple[str, int | None]  # a receiver's hook point and head
+Gradient = NDArray[np.float64]  # [seq, hidden]
+WIDE = 4 * TOKENS  # tokens of all layers in one call of the graphs that read
+
+
+@dataclass(frozen=True)
+class EdgeGradients:
+    """Gradients by what receivers read, ready for pairs of prompts.
+
+    Attributes:
+        model: the model.
+        metric: the metric.
+        seed: the derivative of a metric of one's own by the logits.
+        rules: the name of the rules of going back.
+        steps: points between the two prompts' embeddings; 1 for the base alone.
+    """
+
+    model: Runner
+    metric: MetricRequest
+    seed: ArrayLike | Seed | None
+    rules: str
+    steps: int
+
+    def of(self, parts: Parts, found: NodeValues, pair: Pair, known: Mapping[str, Any]) -> NDArray[np.float64]:
+        """The gradient of the metric by what each receiver reads.
+
+        Args:
+            parts, found: the parts of the model, and their values on the pair.
+            pair: the base, and the other prompt.
+            known: tokens or reference of the metric.
+
+        Returns:
+            [receivers, seq, hidden]: the mean over steps.
+        """
+        total: dict[Receives, Any] = {}
+        shares = (np.arange(self.steps) + 1) / self.steps
+        most = max(1, TOKENS // len(pair.base))
+        for begin in range(0, self.steps, most):
+            cache = self._back(parts.nodes, found, pair, shares[begin : begin + most], known)
+            for key, value in _read_back(parts, cache, self.rules):
+                total[key] = total.get(key, 0) + value / self.steps
+        return np.stack([total[node.hook, node.head] for node in parts.nodes.receivers])
+
+    def _back(
+        self, nodes: Nodes, found: NodeValues, pair: Pair, shares: NDArray[np.float64], known: Mapping[str, Any]
+    ) -> HookCache:
+        """The streams, and the gradients by what receivers compute, [steps, ...]."""
+        ids = np.repeat(pair.base[None], len(shares), axis=0)
+        spec = HookSpec()
+        if self.steps > 1:
+            start = str(HookPoint.ResidPre(0))
+            base, other = (found.of(start, row) for row in (0, 1))
+            path = other + np.multiply.outer(shares.astype(np.float32), base - other)
+            spec.intervene(start, Intervention.Replace(path))
+        stages = sorted({2 * layer for layer in range(nodes.layers)} | {*map(nodes.mlp_stage, range(nodes.layers))})
+        hooks = [*dict.fromkeys(node.hook for node in nodes.receivers[:-1]), nodes.stream(2 * nodes.layers)]
+        measured = self._measured(spec, known, ids)
+        return self.model.forward(ids, measured.capture([*map(nodes.stream, stages)]).gradient(hooks), logits=LAST)
+
+    def _measured(self, spec: HookSpec, known: Mapping[str, Any], ids: NDArray[np.int64]) -> HookSpec:
+        """The spec with the metric; a seed that is a function is asked for the logits of these rows."""
+        if not callable(self.metric.measure):
+            return spec.set_metric(self.metric.measure, **known, rules=self.rules)
+        seed = self.seed
+        if callable(seed):
+            plain = HookSpec()
+            plain.interventions += spec.interventions
+            seed = cast(Seed, seed)(self.model.forward(ids, plain, logits=LAST).output()[:, 0])
+        return spec.set_metric("seed", seed=np.asarray(seed), rules=self.rules)
+
+
+def _read_back(parts: Parts, cache: HookCache, rules: str) -> Iterator[tuple[Receives, Gradient]]:
+    """The gradients by the streams as each receiver reads them, summed over steps."""
+    nodes, grad = parts.nodes, cast(HookCache, cache.grad)
+    layers = range(nodes.layers)
+    for variant in ROLES:
+        hooks = {str(getattr(HookPoint, variant)(layer)): nodes.stream(2 * layer) for layer in layers}
+        yield from _by_head(parts, cache, hooks, rules)
+    inputs = {str(HookPoint.MlpPre(layer)): nodes.stream(nodes.mlp_stage(layer)) for layer in layers}
+    streams = {name: _floats(cache[name]) for name in inputs.values()}
+    back = parts.gradients([*inputs], [*streams], streams, {name: _floats(grad[name]) for name in inputs}, rules)
+    for name, stream in inputs.items():
+        yield (name, None), back[stream].sum(axis=0, dtype=np.float64)
+    yield (str(HookPoint.FinalNorm), None), grad[nodes.stream(2 * nodes.layers)].sum(axis=0, dtype=np.float64)
+
+
+def _by_head(
+    parts: Parts, cache: HookCache, hooks: Mapping[str, str], rules: str
+) -> Iterator[tuple[Receives, Gradient]]:
+    """The gradients by the streams as single heads read them.
+
+    Args:
+        parts: of the model.
+        cache: streams, and gradients by `hooks`, [steps, n_heads, seq, head_dim].
+        hooks: hook point of a layer's queries, keys or values -> the stream that it reads.
+        rules: of going back.
+    """
+    seeds = {name: _floats(cast(HookCache, cache.grad)[name]) for name in hooks}
+    counts = {name: seed.shape[1] for name, seed in seeds.items()}
+    steps, heads = np.indices((len(next(iter(seeds.values()))), max(counts.values()))).reshape(2, -1)
+    shape = next(iter(cache[stream].shape[1:] for stream in hooks.values()))
+    made = {(name, head): np.zeros(shape) for name, count in counts.items() for head in range(count)}
+    most = max(1, WIDE // (len(parts.ids) * len(hooks)))
+    for begin in range(0, len(steps), most):
+        own, at = heads[begin : begin + most], steps[begin : begin + most]
+        streams = {stream: _floats(cache[stream])[at] for stream in hooks.values()}
+        given = {name: _of_head(seed[at], own) for name, seed in seeds.items()}
+        back = parts.gradients([*hooks], [*streams], streams, given, rules)
+        for name, head in made:
+            made[name, head] += back[hooks[name]][own == head].sum(axis=0, dtype=np.float64)
+    yield from made.items()
+
+
+def _of_head(seeds: Floats, heads: NDArray[np.int64]) -> Floats:
+    """[rows, n_heads, seq, head_dim], zero but for each row's own head."""
+    own = np.arange(seeds.shape[1]) == heads[:, None]
+    return np.where(own[:, :, None, None], seeds, np.float32(0))
+
+
+def _floats(array: NDArray[Any]) -> Floats:
+    return array.astype(np.float32, copy=False)

@@ -1,0 +1,156 @@
+"""`EdgeAttribution`: a score for every edge between two nodes, with table, figure and page."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.analysis.circuits.picture import draw_scores
+from mionnx.errors import InputError
+from mionnx.machine.brief import count
+from mionnx.machine.decimals import decimal
+from mionnx.machine.ranges import at_least
+from mionnx.machine.typed import typed
+from mionnx.view import Shown, Table, render
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TOLD = 5  # edges of a printed result
+Edge = tuple[str, str]  # labels of sender and receiver
+
+
+@dataclass(repr=False)
+@typed(InputError)
+class EdgeAttribution(Shown):
+    """Scores of edges between nodes: the change of the metric, to first order.
+
+    A score is how much the metric changes when this edge alone carries the other prompt's value.
+
+    Attributes:
+        scores: float64 [senders, receivers], mean over pairs; 0 where there is no edge.
+        edges: bool [senders, receivers]: whether the receiver reads what the sender writes.
+        senders, receivers: labels: "embed", "a2.h3" (head 3 of layer 2), "m1" (its MLP); of receivers "a2.h3<q>", "m1",
+            "logits"; "a2.kv1<k>" where heads share keys and values.
+        hooks: of the senders: hook point and head (None where a value has no heads), as `path_patch` names them.
+        receiving: of the receivers, likewise.
+        clean, corrupted: the metric of the two runs, mean over pairs.
+        metric, direction: name of the metric; "noising" (corrupted values put into the clean run) or "denoising".
+        method: rules of going back, "gradient" or propagation rules.
+        steps: points between the two prompts' embeddings at which gradients are averaged; 1 for the patched run alone.
+        about: a line for pictures.
+        cost: numbers of "edges", "pairs" and "seconds".
+    """
+
+    scores: NDArray[np.float64]
+    edges: NDArray[np.bool_]
+    senders: tuple[str, ...]
+    receivers: tuple[str, ...]
+    hooks: tuple[tuple[str, int | None], ...]
+    receiving: tuple[tuple[str, int | None], ...]
+    clean: float
+    corrupted: float
+    metric: str
+    direction: str
+    method: str
+    steps: int
+    about: str
+    cost: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Number of edges."""
+        return int(self.edges.sum())
+
+    @property
+    def how(self) -> str:
+        """The name of the method, with its steps and rules."""
+        name = "EAP" if self.steps == 1 else f"EAP-IG, {self.steps} steps"
+        return name if self.method == "gradient" else f"{name}, {self.method}"
+
+    @property
+    def title(self) -> str:
+        """A short line for pictures."""
+        return f"Edge attribution ({self.how}, {self.direction})"
+
+    def top(self, k: int = 10) -> list[tuple[str, str, float]]:
+        """The k edges with the largest scores by size: sender, receiver, score.
+
+        Raises:
+            InputError: k is negative.
+        """
+        at_least("k", k, 0)
+        return [
+            (self.senders[sender], self.receivers[receiver], float(self.scores[sender, receiver]))
+            for sender, receiver in self.ranked()[:k].tolist()
+        ]
+
+    def ranked(self) -> NDArray[np.int64]:
+        """[edges, 2]: sender and receiver of every edge, the largest score by size first."""
+        found = np.argwhere(self.edges)
+        order = np.argsort(-np.abs(self.scores[self.edges]), kind="stable")
+        ranked: NDArray[np.int64] = found[order]
+        return ranked
+
+    def score(self, sender: str, receiver: str) -> float:
+        """The score of one edge, by labels.
+
+        Raises:
+            InputError: no such node, or no edge: the receiver comes before the sender.
+        """
+        for label, known, what in ((sender, self.senders, "sender"), (receiver, self.receivers, "receiver")):
+            if label not in known:
+                raise InputError(f"no {what} {label!r} among {', '.join(known[:6])}, ..")
+        at = self.senders.index(sender), self.receivers.index(receiver)
+        if not self.edges[at]:
+            raise InputError(f"no edge from {sender} to {receiver}: the receiver comes before the sender")
+        return float(self.scores[at])
+
+    def _facts(self) -> Iterator[str]:
+        yield from (self.how, self.direction, count(self.count, "edge"))
+        yield f"{len(self.senders)} senders x {len(self.receivers)} receivers"
+
+    def _lines(self) -> Iterator[str]:
+        yield self.facts()
+        for sender, receiver, score in self.top(TOLD):
+            yield f"{decimal(score, 3):>9}  {sender} -> {receiver}"
+
+    def facts(self) -> str:
+        """One line with the metric of the two runs."""
+        return f"{self.metric}: clean {self.clean:.4g}, corrupted {self.corrupted:.4g}"
+
+    @property
+    def meaning(self) -> str:
+        """A sentence on what a score means."""
+        run, other = ("clean", "corrupted") if self.direction == "noising" else ("corrupted", "clean")
+        return (
+            f"A score is how much {self.metric} changes, to first order, when this edge alone carries the {other} "
+            f"prompt's value in the {run} run. Heads send to the queries, keys and values of later heads, to MLPs, and "
+            "to the logits; below the diagonal there are no edges."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All attributes, as JSON can hold them."""
+        names = ("senders", "receivers", "hooks", "receiving", "clean", "corrupted", "metric", "direction", "method")
+        found = {name: getattr(self, name) for name in (*names, "steps", "about", "cost", "edges", "scores")}
+        return {"title": self.title, **found, "top": self.top(50)}
+
+    def figure(self) -> "Figure":
+        """A heat map of senders and receivers."""
+        return draw_scores(self.scores, self.senders, self.receivers, f"{self.title}\n{self.about}", self.metric)
+
+    def page(self) -> str:
+        """Render an HTML page: a heat map with values on hover."""
+        labels = {"sender": list(self.senders), "receiver": list(self.receivers)}
+        data = {"over": ["sender", "receiver"], "labels": labels, "values": self.scores, "shown": self.scores}
+        data |= {"metric": "score", "what": f"change of {self.metric}"}
+        return render("heat.html", self.title, data=data, about=self.about, facts=self.facts(), meaning=self.meaning)
+
+    def table(self, top: int = 10) -> Table:
+        """Table for a terminal: the leading edges."""
+        table = Table("sender", "receiver", f"change of {self.metric}", title=f"{self.title}\n{self.facts()}")
+        for sender, receiver, score in self.top(top):
+            table.add_row(sender, receiver, decimal(score, 4))
+        return table

@@ -1,0 +1,112 @@
+"""Values of a model's nodes on two prompts, captured in one pass."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.analysis.circuits.nodes import Nodes
+from mionnx.analysis.circuits.parts import Floats, Parts
+from mionnx.analysis.circuits.separate import differing
+from mionnx.analysis.sweep.sweep import Pair
+from mionnx.bind.logit_selection import Logits
+from mionnx.graph.hook_points import HookPoint
+from mionnx.run.hook_cache import HookCache
+from mionnx.run.nan_logits import numbers
+from mionnx.run.runner import Runner
+from mionnx.spec.hook_spec import HookSpec
+
+LAST = Logits(positions=-1)
+OFF = 1e-3  # by which a stream may differ from its sum, as a share of its largest number; float16 rounds by as much
+
+
+@dataclass(frozen=True)
+class NodeValues:
+    """Values of two prompts.
+
+    Attributes:
+        values: hook point -> [2, ...]: the base, and the other.
+        logits: [2, vocab], at the last position.
+    """
+
+    values: HookCache
+    logits: NDArray[Any]
+
+    def of(self, name: str, row: int) -> Floats:
+        """A value of one of the two prompts, without the batch axis."""
+        made: Floats = self.values[name][row].astype(np.float32, copy=False)
+        return made
+
+    def changes(self, parts: Parts) -> Floats:
+        """Changes of the base's stream, one sender with the other's value, [senders, seq, hidden].
+
+        A head's change is that of its attention's output when this head alone has the other's value.
+        """
+        nodes, made = parts.nodes, []
+        heads = _heads_alone(self, parts)
+        for node in nodes.senders:
+            if node.head is not None:
+                made.append(heads[node.hook][node.head])
+            else:
+                name = str(HookPoint.ResidPre(0)) if node.layer is None else node.hook
+                made.append(self.of(name, 1) - self.of(name, 0))
+        return np.stack(made)
+
+
+def _heads_alone(found: NodeValues, parts: Parts) -> dict[str, Floats]:
+    """hook_z of a layer -> [n_heads, seq, hidden]."""
+    layers = range(parts.nodes.layers)
+    mixed = {}
+    for layer in layers:
+        base, other = (found.of(str(HookPoint.AttnZ(layer)), row) for row in (0, 1))
+        mixed[layer] = one_head_each(base, other)
+    written = parts.write(layers, mixed)
+    return {str(HookPoint.AttnZ(i)): out - found.of(str(HookPoint.AttnOut(i)), 0) for i, out in written.items()}
+
+
+def one_head_each(base: Floats, other: Floats) -> Floats:
+    """Mix values by row: in row h, head h is the other's; [n_heads, seq, n_heads, head_dim]."""
+    heads = base.shape[1]
+    own = np.eye(heads, dtype=bool)[:, None, :, None]
+    return np.where(own, other[None], base[None])
+
+
+def captures(nodes: Nodes) -> list[str]:
+    """The hook points that are captured of each prompt."""
+    names = [str(HookPoint.ResidPre(0))]
+    for layer in range(nodes.layers):
+        names += [str(HookPoint.AttnZ(layer)), str(HookPoint.AttnOut(layer))]
+        names += [nodes.stream(stage) for stage in {2 * layer, nodes.mlp_stage(layer), 2 * layer + 2}]
+        names.append(str(HookPoint.MlpOut(layer)))
+    return [*dict.fromkeys(names)]
+
+
+def node_values(model: Runner, nodes: Nodes, pair: Pair) -> NodeValues:
+    """Run both prompts of a pair.
+
+    Raises:
+        ModelError: a value is NaN.
+        InputError: a stream that is not the sum of what is written to it.
+    """
+    ids = np.stack([one for one in (pair.base, pair.other) if one is not None])
+    cache = model.forward(ids, HookSpec().capture(captures(nodes)), logits=LAST)
+    found = NodeValues(numbers(cache), cache.output()[:, 0])
+    _refuse_other_sums(model, nodes, found)
+    return found
+
+
+def _refuse_other_sums(model: Runner, nodes: Nodes, found: NodeValues) -> None:
+    """Refuse a stream that is scaled, or added to otherwise."""
+    off = []
+    for layer in range(nodes.layers):
+        pre, out, mlp = (str(point(layer)) for point in (HookPoint.ResidPre, HookPoint.AttnOut, HookPoint.MlpOut))
+        mid, post = nodes.stream(2 * layer + 1), nodes.stream(2 * layer + 2)
+        ends = {post: [pre, out, mlp]} if nodes.parallel else {mid: [pre, out], post: [mid, mlp]}
+        for end, parts in ends.items():
+            told = sum(found.of(name, 0) for name in parts)
+            value = found.of(end, 0)
+            if np.abs(value - told).max() > OFF * np.abs(value).max():
+                off.append(end)
+    if off:
+        raise differing(off[:1], model.hooked.metadata.family)

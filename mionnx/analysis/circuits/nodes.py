@@ -1,0 +1,191 @@
+"""Nodes of a transformer's computational graph: senders to the residual stream, and receivers.
+
+1. Senders write to the stream: the embedding, each head, each MLP. Receivers read it: each head's queries, keys and
+   values, each MLP, and the final norm, and so the logits. The receivers are those of path patching.
+2. Stage 2 l is the stream before layer l, 2 l + 1 the one in its middle. Where blocks are parallel, the MLP reads at
+   stage 2 l too, and what attention writes is read from 2 l + 2 on.
+3. An edge is a sender and a receiver that reads at a stage at which the sender has written.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.analysis.circuits.separate import refuse_inseparable
+from mionnx.analysis.sweep.receivers import FINAL, INTO_ATTENTION, Receiver, make_receivers
+from mionnx.errors import HookError, InputError, nearest
+from mionnx.graph.axes import heads_axis
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.spec.attention_knockout import naturals
+
+ROLES = dict(zip(INTO_ATTENTION, "qkv", strict=True))
+
+
+@dataclass(frozen=True)
+class Node:
+    """A sender or a receiver.
+
+    Attributes:
+        label: "embed", "a2.h3", "m1"; of receivers "a2.h3<q>", "m1", "logits"; keys and values of grouped heads are
+            called "a2.kv1<k>".
+        hook: the hook point of its value.
+        head: which head of it; None where a value has no heads.
+        stage: at which it reads, or from which on it is read.
+    """
+
+    label: str
+    hook: str
+    head: int | None
+    stage: int
+
+    @property
+    def layer(self) -> int | None:
+        """The layer; None outside the blocks."""
+        return HookPoint.parse(self.hook).layer
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a model, in execution order.
+
+    Attributes:
+        senders, receivers: the nodes.
+        layers, parallel: number of layers, and whether attention and MLP of a layer read the same stream.
+    """
+
+    senders: tuple[Node, ...]
+    receivers: tuple[Node, ...]
+    layers: int
+    parallel: bool
+
+    @cached_property
+    def edges(self) -> NDArray[np.bool_]:
+        """[senders, receivers]: whether the receiver reads what the sender writes."""
+        writes, reads = ([node.stage for node in nodes] for nodes in (self.senders, self.receivers))
+        made: NDArray[np.bool_] = np.less_equal.outer(writes, reads)
+        return made
+
+    def stream(self, stage: int) -> str:
+        """The hook point of the stream at a stage."""
+        layer, middle = divmod(stage, 2)
+        if layer == self.layers:
+            return str(HookPoint.ResidPost(layer - 1))
+        return str((HookPoint.ResidMid if middle else HookPoint.ResidPre)(layer))
+
+    def mlp_stage(self, layer: int) -> int:
+        """The stage at which a layer's MLP reads."""
+        return 2 * layer + (0 if self.parallel else 1)
+
+
+def all_nodes(model: HookedModel) -> Nodes:
+    """All nodes of a model.
+
+    Raises:
+        HookError: a recurrent model.
+        InputError: a model whose stream is no sum of what its parts write, or whose parts read more than the stream.
+    """
+    receiving = make_receivers(model, "all")
+    refuse_inseparable(model, receiving.parallel)
+    layers, parallel = receiving.layers, receiving.parallel
+    senders = [Node("embed", str(HookPoint.Embed), None, 0)]
+    receivers: list[Node] = []
+    for layer in range(layers):
+        senders += [
+            Node(f"a{layer}.h{head}", str(HookPoint.AttnZ(layer)), head, 2 * layer + 1 + parallel)
+            for head in range(_heads(model, str(HookPoint.AttnZ(layer))))
+        ]
+        senders.append(Node(f"m{layer}", str(HookPoint.MlpOut(layer)), None, 2 * layer + 2))
+        receivers += _attention(model, layer)
+        receivers.append(Node(f"m{layer}", str(HookPoint.MlpPre(layer)), None, 2 * layer + 1 - parallel))
+    receivers.append(Node("logits", str(HookPoint.FinalNorm), None, 2 * layers))
+    return Nodes(tuple(senders), tuple(receivers), layers, parallel)
+
+
+def _attention(model: HookedModel, layer: int) -> Iterator[Node]:
+    heads = _heads(model, str(HookPoint.AttnZ(layer)))
+    for variant, role in ROLES.items():
+        hook = str(getattr(HookPoint, variant)(layer))
+        count = _heads(model, hook)
+        kind = "h" if count == heads else "kv"
+        for head in range(count):
+            yield Node(f"a{layer}.{kind}{head}<{role}>", hook, head, 2 * layer)
+
+
+def _heads(model: HookedModel, name: str) -> int:
+    point = HookPoint.parse(name)
+    axis = heads_axis(point.axes or ())
+    return int(model.axes(point)[axis]) if axis is not None else 0
+
+
+def chosen_receivers(model: HookedModel, nodes: Nodes, given: str | HookPoint | Iterable[Receiver]) -> list[int]:
+    """The numbers of the receivers that a request means; see `path_patch`.
+
+    Raises:
+        HookError, InputError: as there.
+    """
+    asked = make_receivers(model, given)
+    of = {**asked.heads, **({str(getattr(HookPoint, FINAL)): None} if asked.final else {})}
+
+    def meant(node: Node) -> bool:
+        heads = of.get(node.hook, ())
+        return node.hook in of and (heads is None or node.head in heads)
+
+    return [number for number, node in enumerate(nodes.receivers) if meant(node)]
+
+
+def chosen_senders(nodes: Nodes, given: str | HookPoint | Iterable[Receiver]) -> list[int]:
+    """The numbers of the senders that a request means.
+
+    Args:
+        nodes: of the model.
+        given: "all"; or hook points, short names ("z", "mlp_out", "embed") and globs, with heads as pairs
+            `("blocks.3.attn.hook_z", [0, 5])`. `attn.hook_result` is what `hook_z` sends.
+
+    Raises:
+        HookError: a hook point that sends nothing.
+        InputError: no senders, or heads that do not exist.
+    """
+    if isinstance(given, str | HookPoint):
+        entries: list[Receiver] = ["*" if given == "all" else given]
+    else:
+        entries = [*given] if isinstance(given, Iterable) else []
+    if not entries:
+        raise InputError(f"senders={given!r}: nothing would send; give hook points, or 'all'")
+    found: set[int] = set()
+    for entry in entries:
+        found |= _meant(nodes, entry)
+    return sorted(found)
+
+
+def _meant(nodes: Nodes, entry: Receiver) -> set[int]:
+    pair = entry if isinstance(entry, tuple) else (entry, None)
+    if len(pair) != 2 or not isinstance(pair[0], str | HookPoint):
+        raise InputError(f"a sender is a hook point, or a pair of one and its heads, got {entry!r}")
+    point, heads = str(pair[0]), pair[1]
+    glob = point.replace("hook_result", "hook_z") if point != "result" else "z"
+    names = dict.fromkeys(node.hook for node in nodes.senders)
+    matching = [name for name in names if fnmatchcase(name, glob) or _short(name, glob)]
+    if not matching:
+        raise HookError(
+            f"{point!r} sends nothing; senders are hook_embed, and attn.hook_z (a head) and hook_mlp_out of a layer"
+            f"{nearest(point, [*names])}"
+        )
+    own = {number for number, node in enumerate(nodes.senders) if node.hook in matching}
+    if heads is None:
+        return own
+    wanted = naturals("head", heads if isinstance(heads, Iterable) else [heads])
+    for name in matching:
+        count = sum(node.hook == name and node.head is not None for node in nodes.senders)
+        if max(wanted, default=0) >= count:
+            raise InputError(f"heads {list(wanted)} of {name}, which has {count or 'none'}")
+    return {number for number in own if nodes.senders[number].head in wanted}
+
+
+def _short(name: str, glob: str) -> bool:
+    point = HookPoint.parse(name)
+    return glob in (point.short, f"hook_{point.short}")

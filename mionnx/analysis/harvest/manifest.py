@@ -1,0 +1,142 @@
+"""The manifest of a folder of activations: how they were made, and the shards with their checksums.
+
+1. `_manifest.json` has "mionnx_activations": 1, "settings", "columns" (name -> dtype and shape of a token's value),
+   "complete", "tokens", "rows", "texts", "dropped_tokens" and "shards", each {"files": {name: SHA-256}, "tokens",
+   "rows", "digest"}. It holds no time, path or machine: the same harvest gives the same bytes.
+2. While a harvest runs, `_progress.jsonl` gets a line for each finished shard; the last line of a shard counts, and a
+   torn one does not. When all is done the manifest takes them over, and it goes.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any
+
+from mionnx.errors import SpecFileError
+from mionnx.machine.files import write_atomic
+
+MANIFEST, PROGRESS = "_manifest.json", "_progress.jsonl"
+FORMAT = "mionnx_activations"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard.
+
+    Attributes:
+        files: name of each file, within the folder -> SHA-256.
+        tokens, rows: how many it holds.
+        digest: of its rows' tokens.
+    """
+
+    files: dict[str, str]
+    tokens: int
+    rows: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Settings of a harvest, and its shards.
+
+    Attributes:
+        settings: of the harvest.
+        columns: name -> dtype and shape of one token's value.
+        shards: in the order of the texts.
+        complete: whether all texts were gone through.
+        texts: number of texts; 0 while it is not complete.
+        dropped_tokens: tokens at the end that fill no window, where the format has windows only.
+    """
+
+    settings: dict[str, Any]
+    columns: dict[str, tuple[str, tuple[int, ...]]]
+    shards: list[Shard] = field(default_factory=list)
+    complete: bool = False
+    texts: int = 0
+    dropped_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+    def write(self, folder: Path) -> None:
+        """Write it; `_progress.jsonl` goes when it is complete.
+
+        Raises:
+            SpecFileError: the folder cannot be written to.
+        """
+        rows = sum(shard.rows for shard in self.shards)
+        told = {FORMAT: VERSION, **asdict(self), "tokens": self.tokens, "rows": rows}
+        write_atomic(folder / MANIFEST, (json.dumps(told, indent=1, sort_keys=True) + "\n").encode())
+        if self.complete:
+            (folder / PROGRESS).unlink(missing_ok=True)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a folder, with the shards that are finished; None if there is none.
+
+    Raises:
+        SpecFileError: it is damaged, or of another version.
+    """
+    path = folder / MANIFEST
+    try:
+        told = json.loads(path.read_text())
+        if told.get(FORMAT) != VERSION:
+            raise SpecFileError(f"{path} is no manifest of activations of version {VERSION}")
+        columns = {name: (str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in told["columns"].items()}
+        shards = [Shard(**entry) for entry in told["shards"]] if told["complete"] else _finished(folder)
+        return Manifest(
+            told["settings"], columns, shards, told["complete"], int(told["texts"]), int(told["dropped_tokens"])
+        )
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SpecFileError(f"{path} is damaged: {error}") from error
+
+
+def _finished(folder: Path) -> list[Shard]:
+    """The finished shards of an interrupted harvest, up to the first that is missing."""
+    found: dict[int, Shard] = {}
+    path = folder / PROGRESS
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            entry = json.loads(line)
+        except ValueError:  # a line that was being written
+            continue
+        number = entry.pop("number")
+        found[number] = Shard(**entry)
+    return [found[number] for number in takewhile(found.__contains__, count())]
+
+
+def note(folder: Path, number: int, shard: Shard) -> None:
+    """Note a finished shard.
+
+    Raises:
+        SpecFileError: the folder cannot be written to.
+    """
+    try:
+        with (folder / PROGRESS).open("a") as file:
+            file.write("\n" + json.dumps({"number": number, **asdict(shard)}))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise SpecFileError(f"cannot write {folder / PROGRESS}: {error}") from error
+
+
+def refuse_other(folder: Path, found: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse a folder whose activations were made in another way.
+
+    Raises:
+        SpecFileError: naming the first setting that differs.
+    """
+    for name in sorted({*found, *settings}):
+        if found.get(name) != settings.get(name):
+            raise SpecFileError(
+                f"{folder} holds activations made with {name}={found.get(name)!r}, this harvest has "
+                f"{settings.get(name)!r}: choose another folder"
+            )

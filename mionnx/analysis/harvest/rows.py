@@ -1,0 +1,161 @@
+"""Rows of tokens that the model runs on: one text each, or windows of a fixed length over all texts."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.analysis.harvest.texts import Texts
+from mionnx.errors import InputError, TokenizerError
+from mionnx.inputs.tokens import Tokens
+from mionnx.run.prompt import one_prompt, token_of
+from mionnx.run.runner import Runner
+
+Integers = NDArray[np.int64]
+Chooser = Callable[[Integers], Any]
+Positions = int | Sequence[int] | str | Chooser
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens that run together.
+
+    Attributes:
+        ids: [seq].
+        text: [seq]: the number of the text that each token is of.
+        position: [seq]: its position in that text.
+        keep: [seq] bool: the tokens whose activations are wanted.
+    """
+
+    ids: Integers
+    text: Integers
+    position: Integers
+    keep: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def kept(self) -> int:
+        """Number of tokens whose activations are wanted."""
+        return int(self.keep.sum())
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a dataset, the same at every call.
+
+    Attributes:
+        model: tokenises.
+        texts: the dataset.
+        context: tokens of a window, or the most of a text; a text's own length if None.
+        packed: whether windows go over the ends of texts.
+        separator: the id of a token before each text, of packed windows.
+        positions: of the tokens whose activations are wanted; all if None.
+    """
+
+    model: Runner
+    texts: Texts
+    context: int | None
+    packed: bool
+    separator: int | None
+    positions: Positions | None
+
+    def __iter__(self) -> Iterator[Row]:
+        return self._windows() if self.packed else (self._row(n, given) for n, given in enumerate(self.texts))
+
+    def _row(self, number: int, given: Any) -> Row:
+        """One text, cut to the context."""
+        ids, tokens = self._ids(number, given)
+        length = min(len(ids), self.context or len(ids))
+        try:
+            keep = kept(ids[:length], tokens, self.positions)
+        except (InputError, TokenizerError) as error:
+            raise type(error)(f"text {number}: {error}") from error
+        return Row(ids[:length], np.full(length, number), np.arange(length), keep)
+
+    def _ids(self, number: int, given: Any) -> tuple[Integers, Tokens | None]:
+        """The ids of a text, and what is known of its letters."""
+        try:
+            if isinstance(given, str):
+                given = self.model.tokenize(given)
+            return one_prompt(self.model, given), given if isinstance(given, Tokens) else None
+        except (InputError, TokenizerError) as error:
+            raise type(error)(f"text {number}: {error}") from error
+
+    def _windows(self) -> Iterator[Row]:
+        """All texts one after the other, cut into windows; the last one may be shorter."""
+        size, held = self.context or 0, [np.empty((0, 3), np.int64)]
+        for number, given in enumerate(self.texts):
+            held.append(self._columns(number, given))
+            if sum(map(len, held)) >= size:
+                whole = np.concatenate(held)
+                full = len(whole) // size * size
+                yield from (self._window(whole[at : at + size]) for at in range(0, full, size))
+                held = [whole[full:]]
+        if sum(map(len, held)):
+            yield self._window(np.concatenate(held))
+
+    def _columns(self, number: int, given: Any) -> Integers:
+        """Ids, text and positions of a text's tokens, [seq, 3]."""
+        ids, _ = self._ids(number, given)
+        place = np.arange(len(ids))
+        if self.separator is not None and ids[0] != self.separator:
+            ids, place = np.r_[self.separator, ids], np.r_[-1, place]
+        return np.stack([ids, np.full(len(ids), number), place], axis=1)
+
+    def _window(self, columns: Integers) -> Row:
+        ids, text, position = np.ascontiguousarray(columns.T)
+        return Row(ids, text, position, kept(ids, None, self.positions))
+
+
+def kept(ids: Integers, tokens: Tokens | None, positions: Positions | None) -> NDArray[np.bool_]:
+    """The tokens of a row that positions mean, [seq] bool.
+
+    Raises:
+        InputError: a position that the row does not have, letters of a row that came as ids, or a function that gives
+            no mask.
+        TokenizerError: the text does not contain the string.
+    """
+    if positions is None:
+        return np.ones(len(ids), bool)
+    if callable(positions):
+        mask = np.asarray(positions(ids))
+        if mask.shape != ids.shape or mask.dtype != bool:
+            raise InputError(f"positions= gave {mask.dtype} {list(mask.shape)}, it must give bool [{len(ids)}]")
+        return mask
+    if isinstance(positions, str):
+        if tokens is None:
+            raise InputError(f"positions={positions!r} are found in a text, and this row came as ids: give texts")
+        chosen = [at for at in tokens.positions_of(positions) if at < len(ids)]
+    else:
+        chosen = [positions] if isinstance(positions, int) else [*positions]
+    made = np.zeros(len(ids), bool)
+    for at in chosen:
+        if not -len(ids) <= at < len(ids):
+            raise InputError(f"position {at} of a row of {len(ids)} tokens")
+        made[at] = True
+    return made
+
+
+def separator_of(model: Runner, packed: bool, separator: int | str | None) -> int | None:
+    """The id of the token between packed texts.
+
+    Raises:
+        InputError: rows that are not packed have none.
+    """
+    if separator is not None and not packed:
+        raise InputError("separator= stands between packed texts: give packed=True")
+    return None if separator is None else token_of(model, separator)
+
+
+def digest(rows: Iterable[Row]) -> str:
+    """SHA-256 of the tokens of rows and of what is wanted of them, hexadecimal."""
+    made = hashlib.sha256()
+    for row in rows:
+        for part in (row.ids, row.text, row.position, row.keep):
+            made.update(np.int64(len(part)).tobytes() + np.ascontiguousarray(part).tobytes())
+    return made.hexdigest()

@@ -1,0 +1,134 @@
+"""Texts of a dataset, one after the other: from files, from folders of Hugging Face's `datasets`, or as given."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mionnx.errors import InputError, RuntimeMissingError, nearest
+
+Source = str | Path | Iterable[Any]
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A dataset that can be gone through from its beginning.
+
+    Attributes:
+        source: a file, a folder, or an iterable of texts, ids [seq] or `Tokens`.
+        column: of tables and JSON objects, the one with the texts.
+    """
+
+    source: Source
+    column: str = "text"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.source, str | Path):
+            _files(Path(self.source))
+        elif not isinstance(self.source, Iterable):
+            raise InputError(f"texts are a file, a folder or an iterable of texts, got {type(self.source).__name__}")
+
+    @property
+    def count(self) -> int:
+        """Number of texts, as far as it is known without reading them; 0 if it is not."""
+        return 0 if isinstance(self.source, str | Path) or not isinstance(self.source, Sized) else len(self.source)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not isinstance(self.source, str | Path):
+            yield from self.source
+            return
+        for path in _files(Path(self.source)):
+            try:
+                yield from READERS[path.suffix](path, self.column)
+            except (OSError, UnicodeDecodeError) as error:
+                raise InputError(f"{path} cannot be read: {error}") from error
+
+
+def _files(source: Path) -> list[Path]:
+    """The files of a dataset, in the order of their texts.
+
+    Raises:
+        InputError: there is none, or of no known kind.
+    """
+    if source.is_file():
+        return [_known(source)]
+    if not source.is_dir():
+        raise InputError(f"{source} is no file and no folder; texts themselves are given as a list, or an iterator")
+    if (source / "dataset_dict.json").is_file():
+        splits = json.loads((source / "dataset_dict.json").read_text()).get("splits", [])
+        raise InputError(f"{source} has splits: choose one, {', '.join(str(source / split) for split in splits)}")
+    if (source / "state.json").is_file():
+        return [source / entry["filename"] for entry in json.loads((source / "state.json").read_text())["_data_files"]]
+    found = sorted(path for path in source.iterdir() if path.suffix in READERS and path.is_file())
+    if not found:
+        raise InputError(f"{source} holds no texts: {', '.join(READERS)}")
+    return found
+
+
+def _known(path: Path) -> Path:
+    if path.suffix not in READERS:
+        raise InputError(f"{path}: texts come in {', '.join(READERS)}{nearest(path.suffix, READERS)}")
+    return path
+
+
+def _lines(path: Path, column: str) -> Iterator[str]:
+    """The lines of a text file that are not blank."""
+    with path.open(encoding="utf-8") as file:
+        yield from (line.rstrip("\n") for line in file if line.strip())
+
+
+def _objects(path: Path, column: str) -> Iterator[Any]:
+    """The texts of JSON lines: strings, lists of ids, or objects with a column."""
+    for number, line in enumerate(_lines(path, column), 1):
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{path}, line {number} is no JSON: {error}") from error
+        if isinstance(found, Mapping):
+            if column not in found:
+                raise InputError(f"{path}, line {number} has no {column!r}{nearest(column, found)}")
+            found = found[column]
+        yield found
+
+
+def _parquet(path: Path, column: str) -> Iterator[Any]:
+    parquet = arrow("pyarrow.parquet", "parquet files")
+    with parquet.ParquetFile(path) as file:
+        _check_column(path, column, file.schema_arrow.names)
+        for batch in file.iter_batches(batch_size=1024, columns=[column]):
+            yield from batch.column(0).to_pylist()
+
+
+def _arrow(path: Path, column: str) -> Iterator[Any]:
+    with arrow("pyarrow", "datasets").memory_map(str(path)) as mapped:
+        stream = arrow("pyarrow.ipc", "datasets").open_stream(mapped)
+        _check_column(path, column, stream.schema.names)
+        for batch in stream:
+            yield from batch.column(batch.schema.get_field_index(column)).to_pylist()
+
+
+def _check_column(path: Path, column: str, names: list[str]) -> None:
+    if column not in names:
+        raise InputError(f"{path} has no column {column!r}, it has {', '.join(names)}: choose with column=")
+
+
+def arrow(module: str, what: str) -> Any:
+    """A module of pyarrow or of Hugging Face's `datasets`.
+
+    Raises:
+        RuntimeMissingError: it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise RuntimeMissingError(f"{what} need {module.split('.')[0]}: pip install 'mionnx[harvest]'") from error
+
+
+READERS: dict[str, Callable[[Path, str], Iterator[Any]]] = {
+    ".txt": _lines,
+    ".jsonl": _objects,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+}

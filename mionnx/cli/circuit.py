@@ -1,0 +1,40 @@
+"""The command `mionnx circuit`: the leading edges between heads and MLPs, and how faithful circuits of them are."""
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from mionnx.cli.options import Html, Json, Model, Png, Provider, Save, deliver, numbers
+from mionnx.model import MIModel
+
+
+def circuit(
+    model: Model,
+    clean: Annotated[str, typer.Argument(help="The clean prompt.")],
+    corrupted: Annotated[str, typer.Argument(help="The corrupted prompt, of equal length.")],
+    edges: Annotated[str | None, typer.Option(help="Numbers of kept edges, as 10,50; by default up to all.")] = None,
+    metric: Annotated[str, typer.Option(help="logit_diff, probability, log_probability or kl.")] = "logit_diff",
+    answer: Annotated[str | None, typer.Option(help="A token; the clean prompt's top token if left out.")] = None,
+    versus: Annotated[str | None, typer.Option(help="A token; the corrupted prompt's top token if left out.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Gradients averaged between the two prompts; 1 is plain EAP.")] = 5,
+    method: Annotated[str, typer.Option(help="gradient, frozen_norm or relp.")] = "gradient",
+    position: Annotated[int, typer.Option(help="Position of the logits that the metric reads.")] = -1,
+    top: Annotated[int, typer.Option(min=0, help="Number of leading edges to list.")] = 10,
+    html: Html = None,
+    png: Png = None,
+    save: Save = None,
+    as_json: Json = False,
+    provider: Provider = "cpu",
+) -> None:
+    """Find the leading edges between heads and MLPs, and run the model on these alone.
+
+    Example: mionnx circuit models/world-llama "The capital of France is" "The capital of Germany is" --edges 20,50,100
+    """
+    options: dict[str, Any] = {"answer": answer, "versus": versus, "steps": steps, "method": method}
+    sizes = None if edges is None else numbers("edges", edges, int)
+    opened = MIModel.from_pretrained(model, provider=provider)
+    result = opened.circuit(clean, corrupted, sizes, metric, position=position, **options)
+    deliver(result, result.table, html, png, as_json, save)
+    if not as_json and top:
+        Console().print(result.attribution.table(top))

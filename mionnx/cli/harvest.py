@@ -1,0 +1,63 @@
+"""The command `mionnx harvest`: the activations of a dataset, written to disk."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mionnx.analysis.features.sae import SAE
+from mionnx.cli.options import Model, Provider, SpecFile, numbers
+from mionnx.errors import InputError
+from mionnx.model import MIModel
+from mionnx.spec.hook_spec import HookSpec
+
+
+def harvest(
+    model: Model,
+    texts: Annotated[Path, typer.Argument(help=".txt, .jsonl, .parquet, or a folder of these or of datasets.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the activations.")],
+    hook: Annotated[list[str] | None, typer.Option("--hook", help="Hook point or glob; may be repeated.")] = None,
+    spec: SpecFile = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a window, or the most of a text.")] = None,
+    packed: Annotated[bool, typer.Option("--packed", help="Windows over all texts, one after the other.")] = False,
+    separator: Annotated[str | None, typer.Option(help="A token before each text of packed windows.")] = None,
+    positions: Annotated[
+        str | None, typer.Option(help="Only these tokens of each text: last, numbers as 0,-1, or a string in it.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, float16 or bfloat16; the model's own if left out.")
+    ] = None,
+    format_: Annotated[str, typer.Option("--format", help="safetensors, parquet or saelens.")] = "safetensors",
+    sae: Annotated[Path | None, typer.Option(help="Write the features of this sparse autoencoder.")] = None,
+    top_k: Annotated[int, typer.Option(min=1, help="Features of each token.")] = 32,
+    batch_size: Annotated[str, typer.Option(help="Rows of one pass, or auto.")] = "auto",
+    column: Annotated[str, typer.Option(help="Column of the texts.")] = "text",
+    provider: Provider = "cpu",
+) -> None:
+    """Write the activations of a dataset to disk; interrupted, it goes on where it was.
+
+    Example: mionnx harvest models/world-llama texts.txt -o activations --hook "blocks.*.hook_resid_post"
+    """
+    asked = HookSpec.load(spec) if spec is not None else HookSpec()
+    for name in hook or ():
+        asked.capture(name)
+    options: dict[str, Any] = {"context": context, "packed": packed, "separator": separator, "dtype": dtype}
+    options |= {"format": format_, "column": column, "batch_size": _batch_size(batch_size), "top_k": top_k}
+    options |= {"positions": None if positions is None else _positions(positions)}
+    options |= {"sae": None if sae is None else SAE.load(sae)}
+    made = MIModel.from_pretrained(model, provider=provider).harvest(texts, asked, output, **options)
+    typer.echo(str(made))
+
+
+def _batch_size(given: str) -> int | str:
+    return int(given) if given.isdecimal() else given
+
+
+def _positions(given: str) -> list[int] | str:
+    """Positions by number, where these are numbers, and a string in the text else."""
+    if given == "last":
+        return [-1]
+    try:
+        return numbers("positions", given, int)
+    except InputError:
+        return given

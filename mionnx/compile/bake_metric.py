@@ -1,0 +1,121 @@
+"""Rewrite: the inputs of a metric become part of the graph, so that a file gives a metric and its gradients by itself.
+
+1. Tokens, a reference and the numbers of a seed become constants, the same for every row.
+2. The position that is read is worked out in the graph, in each row's own text; in a call without it the metric is 0.
+3. The targets of the loss are the call's own next tokens; padding, and the last token, predict nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import log_softmax
+
+from mionnx.bind.bound_spec import BoundSpec
+from mionnx.compile.token_facts import TokenFacts, replace_input
+from mionnx.errors import GradientError
+from mionnx.graph.builder import Builder, Graph, Tensor
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.report import Report
+from mionnx.rewrite.plan import METRIC, METRIC_ANSWER, METRIC_REFERENCE, METRIC_SEED, METRIC_VERSUS, METRIC_WEIGHTS
+from mionnx.spec.metric import WHOLE, MetricSpec, Tokens
+
+REST = 2**62  # the end of a slice that goes to the end
+
+
+def bake_metric(graph: Graph, bound: BoundSpec, calls: TokenFacts, report: Report) -> None:
+    """Turn the inputs of a bound spec's metric into constants and nodes.
+
+    Raises:
+        GradientError: what only a single call can have: numbers of rows, or of every position; or a position that the
+            graph does not compute.
+    """
+    metric = bound.spec.metric
+    if metric is None:
+        return
+    op = Builder(graph, METRIC, f"{METRIC}.baked", report)
+    by: dict[str, Tensor] = {}
+    if metric.at is not None:
+        by[METRIC_SEED] = op.constant(_of_value(metric, bound.hooks.dims(HookPoint.parse(metric.at))))
+    elif metric.name in WHOLE:
+        _refuse_last(bound.plan.outputs.last, metric)
+        by[METRIC_ANSWER], by[METRIC_WEIGHTS] = _next_tokens(op, calls)
+    else:
+        by[METRIC_WEIGHTS] = weights = _weights(op, calls, metric, bound.plan.outputs.last)
+        for name, tokens in ((METRIC_ANSWER, metric.answer), (METRIC_VERSUS, metric.versus)):
+            if tokens is not None:
+                by[name] = op.Expand(op.constant([[_one(name, tokens)]]), op.Shape(weights))
+        for name, array in ((METRIC_REFERENCE, metric.reference), (METRIC_SEED, metric.seed)):
+            if array is not None:
+                by[name] = op.constant(_of_logits(name, array, bound.model.metadata.sizes.vocab_size))
+    tensors = graph.tensors()
+    for name, tensor in by.items():
+        replace_input(graph, tensors[name], tensor)
+
+
+def _refuse_last(last: bool, metric: MetricSpec) -> None:
+    if last:
+        where = "every position" if metric.position is None else f"position {metric.position}"
+        raise GradientError(f"metric {metric} reads {where}, and last_logits=True computes the last alone")
+
+
+def _weights(op: Builder, calls: TokenFacts, metric: MetricSpec, last: bool) -> Tensor:
+    """[batch, n]: 1 at the position that is read, 0 elsewhere."""
+    position = metric.position
+    if position is None:
+        raise GradientError("a seed for every logit is a matter of one call; compiled graphs serve any length")
+    if last and position != -1:
+        _refuse_last(last, metric)
+    at = op.constant([[position]]) if position >= 0 else op.Add(calls.length, [position])
+    read = op.Cast(op.Equal(calls.positions, at), to=np.float32)
+    return op.ReduceMax(read, [1], keepdims=1) if last else read
+
+
+def _next_tokens(op: Builder, calls: TokenFacts) -> tuple[Tensor, Tensor]:
+    """[batch, seq] of the loss: each token's next one, and how much it counts."""
+    ids, real = calls.graph.tensors()["input_ids"], op.Cast(op.GreaterOrEqual(calls.positions, 0), to=np.float32)
+    counted = op.Mul(real, _following(op, real))
+    total = op.Max(op.ReduceSum(counted, [1], keepdims=1), op.constant(1.0, np.float32))
+    return _following(op, ids), op.Div(counted, total)
+
+
+def _following(op: Builder, value: Tensor) -> Tensor:
+    """[batch, seq]: what stands one token later, and 0 at the last."""
+    first = op.Slice(value, [0], [1], [1])
+    return op.Concat(op.Slice(value, [1], [REST], [1]), op.Sub(first, first), axis=1)
+
+
+def _one(name: str, tokens: Tokens) -> int:
+    if not isinstance(tokens, int | np.integer):
+        raise GradientError(
+            f"{name.rsplit('.', 1)[1]}={tokens!r}: a token a row is a matter of one call; a compiled graph serves any "
+            "batch, with one token as an id (or a text, of a model that is open)"
+        )
+    return int(tokens)
+
+
+def _of_logits(name: str, array: NDArray[Any], vocab: int) -> NDArray[np.float32]:
+    """[1, 1, vocab] of a seed, or of a reference's log-probabilities."""
+    if array.shape != (vocab,):
+        raise GradientError(
+            f"{name.rsplit('.', 1)[1]} is {list(array.shape)}; in a compiled graph, which serves any batch, [{vocab}]"
+        )
+    numbers = log_softmax(array.astype(np.float64)) if name == METRIC_REFERENCE else array
+    return numbers[None, None].astype(np.float32)
+
+
+def _of_value(metric: MetricSpec, dims: Sequence[str | int]) -> NDArray[np.float32]:
+    """The numbers of a value's seed, if they fit it in every call.
+
+    Raises:
+        GradientError: they do not.
+    """
+    seed = np.asarray(metric.seed, np.float32)
+    own = (1,) * (len(dims) - seed.ndim) + seed.shape
+    if len(own) != len(dims) or any(n not in (1, dim) for n, dim in zip(own, dims, strict=True)):
+        raise GradientError(
+            f"seed is {list(seed.shape)}, and the value at {metric.at} {list(dims)}; in a compiled graph, which serves "
+            "any batch and length, it has 1 along those"
+        )
+    return seed.reshape(own)

@@ -1,0 +1,129 @@
+"""Circuits: none of the edges is the corrupted run, all of them the clean one, and any others are what torch gives."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from edge_oracle import KINDS, EdgeModel
+from sweep_pairs import prompts
+
+from mionnx.errors import GradientError, InputError
+
+GIFT = "When Mary and John went to the store , {} gave a drink to"
+CLEAN, CORRUPTED = GIFT.format("John"), GIFT.format("Mary")
+FAMILIES = [*KINDS]
+TOKENS = {"answer": 5, "versus": 9}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_circuit_is_what_torch_gives(models, references, name):
+    model, (clean, corrupted) = models(name), prompts(22)
+    torch_model = EdgeModel(KINDS[name](references(name)))
+    good, bad = (torch.from_numpy(ids) for ids in (clean, corrupted))
+    ranking = model.edge_attribution(clean, corrupted, **TOKENS)
+    random = np.random.default_rng(3)
+    for scores in (ranking, replace(ranking, scores=random.normal(size=ranking.scores.shape))):
+        sizes = [0, 3, 10, 25, 60, ranking.count - 1, ranking.count]
+        found = model.circuit(clean, corrupted, sizes, scores=scores, **TOKENS)
+        with torch.no_grad():
+            whole, its = torch_model.run(bad)
+            for size, value in zip(sizes, found.values, strict=True):
+                kept = {(sender, receiver) for sender, receiver, _ in scores.top(size)}
+                logits, _ = torch_model.run(good, its, lambda *edge, kept=kept: edge in kept)
+                assert value == pytest.approx(float(logits[5] - logits[9]), abs=5e-5)
+        assert found.values[0] == pytest.approx(float(whole[5] - whole[9]), abs=5e-5)
+        assert found.faithfulness[[0, -1]] == pytest.approx([0, 1], abs=1e-3)
+        assert len({*found.values.round(3).tolist()}) > 3  # the circuits differ
+
+
+@pytest.mark.parametrize("name", ["world", *FAMILIES])
+def test_all_edges_but_one_are_path_patching_of_that_one(models, shipped, name):
+    """A receiver that reads one sender's corrupted value, everything else as it is."""
+    if name == "world":
+        model, clean, corrupted, tokens = shipped, CLEAN, CORRUPTED, {"answer": "Mary", "versus": "John"}
+    else:
+        model, (clean, corrupted), tokens = models(name), prompts(23), TOKENS
+    ranking = model.edge_attribution(clean, corrupted, **tokens)
+    for sender, receiver in (("a0.h1", "m1"), ("a0.h2", "a1.h3<q>"), ("a1.h0", "logits")):
+        at = ranking.senders.index(sender), ranking.receivers.index(receiver)
+        scores = np.ones(ranking.scores.shape)
+        scores[at] = 0
+        found = model.circuit(clean, corrupted, ranking.count - 1, scores=replace(ranking, scores=scores), **tokens)
+        (hook, head), (read, own) = ranking.hooks[at[0]], ranking.receiving[at[1]]
+        receivers = [read if own is None else (read, own)]
+        exact = model.path_patch(clean, corrupted, receivers, hook, direction="noising", layers=None, **tokens)
+        assert found.values[0] == pytest.approx(float(exact.values[0, head]), abs=5e-5)
+
+
+def test_no_edge_is_the_corrupted_run_and_all_are_the_clean_one(shipped):
+    for metric in ("logit_diff", "probability", "kl", "rank"):
+        scores = shipped.edge_attribution(CLEAN, CORRUPTED, answer="Mary", versus="John")
+        found = shipped.circuit(CLEAN, CORRUPTED, [0, 300, 1055], metric, scores=scores)
+        assert found.values[[0, -1]] == pytest.approx([found.corrupted, found.clean], abs=5e-5)
+    with pytest.raises(InputError, match="nothing to be faithful to"):
+        replace(found, clean=found.corrupted).faithfulness  # noqa: B018
+
+
+def test_the_names_task_is_kept_by_a_small_circuit(shipped):
+    found = shipped.circuit(CLEAN, CORRUPTED)
+    assert found.sizes.tolist() == [0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 1055]
+    assert found.attribution.steps == 5
+    assert found.smallest(0.95) == 100
+    assert found.smallest(1e6) is None
+    assert found.kept(2) == found.attribution.top(2)
+    plain = shipped.circuit(CLEAN, CORRUPTED, 50, steps=1)
+    assert plain.faithfulness[0] < found.faithfulness[found.sizes == 50]
+
+
+def test_pairs_are_averaged(shipped):
+    clean, corrupted = ["The capital of France is", CLEAN], ["The capital of Germany is", CORRUPTED]
+    both = shipped.circuit(clean, corrupted, [40, 80], steps=2)
+    assert both.by_pair.shape == (2, 2)
+    for number, pair in enumerate(zip(clean, corrupted, strict=True)):
+        alone = shipped.circuit(*pair, [40, 80], scores=both.attribution)
+        np.testing.assert_allclose(both.by_pair[number], alone.values, atol=1e-5)
+    assert both.faithfulness == pytest.approx((both.values - both.corrupted) / (both.clean - both.corrupted))
+
+
+def test_few_rows_at_a_time_give_the_same(shipped, monkeypatch):
+    whole = shipped.circuit(CLEAN, CORRUPTED, [20, 50, 100])
+    monkeypatch.setattr("mionnx.analysis.circuits.parts.TOKENS", 40)
+    monkeypatch.setattr("mionnx.analysis.circuits.edge_gradients.TOKENS", 40)
+    monkeypatch.setattr("mionnx.analysis.circuits.edge_gradients.WIDE", 200)
+    monkeypatch.setattr("mionnx.analysis.circuits.circuit.circuits_at_once", lambda *_: 2)
+    few = shipped.circuit(CLEAN, CORRUPTED, [20, 50, 100])
+    np.testing.assert_allclose(few.attribution.scores, whole.attribution.scores, atol=1e-4)
+    np.testing.assert_allclose(few.values, whole.values, atol=1e-4)
+
+
+def test_bad_requests_are_refused_before_anything_runs(shipped, monkeypatch):
+    ranking = shipped.edge_attribution(CLEAN, CORRUPTED)
+    part = shipped.edge_attribution(CLEAN, CORRUPTED, "z")
+    monkeypatch.setattr(type(shipped), "forward", None)
+    cases = {
+        "edges must be 0 or above": (InputError, {"edges": -1}),
+        "1,055 or below": (InputError, {"edges": [10, 1056]}),
+        "an integer": (InputError, {"edges": [2.5]}),
+        "no circuit is asked for": (InputError, {"edges": []}),
+        "chosen among all 37 senders": (InputError, {"scores": part}),
+        "not finite": (InputError, {"scores": replace(ranking, scores=ranking.scores * np.nan)}),
+        "a rank changes in steps": (GradientError, {"metric": "rank"}),
+        "13 tokens, the corrupted one 14": (InputError, {"clean": CLEAN.removesuffix(" to")}),
+        "the same up to": (InputError, {"corrupted": CLEAN}),
+    }
+    for message, (kind, given) in cases.items():
+        with pytest.raises(kind, match=message):
+            shipped.circuit(**({"clean": CLEAN, "corrupted": CORRUPTED} | given))
+
+
+def test_a_page_draws_the_circuit_of_each_size(shipped, chromium, tmp_path):
+    found = shipped.circuit(CLEAN, CORRUPTED, [0, 20, 100])
+    page = chromium(found.save(tmp_path / "circuit.html"))
+    assert not page.troubles
+    lines = page.locator("#graph line")
+    page.locator("#table tr", has_text="20").first.click()
+    assert lines.count() == 20
+    page.locator("#table tr", has_text="100").first.click()
+    assert lines.count() == 100
+    assert "m3" in page.locator("#graph").inner_text()

@@ -1,0 +1,43 @@
+"""Routers of adopted mixtures of experts; beside transformers, those of torch's exporter are in test_adopt_lacking."""
+
+import fused_llama
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from exporters.adopt import adopt
+from mionnx import HookSpec, Intervention, MIModel
+
+IDS = np.random.default_rng(0).integers(3, 90, (2, 9))
+LOGITS = "blocks.1.mlp.hook_router_logits"
+
+
+def test_experts_inside_of_one_operator_are_chosen_by_the_router_s_logits(tmp_path):
+    """As onnxruntime-genai writes GPT-OSS: the choice is no value, and what it is made from is."""
+    file = fused_llama.write(tmp_path / "stock", router="")
+    found = adopt(file, tmp_path / "hooked")
+    assert [name for name in found.hooks if "expert" in name or "router" in name] == [LOGITS.replace("1", "0"), LOGITS]
+    assert any("hook_expert_indices, hook_expert_weights: inside of MoE only" in note for note in found.notes)
+    model = MIModel.from_pretrained(tmp_path / "hooked", threads=1)
+    assert model.hooked.metadata.sizes.n_experts == fused_llama.EXPERTS
+    plain = model.forward(IDS, HookSpec().capture([LOGITS, "blocks.1.mlp.hook_*"]))
+    held = {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(file).graph.initializer}
+    expected = plain["blocks.1.mlp.hook_pre"] @ held["layers.1.router.weight"]
+    np.testing.assert_allclose(plain[LOGITS], expected, atol=1e-5)
+    first = np.array([50.0, 49.0, 0.0, 0.0], np.float32)  # experts 0 and 1, and their weights
+    spec = HookSpec().intervene(LOGITS, Intervention.Replace(np.broadcast_to(first, (2, 9, 4))))
+    turned = model.forward(IDS, spec.capture("blocks.1.mlp.hook_post"))["blocks.1.mlp.hook_post"]
+    weights = np.exp(first[:2]) / np.exp(first[:2]).sum()
+    inner = np.einsum("bsh,eih->bsei", plain["blocks.1.mlp.hook_pre"], held["layers.1.first"][:2])
+    grown = inner / (1 + np.exp(-inner))
+    made = np.einsum("bsei,ehi,e->bsh", grown, held["layers.1.last"][:2], weights)
+    np.testing.assert_allclose(turned, made, atol=1e-4)
+
+
+@pytest.mark.parametrize("operator", ["Neg", "Sigmoid"])
+def test_logits_whose_order_is_not_that_of_the_choice_are_not_named(operator, tmp_path):
+    """A sigmoid makes large logits the same number."""
+    found = adopt(fused_llama.write(tmp_path / "stock", router=operator), tmp_path / "hooked")
+    assert not [name for name in found.hooks if "router" in name]
+    assert any("hook_router_logits: no one linear map" in note for note in found.notes)
