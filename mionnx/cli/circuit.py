@@ -6,20 +6,21 @@ import typer
 from rich.console import Console
 
 from mionnx.cli.options import Html, Json, Model, Png, Provider, Save, deliver, numbers
+from mionnx.cli.sweep_options import OTHER, Answer, Clean, Read, Versus
 from mionnx.model import MIModel
 
 
 def circuit(
     model: Model,
-    clean: Annotated[str, typer.Argument(help="The clean prompt.")],
-    corrupted: Annotated[str, typer.Argument(help="The corrupted prompt, of equal length.")],
+    clean: Clean,
+    corrupted: Annotated[str, typer.Argument(help=OTHER)],
     edges: Annotated[str | None, typer.Option(help="Numbers of kept edges, as 10,50; by default up to all.")] = None,
     metric: Annotated[str, typer.Option(help="logit_diff, probability, log_probability or kl.")] = "logit_diff",
-    answer: Annotated[str | None, typer.Option(help="A token; the clean prompt's top token if left out.")] = None,
-    versus: Annotated[str | None, typer.Option(help="A token; the corrupted prompt's top token if left out.")] = None,
+    answer: Answer = None,
+    versus: Versus = None,
     steps: Annotated[int, typer.Option(min=1, help="Gradients averaged between the two prompts; 1 is plain EAP.")] = 5,
     method: Annotated[str, typer.Option(help="gradient, frozen_norm or relp.")] = "gradient",
-    position: Annotated[int, typer.Option(help="Position of the logits that the metric reads.")] = -1,
+    position: Read = -1,
     top: Annotated[int, typer.Option(min=0, help="Number of leading edges to list.")] = 10,
     html: Html = None,
     png: Png = None,
