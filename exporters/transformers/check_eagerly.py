@@ -176,7 +176,10 @@ def _eager(model: PreTrainedModel, batch: _Batch, projections: Sequence[str]) ->
 
 @contextmanager
 def _read(model: PreTrainedModel, projections: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
-    """Input of each layer's output projection in a run, [batch, seq, n_heads * head_dim], by the name of z."""
+    """Input of each layer's output projection in a run, by the name of z.
+
+    [batch, seq, n_heads * head_dim].
+    """
     found: dict[str, torch.Tensor] = {}
     modules = dict(model.named_modules())
     with ExitStack() as stack:

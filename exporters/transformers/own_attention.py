@@ -69,7 +69,10 @@ class TapProducts(TorchFunctionMode):
 
 
 def tap_split_heads(stack: ExitStack, taps: Taps, attention: Any, layer: int) -> None:
-    """Tap queries and keys as the module's `_split_heads` gives them before the rotation, heads behind tokens."""
+    """Tap queries and keys before their rotation, as `_split_heads` gives them.
+
+    [batch, seq, n_heads, head_dim].
+    """
     points, split = [HookPoint.AttnQ(layer), HookPoint.AttnK(layer)], attention._split_heads
 
     def splitting(*args: Any, **kwargs: Any) -> Tensor:
@@ -85,7 +88,10 @@ def tap_split_heads(stack: ExitStack, taps: Taps, attention: Any, layer: int) ->
 
 
 def add_cache(stack: ExitStack, taps: Taps, attention: Any, layer: int) -> None:
-    """Give a past to attention that knows none (OpenAI's GPT): keys and values, and the mask's rows of this call."""
+    """Give attention without a cache (OpenAI's GPT) past keys and values.
+
+    Its mask begins at the rows of this call.
+    """
     attend = attention._attn
 
     def with_past(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:

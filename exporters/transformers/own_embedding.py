@@ -1,4 +1,4 @@
-"""Taps on embeddings that a model scales and adds up in code of its own, where no module gives them (CTRL)."""
+"""Taps on embeddings scaled and added up in a model's own code, without a module (CTRL)."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from mionnx.graph.hook_points import HookPoint
 
 
 class TapEmbedding(TorchFunctionMode):
-    """Tap the embeddings as scaled in place, and the rows that are taken out of a table of positions.
+    """Tap embeddings scaled in place, and rows taken out of a table of positions.
 
     Args:
         taps: of the model.
