@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +104,12 @@ def measure(family: str, folder: Path) -> tuple[list[str], bool]:
     export(folder / "checkpoint", folder / "hooked")
     seconds = time.process_time() - began
     model = MIModel.from_pretrained(folder / "hooked", threads=1)
-    if by_structure(family, model):
+    if by_structure(model):
         return structural_row(family, model, reference, seconds), False
     with Reduced() as precision:
         run(reference, batch("plain"))
-    captures = [worst_capture(model, reference, batch(kind)) for kind in KINDS]
+    oracles = [worst_capture, *([partial(worst_seen, family)] if family in FAMILIES else [])]
+    captures = [max(worst(model, reference, batch(kind)) for worst in oracles) for kind in KINDS]
     for place in (0, 1):  # transformers counts the tokens of windows otherwise in texts padded on the right
         captures[place] = max(captures[place], untapped_logits(model, reference, batch(KINDS[place])))
     worst, count = worst_intervention(model, reference, batch("left past"))
@@ -116,20 +118,19 @@ def measure(family: str, folder: Path) -> tuple[list[str], bool]:
     return [family, str(len(model.hook_points())), *shown, str(count), same, f"{seconds:.0f}"], precision.found
 
 
-def by_structure(family: str, model: MIModel) -> bool:
+def by_structure(model: MIModel) -> bool:
     """Whether the hook points were found by structure: taps do not fit the family."""
-    return family in FAMILIES or FOUND_BY_STRUCTURE in model.hooked.metadata.exporter
+    return FOUND_BY_STRUCTURE in model.hooked.metadata.exporter
 
 
 def structural_row(family: str, model: MIModel, reference: Any, seconds: float) -> list[str]:
     """The row of a family whose hook points were found by structure; what has no oracle is left open."""
-    shown = [kind for kind in KINDS if kind != "right" and not (family == "openai-gpt" and "past" in kind)]
     captures = dict.fromkeys(KINDS, "-")
     worst, count = "-", "-"
     if family in FAMILIES:
-        for kind in shown:
+        for kind in KINDS:
             captures[kind] = f"{worst_seen(family, model, reference, batch(kind)):.1e}"
-        last, made = unlisted_interventions(family, model, reference, batch(shown[-1]))
+        last, made = unlisted_interventions(family, model, reference, batch("left past"))
         worst, count = f"{last:.1e}", str(made)
     start = batch("plain").ids[:1]
     text = model.generate(start[0], max_new_tokens=TOKENS, eos_token_id=[]).ids[0][None]
@@ -149,11 +150,10 @@ def structural_row(family: str, model: MIModel, reference: Any, seconds: float) 
 
 def worst_seen(family: str, model: MIModel, reference: Any, inputs: Inputs) -> float:
     """The largest difference over the hook points that the family's own oracle shows."""
+    reference.config._attn_implementation = "eager"
     expected = run_unlisted(family, reference, inputs).values
     found = forward(model, inputs, HookSpec().capture(lambda name: not name.endswith("hook_result"))).values
-    least = -9000 if family == "openai-gpt" else -np.inf  # its mask is -10,000, that of an added cache lower
-    pairs = {name: (np.maximum(found[name], least), np.maximum(expected[name], least)) for name in expected}
-    return max(difference(HookPoint.parse(name), *pair, inputs) for name, pair in pairs.items())
+    return max(difference(HookPoint.parse(name), found[name], expected[name], inputs) for name in expected)
 
 
 def unlisted_interventions(family: str, model: MIModel, reference: Any, inputs: Inputs) -> tuple[float, int]:

@@ -27,7 +27,7 @@ from exporters.transformers.weights import bind_weights
 from exporters.weight_files import locations, place_nowhere
 from mionnx.errors import ExportError
 from mionnx.graph import file_digest
-from mionnx.graph.metadata import NORMED_STREAM, Attention, Metadata, context_length
+from mionnx.graph.metadata import DTYPE_NAMES, NORMED_STREAM, Attention, Metadata, context_length
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.progress import Progress
 
@@ -123,7 +123,7 @@ def _write_tapped(
 
 def describe(made: HookedGraph, config: Any, dtype: torch.dtype) -> Metadata:
     """The metadata of a graph, without those of its weights."""
-    normed = {} if getattr(config, "do_layer_norm_before", True) else {NORMED_STREAM: "yes"}  # OPT of 350M
+    normed = {NORMED_STREAM: "yes"} if made.layout.normed_stream else {}
     versions = {name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")}
     return Metadata(
         family=config.model_type,
@@ -133,7 +133,17 @@ def describe(made: HookedGraph, config: Any, dtype: torch.dtype) -> Metadata:
         attention=[_attention(made, i) for i in range(made.sizes.num_layers)],
         exporter={**versions, **normed},
         context_length=context_length(config.to_dict()),
+        hook_dtypes=_other_dtypes(made, str(dtype).removeprefix("torch.")),
     )
+
+
+def _other_dtypes(made: HookedGraph, dtype: str) -> dict[str, str]:
+    """The dtypes of hook points that a family computes in wider numbers than the model's."""
+    values = [value for node in made.model.graph for value in node.outputs if value.name in made.hooks]
+    found = {str(value.name): value.dtype.numpy().name for value in values if value.dtype is not None}
+    return {
+        name: found[name] for name in made.hooks if found.get(name, dtype) in DTYPE_NAMES and found.get(name) != dtype
+    }
 
 
 def write_model(model: ir.Model, metadata: Metadata, target: Path) -> None:

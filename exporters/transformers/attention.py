@@ -196,7 +196,12 @@ class TappedCache(DynamicCache):
     ) -> tuple[Tensor, Tensor]:
         """Keep a layer's keys and values; latents later, as keys and values."""
         taps = active_taps()
-        return (key_states, value_states) if taps.layout.latents else taps.keep(key_states, value_states, layer_idx)
+        if taps.layout.latents:
+            return key_states, value_states
+        kept = taps.keep(key_states, value_states, layer_idx)
+        if taps.layout.own_attention:
+            taps.read[layer_idx] = kept
+        return kept
 
     def present(self, taps: Taps) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each layer of the pass: of no head in one with those of another."""

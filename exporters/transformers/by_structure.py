@@ -31,7 +31,7 @@ from exporters.hook_axes import axes_of
 from exporters.transformers import bfloat16
 from exporters.transformers.check_eagerly import check_eagerly
 from exporters.transformers.checkpoint import map_tensors
-from exporters.transformers.hooked_graph import Stage
+from exporters.transformers.hooked_graph import LARGEST_CONSTANT, Stage
 from exporters.transformers.naming import strip
 from exporters.transformers.plain_trace import skeleton_of, trace_plainly
 from exporters.transformers.simplify import simplify_traced
@@ -45,7 +45,6 @@ from mionnx.graph.metadata import FOUND_BY_STRUCTURE, Attention, Metadata, Sizes
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.progress import Progress
 
-LARGEST_CONSTANT = 2**24  # numbers of a constant that is compared with others
 OFFSETS = 2  # rows of a table of positions before the first
 SHORT = 160  # tokens of a text in which windows show
 
@@ -207,7 +206,8 @@ def _windows(
 
 
 def _check(found: Found, source: Source, target: Path) -> None:
-    checked = check_eagerly(source.folder, source.config, found.proto, target, found.sizes, source.kind)
+    projections = [str(one.projection.name) for one in found.recognised.attention]
+    checked = check_eagerly(source.folder, source.config, found.proto, target, found.sizes, source.kind, projections)
     _refuse([result for result in checked.results if not result.holds])
     worst = max(checked.results, key=lambda result: result.difference)
     found.said[FOUND_BY_STRUCTURE] = (

@@ -1,11 +1,11 @@
-"""An exported graph beside transformers in eager mode: the stream, patterns, keys and values, and logits.
+"""An exported graph beside transformers in eager mode: the stream, patterns, z, keys and values, and logits.
 
 The oracle is what transformers itself returns, so that nothing has to be known of the family. A large checkpoint is
 loaded with its first layers only: the graph is compared up to there, and its head on the stream behind them.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,13 @@ class EagerCheck:
 
 
 def check_eagerly(
-    folder: Path, config: Any, proto: onnx.ModelProto, target: Path, sizes: Sizes, dtype: str
+    folder: Path,
+    config: Any,
+    proto: onnx.ModelProto,
+    target: Path,
+    sizes: Sizes,
+    dtype: str,
+    projections: Sequence[str],
 ) -> EagerCheck:
     """Compare an exported graph with its checkpoint, run by transformers.
 
@@ -72,6 +78,7 @@ def check_eagerly(
         target: folder of the graph's weights.
         sizes: of the model.
         dtype: of both.
+        projections: name of each layer's output projection, as transformers names its weight: it reads z.
 
     Raises:
         ExportError: transformers does not run the checkpoint, or returns no stream.
@@ -82,7 +89,7 @@ def check_eagerly(
     graph = _Graph(proto, target, layers, sizes)
     worst = dict[str, LawResult]()
     for batch in _batches(sizes):
-        expected = _eager(model, batch, layers)
+        expected = _eager(model, batch, projections[:layers])
         for past in sorted({0, batch.past if graph.cached else 0}):
             found = graph.run(batch, past)
             for name, layer, one, other in _pairs(found, expected, batch, past):
@@ -145,11 +152,12 @@ def _silent() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _eager(model: PreTrainedModel, batch: _Batch, layers: int) -> dict[str, Array]:
+def _eager(model: PreTrainedModel, batch: _Batch, projections: Sequence[str]) -> dict[str, Array]:
     """The outcome of a batch in transformers, by names of hook points and outputs."""
     given = {name: torch.from_numpy(value) for name, value in batch.part(0, batch.ids.shape[1]).items()}
+    layers = len(projections)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _read(model, projections) as read:
             output = model(**given, output_hidden_states=True, output_attentions=True)
     except Exception as error:  # whatever its modelling code raises
         raise ExportError(f"transformers does not run the checkpoint: {error}") from error
@@ -158,12 +166,33 @@ def _eager(model: PreTrainedModel, batch: _Batch, layers: int) -> dict[str, Arra
         raise ExportError(
             f"transformers returns {len(states)} hidden states of {layers} layers: nothing to compare with"
         )
-    found = {"logits": output.logits}
+    found = {"logits": output.logits, **read}
     found |= {f"blocks.{i}.hook_resid_pre": state for i, state in enumerate(states[:layers])}
     found |= {f"blocks.{i}.attn.hook_pattern": one for i, one in enumerate(patterns[:layers]) if one is not None}
     for i, layer in enumerate(getattr(output.get("past_key_values"), "layers", ())):
         found |= dict(zip(KEYS_AND_VALUES.layer_outputs(i), (layer.keys, layer.values), strict=True))
     return {name: value.detach().numpy() for name, value in found.items()}
+
+
+@contextmanager
+def _read(model: PreTrainedModel, projections: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
+    """Input of each layer's output projection in a run, by the name of z.
+
+    [batch, seq, n_heads * head_dim].
+    """
+    found: dict[str, torch.Tensor] = {}
+    modules = dict(model.named_modules())
+    with ExitStack() as stack:
+        for layer, name in enumerate(projections):
+            module = modules.get(name.removesuffix(".weight"))
+            if module is None:
+                raise ExportError(f"{name}, the output projection of layer {layer}, is no module's weight")
+
+            def keep(_module: torch.nn.Module, given: tuple[torch.Tensor, ...], layer: int = layer) -> None:
+                found[f"blocks.{layer}.attn.hook_z"] = given[0]
+
+            stack.callback(module.register_forward_pre_hook(keep).remove)
+        yield found
 
 
 class _Graph:
@@ -176,7 +205,8 @@ class _Graph:
         self.pasts = KEYS_AND_VALUES.inputs(layers) if self.cached else []
         self.last = f"blocks.{layers - 1}.hook_resid_post"
         self.sizes, self.end = sizes, f"blocks.{sizes.num_layers - 1}.hook_resid_post"
-        points = [f"blocks.{i}.{name}" for i in range(layers) for name in ("hook_resid_pre", "attn.hook_pattern")]
+        named = ("hook_resid_pre", "attn.hook_pattern", "attn.hook_z")
+        points = [f"blocks.{i}.{name}" for i in range(layers) for name in named]
         self.names = [*(name for name in points if name in made), self.last, *self.presents]
         self.body = open_session(extract(flow, [], self.names), target, [])
         self.head = open_session(extract(flow, [self.end], ["logits"]), target, [])
@@ -218,6 +248,8 @@ def _pairs(
             kept = value.shape[2]  # of a sliding window, the last ones
             one, other = (np.moveaxis(array[:, :, -kept:], 2, 1) for array in (found[name], value))
             yield words, layer, one[whole[:, -kept:]], other[whole[:, -kept:]]
+        elif name.endswith("hook_z"):
+            yield words, layer, found[name][real].reshape(int(real.sum()), -1), value[:, past:][real]
         elif name.endswith("pattern"):
             yield words, layer, np.moveaxis(found[name], 2, 1)[real], np.moveaxis(value[:, :, past:], 2, 1)[real]
         else:
@@ -228,6 +260,6 @@ def _words(name: str) -> tuple[int | None, str]:
     """The layer of a value, and what it is."""
     parts = name.split(".")
     layer = int(parts[1]) if len(parts) > 1 else None
-    kinds = {"hook_resid_pre": "stream", "hook_pattern": "pattern", "key": "keys", "value": "values"}
+    kinds = {"hook_resid_pre": "stream", "hook_pattern": "pattern", "hook_z": "z", "key": "keys", "value": "values"}
     what = kinds.get(parts[-1], parts[-1])
     return layer, f"{what} = eager transformers'"

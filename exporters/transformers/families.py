@@ -27,6 +27,11 @@ class Layout:
     `streams` is the module that predicts several streams before a layer and corrects them after it; hook points of the
     stream are those of the active one, between the two.
     `experts` says that blocks may hold experts in the place of an MLP; neurons are tapped in the others only.
+    `own_attention` says that attention is computed in the family's own code, which is tapped as it runs; `splits_heads`
+    that its `_split_heads` gives queries and keys before they are rotated, `cacheless` that it knows no past.
+    `limited` says that a table has a row for each position, where there is no module `positions`.
+    `embeds_in_code` is the module whose own code scales embeddings and takes positions out of a table.
+    `normed_stream` says that the stream is normed after each addition.
     `shared` is an MLP beside the experts' module that the block adds to it; `gate_and_up` and `down` are its own.
     `sparse` says that an indexer in the attention chooses keys: it is left out, as it chooses all of a text of up to
     `index_topk` tokens (`sizes.py` has the limit).
@@ -57,6 +62,12 @@ class Layout:
     adds_products: bool = False
     streams: str | None = None
     experts: bool = False
+    own_attention: bool = False
+    splits_heads: bool = False
+    cacheless: bool = False
+    limited: bool = False
+    embeds_in_code: str | None = None
+    normed_stream: bool = False
     shared: str | None = None
     sparse: bool = False
     flattens: bool = False
@@ -96,6 +107,52 @@ GPT2 = replace(
 )
 
 
+OWN_ATTENTION = replace(PLAIN_MLP, own_attention=True, z_at_projection=True)
+BLOOM = replace(
+    OWN_ATTENTION,
+    embedding="transformer.word_embeddings_layernorm",
+    blocks="transformer.h",
+    final_norm="transformer.ln_f",
+    attention="self_attention",
+    output_projection="self_attention.dense",
+    attention_added="self_attention.dense",
+    mlp_output="mlp.dense_4h_to_h",
+    mlp_added="mlp.dense_4h_to_h",
+    up="mlp.dense_h_to_4h",
+    down="mlp.dense_4h_to_h",
+)
+GPTJ = replace(
+    OWN_ATTENTION,
+    blocks="transformer.h",
+    final_norm="transformer.ln_f",
+    attention="attn",
+    output_projection="attn.out_proj",
+    attention_added="attn",
+    middle=None,
+    up="mlp.fc_in",
+    down="mlp.fc_out",
+    rotates_part=True,
+    splits_heads=True,
+    limited=True,
+)
+MLP_IN_BLOCK = replace(
+    PLAIN_MLP,
+    output_projection="self_attn.out_proj",
+    middle="final_layer_norm",
+    mlp_input="fc1",
+    mlp_output="fc2",
+    mlp_added="fc2",
+    up="fc1",
+    down="fc2",
+)
+
+
+def falcon(config: Any) -> Layout:
+    """Falcon: parallel blocks, or sequential ones where the config says so."""
+    parallel = config.new_decoder_architecture or config.parallel_attn
+    return replace(BLOOM, embedding=None, middle=None if parallel else BLOOM.middle)
+
+
 def gpt_neox(config: Any) -> Layout:
     """GPT-NeoX and Pythia: parallel blocks, or sequential ones where the config says so."""
     return replace(
@@ -128,6 +185,7 @@ def opt(config: Any) -> Layout:
         mlp_added="fc2",
         up="fc1",
         down="fc2",
+        normed_stream=not before,
         flattens=True,
     )
 
@@ -154,12 +212,33 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "arcee": PLAIN_MLP,
     "aria_text": EXPERTS,
     "axk1": LATENT_EXPERTS,
+    "biogpt": replace(
+        MLP_IN_BLOCK, positions="biogpt.embed_positions", blocks="biogpt.layers", final_norm="biogpt.layer_norm"
+    ),
     "axk2": replace(SPARSE_LATENTS, z_at_projection=True),
     "bitnet": GATED_HEADS,
+    "bloom": BLOOM,
+    "codegen": GPTJ,
     "cohere": PARALLEL,
     "cohere2": PARALLEL,
     "cohere_compass_text": PARALLEL,
     "cohere2_moe": replace(PARALLEL, experts=True),
+    "ctrl": replace(
+        PLAIN_MLP,
+        blocks="transformer.h",
+        final_norm="transformer.layernorm",
+        attention="multi_head_attention",
+        output_projection="multi_head_attention.dense",
+        attention_added="multi_head_attention",
+        middle="layernorm2",
+        mlp_input="ffn",
+        mlp_output="ffn",
+        mlp_added="ffn",
+        up="ffn.0",
+        down="ffn.2",
+        limited=True,
+        embeds_in_code="transformer",
+    ),
     "cwm": LLAMA,
     "dbrx": replace(
         EXPERTS,
@@ -183,6 +262,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "ernie4_5_moe": EXPERTS,
     "exaone4": POST_NORMS_ONLY,
     "exaone_moe": EXPERTS,
+    "falcon": falcon,
     "flex_olmo": replace(POST_NORMS_ONLY, experts=True),
     "gemma": LLAMA,
     "gemma2": POST_NORMS,
@@ -203,8 +283,16 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "gpt-sw3": GPT2,
     "gpt2": GPT2,
     "gpt_bigcode": GPT2,
+    "gpt_neo": replace(
+        GPT2,
+        attention="attn.attention",
+        output_projection="attn.attention.out_proj",
+        own_attention=True,
+        z_at_projection=True,
+    ),
     "gpt_neox": gpt_neox,
     "gpt_oss": EXPERTS,
+    "gptj": GPTJ,
     "granite": SCALED,
     "granite_swa": SCALED,
     "granitemoe": GRANITE_EXPERTS,
@@ -248,6 +336,21 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "ministral3": LLAMA,
     "mistral": LLAMA,
     "mixtral": EXPERTS,
+    "mpt": replace(
+        OWN_ATTENTION,
+        blocks="transformer.blocks",
+        final_norm="transformer.norm_f",
+        attention="attn",
+        output_projection="attn.out_proj",
+        attention_added="attn",
+        middle="norm_2",
+        mlp_input="ffn",
+        mlp_output="ffn.down_proj",
+        mlp_added="ffn.down_proj",
+        up="ffn.up_proj",
+        down="ffn.down_proj",
+        limited=True,
+    ),
     "modernbert-decoder": replace(
         LLAMA,
         final_norm="model.final_norm",
@@ -266,6 +369,17 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "olmo2": POST_NORMS_ONLY,
     "olmo3": POST_NORMS_ONLY,
     "olmoe": EXPERTS,
+    "openai-gpt": replace(
+        GPT2,
+        positions="transformer.positions_embed",
+        final_norm=None,
+        attention_added="attn.c_proj",
+        middle="mlp",
+        own_attention=True,
+        z_at_projection=True,
+        cacheless=True,
+        normed_stream=True,
+    ),
     "opt": opt,
     "persimmon": replace(
         PLAIN_MLP,
@@ -290,6 +404,13 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "stablelm": stablelm,
     "starcoder2": replace(PLAIN_MLP, up="mlp.c_fc", down="mlp.c_proj"),
     "vaultgemma": replace(LLAMA, middle="pre_feedforward_layernorm"),
+    "xglm": replace(
+        MLP_IN_BLOCK,
+        positions="model.embed_positions",
+        final_norm="model.layer_norm",
+        own_attention=True,
+        z_at_projection=True,
+    ),
     "youtu": LATENTS,
 }
 

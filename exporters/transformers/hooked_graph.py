@@ -9,8 +9,10 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from onnx_ir.passes.common import DeduplicateInitializersPass
 from transformers import PreTrainedModel
 
+from exporters.transformers import bfloat16
 from exporters.transformers.check_hooked import check_stream, expert_sizes, hook_axes
 from exporters.transformers.families import Layout, layout_of
 from exporters.transformers.grouped import expand_grouped
@@ -22,6 +24,7 @@ from exporters.transformers.stamp import stamp
 from exporters.transformers.trace import buffers_of, find_kinds, heads_of, skeleton_of, trace
 from mionnx.graph.metadata import Heads, Sizes
 
+LARGEST_CONSTANT = 2**24  # numbers of a constant that is compared with others
 Stage = Callable[[str], None]  # called as a stage begins
 
 
@@ -60,7 +63,8 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
     Raises:
         ExportError: the family is laid out in an unknown way, or torch cannot export it.
     """
-    sizes = sizes_of(config, learned_positions=layout_of(config).positions is not None)
+    layout = layout_of(config)
+    sizes = sizes_of(config, learned_positions=layout.limited or layout.positions is not None)
     stage("comparing layers")
     skeleton = skeleton_of(config, dtype)
     heads = heads_of(skeleton)
@@ -71,6 +75,8 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
         stage(f"tracing {len(kinds.traced)} of {sizes.num_layers} layers")
         traced = trace(skeleton, past, kinds)
         stage("simplifying")
+        if dtype != torch.bfloat16:
+            bfloat16.widen(traced.model)
         parameters = simplify_traced(traced.model, buffers)
         stage("naming")
         graph = traced.model.graph
@@ -81,6 +87,8 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
         strip(traced.model)
         if stamp(graph, parameters, hooks, kinds, traced.layout.blocks):
             break
+    if layout.own_attention:  # each layer has a table of its own
+        DeduplicateInitializersPass(size_limit=LARGEST_CONSTANT)(traced.model)
     expand_grouped(graph)
     sizes = replace(sizes, **expert_sizes(graph, hooks))
     axes = hook_axes(graph, hooks, sizes, heads)

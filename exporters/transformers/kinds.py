@@ -4,8 +4,9 @@ Nothing is guessed from a config. The model without weights runs once on torch's
 computes is written down. Two layers are of one kind if these agree:
 
 1. Every operator that torch dispatches, with its numbers and sizes, and where each tensor comes from: the stream, a
-   weight of the layer by its name inside of it, the layer's past, a value computed before all layers (the mask, the
-   rotation, by which of them it is), an earlier operator of the layer, or a value of a layer named by its number.
+   weight of the layer by its name inside of it, the layer's past, numbers in the code, a value computed before all
+   layers (the mask, the rotation, by which of them it is), an earlier operator of the layer, or a value of a layer
+   named by its number.
 2. Every hook point, and what it names.
 3. The class and the attributes of every module in the layer. Its number is the only attribute that may differ; an
    object that is not understood is equal to itself alone.
@@ -24,6 +25,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mionnx.graph.hook_points import HookPoint, layer_of
@@ -78,6 +80,7 @@ class Recorder(TorchDispatchMode):
         self._blocks = model.get_submodule(blocks)
         self._at: dict[int, tuple[Any, ...]] = {}
         self._kept: list[Tensor] = []  # so that no two tensors have one id
+        self._literals = _Literals(self)
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         for name, tensor in named:
             layer, rest = split(name, blocks)
@@ -91,15 +94,17 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Self:
         self._hooks = [block.register_forward_hook(self._note) for block in self._blocks.children()]
         super().__enter__()
+        self._literals.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._literals.__exit__(*error)
         super().__exit__(*error)
         for hook in self._hooks:
             hook.remove()
 
     def _note(self, _block: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-        self.returned.add(len(output) if isinstance(output, tuple) else 0)
+        self.returned.add(len(output) if isinstance(output, tuple | list) else 0)
 
     def listen(self, name: str, value: Tensor, stream: bool) -> Tensor:
         """The taps' listener: note a hook point; layers begin at the stream before them."""
@@ -114,6 +119,11 @@ class Recorder(TorchDispatchMode):
             self._put(value, (layer, "stream"))
             self._begin(layer + 1)
         return value
+
+    def literal(self, tensor: Tensor, said: Hashable) -> Tensor:
+        """Note a tensor that modelling code wrote down in numbers."""
+        self._put(tensor, (self.layer, "literal", said))
+        return tensor
 
     def _begin(self, layer: int) -> None:
         self.layer = layer
@@ -159,10 +169,38 @@ class Recorder(TorchDispatchMode):
         return at
 
 
+class _Literals(TorchFunctionMode):
+    """Tensors that modelling code makes of numbers: on the meta device nothing is left of these."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple):
+            args = args[0], tuple(self._index(one, args[0].device) for one in args[1])
+        found = func(*args, **given)
+        return self._noted(found, args[0]) if func is torch.tensor and _numbers(args[0]) else found
+
+    def _index(self, index: Any, device: torch.device) -> Any:
+        written = type(index) is list and _numbers(index)
+        return self._noted(torch.tensor(index, device=device), index) if written else index
+
+    def _noted(self, tensor: Tensor, numbers: Any) -> Tensor:
+        return self.recorder.literal(tensor, (repr(numbers), str(tensor.dtype)))
+
+
+def _numbers(value: Any) -> bool:
+    """Whether a value is a number, or a list of such."""
+    return all(map(_numbers, value)) if isinstance(value, tuple | list) else isinstance(value, bool | int | float)
+
+
 def _constant(tensor: Tensor) -> Hashable:
     if tensor.device.type == "meta":
         return object()  # of unknown origin: equal to nothing else
-    return "constant", str(tensor.dtype), tuple(tensor.shape), tensor.numpy().tobytes()
+    numbers = tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    return "constant", str(tensor.dtype), tuple(tensor.shape), numbers
 
 
 def plain(value: Any) -> Hashable:

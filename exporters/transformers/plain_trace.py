@@ -1,9 +1,7 @@
 """A plain trace: a model as it is, without taps, for families whose hook points are found by structure."""
 
 import inspect
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import onnx_ir as ir
@@ -15,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from exporters.transformers import trace
 from exporters.transformers.attention import filled
+from exporters.transformers.own_attention import plain_maximum
 from mionnx.errors import ExportError
 from mionnx.graph.io_names import KEYS_AND_VALUES
 
@@ -80,7 +79,8 @@ def trace_plainly(skeleton: PreTrainedModel) -> ir.Model:
         past = [tuple(torch.zeros(shape, dtype=skeleton.dtype) for shape in layer) for layer in shapes]
         example = (_ids(trace.SEQ), _ids(trace.SEQ + trace.PAST * bool(past)), _ids(trace.SEQ), past)
     causes = list[str]()
-    for sizes_compared in (nullcontext(), _plain_maximum(skeleton)):
+    both = (nullcontext(), plain_maximum(skeleton))  # what that fixes for other sizes is seen by `check_eagerly`
+    for sizes_compared in both:
         try:
             with sizes_compared:
                 return _exported(skeleton, example)
@@ -128,28 +128,3 @@ def _exported(skeleton: PreTrainedModel, example: tuple[Any, ...]) -> ir.Model:
         )
     trace.drop_prefix(program.model.graph)
     return program.model
-
-
-@contextmanager
-def _plain_maximum(skeleton: PreTrainedModel) -> Iterator[None]:
-    """Let `max(0, size)` in modelling code compare sizes.
-
-    Torch's own leaves a maximum, which slices do not follow. What that fixes for other sizes is seen by
-    `check_eagerly`, which runs several.
-    """
-    module = sys.modules[type(skeleton).__module__]
-    if "max" in vars(module):
-        yield
-        return
-
-    def maximum(*values: Any) -> Any:
-        one, *others = values if len(values) > 1 else values[0]
-        for other in others:
-            one = other if other > one else one
-        return one
-
-    vars(module)["max"] = maximum
-    try:
-        yield
-    finally:
-        del vars(module)["max"]

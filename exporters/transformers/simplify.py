@@ -73,7 +73,9 @@ def simplify_traced(model: ir.Model, buffers: Mapping[str, torch.Tensor]) -> lis
     """
     for name, buffer in buffers.items():
         if name in model.graph.initializers:
-            model.graph.initializers[name].const_value = ir.tensor(buffer.numpy(), name=name)
+            wide = buffer.dtype != torch.bfloat16  # which numpy has not
+            held = ir.tensor(buffer.numpy(), name=name) if wide else ir.tensor_adapters.TorchTensor(buffer, name=name)
+            model.graph.initializers[name].const_value = held
     return simplify(model, _fakes(model.graph))
 
 

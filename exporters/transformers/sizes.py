@@ -5,7 +5,7 @@ from typing import Any
 from optimum.utils import NormalizedConfigManager
 
 from mionnx.errors import ExportError
-from mionnx.graph.metadata import Sizes
+from mionnx.graph.metadata import Sizes, context_length
 
 # our name -> (optimum's normalised name, the names configs use themselves)
 _NAMES = {
@@ -64,7 +64,7 @@ def _kv_heads(config: Any, heads: int) -> int:
 def _max_positions(config: Any, learned_positions: bool) -> int | None:
     """Number of learned positions, or the limit of "longrope" and of sparse attention."""
     if learned_positions:
-        return config.max_position_embeddings
+        return context_length(config.to_dict())
     limits = [
         rope["original_max_position_embeddings"]
         for rope in rope_parameters(config)
@@ -91,6 +91,8 @@ def rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 def sliding_window(config: Any, layer: int) -> int | None:
     """Number of keys that a query of a layer sees, itself included; None for all before it."""
+    if hasattr(config, "attention_layers"):  # GPT-Neo
+        return config.window_size if config.attention_layers[layer] == "local" else None
     window = getattr(config, "sliding_window", None)
     if window is None:
         return None

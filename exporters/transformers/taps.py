@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 from exporters.transformers.attention import ATTENTION, Listener, Taps, TapWhole, active, replace_for, tap_rotation
 from exporters.transformers.experts import find_experts, shared_expert, tap_router
 from exporters.transformers.families import Layout
+from exporters.transformers.own_attention import TapProducts, add_cache, plain_maximum, tap_split_heads
+from exporters.transformers.own_embedding import TapEmbedding
 from exporters.transformers.own_experts import tap_own_experts
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
@@ -169,7 +171,9 @@ class _Attachment:
 
     def after(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
         def hook(_module: nn.Module, _args: tuple, output: Any) -> Any:
-            return (function(output[0]), *output[1:]) if isinstance(output, tuple) else function(output)
+            if isinstance(output, tuple | list):
+                return type(output)([function(output[0]), *output[1:]])
+            return function(output)
 
         self.stack.callback(module.register_forward_hook(hook).remove)
 
@@ -189,8 +193,12 @@ class _Attachment:
         def final(x: Tensor) -> Tensor:  # a model may norm its embeddings by the same module
             return at(HookPoint.FinalNorm, x) if self.taps.read else x
 
-        embedding = self.module(layout.embedding) if layout.embedding else self.model.get_input_embeddings()
-        self.after(embedding, lambda x: at(HookPoint.Embed, x))
+        if layout.embeds_in_code:
+            rows = self.model.config.max_position_embeddings
+            self.enter_around(self.module(layout.embeds_in_code), lambda _: TapEmbedding(self.taps, rows))
+        else:
+            embedding = self.module(layout.embedding) if layout.embedding else self.model.get_input_embeddings()
+            self.after(embedding, lambda x: at(HookPoint.Embed, x))
         if layout.positions:
             self.after(self.module(layout.positions), lambda x: at(HookPoint.PosEmbed, x))
         if layout.final_norm:
@@ -240,7 +248,9 @@ class _Attachment:
         for path, point in zip(layout.latents, (HookPoint.AttnQLatent(i), HookPoint.AttnKvLatent(i)), strict=False):
             if self.has(path, attention):  # a model may project its queries without a latent
                 self.after(self.module(path, attention), lambda x, point=point: at(point, x))
-        if layout.rotates_part:
+        if layout.own_attention:
+            self.own_attention(i, attention)
+        elif layout.rotates_part:
             width = getattr(attention, "qk_head_dim", None)
             self.enter_around(attention, lambda _: TapWhole(self.taps, i, width))
         if layout.sparse and self.has("indexer", attention):
@@ -252,6 +262,15 @@ class _Attachment:
 
         if layout.z_at_projection:
             self.before(self.module(layout.output_projection, block), z)
+
+    def own_attention(self, i: int, attention: nn.Module) -> None:
+        """Tap attention that is computed in the family's own code."""
+        heads = self.model.config.num_attention_heads
+        if self.layout.splits_heads:
+            tap_split_heads(self.stack, self.taps, attention, i)
+        if self.layout.cacheless:
+            add_cache(self.stack, self.taps, attention, i)
+        self.enter_around(attention, lambda stream: TapProducts(self.taps, i, heads, stream))
 
     def mlp(self, i: int, block: nn.Module) -> None:
         at, layout = self.taps.at, self.layout
@@ -346,6 +365,8 @@ def attached(model: PreTrainedModel, layout: Layout, listen: Listener) -> Iterat
         for i, block in enumerate(blocks):
             if not isinstance(block, Passed):
                 attachment.block(i, block)
+        if layout.own_attention:
+            stack.enter_context(plain_maximum(model))
         tap_rotation(stack, taps, attachment.module(layout.attention, blocks[0]))
         replace_for(stack, model.config, "_attn_implementation", ATTENTION)
         stack.callback(active.remove, taps)

@@ -110,6 +110,8 @@ def prepare(config: Any) -> None:
 def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """A config's model without weights, on the meta device."""
     prepare(config)
+    if layout_of(config).own_attention:
+        config._attn_implementation = "eager"  # whose classes some of them look up by this name
     try:
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()

@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from families import CONFIGS, GEMMA, TINY, make_checkpoint
+from families import CONFIGS, GEMMA, NO_GROUPS, TINY, make_checkpoint
 from same_graph import described
 from transformers import AutoConfig
 
@@ -21,6 +21,7 @@ from mionnx import MIModel
 SLIDING = ["sliding_attention"]
 PATTERN = [*(SLIDING * 5), "full_attention"]
 EXPERTS = {**TINY, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LINES = {"n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 101}
 # family -> what differs from its tiny config; eight layers where kinds alternate, four where there is one
 DEEP: dict[str, dict[str, Any]] = {
     **{family: {"num_hidden_layers": 4} for family in CONFIGS},
@@ -29,6 +30,12 @@ DEEP: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**EXPERTS, "num_hidden_layers": 6, "mlp_only_layers": [0, 2]},
     "smollm3": {**TINY, "num_hidden_layers": 9},
     "cohere2": {**TINY, "num_hidden_layers": 9},
+    **{family: {**LINES, "n_layer": 4, "rotary_dim": 8} for family in ("gptj", "ctrl")},
+    "falcon": {**NO_GROUPS, "num_hidden_layers": 4},
+    "gpt_neo": {
+        **{"hidden_size": 64, "num_heads": 4, "num_layers": 6, "intermediate_size": 96, "vocab_size": 101},
+        **{"max_position_embeddings": 64, "attention_types": [[["global", "local"], 3]], "window_size": 8},
+    },
 }
 ALTERNATING = {
     "llama": ({"num_hidden_layers": 4}, [0, 0, 0, 0], [0, 1]),

@@ -1,6 +1,6 @@
-"""Small random checkpoints of families that no table of modules knows, and where eager torch shows their hook points.
+"""Small random checkpoints of families with other modules than Llama's, and where eager torch shows their hook points.
 
-The oracle of hook points that are found by structure. It shares no code with the recogniser: modules by their paths,
+An oracle that shares no code with the exporter, neither with its taps nor with its recogniser: modules by their paths,
 softmax by `TorchFunctionMode`, keys and values by the cache's `update`. Every tap is a view of a tensor of the model,
 in the axes of its hook point, so that an edit is a copy into it.
 """
@@ -255,12 +255,16 @@ def make(name: str) -> PreTrainedModel:
 class Watch(TorchFunctionMode):
     """Shows a listener every tap of one call; what it gives back is copied into the tensor."""
 
-    def __init__(self, family: Unlisted, listen: Callable[[str, Tensor], Tensor]) -> None:
+    def __init__(self, family: Unlisted, listen: Callable[[str, Tensor], Tensor], first: int = 0) -> None:
         super().__init__()
-        self.family, self.listen, self.layer = family, listen, 0
+        self.family, self.listen, self.layer, self.first = family, listen, 0, first
 
     def show(self, name: str, tensor: Tensor, view: View = plain) -> None:
         seen = view(tensor)
+        if self.first:  # tokens from there on are shown
+            axes = HookPoint.parse(name).axes
+            axis = axes.index("seq_q" if "seq_q" in axes else "seq")
+            seen = seen.narrow(axis, self.first, seen.shape[axis] - self.first)
         changed = self.listen(name, seen)
         if changed is not seen:
             seen.copy_(changed)
@@ -333,7 +337,7 @@ def attach(model: PreTrainedModel, watch: Watch, stack: ExitStack) -> None:
 
 
 def run(name: str, model: PreTrainedModel, inputs: Inputs, edits: Edits = ()) -> Outcome:
-    """One eager pass over the tokens after the past, as `oracle.run`."""
+    """One eager pass over the tokens after the past, as `oracle.run`; over all where a family knows no past."""
     family, outcome = FAMILIES[name], Outcome(None)
     ids, mask, positions = (torch.from_numpy(array) for array in (inputs.ids, inputs.mask, inputs.positions))
     rest = slice(inputs.past, None)
@@ -356,13 +360,14 @@ def run(name: str, model: PreTrainedModel, inputs: Inputs, edits: Edits = ()) ->
         given |= {"past_key_values": cache, "use_cache": True} if "past_key_values" in takes else {}
         return model(input_ids=ids[:, part], attention_mask=mask[:, : part.stop or mask.shape[1]], **given).logits
 
+    known = "past_key_values" in takes
     with torch.no_grad(), ExitStack() as stack:
-        if inputs.past:
+        if inputs.past and known:
             call(slice(0, inputs.past))
-        cache.watch = watch = Watch(family, listen)
+        cache.watch = watch = Watch(family, listen, 0 if known else inputs.past)
         attach(model, watch, stack)
         stack.enter_context(watch)
-        logits = call(rest)
+        logits = call(rest if known else slice(None))
         watch.show(str(HookPoint.Logits), logits)
-    outcome.logits = logits.numpy()
+    outcome.logits = logits.numpy()[:, 0 if known else inputs.past :]
     return outcome

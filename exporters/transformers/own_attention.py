@@ -1,0 +1,128 @@
+"""Taps in attention that a family computes in code of its own, past transformers' `AttentionInterface`.
+
+Its code runs as it is: the first product of queries and keys and the softmax are seen as they are called, keys and
+values as the cache takes them, z as the output projection reads it.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from exporters.transformers.attention import Taps, replace_for
+from mionnx.graph.hook_points import HookPoint
+
+PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+ADDED_PRODUCTS = (torch.baddbmm, Tensor.baddbmm)
+SOFTMAX = (torch.softmax, nn.functional.softmax, Tensor.softmax)
+
+
+class TapProducts(TorchFunctionMode):
+    """Tap the queries, scores and pattern of one layer; batch and heads may be one axis.
+
+    Args:
+        taps: of the model.
+        layer: its number.
+        heads: of queries.
+        stream: what the attention reads, [batch, seq, hidden].
+    """
+
+    def __init__(self, taps: Taps, layer: int, heads: int, stream: Tensor) -> None:
+        super().__init__()
+        self.taps, self.layer, self.heads, self.stream = taps, layer, heads, stream
+        self.query: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func in SOFTMAX:
+            return self._pattern(func(self._at(HookPoint.AttnScores(self.layer), args[0]), *args[1:], **given))
+        if self.query is not None:
+            return func(*args, **given)
+        if func in ADDED_PRODUCTS and "batch1" in given:
+            return func(*args, **{**given, "batch1": self._queries(given["batch1"])})
+        if func in PRODUCTS and args[1].dim() > 2:  # two axes: a weight
+            return func(self._queries(args[0]), *args[1:], **given)
+        return func(*args, **given)
+
+    def _queries(self, value: Tensor) -> Tensor:
+        taps, layer = self.taps, self.layer
+        self.query = value
+        if layer not in taps.rotated:
+            return self._at(HookPoint.AttnQ(layer), value)
+        return self._at(HookPoint.AttnRotQ(layer), value) if taps.layout.rotates_part else value
+
+    def _pattern(self, value: Tensor) -> Tensor:
+        pattern = self._at(HookPoint.AttnPattern(self.layer), value.to(self.stream.dtype))
+        self.taps.patterns[self.layer] = self._four_axes(self.query), self._four_axes(pattern)
+        return pattern
+
+    def _at(self, point: HookPoint, value: Tensor) -> Tensor:
+        tapped = self.taps.at(point, self._four_axes(value))
+        return tapped if value.dim() == 4 else tapped.flatten(0, 1)
+
+    def _four_axes(self, value: Tensor) -> Tensor:
+        return value if value.dim() == 4 else value.unflatten(0, (self.stream.shape[0], self.heads))
+
+
+def tap_split_heads(stack: ExitStack, taps: Taps, attention: Any, layer: int) -> None:
+    """Tap queries and keys before their rotation, as `_split_heads` gives them.
+
+    [batch, seq, n_heads, head_dim].
+    """
+    points, split = [HookPoint.AttnQ(layer), HookPoint.AttnK(layer)], attention._split_heads
+
+    def splitting(*args: Any, **kwargs: Any) -> Tensor:
+        found = split(*args, **kwargs)
+        return taps.at(points.pop(0), found.transpose(1, 2)).transpose(1, 2) if points else found
+
+    def begin(_module: nn.Module, _args: tuple[Any, ...]) -> None:
+        points[:] = [HookPoint.AttnQ(layer), HookPoint.AttnK(layer)]
+        taps.rotated.add(layer)
+
+    replace_for(stack, attention, "_split_heads", splitting)
+    stack.callback(attention.register_forward_pre_hook(begin).remove)
+
+
+def add_cache(stack: ExitStack, taps: Taps, attention: Any, layer: int) -> None:
+    """Give attention without a cache (OpenAI's GPT) past keys and values.
+
+    Its mask begins at the rows of this call.
+    """
+    attend = attention._attn
+
+    def with_past(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        keys, values = taps.keep(key.transpose(2, 3), value, layer)
+        taps.read[layer] = keys, values
+        with ExitStack() as rows:
+            replace_for(rows, attention, "bias", attention.bias[:, :, keys.shape[2] - query.shape[2] :])
+            return attend(query, keys.transpose(2, 3), values, *args, **kwargs)
+
+    replace_for(stack, attention, "_attn", with_past)
+
+
+@contextmanager
+def plain_maximum(module: nn.Module) -> Iterator[None]:
+    """Let `max(0, size)` in the modelling code of a module compare sizes.
+
+    Torch's own leaves a maximum, which slices do not follow.
+    """
+    code = vars(sys.modules[type(module).__module__])
+    if "max" in code:
+        yield
+        return
+    code["max"] = _maximum
+    try:
+        yield
+    finally:
+        del code["max"]
+
+
+def _maximum(*values: Any) -> Any:
+    one, *others = values if len(values) > 1 else values[0]
+    for other in others:
+        one = other if other > one else one
+    return one
