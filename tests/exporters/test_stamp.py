@@ -30,7 +30,7 @@ DEEP: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**EXPERTS, "num_hidden_layers": 6, "mlp_only_layers": [0, 2]},
     "smollm3": {**TINY, "num_hidden_layers": 9},
     "cohere2": {**TINY, "num_hidden_layers": 9},
-    **{family: {**LINES, "n_layer": 4, "rotary_dim": 8} for family in ("gptj", "ctrl")},
+    **{family: {**LINES, "n_layer": 4, "rotary_dim": 8} for family in ("gptj", "ctrl", "openai-gpt")},
     "falcon": {**NO_GROUPS, "num_hidden_layers": 4},
     "gpt_neo": {
         **{"hidden_size": 64, "num_heads": 4, "num_layers": 6, "intermediate_size": 96, "vocab_size": 101},
