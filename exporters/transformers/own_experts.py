@@ -79,10 +79,18 @@ def best(stack: ExitStack, router: Any) -> None:
     """Let JetMoE's router give the experts that tokens choose, best first, and their weights: [n, n_chosen]."""
 
     def forward(hidden: Tensor) -> tuple[Tensor, Tensor]:
-        logits, index = router.layer(hidden).float().topk(router.top_k, dim=1)
+        logits, index = _largest(router.layer(hidden).float(), router.top_k)
         return index, torch.softmax(logits, dim=1).type_as(hidden)
 
     replace_for(stack, router, "forward", forward)
+
+
+def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Find the largest numbers of each row; of equal ones the first, as ONNX does and torch leaves open."""
+    if torch.compiler.is_exporting():
+        return scores.topk(count, dim=1)
+    values, index = scores.sort(dim=1, descending=True, stable=True)
+    return values[:, :count], index[:, :count]
 
 
 def mix_heads(stack: ExitStack, experts: Any) -> None:
