@@ -173,7 +173,7 @@ class HookedModel:
         return {point.name: point for point in points}
 
     def _derives(self, point: HookPoint) -> bool:
-        """Whether a derived hook point can be computed: shares of heads need one projection of all tokens."""
+        """Whether a derived hook point can be computed; shares of heads need one projection."""
         if point.variant != "AttnResult" or point.layer is None:
             return True
         return bool(self.metadata.attention[point.layer].output_projection)
