@@ -76,7 +76,10 @@ def _jetmoe(stack: ExitStack, taps: Taps, moe: Any) -> None:
 
 
 def best(stack: ExitStack, router: Any) -> None:
-    """Let JetMoE's router give the experts that tokens choose, best first, and their weights: [n, n_chosen]."""
+    """Let JetMoE's router give the chosen experts, best first, and their weights.
+
+    Both are [n, n_chosen].
+    """
 
     def forward(hidden: Tensor) -> tuple[Tensor, Tensor]:
         logits, index = _largest(router.layer(hidden).float(), router.top_k)
@@ -86,7 +89,10 @@ def best(stack: ExitStack, router: Any) -> None:
 
 
 def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Find the largest numbers of each row; of equal ones the first, as ONNX does and torch leaves open."""
+    """Find the largest numbers of each row; of equal ones the first.
+
+    ONNX does so, torch leaves it open.
+    """
     if torch.compiler.is_exporting():
         return scores.topk(count, dim=1)
     values, index = scores.sort(dim=1, descending=True, stable=True)
@@ -94,7 +100,10 @@ def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def mix_heads(stack: ExitStack, experts: Any) -> None:
-    """Let JetMoE's projections of queries and of heads' outputs be `grouped` products: each token chooses its own."""
+    """Let JetMoE's projections of queries and of heads' outputs be `grouped` products.
+
+    Each token chooses its own.
+    """
 
     def project(given: Tensor) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
         hidden = given.reshape(-1, given.shape[-1])
