@@ -155,12 +155,12 @@ def write_model(model: ir.Model, metadata: Metadata, target: Path) -> None:
 
 def _attention(made: HookedGraph, layer: int) -> Attention:
     layout, model = made.layout, made.skeleton
-    path = f"{layout.blocks}.{layer}.{layout.output_projection}"
-    projection = model.get_submodule(path)
-    rows = not isinstance(projection, torch.nn.Linear)  # transformers' Conv1D keeps [in, out], Linear [out, in]
+    path, rows = f"{layout.blocks}.{layer}.{layout.output_projection}", False
+    if layout.output_projection:  # transformers' Conv1D keeps [in, out], Linear [out, in]
+        rows = not isinstance(model.get_submodule(path), torch.nn.Linear)
     (count, size, value_size), (usual, usual_size, _) = made.heads[layer], made.heads[0]
     return Attention(
-        f"{path}.weight",
+        f"{path}.weight" if layout.output_projection else "",
         rows,
         sliding_window(model.config, layer),
         num_kv_heads=None if count == usual else count,

@@ -107,7 +107,8 @@ def _attention(
     else:
         if taps.layout.latents:
             key, value = taps.keep(key, value, layer)
-        taps.read[layer] = key, value
+        if not taps.layout.mixed_heads:  # which repeats its keys and values for each choice
+            taps.read[layer] = key, value
         pattern = _pattern(taps, layer, query, key, attention_mask, scaling, softcap, options.get("s_aux"))
         taps.patterns[layer] = query, pattern
     z = torch.matmul(pattern, _repeated(value, query)).transpose(1, 2)
@@ -199,7 +200,7 @@ class TappedCache(DynamicCache):
         if taps.layout.latents:
             return key_states, value_states
         kept = taps.keep(key_states, value_states, layer_idx)
-        if taps.layout.own_attention:
+        if taps.layout.own_attention or taps.layout.mixed_heads:
             taps.read[layer_idx] = kept
         return kept
 

@@ -22,7 +22,7 @@ EXPERTS = "mionnx"
 GROUPED_DOMAIN, GROUPED = "mionnx.experts", "GroupedMatMul"
 
 
-OWN_EXPERTS = ("DbrxFFN", "Llama4TextMoe")  # see `own_experts`
+OWN_EXPERTS = ("DbrxFFN", "JetMoeMoE", "Llama4TextMoe")  # see `own_experts`
 # What transformers' modules call a layer's router, and the MLP that every token goes through besides.
 ROUTERS, SHARED = ("gate", "router"), ("shared_expert", "shared_experts", "shared_mlp")
 

@@ -29,6 +29,7 @@ class Layout:
     `experts` says that blocks may hold experts in the place of an MLP; neurons are tapped in the others only.
     `own_attention` says that attention is computed in the family's own code, which is tapped as it runs; `splits_heads`
     that its `_split_heads` gives queries and keys before they are rotated, `cacheless` that it knows no past.
+    `mixed_heads` is the module whose experts are projections of queries and of heads' outputs, chosen by each token.
     `limited` says that a table has a row for each position, where there is no module `positions`.
     `embeds_in_code` is the module whose own code scales embeddings and takes positions out of a table.
     `normed_stream` says that the stream is normed after each addition.
@@ -43,7 +44,7 @@ class Layout:
     blocks: str = "model.layers"
     final_norm: str | None = "model.norm"
     attention: str = "self_attn"
-    output_projection: str = "self_attn.o_proj"
+    output_projection: str | None = "self_attn.o_proj"
     attention_added: str = "self_attn"
     middle: str | None = "post_attention_layernorm"
     mlp_input: str = "mlp"
@@ -65,6 +66,7 @@ class Layout:
     own_attention: bool = False
     splits_heads: bool = False
     cacheless: bool = False
+    mixed_heads: str | None = None
     limited: bool = False
     embeds_in_code: str | None = None
     normed_stream: bool = False
@@ -304,6 +306,13 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "hy_v3": EXPERTS,
     "hyperclovax": SCALED,
     "jais2": PLAIN_MLP,
+    "jetmoe": replace(
+        EXPERTS,
+        attention="self_attention",
+        output_projection=None,
+        attention_added="self_attention",
+        mixed_heads="self_attention.experts",
+    ),
     "kolibri1": replace(
         POST_NORMS,
         attention_added="post_self_attn_layernorm",

@@ -17,7 +17,7 @@ from exporters.transformers.check_hooked import check_stream, expert_sizes, hook
 from exporters.transformers.families import Layout, layout_of
 from exporters.transformers.grouped import expand_grouped
 from exporters.transformers.kinds import all_different
-from exporters.transformers.naming import name_dimensions, name_hooks, read_lengths_once, strip
+from exporters.transformers.naming import merge_lengths, name_dimensions, name_hooks, read_lengths_once, strip
 from exporters.transformers.simplify import simplify_traced
 from exporters.transformers.sizes import sizes_of
 from exporters.transformers.stamp import stamp
@@ -87,8 +87,9 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
         strip(traced.model)
         if stamp(graph, parameters, hooks, kinds, traced.layout.blocks):
             break
-    if layout.own_attention:  # each layer has a table of its own
+    if layout.own_attention:  # each layer has a table of its own, and cuts it by the lengths of its own past
         DeduplicateInitializersPass(size_limit=LARGEST_CONSTANT)(traced.model)
+        merge_lengths(graph)
     expand_grouped(graph)
     sizes = replace(sizes, **expert_sizes(graph, hooks))
     axes = hook_axes(graph, hooks, sizes, heads)

@@ -8,10 +8,14 @@
 4. A graph output keeps its name, and reads the named value through an `Identity`.
 """
 
+from typing import Any
+
 import onnx_ir as ir
 
 from exporters.transformers.trace import MARKER_DOMAIN
 from mionnx.graph.io_names import KEYS_AND_VALUES
+
+NUMBERS = (ir.AttributeType.INT, ir.AttributeType.INTS)
 
 
 def name_hooks(graph: ir.Graph) -> list[str]:
@@ -92,6 +96,28 @@ def read_lengths_once(graph: ir.Graph) -> None:
             start, end = (node.attributes.get(name) for name in ("start", "end"))
             if node.op_type == "Shape" and start and end and (start.as_int(), end.as_int()) in ((0, 1), (2, 3)):
                 node.replace_input_with(place, pasts[0])
+
+
+def merge_lengths(graph: ir.Graph) -> None:
+    """Compute lengths once that code of a family asks of each layer's past, in place.
+
+    Lengths are what follows from the shapes of inputs alone.
+    """
+    first: dict[tuple[Any, ...], ir.Value] = {}
+    lengths: set[int] = set()
+    for node in list(graph):
+        read = [value for value in node.inputs if value is not None and value.const_value is None]
+        of_input = node.op_type == "Shape" and read[0].is_graph_input()
+        plain = len(node.outputs) == 1 and all(attr.type in NUMBERS for attr in node.attributes.values())
+        if not plain or not (of_input or (read and all(id(value) in lengths for value in read))):
+            continue
+        numbers = sorted((name, repr(attr.value)) for name, attr in node.attributes.items())
+        same = (node.domain, node.op_type, tuple(map(id, node.inputs)), tuple(numbers))
+        made = first.setdefault(same, node.outputs[0])
+        lengths.add(id(made))
+        if made is not node.outputs[0]:
+            node.outputs[0].replace_all_uses_with(made)
+            graph.remove(node, safe=True)
 
 
 def _values(graph: ir.Graph) -> list[ir.Value]:

@@ -29,15 +29,18 @@ class TapProducts(TorchFunctionMode):
         layer: its number.
         heads: of queries.
         stream: what the attention reads, [batch, seq, hidden].
+        table: the attention's own causal mask, [1, 1, length, length]; None where it has none.
     """
 
-    def __init__(self, taps: Taps, layer: int, heads: int, stream: Tensor) -> None:
+    def __init__(self, taps: Taps, layer: int, heads: int, stream: Tensor, table: Tensor | None = None) -> None:
         super().__init__()
-        self.taps, self.layer, self.heads, self.stream = taps, layer, heads, stream
+        self.taps, self.layer, self.heads, self.stream, self.table = taps, layer, heads, stream, table
         self.query: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
+        if func is Tensor.__getitem__ and args[0] is self.table:
+            return _picked(*args)
         if func in SOFTMAX:
             return self._pattern(func(self._at(HookPoint.AttnScores(self.layer), args[0]), *args[1:], **given))
         if self.query is not None:
@@ -66,6 +69,17 @@ class TapProducts(TorchFunctionMode):
 
     def _four_axes(self, value: Tensor) -> Tensor:
         return value if value.dim() == 4 else value.unflatten(0, (self.stream.shape[0], self.heads))
+
+
+def _picked(table: Tensor, index: tuple[slice, ...]) -> Tensor:
+    """Pick rows and columns of a mask by their numbers.
+
+    A slice of so many is as long as the table at most, which torch writes into the lengths of all later layers.
+    """
+    for axis, part in enumerate(index[2:], 2):
+        first = part.start or 0
+        table = table.index_select(axis, torch.arange(part.stop - first, device=table.device) + first)
+    return table
 
 
 def tap_split_heads(stack: ExitStack, taps: Taps, attention: Any, layer: int) -> None:

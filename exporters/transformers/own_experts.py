@@ -61,7 +61,73 @@ def _dbrx(stack: ExitStack, taps: Taps, moe: Any) -> None:
     replace_for(stack, moe.experts, "forward", forward)
 
 
-OWN: dict[str, Callable[[ExitStack, Taps, nn.Module], None]] = {"DbrxFFN": _dbrx, "Llama4TextMoe": _llama4}
+def _jetmoe(stack: ExitStack, taps: Taps, moe: Any) -> None:
+    """Compute JetMoE's chosen experts."""
+    weights = {"gate_up_proj": moe.input_linear.weight, "down_proj": moe.output_linear.weight}
+    experts = SimpleNamespace(**PLAIN, **weights, is_transposed=False, _apply_gate=_gated(moe.activation))
+
+    def forward(given: Tensor) -> Tensor:
+        hidden = given.reshape(-1, given.shape[-1])
+        index, weights = moe.router(hidden)
+        return compute_experts(taps, experts, hidden, index, weights).reshape(given.shape) + moe.bias
+
+    best(stack, moe.router)
+    replace_for(stack, moe, "forward", forward)
+
+
+def best(stack: ExitStack, router: Any) -> None:
+    """Let JetMoE's router give the chosen experts, best first, and their weights.
+
+    Both are [n, n_chosen].
+    """
+
+    def forward(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        logits, index = _largest(router.layer(hidden).float(), router.top_k)
+        return index, torch.softmax(logits, dim=1).type_as(hidden)
+
+    replace_for(stack, router, "forward", forward)
+
+
+def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Find the largest numbers of each row; of equal ones the first.
+
+    ONNX does so, torch leaves it open.
+    """
+    if torch.compiler.is_exporting():
+        return scores.topk(count, dim=1)
+    values, index = scores.sort(dim=1, descending=True, stable=True)
+    return values[:, :count], index[:, :count]
+
+
+def mix_heads(stack: ExitStack, experts: Any) -> None:
+    """Let JetMoE's projections of queries and of heads' outputs be `grouped` products.
+
+    Each token chooses its own.
+    """
+
+    def project(given: Tensor) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
+        hidden = given.reshape(-1, given.shape[-1])
+        index, weights = experts.router(hidden)
+        pairs = hidden.unsqueeze(1).expand(-1, experts.top_k, -1).reshape(-1, hidden.shape[-1])
+        made = grouped(pairs, experts.input_linear.weight, index.reshape(-1), rows=False)
+        return made.reshape(*given.shape[:2], experts.top_k, -1), None, (index, weights)
+
+    def merge(z: Tensor, chosen: tuple[Tensor, Tensor]) -> Tensor:
+        index, weights = chosen
+        made = grouped(z.reshape(-1, z.shape[-1]), experts.output_linear.weight, index.reshape(-1), rows=False)
+        added = (made * weights.reshape(-1, 1)).reshape(*z.shape[:3], -1).sum(dim=2)
+        return added + experts.bias
+
+    best(stack, experts.router)
+    replace_for(stack, experts, "map", project)
+    replace_for(stack, experts, "reduce", merge)
+
+
+OWN: dict[str, Callable[[ExitStack, Taps, nn.Module], None]] = {
+    "DbrxFFN": _dbrx,
+    "JetMoeMoE": _jetmoe,
+    "Llama4TextMoe": _llama4,
+}
 
 
 def tap_own_experts(stack: ExitStack, taps: Taps, moe: nn.Module) -> None:

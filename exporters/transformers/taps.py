@@ -21,7 +21,7 @@ from exporters.transformers.experts import find_experts, shared_expert, tap_rout
 from exporters.transformers.families import Layout
 from exporters.transformers.own_attention import TapProducts, add_cache, plain_maximum, tap_split_heads
 from exporters.transformers.own_embedding import TapEmbedding
-from exporters.transformers.own_experts import tap_own_experts
+from exporters.transformers.own_experts import mix_heads, tap_own_experts
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
@@ -260,7 +260,9 @@ class _Attachment:
             query, _ = self.taps.patterns[i]
             return at(HookPoint.AttnZ(i), x.unflatten(-1, (query.shape[1], -1))).flatten(2)
 
-        if layout.z_at_projection:
+        if layout.mixed_heads:
+            mix_heads(self.stack, self.module(layout.mixed_heads, block))
+        if layout.z_at_projection and layout.output_projection:
             self.before(self.module(layout.output_projection, block), z)
 
     def own_attention(self, i: int, attention: nn.Module) -> None:
@@ -270,7 +272,8 @@ class _Attachment:
             tap_split_heads(self.stack, self.taps, attention, i)
         if self.layout.cacheless:
             add_cache(self.stack, self.taps, attention, i)
-        self.enter_around(attention, lambda stream: TapProducts(self.taps, i, heads, stream))
+        table = None if self.layout.cacheless else getattr(attention, "bias", None)
+        self.enter_around(attention, lambda stream: TapProducts(self.taps, i, heads, stream, table))
 
     def mlp(self, i: int, block: nn.Module) -> None:
         at, layout = self.taps.at, self.layout
@@ -312,8 +315,8 @@ class _Attachment:
 
     def experts(self, i: int, block: nn.Module, parent: nn.Module) -> None:
         """Tap a layer's router and shared expert; chosen experts are tapped where they are computed."""
-        tap_router(self.stack, self.taps, parent)
         tap_own_experts(self.stack, self.taps, parent)
+        tap_router(self.stack, self.taps, parent)
         self.enter_around(self.module(self.layout.mlp_input, block), lambda _: _InOrder())
         shared = shared_expert(parent)
         if shared is not None:

@@ -169,8 +169,14 @@ class HookedModel:
         for name in self.metadata.hooks:
             point = HookPoint.parse(name)
             points.append(point)
-            points += point.derivations()
+            points += [one for one in point.derivations() if self._derives(one)]
         return {point.name: point for point in points}
+
+    def _derives(self, point: HookPoint) -> bool:
+        """Whether a derived hook point can be computed; shares of heads need one projection."""
+        if point.variant != "AttnResult" or point.layer is None:
+            return True
+        return bool(self.metadata.attention[point.layer].output_projection)
 
     @cached_property
     def rounds_by_call(self) -> bool:

@@ -105,7 +105,7 @@ def output_projections(model: HookedModel) -> NDArray[Any]:
 
     Raises:
         HookError: a recurrent model, whose heads' outputs are gated and normed before they are projected; layers whose
-            heads are of several sizes.
+            heads are of several sizes; attention whose tokens choose their projections.
     """
     sizes = model.metadata.sizes
     if not model.metadata.attention:
@@ -113,6 +113,8 @@ def output_projections(model: HookedModel) -> NDArray[Any]:
     widths = [model.metadata.heads(layer)[2] for layer in range(sizes.num_layers)]
     if len({*widths}) > 1:
         raise HookError(f"the layers' heads are of several sizes, {widths}: no one array W_O has them all")
+    if not all(attention.output_projection for attention in model.metadata.attention):
+        raise HookError(f"each token of a {model.metadata.family} model chooses its own projections: there is no W_O")
     layers = []
     for attention in model.metadata.attention:
         weight = weight_numbers(model.proto, model.folder, attention.output_projection)

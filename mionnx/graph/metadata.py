@@ -67,7 +67,7 @@ class Attention:
     """One layer's attention.
 
     Attributes:
-        output_projection: name of the initializer of the output projection.
+        output_projection: name of the initializer of the output projection; empty where each token chooses its own.
         output_is_rows: True if it is stored [n_heads * head_dim, hidden], False if [hidden, n_heads * head_dim].
         sliding_window: how many keys a query sees, itself included; None if it sees all before it.
         num_kv_heads: keys and values that the layer keeps, 0 where it reads those of an earlier layer; None if as many

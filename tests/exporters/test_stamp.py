@@ -28,9 +28,13 @@ DEEP: dict[str, dict[str, Any]] = {
     "gemma2": {"num_hidden_layers": 6},
     "gemma3_text": {"num_hidden_layers": 13, "layer_types": [*PATTERN, *PATTERN, *SLIDING]},
     "qwen3_moe": {**EXPERTS, "num_hidden_layers": 6, "mlp_only_layers": [0, 2]},
+    "jetmoe": {
+        **{"hidden_size": 64, "intermediate_size": 48, "num_key_value_heads": 2, "kv_channels": 16, "vocab_size": 101},
+        **{"num_local_experts": 4, "num_hidden_layers": 4},
+    },
     "smollm3": {**TINY, "num_hidden_layers": 9},
     "cohere2": {**TINY, "num_hidden_layers": 9},
-    **{family: {**LINES, "n_layer": 4, "rotary_dim": 8} for family in ("gptj", "ctrl")},
+    **{family: {**LINES, "n_layer": 4, "rotary_dim": 8} for family in ("gptj", "ctrl", "openai-gpt")},
     "falcon": {**NO_GROUPS, "num_hidden_layers": 4},
     "gpt_neo": {
         **{"hidden_size": 64, "num_heads": 4, "num_layers": 6, "intermediate_size": 96, "vocab_size": 101},

@@ -27,6 +27,7 @@ FAMILIES = [
     "diffllama",
     "granite",
     "granitemoeshared",
+    "jetmoe",
 ]
 Pair = tuple[MIModel, PreTrainedModel]
 
@@ -168,3 +169,13 @@ def test_what_goes_on_from_one_stream_is_refused_where_there_are_several(made):
         for sign in (1, -1)
     ]
     assert float((grad * direction).sum()) == pytest.approx(float(ends[0] - ends[1]) / 2e-2, rel=2e-2, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_heads_whose_tokens_choose_their_projections_have_no_results(made):
+    model, _ = made("jetmoe")
+    assert not [point for point in model.hook_points() if point.derived]
+    with pytest.raises(HookError, match=r"no hook point 'blocks\.0\.attn\.hook_result'"):
+        model.forward([[3, 4]], HookSpec().capture(HookPoint.AttnResult(0)))
+    with pytest.raises(HookError, match="chooses its own projections"):
+        _ = model.W_O

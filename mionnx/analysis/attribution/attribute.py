@@ -114,7 +114,7 @@ def _components(model: Runner, cache: HookCache) -> dict[str, Vector]:
     for label, name in decompose.additions(model.hooked, model.num_layers, "all", False, True):
         value = cache[name][0, 0].astype(np.float64)
         layer = HookPoint.parse(name).layer or 0
-        if label.endswith("_attn_out") and not model.hooked.metadata.recurrent:
+        if label.endswith("_attn_out") and str(HookPoint.AttnResult(layer)) in model.hooked.order:
             shares = _head_shares(model, cache, layer)
             parts |= {f"L{layer}H{head}": share for head, share in enumerate(shares)}
             parts[f"{layer}_attn_bias"] = value - shares.sum(axis=0)
