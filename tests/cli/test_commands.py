@@ -38,7 +38,14 @@ def test_a_process_exits_by_what_happened():
 def test_the_demo_shows_real_effects(tmp_path):
     output = succeeded("demo", "--pages", tmp_path / "pages")
     titles = ("Attention patterns", "Logit lens", "knockout", "patching", "Head ablation", "Induction heads")
-    titles = (*titles, "Direct logit attribution", "Steering", "RWKV state knockout", "Agreement of runtimes")
+    titles = (
+        *titles,
+        "Direct logit attribution",
+        "Gradients",
+        "Steering",
+        "RWKV state knockout",
+        "Agreement of runtimes",
+    )
     for number, title in enumerate(titles, 1):
         assert f"{number}. " in output
         assert title in output
@@ -48,6 +55,7 @@ def test_the_demo_shows_real_effects(tmp_path):
     assert "the answer flips" in output.lower()
     made = {path.name for path in (tmp_path / "pages").iterdir()}
     pages = ("attention", "lens", "patching", "ablation", "heads", "attribution", "directions", "dose", "verify")
+    pages = (*pages, "attribution_patching", "circuit")
     assert {f"{page}.{ending}" for page in pages for ending in ("html", "png")} <= made
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from scipy.special import softmax
 
 from mionnx.analysis.ablation import AblationResult, StateAblationResult
-from mionnx.cli.demos import reading, steering, sweep
+from mionnx.cli.demos import gradients, reading, steering, sweep
 from mionnx.cli.demos.sweep import quoted, write
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.decimals import decimal
@@ -105,6 +105,7 @@ example("Activation patching, France into Germany", HookPoint.ResidMid)(sweep.pa
 example("Head ablation", HookPoint.AttnZ)(sweep.heads_of_the_answer)
 example("Induction heads", HookPoint.AttnZ)(sweep.induction)
 example("Direct logit attribution", HookPoint.AttnZ)(reading.attribution)
+example("Gradients: heads, and a circuit of edges", HookPoint.AttnZ)(gradients.heads_and_edges)
 example("Steering from France to Germany", HookPoint.ResidPost)(steering.show)
 
 
