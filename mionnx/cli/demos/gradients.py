@@ -1,10 +1,11 @@
 """A worked example of gradients: heads found in one pass, and the edges between them as a circuit."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 
+from mionnx.analysis.gradients.attributed_sweep import AttributedSweep
 from mionnx.cli.demos.sweep import GIFT, OTHER, write
 from mionnx.machine.decimals import decimal
 
@@ -22,8 +23,9 @@ def heads_and_edges(model: "MIModel", console: Console, folder: Path | None = No
     console.print(
         f"{GIFT!r}, patched into {OTHER!r}: every head's effect from {STEPS} gradients, and the leading exactly:"
     )
-    console.print(found.confirmed())
-    write(found, folder, "attribution_patching", console)
+    one = cast(AttributedSweep, found)  # of one kind of hook point
+    console.print(one.confirmed())
+    write(one, folder, "attribution_patching", console)
     edges = model.edge_attribution(GIFT, OTHER, steps=5)
     circuit = model.circuit(GIFT, OTHER, EDGES, scores=edges)
     kept = ", ".join(f"{count}: {decimal(share, 2)}" for count, share in zip(EDGES, circuit.faithfulness, strict=True))
