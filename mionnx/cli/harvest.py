@@ -1,12 +1,13 @@
 """The command `mionnx harvest`: the activations of a dataset, written to disk."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from mionnx.analysis.features.sae import SAE
-from mionnx.cli.options import Model, Provider, SpecFile, numbers
+from mionnx.cli.options import Json, Model, Provider, SpecFile, numbers
 from mionnx.errors import InputError
 from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
@@ -32,6 +33,7 @@ def harvest(
     top_k: Annotated[int, typer.Option(min=1, help="Features of each token.")] = 32,
     batch_size: Annotated[str, typer.Option(help="Rows of one pass, or auto.")] = "auto",
     column: Annotated[str, typer.Option(help="Column of the texts.")] = "text",
+    as_json: Json = False,
     provider: Provider = "cpu",
 ) -> None:
     """Write the activations of a dataset to disk; interrupted, it goes on where it was.
@@ -46,7 +48,8 @@ def harvest(
     options |= {"positions": None if positions is None else _positions(positions)}
     options |= {"sae": None if sae is None else SAE.load(sae)}
     made = MIModel.from_pretrained(model, provider=provider).harvest(texts, asked, output, **options)
-    typer.echo(str(made))
+    told = {"tokens": made.tokens, "texts": made.texts, "columns": made.columns, "settings": made.settings}
+    typer.echo(json.dumps(told, indent=1) if as_json else str(made))
 
 
 def _batch_size(given: str) -> int | str:

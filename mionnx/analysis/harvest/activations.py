@@ -67,6 +67,11 @@ class Activations(Brief, Mapping[str, TokenArray]):
         return self._manifest.texts
 
     @property
+    def columns(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of one token's value, by hook point."""
+        return dict(self._manifest.columns)
+
+    @property
     def token_ids(self) -> TokenArray:
         """Id of each token, int32 [tokens]."""
         return self._array("token_ids")

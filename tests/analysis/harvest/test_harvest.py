@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repository import REPOSITORY
 from saelens_fixture import random_weights
+from typer.testing import CliRunner
 
 from mionnx import (
     SAE,
@@ -36,6 +37,7 @@ from mionnx.analysis.harvest.harvest import LOCK
 from mionnx.analysis.harvest.shard_writer import DamagedShardWarning
 from mionnx.analysis.harvest.shuffled import shuffled
 from mionnx.analysis.harvest.token_array import TokenArray
+from mionnx.cli.main import app
 
 STREAM = "blocks.2.hook_resid_post"
 HOOKS = ["hook_embed", STREAM, "blocks.1.attn.hook_k"]
@@ -235,6 +237,16 @@ def small_files(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_the_command_tells_what_it_made(tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
+    command = ["harvest", str(FOLDER), str(tmp_path / "texts.txt"), "-o", str(tmp_path / "made"), "--hook", STREAM]
+    ran = CliRunner().invoke(app, [*command, "--positions", "last", "--json"])
+    assert ran.exit_code == 0, ran.output
+    told = json.loads(ran.stdout)
+    assert (told["tokens"], told["texts"], told["columns"]) == (9, 9, {STREAM: ["float32", [128]]})
+    assert CliRunner().invoke(app, [*command, "--positions", "last"]).stdout.startswith("Activations(1 hook point")
 
 
 def test_no_room_on_the_disk_is_an_error_and_nothing_is_lost(model: MIModel, tmp_path: Path) -> None:
