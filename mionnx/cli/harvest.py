@@ -30,9 +30,9 @@ def harvest(
     ] = None,
     format_: Annotated[str, typer.Option("--format", help="safetensors, parquet or saelens.")] = "safetensors",
     sae: Annotated[Path | None, typer.Option(help="Write the features of this sparse autoencoder.")] = None,
-    top_k: Annotated[int, typer.Option(min=1, help="Features of each token.")] = 32,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Features of each token; 32 if left out.")] = None,
     batch_size: Annotated[str, typer.Option(help="Rows of one pass, or auto.")] = "auto",
-    column: Annotated[str, typer.Option(help="Column of the texts.")] = "text",
+    column: Annotated[str | None, typer.Option(help="Column of the texts; text if left out.")] = None,
     as_json: Json = False,
     provider: Provider = "cpu",
 ) -> None:

@@ -115,7 +115,7 @@ class Activations(Brief, Mapping[str, TokenArray]):
         self,
         size: int,
         shuffle: bool = True,
-        seed: int = 0,
+        seed: int | None = None,
         *,
         hooks: list[str] | None = None,
         convert: Callable[[NDArray[Any]], Any] | None = None,
@@ -126,7 +126,7 @@ class Activations(Brief, Mapping[str, TokenArray]):
             size: tokens of a batch; the last one may have fewer.
             shuffle: whether the order is random. Blocks of 1,024 neighbours are drawn in a random order over all shards
                 and mixed 64 at a time, so that the disk is read in long pieces.
-            seed: of that order.
+            seed: of that order; 0 if left out.
             hooks: the hook points that are read; all if left out.
             convert: applied to each array, `torch.from_numpy` for one.
 
@@ -141,9 +141,11 @@ class Activations(Brief, Mapping[str, TokenArray]):
                 ...
         """
         at_least("size", size, 1)
+        if seed is not None and not shuffle:
+            raise InputError(f"seed={seed} is of a random order, and shuffle=False reads the tokens as they come")
         arrays = {name: self[name] for name in (self if hooks is None else hooks)}
         arrays |= {name: self._array(name) for name in TOKEN_COLUMNS}
-        order = shuffled(self.tokens, size, seed) if shuffle else blocks(self.tokens, size)
+        order = shuffled(self.tokens, size, seed or 0) if shuffle else blocks(self.tokens, size)
         return (_read(arrays, chosen, convert) for chosen in order)
 
     def check(self) -> None:

@@ -32,6 +32,7 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
 LOCK = ".harvest.lock"
+TOP_K = 32  # features of a token, if nothing is said
 HOOKS_ONLY = Outputs(logits=False, carried=False)
 
 
@@ -49,10 +50,10 @@ def harvest(
     dtype: str | None = None,
     format: str = "safetensors",
     sae: SAE | None = None,
-    top_k: int = 32,
+    top_k: int | None = None,
     batch_size: int | str = AUTO,
     shard_bytes: int = 2**28,
-    column: str = "text",
+    column: str | None = None,
     progress: Progress | None = None,
 ) -> Activations:
     """Write the activations of a dataset to disk, in one pass over it.
@@ -75,10 +76,10 @@ def harvest(
             loader of cached activations reads for each hook point.
         sae: write the features of this sparse autoencoder, and not the value that it reads: `hook_top_ids` and
             `hook_top_values` [tokens, top_k].
-        top_k: how many features of each token, the most active first.
+        top_k: how many features of each token, the most active first; 32 if left out.
         batch_size: rows of one pass; "auto" chooses by their length.
         shard_bytes: size of a shard, about.
-        column: of tables and JSON lines, the one with the texts.
+        column: of tables and JSON lines, the one with the texts; "text" if left out.
         progress: called with (stage, texts done, texts in all or 0); bars on a terminal if left out.
 
     Raises:
@@ -96,6 +97,9 @@ def harvest(
         at_least("context (tokens of a window)", context or 0, 1)
     check_format(format, dtype, packed and positions is None)
     made = None if dtype is None else read_dtype(dtype)
+    if top_k is not None and sae is None:
+        raise InputError("top_k= is how many features of an autoencoder are written: give sae=")
+    top_k = TOP_K if top_k is None else top_k
     asked = _spec(spec, sae, top_k)
     bound = model.binder.bind(asked, HOOKS_ONLY)
     rows = Rows(model, Texts(texts, column), context, packed, separator_of(model, packed, separator), positions)

@@ -10,6 +10,7 @@ from typing import Any
 from mionnx.errors import InputError, RuntimeMissingError, nearest
 
 Source = str | Path | Iterable[Any]
+COLUMN = "text"  # with the texts, if nothing is said
 
 
 @dataclass(frozen=True)
@@ -18,17 +19,25 @@ class Texts:
 
     Attributes:
         source: a file, a folder, or an iterable of texts, ids [seq] or `Tokens`.
-        column: of tables and JSON objects, the one with the texts.
+        column: of tables and JSON objects, the one with the texts; "text" if None.
     """
 
     source: Source
-    column: str = "text"
+    column: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.source, str | Path):
             _files(Path(self.source))
         elif not isinstance(self.source, Iterable):
             raise InputError(f"texts are a file, a folder or an iterable of texts, got {type(self.source).__name__}")
+        if self.column is not None and not self._has_columns():
+            raise InputError(f"column={self.column!r}: only tables and JSON lines have columns, not these texts")
+
+    def _has_columns(self) -> bool:
+        """Whether a file of the dataset may have columns."""
+        if not isinstance(self.source, str | Path):
+            return False
+        return any(path.suffix != ".txt" for path in _files(Path(self.source)))
 
     @property
     def count(self) -> int:
@@ -41,7 +50,7 @@ class Texts:
             return
         for path in _files(Path(self.source)):
             try:
-                yield from READERS[path.suffix](path, self.column)
+                yield from READERS[path.suffix](path, self.column or COLUMN)
             except (OSError, UnicodeDecodeError) as error:
                 raise InputError(f"{path} cannot be read: {error}") from error
 

@@ -267,7 +267,7 @@ def test_texts_come_from_files(model: MIModel, tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "c.parquet")
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(tmp_path / "d"))
     expected = model.harvest(TEXTS, STREAM, tmp_path / "expected")
-    for name, column in (("a.txt", "text"), ("b.jsonl", "story"), ("c.parquet", "text"), ("d", "text")):
+    for name, column in (("a.txt", None), ("b.jsonl", "story"), ("c.parquet", "text"), ("d", "text")):
         model.harvest(tmp_path / name, STREAM, tmp_path / f"from {name}", column=column)
         assert same(tmp_path / f"from {name}", expected.folder), name
     with pytest.raises(InputError, match="line 1 has no 'text'"):
@@ -335,6 +335,8 @@ def test_batches_have_each_token_once(model: MIModel, tmp_path: Path) -> None:
     }
     places = zip(np.asarray(made.text_index), np.asarray(made.positions), strict=True)
     assert found == {place: vector.tobytes() for place, vector in zip(places, whole, strict=True)}
+    with pytest.raises(InputError, match="seed=1 is of a random order"):
+        made.batches(4, shuffle=False, seed=1)
     with pytest.raises(HookError, match=r"was not harvested; did you mean 'blocks.2.hook_resid_post'"):
         next(made.batches(4, hooks=["blocks.3.hook_resid_post"]))
 
@@ -364,6 +366,8 @@ def test_a_random_order_is_a_permutation_of_its_seed() -> None:
         (TEXTS, STREAM, {"format": "hdf5"}, "format='hdf5'; one of safetensors, parquet, saelens"),
         (TEXTS, STREAM, {"format": "parquet", "dtype": "bfloat16"}, "has no bfloat16"),
         (TEXTS, STREAM, {"batch_size": 0}, "batch_size=0"),
+        (TEXTS, STREAM, {"column": "story"}, "only tables and JSON lines have columns"),
+        (TEXTS, STREAM, {"top_k": 4}, "give sae="),
         (TEXTS, HookSpec().capture(STREAM, positions=[0]), {}, "give positions= to harvest"),
         (TEXTS, HookSpec().gradient(STREAM).set_metric("loss"), {}, "captures"),
     ],
