@@ -306,8 +306,11 @@ class GraphPool:
         entry = self._entries.get("graphs", _key_of(base, plan), build)
         if rewritten or entry is None:
             return rewritten[0] if rewritten else rewrite(base.proto, plan, self.model.metadata)
-        report = Report.from_json((entry.path / "report.json").read_text())
-        return (entry.path / GRAPH).read_bytes(), report
+        try:
+            report = Report.from_json((entry.path / "report.json").read_text())
+            return (entry.path / GRAPH).read_bytes(), report
+        except FileNotFoundError:  # another process cleared the store, or found the entry damaged, a moment ago
+            return rewrite(base.proto, plan, self.model.metadata)
 
 
 def _cost(model: bytes) -> int:
