@@ -27,6 +27,7 @@ from mionnx.machine.cache_entry import CLOCK, files_in
 LOCK = ".mionnx.lock"
 PARTIAL = re.compile(r"\..*\.(?P<pid>\d+)\.partial", re.DOTALL)
 AN_HOUR = 3600.0
+A_MOMENT = 5.0  # seconds; a live process takes the lock of a folder that it makes in less
 
 
 @contextmanager
@@ -46,8 +47,8 @@ def new_folder(target: Path, error: type[Exception]) -> Iterator[Path]:
         try:
             with FileLock(partial / LOCK):
                 yield partial
-                (partial / LOCK).unlink()
-                partial.rename(target)
+                partial.rename(target)  # under its lock: nobody takes it for a leftover meanwhile
+                (target / LOCK).unlink()
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as cause:
@@ -99,8 +100,9 @@ def _own(path: Path) -> bool:
 def _abandoned(partial: Path) -> bool:
     try:
         if (partial / LOCK).is_file():
+            begun = partial.stat().st_mtime
             with FileLock(partial / LOCK, timeout=0):
-                return True
+                return _dead(partial, begun) or time.time() - begun > A_MOMENT
         changed = max(path.stat().st_mtime for path in [partial, *files_in(partial)])
         return _dead(partial, changed) and (partial.is_dir() or time.time() - changed > AN_HOUR)
     except (OSError, NotImplementedError):  # locked, gone meanwhile, or nothing that may be looked into

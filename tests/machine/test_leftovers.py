@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -85,7 +86,9 @@ def test_what_a_killed_process_left_goes(tmp_path):
     os.kill(child.pid, signal.SIGKILL)
     child.join()
     (partial,) = tmp_path.iterdir()
-    partial.rename(partial.with_name(f".model.{os.getpid()}.partial"))  # the number is this process' now
+    ours = partial.rename(partial.with_name(f".model.{os.getpid()}.partial"))  # the number is this process' now
+    assert remove_leftovers(tmp_path) == 0  # which may be about to take the lock
+    os.utime(ours, (time.time() - 10,) * 2)
     assert remove_leftovers(tmp_path) == 1
     assert [*tmp_path.iterdir()] == []
 
@@ -142,3 +145,23 @@ def test_a_temporary_folder_goes_with_its_process(tmp_path):
     assert [path.name for path in tmp_path.glob(".mionnx*/*") if path.is_dir()] == ["model"]
     subprocess.run(command, env=environment, capture_output=True, check=True)
     assert [*tmp_path.glob(".mionnx*")] == []
+
+
+def test_a_folder_that_is_just_being_finished_is_no_leftover(tmp_path):
+    """Whoever tidies up at the moment of the renaming neither removes a file of it nor leaves one in it."""
+    going = True
+
+    def tidy() -> None:
+        while going:
+            remove_leftovers(tmp_path)
+
+    with ThreadPoolExecutor(3) as pool:
+        tidying = [pool.submit(tidy) for _ in range(3)]
+        try:
+            for number in range(300):
+                with new_folder(tmp_path / str(number), OSError) as partial:
+                    (partial / "value").write_text("1")
+                assert [path.name for path in (tmp_path / str(number)).iterdir()] == ["value"], number
+        finally:
+            going = False
+    assert all(one.result() is None for one in tidying)
