@@ -227,8 +227,9 @@ class HookSpec(Brief, Storable):
 
     def _facts(self) -> Iterator[str]:
         yield from (count(len(self.captures), "capture"), count(len(self.interventions), "intervention"))
-        states = {"state knockout": self.state_knockouts, "state steering": self.state_steerings}
-        yield from (count(len(some), name) for name, some in states.items() if any(states.values()))
+        if self.state_knockouts or self.state_steerings:
+            yield count(len(self.state_knockouts), "state knockout")
+            yield count(len(self.state_steerings), "state steering")
         if self.gradients:
             yield count(len(self.gradients), "gradient")
 
