@@ -39,7 +39,7 @@ def capture(graph: gs.Graph, wants: Sequence[CaptureNode], metadata: Metadata, r
 
 
 def part_of(graph: gs.Graph, want: CaptureNode, value: gs.Tensor, report: Report) -> gs.Tensor:
-    """The positions and heads that are asked for, in the dtype that is."""
+    """Positions and heads of a value, and its dtype, as a capture wants them."""
     if want.fetched == want.output:
         return value
     axes = want.axes

@@ -129,7 +129,7 @@ class CaptureNode:
 
     @property
     def fetched(self) -> str:
-        """The name of the graph's output; a part or a cast of a value cannot have the name of the whole."""
+        """The name of the graph's output; a part or a cast cannot have the name of the whole."""
         part = ".part" if self.at_positions or self.at_heads else ""
         return self.output + part + (f".{self.dtype}" if self.dtype else "")
 
