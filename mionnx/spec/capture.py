@@ -12,7 +12,7 @@ from mionnx.spec.hook_choice import HookChoice, Hooks, each
 
 @dataclass(frozen=True)
 class Capture(HookChoice):
-    """One capture request: a hook point, a glob over names or a predicate on them, limits, and a dtype."""
+    """One capture request: hook point, glob over names or predicate on them; limits; a dtype."""
 
     before: bool = False
     positions: tuple[int, ...] | None = None
