@@ -36,7 +36,7 @@ def gpt2(folder: Path) -> None:
 
 @contextmanager
 def exported(checkpoint: Callable[[Path], object] = gpt2) -> Iterator[Path]:
-    """A temporary folder with a checkpoint, and its export in the folder `hooked` in it."""
+    """Export a checkpoint to the folder `hooked` in a temporary folder in the folder `hooked` in it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checkpoint(folder)

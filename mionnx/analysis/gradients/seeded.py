@@ -44,7 +44,7 @@ def with_metric(
     rules: str,
     ids: NDArray[np.int64],
 ) -> HookSpec:
-    """The spec with the metric set; a seed that is a function is asked for the logits of these rows.
+    """Set the metric; a seed that is a function is called with the logits of these rows.
 
     Args:
         model, spec: what runs.
