@@ -107,6 +107,7 @@ class CaptureNode:
         at_positions: whether an input says of which token positions.
         at_heads: whether an input says of which heads.
         inner: of a hook point that a splice brings, what is known of it.
+        dtype: to which it is cast; None where it keeps its own.
     """
 
     hook: str
@@ -114,6 +115,7 @@ class CaptureNode:
     at_positions: bool = False
     at_heads: bool = False
     inner: InnerHook | None = field(default=None, compare=False, repr=False)
+    dtype: str | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -127,8 +129,9 @@ class CaptureNode:
 
     @property
     def fetched(self) -> str:
-        """The name of the graph's output; a part of a value cannot have the name of the whole."""
-        return f"{self.output}.part" if self.at_positions or self.at_heads else self.output
+        """The name of the graph's output; a part or a cast cannot have the name of the whole."""
+        part = ".part" if self.at_positions or self.at_heads else ""
+        return self.output + part + (f".{self.dtype}" if self.dtype else "")
 
     @property
     def columns_input(self) -> str:
