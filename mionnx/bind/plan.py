@@ -121,7 +121,7 @@ def _edit(points: HookIndex, point: HookPoint, intervention: Intervention, index
 def _without_neurons(
     point: HookPoint, axes: tuple[str, ...], one: Intervention, model: HookedModel
 ) -> InterventionError:
-    """The refusal of neurons at a hook point that has none, naming those that do."""
+    """Refuse neurons at a hook point that has none; names those with neurons."""
     with_neurons = [name for name in model.metadata.hooks if neurons_axis(HookPoint.parse(name).axes or ())]
     near = [name for name in with_neurons if name.startswith(f"blocks.{point.layer or 0}.")] or with_neurons[:3]
     where = f"hook points that do: {', '.join(near)}" if near else f"this {model.metadata.family} model has none"

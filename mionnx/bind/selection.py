@@ -138,7 +138,7 @@ class Selection:
         return None if experts is None or EXPERTS not in self.edit.axes else list(experts)
 
     def _counted(self) -> dict[int, list[int]]:
-        """Limited axis -> chosen indices, of the axes that every row has alike: heads, experts, neurons."""
+        """Limited axis -> chosen indices, alike in every row: heads, experts, neurons."""
         axes = self.edit.axes
         experts = axes.index(EXPERTS) if EXPERTS in axes else None
         chosen = [(heads_axis(axes), self.heads()), (neurons_axis(axes), self.neurons())]

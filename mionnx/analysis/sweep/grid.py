@@ -135,7 +135,7 @@ def axes_to_go_over(point: HookPoint) -> list[str]:
 
 
 def _advice(model: HookedModel, name: object, point: HookPoint) -> str:
-    """What to go over instead of an axis that a hook point does not have."""
+    """Advice for an axis that a hook point does not have."""
     axes = point.axes or ()
     if name == "neuron" and CHOSEN in axes:
         return (

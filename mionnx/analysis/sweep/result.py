@@ -153,7 +153,7 @@ class SweepResult(Shown):
     def figure(self) -> "Figure":
         """Draw heat maps; with more than two axes, a small one for each entry of the others.
 
-        Of more than 64 neurons it shows the 64 with the largest numbers.
+        If there are more than 64 neurons it shows the 64 with the largest numbers.
         """
         what, numbers = self.shown
         part = find_leading(numbers, self.over)
@@ -163,7 +163,7 @@ class SweepResult(Shown):
     def page(self) -> str:
         """Render an HTML page: a heat map with values on hover, and selectors of further axes.
 
-        Of more than 64 neurons it shows the 64 with the largest numbers.
+        If there are more than 64 neurons it shows the 64 with the largest numbers.
         """
         what, numbers = self.shown
         part = find_leading(numbers, self.over)
