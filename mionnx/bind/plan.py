@@ -8,7 +8,7 @@ import numpy as np
 
 from mionnx.bind.hook_index import HookIndex, naming
 from mionnx.errors import HookError, InterventionError
-from mionnx.graph.axes import CHOSEN, EXPERTS, dynamic_sizes, has_sequence, heads_axis
+from mionnx.graph.axes import CHOSEN, EXPERTS, dynamic_sizes, has_sequence, heads_axis, neurons_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import DTYPES, HookedModel
 from mionnx.rewrite.plan import CaptureNode, Edit
@@ -109,10 +109,23 @@ def _edit(points: HookIndex, point: HookPoint, intervention: Intervention, index
         raise InterventionError(
             f"{intervention.kind} at {point}: axes {list(axes)} have no heads; hook points that do: {', '.join(near)}"
         )
+    if intervention.neurons is not None and neurons_axis(axes) is None:
+        raise _without_neurons(point, axes, intervention, model)
     at_experts = _choice(point, axes, intervention, model)
     columns = intervention.experts is not None and at_experts is None
-    masked = intervention.heads is not None or intervention.rows is not None or columns
+    limits = intervention.heads, intervention.rows, intervention.neurons
+    masked = columns or any(limit is not None for limit in limits)
     return Edit(point.name, kind, index, axes, intervention.positions is not None, masked, at_experts=at_experts)
+
+
+def _without_neurons(
+    point: HookPoint, axes: tuple[str, ...], one: Intervention, model: HookedModel
+) -> InterventionError:
+    """Refuse neurons at a hook point that has none; names those with neurons."""
+    with_neurons = [name for name in model.metadata.hooks if neurons_axis(HookPoint.parse(name).axes or ())]
+    near = [name for name in with_neurons if name.startswith(f"blocks.{point.layer or 0}.")] or with_neurons[:3]
+    where = f"hook points that do: {', '.join(near)}" if near else f"this {model.metadata.family} model has none"
+    return InterventionError(f"{one.kind} at {point}: axes {list(axes)} have no neurons; {where}")
 
 
 def _choice(point: HookPoint, axes: tuple[str, ...], one: Intervention, model: HookedModel) -> str | None:

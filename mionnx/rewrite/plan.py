@@ -45,7 +45,7 @@ class Edit:
         index: which of the interventions at this hook point it is, from 0.
         axes: the names of the value's axes.
         at_positions: whether an input says at which token positions it applies.
-        masked: whether an input says at which heads, rows and columns of router logits it applies.
+        masked: whether an input says at which heads, rows, columns of router logits and neurons it applies.
         fit: of a splice, its fragment's structure.
         reads: of a splice, the hook point that it reads besides.
         at_experts: the hook point that holds the choice, where an input says at which chosen experts it applies.
@@ -84,7 +84,7 @@ class Edit:
 
     @property
     def mask_input(self) -> str:
-        """The input of its heads and rows: bool, of the value's rank, broadcast to it."""
+        """The input of its heads, rows and neurons: bool, of the value's rank, broadcast to it."""
         return f"{self.prefix}.where"
 
     @property
