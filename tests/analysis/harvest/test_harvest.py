@@ -203,14 +203,10 @@ def test_a_harvest_killed_20_times_goes_on_and_gives_the_same_bytes(model: MIMod
             child.send_signal(signal.SIGKILL)
         begun.add(len([*tmp_path.glob("made/shard*")]))
     assert len(begun) > 5
-    assert (
-        not (tmp_path / "made" / "_manifest.json").exists()
-        or '"complete": false' in (tmp_path / "made" / "_manifest.json").read_text()
-    )
+    assert not read_manifest(tmp_path / "made").complete
+    options = {"shard_bytes": 20_000, "batch_size": 2}
     for name in ("made", "whole"):
-        model.harvest(
-            tmp_path / "texts.txt", "blocks.*.hook_resid_post", tmp_path / name, shard_bytes=20_000, batch_size=2
-        )
+        model.harvest(tmp_path / "texts.txt", "blocks.*.hook_resid_post", tmp_path / name, **options)
     assert same(tmp_path / "whole", tmp_path / "made")
     assert not [*(tmp_path / "made").glob(".shard*")]
 
