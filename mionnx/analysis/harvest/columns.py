@@ -57,7 +57,7 @@ class Column:
         return [self._cast(one) for one in cut]
 
     def lost(self, values: Sequence[NDArray[Any]]) -> bool:
-        """Whether values that the graph cast to fewer bits hold what is no number."""
+        """Whether values, cast to fewer bits by the graph, hold infinity or NaN."""
         if self.dtype.itemsize >= self.own.itemsize or self.dtype not in INFINITY:
             return False
         infinity = INFINITY[self.dtype]

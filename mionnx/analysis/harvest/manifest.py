@@ -105,7 +105,7 @@ def finished(folder: Path) -> list[int]:
 
 
 def noted(folder: Path, number: int) -> Shard | None:
-    """A finished shard of an interrupted harvest; None if it is not finished, or its note is damaged.
+    """A finished shard of an interrupted harvest; None if it has no note, or a damaged one.
 
     Raises:
         SpecFileError: its note cannot be read.

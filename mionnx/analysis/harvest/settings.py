@@ -106,7 +106,7 @@ def exact_spec(given: HookSpec | Hooks, settings: Settings) -> HookSpec:
 
 
 def _with_features(spec: HookSpec, sae: SAE, top_k: int) -> HookSpec:
-    """A spec that captures the features of an autoencoder, and not the value that it reads."""
+    """A spec with the features of an autoencoder in place of the value that it reads."""
     where = sae.config.hook
     if not where:
         raise HookError("the SAE's file does not say what it reads: SAE.load(path, hook='blocks.3....')")
