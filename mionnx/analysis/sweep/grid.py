@@ -146,9 +146,8 @@ def make_grid(
     valid = axes_to_go_over(variant)
     for name in names:
         if not isinstance(name, str) or name not in valid:
-            raise InputError(
-                f"{template} has no axis {name!r} to go over; it has {', '.join(valid)}{_advice(model, str(name), variant)}"
-            )
+            advice = _advice(model, str(name), variant)
+            raise InputError(f"{template} has no axis {name!r} to go over; it has {', '.join(valid)}{advice}")
     if len({*names}) != len(names) or "layer" not in names:
         raise InputError(f"over={names}: each axis once, and the layer among them (layers=[3] for one layer)")
     _refuse_unaligned(names, seq, places is not None)
