@@ -9,7 +9,7 @@ from mionnx.analysis.sweep.grid import make_grid
 from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
 from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
-from mionnx.analysis.sweep.path_runs import reached_layers
+from mionnx.analysis.sweep.path_runs import reached_layers, refuse_crossings
 from mionnx.analysis.sweep.prompts import (
     and_more,
     axis_labels,
@@ -128,7 +128,7 @@ def path_patch(
     Raises:
         HookError: no such hook point, or one that receives nothing; a recurrent model.
         InputError: prompts, axes, tokens, heads or a metric that do not fit; receivers that all come before the
-            senders.
+            senders; a model of which a layer reads more of earlier ones than the residual stream.
 
     Example:
         result = model.path_patch("The capital of France is", "The capital of Italy is", "blocks.3.attn.hook_q")
@@ -162,7 +162,9 @@ def make_patch_sweep(
     good, bad = prompt_ids(model, clean), prompt_ids(model, corrupted)
     refuse_unlike(good, bad)
     grid = make_grid(model.hooked, *cells, common_length(good))
+    graphs = model.opened(LayerGraphs)
     if receivers is not None:
+        refuse_crossings(graphs)
         reached_layers(grid, receivers)
     bases, others = (bad, good) if direction == "denoising" else (good, bad)
     pairs = [Pair(until(at, base), until(at, other)) for base, other in zip(bases, others, strict=True)]
@@ -179,4 +181,4 @@ def make_patch_sweep(
         shortcuts_for(model.hooked, shortcuts),
         receivers,
     )
-    return Sweep(model, model.opened(LayerGraphs), pairs, setting)
+    return Sweep(model, graphs, pairs, setting)
