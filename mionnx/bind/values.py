@@ -104,11 +104,20 @@ def capture_inputs(captures: Iterable[BoundCapture], batch: TokenBatch) -> dict[
         if request.positions is not None:
             inputs[node.columns_input] = columns(f"capture at {node.hook}", request.positions, batch)
         if request.heads is not None:
-            count = capture.dims[heads_axis(node.axes) or 0]
-            if max(request.heads) >= int(count):
-                raise InterventionError(f"capture at {node.hook}: head {max(request.heads)} of {count}")
-            inputs[node.heads_input] = np.array(request.heads)
+            inputs[node.heads_input] = heads_of(capture)
     return inputs
+
+
+def heads_of(capture: BoundCapture) -> NDArray[np.int64]:
+    """The heads that a capture asks for, [n].
+
+    Raises:
+        InterventionError: one that does not exist.
+    """
+    count, heads = capture.dims[heads_axis(capture.node.axes) or 0], np.array(capture.request.heads, np.int64)
+    if heads.max() >= int(count):
+        raise InterventionError(f"capture at {capture.node.hook}: head {heads.max()} of {count}")
+    return heads
 
 
 def columns(what: str, positions: Sequence[int], batch: TokenBatch) -> NDArray[np.int64]:

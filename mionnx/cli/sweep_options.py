@@ -7,7 +7,7 @@ import typer
 Clean = Annotated[str, typer.Argument(help="The clean prompt.")]
 OTHER = "The corrupted prompt, of equal length."
 Kind = Annotated[str | None, typer.Option(help="A hook point of any layer: resid_pre, z, mlp_out, ..")]
-Over = Annotated[str | None, typer.Option(help="Axes: layer,position,head,source.")]
+Over = Annotated[str | None, typer.Option(help="Axes: layer,position,head,source,neuron.")]
 Answer = Annotated[str | None, typer.Option(help="A token; the clean prompt's top token if left out.")]
 Versus = Annotated[str | None, typer.Option(help="A token; the corrupted prompt's top token if left out.")]
 Read = Annotated[int, typer.Option(help="Position of the logits that the metric reads.")]

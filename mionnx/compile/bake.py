@@ -7,7 +7,7 @@
 3. A knockout mask holds for the positions of each row's text that it was made for; beyond them nothing is knocked out.
 4. State interventions of a recurrent model take the place of the gates' defaults; see `mionnx.compile.bake_gates`.
 5. A knob stays an input, with a default: it multiplies what is added or removed, or is the factor itself.
-6. The inputs of a metric likewise; see `mionnx.compile.bake_metric`.
+6. The inputs of a metric likewise; see `mionnx.compile.bake_metric`. Those of captures in part: `bake_parts`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -27,6 +27,7 @@ import onnx
 
 from mionnx.bind.bound_spec import Binder, BoundSpec
 from mionnx.compile.bake import bake
+from mionnx.compile.bake_parts import bake_parts
 from mionnx.compile.model_card import card, triton_config
 from mionnx.engine import onnx_runtime
 from mionnx.engine.options import Options
@@ -172,6 +173,7 @@ def _compiled(bound: BoundSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
     proto = to_proto(edited, model.proto, dict.fromkeys(knobs, ()))
     if plan.gradients is not None:
         proto = add_gradients(proto, plan.gradients, report)
+    proto = bake_parts(proto, bound, report)
     facts = {
         "what": "a compiled intervention graph: not the original model",
         "family": model.metadata.family,
@@ -181,7 +183,7 @@ def _compiled(bound: BoundSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
         "spec_sha256": _nameable(spec, plan).sha256,
         "interventions": [f"{edit.kind} at {edit.hook}" for edit in plan.edits]
         + [state.title for state in (*spec.state_steerings, *spec.state_knockouts)],
-        "captures": [want.output for want in plan.captures],
+        "captures": [want.fetched for want in plan.captures],
         "knobs": {name: [plan.edits[n].hook for n in where] for name, where in knobs.items()},
     }
     if plan.gradients is not None:
@@ -222,7 +224,7 @@ def _nameable(spec: HookSpec, plan: Plan) -> HookSpec:
     """The spec with every capture and gradient by name: a file holds no predicate."""
     named = _without_captures(spec)
     for want in plan.captures:
-        named.capture(want.hook, before=want.before)
+        named.capture(want.hook, before=want.before, dtype=want.dtype)
     if plan.gradients is not None:
         named.gradients = []
         for want in plan.gradients.by:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.analysis.gradients.attributed_sweep import AttributedSweep
-from mionnx.analysis.gradients.first_order import FirstOrder, Seed, cells_of
-from mionnx.analysis.gradients.gradients import metric_name
+from mionnx.analysis.gradients.first_order import FirstOrder, cells_of
+from mionnx.analysis.gradients.seeded import Seed, check_metric
 from mionnx.analysis.sweep.grid import axes_to_go_over, hook_kinds
 from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
 from mionnx.analysis.sweep.patching import make_patch_sweep
@@ -86,7 +86,7 @@ def attribute_patch(
         result = model.attribute_patch(clean, corrupted, "z", ("layer", "head", "position"), confirm=10)
         result.top(3), result.agreement().pearson
     """
-    request = MetricRequest(_checked(metric, seed), answer, versus)
+    request = MetricRequest(check_metric(metric, seed, "patch_sweep"), answer, versus)
     _check(at, steps, method, metric, model.hooked.metadata.recurrent)
     chosen, several = _kinds(model.hooked, hook, over, layers)
     sweeps = {}
@@ -98,17 +98,6 @@ def attribute_patch(
     model.binder.bind(HookSpec().gradient(hooks).set_metric("loss", rules=method), differentiated=True)
     found = _results(sweeps, FirstOrder(model, hooks, request, seed, method, at, steps), confirm)
     return found if several else next(iter(found.values()))
-
-
-def _checked(metric: Measure, seed: ArrayLike | Seed | None) -> Measure:
-    """The metric, if it has a gradient."""
-    if callable(metric):
-        return metric if seed is not None else metric_name(metric)
-    if seed is not None:
-        raise GradientError(f"seed= is the derivative of a metric that is a function; {metric!r} has its own")
-    if metric_name(metric) in ("logit", "loss"):
-        raise InputError(f"metric {metric!r} is none of `patch_sweep`, which this estimates: give logit_diff")
-    return metric
 
 
 def _check(at: str, steps: int, method: str, metric: Measure, recurrent: bool) -> None:

@@ -13,7 +13,6 @@ from filelock import FileLock, Timeout
 from mionnx.analysis.features.network import ranking
 from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.harvest.activations import Activations
-from mionnx.analysis.harvest.batching import AUTO, check_batch_size
 from mionnx.analysis.harvest.formats import check_format
 from mionnx.analysis.harvest.rows import Positions, Rows, separator_of
 from mionnx.analysis.harvest.shard_writer import ShardWriter
@@ -26,6 +25,7 @@ from mionnx.machine.progress import Progress, bars
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
+from mionnx.run.batching import AUTO, check_batch_size
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_choice import Hooks
 from mionnx.spec.hook_spec import HookSpec

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from mionnx.analysis.harvest.batching import batches_of
 from mionnx.analysis.harvest.columns import TOKEN_COLUMNS, Column, columns_of, token_columns
 from mionnx.analysis.harvest.formats import FORMATS, finish_saelens
 from mionnx.analysis.harvest.manifest import Manifest, Shard, note, read_manifest, refuse_other
@@ -19,6 +18,7 @@ from mionnx.bind.bound_spec import BoundSpec
 from mionnx.errors import InputError, MIError, SpecFileError
 from mionnx.inputs.lacking import ATTENDS_TO_PADDING
 from mionnx.machine.progress import Progress
+from mionnx.run.batching import batches_of
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import HookError, InputError, nearest
-from mionnx.graph.axes import has_sequence, heads_axis, sequence_axis
+from mionnx.graph.axes import CHOSEN, has_sequence, heads_axis, neurons_axis, sequence_axis
 from mionnx.graph.hook_points import VARIANTS, HookPoint
 from mionnx.graph.hooked_model import HookedModel
 
-AXES = ("layer", "position", "head", "source")
+AXES = ("layer", "position", "head", "source", "neuron")
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,10 @@ class Grid:
 
     def along(self, axis: str) -> int | None:
         """Index of the value's axis for an axis of the sweep; None for the layer."""
-        finders = {"position": sequence_axis, "head": heads_axis, "source": lambda axes: axes.index("seq_k")}
-        return None if axis == "layer" else finders[axis](self.axes)
+        if axis == "layer":
+            return None
+        finders = {"position": sequence_axis, "head": heads_axis, "neuron": neurons_axis}
+        return self.axes.index("seq_k") if axis == "source" else finders[axis](self.axes)
 
     def layer_of(self, cells: NDArray[np.int64]) -> NDArray[np.int64]:
         """The layer of each cell, by its number."""
@@ -108,15 +110,19 @@ def make_grid(
     valid = axes_to_go_over(variant)
     for name in names:
         if not isinstance(name, str) or name not in valid:
-            near = nearest(str(name), valid)
-            raise InputError(f"{template} has no axis {name!r} to go over; it has {', '.join(valid)}{near}")
+            raise InputError(
+                f"{template} has no axis {name!r} to go over; it has {', '.join(valid)}{_advice(model, name, variant)}"
+            )
     if len({*names}) != len(names) or "layer" not in names:
         raise InputError(f"over={names}: each axis once, and the layer among them (layers=[3] for one layer)")
     if seq is None and {"position", "source"} & {*names}:
         raise InputError("prompts of different lengths have no positions in common: go over layers and heads only")
-    heads = heads_axis(axes)
-    count = 1 if heads is None else int(model.axes(HookPoint.parse(template.format(i=chosen[0])))[heads])
-    sizes = {"layer": len(chosen), "position": seq or 1, "source": seq or 1, "head": count}
+    sizes = {"layer": len(chosen), "position": seq or 1, "source": seq or 1}
+    for name, axis in (("head", heads_axis(axes)), ("neuron", neurons_axis(axes))):
+        counts = {int(model.axes(HookPoint.parse(template.format(i=layer)))[axis or 0]) for layer in chosen if axis}
+        if len(counts) > 1 and name in names:
+            raise InputError(f"{template} has {sorted(counts)} {name}s, by layer: layers= of one size make a grid")
+        sizes[name] = max(counts, default=1)
     return Grid(names, template, chosen, axes, tuple(sizes[name] for name in names))
 
 
@@ -124,8 +130,23 @@ def axes_to_go_over(point: HookPoint) -> list[str]:
     """The axes that a sweep over a hook point may have."""
     axes = point.axes or ()
     has = {"layer": True, "position": has_sequence(axes), "head": heads_axis(axes) is not None}
-    has["source"] = "seq_k" in axes
+    has |= {"source": "seq_k" in axes, "neuron": neurons_axis(axes) is not None and CHOSEN not in axes}
     return [axis for axis in AXES if has[axis]]
+
+
+def _advice(model: HookedModel, name: object, point: HookPoint) -> str:
+    """Advice for an axis that a hook point does not have."""
+    axes = point.axes or ()
+    if name == "neuron" and CHOSEN in axes:
+        return (
+            "; the neurons there are of the experts that each token chose, other ones at each position: intervene at "
+            "them with experts= and neurons="
+        )
+    kinds = {HookPoint.parse(hook).short: HookPoint.parse(hook).axes or () for hook in model.metadata.hooks}
+    with_neurons = [short for short, own in kinds.items() if neurons_axis(own) and CHOSEN not in own]
+    if name == "neuron" and with_neurons:
+        return f"; neurons are at {', '.join(f'hook_{short}' for short in with_neurons)}"
+    return nearest(str(name), axes_to_go_over(point))
 
 
 def hook_kinds(model: HookedModel, hook: str | HookPoint) -> dict[str, list[int]]:

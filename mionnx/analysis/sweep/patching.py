@@ -60,7 +60,8 @@ def patch_sweep(
         clean, corrupted: prompts, one or as many of each; the two of a pair have the same number of tokens.
         hook: the short name of a hook point ("z", "hook_resid_mid"), in all layers; its name with `{i}` for the
             layer; or a `HookPoint`, name or glob ("blocks.[12].attn.hook_z"), in the layers that these mean.
-        over: the axes of the result: "layer", "position", "head", "source" (keys, of patterns and scores). Axes that
+        over: the axes of the result: "layer", "position", "head", "source" (keys, of patterns and scores), "neuron"
+            (of mlp.hook_gate, hook_up, hook_act). Axes that
             are not named are patched together: over layer and head, a head at all positions.
         metric: "logit_diff" (of answer and versus), "probability", "log_probability", "rank" (0 is the top token)
             of the answer, "kl" (KL divergence from the clean run, in nats), or a function: logits [rows, vocab] ->

@@ -53,9 +53,9 @@ def axis_labels(model: Runner, grid: Grid, prompts: Sequence[Ids]) -> dict[str, 
         token_text(model, int(ids[0])) if len({*map(int, ids)}) == 1 else f"[{position}]"
         for position, ids in enumerate(columns)
     ]
-    heads = dict(zip(grid.over, grid.sizes, strict=True)).get("head", 0)
-    labels = {"layer": [str(layer) for layer in grid.layers], "head": [str(head) for head in range(heads)]}
-    return {name: (labels | {"position": tokens, "source": tokens})[name] for name in grid.over}
+    labels = {name: list(map(str, range(size))) for name, size in zip(grid.over, grid.sizes, strict=True)}
+    named = {"layer": [str(layer) for layer in grid.layers], "position": tokens, "source": tokens}
+    return labels | {name: named[name] for name in grid.over if name in named}
 
 
 def quote(model: Runner, ids: Ids) -> str:

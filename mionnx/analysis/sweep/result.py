@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.markup import escape
 
+from mionnx.analysis.sweep.leading import find_leading
 from mionnx.analysis.sweep.picture import draw
 from mionnx.errors import InputError
 from mionnx.machine.brief import count
@@ -150,16 +151,28 @@ class SweepResult(Shown):
         return {**found, "effect": self.effect, "by_pair": self.by_pair}
 
     def figure(self) -> "Figure":
-        """Draw heat maps; with more than two axes, a small one for each entry of the others."""
+        """Draw heat maps; with more than two axes, a small one for each entry of the others.
+
+        If there are more than 64 neurons it shows the 64 with the largest numbers.
+        """
         what, numbers = self.shown
-        return draw(numbers, self.over, self.labels, f"{self.title}\n{self.about}", what)
+        part = find_leading(numbers, self.over)
+        title = "\n".join(filter(None, (self.title, self.about, str(part))))
+        return draw(part.of(numbers), self.over, part.labels(self.labels), title, what)
 
     def page(self) -> str:
-        """Render an HTML page: a heat map with values on hover, and selectors of further axes."""
+        """Render an HTML page: a heat map with values on hover, and selectors of further axes.
+
+        If there are more than 64 neurons it shows the 64 with the largest numbers.
+        """
         what, numbers = self.shown
-        data = {**self.to_dict(), "shown": numbers, "what": what}
-        del data["by_pair"], data["effect"]
-        return render("heat.html", self.title, data=data, about=self.about, facts=self.facts(), meaning=self.meaning)
+        part = find_leading(numbers, self.over)
+        data = {**self.to_dict(), "labels": part.labels(self.labels), "values": part.of(self.values)}
+        data |= {"shown": part.of(numbers), "what": what}
+        for whole in ("by_pair", "effect", "exact"):
+            data.pop(whole, None)
+        facts = "; ".join(filter(None, (self.facts(), str(part))))
+        return render("heat.html", self.title, data=data, about=self.about, facts=facts, meaning=self.meaning)
 
     def facts(self) -> str:
         """One line with the metric of the runs without a patch."""
