@@ -58,7 +58,9 @@ def reached_layers(grid: Grid, receivers: Receivers) -> dict[int, bool]:
 
 
 def refuse_crossings(graphs: LayerGraphs) -> None:
-    """Refuse a model of which a layer reads more than the stream: its change would have to be kept beside it too.
+    """Refuse a model of which a layer reads more than the residual stream.
+
+    A change of that would have to be kept beside it too.
 
     Raises:
         InputError: names a layer, and what else it reads of the layers before.
