@@ -78,7 +78,7 @@ def _jetmoe(stack: ExitStack, taps: Taps, moe: Any) -> None:
 
 
 def _longcat(stack: ExitStack, taps: Taps, moe: Any) -> None:
-    """Compute LongCat's chosen experts; those behind the ones with weights give back what they read."""
+    """Compute LongCat's chosen experts; those without weights give back what they read."""
     own = moe.experts
     spare = len(own.gate_up_proj) > own.num_routed_experts  # not in a graph: see `drop_spare`
     first = own.gate_up_proj[: own.num_routed_experts] if spare else own.gate_up_proj
@@ -100,7 +100,7 @@ def drop_spare(model: nn.Module) -> None:
 
 
 def identities_from(config: Any) -> int | None:
-    """The number of the first expert that gives back what it reads, in LongCat; None where each has weights."""
+    """The number of LongCat's first expert without weights; None where each has some."""
     return config.n_routed_experts if getattr(config, "zero_expert_num", None) else None
 
 

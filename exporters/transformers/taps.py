@@ -304,7 +304,7 @@ class _Attachment:
             self.after(self.module(layout.mlp_output, block), lambda x: self.taps.at_tokens(HookPoint.MlpPost(i), x))
 
     def shortcut(self, i: int, block: nn.Module) -> None:
-        """Compute a mixture that joins the stream at the end of a block there, beside the last half's MLP."""
+        """Compute a mixture where it joins the stream, beside the last half's MLP."""
         mixture: Any = self.module(str(self.layout.shortcut), block)
         tap_own_experts(self.stack, self.taps, mixture)
         tap_router(self.stack, self.taps, mixture)
