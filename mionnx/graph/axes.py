@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 HEAD_AXES = ("n_heads", "n_kv_heads")  # axes that count heads
 EXPERTS, CHOSEN = "n_experts", "n_chosen"  # axes of all experts, and of those that a token chose
 SEQUENCE_AXES = ("seq_q", "seq")  # axes with one entry per token of a pass
+KEYS = "seq_k"  # an axis with one entry per token of the past and of a pass
+TOKEN_AXES = (*SEQUENCE_AXES, "seq_src", KEYS)  # axes whose size a text's length gives
 
 
 def heads_axis(axes: Sequence[str]) -> int | None:
