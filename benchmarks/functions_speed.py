@@ -11,25 +11,22 @@ programs' logits are compared first. `first call` is what cutting and opening th
 `--layers` makes a smaller model, to try the program out. `--save` writes benchmarks/results/functions_speed.md.
 """
 
-import argparse
-import os
 import platform
-import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from generation_speed import make
+from gpt2_shape import exported, gpt2, options_parser, set_threads
 from rewritten_speed import Work, alternate, ratio
 from rich.progress import track
 from tables import present
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
-from exporters.transformers import export
 from mionnx import MIModel
 from mionnx.run.segment_chain import SegmentChain
 
@@ -104,19 +101,12 @@ def measure(model: MIModel, bridge: TransformerBridge, length: int, repeats: int
 
 def main() -> None:
     """Measure everything and print the table."""
-    parser = argparse.ArgumentParser(description="Python functions as hooks, beside a plain pass and TransformerLens.")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=0)
+    parser = options_parser("Python functions as hooks, beside a plain pass and TransformerLens.", repeats=9)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    threads = options.threads or os.cpu_count() or 1
-    torch.set_num_threads(threads)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make("gpt2 124M", folder) if options.layers == 12 else small(folder, options.layers)
-        export(folder, folder / "hooked")
+    threads = set_threads(options.threads)
+    with exported(gpt2 if options.layers == 12 else partial(small, layers=options.layers)) as folder:
         model, bridge = MIModel.from_pretrained(folder / "hooked", threads=threads, base="never"), peer(folder)
         found = [measure(model, bridge, length, options.repeats) for length in track(options.lengths, "measuring")]
     rows = [row for part in found for row in part]

@@ -18,10 +18,8 @@ no gradients in any program.
 `--save` writes benchmarks/results/gradient_speed.md.
 """
 
-import argparse
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,14 +30,13 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 
 import numpy as np
 import torch
-from generation_speed import make
+from gpt2_shape import exported, options_parser, set_threads
 from rewritten_speed import Peers
 from rich.progress import track
 from sweep_speed import ANSWER, VERSUS, prompts, theirs
 from tables import present
 from turns import alternate, ratio
 
-from exporters.transformers import export
 from mionnx import HookSpec, MIModel
 from mionnx.bind.logit_selection import Logits
 
@@ -173,18 +170,11 @@ def opening(folder: Path, threads: int, repeats: int) -> list[list[str]]:
 
 def main() -> None:
     """Measure everything and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = options_parser(__doc__.splitlines()[0], repeats=7)
     parser.add_argument("--sweeps", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    threads = options.threads or os.cpu_count() or 1
-    torch.set_num_threads(threads)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make("gpt2 124M", folder)
-        export(folder, folder / "hooked")
+    threads = set_threads(options.threads)
+    with exported() as folder:
         model = MIModel.from_pretrained(folder / "hooked", threads=threads, base="never")
         peers = Peers(folder)
         for program in (peers.hugging_face, peers.bridge):

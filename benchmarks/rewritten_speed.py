@@ -14,10 +14,7 @@ a median of ratios of neighbouring runs.
 `--save` writes benchmarks/results/rewritten_speed.md.
 """
 
-import argparse
-import os
 import platform
-import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,14 +22,14 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import torch
-from generation_speed import make, torch_hooks
+from generation_speed import torch_hooks
+from gpt2_shape import exported, options_parser, set_threads
 from rich.progress import track
 from tables import present
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from turns import Work, alternate, ratio
 
-from exporters.transformers import export
 from mionnx import HookPoint, HookSpec, Intervention, KnockoutSpec, MIModel, create_knockout_mask
 from mionnx.engine.onnx_runtime import UNSTABLE_FUSIONS
 
@@ -134,17 +131,9 @@ def beside_peers(model: MIModel, peers: Peers, repeats: int) -> list[tuple[str, 
 
 def main() -> None:
     """Measure everything and print the tables."""
-    parser = argparse.ArgumentParser(description="Forward passes with hooks, beside the peers.")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--save", action="store_true")
-    options = parser.parse_args()
-    threads = options.threads or os.cpu_count() or 1
-    torch.set_num_threads(threads)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make("gpt2 124M", folder)
-        export(folder, folder / "hooked")
+    options = options_parser("Forward passes with hooks, beside the peers.", repeats=9).parse_args()
+    threads = set_threads(options.threads)
+    with exported() as folder:
         model = MIModel.from_pretrained(folder / "hooked", threads=threads, base="never")
         first = own_cost(model, threads, options.repeats)
         second = beside_peers(model, Peers(folder), options.repeats)

@@ -16,10 +16,8 @@ in which the two prompts have the same value.
 `--save` writes benchmarks/results/sweep_speed.md.
 """
 
-import argparse
 import os
 import platform
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -31,13 +29,12 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 import numpy as np
 import pandas
 import torch
-from generation_speed import make
+from gpt2_shape import exported, options_parser, set_threads
 from rewritten_speed import Peers
 from rich.progress import track
 from tables import present
 from transformer_lens import patching
 
-from exporters.transformers import export
 from mionnx import MIModel
 from mionnx.analysis.sweep.patched_runs import Shortcuts
 from mionnx.analysis.sweep.result import SweepResult
@@ -148,20 +145,13 @@ def split(folder: Path, bridge: Any, length: int, repeats: int, sample: int, thr
 
 def main() -> None:
     """Measure everything and print the tables."""
-    parser = argparse.ArgumentParser(description="Patching sweeps beside TransformerLens.")
+    parser = options_parser("Patching sweeps beside TransformerLens.", repeats=3)
     parser.add_argument("--lengths", type=int, nargs="+", default=[16, 32, 64])
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--sample", type=int, default=150)
-    parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--no-split", action="store_true")
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    threads = options.threads or os.cpu_count() or 1
-    torch.set_num_threads(threads)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make("gpt2 124M", folder)
-        export(folder, folder / "hooked")
+    threads = set_threads(options.threads)
+    with exported() as folder:
         bridge = Peers(folder).bridge
         first = compare(folder, bridge, options.lengths, options.repeats, options.sample, threads)
         second = (

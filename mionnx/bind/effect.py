@@ -21,6 +21,7 @@ from mionnx.graph.influence import Reach
 from mionnx.rewrite.plan import CaptureNode, Edit, Plan
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.kinds.kind import ValueShape
+from mionnx.spec.limits import LIMITS
 
 Pairs = Sequence[tuple[Edit, Intervention]]
 ByRow = Mapping[int, Collection[int]]  # row -> text positions
@@ -110,7 +111,7 @@ def refuse_idle_in(selections: Sequence[Selection], plan: Plan, shown: Shown, mo
     """
     edits = [(selection.edit, selection.intervention) for selection in selections]
     for n, selection in enumerate(selections):
-        later = [selections[m] for m, other in _later(edits, n, plan) if other.experts is None]
+        later = [selections[m] for m, other in _later(edits, n, plan) if other.experts is other.neurons is None]
         left = _not_overwritten(selection, _chosen(selection, model), later)
         _refuse_unseen(selection.edit, edits, shown, model, left)
 
@@ -160,12 +161,7 @@ def _overwriting(edits: Pairs, n: int, plan: Plan) -> Iterator[tuple[Edit, Inter
 
 def _covers(other: Intervention, one: Intervention) -> bool:
     """Whether a limit of one intervention lies within that of another in every call."""
-    limits = (
-        (other.heads, one.heads),
-        (other.rows, one.rows),
-        (other.positions, one.positions),
-        (other.experts, one.experts),
-    )
+    limits = ((getattr(other, name), getattr(one, name)) for name in LIMITS)
     return all(wide is None or (narrow is not None and _within(narrow, wide)) for wide, narrow in limits)
 
 

@@ -59,4 +59,4 @@ def _bytes(capture: BoundCapture, sizes: Mapping[str, int]) -> int:
         shape[sequence_axis(capture.node.axes)] = len(request.positions)
     if request.heads is not None:
         shape[heads_axis(capture.node.axes) or 0] = len(request.heads)
-    return capture.itemsize * prod(shape)
+    return capture.dtype.itemsize * prod(shape)

@@ -2,18 +2,22 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from mionnx.bind.hook_index import HookIndex, naming
 from mionnx.errors import HookError, InterventionError
-from mionnx.graph.axes import CHOSEN, EXPERTS, dynamic_sizes, has_sequence, heads_axis
+from mionnx.graph.axes import CHOSEN, EXPERTS, dynamic_sizes, has_sequence, heads_axis, neurons_axis
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.hooked_model import DTYPES, HookedModel
+from mionnx.graph.metadata import IDENTITIES
 from mionnx.rewrite.plan import CaptureNode, Edit
 from mionnx.spec.capture import Capture
 from mionnx.spec.hook_choice import resolve
 from mionnx.spec.intervention import Intervention
+
+OF_NEURONS = ("MlpExpertGate", "MlpExpertUp", "MlpExpertAct")  # variants of hook points
 
 
 @dataclass(frozen=True)
@@ -24,13 +28,13 @@ class BoundCapture:
         node: its structure in the graph.
         request: the request of the spec that asks for it.
         dims: the axes of the value: names where they are dynamic, numbers where not.
-        itemsize: bytes of one number.
+        dtype: of the captured array.
     """
 
     node: CaptureNode
     request: Capture
     dims: tuple[str | int, ...]
-    itemsize: int
+    dtype: np.dtype[Any]
 
 
 Chosen = tuple[Capture, tuple[str, ...]]  # a request, and the names that it means if they are known already
@@ -40,8 +44,8 @@ def bind_captures(requests: Iterable[Chosen], hooks: HookIndex) -> tuple[BoundCa
     """The values that requests to capture mean on a model, in execution order.
 
     Raises:
-        HookError: a hook point that the model does not have, or one captured in two different parts.
-        InterventionError: positions or heads where there are none.
+        HookError: a hook point that the model does not have, or one captured in two different parts or dtypes.
+        InterventionError: positions or heads where there are none, or a cast of whole numbers.
     """
     captures: dict[str, BoundCapture] = {}
     for request, names in requests:
@@ -52,6 +56,8 @@ def bind_captures(requests: Iterable[Chosen], hooks: HookIndex) -> tuple[BoundCa
                 raise HookError(
                     f"{capture.node.output} is captured twice, in different parts: capture all of them at once"
                 )
+            if other.dtype != request.dtype:
+                raise HookError(f"{capture.node.output} is captured twice, as {other.dtype} and as {request.dtype}")
     return tuple(sorted(captures.values(), key=lambda capture: in_order(hooks, capture.node)))
 
 
@@ -67,8 +73,12 @@ def _capture(request: Capture, hooks: HookIndex, point: HookPoint) -> BoundCaptu
     if request.heads is not None and heads_axis(axes) is None:
         raise InterventionError(f"capture at {point}: axes {list(axes)} have no heads")
     limits = request.positions is not None, request.heads is not None
-    node = CaptureNode(point.name, request.before, *limits, hooks.inner.get(point.name))
-    return BoundCapture(node, request, tuple(hooks.dims(point)), np.dtype(hooks.dtype(point)).itemsize)
+    own = np.dtype(hooks.dtype(point))
+    if request.dtype is not None and own.kind in "iub":
+        raise InterventionError(f"capture at {point}: it holds whole numbers, {own}, which are not cast")
+    cast = None if request.dtype in (None, own.name) else request.dtype
+    node = CaptureNode(point.name, request.before, *limits, hooks.inner.get(point.name), cast)
+    return BoundCapture(node, request, tuple(hooks.dims(point)), np.dtype(DTYPES[cast]) if cast else own)
 
 
 def edits_of(hooks: HookIndex) -> tuple[Edit, ...]:
@@ -102,10 +112,23 @@ def _edit(points: HookIndex, point: HookPoint, intervention: Intervention, index
         raise InterventionError(
             f"{intervention.kind} at {point}: axes {list(axes)} have no heads; hook points that do: {', '.join(near)}"
         )
+    if intervention.neurons is not None and neurons_axis(axes) is None:
+        raise _without_neurons(point, axes, intervention, model)
     at_experts = _choice(point, axes, intervention, model)
     columns = intervention.experts is not None and at_experts is None
-    masked = intervention.heads is not None or intervention.rows is not None or columns
+    limits = intervention.heads, intervention.rows, intervention.neurons
+    masked = columns or any(limit is not None for limit in limits)
     return Edit(point.name, kind, index, axes, intervention.positions is not None, masked, at_experts=at_experts)
+
+
+def _without_neurons(
+    point: HookPoint, axes: tuple[str, ...], one: Intervention, model: HookedModel
+) -> InterventionError:
+    """Refuse neurons at a hook point that has none; names those with neurons."""
+    with_neurons = [name for name in model.metadata.hooks if neurons_axis(HookPoint.parse(name).axes or ())]
+    near = [name for name in with_neurons if name.startswith(f"blocks.{point.layer or 0}.")] or with_neurons[:3]
+    where = f"hook points that do: {', '.join(near)}" if near else f"this {model.metadata.family} model has none"
+    return InterventionError(f"{one.kind} at {point}: axes {list(axes)} have no neurons; {where}")
 
 
 def _choice(point: HookPoint, axes: tuple[str, ...], one: Intervention, model: HookedModel) -> str | None:
@@ -130,6 +153,12 @@ def _choice(point: HookPoint, axes: tuple[str, ...], one: Intervention, model: H
     count = model.metadata.sizes.n_experts
     if count is not None and max(one.experts) >= count:
         raise InterventionError(f"{one.kind} at {point}: expert {max(one.experts)} of {count} (0 to {count - 1})")
+    first = model.metadata.exporter.get(IDENTITIES)
+    if first is not None and point.variant in OF_NEURONS and max(one.experts) >= int(first):
+        raise InterventionError(
+            f"{one.kind} at {point}: expert {max(one.experts)} gives back what it reads and has no neurons, as all "
+            f"from {first} on; intervene at {HookPoint.MlpExpertOut(point.layer or 0)}"
+        )
     return str(HookPoint.MlpExpertIndices(point.layer or 0)) if CHOSEN in axes else None
 
 

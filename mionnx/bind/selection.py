@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 from mionnx.bind.knockout_mask import KnockoutMask, end_of, first_position
 from mionnx.bind.selected_part import Chosen, SelectedPart
 from mionnx.errors import InterventionError
-from mionnx.graph.axes import EXPERTS, format_shape, heads_axis, sequence_axis
+from mionnx.graph.axes import EXPERTS, format_shape, heads_axis, neurons_axis, sequence_axis
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.plan import Edit
 from mionnx.spec.intervention import Intervention
@@ -63,13 +63,23 @@ class Selection:
         Raises:
             InterventionError: a head that the layer does not have.
         """
-        heads, axis = self.intervention.heads, heads_axis(self.edit.axes)
-        if heads is None or axis is None:
+        return self._indices("head", self.intervention.heads, heads_axis(self.edit.axes))
+
+    def neurons(self) -> list[int] | None:
+        """Selected neurons; None for all of them.
+
+        Raises:
+            InterventionError: a neuron that the layer does not have.
+        """
+        return self._indices("neuron", self.intervention.neurons, neurons_axis(self.edit.axes))
+
+    def _indices(self, what: str, given: Sequence[int] | None, axis: int | None) -> list[int] | None:
+        if given is None or axis is None:
             return None
         count = self.shape[axis]
-        if max(heads) >= count:
-            raise self._refuse(f"head {max(heads)} of {count} ({self.edit.axes[axis]}, 0 to {count - 1})")
-        return list(heads)
+        if max(given) >= count:
+            raise self._refuse(f"{what} {max(given)} of {count} ({self.edit.axes[axis]}, 0 to {count - 1})")
+        return list(given)
 
     def positions(self) -> dict[int, list[int]] | None:
         """Selected row -> absolute positions; None if no position limits it.
@@ -116,18 +126,24 @@ class Selection:
         return any(at >= self.call.lengths[row] for row, chosen in positions.items() for at in chosen)
 
     def mask(self) -> NDArray[np.bool_]:
-        """Selected heads, experts and rows: a mask of the activation's rank, else 1 wide."""
+        """Selected heads, experts, neurons and rows: a mask of the activation's rank, else 1 wide."""
         mask = self._along(0, self.rows())
-        axis, heads = heads_axis(self.edit.axes), self.heads()
-        if axis is not None and heads is not None:
-            mask = mask & self._along(axis, heads)
-        experts = self.columns_of_experts()
-        return mask if experts is None else mask & self._along(self.edit.axes.index(EXPERTS), experts)
+        for axis, indices in self._counted().items():
+            mask = mask & self._along(axis, indices)
+        return mask
 
     def columns_of_experts(self) -> list[int] | None:
         """Selected columns of router logits; None for all, or at other hook points."""
         experts = self.intervention.experts
         return None if experts is None or EXPERTS not in self.edit.axes else list(experts)
+
+    def _counted(self) -> dict[int, list[int]]:
+        """Limited axis -> chosen indices, alike in every row: heads, experts, neurons."""
+        axes = self.edit.axes
+        experts = axes.index(EXPERTS) if EXPERTS in axes else None
+        chosen = [(heads_axis(axes), self.heads()), (neurons_axis(axes), self.neurons())]
+        chosen.append((experts, self.columns_of_experts()))
+        return {axis: indices for axis, indices in chosen if axis is not None and indices is not None}
 
     def _along(self, axis: int, chosen: list[int]) -> NDArray[np.bool_]:
         line = np.zeros(self.shape[axis], bool)
@@ -240,16 +256,13 @@ class Selection:
             )
 
     def part(self) -> SelectedPart:
-        """The part that rows, heads and positions select."""
-        rows, heads, axis = self.rows(), self.heads(), heads_axis(self.edit.axes)
+        """The part that rows, heads, experts, neurons and positions select."""
+        rows = self.rows()
         chosen: dict[int, Chosen] = {}
         if self.intervention.rows is not None:
             chosen[0] = Chosen(dict.fromkeys(rows, rows), len(rows), len({*rows}) < len(rows))
-        if axis is not None and heads is not None:
-            chosen[axis] = Chosen(dict.fromkeys(rows, heads), len(heads), len({*heads}) < len(heads))
-        if (experts := self.columns_of_experts()) is not None:
-            axis = self.edit.axes.index(EXPERTS)
-            chosen[axis] = Chosen(dict.fromkeys(rows, experts), len(experts), len({*experts}) < len(experts))
+        for axis, indices in self._counted().items():
+            chosen[axis] = Chosen(dict.fromkeys(rows, indices), len(indices), len({*indices}) < len(indices))
         if (positions := self.positions()) is not None:
             chosen[sequence_axis(self.edit.axes)] = self._chosen_tokens(positions)
         return SelectedPart(self.edit.axes, self.shape, rows, chosen)

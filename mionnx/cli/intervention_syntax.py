@@ -7,7 +7,8 @@ VALUE   a number                              --scale blocks.1.hook_mlp_out=0.5
         FILE.safetensors:KEY[*FACTOR]         --add blocks.2.hook_resid_post=dir.safetensors:key*1.5
         QUERY>KEY, comma separated, * for all --knockout 'blocks.2.attn.hook_scores=-1>0,3>*'
         (a kind's own spelling: see `Kind.spelling` and `Kind.read` in mionnx.spec.kinds)
-LIMITS  positions=..., heads=..., rows=..., experts=...   --zero 'blocks.1.attn.hook_z@heads=3;positions=0,-1'
+LIMITS  positions=..., heads=..., rows=...,   --zero 'blocks.1.attn.hook_z@heads=3;positions=0,-1'
+        experts=..., neurons=...              --zero blocks.1.mlp.hook_act@neurons=7,12
         separated by semicolons               --add blocks.2.hook_resid_post=dir.safetensors:key@positions=generated
 
 State interventions of RWKV name no hook point:

@@ -41,7 +41,7 @@ def run(
 
     An intervention is written HOOK[=VALUE][@LIMITS]. A hook is a name, a glob, which means one intervention at each
     hook point that it matches, or several of them with commas. A value is a number, FILE.safetensors:KEY[*FACTOR], or
-    for --knockout edges QUERY>KEY; limits are positions=..;heads=..;rows=.. State interventions of RWKV models have
+    for --knockout edges QUERY>KEY; limits are positions=..;heads=..;neurons=.. State interventions of RWKV models have
     limits only: positions=..;layers=..;terms=.. (or heads=.. for --state-steering).
 
     Examples:

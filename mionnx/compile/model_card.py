@@ -10,6 +10,7 @@ from mionnx.graph.metadata import Metadata
 from mionnx.rewrite.plan import METRIC
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
+from mionnx.spec.limits import LIMITS
 
 NO_WEIGHTS = "none: the graph was exported from a config alone, and cannot run"
 QUIET = """
@@ -141,7 +142,7 @@ def _value(edit: Intervention) -> str:
 
 
 def _limits(edit: Intervention) -> str:
-    given = {"positions": edit.positions, "heads": edit.heads, "experts": edit.experts}
+    given = {name: getattr(edit, name) for name in LIMITS if name != "rows"}
     return "; ".join(f"{name} {_list(value)}" for name, value in given.items() if value is not None)
 
 

@@ -224,7 +224,7 @@ def _nameable(spec: HookSpec, plan: Plan) -> HookSpec:
     """The spec with every capture and gradient by name: a file holds no predicate."""
     named = _without_captures(spec)
     for want in plan.captures:
-        named.capture(want.hook, before=want.before)
+        named.capture(want.hook, before=want.before, dtype=want.dtype)
     if plan.gradients is not None:
         named.gradients = []
         for want in plan.gradients.by:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 HEAD_AXES = ("n_heads", "n_kv_heads")  # axes that count heads
 EXPERTS, CHOSEN = "n_experts", "n_chosen"  # axes of all experts, and of those that a token chose
+NEURON_AXES = ("d_mlp", "d_expert")  # axes of neurons, of an MLP and of each chosen expert
 SEQUENCE_AXES = ("seq_q", "seq")  # axes with one entry per token of a pass
 KEYS = "seq_k"  # an axis with one entry per token of the past and of a pass
 TOKEN_AXES = (*SEQUENCE_AXES, "seq_src", KEYS)  # axes whose size a text's length gives
@@ -12,6 +13,11 @@ TOKEN_AXES = (*SEQUENCE_AXES, "seq_src", KEYS)  # axes whose size a text's lengt
 def heads_axis(axes: Sequence[str]) -> int | None:
     """The index of the axis that counts heads; None if there is none."""
     return next((i for i, axis in enumerate(axes) if axis in HEAD_AXES), None)
+
+
+def neurons_axis(axes: Sequence[str]) -> int | None:
+    """The index of the axis that counts neurons; None if there is none."""
+    return next((i for i, axis in enumerate(axes) if axis in NEURON_AXES), None)
 
 
 def has_sequence(axes: Sequence[str]) -> bool:

@@ -23,6 +23,7 @@ LARGEST = 2**24  # characters; 30 layers have 40,000
 NORMED_STREAM = "normed_stream"  # key of `exporter`, where the stream is normed after each addition
 FOUND_BY_STRUCTURE = "found_by_structure"  # key of `exporter`, where no tap shows a hook point in torch
 ATTENDS_TO_PADDING = "attends_to_padding"  # key of `exporter`, where attention does not heed its mask
+IDENTITIES = "identity_experts"  # key of `exporter`: the first expert without weights, which gives back what it reads
 OPTIONAL = ("fused", "hook_dtypes", "stock")  # fields that are not written while they are empty
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
@@ -235,6 +236,8 @@ def _check(read: Metadata) -> None:
         _expect(isinstance(text, str) and len(text) <= 100, name, "a short text", text)
     _expect(read.dtype in DTYPE_NAMES, "dtype", f"one of {', '.join(DTYPE_NAMES)}", read.dtype)
     _expect(isinstance(read.exporter, dict), "exporter", "a table of versions", read.exporter)
+    first = read.exporter.get(IDENTITIES, "0")
+    _expect(isinstance(first, str) and first.isdecimal(), f"exporter.{IDENTITIES}", "a number in digits", first)
     _expect(isinstance(read.hooks, dict), "hooks", "a table of axes", read.hooks)
     for hook, axes in read.hooks.items():
         known = isinstance(axes, list) and all(type(axis) in (str, int) for axis in axes)

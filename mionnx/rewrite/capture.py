@@ -1,6 +1,6 @@
 """Rewrite: captures become outputs.
 
-1. A value of the graph that is wanted becomes an output under its own name.
+1. A value of the graph that is wanted becomes an output under its own name; a part or a cast of it, under another.
 2. A value wanted before its interventions is the output `{hook}.before`.
 3. A derived value (`hook_result`, an RWKV's `hook_states`) is computed by nodes that only its capture brings in: the
    table `DERIVATIONS` has a rewrite for each.
@@ -39,8 +39,8 @@ def capture(graph: gs.Graph, wants: Sequence[CaptureNode], metadata: Metadata, r
 
 
 def part_of(graph: gs.Graph, want: CaptureNode, value: gs.Tensor, report: Report) -> gs.Tensor:
-    """The positions and heads that are asked for."""
-    if not (want.at_positions or want.at_heads):
+    """Positions and heads of a value, and its dtype, as a capture wants them."""
+    if want.fetched == want.output:
         return value
     axes = want.axes
     op = Builder(graph, want.hook, f"{want.output}.capture", report)
@@ -54,6 +54,8 @@ def part_of(graph: gs.Graph, want: CaptureNode, value: gs.Tensor, report: Report
         whole = op.constant([i in others for i in range(len(axes))])
         target = op.Where(whole, op.Shape(part), [1] * len(axes))
         part = op.GatherElements(part, op.Expand(wide, target), axis=axis)
+    if want.dtype is not None:  # last: what is left out is not cast
+        part = op.Cast(part, to=want.dtype)
     part.name = want.fetched
     part.shape = [f"{want.output}.capture:{axis}" for axis in range(len(axes))]
     return part

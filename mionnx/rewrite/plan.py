@@ -45,7 +45,7 @@ class Edit:
         index: which of the interventions at this hook point it is, from 0.
         axes: the names of the value's axes.
         at_positions: whether an input says at which token positions it applies.
-        masked: whether an input says at which heads, rows and columns of router logits it applies.
+        masked: whether an input says at which heads, rows, columns of router logits and neurons it applies.
         fit: of a splice, its fragment's structure.
         reads: of a splice, the hook point that it reads besides.
         at_experts: the hook point that holds the choice, where an input says at which chosen experts it applies.
@@ -84,7 +84,7 @@ class Edit:
 
     @property
     def mask_input(self) -> str:
-        """The input of its heads and rows: bool, of the value's rank, broadcast to it."""
+        """The input of its heads, rows and neurons: bool, of the value's rank, broadcast to it."""
         return f"{self.prefix}.where"
 
     @property
@@ -107,6 +107,7 @@ class CaptureNode:
         at_positions: whether an input says of which token positions.
         at_heads: whether an input says of which heads.
         inner: of a hook point that a splice brings, what is known of it.
+        dtype: to which it is cast; None where it keeps its own.
     """
 
     hook: str
@@ -114,6 +115,7 @@ class CaptureNode:
     at_positions: bool = False
     at_heads: bool = False
     inner: InnerHook | None = field(default=None, compare=False, repr=False)
+    dtype: str | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -127,8 +129,9 @@ class CaptureNode:
 
     @property
     def fetched(self) -> str:
-        """The name of the graph's output; a part of a value cannot have the name of the whole."""
-        return f"{self.output}.part" if self.at_positions or self.at_heads else self.output
+        """The name of the graph's output; a part or a cast cannot have the name of the whole."""
+        part = ".part" if self.at_positions or self.at_heads else ""
+        return self.output + part + (f".{self.dtype}" if self.dtype else "")
 
     @property
     def columns_input(self) -> str:

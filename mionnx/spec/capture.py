@@ -4,18 +4,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mionnx.errors import InterventionError
+from mionnx.errors import InterventionError, nearest
+from mionnx.graph.metadata import DTYPE_NAMES
 from mionnx.spec.attention_knockout import naturals, whole
 from mionnx.spec.hook_choice import HookChoice, Hooks, each
 
 
 @dataclass(frozen=True)
 class Capture(HookChoice):
-    """One capture request: a hook point, a glob over names or a predicate on them, and limits."""
+    """One capture request: hook point, glob over names or predicate on them; limits; a dtype."""
 
     before: bool = False
     positions: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
+    dtype: str | None = None
 
     title: ClassVar[str] = "a capture"
 
@@ -25,22 +27,40 @@ class Capture(HookChoice):
         Raises:
             SpecFileError: a predicate.
         """
-        limits = {"positions": self.positions, "heads": self.heads}
+        limits = {"positions": self.positions, "heads": self.heads, "dtype": self.dtype}
         limited = {name: limit for name, limit in limits.items() if limit is not None}
         return {"hook": self.text, "before": self.before, **limited}
 
 
 def requests_of(
-    hook: Hooks, before: bool, positions: int | Iterable[int] | None, heads: int | Iterable[int] | None
+    hook: Hooks,
+    before: bool,
+    positions: int | Iterable[int] | None,
+    heads: int | Iterable[int] | None,
+    dtype: str | None = None,
 ) -> list[Capture]:
     """Make the requests of a capture or gradient, one for each hook point, glob or predicate.
 
     Raises:
-        InterventionError: positions or heads that are no integers.
+        InterventionError: positions or heads that are no integers, or a dtype that no model has.
         HookError: an empty list.
     """
+    if dtype is not None and dtype not in DTYPE_NAMES:
+        raise InterventionError(f"dtype={dtype!r}; one of {', '.join(DTYPE_NAMES)}{nearest(str(dtype), DTYPE_NAMES)}")
     limits = _limit("positions", positions), _limit("heads", heads)
-    return [Capture(what, before, *limits) for what in each(hook)]
+    return [Capture(what, before, *limits, dtype) for what in each(hook)]
+
+
+def add_new(requests: list[Capture], others: Iterable[Capture]) -> None:
+    """Append those of the others that are not there yet."""
+    for request in others:
+        if request not in requests:
+            requests.append(request)
+
+
+def described(request: Capture) -> str:
+    """A request as a summary shows it."""
+    return f"{request}{' before' * request.before}{f' as {request.dtype}' if request.dtype else ''}"
 
 
 def _limit(what: str, indices: int | Iterable[int] | None) -> tuple[int, ...] | None:

@@ -23,7 +23,8 @@ def fill(spec: Spec, declaration: dict[str, Any], tensors: dict[str, np.ndarray]
         for entry in declaration.get(what, []):
             if not isinstance(entry["before"], bool):
                 raise ValueError(f"before must be true or false, got {entry['before']!r}")
-            ask(_hook(entry), before=entry["before"], positions=entry.get("positions"), heads=entry.get("heads"))
+            limits = {name: entry[name] for name in ("positions", "heads", "dtype") if name in entry}
+            ask(_hook(entry), before=entry["before"], **limits)
     for entry in declaration.get("metric", []):
         held = [name for name in tensors if name.startswith("metric.")]
         arrays = {name.removeprefix("metric."): tensors.pop(name) for name in held}

@@ -18,7 +18,7 @@ from mionnx.machine.files import write_atomic
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
 from mionnx.spec import spec_file
-from mionnx.spec.capture import Capture, requests_of
+from mionnx.spec.capture import Capture, add_new, described, requests_of
 from mionnx.spec.declaration import fill
 from mionnx.spec.hook_choice import Hook, HookChoice, Hooks, each
 from mionnx.spec.intervention import Intervention
@@ -55,6 +55,7 @@ class HookSpec(Brief, Storable):
         *,
         positions: int | Iterable[int] | None = None,
         heads: int | Iterable[int] | None = None,
+        dtype: str | None = None,
     ) -> HookSpec:
         """Capture the value at a hook point, or at every one selected by a glob or predicate.
 
@@ -65,15 +66,16 @@ class HookSpec(Brief, Storable):
             positions: only these token positions, in this order, counted in each row's own text, negative ones from its
                 end; query positions at scores and patterns. The rest is never copied out of the graph.
             heads: only these heads.
+            dtype: "float32", "float16" or "bfloat16", to which the graph casts it; a number too large becomes infinite.
 
         Raises:
-            InterventionError: positions or heads that are no integers.
+            InterventionError: positions or heads that are no integers, or an unknown dtype.
             HookError: an empty list.
 
         Example:
             spec = HookSpec().capture("blocks.*.attn.hook_pattern", heads=[0, 3])
         """
-        _add(self.captures, requests_of(hook, before, positions, heads))
+        add_new(self.captures, requests_of(hook, before, positions, heads, dtype))
         return self
 
     def gradient(
@@ -95,7 +97,7 @@ class HookSpec(Brief, Storable):
         Example:
             spec = HookSpec().gradient("blocks.*.attn.hook_z").set_metric("logit", answer=" Paris")
         """
-        _add(self.gradients, requests_of(hook, before, positions, heads))
+        add_new(self.gradients, requests_of(hook, before, positions, heads))
         return self
 
     def set_metric(
@@ -192,11 +194,11 @@ class HookSpec(Brief, Storable):
         Example:
             both = HookSpec().extend(steering).extend(captures)
         """
-        _add(self.captures, other.captures)
+        add_new(self.captures, other.captures)
         self.interventions += other.interventions
         self.state_knockouts += other.state_knockouts
         self.state_steerings += other.state_steerings
-        _add(self.gradients, other.gradients)
+        add_new(self.gradients, other.gradients)
         if self.metric is not None and other.metric not in (None, self.metric):
             raise GradientError(f"a spec has one metric: this one has {self.metric}, the other {other.metric}")
         self.metric = self.metric or other.metric
@@ -234,8 +236,8 @@ class HookSpec(Brief, Storable):
     def _lines(self) -> Iterator[str]:
         yield from (f"{where}: {intervention!r}" for where, intervention in self.interventions)
         yield from (str(one) for one in (*self.state_knockouts, *self.state_steerings))
-        yield from (f"capture {request}{' before' * request.before}" for request in self.captures)
-        yield from (f"gradient {request}{' before' * request.before}" for request in self.gradients)
+        yield from (f"capture {described(request)}" for request in self.captures)
+        yield from (f"gradient {described(request)}" for request in self.gradients)
         if self.metric is not None:
             yield f"metric {self.metric}"
 
@@ -309,13 +311,6 @@ class HookSpec(Brief, Storable):
 
 
 Spec = TypeVar("Spec")
-
-
-def _add(requests: list[Capture], others: Iterable[Capture]) -> None:
-    """Append those of the others that are not there yet."""
-    for request in others:
-        if request not in requests:
-            requests.append(request)
 
 
 def _targets(where: Where, name: str) -> bool:

@@ -11,7 +11,7 @@ from mionnx.machine.brief import Brief, spelled
 from mionnx.machine.typed import typed
 from mionnx.spec.kinds import KINDS, add, clamp, knockout, project_out, replace, scale, splice, zero
 from mionnx.spec.kinds.kind import Array, Change, Kind, ValueShape
-from mionnx.spec.limits import LIMITS, check_indices, check_positions
+from mionnx.spec.limits import LATER, LIMITS, check_indices, check_positions
 
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made", bound="Intervention")
@@ -64,7 +64,7 @@ class Intervention(Brief, Change, metaclass=_Constructors):
     """One modification of the value at a hook point.
 
     Made by `Replace`, `Add`, `Knockout`, `Scale`, `Zero`, `ProjectOut`, `Splice`, `Clamp` and any other kind in
-    `mionnx.spec.kinds`, each with four optional limits:
+    `mionnx.spec.kinds`, each with five optional limits:
 
     * `positions`: token positions, counted from 0 in each row's own text (padding not counted), negative ones from the
       end of its prompt, which is all of it outside a generation; one, a list, or one list a batch row; or a phase,
@@ -73,6 +73,8 @@ class Intervention(Brief, Change, metaclass=_Constructors):
     * `rows`: batch rows, counted from 0.
     * `experts`: experts of a mixture, counted from 0. At router logits they select columns; at what chosen experts
       give, those places of a token at which one of them was chosen.
+    * `neurons`: neurons of an MLP or an expert, counted from 0: entries of the last axis of `mlp.hook_gate`, `hook_up`
+      and `hook_act`, and of `hook_expert_gate`, `hook_expert_up` and `hook_expert_act`.
 
     Along a limited axis a value (a tensor, vector, factor or bound) has one entry for all that is chosen; or one for
     each, in the order given (`positions=[2, 0, 1]`: entry 0 is for position 2); or one for each index of the whole
@@ -86,7 +88,7 @@ class Intervention(Brief, Change, metaclass=_Constructors):
     Attributes:
         kind: name of a kind: "replace", "add", "knockout", "scale", "zero", "project_out", "splice", ...
         value: the tensor, vector, mask, factor or directions; None for "zero", "splice" and kinds of several values.
-        positions, heads, rows, experts: the limits, None where there is none.
+        positions, heads, rows, experts, neurons: the limits, None where there is none.
         fragment, reads: a splice's fragment, and the hook point that it reads besides.
         several: the values of a kind that has several, in its order.
     """
@@ -97,9 +99,11 @@ class Intervention(Brief, Change, metaclass=_Constructors):
             needed = " and ".join("a value" if name == "value" else name for name in rules.values)
             raise InterventionError(f"{self.kind} {f'needs {needed}' if needed else 'takes no value'}")
         limits = {"positions": check_positions(self.positions)}
-        limits |= {name: check_indices(name, getattr(self, name)) for name in ("heads", "rows", "experts")}
+        limits |= {name: check_indices(name, getattr(self, name)) for name in LIMITS[1:]}
         for name, limit in limits.items():
             object.__setattr__(self, name, limit)
+        if self.neurons is not None and rules.shape is ValueShape.DIRECTIONS:
+            raise InterventionError(f"{self.kind} removes directions along all neurons: it has no neurons= to choose")
         if rules.has_fragment != (self.fragment is not None):
             raise InterventionError("a splice, and nothing else, has a fragment: Intervention.Splice makes one")
 
@@ -119,8 +123,8 @@ class Intervention(Brief, Change, metaclass=_Constructors):
 
     @property
     def limited(self) -> bool:
-        """Whether any of `positions`, `heads`, `rows`, `experts` is given."""
-        return any(limit is not None for limit in (self.positions, self.heads, self.rows, self.experts))
+        """Whether any of its limits is given."""
+        return any(getattr(self, limit) is not None for limit in LIMITS)
 
     @property
     def varies_by_step(self) -> bool:
@@ -151,13 +155,13 @@ class Intervention(Brief, Change, metaclass=_Constructors):
             "heads": self.heads,
             "rows": self.rows,
             **({} if self.reads is None else {"reads": self.reads}),
-            **({} if self.experts is None else {"experts": self.experts}),
+            **{limit: getattr(self, limit) for limit in LATER if getattr(self, limit) is not None},
         }
 
     @staticmethod
     def from_entry(entry: dict[str, Any], tensors: Mapping[str, Array]) -> "Intervention":
         """The intervention of an entry in a spec file; `tensors` are named as the kind's values."""
-        limits = {limit: entry[limit] for limit in LIMITS if limit in entry or limit != "experts"}
+        limits = {limit: entry[limit] for limit in LIMITS if limit in entry or limit not in LATER}
         return Intervention(**vars(find_kind(entry["kind"]).restored(tensors, entry.get("reads"), **limits)))
 
 

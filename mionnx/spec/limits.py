@@ -1,4 +1,4 @@
-"""Limits of an intervention, checked: token positions, heads, batch rows, experts."""
+"""Limits of an intervention, checked: token positions, heads, batch rows, experts, neurons."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,8 @@ from mionnx.machine.arrays import is_tensor, to_array
 
 Positions = int | str | Sequence[int] | Sequence[Sequence[int]]
 Indices = int | Iterable[int]
-LIMITS = ("positions", "heads", "rows", "experts")
+LIMITS = ("positions", "heads", "rows", "experts", "neurons")
+LATER = ("experts", "neurons")  # limits that an entry of a spec file leaves out where they are not given
 # Phases of a text: the prompt, and what `generate` added to it (or, in `forward`, what follows prompt_length).
 PHASES = ("prompt", "generated")
 

@@ -5,10 +5,12 @@
    of `mionnx.machine.tensor_file`, which is checked; a file without one, of an earlier mionnx, is read with a warning.
 3. The declaration is {"captures": [...], "interventions": [...]}, both in the order of the spec, and where there are
    any "state_knockouts": [...] and "state_steerings": [...].
-4. A capture is {"hook": name or glob, "before": true or false}; "positions" and "heads", lists, limit it.
+4. A capture is {"hook": name or glob, "before": true or false}; "positions" and "heads", lists, limit it;
+   "dtype" is what its numbers are cast to.
 5. An intervention is {"hook": name or glob, "kind": kind, "positions": ..., "heads": ..., "rows": ...}; limits that
    are not given are null. Positions are a list of integers, or a list of such lists, one a batch row. A splice that
-   reads another hook point has "reads", its name, besides; an intervention limited to experts has "experts", a list.
+   reads another hook point has "reads", its name, besides; an intervention limited to experts or
+   neurons has "experts" or "neurons", a list.
 6. The value of intervention n (0-based) is the tensor `interventions.n.value`, in the dtype it was given in; "zero" has
    none, and a kind of several values one tensor for each, `interventions.n.{name}`. The directions of "project_out" are
    stored orthonormal, [k, width]; the fragment of "splice" as the bytes of an ONNX model, uint8 [n].

@@ -72,6 +72,10 @@ def test_it_is_known_what_a_spec_touches_and_takes():
     assert bound.touches(HookPoint.ResidPost(0))
     assert not bound.touches(HookPoint.parse("hook_embed"))
     assert bound.estimate(2, 3, 3).captures == {Z: 2 * 3 * HIDDEN * 4}
+    half = bind(HookSpec().capture(Z, dtype="float16"), toy())
+    assert half.estimate(2, 3, 3).captures == {Z: 2 * 3 * HIDDEN * 2}
+    same = bind(HookSpec().capture(Z, dtype="float32"), toy())
+    assert same.plan == bind(HookSpec().capture(Z), toy()).plan
 
 
 @pytest.mark.parametrize(
@@ -79,6 +83,7 @@ def test_it_is_known_what_a_spec_touches_and_takes():
     [
         (HookSpec().capture("blocks.1.hook_resid_post"), HookError, "blocks.0.hook_resid_post"),
         (HookSpec().capture(Z, heads=0).capture(Z, heads=1), HookError, "twice"),
+        (HookSpec().capture(Z).capture(Z, dtype="float16"), HookError, "as None and as float16"),
         (HookSpec().capture(RESID, heads=0), InterventionError, "no heads"),
         (HookSpec().intervene(RESID, Intervention.Zero(heads=0)), InterventionError, "hook points that do: " + Z),
         (HookSpec().intervene("blocks.0.attn.hook_result", Intervention.Zero()), InterventionError, "derived"),

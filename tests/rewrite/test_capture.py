@@ -33,6 +33,17 @@ def test_a_part_is_gathered_in_the_graph():
     assert np.array_equal(part, reference()[Z][np.arange(2)[:, None], columns][:, :, [1]])
 
 
+@pytest.mark.parametrize("limits", [{}, {"at_heads": True}])
+def test_numbers_are_cast_in_the_graph(limits):
+    node = CaptureNode(Z, dtype="float16", **limits)
+    feeds = {node.heads_input: np.array([1])} if limits else {}
+    (found,) = run(Plan(captures=(node,)), [node.fetched], **feeds)
+    whole = reference()[Z][:, :, [1]] if limits else reference()[Z]
+    assert node.fetched == f"{Z}.part.float16" if limits else f"{Z}.float16"
+    assert found.dtype == np.float16
+    assert np.array_equal(found, whole.astype(np.float16))
+
+
 def test_shares_of_the_heads_add_up_to_the_output():
     whole, shares = run(Plan(captures=(CaptureNode(ATTN_OUT), CaptureNode(RESULT))), [ATTN_OUT, RESULT])
     rows = WEIGHTS["W_O"].reshape(HEADS, -1, HIDDEN)

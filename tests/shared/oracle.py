@@ -137,6 +137,8 @@ def _selected(value: Tensor, point: HookPoint, edit: Intervention, here: Tensor,
             chosen &= _line(value, axis, [i in edit.rows for i in range(value.shape[axis])])
         if name in ("n_heads", "n_kv_heads") and edit.heads is not None:
             chosen &= _line(value, axis, [i in edit.heads for i in range(value.shape[axis])])
+        if name in ("d_mlp", "d_expert") and edit.neurons is not None:
+            chosen &= _line(value, axis, [i in edit.neurons for i in range(value.shape[axis])])
         if name == "n_experts" and edit.experts is not None:
             chosen &= _line(value, axis, [i in edit.experts for i in range(value.shape[axis])])
         if name in ("seq", "seq_q") and edit.positions is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from mionnx.analysis.circuits.edge_scores import EdgeAttribution
 from mionnx.analysis.circuits.node_values import NodeValues, node_values
 from mionnx.analysis.circuits.nodes import Nodes, all_nodes, chosen_receivers, chosen_senders
 from mionnx.analysis.circuits.parts import Parts
-from mionnx.analysis.gradients.gradients import metric_name
+from mionnx.analysis.gradients.seeded import Seed, check_metric
 from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, Metric, MetricRequest, Tokens
 from mionnx.analysis.sweep.patching import DIRECTIONS
@@ -31,7 +31,6 @@ from mionnx.run.tokenizing import Prompt
 from mionnx.spec.metric import check_rules
 
 MOST_STEPS = 1000
-Seed = Callable[[NDArray[Any]], ArrayLike]
 Ends = str | HookPoint | Iterable[Receiver]
 
 
@@ -82,7 +81,7 @@ def edge_attribution(
         found = model.edge_attribution("The capital of France is", "The capital of Italy is", steps=5)
         found.top(3), found.scores.shape  # (senders, receivers)
     """
-    request = MetricRequest(_checked(metric, seed), answer, versus)
+    request = MetricRequest(check_metric(metric, seed, "path_patch"), answer, versus)
     _check(steps, direction, method, metric)
     nodes = all_nodes(model.hooked)
     rows, columns = chosen_senders(nodes, senders), chosen_receivers(model.hooked, nodes, receivers)
@@ -134,17 +133,6 @@ def about(model: Runner, pairs: list[Pair]) -> str:
     first, *_ = pairs
     other = "" if first.other is None else quote(model, first.other)
     return f"{other} into {quote(model, first.base)}{and_more([pair.base for pair in pairs])}"
-
-
-def _checked(metric: Measure, seed: ArrayLike | Seed | None) -> Measure:
-    """The metric, if it has a gradient."""
-    if callable(metric):
-        return metric if seed is not None else metric_name(metric)
-    if seed is not None:
-        raise GradientError(f"seed= is the derivative of a metric that is a function; {metric!r} has its own")
-    if metric_name(metric) in ("logit", "loss"):
-        raise InputError(f"metric {metric!r} is none of `path_patch`, which this estimates: give logit_diff")
-    return metric
 
 
 def _check(steps: int, direction: str, method: str, metric: Measure) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.analysis.circuits.node_values import LAST, NodeValues
 from mionnx.analysis.circuits.nodes import ROLES, Nodes
 from mionnx.analysis.circuits.parts import TOKENS, Floats, Parts
-from mionnx.analysis.gradients.first_order import Seed
+from mionnx.analysis.gradients.seeded import Seed, with_metric
 from mionnx.analysis.sweep.metric import MetricRequest
 from mionnx.analysis.sweep.sweep import Pair
 from mionnx.graph.hook_points import HookPoint
@@ -84,19 +84,8 @@ class EdgeGradients:
             spec.intervene(start, Intervention.Replace(path))
         stages = sorted({2 * layer for layer in range(nodes.layers)} | {*map(nodes.mlp_stage, range(nodes.layers))})
         hooks = [*dict.fromkeys(node.hook for node in nodes.receivers[:-1]), nodes.stream(2 * nodes.layers)]
-        measured = self._measured(spec, known, ids)
-        return self.model.forward(ids, measured.capture([*map(nodes.stream, stages)]).gradient(hooks), logits=LAST)
-
-    def _measured(self, spec: HookSpec, known: Mapping[str, Any], ids: NDArray[np.int64]) -> HookSpec:
-        """The spec with the metric; a seed that is a function is asked for the logits of these rows."""
-        if not callable(self.metric.measure):
-            return spec.set_metric(self.metric.measure, **known, rules=self.rules)
-        seed = self.seed
-        if callable(seed):
-            plain = HookSpec()
-            plain.interventions += spec.interventions
-            seed = cast(Seed, seed)(self.model.forward(ids, plain, logits=LAST).output()[:, 0])
-        return spec.set_metric("seed", seed=np.asarray(seed), rules=self.rules)
+        asked = with_metric(self.model, spec, self.metric.measure, self.seed, known, self.rules, ids)
+        return self.model.forward(ids, asked.capture([*map(nodes.stream, stages)]).gradient(hooks), logits=LAST)
 
 
 def _read_back(parts: Parts, cache: HookCache, rules: str) -> Iterator[tuple[Receives, Gradient]]:

@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.analysis.gradients.attributed_sweep import AttributedSweep
-from mionnx.analysis.gradients.first_order import FirstOrder, Seed, cells_of
-from mionnx.analysis.gradients.gradients import metric_name
+from mionnx.analysis.gradients.first_order import FirstOrder, cells_of
+from mionnx.analysis.gradients.seeded import Seed, check_metric
 from mionnx.analysis.sweep.grid import axes_to_go_over, hook_kinds
 from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
 from mionnx.analysis.sweep.patching import make_patch_sweep
+from mionnx.analysis.sweep.places import Positions
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Sweep
 from mionnx.bind.gradients import differentiable
@@ -36,7 +37,7 @@ Cells = tuple[Hook, str | Iterable[str], Iterable[int] | None]  # hook point, ax
 Numbers = NDArray[np.float64]
 
 
-@typed(leave=["hook", "layers", "over", "answer", "versus"])
+@typed(leave=["hook", "layers", "over", "answer", "versus", "positions"])
 def attribute_patch(
     model: Runner,
     clean: Prompt,
@@ -53,6 +54,7 @@ def attribute_patch(
     confirm: int = 0,
     layers: Iterable[int] | None = None,
     position: int = -1,
+    positions: Positions | None = None,
     seed: ArrayLike | Seed | None = None,
 ) -> AttributedSweep | dict[str, AttributedSweep]:
     """Attribution patching: `patch_sweep` to first order, from one pass forward and back.
@@ -60,7 +62,7 @@ def attribute_patch(
     A cell is worth the sum over its numbers of (clean value - corrupted value) times the gradient of the metric.
 
     Args:
-        clean, corrupted, over, metric, answer, versus, layers: see `patch_sweep`; "rank" has no gradient.
+        clean, corrupted, over, metric, answer, versus, layers, positions: see `patch_sweep`; "rank" has no gradient.
         hook: as for `patch_sweep`; or a glob that means several kinds ("blocks.*.attn.*"), of which those with the axes
             of `over` and a gradient are taken, or a list. All of them come from the same passes.
         at: the prompt at which gradients are taken, "corrupted", "clean", or the "mean" of both.
@@ -86,29 +88,18 @@ def attribute_patch(
         result = model.attribute_patch(clean, corrupted, "z", ("layer", "head", "position"), confirm=10)
         result.top(3), result.agreement().pearson
     """
-    request = MetricRequest(_checked(metric, seed), answer, versus)
+    request = MetricRequest(check_metric(metric, seed, "patch_sweep"), answer, versus)
     _check(at, steps, method, metric, model.hooked.metadata.recurrent)
     chosen, several = _kinds(model.hooked, hook, over, layers)
     sweeps = {}
     for kind in chosen:
-        sweep = make_patch_sweep(model, request, clean, corrupted, kind, "denoising", position)
+        sweep = make_patch_sweep(model, request, clean, corrupted, kind, "denoising", position, positions=positions)
         sweeps[sweep.setting.grid.template] = sweep
         _check_confirm(confirm, sweep)
     hooks = [grid.hook(layer) for grid in (sweep.setting.grid for sweep in sweeps.values()) for layer in grid.layers]
     model.binder.bind(HookSpec().gradient(hooks).set_metric("loss", rules=method), differentiated=True)
     found = _results(sweeps, FirstOrder(model, hooks, request, seed, method, at, steps), confirm)
     return found if several else next(iter(found.values()))
-
-
-def _checked(metric: Measure, seed: ArrayLike | Seed | None) -> Measure:
-    """The metric, if it has a gradient."""
-    if callable(metric):
-        return metric if seed is not None else metric_name(metric)
-    if seed is not None:
-        raise GradientError(f"seed= is the derivative of a metric that is a function; {metric!r} has its own")
-    if metric_name(metric) in ("logit", "loss"):
-        raise InputError(f"metric {metric!r} is none of `patch_sweep`, which this estimates: give logit_diff")
-    return metric
 
 
 def _check(at: str, steps: int, method: str, metric: Measure, recurrent: bool) -> None:
@@ -177,7 +168,7 @@ def _results(sweeps: Mapping[str, Sweep], first_order: FirstOrder, confirm: int)
         for number, pair in enumerate(pairs):
             effects, bases[:, number] = first_order.of(pair, number, len(pairs))
             for kind, sweep in sweeps.items():
-                by_pair[kind].append(bases[0, number] + cells_of(sweep.setting.grid, effects))
+                by_pair[kind].append(bases[0, number] + cells_of(sweep.setting.grid.at(pair.places), effects))
         seconds = time.perf_counter() - begin
         found = {}
         for kind, sweep in sweeps.items():

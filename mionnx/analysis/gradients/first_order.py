@@ -1,16 +1,16 @@
 """First-order effects: the difference of two prompts' values times the gradient, at every hook point in one call."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from mionnx.analysis.gradients.seeded import LAST, Seed, with_metric
 from mionnx.analysis.sweep.grid import Grid
 from mionnx.analysis.sweep.metric import MetricRequest
 from mionnx.analysis.sweep.sweep import Pair
-from mionnx.bind.logit_selection import Logits
 from mionnx.graph.axes import has_sequence, sequence_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.run.hook_cache import HookCache
@@ -19,9 +19,7 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
 Arrays = dict[str, NDArray[Any]]
-Seed = Callable[[NDArray[Any]], ArrayLike]
 TOKENS = 4096  # most tokens of one call along a path
-LAST = Logits(positions=-1)
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class FirstOrder:
         logits = self._logits(ids, HookSpec()) if self.metric.top_tokens or self.metric.measure == "kl" else None
         known = {} if callable(self.metric.measure) else self._read(number, count, logits)
         spec = HookSpec().capture([*self.hooks]).gradient([*self.hooks])
-        cache = self.model.forward(ids, self._measured(spec, known, ids), logits=LAST)
+        cache = self.model.forward(ids, self._with_metric(spec, known, ids), logits=LAST)
         values = {hook: cache[hook].astype(np.float64) for hook in self.hooks}
         differences = {hook: _difference(value, pair.first, hook) for hook, value in values.items()}
         gradients = self._along(pair, differences, known) if self.steps > 1 else self._at(cache.grad or {})
@@ -82,16 +80,8 @@ class FirstOrder:
         tokens = self.metric.tokens(self.model, number, count, *given)
         return dict(zip(("answer", "versus"), tokens, strict=False))
 
-    def _measured(self, spec: HookSpec, known: Mapping[str, Any], ids: NDArray[np.int64]) -> HookSpec:
-        """The spec with the metric; a seed that is a function is asked for the logits of these rows."""
-        if not callable(self.metric.measure):
-            return spec.set_metric(self.metric.measure, **known, rules=self.rules)
-        seed = self.seed
-        if callable(seed):
-            plain = HookSpec()
-            plain.interventions += spec.interventions
-            seed = cast(Seed, seed)(self._logits(ids, plain))
-        return spec.set_metric("seed", seed=np.asarray(seed), rules=self.rules)
+    def _with_metric(self, spec: HookSpec, known: Mapping[str, Any], ids: NDArray[np.int64]) -> HookSpec:
+        return with_metric(self.model, spec, self.metric.measure, self.seed, known, self.rules, ids)
 
     def _at(self, gradients: Mapping[str, NDArray[Any]]) -> Arrays:
         """Gradients [...] of one row, or the mean of both."""
@@ -121,7 +111,7 @@ class FirstOrder:
         for other in self.hooks:
             moved = np.multiply.outer(shares if other == hook else 0 * shares, differences[other])
             spec.intervene(other, Intervention.Add(moved.astype(np.float32)))
-        spec = self._measured(spec.gradient([*self.hooks]), known, ids)
+        spec = self._with_metric(spec.gradient([*self.hooks]), known, ids)
         gradient: NDArray[Any] = cast(HookCache, self.model.forward(ids, spec, logits=LAST).grad)[hook]
         return cast(NDArray[np.float64], gradient.sum(axis=0, dtype=np.float64) / self.steps)
 
@@ -151,6 +141,8 @@ def cells_of(grid: Grid, effects: Mapping[str, NDArray[np.float64]]) -> NDArray[
         in the shape of the grid; zero at positions that the prompt does not have.
     """
     whole = np.stack([effects[grid.hook(layer)] for layer in grid.layers])  # the layer is where the batch was
+    if "position" in grid.over:
+        whole = grid.by_name(whole, cast(int, grid.along("position")), np.sum)
     order = [0 if name == "layer" else cast(int, grid.along(name)) for name in grid.over]
     summed = whole.sum(axis=tuple(axis for axis in range(whole.ndim) if axis not in order))
     cells = summed.transpose([sorted(order).index(axis) for axis in order])

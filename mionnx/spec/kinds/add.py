@@ -27,12 +27,13 @@ class Add(Kind):
         heads: Indices | None = None,
         rows: Indices | None = None,
         experts: Indices | None = None,
+        neurons: Indices | None = None,
     ) -> Change:
         """Add `vector`, broadcast to the value's shape and cast to its dtype (steering).
 
         Args:
             vector: numbers, such as [hidden] in the residual stream.
-            positions, heads, rows, experts: limits; everywhere if none is given.
+            positions, heads, rows, experts, neurons: limits; everywhere if none is given.
 
         Raises:
             InterventionError: NaN or infinity in the vector.
@@ -40,7 +41,7 @@ class Add(Kind):
         Example:
             Intervention.Add(4.0 * direction, positions="generated")
         """
-        return cls().change([vector], positions, heads, rows, experts)
+        return cls().change([vector], positions, heads, rows, experts, neurons)
 
     def nodes(self, op: Operators, x: Any, value: Any) -> Any:
         return op.Add(x, value)

@@ -41,12 +41,13 @@ class Clamp(Kind):
         heads: Indices | None = None,
         rows: Indices | None = None,
         experts: Indices | None = None,
+        neurons: Indices | None = None,
     ) -> Change:
         """Clamp the value: min(max(x, low), high).
 
         Args:
             low, high: numbers, or arrays that broadcast to the value's shape; None leaves a side open.
-            positions, heads, rows, experts: limits; everywhere if none is given.
+            positions, heads, rows, experts, neurons: limits; everywhere if none is given.
 
         Raises:
             InterventionError: NaN, a lower bound above the upper one, or both sides open.
@@ -55,7 +56,7 @@ class Clamp(Kind):
             Intervention.Clamp(0.0, 2.5, positions=-1)
         """
         bounds = [-np.inf if low is None else low, np.inf if high is None else high]
-        return cls().change(bounds, positions, heads, rows, experts)
+        return cls().change(bounds, positions, heads, rows, experts, neurons)
 
     def check(self, values: tuple[Array, ...]) -> tuple[Array, ...]:
         low, high = values

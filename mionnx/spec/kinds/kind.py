@@ -62,6 +62,7 @@ class Change:
     reads: str | None = None
     several: tuple[Array, ...] = ()
     experts: tuple[int, ...] | None = None
+    neurons: tuple[int, ...] | None = None
 
     @property
     def values(self) -> tuple[Array, ...]:
@@ -204,6 +205,7 @@ class Kind(ABC):
         heads: Indices | None,
         rows: Indices | None,
         experts: Indices | None = None,
+        neurons: Indices | None = None,
     ) -> Change:
         """One intervention of this kind, its values and limits checked.
 
@@ -213,10 +215,13 @@ class Kind(ABC):
         named = zip(self.values, values, strict=True)
         arrays = self.check(tuple(self._checked(name, self._numbers(name, value)) for name, value in named))
         limits = check_positions(positions), check_indices("heads", heads), check_indices("rows", rows)
-        chosen = check_indices("experts", experts)
+        chosen: dict[str, Any] = {
+            "experts": check_indices("experts", experts),
+            "neurons": check_indices("neurons", neurons),
+        }
         if self.values == ("value",):
-            return Change(self.name, arrays[0], *limits, experts=chosen)
-        return Change(self.name, None, *limits, several=arrays, experts=chosen)
+            return Change(self.name, arrays[0], *limits, **chosen)
+        return Change(self.name, None, *limits, several=arrays, **chosen)
 
     def _numbers(self, name: str, value: ArrayLike) -> Array:
         what = _in_words(name)

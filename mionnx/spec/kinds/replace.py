@@ -29,6 +29,7 @@ class Replace(Kind):
         heads: Indices | None = None,
         rows: Indices | None = None,
         experts: Indices | None = None,
+        neurons: Indices | None = None,
     ) -> Change:
         """Put `tensor` in place of the value (activation patching).
 
@@ -36,7 +37,7 @@ class Replace(Kind):
             tensor: of the value's shape. With `positions`, `heads` or `rows` it may instead have the selected part's
                 shape, its entries in the order given, or one that broadcasts to it (a number, or a [hidden] vector at
                 chosen positions); see `Intervention`.
-            positions, heads, rows, experts: limits; everywhere if none is given.
+            positions, heads, rows, experts, neurons: limits; everywhere if none is given.
 
         Raises:
             InterventionError: NaN or infinity in the tensor.
@@ -44,7 +45,7 @@ class Replace(Kind):
         Example:
             Intervention.Replace(clean["resid_post", 2][:, -1], positions=-1)
         """
-        return cls().change([tensor], positions, heads, rows, experts)
+        return cls().change([tensor], positions, heads, rows, experts, neurons)
 
     def nodes(self, op: Operators, x: Any, value: Any) -> Any:
         return op.Identity(value)

@@ -36,12 +36,13 @@ class Scale(Kind):
         heads: Indices | None = None,
         rows: Indices | None = None,
         experts: Indices | None = None,
+        neurons: Indices | None = None,
     ) -> Change:
         """Multiply by `factor`: a number, or an array that broadcasts to the value's shape.
 
         Args:
             factor: the factor or factors.
-            positions, heads, rows, experts: limits; everywhere if none is given.
+            positions, heads, rows, experts, neurons: limits; everywhere if none is given.
 
         Raises:
             InterventionError: NaN or infinity among the factors.
@@ -49,7 +50,7 @@ class Scale(Kind):
         Example:
             Intervention.Scale(0.5, heads=[0, 3])
         """
-        return cls().change([factor], positions, heads, rows, experts)
+        return cls().change([factor], positions, heads, rows, experts, neurons)
 
     def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> Scale:
         return replace(self, scores=at_scores(point))

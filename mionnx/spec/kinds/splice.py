@@ -32,6 +32,7 @@ class Splice(Kind):
         heads: Indices | None = None,
         rows: Indices | None = None,
         experts: Indices | None = None,
+        neurons: Indices | None = None,
     ) -> Change:
         """Replace the value by what a small ONNX model computes from it.
 
@@ -44,7 +45,7 @@ class Splice(Kind):
         Args:
             fragment: a file, the bytes of one, or a model, with one input and one output of the value's shape.
             reads: an earlier hook point; its value is the fragment's second input.
-            positions, heads, rows, experts: limits of its output; it is computed everywhere.
+            positions, heads, rows, experts, neurons: limits of its output; it is computed everywhere.
 
         Raises:
             InterventionError: a model that is no fragment.
@@ -57,7 +58,11 @@ class Splice(Kind):
             raise HookError(f"splice: reads={reads!r} is no hook point")
         limits = check_positions(positions), check_indices("heads", heads), check_indices("rows", rows)
         source = None if reads is None else str(reads)
-        return Change(cls.name, None, *limits, Fragment.of(fragment), source, experts=check_indices("experts", experts))
+        chosen: dict[str, Any] = {
+            "experts": check_indices("experts", experts),
+            "neurons": check_indices("neurons", neurons),
+        }
+        return Change(cls.name, None, *limits, Fragment.of(fragment), source, **chosen)
 
     @property
     def stored_values(self) -> tuple[str, ...]:

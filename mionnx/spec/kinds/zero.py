@@ -26,16 +26,17 @@ class Zero(Kind):
         heads: Indices | None = None,
         rows: Indices | None = None,
         experts: Indices | None = None,
+        neurons: Indices | None = None,
     ) -> Change:
         """Put zeros in place of the value (zero ablation).
 
         Args:
-            positions, heads, rows, experts: limits; everywhere if none is given.
+            positions, heads, rows, experts, neurons: limits; everywhere if none is given.
 
         Example:
             Intervention.Zero(heads=3)
         """
-        return cls().change([], positions, heads, rows, experts)
+        return cls().change([], positions, heads, rows, experts, neurons)
 
     def nodes(self, op: Operators, x: Any) -> Any:
         # Not a product with 0: that would keep NaN and infinity.

@@ -175,5 +175,13 @@ def test_bounds_of_another_shape_are_refused(model):
 
 
 def test_help_says_what_it_is():
-    assert [*signature(Intervention.Clamp).parameters] == ["low", "high", "positions", "heads", "rows", "experts"]
+    assert [*signature(Intervention.Clamp).parameters] == [
+        "low",
+        "high",
+        "positions",
+        "heads",
+        "rows",
+        "experts",
+        "neurons",
+    ]
     assert "min(max(x, low), high)" in (Intervention.Clamp.__doc__ or "")
