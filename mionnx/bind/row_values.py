@@ -75,13 +75,13 @@ class RowValues:
 
     @cached_property
     def _listed(self) -> dict[int, list[int]] | None:
-        """Row -> chosen positions, of a limit that chooses as many in each row; None without such a limit."""
+        """Row -> chosen positions, where as many are chosen in each row; None otherwise."""
         limit = self.selection.intervention.positions
         positions = None if limit is None or isinstance(limit, str) else self.selection.positions()
         return None if positions is None or len({*map(len, positions.values())}) != 1 else positions
 
     def _of_columns(self, value: Value, axis: int, name: str) -> Value:
-        """Entries for each column of the whole as entries for each column, or chosen position, of the part."""
+        """Entries for columns of the whole as entries for columns, or positions, of the part."""
         limited = axis == sequence_axis(self.selection.edit.axes)
         if limited and self._ordered(value.shape[axis], axis):
             return value
@@ -92,7 +92,7 @@ class RowValues:
         return _taken(value, axis, columns)
 
     def _columns(self, row: int, keys: bool) -> list[int]:
-        """The column of the whole that each column of the part comes from; padding comes from anywhere."""
+        """The column of the whole for each column of the part; any of them for padding."""
         whole = self.selection.call
         past = whole.total - whole.seq if keys else 0
         real = past + np.flatnonzero(whole.real[row])

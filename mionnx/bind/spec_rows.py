@@ -22,7 +22,7 @@ from mionnx.spec.metric import MetricSpec, Tokens
 
 
 def differs_by_row(bound: BoundSpec) -> bool:
-    """Whether a spec has limits of rows, or values, positions or tokens for each row or column of a batch."""
+    """Whether a spec has limits of rows, or entries for each row or column of a batch."""
     metric = bound.spec.metric
     if metric is not None and (_listed(metric.answer) or _listed(metric.versus) or metric.tensors):
         return True

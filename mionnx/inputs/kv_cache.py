@@ -112,7 +112,7 @@ class KVCache(LayerCache[Layer]):
         self.attention_mask = self.attention_mask[:, :seq_len]
 
     def row(self, row: int) -> KVCache:
-        """One row without its padding: a cache of one row, [1, n_kv_heads, tokens, head_dim] a layer.
+        """One row without its padding: [1, n_kv_heads, tokens, head_dim] a layer.
 
         Raises:
             InputError: no such row.

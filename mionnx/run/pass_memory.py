@@ -1,4 +1,4 @@
-"""Memory that passes need, from the estimate of captures: what does not fit is refused, and batches are made to fit."""
+"""Memory of passes, from the estimate of captures: batches are made to fit, results that do not are refused."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def kept_bytes(bound: BoundSpec, length: int, past: int = 0, use_cache: bool = F
 
 
 def fitting(bound: BoundSpec, past: int = 0, use_cache: bool = False) -> Fitting:
-    """The rows of a length of which a batch takes a quarter of the free memory, for `batches_of`.
+    """The number of rows of a length with room in a quarter of the free memory.
 
     It counts what the rows leave, and roughly what a layer holds while it is computed.
     """
