@@ -161,7 +161,7 @@ MLP_IN_BLOCK = replace(
 
 
 def bloom(config: Any) -> Layout:
-    """BLOOM: what skips a half is the stream, or what the norm makes of it where the config says so."""
+    """BLOOM: the stream skips each half, normed first where the config says so."""
     return replace(BLOOM, normed_stream=config.apply_residual_connection_post_layernorm)
 
 
