@@ -23,7 +23,7 @@ LARGEST = 2**24  # characters; 30 layers have 40,000
 NORMED_STREAM = "normed_stream"  # key of `exporter`, where the stream is normed after each addition
 FOUND_BY_STRUCTURE = "found_by_structure"  # key of `exporter`, where no tap shows a hook point in torch
 ATTENDS_TO_PADDING = "attends_to_padding"  # key of `exporter`, where attention does not heed its mask
-OPTIONAL = ("fused", "hook_dtypes", "stock")  # fields that are not written while they are empty
+OPTIONAL = ("fused", "hook_dtypes", "stock", "quantised")  # fields that are not written while they are empty
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
 
@@ -124,6 +124,8 @@ class Metadata:
         fused: fused operators that an adopted file came with (`mionnx.graph.fused_operators`); not written if none.
         hook_dtypes: hook name -> dtype, of those that have another than the model's; not written if there are none.
         stock: the graph of an adopted file as it came (`mionnx.graph.stock_graph`); not written if there is none.
+        quantised: settings of the blocks that weights of floats were made into (`mionnx.quantise`); not written if the
+            weights are as they came.
     """
 
     family: str
@@ -138,6 +140,7 @@ class Metadata:
     fused: list[str] = field(default_factory=list)
     hook_dtypes: Mapping[str, str] = field(default_factory=dict)
     stock: Mapping[str, Any] = field(default_factory=dict)
+    quantised: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def recurrent(self) -> bool:
@@ -248,6 +251,7 @@ def _check(read: Metadata) -> None:
     _expect(known, "fused", "a list of texts", read.fused)
     known = isinstance(read.hook_dtypes, dict) and {*read.hook_dtypes.values()} <= {*DTYPE_NAMES}
     _expect(known and read.hook_dtypes.keys() <= read.hooks.keys(), "hook_dtypes", "dtypes of hooks", read.hook_dtypes)
+    _expect(isinstance(read.quantised, dict), "quantised", "a table of settings", read.quantised)
     _expect(is_table(read.stock), "stock", "a graph, its calls, and whether it was expanded", read.stock)
     for layer, entry in enumerate(read.attention):
         _expect(isinstance(entry.output_projection, str), f"attention[{layer}]", "of a weight by its name", entry)

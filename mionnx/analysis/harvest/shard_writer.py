@@ -13,11 +13,12 @@ from mionnx.analysis.harvest.columns import TOKEN_COLUMNS, Column, columns_of, t
 from mionnx.analysis.harvest.formats import FORMATS, finish_saelens
 from mionnx.analysis.harvest.manifest import Manifest, Shard, note, read_manifest, refuse_other
 from mionnx.analysis.harvest.rows import Row, Rows, digest
-from mionnx.analysis.harvest.shard_file import ShardFile, new_shard, open_shard, sha256_of
+from mionnx.analysis.harvest.shard_file import new_shard, open_shard, sha256_of
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.errors import InputError, MIError, SpecFileError
 from mionnx.inputs.lacking import ATTENDS_TO_PADDING
 from mionnx.machine.progress import Progress
+from mionnx.machine.streamed_file import StreamedFile
 from mionnx.run.batching import batches_of
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
@@ -145,7 +146,7 @@ class ShardWriter:
                 self._put(file, [rows[n] for n in batch], [places[n] for n in batch], columns)
         return path
 
-    def _put(self, file: ShardFile, rows: Sequence[Row], places: Sequence[int], columns: Sequence[Column]) -> None:
+    def _put(self, file: StreamedFile, rows: Sequence[Row], places: Sequence[int], columns: Sequence[Column]) -> None:
         """Run one batch, and write what is wanted of it."""
         cache = self._forward(rows)
         for column in columns:
