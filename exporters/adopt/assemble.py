@@ -124,7 +124,8 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
     write_model(proto, source, found, probed, names, said, target, hashes())
     fused = fused if proto is plain.proto else [one if one.proto() else moved(one) for one in fused]
     keep_fused(proto, target, probed, fused, len(found.attention), found.notes)
-    keep_stock(proto, target, own, interface, probed, bool(expanded), found.notes)
+    runs = any(law.law == AS_STOCK for law in laws)
+    keep_stock(proto, target, own, interface, probed, bool(expanded), runs, found.notes)
     (target / GRAPH).write_bytes(proto.SerializeToString())
     _open(target)
     return Adopted(file, names, expanded, laws, found.notes)

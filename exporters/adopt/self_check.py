@@ -18,6 +18,7 @@ from exporters.adopt.recognise import sum_of
 from mionnx.errors import ExportError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
+from mionnx.graph.stock_graph import difference
 
 Array = NDArray[Any]
 BATCH, SEQ, PADDING = 2, 6, 2
@@ -204,10 +205,8 @@ def rounds_activations(proto: onnx.ModelProto) -> bool:
 
 def compare(law: str, layer: int | None, left: Array, right: Array, allowed: float) -> LawResult:
     """Compare the two sides of a law."""
-    one, other = np.asarray(left, np.float64), np.asarray(right, np.float64)
-    scale = max(1.0, float(np.abs(one).max(initial=0)), float(np.abs(other).max(initial=0)))
-    difference = float(np.abs(one - other).max(initial=0)) / scale if one.shape == other.shape else np.inf
-    return LawResult(law, layer, difference, allowed)
+    off = difference(left, right) if np.shape(left) == np.shape(right) else np.inf
+    return LawResult(law, layer, off, allowed)
 
 
 def _laws_of_layer(values: Mapping[str, Array], layer: int, sinks: bool) -> Iterator[tuple[str, Array, Array]]:

@@ -1,25 +1,22 @@
-"""The graph of a file as it came, by the names of a hooked model, and the calls for which both give the same."""
+"""The graph of a file as it came, by the names of a hooked model."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 
-from exporters.adopt.self_check import INT8, Array, Probe, compare, feed_of, open_session, rounds_activations, run
+from exporters.adopt.self_check import INT8, Probe, feed_of, open_session, rounds_activations, run
 from exporters.adopt.source_file import Source
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.graph.metadata import PREFIX
 from mionnx.graph.output_head import LOGITS
-from mionnx.graph.stock_graph import KINDS, PADDED, PAST, ROWS, SEVERAL, StockGraph, check_stock, packed
+from mionnx.graph.stock_graph import StockGraph, check_stock, packed
 from mionnx.graph.validate import graphs
 
-BEFORE, TOKENS = 4, 3  # tokens of a past, and of a call of several
 KEPT = "adopted."  # begins names of values that were outputs of the file
 CAST = ".own_dtype"  # ends names of inputs and outputs in the file's own dtype
 OWN = ".stock"  # ends names that the hooked model has for other values
@@ -60,9 +57,10 @@ def keep_stock(
     names: Interface,
     found: Probe,
     expanded: bool,
+    runs: bool,
     notes: list[str],
 ) -> None:
-    """Put a file's own graph into the metadata, if it runs and gives what the adopted one gives.
+    """Put a file's own graph into the metadata, to be tried beside the adopted one in use.
 
     Args:
         proto: the adopted graph, with its metadata.
@@ -71,22 +69,21 @@ def keep_stock(
         names: of its inputs and outputs.
         found: a run of the adopted graph.
         expanded: whether operators of the file were expanded.
+        runs: whether it ran on what the adopted graph was probed with; otherwise it is tried with one row.
         notes: takes what keeps it from being put there.
     """
     layers = sum(value.name.startswith(KEYS_AND_VALUES.past) for value in proto.graph.input) // 2
     allowed = max(1, layers) * (INT8 if rounds_activations(proto) else found.rounding)
     try:
-        stock = by_hooked_names(source, names, proto)
-        calls = calls_of(stock, proto, folder, allowed)
-        check_stock(StockGraph(stock, calls, expanded), proto, folder)
+        stock = StockGraph(by_hooked_names(source, names, proto), expanded, allowed)
+        check_stock(stock, proto, folder)
+        if not runs:
+            session = open_session(stock.proto, folder, [])
+            run(session, [LOGITS], {entry.name: feed_of(entry, 1) for entry in session.get_inputs()})
     except (ExportError, ModelError) as error:
         notes.append(f"specs that touch nothing run the adopted graph, not the file's own: {error}")
         return
-    if calls:
-        table = json.dumps(packed(stock, calls, expanded), separators=(",", ":"))
-        proto.metadata_props.add(key=f"{PREFIX}stock", value=table)
-    else:
-        notes.append("specs that touch nothing run the adopted graph: the file's own gives something else, or fails")
+    proto.metadata_props.add(key=f"{PREFIX}stock", value=json.dumps(packed(stock), separators=(",", ":")))
 
 
 def by_hooked_names(source: Source, names: Interface, hooked: onnx.ModelProto) -> onnx.ModelProto:
@@ -193,64 +190,3 @@ def _forget_origin(proto: onnx.ModelProto) -> None:
         for node in graph.node:
             node.ClearField("doc_string")
             del node.metadata_props[:]
-
-
-def calls_of(stock: onnx.ModelProto, hooked: onnx.ModelProto, folder: Path, allowed: float) -> frozenset[int]:
-    """The kinds of calls for which a stock graph agrees with the hooked one.
-
-    Args:
-        stock, hooked: the two graphs.
-        folder: of their weights.
-        allowed: the difference that rounding explains.
-
-    Raises:
-        ExportError: ONNX Runtime does not open the stock graph.
-    """
-    one, other = open_session(stock, folder, []), open_session(hooked, folder, [])
-    return frozenset(kind for kind in range(KINDS) if _agree(one, other, kind, allowed))
-
-
-def _agree(
-    stock: onnxruntime.InferenceSession, hooked: onnxruntime.InferenceSession, kind: int, allowed: float
-) -> bool:
-    names = [entry.name for entry in hooked.get_outputs()]
-    shared = [entry.name for entry in stock.get_outputs() if entry.name in names]
-    cached = any(name.startswith(KEYS_AND_VALUES.present) for name in names)
-    if (kind & PADDED and not kind & (PAST | SEVERAL)) or (kind & PAST and not cached):
-        return False
-    try:
-        feeds, mask = _feeds(hooked, names, kind)
-        inputs = {entry.name for entry in stock.get_inputs()}
-        found = run(stock, shared, {name: value for name, value in feeds.items() if name in inputs})
-        expected = run(hooked, shared, feeds)
-    except ExportError:
-        return False
-    for name, left, right in zip(shared, found, expected, strict=True):
-        if left.shape != right.shape:
-            return False
-        real = mask if name.startswith(KEYS_AND_VALUES.present) else mask[:, -left.shape[1] :]
-        pair = (np.moveaxis(array, 2, 1) if array.ndim == 4 else array for array in (left, right))
-        if not compare(name, None, *(array[real] for array in pair), allowed).holds:
-            return False
-    return True
-
-
-def _feeds(session: onnxruntime.InferenceSession, names: list[str], kind: int) -> tuple[dict[str, Array], Array]:
-    """The inputs of a kind of call, and its mask [batch, total]."""
-    rows, past, seq = 1 + bool(kind & ROWS), BEFORE * bool(kind & PAST), TOKENS if kind & SEVERAL else 1
-    mask = np.ones((rows, past + seq), np.int64)
-    mask[0, 0] = 0 if kind & PADDED else 1
-    feeds = _call(session, mask, 0, past or seq)
-    if past:
-        presents = [name for name in names if name.startswith(KEYS_AND_VALUES.present)]
-        kept = dict(zip(presents, run(session, presents, feeds), strict=True))
-        feeds = _call(session, mask, past, seq)
-        feeds |= {name.replace("present", "past_key_values", 1): value for name, value in kept.items()}
-    return feeds, mask.astype(bool)
-
-
-def _call(session: onnxruntime.InferenceSession, mask: Array, past: int, seq: int) -> dict[str, Array]:
-    feeds = {entry.name: feed_of(entry, len(mask), seq, past) for entry in session.get_inputs()}
-    positions = np.maximum(mask.cumsum(axis=1) - 1, 0)[:, past : past + seq]
-    given = {"attention_mask": mask[:, : past + seq], "position_ids": positions}
-    return feeds | {name: value for name, value in given.items() if name in feeds}

@@ -21,13 +21,15 @@ def adopt(
     file: Annotated[str | None, typer.Option(help="The file to adopt, where the folder has several.")] = None,
     check: Annotated[bool, typer.Option(help="Check a model that was adopted against the laws again.")] = False,
     copy: Annotated[bool, typer.Option(help="Copy the weights: onnx's own loader refuses linked files.")] = False,
+    calls: Annotated[bool, typer.Option(help="Try now in which calls the file's own graph serves.")] = False,
     as_json: Json = False,
 ) -> None:
     """Adopt an ONNX file of another tool as a hooked model.
 
     Files of optimum, transformers.js, onnxruntime-genai and torch's exporter, optimised or quantised. Hook points are
     recognised by dataflow; weights stay in their files. The model is run once against laws that hold in every decoder,
-    and refused if it breaks one.
+    and refused if it breaks one. In which kinds of calls the file's own graph serves where a spec touches nothing is
+    tried at the first call of a kind, or of all kinds with --calls.
 
     Example: mionnx adopt Llama-3.2-1B-ONNX --file model_q4.onnx -o llama-q4
     """
@@ -35,17 +37,20 @@ def adopt(
         raise typer.BadParameter("give either --output FOLDER, or --check")
     begin = time.monotonic()
     if output is None:
-        laws, facts = adoption.check_laws(source), {}
+        laws, facts = adoption.check_laws(source), dict[str, Any]()
     else:
         with bars() as progress:
             adopted = adoption.adopt(source, output, file, progress, copy)
         laws, facts = adopted.laws, _facts(adopted, output)
+    tried = adoption.try_calls(source if output is None else output) if calls else {}
     seconds = round(time.monotonic() - begin, 2)
     if as_json:
         held = [{"law": law.law, "layer": law.layer, "difference": law.difference, "holds": law.holds} for law in laws]
-        typer.echo(json.dumps({**facts, "laws": held, "seconds": seconds}, indent=1))
+        told = {"calls": tried} if calls else {}
+        typer.echo(json.dumps({**facts, "laws": held, **told, "seconds": seconds}, indent=1))
     else:
         _show(facts, laws, seconds)
+        _show_calls(tried if calls else None)
     if any(not law.holds for law in laws):
         raise ExportError(f"{source} breaks {', '.join(law.law for law in laws if not law.holds)}")
 
@@ -79,3 +84,12 @@ def _show(facts: dict[str, Any], laws: list[Any], seconds: float) -> None:
             law.law, "" if law.layer is None else str(law.layer), f"{law.difference:.1e}", f"{law.allowed:.1e}"
         )
     Console().print(table)
+
+
+def _show_calls(tried: dict[str, str] | None) -> None:
+    """Print the graph of each kind of call; None if nobody asked for it."""
+    if tried == {}:
+        typer.echo("calls: the adopted graph serves all, the model has none of a file as it came")
+    for kind, against in (tried or {}).items():
+        serves = f"the adopted graph: {against}" if against else "the file's own graph"
+        typer.echo(f"calls of {kind}: {serves}")

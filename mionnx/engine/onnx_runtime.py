@@ -199,6 +199,22 @@ def _program(
     return OrtProgram(session, options)
 
 
+def open_to_try(model: Path | bytes, folder: Path) -> OrtProgram:
+    """Open a graph on the CPU for runs that may fail: nothing optimised, packed or printed.
+
+    Args:
+        model: a file, or the bytes of a model.
+        folder: of its external data.
+
+    Raises:
+        ModelError: ONNX Runtime refuses the model.
+    """
+    options = Options(level="none", prepack=False)
+    settings = _settings(folder, options)
+    settings.log_severity_level = 4
+    return _program(model, folder, settings, options)
+
+
 def version() -> str:
     """ONNX Runtime's version."""
     return str(onnxruntime.__version__)

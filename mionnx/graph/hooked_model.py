@@ -24,6 +24,7 @@ The format, on one page:
    valid one or has other inputs.
 """
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -142,6 +143,11 @@ class HookedModel:
         found = unpacked(self.metadata.stock)
         check_stock(found, self.proto, self.folder)
         return found
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the graph and its metadata."""
+        return hashlib.sha256(self.proto.SerializeToString(deterministic=True)).hexdigest()
 
     @cached_property
     def fused_kinds(self) -> frozenset[tuple[str, str]]:

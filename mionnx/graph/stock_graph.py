@@ -1,8 +1,9 @@
 """The graph of an adopted file as it came, with its fused operators, by the names of the hooked model's interface.
 
 An adopted model keeps it in its metadata, packed and without weights: where a spec touches nothing it runs in the
-place of the hooked graph, so that bits and speed are those of the file. Beside it stand the kinds of calls for which it
-was tried and gave what the hooked graph gives. Metadata may come from anybody: the graph is checked as every graph is.
+place of the hooked graph, so that bits and speed are those of the file. It does so in the kinds of calls in which it
+gives what the hooked graph gives; each is tried when it is first asked for (`mionnx.run.stock_calls`). Metadata may
+come from anybody: the graph is checked as every graph is.
 """
 
 import base64
@@ -11,11 +12,14 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
 
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file, validate
@@ -25,6 +29,7 @@ from mionnx.graph.output_head import LOGITS
 LARGEST = 2**26  # bytes of the graph, unpacked
 ROWS, PAST, SEVERAL, PADDED = 1, 2, 4, 8  # of a call: several rows, a past, several tokens a row, padding on the left
 KINDS = ROWS + PAST + SEVERAL + PADDED + 1
+BEFORE, TOKENS = 4, 3  # tokens of a past, and of a call of several, where a kind is tried
 
 
 @dataclass(frozen=True)
@@ -33,34 +38,51 @@ class StockGraph:
 
     Attributes:
         proto: the graph; its inputs are some of the hooked model's.
-        calls: the kinds of calls, sums of the flags above, for which it gives what the hooked graph gives.
         expanded: whether the hooked graph has other nodes in the place of some of its operators.
+        allowed: the difference of the two graphs' results that rounding explains, relative to the largest number.
+        calls: of a model that an earlier mionnx adopted, the kinds of calls, sums of the flags above, that were tried
+            then and agreed; None if each is tried when it is first asked for.
     """
 
     proto: onnx.ModelProto
-    calls: frozenset[int]
     expanded: bool
+    allowed: float
+    calls: frozenset[int] | None = None
 
     @cached_property
     def outputs(self) -> frozenset[str]:
         """The names of its outputs."""
         return frozenset(value.name for value in self.proto.graph.output)
 
-    @property
-    def examples(self) -> list[tuple[int, int, int]]:
-        """Rows, tokens and past of calls that it serves, the largest two kinds."""
-        kinds = sorted((kind for kind in self.calls if not kind & PADDED), key=int.bit_count, reverse=True)[:2]
-        return [(1 + bool(kind & ROWS), 3 if kind & SEVERAL else 1, 5 * bool(kind & PAST)) for kind in kinds]
-
-    def serves(self, kind: int, presents: Iterable[str]) -> bool:
-        """Whether it is right for a kind of call, and gives these keys and values."""
-        return kind in self.calls and self.outputs.issuperset(presents)
+    def gives(self, presents: Iterable[str]) -> bool:
+        """Whether these keys and values are among its outputs."""
+        return self.outputs.issuperset(presents)
 
 
-def packed(proto: onnx.ModelProto, calls: frozenset[int], expanded: bool) -> dict[str, Any]:
+def example(kind: int) -> tuple[int, int, int]:
+    """Rows, tokens and past of a call of a kind."""
+    return 1 + bool(kind & ROWS), TOKENS if kind & SEVERAL else 1, BEFORE * bool(kind & PAST)
+
+
+def described(kind: int) -> str:
+    """A kind of call in words."""
+    rows = "several rows" if kind & ROWS else "one row"
+    tokens = "several tokens" if kind & SEVERAL else "one token"
+    after = " after a past" if kind & PAST else ""
+    return f"{rows} of {tokens}{after}{', padded on the left' if kind & PADDED else ''}"
+
+
+def difference(left: NDArray[Any], right: NDArray[Any]) -> float:
+    """The largest difference of two arrays, by the largest number if that is above 1."""
+    one, other = np.asarray(left, np.float64), np.asarray(right, np.float64)
+    scale = max(1.0, float(np.abs(one).max(initial=0)), float(np.abs(other).max(initial=0)))
+    return float(np.abs(one - other).max(initial=0)) / scale
+
+
+def packed(stock: StockGraph) -> dict[str, Any]:
     """A stock graph as the metadata hold it."""
-    text = base64.b64encode(zlib.compress(proto.SerializeToString(deterministic=True), 9)).decode("ascii")
-    return {"graph": text, "calls": sorted(calls), "expanded": expanded}
+    text = base64.b64encode(zlib.compress(stock.proto.SerializeToString(deterministic=True), 9)).decode("ascii")
+    return {"graph": text, "expanded": stock.expanded, "allowed": stock.allowed}
 
 
 def unpacked(table: Mapping[str, Any]) -> StockGraph:
@@ -77,17 +99,25 @@ def unpacked(table: Mapping[str, Any]) -> StockGraph:
         proto = onnx.ModelProto.FromString(data)
     except (binascii.Error, zlib.error, DecodeError, ValueError, KeyError, TypeError) as error:
         raise ModelError("the stock graph in the metadata is damaged") from error
-    return StockGraph(proto, frozenset(table["calls"]), table["expanded"])
+    calls = frozenset(table["calls"]) if "calls" in table else None
+    return StockGraph(proto, table["expanded"], table.get("allowed", 0.0), calls)
 
 
 def is_table(value: object) -> bool:
-    """Whether metadata are such a table, or an empty one."""
+    """Whether metadata are such a table, or an empty one.
+
+    That of an earlier mionnx has the calls that were tried in place of the difference that is allowed.
+    """
     if value == {}:
         return True
-    if not isinstance(value, dict) or {*value} != {"graph", "calls", "expanded"}:
+    if not isinstance(value, dict) or {*value} not in (
+        {"graph", "expanded", "allowed"},
+        {"graph", "expanded", "calls"},
+    ):
         return False
-    calls = value["calls"]
+    calls, allowed = value.get("calls", []), value.get("allowed", 0.0)
     known = isinstance(calls, list) and all(type(kind) is int and 0 <= kind < KINDS for kind in calls)
+    known = known and type(allowed) is float and 0 <= allowed < inf
     return known and isinstance(value["graph"], str) and isinstance(value["expanded"], bool)
 
 
@@ -114,13 +144,14 @@ def _registered(operator: str, version: int) -> bool:
     return True
 
 
-def check_stock(stock: StockGraph, hooked: onnx.ModelProto, folder: Path) -> None:
+def check_stock(stock: StockGraph, hooked: onnx.ModelProto, folder: Path, kind: int = SEVERAL) -> None:
     """Check the graph of an adopted file as it came, as the hooked graph is checked.
 
     Args:
         stock: the graph.
         hooked: the hooked one.
         folder: of their weights.
+        kind: of a call for which every value must have a bound.
 
     Raises:
         ModelError: it takes what the hooked model does not, gives no logits, or is refused by `validate.check`.
@@ -131,4 +162,4 @@ def check_stock(stock: StockGraph, hooked: onnx.ModelProto, folder: Path) -> Non
     if strange or LOGITS not in outputs:
         raise ModelError(f"the stock graph in the metadata takes {', '.join(strange)[:200]} and gives {outputs[:9]}")
     shown = checkable(stock.proto)
-    validate.check(shown, folder, [validate.input_shapes(shown, *tokens) for tokens in stock.examples])
+    validate.check(shown, folder, [validate.input_shapes(shown, *example(kind))])

@@ -93,7 +93,8 @@ def _packed(integers: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
         return integers
     if integers.shape[-1] % 2:
         integers = np.pad(integers, [(0, 0)] * (integers.ndim - 1) + [(0, 1)])
-    return integers[..., ::2] | (integers[..., 1::2] << 4)
+    joined: NDArray[np.uint8] = integers[..., ::2] | (integers[..., 1::2] << np.uint8(4))
+    return joined
 
 
 def _unpacked(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:

@@ -40,7 +40,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Found:
-    """What can be quantised: products, and the Gather of the token table with the name of that table."""
+    """Products with weights, and the Gather of the token table with that table's name."""
 
     products: list[Product]
     lookup: onnx.NodeProto | None

@@ -74,7 +74,7 @@ def _matrices(model: HookedModel, found: Found, settings: Quantisation) -> dict[
     """
     chosen: dict[str, Matrix] = {}
     for product in found.products:
-        if settings.keeps(product.weight) or (product.head and not settings.head):
+        if settings.keeps(product.weight) or (product.head and not settings.unembedding):
             continue
         rows = rows_of(model, product.weight, product.turned)
         if rows.shape[1] >= settings.block_size:
@@ -84,9 +84,9 @@ def _matrices(model: HookedModel, found: Found, settings: Quantisation) -> dict[
     if found.table is not None and settings.embedding and not settings.keeps(found.table):
         table = rows_of(model, found.table, turned=True)
         fits = table.shape[1] % settings.block_size == 0  # the operator knows no width but that of its blocks
-        known = chosen.get(found.table)
-        if fits and (known is None or known.turned):
-            chosen[found.table] = replace(known or Matrix(True, settings.bits_of(found.table), False), table=True)
+        as_table = chosen.get(found.table) or Matrix(True, settings.bits_of(found.table), product=False)
+        if fits and as_table.turned:
+            chosen[found.table] = replace(as_table, table=True)
     if not chosen:
         already = {node.op_type for node in model.proto.graph.node} & {"MatMulNBits", "GatherBlockQuantized"}
         raise ModelError(
@@ -114,7 +114,7 @@ def _write_weights(
     folder: Path,
     progress: Progress,
 ) -> None:
-    """Write all weights that the graph reads into one file, and make its initializers point there."""
+    """Write all weights of the graph into one file, and point its initializers there."""
     kept = [tensor for tensor in proto.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
     floats = {tensor.name: onnx_file.weight(model.proto, model.folder, tensor.name) for tensor in kept}
     kinds: dict[str, Kind] = {name: (array.dtype, array.shape) for name, array in floats.items()}

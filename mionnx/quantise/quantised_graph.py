@@ -75,7 +75,7 @@ def with_blocks(
     made = onnx.ModelProto()
     made.CopyFrom(proto)
     read = [one for one in found.products if one.weight in matrices and matrices[one.weight].product]
-    products = {one.node.output[0]: one for one in read if settings.head or not one.head}
+    products = {one.node.output[0]: one for one in read if settings.unembedding or not one.head}
     lookup = found.lookup.output[0] if found.lookup is not None and found.table in matrices else None
     for node in made.graph.node:
         if not node.output:
@@ -143,6 +143,6 @@ def _drop_unread(proto: onnx.ModelProto) -> None:
 
 
 def _reads(node: onnx.NodeProto) -> list[str]:
-    """What a node reads, its subgraphs included."""
+    """The values that a node reads, in its subgraphs too."""
     inner = [name for entry in node.attribute if entry.HasField("g") for one in entry.g.node for name in _reads(one)]
     return [*node.input, *inner]

@@ -26,7 +26,7 @@ class Quantisation:
         keep: names or globs of weights that stay in floats.
         in_8_bits: names or globs of weights that take 8 bits where the others take 4.
         embedding: whether the table of the tokens is quantised too.
-        head: whether the unembedding is.
+        unembedding: whether that of the logits is.
     """
 
     bits: int = 4
@@ -36,7 +36,7 @@ class Quantisation:
     keep: tuple[str, ...] = ()
     in_8_bits: tuple[str, ...] = ()
     embedding: bool = True
-    head: bool = True
+    unembedding: bool = True
 
     def __post_init__(self) -> None:
         for name, choices in (("bits", BITS), ("block_size", BLOCKS), ("accuracy_level", LEVELS)):
@@ -51,7 +51,7 @@ class Quantisation:
             raise InputError(f"in_8_bits={list(self.in_8_bits)} has no effect: all weights take 8 bits")
 
     def bits_of(self, weight: str) -> int:
-        """How many bits the numbers of a weight take."""
+        """The number of bits of a weight's numbers."""
         return 8 if any(fnmatchcase(weight, pattern) for pattern in self.in_8_bits) else self.bits
 
     def keeps(self, weight: str) -> bool:

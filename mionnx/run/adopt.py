@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from mionnx.errors import ExportError
+from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import Progress
-from mionnx.run.find_model import MADE, NEEDED, copy_links, foreign_exporter, hub_folder
+from mionnx.run import stock_calls
+from mionnx.run.exporting import MADE, NEEDED, copy_links, foreign_exporter
+from mionnx.run.find_model import hub_folder
 
 
 def adopt(source: Path, target: Path, file: str | None, progress: Progress, copy: bool = False) -> Any:
@@ -56,3 +59,15 @@ def check_laws(folder: Path) -> Any:
         return foreign_exporter().check(folder)
     except ImportError as error:
         raise ExportError(NEEDED.get(str(error.name), f"checking needs {error.name}")) from error
+
+
+def try_calls(folder: Path) -> dict[str, str]:
+    """Try all kinds of calls in an adopted file's own graph, before the first call of a kind.
+
+    Returns:
+        a kind in words -> what speaks against it, "" if nothing does; empty if the model has no such graph.
+
+    Raises:
+        ModelError: no hooked model is there.
+    """
+    return stock_calls.try_all(HookedModel.open(folder))

@@ -1,7 +1,7 @@
 """Plans with the operators of an adopted file as it came, as far as they are right for a call.
 
-1. A spec that touches nothing runs the file's own graph, for the kinds of calls for which it was tried when the file
-   was adopted: with `fast`, or where the hooked graph has standard nodes in the place of the file's operators.
+1. A spec that touches nothing runs the file's own graph, for the kinds of calls in which it gives what the hooked graph
+   gives (`stock_calls`): with `fast`, or where the hooked graph has standard nodes in place of the file's operators.
 2. Otherwise fused operators stand where nothing inside them is touched. Fused attention takes lengths from the number
    of ones in the mask: padding is not where it looks for it, and with a past it takes one row or one token at a time.
    Such calls run the standard nodes instead, which are right for all.
@@ -17,6 +17,7 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.io_names import KEYS_AND_VALUES
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.plan import ALL, PADDED, STOCK, Plan
+from mionnx.run import stock_calls
 
 
 def with_fused(
@@ -68,13 +69,14 @@ def _stock_serves(
     kind = stock_graph.SEVERAL if batch is None else kind_of(batch)
     if kind is None:
         return False
-    presents = [name for name in outputs if name.startswith(KEYS_AND_VALUES.present)]
+    if not stock.gives(name for name in outputs if name.startswith(KEYS_AND_VALUES.present)):
+        return False
     later = kind & ~stock_graph.SEVERAL | stock_graph.PAST
-    return stock.serves(kind, presents) and (not continues or stock.serves(later, presents))
+    return stock_calls.serves(model, kind) and (not continues or stock_calls.serves(model, later))
 
 
 def kind_of(batch: TokenBatch) -> int | None:
-    """The kind of a call, by the flags of `stock_graph`; None if it was never tried.
+    """The kind of a call, by the flags of `stock_graph`; None if it is of none that are tried.
 
     That is padding behind a text, or so much before it that a call holds nothing else.
     """

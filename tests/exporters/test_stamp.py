@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import CONFIGS, GEMMA, NO_GROUPS, TINY, make_checkpoint
 from same_graph import described
+from tiny_configs import tiny_config
 from transformers import AutoConfig
 
 from exporters.transformers import hooked_graph
@@ -32,6 +33,7 @@ DEEP: dict[str, dict[str, Any]] = {
         **{"hidden_size": 64, "intermediate_size": 48, "num_key_value_heads": 2, "kv_channels": 16, "vocab_size": 101},
         **{"num_local_experts": 4, "num_hidden_layers": 4},
     },
+    "longcat_flash": {**tiny_config("longcat_flash"), "num_layers": 4},  # two layers in each
     "smollm3": {**TINY, "num_hidden_layers": 9},
     "cohere2": {**TINY, "num_hidden_layers": 9},
     **{family: {**LINES, "n_layer": 4, "rotary_dim": 8} for family in ("gptj", "ctrl", "openai-gpt")},

@@ -11,7 +11,7 @@ import pytest
 from exporters.adopt import adopt
 from mionnx import ModelError
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.stock_graph import KINDS, LARGEST, PADDED, checkable, packed, unpacked
+from mionnx.graph.stock_graph import KINDS, LARGEST, StockGraph, checkable, packed, unpacked
 
 KEY = "mionnx.stock"
 
@@ -41,7 +41,7 @@ def edited(edit):
     def change(table):
         proto = unpacked(table).proto
         edit(proto)
-        return packed(proto, frozenset(table["calls"]), table["expanded"])
+        return packed(StockGraph(proto, table["expanded"], table["allowed"]))
 
     return change
 
@@ -70,6 +70,11 @@ def another_input(proto):
     proto.graph.input.add().CopyFrom(onnx.helper.make_tensor_value_info("more", 1, [1]))
 
 
+def earlier(table):
+    """The table of an earlier mionnx, which tried all kinds of calls when it adopted a file."""
+    return {"graph": table["graph"], "expanded": table["expanded"], "calls": [0, 4]}
+
+
 GRAPHS = {
     "a loop without a body": loop,
     "a value without a bound": large,
@@ -85,8 +90,10 @@ TABLES = {
     "a cut text": lambda table: {**table, "graph": table["graph"][: len(table["graph"]) // 8 * 4]},
     "no protobuf": lambda table: {**table, "graph": base64.b64encode(zlib.compress(b"\xff" * 99)).decode()},
     "too much": lambda table: {**table, "graph": base64.b64encode(zlib.compress(bytes(LARGEST + 1))).decode()},
-    "no calls": lambda table: {key: value for key, value in table.items() if key != "calls"},
-    "calls of another kind": lambda table: {**table, "calls": [KINDS]},
+    "no difference that is allowed": lambda table: {key: value for key, value in table.items() if key != "allowed"},
+    "any difference allowed": lambda table: {**table, "allowed": float("nan")},
+    "calls of an earlier mionnx and a difference": lambda table: {**table, "calls": [0]},
+    "calls of another kind": lambda table: {**earlier(table), "calls": [KINDS]},
     "a text for a truth value": lambda table: {**table, "expanded": "yes"},
     "a list": lambda table: [table],
 }
@@ -101,14 +108,16 @@ def test_what_cannot_be_a_stock_graph_is_refused(change, folder, tmp_path):
 def test_a_stock_graph_is_read_as_it_was_written(folder, tmp_path):
     model = opened(folder, tmp_path, lambda table: table)
     stock = model.stock
-    assert unpacked(packed(stock.proto, stock.calls, stock.expanded)) == stock
+    assert unpacked(packed(stock)) == stock
     assert stock.expanded
-    assert {0, 1, 2, 3, 4, 5, 6} == {*stock.calls}  # no padding, nor several rows of several tokens after a past
-    assert not any(kind & PADDED for kind in stock.calls)
-    assert stock.serves(0, ["present.0.key"])
-    assert not stock.serves(7, [])
-    assert not stock.serves(0, ["present.2.key"])
-    assert {rows * tokens * past for rows, tokens, past in stock.examples} != {0}
+    assert 1e-6 < stock.allowed < 1e-4
+    assert stock.calls is None
+    assert stock.gives(["present.0.key"])
+    assert not stock.gives(["present.2.key"])
+
+
+def test_a_stock_graph_of_an_earlier_mionnx_is_read(folder, tmp_path):
+    assert opened(folder, tmp_path, earlier).stock.calls == {0, 4}
 
 
 def test_operators_of_older_opsets_are_known(folder):

@@ -1,5 +1,6 @@
 """Models of blocks: every hook point against transformers with the same numbers, and what cannot be quantised."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from command_line import succeeded
 from families import make_checkpoint
 from family_batches import batch, difference, forward
 from oracle import run
@@ -20,13 +22,14 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.quantised_weight import weight_numbers
 from mionnx.quantise import Quantisation, quantise
 from mionnx.quantise.blocks import quantise_blocks
+from mionnx.run.exporting import export
 
 TOLERANCE = 5e-5
 SETTINGS = {
     "int4": Quantisation(block_size=16),
     "int4 with zero points": Quantisation(symmetric=False),
     "int8": Quantisation(8),
-    "mixed": Quantisation(in_8_bits=("*1.mlp.*",), keep=("*0.mlp.*",), head=False, embedding=False),
+    "mixed": Quantisation(in_8_bits=("*1.mlp.*",), keep=("*0.mlp.*",), unembedding=False, embedding=False),
 }
 
 
@@ -156,6 +159,7 @@ def test_two_runs_give_the_same_bytes(shipped, tmp_path):
         assert (one / file).read_bytes() == (other / file).read_bytes(), file
 
 
+@pytest.mark.slow
 def test_a_router_stays_in_floats(models, tmp_path):
     hooked = HookedModel.open(quantise(models("mixtral").hooked, tmp_path / "made", Quantisation()))
     held = {tensor.name: tensor.data_type for tensor in hooked.proto.graph.initializer}
@@ -192,6 +196,7 @@ def test_a_damaged_file_of_blocks_is_noticed(shipped, tmp_path):
         MIModel.from_pretrained(made)
 
 
+@pytest.mark.slow
 def test_a_model_without_weights_is_refused(tmp_path):
     from exporters.transformers import export_graph
 
@@ -199,3 +204,29 @@ def test_a_model_without_weights_is_refused(tmp_path):
     export_graph(tmp_path / "checkpoint", tmp_path / "graph", "float32", lambda *_: None)
     with pytest.raises(ModelError, match="quantising it"):
         quantise(HookedModel.open(tmp_path / "graph"), Path(tmp_path / "made"), Quantisation())
+
+
+def test_a_checkpoint_opens_in_blocks(checkpoint, tmp_path):
+    """The export leaves nothing of its floats, and an open model in blocks is quantised only once."""
+    export(checkpoint("llama"), tmp_path / "made", "int4", lambda *_: None)
+    assert sum(file.stat().st_size for file in (tmp_path / "made").glob("*.safetensors")) < 70_000
+    assert not [path.name for path in (tmp_path / "made").iterdir() if path.name.startswith(".")]
+    assert MIModel.from_pretrained(tmp_path / "made", dtype="int4").hooked.folder == tmp_path / "made"
+    with pytest.raises(InputError, match="in int4 already"):
+        MIModel.from_pretrained(tmp_path / "made", dtype="int8")
+
+
+def test_a_hooked_model_opens_in_blocks_from_the_store(shipped, monkeypatch, tmp_path):
+    monkeypatch.setenv("MIONNX_CACHE", str(tmp_path))
+    one, other = (MIModel.from_pretrained(shipped.hooked.folder, dtype="int8") for _ in range(2))
+    assert one.hooked.folder == other.hooked.folder
+    assert tmp_path in one.hooked.folder.parents
+    assert one.hooked.metadata.weight_dtype == "int8"
+    assert MIModel.from_pretrained(shipped.hooked.folder).hooked.metadata.weight_dtype == "float32"
+
+
+def test_the_command_says_what_it_made(tmp_path):
+    source = REPOSITORY / "models" / "world-llama"
+    printed = succeeded("quantise", source, "-o", tmp_path / "made", "--bits", 8, "--keep", "lm_head*", "--json")
+    assert json.loads(printed)["dtype"] == "int8"
+    assert json.loads(printed)["bytes"] < 0.5 * json.loads(printed)["bytes_before"]

@@ -1,0 +1,202 @@
+"""The kinds of calls in which the graph of an adopted file as it came serves, each tried when it is first asked for.
+
+1. To try a kind is to run the file's own graph and the hooked graph side by side on a few tokens, both without
+   optimisations: whatever both give must differ by no more than rounding explains.
+2. The verdict is kept beside the model's graph in `stock_calls.json`, with the hash of that graph: of another one it is
+   not read. It is written in one step, under a lock that other processes wait for. Where it cannot be written, it
+   lasts as long as the process.
+3. In a kind in which the file's own graph gives something else, the hooked graph runs, and that is said when it is
+   tried. Where one of the two does not run, likewise; the next process tries it again, for memory may have run out.
+4. Every value of a kind of call must have a bound, whatever the record says: both may come from anybody.
+"""
+
+import json
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+from numpy.typing import NDArray
+
+from mionnx.engine import onnx_runtime
+from mionnx.engine.engine import Program
+from mionnx.errors import MIError, ModelError
+from mionnx.graph.folder_file import read_json
+from mionnx.graph.hooked_model import GRAPH, HookedModel
+from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.stock_graph import (
+    BEFORE,
+    KINDS,
+    PADDED,
+    PAST,
+    ROWS,
+    SEVERAL,
+    TOKENS,
+    StockGraph,
+    check_stock,
+    described,
+    difference,
+)
+from mionnx.inputs.past import past_inputs, present_names, take_present
+from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
+from mionnx.inputs.unknown_words import caller_level
+from mionnx.machine.files import write_atomic
+from mionnx.machine.once import Once, once_property
+
+RECORD = "stock_calls.json"
+LOCK = f".{RECORD}.lock"
+WAIT = 10.0  # seconds for another process that writes
+Arrays = Mapping[str, NDArray[Any]]
+
+_verdicts: Once[tuple[Path, str, int], str] = Once()  # folder, hash of the graph, kind -> what speaks against it
+
+
+class StockGraphWarning(UserWarning):
+    """An adopted file's own graph does not give what its hooked graph gives, in a kind of call."""
+
+
+def serves(model: HookedModel, kind: int) -> bool:
+    """Whether a file's own graph gives what the hooked one gives in a kind of call.
+
+    It is tried if it never was.
+
+    Args:
+        model: an adopted model with a stock graph.
+        kind: a sum of flags of `mionnx.graph.stock_graph`.
+    """
+    return not problem(model, kind)
+
+
+def try_all(model: HookedModel) -> dict[str, str]:
+    """Try every kind of call.
+
+    Returns:
+        a kind in words -> what speaks against it, "" if nothing does; empty if the model has no stock graph.
+    """
+    if model.stock is None:
+        return {}
+    trial = Trial(model, model.stock)
+    return {described(kind): problem(model, kind, trial) for kind in range(KINDS) if _possible(model, kind)}
+
+
+def problem(model: HookedModel, kind: int, trial: "Trial | None" = None) -> str:
+    """Say what speaks against the file's own graph in a kind of call; "" if nothing does.
+
+    Args:
+        model, kind: see `serves`.
+        trial: the two graphs, where several kinds are tried; nothing is said then but by the result.
+    """
+    stock = model.stock
+    assert stock is not None  # as the caller knows
+    if stock.calls is not None:  # tried when it was adopted
+        return "" if kind in stock.calls else "it gave something else when the file was adopted, or failed"
+    return _verdicts.get((model.folder, model.digest, kind), lambda: _judged(model, stock, kind, trial))
+
+
+def _judged(model: HookedModel, stock: StockGraph, kind: int, trial: "Trial | None") -> str:
+    """The verdict of the record, or of a trial, which is recorded and said."""
+    try:
+        check_stock(stock, model.proto, model.folder, kind)
+        known = _recorded(model, kind)
+        found = (trial or Trial(model, stock)).problem(kind) if known is None else known
+        if known is None:
+            _record(model, kind, found)
+    except MIError as error:  # memory may have run out: tried again by the next process
+        known, found = None, str(error).rpartition("Status Message: ")[2]
+    if found and known is None and trial is None:
+        warnings.warn(
+            f"{model.name}: calls of {described(kind)} run the hooked graph, not the file's own: {found}",
+            StockGraphWarning,
+            stacklevel=caller_level(),
+        )
+    return found
+
+
+def _possible(model: HookedModel, kind: int) -> bool:
+    """Whether there are such calls: before one token without a past, none are padded."""
+    return not (kind & PADDED and not kind & (PAST | SEVERAL)) and (model.has_cache or not kind & PAST)
+
+
+class Trial:
+    """An adopted file's own graph and its hooked graph, open to be compared."""
+
+    def __init__(self, model: HookedModel, stock: StockGraph) -> None:
+        self._model, self._stock = model, stock
+        self._pasts: dict[int, Past | None] = {}
+
+    @once_property
+    def _own(self) -> Program:
+        return onnx_runtime.open_to_try(self._stock.proto.SerializeToString(), self._model.folder)
+
+    @once_property
+    def _hooked(self) -> Program:
+        return onnx_runtime.open_to_try(self._model.folder / GRAPH, self._model.folder)
+
+    def problem(self, kind: int) -> str:
+        """Run a call of a kind in both, and say what differs; "" if nothing does.
+
+        Raises:
+            ModelError: ONNX Runtime does not open or run one of the two.
+        """
+        model, outputs = self._model, {entry.name for entry in self._model.proto.graph.output}
+        shared = [entry.name for entry in self._stock.proto.graph.output if entry.name in outputs]
+        past = self._past(kind) if kind & PAST else None
+        batch = self._batch(kind, TOKENS if kind & SEVERAL else 1, past)
+        feeds = {**batch.feeds(), **past_inputs(model, past, batch)}
+        found, expected = self._own.run(shared, feeds), self._hooked.run(shared, feeds)
+        return _difference(found, expected, batch, self._stock.allowed)
+
+    def _past(self, kind: int) -> Past | None:
+        """A past of the hooked graph; made once for the kinds that have the same."""
+        key = kind & (ROWS | PADDED)
+        if key not in self._pasts:
+            batch, names = self._batch(key, BEFORE, None), present_names(self._model, True)
+            feeds = {**batch.feeds(), **past_inputs(self._model, None, batch)}
+            self._pasts[key] = take_present(self._model, self._hooked.run(names, feeds), batch, True)[0]
+        return self._pasts[key]
+
+    def _batch(self, kind: int, seq: int, past: Past | None) -> TokenBatch:
+        """Tokens behind a past; without one, the first row may begin with padding."""
+        rows, sizes = 1 + bool(kind & ROWS), self._model.metadata.sizes
+        ids = (np.arange(rows * seq).reshape(rows, seq) * 7 % 97 + 3) % sizes.vocab_size
+        mask = np.ones((rows, seq), np.int64)
+        mask[0, 0] = past is not None or not kind & PADDED
+        return make_token_batch(ids, mask, past, sizes)
+
+
+def _difference(found: Arrays, expected: Arrays, batch: TokenBatch, allowed: float) -> str:
+    """The first output in which two graphs differ by more than rounding, padding left out."""
+    for name, left in found.items():
+        right, whole = expected[name], name.startswith(KEYS_AND_VALUES.present)
+        if left.shape != right.shape:
+            return f"{name} has the shape {list(left.shape)}, and {list(right.shape)} in the hooked graph"
+        real = batch.attention_mask.astype(bool) if whole else batch.real[:, -left.shape[1] :]
+        one, other = (np.moveaxis(array, 2, 1)[real] if whole else array[real] for array in (left, right))
+        if not (off := difference(one, other)) <= allowed:  # NaN is more
+            return f"{name} differs by {off:.1e} of its largest number, allowed {allowed:.1e}"
+    return ""
+
+
+def _recorded(model: HookedModel, kind: int) -> str | None:
+    """The verdict of the record beside a graph on a kind of call; None if it has none."""
+    said = _calls(model).get(str(kind))
+    return said if isinstance(said, str) else None
+
+
+def _calls(model: HookedModel) -> dict[str, Any]:
+    """The record of this graph: kind -> what speaks against it."""
+    found: Any = None
+    with suppress(ModelError):
+        found = read_json(model.folder / RECORD)
+    known = isinstance(found, dict) and found.get("graph") == model.digest and isinstance(found.get("calls"), dict)
+    return found["calls"] if known else {}
+
+
+def _record(model: HookedModel, kind: int, found: str) -> None:
+    unwritable = (OSError, Timeout, NotImplementedError, MIError)  # read-only, full, or without locks
+    with suppress(*unwritable), FileLock(model.folder / LOCK, timeout=WAIT):
+        record = {"graph": model.digest, "calls": {**_calls(model), str(kind): found}}
+        write_atomic(model.folder / RECORD, json.dumps(record, indent=1).encode())
