@@ -260,8 +260,9 @@ class _Attachment:
                 self.after(self.module(path, attention), lambda x, point=point: at(point, x))
         if layout.own_attention:
             self.own_attention(i, attention)
-        elif layout.rotates_part:
-            width = getattr(attention, "qk_head_dim", None)
+        if layout.rotates_part and not layout.splits_heads:
+            widths = (getattr(attention, name, None) for name in ("qk_head_dim", "head_size"))
+            width = next((width for width in widths if width is not None), None)
             self.enter_around(attention, lambda _: TapWhole(self.taps, i, width))
         if layout.sparse and self.has("indexer", attention):
             replace_for(self.stack, self.module("indexer", attention), "forward", _choose_all)

@@ -38,6 +38,7 @@ DEEP: dict[str, dict[str, Any]] = {
     "cohere2": {**TINY, "num_hidden_layers": 9},
     **{family: {**LINES, "n_layer": 4, "rotary_dim": 8} for family in ("gptj", "ctrl", "openai-gpt")},
     "falcon": {**NO_GROUPS, "num_hidden_layers": 4},
+    "gpt_neox_japanese": {**NO_GROUPS, "num_hidden_layers": 5},  # a bias in the last one
     "gpt_neo": {
         **{"hidden_size": 64, "num_heads": 4, "num_layers": 6, "intermediate_size": 96, "vocab_size": 101},
         **{"max_position_embeddings": 64, "attention_types": [[["global", "local"], 3]], "window_size": 8},

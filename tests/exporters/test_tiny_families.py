@@ -25,6 +25,7 @@ FAMILIES = [
     "phi",
     "stablelm",
     "diffllama",
+    "gpt_neox_japanese",
     "granite",
     "granitemoeshared",
     "jetmoe",
