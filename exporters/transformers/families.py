@@ -6,7 +6,7 @@ modelling code.  Names are `torch.nn.Module` paths as in the transformers librar
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -37,6 +37,9 @@ class Layout:
     `sparse` says that an indexer in the attention chooses keys: it is left out, as it chooses all of a text of up to
     `index_topk` tokens (`sizes.py` has the limit).
     `flattens` says that the block merges the batch and sequence axes on its way; the tracing keeps them apart.
+    `halves` are the layers that one block holds, each with an attention and an MLP of its own; `{half}` in a path is
+    the number of one, and `begins` the module that first reads the stream before one. `shortcut` is a mixture of
+    experts that reads what the first half's MLP reads, and joins the stream where the last half's MLP does.
     """
 
     embedding: str | None = None
@@ -73,6 +76,14 @@ class Layout:
     shared: str | None = None
     sparse: bool = False
     flattens: bool = False
+    halves: int = 1
+    begins: str | None = None
+    shortcut: str | None = None
+
+    def half(self, number: int) -> "Layout":
+        """The layout of one of the layers that a block holds."""
+        named = {name: value for name, value in asdict(self).items() if isinstance(value, str) and "{half}" in value}
+        return replace(self, **{name: path.format(half=number) for name, path in named.items()})
 
 
 LLAMA = Layout()
@@ -293,6 +304,18 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
         z_at_projection=True,
     ),
     "gpt_neox": gpt_neox,
+    "gpt_neox_japanese": replace(
+        OWN_ATTENTION,
+        blocks="gpt_neox_japanese.layers",
+        final_norm="gpt_neox_japanese.final_layer_norm",
+        attention="attention",
+        output_projection="attention.dense",
+        attention_added="attention",
+        up="mlp.dense_h_to_4h",
+        down="mlp.dense_4h_to_h",
+        rotates_part=True,
+        adds_products=True,
+    ),
     "gpt_oss": EXPERTS,
     "gptj": GPTJ,
     "granite": SCALED,
@@ -333,6 +356,22 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
         up="feed_forward.up_proj",
         down="feed_forward.down_proj",
         experts=True,
+    ),
+    "longcat_flash": replace(
+        LATENTS,
+        halves=2,
+        begins="input_layernorm.{half}",
+        attention="self_attn.{half}",
+        output_projection="self_attn.{half}.o_proj",
+        attention_added="self_attn.{half}",
+        middle="post_attention_layernorm.{half}",
+        mlp_input="mlps.{half}",
+        mlp_output="mlps.{half}",
+        mlp_added="mlps.{half}",
+        gate="mlps.{half}.gate_proj",
+        up="mlps.{half}.up_proj",
+        down="mlps.{half}.down_proj",
+        shortcut="mlp",
     ),
     "mellum": EXPERTS,
     "mimo_v2_flash": EXPERTS,

@@ -9,7 +9,8 @@ from rich.console import Console
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Sweep
 from mionnx.cli.options import Html, Json, Layers, Model, Png, Provider, Save, chosen, deliver
-from mionnx.cli.sweep_options import OTHER, Answer, Cells, Clean, Kind, Over, Read, Versus, axes, given
+from mionnx.cli.pairs_file import Pairs
+from mionnx.cli.sweep_options import OTHER, Answer, Cells, IfAny, Kind, Over, Read, Versus, axes, given, prompts
 from mionnx.machine.memory import format_bytes
 from mionnx.model import MIModel
 
@@ -18,7 +19,7 @@ STOPPED = 130  # the exit code of a program that was interrupted
 
 def sweep(
     model: Model,
-    clean: Clean,
+    clean: IfAny = None,
     corrupted: Annotated[str | None, typer.Argument(help=OTHER)] = None,
     hook: Kind = None,
     over: Over = None,
@@ -26,11 +27,14 @@ def sweep(
     answer: Answer = None,
     versus: Versus = None,
     noising: Annotated[bool, typer.Option(help="Patch corrupted values into the clean run.")] = False,
-    ablate: Annotated[str | None, typer.Option(metavar="zero|mean", help="Ablate instead of patching.")] = None,
+    ablate: Annotated[
+        str | None, typer.Option(metavar="zero|mean|resample", help="Ablate instead of patching.")
+    ] = None,
     receiver: Annotated[
         list[str] | None, typer.Option(metavar="HOOK", help="Path patching: a receiver, or all.")
     ] = None,
     layers: Layers = None,
+    pairs: Pairs = None,
     at: Read = -1,
     top: Cells = 12,
     html: Html = None,
@@ -48,21 +52,24 @@ def sweep(
     mionnx sweep models/world-llama "The capital of France is" "The capital of Germany is" --html sweep.html
 
     mionnx sweep models/world-llama "The capital of France is" --ablate zero --hook z --over layer,head
+
+    mionnx sweep models/world-llama --pairs pairs.jsonl --hook mlp.hook_act --over layer,neuron
     """
-    if (corrupted is None) == (ablate is None):
+    texts = prompts(clean, corrupted, pairs, answer=answer, versus=versus)
+    if ("corrupted" in texts) == (ablate is not None):
         raise typer.BadParameter("give a corrupted prompt to patch with, or --ablate")
     if ablate and (receiver or noising):
         raise typer.BadParameter("--receiver and --noising are for patching")
     opened = MIModel.from_pretrained(model, provider=provider)
-    options = given(metric=metric, answer=answer, versus=versus, layers=chosen("layers", layers), over=axes(over))
+    options = given(metric=metric, layers=chosen("layers", layers), over=axes(over))
     options |= given(**{"sender" if receiver else "hook": hook})
     options |= {"at": at, "before": lambda ready: _announce(ready, as_json), "resume": True}
     try:
-        if corrupted is None:
-            result = opened.ablation_sweep(clean, kind=str(ablate), **options)
+        if ablate is not None:
+            result = opened.ablation_sweep(texts.pop("clean"), kind=ablate, **texts, **options)
         else:
             options["direction"] = "noising" if noising else "denoising"
-            result = _patch(opened, clean, corrupted, receiver, options)
+            result = _patch(opened, receiver, texts | options)
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command goes on where this one stopped", err=True)
         sys.exit(STOPPED)
@@ -71,12 +78,10 @@ def sweep(
         typer.echo(result.facts())
 
 
-def _patch(
-    model: MIModel, clean: str, corrupted: str, receiver: list[str] | None, options: dict[str, Any]
-) -> SweepResult:
+def _patch(model: MIModel, receiver: list[str] | None, options: dict[str, Any]) -> SweepResult:
     if receiver:
-        return model.path_patch(clean, corrupted, "all" if receiver == ["all"] else receiver, **options)
-    return model.patch_sweep(clean, corrupted, **options)
+        return model.path_patch(receivers="all" if receiver == ["all"] else receiver, **options)
+    return model.patch_sweep(**options)
 
 
 def _announce(ready: Sweep, quiet: bool) -> None:

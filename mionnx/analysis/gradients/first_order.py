@@ -141,6 +141,8 @@ def cells_of(grid: Grid, effects: Mapping[str, NDArray[np.float64]]) -> NDArray[
         in the shape of the grid; zero at positions that the prompt does not have.
     """
     whole = np.stack([effects[grid.hook(layer)] for layer in grid.layers])  # the layer is where the batch was
+    if "position" in grid.over:
+        whole = grid.by_name(whole, cast(int, grid.along("position")), np.sum)
     order = [0 if name == "layer" else cast(int, grid.along(name)) for name in grid.over]
     summed = whole.sum(axis=tuple(axis for axis in range(whole.ndim) if axis not in order))
     cells = summed.transpose([sorted(order).index(axis) for axis in order])

@@ -8,7 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from mionnx.analysis.harvest.columns import TOKEN_COLUMNS
-from mionnx.analysis.harvest.manifest import MANIFEST, read_manifest
+from mionnx.analysis.harvest.manifest import MANIFEST, finished, read_manifest
 from mionnx.analysis.harvest.shard_file import open_shard, sha256_of
 from mionnx.analysis.harvest.shuffled import blocks, shuffled
 from mionnx.analysis.harvest.token_array import TokenArray
@@ -49,9 +49,9 @@ class Activations(Brief, Mapping[str, TokenArray]):
         if found is None:
             raise SpecFileError(f"{self.folder} holds no harvested activations: it has no {MANIFEST}")
         if not found.complete:
+            shards = count(len(finished(self.folder)), "shard")
             raise SpecFileError(
-                f"{self.folder} was not finished: {count(len(found.shards), 'shard')}; harvest again with the same "
-                "settings, and it goes on"
+                f"{self.folder} was not finished: {shards}; harvest again with the same settings, and it goes on"
             )
         self._manifest = found
         self.settings = found.settings

@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.harvest.rows import Row
+from mionnx.bind.plan import BoundCapture
 from mionnx.errors import HookError, InputError
 from mionnx.graph.axes import has_sequence, sequence_axis
-from mionnx.rewrite.plan import CaptureNode
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.nan_logits import INFINITY
 
 TOKEN_COLUMNS: Mapping[str, "np.dtype[Any]"] = {
     "token_ids": np.dtype(np.int32),
@@ -29,12 +30,14 @@ class Column:
         axis: of the captured array, with one entry a token.
         shape: of one token's value.
         dtype: as it is written.
+        own: dtype of the model's value.
     """
 
     name: str
     axis: int
     shape: tuple[int, ...]
     dtype: "np.dtype[Any]"
+    own: "np.dtype[Any]"
 
     @property
     def bytes_a_token(self) -> int:
@@ -53,6 +56,13 @@ class Column:
         cut = (by_token[n, width - len(row) :][row.keep] for n, row in enumerate(rows))
         return [self._cast(one) for one in cut]
 
+    def lost(self, values: Sequence[NDArray[Any]]) -> bool:
+        """Whether values, cast to fewer bits by the graph, hold infinity or NaN."""
+        if self.dtype.itemsize >= self.own.itemsize or self.dtype not in INFINITY:
+            return False
+        infinity = INFINITY[self.dtype]
+        return any(bool(((one.view(np.uint16) & infinity) == infinity).any()) for one in values)
+
     def _cast(self, values: NDArray[Any]) -> NDArray[Any]:
         """Values in the dtype that is written.
 
@@ -68,11 +78,11 @@ class Column:
         return cast
 
 
-def columns_of(nodes: Sequence[CaptureNode], cache: HookCache, dtype: "np.dtype[Any] | None") -> list[Column]:
+def columns_of(captures: Sequence[BoundCapture], cache: HookCache, dtype: "np.dtype[Any] | None") -> list[Column]:
     """The columns of captures, from one pass.
 
     Args:
-        nodes: the captures.
+        captures: the captures, in the dtypes of the model.
         cache: of the pass.
         dtype: of fractions, as they are written; their own if None.
 
@@ -80,16 +90,15 @@ def columns_of(nodes: Sequence[CaptureNode], cache: HookCache, dtype: "np.dtype[
         HookError: a hook point without one value of fixed size a token.
     """
     found = []
-    for node in nodes:
+    for node, own in ((capture.node, capture.dtype) for capture in captures):
         if not has_sequence(node.axes) or {"seq_k", "seq_src"} & {*node.axes}:
             raise HookError(
                 f"{node.output} {list(node.axes)} has no value of one size for each token, and cannot be harvested"
             )
         axis, value = sequence_axis(node.axes), cache[node.output]
         shape = tuple(size for at, size in enumerate(value.shape) if at not in (0, axis))
-        whole = value.dtype.kind in "iub"
-        written = np.dtype(np.int32) if value.dtype == np.int64 else value.dtype
-        found.append(Column(node.output, axis, shape, written if whole or dtype is None else dtype))
+        written = np.dtype(np.int32) if own == np.int64 else own
+        found.append(Column(node.output, axis, shape, written if own.kind in "iub" or dtype is None else dtype, own))
     return found
 
 

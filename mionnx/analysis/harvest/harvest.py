@@ -5,34 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from filelock import FileLock, Timeout
 
-from mionnx.analysis.features.network import ranking
 from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.harvest.activations import Activations
-from mionnx.analysis.harvest.formats import check_format
 from mionnx.analysis.harvest.rows import Positions, Rows, separator_of
+from mionnx.analysis.harvest.settings import Settings, exact_spec
+from mionnx.analysis.harvest.shard_maker import Make, in_turn
 from mionnx.analysis.harvest.shard_writer import ShardWriter
 from mionnx.analysis.harvest.texts import Source, Texts
-from mionnx.bind.bound_spec import BoundSpec
-from mionnx.errors import HookError, InputError, SpecFileError
-from mionnx.machine.arrays import read_dtype
+from mionnx.errors import SpecFileError
 from mionnx.machine.files import make_folder
 from mionnx.machine.progress import Progress, bars
-from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
-from mionnx.run.batching import AUTO, check_batch_size
+from mionnx.run.batching import AUTO
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_choice import Hooks
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.spec.intervention import Intervention
 
 LOCK = ".harvest.lock"
-TOP_K = 32  # features of a token, if nothing is said
 HOOKS_ONLY = Outputs(logits=False, carried=False)
 
 
@@ -91,67 +84,51 @@ def harvest(
         made = model.harvest("texts.jsonl", "blocks.*.hook_resid_post", "activations", context=128, packed=True)
         made["blocks.2.hook_resid_post"].shape  # (tokens, hidden)
     """
-    at_least("shard_bytes", shard_bytes, 1)
-    check_batch_size(batch_size)
-    if context is not None or packed:
-        at_least("context (tokens of a window)", context or 0, 1)
-    check_format(format, dtype, packed and positions is None)
-    made = None if dtype is None else read_dtype(dtype)
-    if top_k is not None and sae is None:
-        raise InputError("top_k= is how many features of an autoencoder are written: give sae=")
-    top_k = TOP_K if top_k is None else top_k
-    asked = _spec(spec, sae, top_k)
+    settings = Settings(
+        context, packed, separator, positions, dtype, format, sae, top_k, batch_size, shard_bytes, column
+    )
+    return write(open_writer(model, texts, spec, folder, settings), in_turn, progress)
+
+
+def open_writer(
+    model: Runner, texts: Source, spec: HookSpec | Hooks, folder: str | Path, settings: Settings
+) -> ShardWriter:
+    """Check a harvest; nothing is written yet.
+
+    Raises:
+        HookError: no hook point.
+        InputError: texts that cannot be read, or a spec with something else than captures and interventions.
+    """
+    asked = exact_spec(spec, settings)
     bound = model.binder.bind(asked, HOOKS_ONLY)
-    rows = Rows(model, Texts(texts, column), context, packed, separator_of(model, packed, separator), positions)
-    settings = _settings(model, bound, asked, rows, sae)
-    settings |= {"dtype": dtype, "format": format, "batch_size": batch_size, "shard_bytes": shard_bytes}
-    settings |= {"top_k": top_k if sae is not None else None}
-    target = Path(folder)
-    make_folder(target)
-    with _alone(target), bars() if progress is None else nullcontext(progress) as shown:
-        ShardWriter(model, asked, bound, rows, made, settings, target, shown).run()
-    return Activations(target)
-
-
-def _spec(given: HookSpec | Hooks, sae: SAE | None, top_k: int) -> HookSpec:
-    """The spec of the passes."""
-    spec = HookSpec().extend(given) if isinstance(given, HookSpec) else HookSpec().capture(given)
-    if spec.gradients or spec.metric is not None:
-        raise InputError("harvest writes captures; a spec with gradients or a metric has no place there")
-    if any(request.positions is not None for request in spec.captures):
-        raise InputError("positions of a capture: give positions= to harvest, which counts them in each row")
-    if sae is None:
-        if not spec.captures:
-            raise HookError("nothing to harvest: the spec captures no hook point")
-        return spec
-    where = sae.config.hook
-    if not where:
-        raise HookError("the SAE's file does not say what it reads: SAE.load(path, hook='blocks.3....')")
-    at_least("top_k", top_k, 1)
-    if top_k > sae.d_sae:
-        raise InputError(f"top_k={top_k} of {sae.d_sae} features")
-    spec.captures = [request for request in spec.captures if request.text != where]
-    asked = {"k": np.array([top_k]), "followed": np.array([0])}
-    spec.intervene(where, Intervention.Splice(ranking(sae.config, sae.weights, asked)))
-    return spec.capture([f"{where}.hook_top_ids", f"{where}.hook_top_values"])
-
-
-def _settings(model: Runner, bound: BoundSpec, spec: HookSpec, rows: Rows, sae: SAE | None) -> dict[str, Any]:
-    """Everything that determines the activations, as JSON can hold it."""
-    changes = HookSpec().extend(spec)
+    separator = separator_of(model, settings.packed, settings.separator)
+    dataset = Texts(texts, settings.column)
+    rows = Rows(model, dataset, settings.context, settings.packed, separator, settings.positions)
+    changes = HookSpec().extend(asked)
     changes.captures = []
-    by = rows.positions
-    named = by if by is None or isinstance(by, int | str) else getattr(by, "__qualname__", None) or [*by]  # type: ignore[misc]
-    return {
+    told = {
         "model": {"family": model.hooked.metadata.family, "weights_sha256": model.hooked.weights_sha256},
         "hooks": [capture.node.output for capture in bound.captures],
         "interventions_sha256": changes.sha256,
-        "sae_hook": None if sae is None else sae.config.hook,
-        "context": rows.context,
-        "packed": rows.packed,
-        "separator": rows.separator,
-        "positions": named,
     }
+    return ShardWriter(model, asked, bound, rows, settings, told | settings.told(separator), Path(folder))
+
+
+def write(writer: ShardWriter, make: Make, progress: Progress | None) -> Activations:
+    """Write the folder of a harvest.
+
+    Args:
+        writer: the harvest.
+        make: makes its shards, here or elsewhere.
+        progress: see `harvest`.
+
+    Raises:
+        SpecFileError: a folder that cannot be written to, that holds another harvest, or in which one is going on.
+    """
+    make_folder(writer.folder)
+    with _alone(writer.folder), bars() if progress is None else nullcontext(progress) as shown:
+        writer.run(make, shown)
+    return Activations(writer.folder)
 
 
 @contextmanager

@@ -3,22 +3,22 @@
 1. `_manifest.json` has "mionnx_activations": 1, "settings", "columns" (name -> dtype and shape of a token's value),
    "complete", "tokens", "rows", "texts", "dropped_tokens" and "shards", each {"files": {name: SHA-256}, "tokens",
    "rows", "digest"}. It holds no time, path or machine: the same harvest gives the same bytes.
-2. While a harvest runs, `_progress.jsonl` gets a line for each finished shard; the last line of a shard counts, and a
-   torn one does not. When all is done the manifest takes them over, and it goes.
+2. While a harvest runs, the folder `_progress` gets a file for each finished shard, so that any process can note one.
+   When all is done the manifest takes them over, and it goes.
 """
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 from mionnx.errors import SpecFileError
-from mionnx.machine.files import write_atomic
+from mionnx.machine.files import atomic_path, make_folder, write_atomic
 
-MANIFEST, PROGRESS = "_manifest.json", "_progress.jsonl"
+MANIFEST, PROGRESS = "_manifest.json", "_progress"
 FORMAT = "mionnx_activations"
 VERSION = 1
 
@@ -46,7 +46,7 @@ class Manifest:
     Attributes:
         settings: of the harvest.
         columns: name -> dtype and shape of one token's value.
-        shards: in the order of the texts.
+        shards: in the order of the texts; none while it is not complete.
         complete: whether all texts were gone through.
         texts: number of texts; 0 while it is not complete.
         dropped_tokens: tokens at the end that fill no window, where the format has windows only.
@@ -65,7 +65,7 @@ class Manifest:
         return sum(shard.tokens for shard in self.shards)
 
     def write(self, folder: Path) -> None:
-        """Write it; `_progress.jsonl` goes when it is complete.
+        """Write it; `_progress` goes when it is complete.
 
         Raises:
             SpecFileError: the folder cannot be written to.
@@ -74,11 +74,11 @@ class Manifest:
         told = {FORMAT: VERSION, **asdict(self), "tokens": self.tokens, "rows": rows}
         write_atomic(folder / MANIFEST, (json.dumps(told, indent=1, sort_keys=True) + "\n").encode())
         if self.complete:
-            (folder / PROGRESS).unlink(missing_ok=True)
+            shutil.rmtree(folder / PROGRESS, ignore_errors=True)
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder, with the shards that are finished; None if there is none.
+    """The manifest of a folder; None if there is none.
 
     Raises:
         SpecFileError: it is damaged, or of another version.
@@ -89,7 +89,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         if told.get(FORMAT) != VERSION:
             raise SpecFileError(f"{path} is no manifest of activations of version {VERSION}")
         columns = {name: (str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in told["columns"].items()}
-        shards = [Shard(**entry) for entry in told["shards"]] if told["complete"] else _finished(folder)
+        shards = [Shard(**entry) for entry in told["shards"]]
         return Manifest(
             told["settings"], columns, shards, told["complete"], int(told["texts"]), int(told["dropped_tokens"])
         )
@@ -99,18 +99,24 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise SpecFileError(f"{path} is damaged: {error}") from error
 
 
-def _finished(folder: Path) -> list[Shard]:
-    """The finished shards of an interrupted harvest, up to the first that is missing."""
-    found: dict[int, Shard] = {}
-    path = folder / PROGRESS
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            entry = json.loads(line)
-        except ValueError:  # a line that was being written
-            continue
-        number = entry.pop("number")
-        found[number] = Shard(**entry)
-    return [found[number] for number in takewhile(found.__contains__, count())]
+def finished(folder: Path) -> list[int]:
+    """The numbers of the finished shards of an interrupted harvest."""
+    return sorted(int(path.stem) for path in (folder / PROGRESS).glob("*.json") if path.stem.isdecimal())
+
+
+def noted(folder: Path, number: int) -> Shard | None:
+    """A finished shard of an interrupted harvest; None if it has no note, or a damaged one.
+
+    Raises:
+        SpecFileError: its note cannot be read.
+    """
+    path = _note(folder, number)
+    try:
+        return Shard(**json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+    except OSError as error:
+        raise SpecFileError(f"cannot read {path}: {error}") from error
 
 
 def note(folder: Path, number: int, shard: Shard) -> None:
@@ -119,13 +125,15 @@ def note(folder: Path, number: int, shard: Shard) -> None:
     Raises:
         SpecFileError: the folder cannot be written to.
     """
-    try:
-        with (folder / PROGRESS).open("a") as file:
-            file.write("\n" + json.dumps({"number": number, **asdict(shard)}))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise SpecFileError(f"cannot write {folder / PROGRESS}: {error}") from error
+    make_folder(folder / PROGRESS)
+    with atomic_path(_note(folder, number)) as partial, partial.open("w") as file:
+        file.write(json.dumps(asdict(shard)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _note(folder: Path, number: int) -> Path:
+    return folder / PROGRESS / f"{number:05}.json"
 
 
 def refuse_other(folder: Path, found: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

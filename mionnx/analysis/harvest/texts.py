@@ -40,6 +40,11 @@ class Texts:
         return any(path.suffix != ".txt" for path in _files(Path(self.source)))
 
     @property
+    def again(self) -> bool:
+        """Whether it can be gone through more than once; an iterator cannot."""
+        return isinstance(self.source, str | Path) or not isinstance(self.source, Iterator)
+
+    @property
     def count(self) -> int:
         """Number of texts, as far as it is known without reading them; 0 if it is not."""
         return 0 if isinstance(self.source, str | Path) or not isinstance(self.source, Sized) else len(self.source)

@@ -118,7 +118,7 @@ class PatchedRuns:
             where: list[Any] = [slice(None)] * len(grid.sizes)
             where[layer_axis] = index
             for axis, name in enumerate(grid.over):
-                if name in ("position", "source"):
+                if name == "source" or (name == "position" and grid.places is None):
                     where[axis] = slice(self.seq)
             effective[tuple(where)] = self._differing(grid.hook(layer)) if self.shortcuts.skip else True
         return effective.ravel()
@@ -133,6 +133,8 @@ class PatchedRuns:
             changed[tuple(earlier)] = False
         varied = [axis for axis in map(self.grid.along, self.grid.over) if axis is not None]
         reduced = changed.any(axis=tuple(axis for axis in range(changed.ndim) if axis not in varied))
+        if "position" in self.grid.over:
+            reduced = self.grid.by_name(reduced, sorted(varied).index(sequence_axis(self.grid.axes)), np.any)
         return reduced.transpose([sorted(varied).index(axis) for axis in varied])
 
     def _read_at_the_end(self, hook: str) -> bool:
@@ -175,7 +177,7 @@ class PatchedRuns:
         """[cells]: the first position that each can change."""
         if not self._windowed:
             return np.zeros(len(cells), np.int64)
-        return np.maximum(self.grid.position_of(cells), self.first)
+        return np.minimum(np.maximum(self.grid.position_of(cells), self.first), self.seq - 1)
 
     def _next_batch(self, waiting: Cells) -> Cells:
         """The cells of the next call, of those waiting in the order of their starts."""

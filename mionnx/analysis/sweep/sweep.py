@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.sweep.clean_run import CleanRun, run_clean
-from mionnx.analysis.sweep.grid import Grid
+from mionnx.analysis.sweep.grid import Grid, Places
 from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Metric, MetricRequest
 from mionnx.analysis.sweep.patched_runs import PatchedRuns, Shortcuts
@@ -46,10 +46,12 @@ class Pair:
     Attributes:
         base: [seq]: the run that is patched.
         other: [seq]: the run that is patched in; None for an ablation.
+        places: the token positions under each name, if positions are named.
     """
 
     base: Ids
     other: Ids | None = None
+    places: Places | None = None
 
     @property
     def first(self) -> int:
@@ -150,6 +152,7 @@ class Sweep:
                 "cells": [setting.grid.template, setting.grid.over, setting.grid.layers, setting.grid.sizes],
                 "metric": setting.metric.identity,
                 "how": [setting.direction, setting.kind, repr(setting.receivers)],
+                **({} if self.pairs[0].places is None else {"places": [pair.places for pair in self.pairs]}),
             }
         )
 
@@ -246,6 +249,8 @@ class Sweep:
             setting.title,
             setting.about,
             cost,
+            clean_by_pair=bases[1] if setting.direction == "denoising" else bases[0],
+            corrupted_by_pair={"denoising": bases[0], "noising": bases[1], "ablation": None}[setting.direction],
         )
 
     @cached_property
@@ -254,7 +259,8 @@ class Sweep:
 
     def _prepare(self, pair: int) -> tuple[PatchedRuns, Metric, tuple[float, float]]:
         """Run a pair without a patch: patched runs, metric, its values at base and other."""
-        prompts, setting, grid = self.pairs[pair], self.setting, self.setting.grid
+        prompts, setting = self.pairs[pair], self.setting
+        grid = setting.grid.at(prompts.places)
         ids = np.stack([prompts.base] if prompts.other is None else [prompts.base, prompts.other])
         begins = {*grid.layers} if setting.shortcuts.truncate else {0}
         both = run_clean(self.graphs, ids, begins | {grid.layers[-1]}, setting.hooks)

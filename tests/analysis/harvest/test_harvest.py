@@ -34,6 +34,7 @@ from mionnx import (
 )
 from mionnx.analysis.features.config import Config
 from mionnx.analysis.harvest.harvest import LOCK
+from mionnx.analysis.harvest.manifest import read_manifest
 from mionnx.analysis.harvest.shard_writer import DamagedShardWarning
 from mionnx.analysis.harvest.shuffled import shuffled
 from mionnx.analysis.harvest.token_array import TokenArray
@@ -136,6 +137,24 @@ def test_a_number_too_large_for_float16_is_refused(model: MIModel, tmp_path: Pat
         model.harvest(TEXTS, spec, tmp_path / "made", dtype="float16")
 
 
+def test_what_is_no_number_before_the_cast_is_no_reason_to_refuse(model: MIModel, tmp_path: Path) -> None:
+    spec = (
+        HookSpec()
+        .capture(STREAM)
+        .intervene(STREAM, Intervention.Scale(1e30))
+        .intervene(STREAM, Intervention.Scale(1e30))
+    )
+    made = model.harvest(TEXTS[:2], spec, tmp_path / "made", dtype="float16")
+    assert np.isinf(made[STREAM][:]).any()
+
+
+def test_other_engines_round_as_well(model: MIModel, tmp_path: Path) -> None:
+    other = MIModel.from_pretrained(FOLDER, engine="reference")
+    made = other.harvest(TEXTS[:1], STREAM, tmp_path / "made", dtype="bfloat16")
+    exact = other.harvest(TEXTS[:1], STREAM, tmp_path / "exact")
+    np.testing.assert_array_equal(made[STREAM][:], exact[STREAM][:].astype(made[STREAM].dtype))
+
+
 def test_features_are_those_of_the_verb(model: MIModel, tmp_path: Path) -> None:
     sae = SAE(Config(activation="standard", hook="blocks.1.hook_resid_post"), random_weights("standard"))
     made = model.harvest(TEXTS, HookSpec(), tmp_path / "made", sae=sae, top_k=4)
@@ -170,28 +189,26 @@ def test_an_interrupted_harvest_goes_on_and_gives_the_same_bytes(model: MIModel,
 
 
 @pytest.mark.slow
-def test_a_killed_harvest_goes_on_and_gives_the_same_bytes(model: MIModel, tmp_path: Path) -> None:
+def test_a_harvest_killed_20_times_goes_on_and_gives_the_same_bytes(model: MIModel, tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS * 40))
-    code = "import sys; from mionnx import MIModel; MIModel.from_pretrained(sys.argv[1]).harvest(*sys.argv[2:5], "
-    code += "shard_bytes=20_000, batch_size=2)"
+    code = "import sys; from mionnx import MIModel; model = MIModel.from_pretrained(sys.argv[1]); print(flush=True); "
+    code += "model.harvest(*sys.argv[2:], shard_bytes=20_000, batch_size=2)"
     command = [sys.executable, "-c", code, str(FOLDER), str(tmp_path / "texts.txt"), "blocks.*.hook_resid_post"]
-
-    def run(folder: Path, after: float | None = None) -> None:
-        child = subprocess.Popen([*command, str(folder)], cwd=REPOSITORY, stderr=subprocess.DEVNULL)
-        if after is None:
-            assert child.wait(120) == 0
-            return
-        while not (folder / "_progress.jsonl").exists() and child.poll() is None:
-            time.sleep(0.005)
-        time.sleep(after)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-
-    run(tmp_path / "whole")
-    for after in np.random.default_rng(0).uniform(0, 0.15, 3):
-        run(tmp_path / "made", after)
-    run(tmp_path / "made")
+    begun = set()
+    for after in np.random.default_rng(0).uniform(0, 0.35, 20):
+        child = subprocess.Popen([*command, str(tmp_path / "made")], cwd=REPOSITORY, stdout=subprocess.PIPE)
+        with child:
+            child.stdout.readline()  # the model is open, the harvest begins
+            time.sleep(after)
+            child.send_signal(signal.SIGKILL)
+        begun.add(len([*tmp_path.glob("made/shard*")]))
+    assert len(begun) > 5
+    assert not read_manifest(tmp_path / "made").complete
+    options = {"shard_bytes": 20_000, "batch_size": 2}
+    for name in ("made", "whole"):
+        model.harvest(tmp_path / "texts.txt", "blocks.*.hook_resid_post", tmp_path / name, **options)
     assert same(tmp_path / "whole", tmp_path / "made")
+    assert not [*(tmp_path / "made").glob(".shard*")]
 
 
 def test_a_corrupt_shard_is_named_and_made_again(model: MIModel, tmp_path: Path) -> None:
@@ -257,6 +274,8 @@ def test_no_room_on_the_disk_is_an_error_and_nothing_is_lost(model: MIModel, tmp
     (tmp_path / "file").touch()
     with pytest.raises(SpecFileError, match="cannot make the folder"):
         model.harvest(TEXTS, HOOKS, tmp_path / "file" / "made")
+    with pytest.raises(SpecFileError, match="cannot write to /sys"):  # where root cannot write either
+        model.harvest(TEXTS, HOOKS, "/sys")
 
 
 def test_texts_come_from_files(model: MIModel, tmp_path: Path) -> None:
@@ -369,6 +388,8 @@ def test_a_random_order_is_a_permutation_of_its_seed() -> None:
         (TEXTS, STREAM, {"column": "story"}, "only tables and JSON lines have columns"),
         (TEXTS, STREAM, {"top_k": 4}, "give sae="),
         (TEXTS, HookSpec().capture(STREAM, positions=[0]), {}, "give positions= to harvest"),
+        (TEXTS, HookSpec().capture(STREAM, dtype="float16"), {}, "give dtype= to harvest"),
+        (TEXTS, STREAM, {"dtype": "int8"}, "dtype='int8'; one of float32, float16, bfloat16"),
         (TEXTS, HookSpec().gradient(STREAM).set_metric("loss"), {}, "captures"),
     ],
 )

@@ -1,0 +1,135 @@
+"""`Settings`: everything that determines the activations of a harvest, checked before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mionnx.analysis.features.network import ranking
+from mionnx.analysis.features.sae import SAE
+from mionnx.analysis.harvest.formats import check_format
+from mionnx.analysis.harvest.rows import Positions
+from mionnx.bind.bound_spec import BoundSpec
+from mionnx.errors import HookError, InputError
+from mionnx.machine.ranges import at_least
+from mionnx.machine.typed import typed
+from mionnx.run.batching import AUTO, check_batch_size
+from mionnx.spec.hook_choice import Hooks
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.intervention import Intervention
+
+DTYPES = ("float32", "float16", "bfloat16")
+TOP_K = 32  # features of a token, if nothing is said
+
+
+@typed(leave=["positions"])
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a harvest; `harvest` says what each of them means.
+
+    Raises:
+        InputError: settings that exclude one another, or an unknown format.
+        RuntimeMissingError: a library that the format needs is not installed.
+    """
+
+    context: int | None = None
+    packed: bool = False
+    separator: int | str | None = None
+    positions: Positions | None = None
+    dtype: str | None = None
+    format: str = "safetensors"
+    sae: SAE | None = None
+    top_k: int | None = None
+    batch_size: int | str = AUTO
+    shard_bytes: int = 2**28
+    column: str | None = None
+
+    def __post_init__(self) -> None:
+        at_least("shard_bytes", self.shard_bytes, 1)
+        check_batch_size(self.batch_size)
+        if self.context is not None or self.packed:
+            at_least("context (tokens of a window)", self.context or 0, 1)
+        check_format(self.format, self.dtype, self.packed and self.positions is None)
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise InputError(f"dtype={self.dtype!r}; one of {', '.join(DTYPES)}")
+        if self.top_k is not None and self.sae is None:
+            raise InputError("top_k= is how many features of an autoencoder are written: give sae=")
+
+    @property
+    def features(self) -> int | None:
+        """Features of a token that are written; None without an autoencoder."""
+        return None if self.sae is None else TOP_K if self.top_k is None else self.top_k
+
+    def told(self, separator: int | None) -> dict[str, Any]:
+        """Them, as JSON can hold them.
+
+        Args:
+            separator: the id of the token between packed texts.
+        """
+        by = self.positions
+        named = by if by is None or isinstance(by, int | str) else getattr(by, "__qualname__", None) or [*by]  # type: ignore[misc]
+        return {
+            "sae_hook": None if self.sae is None else self.sae.config.hook,
+            "context": self.context,
+            "packed": self.packed,
+            "separator": separator,
+            "positions": named,
+            "dtype": self.dtype,
+            "format": self.format,
+            "batch_size": self.batch_size,
+            "shard_bytes": self.shard_bytes,
+            "top_k": self.features,
+        }
+
+
+def exact_spec(given: HookSpec | Hooks, settings: Settings) -> HookSpec:
+    """The spec of the passes, whose values keep their dtype.
+
+    Raises:
+        HookError: nothing is captured, or an autoencoder without a hook point.
+        InputError: gradients, positions or a dtype of a capture, or more features than there are.
+    """
+    spec = HookSpec().extend(given) if isinstance(given, HookSpec) else HookSpec().capture(given)
+    if spec.gradients or spec.metric is not None:
+        raise InputError("harvest writes captures; a spec with gradients or a metric has no place there")
+    if any(request.positions is not None for request in spec.captures):
+        raise InputError("positions of a capture: give positions= to harvest, which counts them in each row")
+    if any(request.dtype is not None for request in spec.captures):
+        raise InputError("dtype of a capture: give dtype= to harvest, which is that of all fractions")
+    if settings.sae is None:
+        if not spec.captures:
+            raise HookError("nothing to harvest: the spec captures no hook point")
+        return spec
+    return _with_features(spec, settings.sae, settings.features or 0)
+
+
+def _with_features(spec: HookSpec, sae: SAE, top_k: int) -> HookSpec:
+    """A spec with the features of an autoencoder in place of the value that it reads."""
+    where = sae.config.hook
+    if not where:
+        raise HookError("the SAE's file does not say what it reads: SAE.load(path, hook='blocks.3....')")
+    at_least("top_k", top_k, 1)
+    if top_k > sae.d_sae:
+        raise InputError(f"top_k={top_k} of {sae.d_sae} features")
+    spec.captures = [request for request in spec.captures if str(request) != where]
+    asked = {"k": np.array([top_k]), "followed": np.array([0])}
+    spec.intervene(where, Intervention.Splice(ranking(sae.config, sae.weights, asked)))
+    return spec.capture([f"{where}.hook_top_ids", f"{where}.hook_top_values"])
+
+
+def cast_spec(spec: HookSpec, bound: BoundSpec, dtype: str | None) -> HookSpec:
+    """The same passes, whose graph casts fractions to a dtype.
+
+    Args:
+        spec: of the passes.
+        bound: the same, bound.
+        dtype: of fractions; their own if None.
+    """
+    made = HookSpec().extend(spec)
+    made.captures = []
+    for one in bound.captures:
+        cast = None if one.dtype.kind in "iub" else dtype
+        made.captures.append(replace(one.request, what=one.node.hook, dtype=cast))
+    return made
