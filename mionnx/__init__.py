@@ -49,6 +49,7 @@ from mionnx.run.dynamic_rounding import DynamicRoundingWarning
 from mionnx.run.generation import Generation
 from mionnx.run.graph_pool import OpenGraph as Compiled
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.hook_caches import HookCaches
 from mionnx.run.sampling import sample_token
 from mionnx.run.streamer import TextStreamer
 from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
@@ -81,6 +82,7 @@ __all__ = [
     "HeadScores",
     "Hook",
     "HookCache",
+    "HookCaches",
     "HookError",
     "HookPoint",
     "HookSpec",

@@ -10,7 +10,7 @@ from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
 from mionnx.analysis.sweep.pairs import Corrupted, make_pairs
 from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
-from mionnx.analysis.sweep.path_runs import reached_layers
+from mionnx.analysis.sweep.path_runs import reached_layers, refuse_crossings
 from mionnx.analysis.sweep.places import Positions
 from mionnx.analysis.sweep.prompts import axis_labels, common_length
 from mionnx.analysis.sweep.receivers import Receiver, Receivers, make_receivers
@@ -132,7 +132,7 @@ def path_patch(
     Raises:
         HookError: no such hook point, or one that receives nothing; a recurrent model.
         InputError: prompts, axes, tokens, heads or a metric that do not fit; receivers that all come before the
-            senders.
+            senders; a model of which a layer reads more of earlier ones than the residual stream.
 
     Example:
         result = model.path_patch("The capital of France is", "The capital of Italy is", "blocks.3.attn.hook_q")
@@ -169,6 +169,7 @@ def make_patch_sweep(
         raise InputError("path patching takes a corrupted text; patch_sweep takes a spec as well")
     grid = make_grid(model.hooked, *cells, common_length(found.bases), found.pairs[0].places)
     if receivers is not None:
+        refuse_crossings(model.opened(LayerGraphs))
         reached_layers(grid, receivers)
     verb = "Patching" if receivers is None else "Path patching"
     setting = SweepSetting(
