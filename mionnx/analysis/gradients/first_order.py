@@ -119,7 +119,7 @@ class FirstOrder:
 
 
 def _corrupted(pair: Pair, rows: Sequence[int]) -> HookSpec:
-    """The interventions that corrupt some rows of a batch of one prompt; none where the corrupted run is a text."""
+    """The interventions of some rows of a batch of one prompt; none for a corrupted text."""
     spec = HookSpec()
     if pair.corruption is None:
         return spec
