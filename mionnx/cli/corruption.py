@@ -14,7 +14,7 @@ REPEATS = 10  # draws of noise, if nothing is said
 def corruption(
     noise: str | None, repeats: int | None, seed: int | None, spec: Path | None, already: bool
 ) -> dict[str, Any]:
-    """The argument `corrupted` that the options mean; nothing where they are left out.
+    """The argument `corrupted` of these options; nothing where they are left out.
 
     Args:
         noise, repeats, seed, spec: the options.

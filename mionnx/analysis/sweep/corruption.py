@@ -107,7 +107,7 @@ def corrupt(model: Runner, spec: HookSpec, ids: Ids) -> Corruption:
 
 
 def _masked(selection: Selection, inputs: Mapping[str, NDArray[Any]]) -> tuple[Edit, Arrays]:
-    """An edit with its own inputs, its positions as part of its mask: a layer's graph may not know positions."""
+    """An edit with its own inputs, its positions as a mask: a layer's graph may lack them."""
     edit = selection.edit
     own = {name: array for name, array in inputs.items() if name.startswith(f"{edit.prefix}.")}
     if not edit.at_positions:

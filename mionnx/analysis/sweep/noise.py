@@ -23,7 +23,9 @@ from mionnx.spec.intervention import Intervention
 @typed(InputError, leave=["positions"])
 @dataclass(frozen=True, repr=False)
 class Noise(Brief):
-    """Gaussian noise at some tokens: the corrupted runs of causal tracing (Meng et al. 2022, arXiv:2202.05262, 2.1).
+    """Gaussian noise at some tokens, as causal tracing corrupts its runs.
+
+    The method is that of Meng et al. 2022 (arXiv:2202.05262, section 2.1).
 
     The numbers come from numpy's PCG64 generator, seeded with (`seed`, number of the prompt): the same arguments
     give the same noise. They are values of `Intervention.Add`, and never drawn inside the graph.

@@ -39,7 +39,7 @@ class Pair:
 
     @property
     def first(self) -> int:
-        """The first position at which the two prompts differ; 0 for an ablation or a corruption by a spec."""
+        """The first position at which the prompts differ; 0 for an ablation or a spec."""
         alone = self.other is None or self.corruption is not None
         return 0 if alone else int(np.flatnonzero(self.base != self.other)[0])
 

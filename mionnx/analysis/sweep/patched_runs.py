@@ -221,7 +221,7 @@ class PatchedRuns:
 
 
 def first_difference(grid: Grid, base: CleanRun, donors: Mapping[str, NDArray[Any]]) -> int:
-    """The first position at which any donor differs from the base; the last one where none does."""
+    """The first position at which a donor differs from the base, else the last one."""
     found = base.ids.shape[1] - 1
     for hook in map(grid.hook, grid.layers):
         if not has_sequence(grid.axes):
@@ -260,7 +260,7 @@ class LayerPass:
             self.joined = until
 
     def edits(self, layer: int, narrow: bool = False) -> dict[Edit, Arrays]:
-        """The edits of a layer, with their inputs for the rows that have joined: the corruption's, then the patch."""
+        """The edits of a layer for the rows that have joined: the corruption's, then the patch."""
         rows = self.graphs.last_position(self.rows()) if narrow else self.rows()
         return self.patched.base.corrupted(layer, rows) | self.patch(layer, rows.start)
 

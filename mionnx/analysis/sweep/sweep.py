@@ -258,7 +258,7 @@ class Sweep:
         return runs, metric, (float(values[0]), float(values[-1]))
 
     def _unpatched(self, prompts: Pair) -> tuple[CleanRun, CleanRun]:
-        """The run that is patched and the one patched in, without a patch; one run where there is no second."""
+        """The run that is patched and the one patched in, the same in an ablation."""
         setting = self.setting
         begins = {*setting.grid.layers} if setting.shortcuts.truncate else {0}
         begins |= {setting.grid.layers[-1]}
