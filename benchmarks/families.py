@@ -70,6 +70,7 @@ NOTES = (
     "doge, axk2, deepseek_v32, glm_moe_dsa, minimax_m3_vl_text: texts of up to as many tokens as sparse attention "
     "keeps (`keep_window_size`, `index_topk`), so that it keeps all; a longer one is refused.",
     "laguna: where all layers have as many heads; others are refused.",
+    "longcat_flash: each of its blocks is two layers.",
 )
 
 
@@ -265,7 +266,7 @@ def marked(row: list[str]) -> list[str]:
 def saved() -> dict[str, dict[str, Any]]:
     """What the saved table says of each family."""
     text = SAVED.read_text()
-    reduced = text.partition("in half precision in: ")[2].partition(". ")[0].split(", ")
+    reduced = text.partition("in half precision in: ")[2].partition(". ")[0].split("; ")  # a name may have a comma
     found: dict[str, dict[str, Any]] = {}
     for cells in (line.split(" | ") for line in text.splitlines()):
         name = cells[0].removesuffix(", not whole").removesuffix(STRUCTURE)
@@ -329,7 +330,7 @@ def main() -> None:
         f"{sum(map(whole, rows))} of {len(every)} families work whole, every cell compared and no difference above "
         f"{LARGEST:.0e}: the {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} names of transformers' causal-LM mapping and "
         f"{len(unlisted)} further kinds of falcon. "
-        f"Eager mode computes a part in half precision in: {', '.join(reduced) or 'none'}. "
+        f"Eager mode computes a part in half precision in: {'; '.join(reduced) or 'none'}. "
         "Seconds are processor time of an export."
     )
     tables = [(COLUMNS, [marked(row) for row in rows]), (("missing", "why"), missing)]

@@ -20,6 +20,7 @@ from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
 from mionnx.analysis.steering.calibration import SteeringCalibration
 from mionnx.analysis.steering.directions import Direction, Directions
 from mionnx.analysis.steering.dose_result import DoseResponse
+from mionnx.analysis.sweep.noise import Noise
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
 from mionnx.engine.options import Options
@@ -48,6 +49,7 @@ from mionnx.run.dynamic_rounding import DynamicRoundingWarning
 from mionnx.run.generation import Generation
 from mionnx.run.graph_pool import OpenGraph as Compiled
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.hook_caches import HookCaches
 from mionnx.run.sampling import sample_token
 from mionnx.run.streamer import TextStreamer
 from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
@@ -80,6 +82,7 @@ __all__ = [
     "HeadScores",
     "Hook",
     "HookCache",
+    "HookCaches",
     "HookError",
     "HookPoint",
     "HookSpec",
@@ -94,6 +97,7 @@ __all__ = [
     "MIModel",
     "ModelError",
     "ModelSizes",
+    "Noise",
     "Options",
     "RWKVState",
     "Report",

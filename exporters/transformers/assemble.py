@@ -21,13 +21,14 @@ from exporters.transformers.families import FAMILIES
 from exporters.transformers.hooked_graph import HookedGraph, Stage, make_graph
 from exporters.transformers.missing_taps import missing_taps
 from exporters.transformers.native_config import native_config
+from exporters.transformers.own_experts import identities_from, is_spare
 from exporters.transformers.refused import refuse
 from exporters.transformers.sizes import sizes_of, sliding_window
 from exporters.transformers.weights import bind_weights
 from exporters.weight_files import locations, place_nowhere
 from mionnx.errors import ExportError
 from mionnx.graph import file_digest
-from mionnx.graph.metadata import DTYPE_NAMES, NORMED_STREAM, Attention, Metadata, context_length
+from mionnx.graph.metadata import DTYPE_NAMES, IDENTITIES, NORMED_STREAM, Attention, Metadata, context_length
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.progress import Progress
 
@@ -110,7 +111,9 @@ def _write_tapped(
     progress: Progress,
 ) -> None:
     stage("placing weights")
-    read = [one for one in tensors if not (made.layout.sparse and INDEXER in one.name)]
+    unread = (one for one in tensors if (made.layout.sparse and INDEXER in one.name) or is_spare(one.name, config))
+    left_out = {one.name for one in unread}
+    read = [one for one in tensors if one.name not in left_out]
     bind_weights(made.parameters, map_tensors(read, made.skeleton), made.skeleton, target, progress)
     for value in made.parameters:
         made.model.graph.register_initializer(value)
@@ -124,6 +127,7 @@ def _write_tapped(
 def describe(made: HookedGraph, config: Any, dtype: torch.dtype) -> Metadata:
     """The metadata of a graph, without those of its weights."""
     normed = {NORMED_STREAM: "yes"} if made.layout.normed_stream else {}
+    identities = {IDENTITIES: str(first)} if (first := identities_from(config)) is not None else {}
     versions = {name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")}
     return Metadata(
         family=config.model_type,
@@ -131,7 +135,7 @@ def describe(made: HookedGraph, config: Any, dtype: torch.dtype) -> Metadata:
         sizes=made.sizes,
         hooks=made.hooks,
         attention=[_attention(made, i) for i in range(made.sizes.num_layers)],
-        exporter={**versions, **normed},
+        exporter={**versions, **normed, **identities},
         context_length=context_length(config.to_dict()),
         hook_dtypes=_other_dtypes(made, str(dtype).removeprefix("torch.")),
     )
@@ -154,8 +158,9 @@ def write_model(model: ir.Model, metadata: Metadata, target: Path) -> None:
 
 
 def _attention(made: HookedGraph, layer: int) -> Attention:
-    layout, model = made.layout, made.skeleton
-    path, rows = f"{layout.blocks}.{layer}.{layout.output_projection}", False
+    block, half = divmod(layer, made.layout.halves)
+    layout, model = made.layout.half(half), made.skeleton
+    path, rows = f"{layout.blocks}.{block}.{layout.output_projection}", False
     if layout.output_projection:  # transformers' Conv1D keeps [in, out], Linear [out, in]
         rows = not isinstance(model.get_submodule(path), torch.nn.Linear)
     (count, size, value_size), (usual, usual_size, _) = made.heads[layer], made.heads[0]

@@ -22,12 +22,12 @@ EXPERTS = "mionnx"
 GROUPED_DOMAIN, GROUPED = "mionnx.experts", "GroupedMatMul"
 
 
-OWN_EXPERTS = ("DbrxFFN", "JetMoeMoE", "Llama4TextMoe")  # see `own_experts`
+OWN_EXPERTS = ("DbrxFFN", "JetMoeMoE", "Llama4TextMoe", "LongcatFlashMoE")  # see `own_experts`
 # What transformers' modules call a layer's router, and the MLP that every token goes through besides.
 ROUTERS, SHARED = ("gate", "router"), ("shared_expert", "shared_experts", "shared_mlp")
 
 
-def grouped(x: Tensor, weight: Tensor, chosen: Tensor, rows: bool) -> Tensor:
+def grouped(x: Tensor, weight: Tensor, chosen: Tensor, rows: bool, partial: bool = False) -> Tensor:
     """Multiply each row by the matrix that it chose.
 
     Args:
@@ -35,6 +35,7 @@ def grouped(x: Tensor, weight: Tensor, chosen: Tensor, rows: bool) -> Tensor:
         weight: [n_experts, out, in], or with `rows` [n_experts, in, out].
         chosen: int64 [n], which matrix.
         rows: see `weight`.
+        partial: whether some rows choose none, by a number beyond the stack: they become zero.
 
     Returns:
         [n, out].
@@ -44,12 +45,13 @@ def grouped(x: Tensor, weight: Tensor, chosen: Tensor, rows: bool) -> Tensor:
         shape = (x.shape[0], out)
         given: Any = (x, weight, chosen)
         name = f"{GROUPED_DOMAIN}::{GROUPED}"
-        return torch.onnx.ops.symbolic(name, given, {"rows": int(rows)}, dtype=x.dtype, shape=shape, version=1)
+        attributes: Any = {"rows": int(rows), "partial": int(partial)}
+        return torch.onnx.ops.symbolic(name, given, attributes, dtype=x.dtype, shape=shape, version=1)
     if x.is_meta:
         matrices = weight.index_select(0, chosen)
         return torch.bmm(x.unsqueeze(1), matrices if rows else matrices.transpose(1, 2)).squeeze(1)
     made = x.new_zeros(len(x), out)
-    for expert in chosen.unique().tolist():
+    for expert in chosen[chosen < len(weight)].unique().tolist() if partial else chosen.unique().tolist():
         here = chosen == expert
         made[here] = x[here] @ (weight[expert] if rows else weight[expert].T)
     return made
@@ -94,12 +96,19 @@ def _experts_of(taps: Taps, experts: Any, pairs: Tensor, chosen: Tensor, tokens:
     inner = given(pairs, chosen) if given else _product(experts, name, pairs, chosen, rows, biased)
     act = tap_neurons(taps, inner, tokens, experts)
     made = _product(experts, "down_proj", act, chosen, rows, biased)
+    if _partial(experts):
+        made = torch.where((chosen >= experts.identities_from).unsqueeze(1), pairs, made)
     return experts.post_expert_norm(made) if experts.has_post_expert_norm else made
 
 
 def _product(experts: Any, name: str, x: Tensor, chosen: Tensor, rows: bool, biased: bool) -> Tensor:
-    made = grouped(x, getattr(experts, name), chosen, rows)
+    made = grouped(x, getattr(experts, name), chosen, rows, _partial(experts))
     return made + getattr(experts, f"{name}_bias")[chosen] if biased else made
+
+
+def _partial(experts: Any) -> bool:
+    """Whether some experts have no weights and give back what they read."""
+    return getattr(experts, "identities_from", None) is not None
 
 
 def tap_neurons(taps: Taps, inner: Tensor, tokens: tuple[int, ...], experts: Any) -> Tensor:

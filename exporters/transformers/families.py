@@ -6,7 +6,7 @@ modelling code.  Names are `torch.nn.Module` paths as in the transformers librar
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -32,11 +32,14 @@ class Layout:
     `mixed_heads` is the module whose experts are projections of queries and of heads' outputs, chosen by each token.
     `limited` says that a table has a row for each position, where there is no module `positions`.
     `embeds_in_code` is the module whose own code scales embeddings and takes positions out of a table.
-    `normed_stream` says that the stream is normed after each addition.
+    `normed_stream` says that the stream is normed between additions, and is no sum of what layers add.
     `shared` is an MLP beside the experts' module that the block adds to it; `gate_and_up` and `down` are its own.
     `sparse` says that an indexer in the attention chooses keys: it is left out, as it chooses all of a text of up to
     `index_topk` tokens (`sizes.py` has the limit).
     `flattens` says that the block merges the batch and sequence axes on its way; the tracing keeps them apart.
+    `halves` are the layers that one block holds, each with an attention and an MLP of its own; `{half}` in a path is
+    the number of one, and `begins` the module that first reads the stream before one. `shortcut` is a mixture of
+    experts that reads what the first half's MLP reads, and joins the stream where the last half's MLP does.
     """
 
     embedding: str | None = None
@@ -73,6 +76,14 @@ class Layout:
     shared: str | None = None
     sparse: bool = False
     flattens: bool = False
+    halves: int = 1
+    begins: str | None = None
+    shortcut: str | None = None
+
+    def half(self, number: int) -> "Layout":
+        """The layout of one of the layers that a block holds."""
+        named = {name: value for name, value in asdict(self).items() if isinstance(value, str) and "{half}" in value}
+        return replace(self, **{name: path.format(half=number) for name, path in named.items()})
 
 
 LLAMA = Layout()
@@ -149,6 +160,11 @@ MLP_IN_BLOCK = replace(
 )
 
 
+def bloom(config: Any) -> Layout:
+    """BLOOM: the stream skips each half, normed first where the config says so."""
+    return replace(BLOOM, normed_stream=config.apply_residual_connection_post_layernorm)
+
+
 def falcon(config: Any) -> Layout:
     """Falcon: parallel blocks, or sequential ones where the config says so."""
     parallel = config.new_decoder_architecture or config.parallel_attn
@@ -219,7 +235,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     ),
     "axk2": replace(SPARSE_LATENTS, z_at_projection=True),
     "bitnet": GATED_HEADS,
-    "bloom": BLOOM,
+    "bloom": bloom,
     "codegen": GPTJ,
     "cohere": PARALLEL,
     "cohere2": PARALLEL,
@@ -293,6 +309,18 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
         z_at_projection=True,
     ),
     "gpt_neox": gpt_neox,
+    "gpt_neox_japanese": replace(
+        OWN_ATTENTION,
+        blocks="gpt_neox_japanese.layers",
+        final_norm="gpt_neox_japanese.final_layer_norm",
+        attention="attention",
+        output_projection="attention.dense",
+        attention_added="attention",
+        up="mlp.dense_h_to_4h",
+        down="mlp.dense_4h_to_h",
+        rotates_part=True,
+        adds_products=True,
+    ),
     "gpt_oss": EXPERTS,
     "gptj": GPTJ,
     "granite": SCALED,
@@ -333,6 +361,22 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
         up="feed_forward.up_proj",
         down="feed_forward.down_proj",
         experts=True,
+    ),
+    "longcat_flash": replace(
+        LATENTS,
+        halves=2,
+        begins="input_layernorm.{half}",
+        attention="self_attn.{half}",
+        output_projection="self_attn.{half}.o_proj",
+        attention_added="self_attn.{half}",
+        middle="post_attention_layernorm.{half}",
+        mlp_input="mlps.{half}",
+        mlp_output="mlps.{half}",
+        mlp_added="mlps.{half}",
+        gate="mlps.{half}.gate_proj",
+        up="mlps.{half}.up_proj",
+        down="mlps.{half}.down_proj",
+        shortcut="mlp",
     ),
     "mellum": EXPERTS,
     "mimo_v2_flash": EXPERTS,

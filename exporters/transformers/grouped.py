@@ -7,6 +7,8 @@
    those that a matrix lacks, and nobody reads it.
 3. One row more than chose a matrix is multiplied with it, whichever comes next. ONNX Runtime adds up a single row in
    another order than several; so a token's result does not depend on the tokens beside it, to the last bit.
+4. A row that chose none, by a number beyond the stack ("partial"), is sorted behind all others, is multiplied with
+   nothing, and becomes zero.
 """
 
 from collections.abc import Mapping
@@ -18,41 +20,69 @@ from exporters.transformers.experts import GROUPED_DOMAIN
 HEADER = '<ir_version: 10, opset_import: ["" : {opset}]>'
 SORTED = """
 sorted (int64[n] chosen) => (int64[m] order, int64[stack, 1] starts, int64[stack, 1] stops, int64[most] slots,
-                             int64[n] places)
+                             int64[n] places{known})
 {{
     nothing = Constant<value_int = 0>()
     one = Constant<value_int = 1>()
     first = Constant<value_ints = [0]>()
     second = Constant<value_ints = [1]>()
-    stack = Constant<value_ints = [{stack}]>()
+    stack = Constant<value_ints = [{buckets}]>()
+    {limit}
     length = Shape(chosen)
     rows = Squeeze(length)
     columns = Range(nothing, rows, one)
-    scaled = Mul(chosen, length)
+    scaled = Mul({choice}, length)
     keys = Add(scaled, columns)
     ordered, by_choice = TopK<largest = 0>(keys, length)
     order = Concat<axis = 0>(by_choice, first)
     none = ConstantOfShape<value = int64[1] {{0}}>(stack)
     ones = ConstantOfShape<value = int64[1] {{1}}>(length)
-    counts = ScatterElements<axis = 0, reduction = "add">(none, chosen, ones)
+    counts = ScatterElements<axis = 0, reduction = "add">(none, {choice}, ones)
     ends = CumSum(counts, nothing)
     begins = Sub(ends, counts)
-    starts = Unsqueeze(begins, second)
-    one_more = Min(counts, one)
-    beyond = Add(ends, one_more)
+    {narrow}
+    starts = Unsqueeze({own}begins, second)
+    one_more = Min({own}counts, one)
+    beyond = Add({own}ends, one_more)
     stops = Unsqueeze(beyond, second)
-    most = ReduceMax<keepdims = 1>(counts, first)
     slots = Slice(columns, first, most, first)
     ranked = ScatterElements<axis = 0>(columns, by_choice, columns)
-    begun = Gather(begins, chosen)
+    begun = Gather(begins, {choice})
     rank = Sub(ranked, begun)
-    block = Mul(chosen, most)
-    places = Add(block, rank)
+    block = Mul({choice}, most)
+    {place}
 }}
 """
+# What the texts say where every row chose a matrix, and where some chose none ("partial").
+ALL = {
+    "known": "",
+    "limit": "",
+    "choice": "chosen",
+    "own": "",
+    "narrow": "most = ReduceMax<keepdims = 1>(counts, first)",
+    "place": "places = Add(block, rank)",
+    "pick": "y = Gather<axis = 0>(stacked, places)",
+}
+SOME = {
+    "known": ", bool[n, 1] known",
+    "limit": "limit = Constant<value_int = {stack}>() bucket = Min(chosen, limit)",
+    "choice": "bucket",
+    "own": "own_",
+    "narrow": """matrices = Constant<value_ints = [{stack}]>()
+    own_counts = Slice(counts, first, matrices)
+    own_begins = Slice(begins, first, matrices)
+    own_ends = Slice(ends, first, matrices)
+    highest = ReduceMax<keepdims = 1>(own_counts, first)
+    most = Max(highest, second)""",
+    "place": """behind = Add(block, rank)
+    chose = Less(chosen, limit)
+    known = Unsqueeze(chose, second)
+    places = Where(chose, behind, nothing)""",
+    "pick": "picked = Gather<axis = 0>(stacked, places) y = Where(known, picked, nobody)",
+}
 PRODUCT = """
 product ({dtype}[n, {inner}] x, {dtype}[{weight}] matrices, int64[m] order, int64[{stack}, 1] starts,
-         int64[{stack}, 1] stops, int64[most] slots, int64[n] places) => ({dtype}[n, {out}] y)
+         int64[{stack}, 1] stops, int64[most] slots, int64[n] places{known}) => ({dtype}[n, {out}] y)
 {{
     sorted = Gather<axis = 0>(x, order)
     zero = Constant<value_ints = [1, {out}]>()
@@ -69,7 +99,7 @@ product ({dtype}[n, {inner}] x, {dtype}[{weight}] matrices, int64[m] order, int6
     }}>(matrices, starts, stops)
     flat = Constant<value_ints = [-1, {out}]>()
     stacked = Reshape(steps, flat)
-    y = Gather<axis = 0>(stacked, places)
+    {pick}
 }}
 """
 DTYPES = {ir.DataType.FLOAT: "float", ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
@@ -77,17 +107,18 @@ DTYPES = {ir.DataType.FLOAT: "float", ir.DataType.FLOAT16: "float16", ir.DataTyp
 
 def expand_grouped(graph: ir.Graph) -> None:
     """Replace the nodes of `experts.grouped` by standard operators, in place."""
-    tables: dict[int, dict[str, ir.Value]] = {}
+    tables: dict[tuple[int, int], dict[str, ir.Value]] = {}
     for node in [node for node in graph if node.domain == GROUPED_DOMAIN]:
         x, matrices, chosen = (value for value in node.inputs if value is not None)
         prefix = f"{matrices.name}.grouped"
         stack, *sides = (int(side) for side in matrices.shape or ())
-        if id(chosen) not in tables:
-            made = _insert(graph, node, SORTED, {"stack": stack}, {"chosen": chosen}, f"{prefix}.rows")
-            tables[id(chosen)] = made
+        facts = _facts(node, stack, sides)
+        if (id(chosen), stack) not in tables:
+            made = _insert(graph, node, SORTED, facts, {"chosen": chosen}, f"{prefix}.rows")
+            tables[id(chosen), stack] = made
         y = node.outputs[0]
-        given = {"x": x, "matrices": matrices, **tables[id(chosen)]}
-        made = _insert(graph, node, PRODUCT, _facts(node, stack, sides), given, prefix)
+        given = {"x": x, "matrices": matrices, **tables[id(chosen), stack]}
+        made = _insert(graph, node, PRODUCT, facts, given, prefix)
         made["y"].name, made["y"].shape, made["y"].type = y.name, y.shape, y.type
         y.replace_all_uses_with(made["y"])
         graph.remove(node, safe=True)
@@ -95,8 +126,8 @@ def expand_grouped(graph: ir.Graph) -> None:
 
 
 def _facts(node: ir.Node, stack: int, sides: list[int]) -> dict[str, object]:
-    """The sizes, dtype and operator of a product's text."""
-    rows = bool(node.attributes["rows"].as_int())
+    """The sizes, dtype and operators of a product's texts."""
+    rows, partial = (bool(node.attributes[name].as_int()) for name in ("rows", "partial"))
     inner, out = sides if rows else sides[::-1]
     matrix = ", ".join(map(str, sides))
     dtype = node.inputs[1].dtype if node.inputs[1] is not None else None
@@ -108,6 +139,8 @@ def _facts(node: ir.Node, stack: int, sides: list[int]) -> dict[str, object]:
         "inner": inner,
         "out": out,
         "multiply": "MatMul" if rows else "Gemm<transB = 1>",
+        "buckets": stack + partial,
+        **{name: text.format(stack=stack) for name, text in (SOME if partial else ALL).items()},
     }
 
 

@@ -70,9 +70,9 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
     heads = heads_of(skeleton)
     past, sizes = (heads, dtype), replace(sizes, num_kv_heads=heads[0][0], head_dim=heads[0][1])
     buffers = buffers_of(skeleton)
-    every = all_different(sizes.num_layers)
+    every = all_different(sizes.num_layers // layout.halves, layout.halves)
     for kinds in (every if whole else find_kinds(skeleton, past, buffers), every):
-        stage(f"tracing {len(kinds.traced)} of {sizes.num_layers} layers")
+        stage(f"tracing {len(kinds.hooked)} of {sizes.num_layers} layers")
         traced = trace(skeleton, past, kinds)
         stage("simplifying")
         if dtype != torch.bfloat16:

@@ -1,7 +1,8 @@
 """Kinds of layers: those that compute the same, and as many of them as have to be traced for all to be known.
 
 Nothing is guessed from a config. The model without weights runs once on torch's meta device, and what each layer
-computes is written down. Two layers are of one kind if these agree:
+computes is written down. A layer here is one of transformers' layers, which may hold several with hook points
+(`Layout.halves`). Two are of one kind if these agree:
 
 1. Every operator that torch dispatches, with its numbers and sizes, and where each tensor comes from: the stream, a
    weight of the layer by its name inside of it, the layer's past, numbers in the code, a value computed before all
@@ -46,20 +47,27 @@ class Kinds:
         of: the kind of each layer, a number.
         traced: the layers that a graph has to hold for the others to be made from them, ascending.
         returned: how many values a layer returns in a tuple; 0 where it returns the stream alone.
+        halves: how many layers with hook points it holds.
     """
 
     of: list[int]
     traced: list[int]
     returned: int = 0
+    halves: int = 1
+
+    @property
+    def hooked(self) -> list[int]:
+        """The traced layers as hook points number them."""
+        return [layer * self.halves + half for layer in self.traced for half in range(self.halves)]
 
     def template(self, layer: int) -> int:
         """The traced layer that a layer is made from: the last traced one of its kind."""
         return max(other for other in self.traced if self.of[other] == self.of[layer])
 
 
-def all_different(layers: int) -> Kinds:
+def all_different(layers: int, halves: int = 1) -> Kinds:
     """Every layer a kind of its own: all are traced."""
-    return Kinds([*range(layers)], [*range(layers)])
+    return Kinds([*range(layers)], [*range(layers)], halves=halves)
 
 
 class Recorder(TorchDispatchMode):
@@ -71,8 +79,9 @@ class Recorder(TorchDispatchMode):
         returned: how many values layers return in a tuple; 0 where one returns the stream alone.
     """
 
-    def __init__(self, model: nn.Module, blocks: str, inputs: Sequence[Tensor], past: Past) -> None:
+    def __init__(self, model: nn.Module, blocks: str, inputs: Sequence[Tensor], past: Past, halves: int = 1) -> None:
         super().__init__()
+        self.halves = halves
         self.steps: dict[int, list[Hashable]] = {OUTSIDE: []}
         self.reads: dict[int, set[int]] = {OUTSIDE: set()}
         self.returned: set[int] = set()
@@ -87,9 +96,9 @@ class Recorder(TorchDispatchMode):
             self._put(tensor, (layer, "weight", rest, str(tensor.dtype), tuple(tensor.shape)))
         for number, tensor in enumerate(inputs):
             self._put(tensor, (OUTSIDE, "input", number))
-        for layer, pair in enumerate(past):
+        for hooked, pair in enumerate(past):
             for number, tensor in enumerate(pair):
-                self._put(tensor, (layer, "past", number))
+                self._put(tensor, (hooked // halves, "past", hooked % halves, number))
 
     def __enter__(self) -> Self:
         self._hooks = [block.register_forward_hook(self._note) for block in self._blocks.children()]
@@ -111,11 +120,12 @@ class Recorder(TorchDispatchMode):
         if name == str(HookPoint.ResidPre(0)):
             self._put(value, (OUTSIDE, "stream"))
             self._begin(0)
-        layer = layer_of(name)
-        own = name if layer is None else name.replace(f".{layer}.", ".", 1)
+        hooked = layer_of(name)
+        layer, half = (None, 0) if hooked is None else divmod(hooked, self.halves)
+        own = name if hooked is None else name.replace(f".{hooked}.", f".{half}.", 1)
         moved = None if layer in (None, self.layer) else layer  # a hook point of a layer inside another one
         self._step(("hook", own, moved, stream, self._token(value)))
-        if layer is not None and name == str(HookPoint.ResidPost(layer)):
+        if layer is not None and name == str(HookPoint.ResidPost((layer + 1) * self.halves - 1)):
             self._put(value, (layer, "stream"))
             self._begin(layer + 1)
         return value
@@ -223,8 +233,8 @@ def split(name: str, blocks: str) -> tuple[int, str]:
 class _Attributes:
     """The classes and attributes of one layer's modules, as something hashable."""
 
-    def __init__(self, block: nn.Module, layer: int) -> None:
-        self.block, self.layer = block, layer
+    def __init__(self, block: nn.Module, layer: int, halves: int) -> None:
+        self.block, self.layer, self.halves = block, layer, halves
         self.paths = {id(module): path for path, module in block.named_modules()}
 
     def all(self) -> tuple[Hashable, ...]:
@@ -234,8 +244,16 @@ class _Attributes:
     def _of(self, module: nn.Module) -> Iterator[Hashable]:
         for name, value in sorted(vars(module).items()):
             if name not in _TORCH:
-                numbered = type(value) is int and value == self.layer and INDEX.search(name)
-                yield name, "number of the layer" if numbered else self._value(value)
+                numbered = type(value) is int and INDEX.search(name)
+                half = (value - self._number(module)) if numbered else None
+                yield name, ("number of the layer", half) if half in self._halves(module) else self._value(value)
+
+    def _number(self, module: nn.Module) -> int:
+        """The layer's number, as its modules know it: the first of its halves, if it has several."""
+        return self.layer if module is self.block else self.layer * self.halves
+
+    def _halves(self, module: nn.Module) -> range:
+        return range(1 if module is self.block else self.halves)
 
     def _value(self, value: Any) -> Hashable:
         if isinstance(value, tuple | list):
@@ -258,20 +276,20 @@ def kinds_of(model: nn.Module, blocks: str, recorder: Recorder, buffers: Mapping
         recorder: of one run of all layers.
         buffers: name -> buffers that no checkpoint holds, with values.
     """
-    layers = list(model.get_submodule(blocks).children())
+    layers, halves = list(model.get_submodule(blocks).children()), recorder.halves
     if _shares_between_layers(model, blocks) or len(recorder.returned) != 1:
-        return all_different(len(layers))
+        return all_different(len(layers), halves)
     held: dict[int, list[Hashable]] = {}
     for name, buffer in sorted(buffers.items()):
         layer, rest = split(name, blocks)
         held.setdefault(layer, []).append((rest, _constant(buffer)))
     signs = [
-        (tuple(recorder.steps.get(i, [object()])), _Attributes(block, i).all(), tuple(held.get(i, [])))
+        (tuple(recorder.steps.get(i, [object()])), _Attributes(block, i, halves).all(), tuple(held.get(i, [])))
         for i, block in enumerate(layers)
     ]
     numbers: dict[Hashable, int] = {}
     of = [numbers.setdefault(sign, len(numbers)) for sign in signs]
-    return Kinds(of, _traced(of, recorder.reads), *recorder.returned)
+    return Kinds(of, _traced(of, recorder.reads), *recorder.returned, halves)
 
 
 def _traced(of: list[int], reads: Mapping[int, set[int]]) -> list[int]:

@@ -45,8 +45,11 @@ class TapProducts(TorchFunctionMode):
             return self._pattern(func(self._at(HookPoint.AttnScores(self.layer), args[0]), *args[1:], **given))
         if self.query is not None:
             return func(*args, **given)
-        if func in ADDED_PRODUCTS and "batch1" in given:
-            return func(*args, **{**given, "batch1": self._queries(given["batch1"])})
+        if func in ADDED_PRODUCTS:
+            added, *batches = args
+            if "batch1" in given:
+                return func(*args, **{**given, "batch1": self._queries(given["batch1"])})
+            return func(added, self._queries(batches[0]), *batches[1:], **given)
         if func in PRODUCTS and args[1].dim() > 2:  # two axes: a weight
             return func(self._queries(args[0]), *args[1:], **given)
         return func(*args, **given)

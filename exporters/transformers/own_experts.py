@@ -3,6 +3,7 @@
 An entry of `OWN` says how the stacked weights of a module are read; what is computed from them is in `experts`.
 """
 
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from exporters.transformers.attention import Taps, replace_for
 from exporters.transformers.experts import compute_experts, grouped
 
+SPARE = re.compile(r"\.mlp\.experts\.(\d+)\.")  # the number of an expert, in the name of its weights
 PLAIN = {"has_bias": False, "has_gate": True, "is_concatenated": True, "has_post_expert_norm": False}
 
 
@@ -75,6 +77,39 @@ def _jetmoe(stack: ExitStack, taps: Taps, moe: Any) -> None:
     replace_for(stack, moe, "forward", forward)
 
 
+def _longcat(stack: ExitStack, taps: Taps, moe: Any) -> None:
+    """Compute LongCat's chosen experts; those without weights give back what they read."""
+    own = moe.experts
+    spare = len(own.gate_up_proj) > own.num_routed_experts  # not in a graph: see `drop_spare`
+    first = own.gate_up_proj[: own.num_routed_experts] if spare else own.gate_up_proj
+    weights = {"gate_up_proj": first, "down_proj": own.down_proj, "is_transposed": False}
+    apart = {"_apply_gate": _gated(own.act_fn), "identities_from": own.num_routed_experts}
+    experts = SimpleNamespace(**PLAIN, **weights, **apart)
+
+    def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return compute_experts(taps, experts, hidden, index, weights)
+
+    replace_for(stack, own, "forward", forward)
+
+
+def drop_spare(model: nn.Module) -> None:
+    """Drop the weights of LongCat's experts that have none: they are stacked, and never read."""
+    for experts in model.modules():
+        if type(experts).__name__ == "LongcatFlashExperts" and experts.gate_up_proj is not None:
+            experts.gate_up_proj = nn.Parameter(experts.gate_up_proj[: experts.num_routed_experts])
+
+
+def identities_from(config: Any) -> int | None:
+    """The number of LongCat's first expert without weights; None where each has some."""
+    return config.n_routed_experts if getattr(config, "zero_expert_num", None) else None
+
+
+def is_spare(name: str, config: Any) -> bool:
+    """Whether a checkpoint's tensor is one of those that `drop_spare` drops."""
+    found, first = SPARE.search(name), identities_from(config)
+    return found is not None and first is not None and int(found[1]) >= first
+
+
 def best(stack: ExitStack, router: Any) -> None:
     """Let JetMoE's router give the chosen experts, best first, and their weights.
 
@@ -127,6 +162,7 @@ OWN: dict[str, Callable[[ExitStack, Taps, nn.Module], None]] = {
     "DbrxFFN": _dbrx,
     "JetMoeMoE": _jetmoe,
     "Llama4TextMoe": _llama4,
+    "LongcatFlashMoE": _longcat,
 }
 
 

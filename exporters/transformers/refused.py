@@ -26,7 +26,6 @@ REASONS = {
     "gemma4_unified_assistant": "reads the keys and values of another model, for which it drafts tokens",
     "hrm_text": "runs each of its layers several times, so that a layer has several values at each hook point",
     "hy_v4": STREAMS,
-    "longcat_flash": "has two attentions and two MLPs in a block, and experts that join the stream half a block later",
     "nemotron_h": RECURRENT,
     "qwen4_exp_text": RECURRENT,
     "reformer": "attends within buckets of hashed keys and keeps no keys and values",

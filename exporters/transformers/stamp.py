@@ -4,13 +4,14 @@ A layer's nodes stand between the residual stream before it and after it. They r
 weights and past, and values made before, which every layer of the kind reads too (`kinds`). So a layer is made by
 copying the nodes of another one of its kind, with names moved:
 
-1. Hook points, weights, past and present of the traced layer become those of the layer that is made.
+1. Hook points, weights, past and present of the traced layer become those of the layer that is made. Where a layer of
+   transformers holds several with hook points (`Kinds.halves`), it is made whole.
 2. The stream before a layer is that after its neighbour, in traced layers too whose neighbour was not traced.
 3. Every other value of the layer gets the layer's number behind its name; values from outside are read as they are.
 """
 
 import re
-from collections.abc import MutableSequence, Sequence
+from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -38,27 +39,61 @@ def stamp(graph: ir.Graph, parameters: list[ir.Value], hooks: list[str], kinds: 
     """
     if len(kinds.traced) == len(kinds.of):
         return True
-    nodes = _segments(graph, kinds.traced)
-    if nodes is None or not all(_alone(nodes[layer], layer, blocks) for layer in kinds.traced):
+    nodes, names = _segments(graph, kinds), Names(blocks, kinds.halves)
+    if nodes is None or not all(_alone(nodes[layer], layer, names) for layer in kinds.traced):
         return False
-    stamper = _Stamper(graph, kinds, blocks, nodes, {id(value) for value in parameters})
+    stamper = _Stamper(graph, kinds, names, nodes, {id(value) for value in parameters})
     for layer in range(len(kinds.of)):
         stamper.put(layer)
     stamper.join(nodes[OUTSIDE], len(kinds.of))
     _order_cache(graph.inputs)
     _order_cache(graph.outputs)
     parameters += [value for layer in sorted(stamper.parameters) for value in stamper.parameters[layer]]
-    hooks[:] = _hooks(hooks, kinds)
+    hooks[:] = _hooks(hooks, kinds, names)
     return True
 
 
-def _segments(graph: ir.Graph, traced: Sequence[int]) -> dict[int, list[ir.Node]] | None:
+@dataclass(frozen=True)
+class Names:
+    """Names of values, by which they belong to a layer.
+
+    Attributes:
+        blocks: path of the layers in the names of weights.
+        halves: how many numbers a layer has in the names of hook points, pasts and presents.
+    """
+
+    blocks: str
+    halves: int
+
+    def layer(self, name: str) -> int:
+        """The layer that a value belongs to by its name; `OUTSIDE` if its name says none."""
+        hook, cache = layer_of(name), _CACHE.match(name)
+        if hook is not None:
+            return hook // self.halves
+        return int(cache[1]) // self.halves if cache else split(name, self.blocks)[0]
+
+    def moved(self, name: str, layer: int, other: int) -> str:
+        """Name of a value, as it is in another layer.
+
+        Args:
+            name: of a hook point, a weight, a past or a present, or of a value without a name of its own.
+            layer, other: numbers of the layers.
+        """
+        if self.layer(name) != layer:
+            return f"{name}.{other}"
+        if split(name, self.blocks)[0] == layer:
+            return f"{self.blocks}.{other}.{split(name, self.blocks)[1]}"
+        before, number, behind = re.split(r"\.(\d+)(?=\.)", name, maxsplit=1)
+        return f"{before}.{int(number) + (other - layer) * self.halves}{behind}"
+
+
+def _segments(graph: ir.Graph, kinds: Kinds) -> dict[int, list[ir.Node]] | None:
     """Group nodes by traced layer; under `OUTSIDE` stand those after the last one.
 
     Returns:
         None if layers do not come one after another.
     """
-    ends = {str(HookPoint.ResidPost(layer)): layer for layer in traced}
+    ends = {str(HookPoint.ResidPost((layer + 1) * kinds.halves - 1)): layer for layer in kinds.traced}
     before, waiting = list[ir.Node](), list[ir.Node]()
     segments: dict[int, list[ir.Node]] = {}
     for node in graph:
@@ -69,40 +104,17 @@ def _segments(graph: ir.Graph, traced: Sequence[int]) -> dict[int, list[ir.Node]
         if ended is not None:
             segments[ended], waiting = waiting, []
     segments[OUTSIDE] = waiting
-    return segments if before and [*segments] == [*traced, OUTSIDE] else None
+    return segments if before and [*segments] == [*kinds.traced, OUTSIDE] else None
 
 
-def _alone(nodes: list[ir.Node], layer: int, blocks: str) -> bool:
+def _alone(nodes: list[ir.Node], layer: int, names: Names) -> bool:
     """Whether nodes name nothing of another layer but the stream, and hold no graphs."""
     plain = all(attr.type not in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for node in nodes
                 for attr in node.attributes.values())  # fmt: skip
     made = [value for node in nodes for value in node.outputs]
     read = [value for node in nodes for value in node.inputs if value is not None and value.producer() is None]
-    owners = {_layer(value, blocks) for value in (*made, *read)}
+    owners = {names.layer(str(value.name)) for value in (*made, *read)}
     return plain and owners <= {layer, OUTSIDE}
-
-
-def _layer(value: ir.Value, blocks: str) -> int:
-    """The layer that a value belongs to by its name; `OUTSIDE` if its name says none."""
-    name = str(value.name)
-    hook, cache = layer_of(name), _CACHE.match(name)
-    if hook is not None:
-        return hook
-    return int(cache[1]) if cache else split(name, blocks)[0]
-
-
-def moved(name: str, layer: int, other: int, blocks: str) -> str:
-    """Name of a value, as it is in another layer.
-
-    Args:
-        name: of a hook point, a weight, a past or a present, or of a value without a name of its own.
-        layer, other: numbers of the layers.
-        blocks: path of the layers in the names of weights.
-    """
-    for prefix in ("blocks", KEYS_AND_VALUES.past, KEYS_AND_VALUES.present, blocks):
-        if name.startswith(f"{prefix}.{layer}."):
-            return f"{prefix}.{other}.{name.removeprefix(f'{prefix}.{layer}.')}"
-    return f"{name}.{other}"
 
 
 @dataclass
@@ -117,7 +129,7 @@ class _Stamper:
 
     graph: ir.Graph
     kinds: Kinds
-    blocks: str
+    names: Names
     nodes: dict[int, list[ir.Node]]
     weights: set[int]
     parameters: dict[int, list[ir.Value]] = field(default_factory=dict)
@@ -165,7 +177,7 @@ class _Stamper:
 
     def _read(self, value: ir.Value, known: dict[int, ir.Value], template: int, layer: int) -> ir.Value:
         """Value that a copy reads in the place of another one."""
-        if value.producer() is not None or _layer(value, self.blocks) != template:
+        if value.producer() is not None or self.names.layer(str(value.name)) != template:
             return known.get(id(value), value)
         if id(value) not in known:
             known[id(value)] = self._source(value, template, layer)
@@ -184,7 +196,7 @@ class _Stamper:
         return made
 
     def _like(self, value: ir.Value, template: int, layer: int) -> ir.Value:
-        name = moved(str(value.name), template, layer, self.blocks)
+        name = self.names.moved(str(value.name), template, layer)
         made = ir.Value(name=name, shape=value.shape and value.shape.copy(), type=value.type)
         if value.is_graph_output():
             self.graph.outputs.append(made)
@@ -203,14 +215,14 @@ def _order_cache(values: MutableSequence[ir.Value]) -> None:
     values.extend(ordered)
 
 
-def _hooks(hooks: list[str], kinds: Kinds) -> list[str]:
+def _hooks(hooks: list[str], kinds: Kinds, names: Names) -> list[str]:
     """Hook points of all layers, in execution order."""
-    of: dict[int | None, list[str]] = {}
+    of: dict[int, list[str]] = {}
     for name in hooks:
-        of.setdefault(layer_of(name), []).append(name)
+        of.setdefault(names.layer(name), []).append(name)
     layered = [place for place, name in enumerate(hooks) if layer_of(name) is not None]
     found = hooks[: layered[0]]
     for layer in range(len(kinds.of)):
         traced = layer if layer in kinds.traced else kinds.template(layer)
-        found += [moved(name, traced, layer, "blocks") for name in of[traced]]
+        found += [names.moved(name, traced, layer) for name in of[traced]]
     return found + hooks[layered[-1] + 1 :]

@@ -211,7 +211,7 @@ class _Attachment:
             if share := getattr(self.module(layout.mlp_input, block), "activation_sparsity", 0.0):
                 self.enter_around(self.module(layout.mlp_input, block), lambda _: _quantile(share))
         else:
-            self.before(block, lambda x: at(HookPoint.ResidPre(i), x))
+            self.stream_before(i, block)
         self.rope(self.module(layout.attention, block), i)
         self.heads(i, block)
         if layout.adds_products:
@@ -223,10 +223,20 @@ class _Attachment:
         self.mlp(i, block)
         if not layout.adds_products:
             self.after(self.module(layout.mlp_added, block), lambda x: at(HookPoint.MlpOut(i), x))
-        if not layout.streams:
+        if not layout.streams and (i + 1) % layout.halves == 0:
             self.after(block, lambda x: at(HookPoint.ResidPost(i), x))
         if layout.flattens:
             self.enter_around(block, lambda _: _KeepAxes())
+
+    def stream_before(self, i: int, block: nn.Module) -> None:
+        """Tap the stream before a layer; inside a block, also as that after the layer before."""
+        at = self.taps.at
+        if i % self.layout.halves == 0:
+            self.before(block, lambda x: at(HookPoint.ResidPre(i), x))
+            return
+        begins = self.module(str(self.layout.begins), block)
+        for point in (HookPoint.ResidPost(i - 1), HookPoint.ResidPre(i)):
+            self.before(begins, lambda x, point=point: at(point, x, stream=True))
 
     def streams(self, i: int, module: Any) -> None:
         """Tap the active stream of several, as predicted and before the correction."""
@@ -250,8 +260,9 @@ class _Attachment:
                 self.after(self.module(path, attention), lambda x, point=point: at(point, x))
         if layout.own_attention:
             self.own_attention(i, attention)
-        elif layout.rotates_part:
-            width = getattr(attention, "qk_head_dim", None)
+        if layout.rotates_part and not layout.splits_heads:
+            widths = (getattr(attention, name, None) for name in ("qk_head_dim", "head_size"))
+            width = next((width for width in widths if width is not None), None)
             self.enter_around(attention, lambda _: TapWhole(self.taps, i, width))
         if layout.sparse and self.has("indexer", attention):
             replace_for(self.stack, self.module("indexer", attention), "forward", _choose_all)
@@ -277,16 +288,39 @@ class _Attachment:
 
     def mlp(self, i: int, block: nn.Module) -> None:
         at, layout = self.taps.at, self.layout
-        self.before(self.module(layout.mlp_input, block), lambda x: at(HookPoint.MlpPre(i), self.note(i, x)))
+        if layout.shortcut:  # several modules read what this norm makes
+            self.after(self.module(str(layout.middle), block), lambda x: at(HookPoint.MlpPre(i), self.note(i, x)))
+        else:
+            self.before(self.module(layout.mlp_input, block), lambda x: at(HookPoint.MlpPre(i), self.note(i, x)))
         found = find_experts(block) if layout.experts else None
         if found is not None:
             self.experts(i, block, found)
         elif not layout.experts or self.has(layout.down, block):
             self.neurons(i, block)
+        if layout.shortcut and (i + 1) % layout.halves == 0:
+            self.shortcut(i, block)
         if layout.shared:
             self.shared(i, block)
         else:
             self.after(self.module(layout.mlp_output, block), lambda x: self.taps.at_tokens(HookPoint.MlpPost(i), x))
+
+    def shortcut(self, i: int, block: nn.Module) -> None:
+        """Compute a mixture where it joins the stream, beside the last half's MLP."""
+        mixture: Any = self.module(str(self.layout.shortcut), block)
+        tap_own_experts(self.stack, self.taps, mixture)
+        tap_router(self.stack, self.taps, mixture)
+        compute, read = mixture.forward, []
+
+        def postpone(x: Tensor) -> int:
+            read[:] = [x]
+            return 0  # which the block adds in its place
+
+        def added(x: Tensor) -> Tensor:
+            with _InOrder():
+                return x + compute(read.pop())
+
+        replace_for(self.stack, mixture, "forward", postpone)
+        self.after(self.module(self.layout.mlp_output, block), added)
 
     def shared(self, i: int, block: nn.Module) -> None:
         """Tap an MLP beside the experts: it reads what they read, and the block adds the two."""
@@ -365,12 +399,13 @@ def attached(model: PreTrainedModel, layout: Layout, listen: Listener) -> Iterat
         attachment = _Attachment(model, layout, taps, stack)
         blocks = attachment.module(layout.blocks)
         attachment.outside_blocks()
-        for i, block in enumerate(blocks):
+        layers = [(block, half) for block in blocks for half in range(layout.halves)]
+        for i, (block, half) in enumerate(layers):
             if not isinstance(block, Passed):
-                attachment.block(i, block)
+                _Attachment(model, layout.half(half), taps, stack).block(i, block)
         if layout.own_attention:
             stack.enter_context(plain_maximum(model))
-        tap_rotation(stack, taps, attachment.module(layout.attention, blocks[0]))
+        tap_rotation(stack, taps, attachment.module(layout.half(0).attention, blocks[0]))
         replace_for(stack, model.config, "_attn_implementation", ATTENTION)
         stack.callback(active.remove, taps)
         active.append(taps)

@@ -25,6 +25,7 @@ from exporters.transformers.attention import ATTENTION, Listener, TappedCache
 from exporters.transformers.experts import EXPERTS
 from exporters.transformers.families import Layout, layout_of
 from exporters.transformers.kinds import Kinds, Recorder, all_different, kinds_of
+from exporters.transformers.own_experts import drop_spare
 from exporters.transformers.sizes import rope_parameters
 from exporters.transformers.taps import Passed, attached, submodule
 from mionnx.errors import ExportError
@@ -117,6 +118,7 @@ def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
             skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     except (KeyError, ValueError) as error:  # no such architecture, or attention code of its own for each backend
         raise ExportError(f"transformers builds no {config.model_type!r} with attention to replace: {error}") from error
+    drop_spare(skeleton)
     for module in skeleton.modules():
         # The long factors apply beyond `Sizes.max_positions`; the graph holds the short ones only.
         if getattr(module, "rope_type", None) == "longrope":
@@ -168,14 +170,14 @@ def find_kinds(skeleton: PreTrainedModel, sizes: PastSizes, buffers: Mapping[str
     layout, layers = layout_of(skeleton.config), skeleton.config.num_hidden_layers
     with torch.device("meta"):
         example = _example(range(layers), sizes)
-    recorder = Recorder(skeleton, layout.blocks, example[:3], example[3])
+    recorder = Recorder(skeleton, layout.blocks, example[:3], example[3], layout.halves)
     try:
         with quiet(), torch.no_grad(), recorder:
             Cached(skeleton, layout, recorder.listen).eval()(*example)
     except ExportError:
         raise
     except Exception:  # whatever torch raises where the meta device cannot follow: nothing is known of the layers
-        return all_different(layers)
+        return all_different(layers // layout.halves, layout.halves)
     return kinds_of(skeleton, layout.blocks, recorder, buffers)
 
 
@@ -230,17 +232,17 @@ def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> Traced:
         with quiet(), UNCACHED, torch.no_grad(), _passed_over(skeleton, layout, kinds):
             with FakeTensorMode():
                 allocate(skeleton)
-                example = _example(kinds.traced, sizes)
+                example = _example(kinds.hooked, sizes)
             program = torch.onnx.export(
-                Cached(skeleton, layout, _mark, kinds.traced).eval(),
+                Cached(skeleton, layout, _mark, kinds.hooked).eval(),
                 example,
                 dynamo=True,
                 dynamic_shapes=(two, two, two, [(cached, cached) for _ in example[3]]),
                 opset_version=OPSET,
                 optimize=False,
                 verbose=False,
-                input_names=[*TOKENS, *(name for i in kinds.traced for name in names.layer_inputs(i))],
-                output_names=["logits", *(name for i in kinds.traced for name in names.layer_outputs(i))],
+                input_names=[*TOKENS, *(name for i in kinds.hooked for name in names.layer_inputs(i))],
+                output_names=["logits", *(name for i in kinds.hooked for name in names.layer_outputs(i))],
             )
     except torch.onnx.errors.OnnxExporterError as error:
         if isinstance(error.__cause__, ExportError):

@@ -85,13 +85,16 @@ class BoundSpec:
         """
         return edit_inputs(selections_of(self.edits, self.hooks, batch), self.hooks, batch)
 
-    def inputs(self, batch: TokenBatch, past: Past | None = None, use_cache: bool = False) -> dict[str, Value]:
+    def inputs(
+        self, batch: TokenBatch, past: Past | None = None, use_cache: bool = False, checked: bool = False
+    ) -> dict[str, Value]:
         """All inputs of a pass: tokens, past, values, positions, masks, weights, gates, parts.
 
         Args:
             batch: the tokens.
             past: what came before them.
             use_cache: whether keys and values are returned, so that a change of them alone is an effect.
+            checked: whether the interventions are known to have an effect.
 
         Raises:
             InputError: a past that does not fit, or tokens and a top_k outside the vocabulary.
@@ -99,8 +102,21 @@ class BoundSpec:
         """
         edits = {**self.values(batch), **self.weights} if self.plan.edits else {}
         inputs = self.step_inputs(batch, past_inputs(self.model, past, batch), edits)
-        self.refuse_idle(batch, use_cache)
+        if not checked:
+            self.refuse_idle(batch, use_cache)
         return inputs
+
+    def check(self, batch: TokenBatch, use_cache: bool) -> None:
+        """Check the spec on the rows of a batch that will run in several parts.
+
+        Raises:
+            InterventionError: see `inputs`.
+        """
+        if self.plan.edits:
+            self.values(batch)
+        gates_of(self.spec, batch, self.model.metadata)
+        capture_inputs((*self.captures, *self.gradients), batch)
+        self.refuse_idle(batch, use_cache)
 
     def refuse_idle(self, batch: TokenBatch, use_cache: bool, logits: ByRow | None = None) -> None:
         """Refuse interventions without effect in a pass, or in the generation that it begins.

@@ -11,10 +11,13 @@ from mionnx.errors import HookError, InterventionError
 from mionnx.graph.axes import CHOSEN, EXPERTS, dynamic_sizes, has_sequence, heads_axis, neurons_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import DTYPES, HookedModel
+from mionnx.graph.metadata import IDENTITIES
 from mionnx.rewrite.plan import CaptureNode, Edit
 from mionnx.spec.capture import Capture
 from mionnx.spec.hook_choice import resolve
 from mionnx.spec.intervention import Intervention
+
+OF_NEURONS = ("MlpExpertGate", "MlpExpertUp", "MlpExpertAct")  # variants of hook points
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,12 @@ def _choice(point: HookPoint, axes: tuple[str, ...], one: Intervention, model: H
     count = model.metadata.sizes.n_experts
     if count is not None and max(one.experts) >= count:
         raise InterventionError(f"{one.kind} at {point}: expert {max(one.experts)} of {count} (0 to {count - 1})")
+    first = model.metadata.exporter.get(IDENTITIES)
+    if first is not None and point.variant in OF_NEURONS and max(one.experts) >= int(first):
+        raise InterventionError(
+            f"{one.kind} at {point}: expert {max(one.experts)} gives back what it reads and has no neurons, as all "
+            f"from {first} on; intervene at {HookPoint.MlpExpertOut(point.layer or 0)}"
+        )
     return str(HookPoint.MlpExpertIndices(point.layer or 0)) if CHOSEN in axes else None
 
 

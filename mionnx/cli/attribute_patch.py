@@ -6,15 +6,16 @@ import typer
 from rich.console import Console
 
 from mionnx.cli.options import Html, Json, Layers, Model, Png, Provider, Save, chosen, deliver
-from mionnx.cli.sweep_options import OTHER, Answer, Cells, Clean, Kind, Over, Read, Versus, axes, given
+from mionnx.cli.pairs_file import Pairs
+from mionnx.cli.sweep_options import OTHER, Answer, Cells, IfAny, Kind, Over, Read, Versus, axes, given, prompts
 from mionnx.errors import InputError
 from mionnx.model import MIModel
 
 
 def attribute_patch(
     model: Model,
-    clean: Clean,
-    corrupted: Annotated[str, typer.Argument(help=OTHER)],
+    clean: IfAny = None,
+    corrupted: Annotated[str | None, typer.Argument(help=OTHER)] = None,
     hook: Kind = None,
     over: Over = None,
     metric: Annotated[str | None, typer.Option(help="logit_diff, probability, log_probability or kl.")] = None,
@@ -27,6 +28,7 @@ def attribute_patch(
     ] = "gradient",
     confirm: Annotated[int, typer.Option(min=0, help="Leading cells to compute exactly besides.")] = 0,
     layers: Layers = None,
+    pairs: Pairs = None,
     position: Read = -1,
     top: Cells = 12,
     html: Html = None,
@@ -39,10 +41,13 @@ def attribute_patch(
 
     Example: mionnx attribute-patch models/world-llama "The capital of France is" "The capital of Germany is" --steps 8
     """
-    options = given(hook=hook, over=axes(over), metric=metric, answer=answer, versus=versus)
+    texts = prompts(clean, corrupted, pairs, answer=answer, versus=versus)
+    if "corrupted" not in texts:
+        raise typer.BadParameter("give a corrupted prompt, of which each cell's effect is the difference")
+    options = texts | given(hook=hook, over=axes(over), metric=metric)
     options |= {"at": at, "steps": steps, "method": method, "confirm": confirm, "position": position}
     opened = MIModel.from_pretrained(model, provider=provider)
-    result = opened.attribute_patch(clean, corrupted, layers=chosen("layers", layers), **options)
+    result = opened.attribute_patch(layers=chosen("layers", layers), **options)
     if isinstance(result, dict):
         raise InputError(f"--hook {hook} means several kinds, a table shows one: {', '.join(result)}")
     deliver(result, lambda: result.table(top), html, png, as_json, save)

@@ -1,6 +1,7 @@
 """The command `mionnx sweep`: patching, ablation and path patching over layers, positions and heads."""
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -8,8 +9,10 @@ from rich.console import Console
 
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Sweep
+from mionnx.cli.corruption import corruption
 from mionnx.cli.options import Html, Json, Layers, Model, Png, Provider, Save, chosen, deliver
-from mionnx.cli.sweep_options import OTHER, Answer, Cells, Clean, Kind, Over, Read, Versus, axes, given
+from mionnx.cli.pairs_file import Pairs
+from mionnx.cli.sweep_options import OTHER, Answer, Cells, IfAny, Kind, Over, Read, Versus, axes, given, prompts
 from mionnx.machine.memory import format_bytes
 from mionnx.model import MIModel
 
@@ -18,7 +21,7 @@ STOPPED = 130  # the exit code of a program that was interrupted
 
 def sweep(
     model: Model,
-    clean: Clean,
+    clean: IfAny = None,
     corrupted: Annotated[str | None, typer.Argument(help=OTHER)] = None,
     hook: Kind = None,
     over: Over = None,
@@ -26,11 +29,22 @@ def sweep(
     answer: Answer = None,
     versus: Versus = None,
     noising: Annotated[bool, typer.Option(help="Patch corrupted values into the clean run.")] = False,
-    ablate: Annotated[str | None, typer.Option(metavar="zero|mean", help="Ablate instead of patching.")] = None,
+    ablate: Annotated[
+        str | None, typer.Option(metavar="zero|mean|resample", help="Ablate instead of patching.")
+    ] = None,
     receiver: Annotated[
         list[str] | None, typer.Option(metavar="HOOK", help="Path patching: a receiver, or all.")
     ] = None,
     layers: Layers = None,
+    pairs: Pairs = None,
+    noise: Annotated[
+        str | None, typer.Option(metavar="SUBJECT", help="Corrupt by Gaussian noise at the embeddings of this string.")
+    ] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Draws of the noise; 10 if left out.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the noise, or of a resampling; 0 if left out.")] = None,
+    corrupted_spec: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Corrupt by the interventions of a saved HookSpec.")
+    ] = None,
     at: Read = -1,
     top: Cells = 12,
     html: Html = None,
@@ -48,21 +62,27 @@ def sweep(
     mionnx sweep models/world-llama "The capital of France is" "The capital of Germany is" --html sweep.html
 
     mionnx sweep models/world-llama "The capital of France is" --ablate zero --hook z --over layer,head
+
+    mionnx sweep models/world-llama "The capital of France is" --noise France --metric probability --answer Paris
+
+    mionnx sweep models/world-llama --pairs pairs.jsonl --hook mlp.hook_act --over layer,neuron
     """
-    if (corrupted is None) == (ablate is None):
-        raise typer.BadParameter("give a corrupted prompt to patch with, or --ablate")
+    texts = prompts(clean, corrupted, pairs, answer=answer, versus=versus)
+    texts |= corruption(noise, repeats, None if ablate else seed, corrupted_spec, "corrupted" in texts)
+    if ("corrupted" in texts) == (ablate is not None):
+        raise typer.BadParameter("give a corrupted prompt to patch with, --noise, --corrupted-spec, or --ablate")
     if ablate and (receiver or noising):
         raise typer.BadParameter("--receiver and --noising are for patching")
     opened = MIModel.from_pretrained(model, provider=provider)
-    options = given(metric=metric, answer=answer, versus=versus, layers=chosen("layers", layers), over=axes(over))
+    options = given(metric=metric, layers=chosen("layers", layers), over=axes(over))
     options |= given(**{"sender" if receiver else "hook": hook})
     options |= {"at": at, "before": lambda ready: _announce(ready, as_json), "resume": True}
     try:
-        if corrupted is None:
-            result = opened.ablation_sweep(clean, kind=str(ablate), **options)
+        if ablate is not None:
+            result = opened.ablation_sweep(texts.pop("clean"), kind=ablate, **texts, **options, **given(seed=seed))
         else:
             options["direction"] = "noising" if noising else "denoising"
-            result = _patch(opened, clean, corrupted, receiver, options)
+            result = _patch(opened, receiver, texts | options)
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command goes on where this one stopped", err=True)
         sys.exit(STOPPED)
@@ -71,12 +91,10 @@ def sweep(
         typer.echo(result.facts())
 
 
-def _patch(
-    model: MIModel, clean: str, corrupted: str, receiver: list[str] | None, options: dict[str, Any]
-) -> SweepResult:
+def _patch(model: MIModel, receiver: list[str] | None, options: dict[str, Any]) -> SweepResult:
     if receiver:
-        return model.path_patch(clean, corrupted, "all" if receiver == ["all"] else receiver, **options)
-    return model.patch_sweep(clean, corrupted, **options)
+        return model.path_patch(receivers="all" if receiver == ["all"] else receiver, **options)
+    return model.patch_sweep(**options)
 
 
 def _announce(ready: Sweep, quiet: bool) -> None:

@@ -6,6 +6,8 @@ HEAD_AXES = ("n_heads", "n_kv_heads")  # axes that count heads
 EXPERTS, CHOSEN = "n_experts", "n_chosen"  # axes of all experts, and of those that a token chose
 NEURON_AXES = ("d_mlp", "d_expert")  # axes of neurons, of an MLP and of each chosen expert
 SEQUENCE_AXES = ("seq_q", "seq")  # axes with one entry per token of a pass
+KEYS = "seq_k"  # an axis with one entry per token of the past and of a pass
+TOKEN_AXES = (*SEQUENCE_AXES, "seq_src", KEYS)  # axes whose size a text's length gives
 
 
 def heads_axis(axes: Sequence[str]) -> int | None:

@@ -111,6 +111,17 @@ class KVCache(LayerCache[Layer]):
         self.layers = [(keys[:, :, :seq_len], values[:, :, :seq_len]) for keys, values in self.layers]
         self.attention_mask = self.attention_mask[:, :seq_len]
 
+    def row(self, row: int) -> KVCache:
+        """One row without its padding: [1, n_kv_heads, tokens, head_dim] a layer.
+
+        Raises:
+            InputError: no such row.
+        """
+        one = self.select([row])
+        real = np.flatnonzero(one.attention_mask[0])
+        layers = [self.layer_of(part[:, :, real] for part in layer) for layer in one.layers]
+        return KVCache(layers, one.attention_mask[:, real])
+
     @staticmethod
     def load(path: str | Path) -> KVCache:
         """Read a cache that `save` wrote.

@@ -14,7 +14,7 @@ from mionnx.inputs.cache_file import write_cache
 from mionnx.inputs.value import Value
 from mionnx.machine import memory
 from mionnx.machine.arrays import LARGE, to_array
-from mionnx.machine.brief import Brief, count, shape_of
+from mionnx.machine.brief import Brief, count, shape_of, spelled
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
 
@@ -144,6 +144,18 @@ class LayerCache(Brief, Storable, ABC, Generic[Layer]):
             raise InputError(f"only a {self.NOUN} of one row can be repeated, this one has {self.batch}")
         layers = [self.layer_of(np.repeat(part, rows, axis=0) for part in layer) for layer in self.layers]
         return type(self)(layers, np.repeat(self.attention_mask, rows, axis=0))
+
+    def select(self, rows: Sequence[int]) -> Self:
+        """The keys and values, or the states, of some rows, in the order given; padding stays.
+
+        Raises:
+            InputError: a row that it does not have.
+        """
+        if any(not 0 <= row < self.batch for row in rows):
+            raise InputError(f"rows {spelled([*rows])} of a {self.NOUN} of {self.batch} (0 to {self.batch - 1})")
+        at = list(rows)
+        layers = [self.layer_of(np.asarray(part)[at] for part in layer) for layer in self.held()]
+        return type(self)(layers, self.attention_mask[at])
 
     def _contents(self) -> dict[str, Any]:
         layers = [tuple(map(np.asarray, layer)) for layer in self.held()]

@@ -123,6 +123,15 @@ class RWKVState(LayerCache[Layer]):
             "earlier call, or capture hook_states"
         )
 
+    def row(self, row: int) -> RWKVState:
+        """One row, its padding forgotten: a state of one row.
+
+        Raises:
+            InputError: no such row.
+        """
+        one = self.select([row])
+        return RWKVState(one.layers, one.attention_mask[:, one.attention_mask[0] == 1])
+
     @staticmethod
     def load(path: str | Path) -> RWKVState:
         """Read a state that `save` wrote.

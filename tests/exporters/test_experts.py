@@ -29,6 +29,7 @@ FAMILIES = (
     "granitemoe",
     "hunyuan_v1_moe",
     "llama4_text",
+    "longcat_flash",
     "minimax_m2",
     "olmoe",
     "phimoe",
@@ -37,13 +38,14 @@ FAMILIES = (
 )
 
 
-def grouped_session(stack, rows):
+def grouped_session(stack, rows, partial=False):
     """A session of one GroupedMatMul over a stack of matrices."""
     shape = (stack, 5, 7) if rows else (stack, 7, 5)
+    attributes = f"rows = {int(rows)}, partial = {int(partial)}"
     text = (
         f'<ir_version: 10, opset_import: ["" : 23, "{GROUPED_DOMAIN}" : 1]> g '
         f"(float[n, 5] x, float[{', '.join(map(str, shape))}] w, int64[n] chosen) => (float[n, 7] y) "
-        f"{{ z = {GROUPED_DOMAIN}.GroupedMatMul<rows = {int(rows)}>(x, w, chosen) y = Identity(z) }}"
+        f"{{ z = {GROUPED_DOMAIN}.GroupedMatMul<{attributes}>(x, w, chosen) y = Identity(z) }}"
     )
     model = ir.from_onnx_text(text)
     expand_grouped(model.graph)
@@ -63,6 +65,18 @@ def test_each_row_is_multiplied_with_the_matrix_that_it_chose(rows):
         for row in range(count):  # to the last bit, whatever stands beside it
             alone = {"x": x[row : row + 1], "w": matrices, "chosen": chosen[row : row + 1]}
             assert np.array_equal(session.run(None, alone)[0][0], found[row])
+
+
+def test_a_row_that_chose_no_matrix_becomes_zero():
+    session, shape = grouped_session(4, rows=False, partial=True)
+    rng = np.random.default_rng(0)
+    matrices = rng.normal(size=shape).astype(np.float32)
+    for chosen in ([6], [4, 5, 4], [0, 5, 3, 3, 4, 1], [2, 4, 4, 4, 4, 4], rng.integers(0, 7, 40)):
+        chosen, x = np.array(chosen), rng.normal(size=(len(chosen), 5)).astype(np.float32)
+        expected = np.einsum("ni,noi->no", x, np.concatenate([matrices, np.zeros((3, 7, 5), np.float32)])[chosen])
+        (found,) = session.run(None, {"x": x, "w": matrices, "chosen": chosen})
+        assert np.abs(found - expected).max() < 1e-5
+        assert not found[chosen >= 4].any()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import CONFIGS, GEMMA, NO_GROUPS, TINY, make_checkpoint
 from same_graph import described
+from tiny_configs import tiny_config
 from transformers import AutoConfig
 
 from exporters.transformers import hooked_graph
@@ -32,10 +33,12 @@ DEEP: dict[str, dict[str, Any]] = {
         **{"hidden_size": 64, "intermediate_size": 48, "num_key_value_heads": 2, "kv_channels": 16, "vocab_size": 101},
         **{"num_local_experts": 4, "num_hidden_layers": 4},
     },
+    "longcat_flash": {**tiny_config("longcat_flash"), "num_layers": 4},  # two layers in each
     "smollm3": {**TINY, "num_hidden_layers": 9},
     "cohere2": {**TINY, "num_hidden_layers": 9},
     **{family: {**LINES, "n_layer": 4, "rotary_dim": 8} for family in ("gptj", "ctrl", "openai-gpt")},
     "falcon": {**NO_GROUPS, "num_hidden_layers": 4},
+    "gpt_neox_japanese": {**NO_GROUPS, "num_hidden_layers": 5},  # a bias in the last one
     "gpt_neo": {
         **{"hidden_size": 64, "num_heads": 4, "num_layers": 6, "intermediate_size": 96, "vocab_size": 101},
         **{"max_position_embeddings": 64, "attention_types": [[["global", "local"], 3]], "window_size": 8},

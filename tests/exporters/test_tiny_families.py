@@ -12,10 +12,10 @@ from tiny_configs import tiny_config
 from transformers import PreTrainedModel
 
 from exporters.transformers import export
-from mionnx import HookError, HookPoint, HookSpec, InputError, Intervention, MIModel
+from mionnx import HookError, HookPoint, HookSpec, InputError, Intervention, InterventionError, MIModel
 
 TOLERANCE = 5e-5
-LATENTS = ["deepseek_v2", "deepseek_v3", "youtu"]
+LATENTS = ["deepseek_v2", "deepseek_v3", "longcat_flash", "youtu"]
 SPARSE = ["doge", "glm_moe_dsa"]
 FAMILIES = [
     *LATENTS,
@@ -25,6 +25,7 @@ FAMILIES = [
     "phi",
     "stablelm",
     "diffllama",
+    "gpt_neox_japanese",
     "granite",
     "granitemoeshared",
     "jetmoe",
@@ -112,10 +113,46 @@ def test_latents_are_hook_points_and_keys_may_be_of_another_size_than_values(fam
     keys, values = cache.kv_cache.layers[0]
     assert keys.shape[-1] == config.qk_nope_head_dim + config.qk_rope_head_dim
     assert values.shape[-1] == config.v_head_dim != keys.shape[-1]
-    assert model.W_O.shape == (2, config.num_attention_heads, config.v_head_dim, config.hidden_size)
+    assert model.W_O.shape == (
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.v_head_dim,
+        config.hidden_size,
+    )
     assert cache["result", 0].shape[-2:] == (config.num_attention_heads, config.hidden_size)
     changed = model.forward(batch("plain").ids, HookSpec().intervene(HookPoint.AttnKvLatent(0), Intervention.Zero()))
     assert np.abs(changed.output() - cache.output()).max() > 1e-3
+
+
+@pytest.mark.slow
+def test_a_mixture_that_joins_half_a_block_later_is_part_of_what_the_second_half_adds(made):
+    """LongCat: of two layers of one block the second has the experts, which read what the first one's MLP reads."""
+    model, reference = made("longcat_flash")
+    ids = batch("plain").ids
+    cache = model.forward(ids, HookSpec().capture("*"))
+    block = reference.model.layers[1]
+    with torch.no_grad():
+        apart = [block.mlp(torch.from_numpy(cache["pre", 2])), block.mlps[1](torch.from_numpy(cache["pre", 3]))]
+    assert np.abs(sum(apart).numpy() - cache["mlp_out", 3]).max() < TOLERANCE
+    assert np.abs(cache["expert_out", 3].sum(2) - apart[0].numpy()).max() < TOLERANCE
+    identical = cache["expert_indices", 3] >= 4
+    assert identical.any()
+    assert not cache["expert_act", 3][identical].any()
+    given = (cache["pre", 2][:, :, None] * cache["expert_weights", 3][..., None])[identical]
+    assert np.abs(cache["expert_out", 3][identical] - given).max() < TOLERANCE
+    assert all(("router_logits", layer) not in cache for layer in (0, 2))
+    with pytest.raises(InterventionError, match="expert 5 gives back what it reads and has no neurons, as all from 4"):
+        model.forward(ids, HookSpec().intervene(HookPoint.MlpExpertAct(3), Intervention.Zero(experts=5)))
+    with pytest.raises(InputError, match=r"layer 1 of this longcat_flash reads blocks\.0\.mlp\.hook_pre besides"):
+        model.path_patch([[5, 6, 7]], [[5, 9, 7]], "all", answer=3, versus=4)
+    swept = model.patch_sweep([[5, 6, 7]], [[5, 9, 7]], "mlp.hook_pre", answer=3, versus=4).values
+    for layer in (0, 1):
+        point = HookPoint.MlpPre(layer)
+        changed = np.array(model.forward([[5, 9, 7]], HookSpec().capture(point))[point])
+        changed[:, 1] = model.forward([[5, 6, 7]], HookSpec().capture(point))[point][:, 1]
+        spec = HookSpec().intervene(point, Intervention.Replace(changed))
+        logits = model.forward([[5, 9, 7]], spec).output()[0, -1]
+        assert swept[layer, 1] == pytest.approx(logits[3] - logits[4], abs=1e-5)
 
 
 @pytest.mark.slow
@@ -179,3 +216,22 @@ def test_heads_whose_tokens_choose_their_projections_have_no_results(made):
         model.forward([[3, 4]], HookSpec().capture(HookPoint.AttnResult(0)))
     with pytest.raises(HookError, match="chooses its own projections"):
         _ = model.W_O
+    found = model.attribute([[3, 4, 5]], 7)
+    assert found.heads is None
+    assert {"0_attn_out", "1_attn_out", "1_mlp_out"} <= {*found.labels}
+    assert found.total == pytest.approx(model.forward([[3, 4, 5]]).output()[0, -1, 7], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_stream_that_goes_on_normed_is_no_sum_of_what_layers_add(tmp_path):
+    """BLOOM, where the config lets the norms' outputs skip the halves."""
+    changes = {**tiny_config("bloom"), "apply_residual_connection_post_layernorm": True}
+    reference, inputs = make_checkpoint("bloom", tmp_path / "checkpoint", **changes), batch("left past")
+    export(tmp_path / "checkpoint", tmp_path / "hooked")
+    model, expected = MIModel.from_pretrained(tmp_path / "hooked", threads=1), run(reference, inputs).values
+    found = forward(model, inputs, HookSpec().capture(lambda name: not name.endswith("hook_result"))).values
+    assert {*found} == {*expected}
+    points = map(HookPoint.parse, found)
+    assert max(difference(point, found[point.name], expected[point.name], inputs) for point in points) < TOLERANCE
+    with pytest.raises(InputError, match="'bloom' norms it between additions"):
+        model.attribute([[3, 4, 5]], 7)

@@ -61,7 +61,6 @@ LATENT = [
     "glm4_moe_lite",
     "glm_moe_dsa",
     "kimi_linear",
-    "longcat_flash",
     "minicpm3",
     "youtu",
 ]
@@ -78,6 +77,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "llama4_text": {"floor_scale": 4, "moe_layers": [1, 3]},
     **{key: {"num_key_value_heads": 4, "head_dim": 8} for key in LATENT},
+    "longcat_flash": {"num_key_value_heads": 4, "head_dim": 8, "zero_expert_num": 2, "moe_topk": 3},
     "deepseek_v2": {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "cohere_compass_text": {"rope_parameters": {"full_attention": None, "sliding_attention": ROTATED}},
     "gemma4_unified_text": {

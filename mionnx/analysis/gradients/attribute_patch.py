@@ -14,7 +14,9 @@ from mionnx.analysis.gradients.first_order import FirstOrder, cells_of
 from mionnx.analysis.gradients.seeded import Seed, check_metric
 from mionnx.analysis.sweep.grid import axes_to_go_over, hook_kinds
 from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
+from mionnx.analysis.sweep.pairs import Corrupted
 from mionnx.analysis.sweep.patching import make_patch_sweep
+from mionnx.analysis.sweep.places import Positions
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Sweep
 from mionnx.bind.gradients import differentiable
@@ -36,11 +38,11 @@ Cells = tuple[Hook, str | Iterable[str], Iterable[int] | None]  # hook point, ax
 Numbers = NDArray[np.float64]
 
 
-@typed(leave=["hook", "layers", "over", "answer", "versus"])
+@typed(leave=["hook", "layers", "over", "answer", "versus", "positions"])
 def attribute_patch(
     model: Runner,
     clean: Prompt,
-    corrupted: Prompt,
+    corrupted: Corrupted,
     hook: Hook | Iterable[Hook] = "hook_resid_pre",
     over: str | Iterable[str] = ("layer", "position"),
     metric: Measure = "logit_diff",
@@ -53,6 +55,7 @@ def attribute_patch(
     confirm: int = 0,
     layers: Iterable[int] | None = None,
     position: int = -1,
+    positions: Positions | None = None,
     seed: ArrayLike | Seed | None = None,
 ) -> AttributedSweep | dict[str, AttributedSweep]:
     """Attribution patching: `patch_sweep` to first order, from one pass forward and back.
@@ -60,7 +63,7 @@ def attribute_patch(
     A cell is worth the sum over its numbers of (clean value - corrupted value) times the gradient of the metric.
 
     Args:
-        clean, corrupted, over, metric, answer, versus, layers: see `patch_sweep`; "rank" has no gradient.
+        clean, corrupted, over, metric, answer, versus, layers, positions: see `patch_sweep`; "rank" has no gradient.
         hook: as for `patch_sweep`; or a glob that means several kinds ("blocks.*.attn.*"), of which those with the axes
             of `over` and a gradient are taken, or a list. All of them come from the same passes.
         at: the prompt at which gradients are taken, "corrupted", "clean", or the "mean" of both.
@@ -91,7 +94,7 @@ def attribute_patch(
     chosen, several = _kinds(model.hooked, hook, over, layers)
     sweeps = {}
     for kind in chosen:
-        sweep = make_patch_sweep(model, request, clean, corrupted, kind, "denoising", position)
+        sweep = make_patch_sweep(model, request, clean, corrupted, kind, "denoising", position, positions=positions)
         sweeps[sweep.setting.grid.template] = sweep
         _check_confirm(confirm, sweep)
     hooks = [grid.hook(layer) for grid in (sweep.setting.grid for sweep in sweeps.values()) for layer in grid.layers]
@@ -166,7 +169,7 @@ def _results(sweeps: Mapping[str, Sweep], first_order: FirstOrder, confirm: int)
         for number, pair in enumerate(pairs):
             effects, bases[:, number] = first_order.of(pair, number, len(pairs))
             for kind, sweep in sweeps.items():
-                by_pair[kind].append(bases[0, number] + cells_of(sweep.setting.grid, effects))
+                by_pair[kind].append(bases[0, number] + cells_of(sweep.setting.grid.at(pair.places), effects))
         seconds = time.perf_counter() - begin
         found = {}
         for kind, sweep in sweeps.items():

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from mionnx.analysis.sweep.donors import draw_donors, mean_donors, zero_donors
 from mionnx.analysis.sweep.grid import make_grid
 from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
+from mionnx.analysis.sweep.pairs import Pair
 from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
+from mionnx.analysis.sweep.places import Positions, find_places
 from mionnx.analysis.sweep.prompts import and_more, axis_labels, common_length, quote, until
 from mionnx.analysis.sweep.result import SweepResult
-from mionnx.analysis.sweep.sweep import Before, Donors, Pair, Sweep, SweepSetting, run_sweep
+from mionnx.analysis.sweep.running import Before, run_sweep
+from mionnx.analysis.sweep.sweep import Donors, Sweep, SweepSetting
 from mionnx.errors import InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.progress import Progress
@@ -24,7 +28,7 @@ from mionnx.run.tokenizing import Prompt
 KINDS = ("zero", "mean", "resample")
 
 
-@typed(leave=["layers", "over", "answer", "versus", "seed"])
+@typed(leave=["layers", "over", "answer", "versus", "seed", "positions"])
 def ablation_sweep(
     model: Runner,
     prompts: Prompt,
@@ -38,6 +42,7 @@ def ablation_sweep(
     answer: Tokens = None,
     versus: Tokens = None,
     layers: Iterable[int] | None = None,
+    positions: Positions | None = None,
     at: int = -1,
     resume: str | Path | bool = False,
     resume_key: str | None = None,
@@ -49,7 +54,7 @@ def ablation_sweep(
 
     Args:
         prompts: one or several.
-        hook, over, metric, answer, versus, layers, at, resume, resume_key, before, progress, shortcuts: see
+        hook, over, metric, answer, versus, layers, positions, at, resume, resume_key, before, progress, shortcuts: see
             `patch_sweep`; "kl" is the KL divergence from the run without ablation.
         kind: "zero"; "mean", over all tokens of the reference prompts, for each head and feature; or "resample",
             the value in a reference prompt of the same length, drawn for each prompt, not the prompt itself.
@@ -68,8 +73,10 @@ def ablation_sweep(
     rows = prompt_ids(model, prompts)
     others = rows if reference is None else prompt_ids(model, reference)
     request = MetricRequest(metric, answer, versus, resume_key)
-    grid, graphs = make_grid(model.hooked, hook, over, layers, common_length(rows)), model.opened(LayerGraphs)
-    pairs = [Pair(until(at, row)) for row in rows]
+    places = [None] * len(rows) if positions is None else find_places(model, prompts, rows, positions)
+    grid = make_grid(model.hooked, hook, over, layers, common_length(rows), places[0])
+    graphs = model.opened(LayerGraphs)
+    pairs = [Pair(until(at, row), None, place) for row, place in zip(rows, places, strict=True)]
     donors: Donors | None = zero_donors
     identity = kind
     if kind == "mean":
@@ -78,14 +85,14 @@ def ablation_sweep(
     if kind == "resample":
         donors, identity = None, f"resample {seed or 0}"
         drawn = draw_donors(rows, others, seed or 0)
-        pairs = [Pair(pair.base, other[: len(pair.base)]) for pair, other in zip(pairs, drawn, strict=True)]
+        pairs = [replace(pair, other=other[: len(pair.base)]) for pair, other in zip(pairs, drawn, strict=True)]
     setting = SweepSetting(
         grid,
         request,
         "ablation",
         donors,
         identity,
-        axis_labels(model, grid, rows),
+        axis_labels(model, grid, rows, positions),
         f"{kind.capitalize()} ablation of {grid.template.format(i='*')}",
         f"{quote(model, rows[0])}{and_more(rows)}",
         shortcuts_for(model.hooked, shortcuts),

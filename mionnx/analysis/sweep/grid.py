@@ -1,9 +1,10 @@
 """The grid of a sweep: its axes, its cells, and the entries of a value that a cell selects."""
 
 import operator
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from mionnx.graph.axes import CHOSEN, has_sequence, heads_axis, neurons_axis, se
 from mionnx.graph.hook_points import VARIANTS, HookPoint
 from mionnx.graph.hooked_model import HookedModel
 
+Places = tuple[tuple[int, ...], ...]
 AXES = ("layer", "position", "head", "source", "neuron")
 
 
@@ -26,6 +28,7 @@ class Grid:
         layers: patched layers, ascending.
         axes: of the value.
         sizes: number of entries of each axis in `over`.
+        places: token positions of each entry of the position axis, in one prompt; None: an entry is a position.
     """
 
     over: tuple[str, ...]
@@ -33,6 +36,11 @@ class Grid:
     layers: tuple[int, ...]
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
+    places: Places | None = None
+
+    def at(self, places: Places | None) -> "Grid":
+        """The same cells in a prompt with named positions."""
+        return self if places is None else replace(self, places=places)
 
     @property
     def cells(self) -> int:
@@ -70,19 +78,46 @@ class Grid:
             axis = self.along(name)
             if axis is not None:
                 begin = first if name == "position" else 0
-                line = np.arange(begin, begin + shape[axis]) == index[:, None]
+                line = self._line(name, index, np.arange(begin, begin + shape[axis]))
                 mask = mask & line.reshape([len(cells), *[-1 if i == axis else 1 for i in range(1, len(self.axes))]])
         return mask
 
+    def _line(self, name: str, index: NDArray[np.int64], entries: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[cells, entries]: the entries of one axis that each cell selects."""
+        if name != "position" or self.places is None:
+            return entries == index[:, None]
+        named = np.array([np.isin(entries, place) for place in self.places])
+        return named[index]
+
     def position_of(self, cells: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The position of each cell; 0 where the sweep does not go over positions."""
+        """The first position of each cell; 0 where the sweep does not go over positions."""
         if "position" not in self.over:
             return np.zeros(len(cells), np.int64)
-        return np.unravel_index(cells, self.sizes)[self.over.index("position")]
+        entries = np.unravel_index(cells, self.sizes)[self.over.index("position")]
+        return entries if self.places is None else np.array([min(place) for place in self.places])[entries]
+
+    def by_name(self, numbers: NDArray[Any], axis: int, combine: Callable[..., Any]) -> NDArray[Any]:
+        """Numbers by position as numbers by entry of the position axis.
+
+        Args:
+            numbers: with token positions along `axis`; positions that are not there count for nothing.
+            axis: the index of that axis.
+            combine: takes numbers and `axis=`, such as `np.any`.
+        """
+        if self.places is None:
+            return numbers
+        length = numbers.shape[axis]
+        parts = [numbers.take([at for at in place if at < length], axis=axis) for place in self.places]
+        return np.stack([combine(part, axis=axis) for part in parts], axis=axis)
 
 
 def make_grid(
-    model: HookedModel, hook: str | HookPoint, over: str | Iterable[str], layers: Iterable[int] | None, seq: int | None
+    model: HookedModel,
+    hook: str | HookPoint,
+    over: str | Iterable[str],
+    layers: Iterable[int] | None,
+    seq: int | None,
+    places: Places | None = None,
 ) -> Grid:
     """Make the grid of a sweep over a hook point.
 
@@ -93,6 +128,7 @@ def make_grid(
         over: names of axes, of `AXES`.
         layers: of those that the hook means; by default all of them.
         seq: positions of the prompts; None if they differ in length.
+        places: named positions of one of the prompts; None if an entry of the position axis is a position.
 
     Raises:
         HookError: no such hook point, or several.
@@ -110,20 +146,29 @@ def make_grid(
     valid = axes_to_go_over(variant)
     for name in names:
         if not isinstance(name, str) or name not in valid:
-            raise InputError(
-                f"{template} has no axis {name!r} to go over; it has {', '.join(valid)}{_advice(model, name, variant)}"
-            )
+            advice = _advice(model, str(name), variant)
+            raise InputError(f"{template} has no axis {name!r} to go over; it has {', '.join(valid)}{advice}")
     if len({*names}) != len(names) or "layer" not in names:
         raise InputError(f"over={names}: each axis once, and the layer among them (layers=[3] for one layer)")
-    if seq is None and {"position", "source"} & {*names}:
-        raise InputError("prompts of different lengths have no positions in common: go over layers and heads only")
-    sizes = {"layer": len(chosen), "position": seq or 1, "source": seq or 1}
+    _refuse_unaligned(names, seq, places is not None)
+    sizes = {"layer": len(chosen), "position": len(places or ()) or seq or 1, "source": seq or 1}
     for name, axis in (("head", heads_axis(axes)), ("neuron", neurons_axis(axes))):
         counts = {int(model.axes(HookPoint.parse(template.format(i=layer)))[axis or 0]) for layer in chosen if axis}
         if len(counts) > 1 and name in names:
             raise InputError(f"{template} has {sorted(counts)} {name}s, by layer: layers= of one size make a grid")
         sizes[name] = max(counts, default=1)
     return Grid(names, template, chosen, axes, tuple(sizes[name] for name in names))
+
+
+def _refuse_unaligned(names: tuple[str, ...], seq: int | None, named: bool) -> None:
+    """Refuse axes of prompts of different lengths, unless their positions are named."""
+    if named and "position" not in names:
+        raise InputError(f"positions= names the entries of an axis 'position', which over={names} does not have")
+    if seq is None and ("source" in names or ("position" in names and not named)):
+        raise InputError(
+            "prompts of different lengths have no positions in common: go over layers and heads only, or name the "
+            'positions of each prompt, as positions={"subject": ["France", "New Zealand"], "last": -1}'
+        )
 
 
 def axes_to_go_over(point: HookPoint) -> list[str]:
@@ -134,7 +179,7 @@ def axes_to_go_over(point: HookPoint) -> list[str]:
     return [axis for axis in AXES if has[axis]]
 
 
-def _advice(model: HookedModel, name: object, point: HookPoint) -> str:
+def _advice(model: HookedModel, name: str, point: HookPoint) -> str:
     """Advice for an axis that a hook point does not have."""
     axes = point.axes or ()
     if name == "neuron" and CHOSEN in axes:
@@ -146,7 +191,7 @@ def _advice(model: HookedModel, name: object, point: HookPoint) -> str:
     with_neurons = [short for short, own in kinds.items() if neurons_axis(own) and CHOSEN not in own]
     if name == "neuron" and with_neurons:
         return f"; neurons are at {', '.join(f'hook_{short}' for short in with_neurons)}"
-    return nearest(str(name), axes_to_go_over(point))
+    return nearest(name, axes_to_go_over(point))
 
 
 def hook_kinds(model: HookedModel, hook: str | HookPoint) -> dict[str, list[int]]:

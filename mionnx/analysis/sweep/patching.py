@@ -8,35 +8,30 @@ from pathlib import Path
 from mionnx.analysis.sweep.grid import make_grid
 from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
+from mionnx.analysis.sweep.pairs import Corrupted, make_pairs
 from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
-from mionnx.analysis.sweep.path_runs import reached_layers
-from mionnx.analysis.sweep.prompts import (
-    and_more,
-    axis_labels,
-    common_length,
-    quote,
-    refuse_unlike,
-    until,
-)
+from mionnx.analysis.sweep.path_runs import reached_layers, refuse_crossings
+from mionnx.analysis.sweep.places import Positions
+from mionnx.analysis.sweep.prompts import axis_labels, common_length
 from mionnx.analysis.sweep.receivers import Receiver, Receivers, make_receivers
 from mionnx.analysis.sweep.result import SweepResult
-from mionnx.analysis.sweep.sweep import Before, Pair, Sweep, SweepSetting, run_sweep
+from mionnx.analysis.sweep.running import Before, run_sweep
+from mionnx.analysis.sweep.sweep import Sweep, SweepSetting
 from mionnx.errors import InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.progress import Progress
 from mionnx.machine.typed import typed
-from mionnx.run.prompt import prompt_ids
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 
 DIRECTIONS = ("denoising", "noising")
 
 
-@typed(leave=["layers", "over", "answer", "versus"])
+@typed(leave=["layers", "over", "answer", "versus", "positions"])
 def patch_sweep(
     model: Runner,
     clean: Prompt,
-    corrupted: Prompt,
+    corrupted: Corrupted,
     hook: str | HookPoint = "hook_resid_pre",
     over: str | Iterable[str] = ("layer", "position"),
     metric: Measure = "logit_diff",
@@ -45,6 +40,7 @@ def patch_sweep(
     versus: Tokens = None,
     direction: str = "denoising",
     layers: Iterable[int] | None = None,
+    positions: Positions | None = None,
     at: int = -1,
     resume: str | Path | bool = False,
     resume_key: str | None = None,
@@ -57,7 +53,9 @@ def patch_sweep(
     Each cell is patched by itself; the results equal one forward pass a cell.
 
     Args:
-        clean, corrupted: prompts, one or as many of each; the two of a pair have the same number of tokens.
+        clean, corrupted: prompts, one or as many of each; the two of a pair have the same number of tokens. Instead of
+            a prompt, `corrupted` may be interventions on the clean one: a `HookSpec`, one a prompt, several for a
+            single prompt, or `Noise`, whose repeats are averaged (of a single prompt they are the pairs).
         hook: the short name of a hook point ("z", "hook_resid_mid"), in all layers; its name with `{i}` for the
             layer; or a `HookPoint`, name or glob ("blocks.[12].attn.hook_z"), in the layers that these mean.
         over: the axes of the result: "layer", "position", "head", "source" (keys, of patterns and scores), "neuron"
@@ -70,6 +68,9 @@ def patch_sweep(
             prompt, and of the corrupted one.
         direction: "denoising" puts clean values into the corrupted run, "noising" corrupted ones into the clean run.
         layers: of those that the hook means; by default all of them.
+        positions: names for the entries of the axis "position": each an index, a string of the clean prompt, which
+            stands for all of its tokens together, or a list with one for each pair; so pairs of different lengths
+            have an axis in common: `{"subject": ["France", "New Zealand"], "last": -1}`. By default all positions.
         at: the position whose logits are read; cells behind it have no effect.
         resume: a file that holds the computed cells, and from which an interrupted sweep continues; True for one in the
             store, which is deleted when the sweep is done or fails.
@@ -89,11 +90,11 @@ def patch_sweep(
     """
     request = MetricRequest(metric, answer, versus, resume_key)
     cells = (hook, over, layers)
-    sweep = make_patch_sweep(model, request, clean, corrupted, cells, direction, at, shortcuts, None)
+    sweep = make_patch_sweep(model, request, clean, corrupted, cells, direction, at, shortcuts, None, positions)
     return run_sweep(sweep, progress, resume, before)
 
 
-@typed(leave=["layers", "over", "answer", "versus", "receivers"])
+@typed(leave=["layers", "over", "answer", "versus", "receivers", "positions"])
 def path_patch(
     model: Runner,
     clean: Prompt,
@@ -107,6 +108,7 @@ def path_patch(
     versus: Tokens = None,
     direction: str = "denoising",
     layers: Iterable[int] | None = None,
+    positions: Positions | None = None,
     at: int = -1,
     resume: str | Path | bool = False,
     resume_key: str | None = None,
@@ -119,7 +121,8 @@ def path_patch(
     as usual. With `receivers="all"`, the result is that of `patch_sweep`.
 
     Args:
-        clean, corrupted, over, metric, answer, versus, direction, layers, at, resume, resume_key, before, progress: see
+        clean, corrupted, over, metric, answer, versus, direction, layers, positions, at, resume, resume_key, before,
+            progress: see
             `patch_sweep`.
         receivers: the inputs `hook_q`, `hook_k`, `hook_v` or `mlp.hook_pre` of a layer, or `hook_final_norm`, globs
             allowed; with heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; or "all". A hook point that is named twice
@@ -129,7 +132,7 @@ def path_patch(
     Raises:
         HookError: no such hook point, or one that receives nothing; a recurrent model.
         InputError: prompts, axes, tokens, heads or a metric that do not fit; receivers that all come before the
-            senders.
+            senders; a model of which a layer reads more of earlier ones than the residual stream.
 
     Example:
         result = model.path_patch("The capital of France is", "The capital of Italy is", "blocks.3.attn.hook_q")
@@ -138,7 +141,7 @@ def path_patch(
     chosen = make_receivers(model.hooked, receivers)
     request = MetricRequest(metric, answer, versus, resume_key)
     cells = (sender, over, layers)
-    sweep = make_patch_sweep(model, request, clean, corrupted, cells, direction, at, None, chosen)
+    sweep = make_patch_sweep(model, request, clean, corrupted, cells, direction, at, None, chosen, positions)
     return run_sweep(sweep, progress, resume, before)
 
 
@@ -146,12 +149,13 @@ def make_patch_sweep(
     model: Runner,
     request: MetricRequest,
     clean: Prompt,
-    corrupted: Prompt,
+    corrupted: Corrupted,
     cells: tuple[str | HookPoint, str | Iterable[str], Iterable[int] | None],
     direction: str,
     at: int,
     shortcuts: Shortcuts | None = None,
     receivers: Receivers | None = None,
+    positions: Positions | None = None,
 ) -> Sweep:
     """Make a sweep over pairs of prompts; see `patch_sweep`.
 
@@ -160,24 +164,25 @@ def make_patch_sweep(
     """
     if direction not in DIRECTIONS:
         raise InputError(f"direction {direction!r}; {' or '.join(DIRECTIONS)}{nearest(str(direction), DIRECTIONS)}")
-    good, bad = prompt_ids(model, clean), prompt_ids(model, corrupted)
-    refuse_unlike(good, bad)
-    grid = make_grid(model.hooked, *cells, common_length(good))
+    found = make_pairs(model, clean, corrupted, direction == "denoising", at, positions)
+    if receivers is not None and found.pairs[0].corruption is not None:
+        raise InputError("path patching takes a corrupted text; patch_sweep takes a spec as well")
+    grid = make_grid(model.hooked, *cells, common_length(found.bases), found.pairs[0].places)
     if receivers is not None:
+        refuse_crossings(model.opened(LayerGraphs))
         reached_layers(grid, receivers)
-    bases, others = (bad, good) if direction == "denoising" else (good, bad)
-    pairs = [Pair(until(at, base), until(at, other)) for base, other in zip(bases, others, strict=True)]
     verb = "Patching" if receivers is None else "Path patching"
     setting = SweepSetting(
         grid,
-        request,
+        request.for_repeats(found.repeats),
         direction,
         None,
         "patch",
-        axis_labels(model, grid, bases),
+        axis_labels(model, grid, found.bases, positions),
         f"{verb} {grid.template.format(i='*')} ({direction})",
-        f"{quote(model, others[0])} into {quote(model, bases[0])}{and_more(bases)}",
+        found.about,
         shortcuts_for(model.hooked, shortcuts),
         receivers,
+        found.repeats,
     )
-    return Sweep(model, model.opened(LayerGraphs), pairs, setting)
+    return Sweep(model, model.opened(LayerGraphs), found.pairs, setting)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.sweep.grid import Grid
-from mionnx.analysis.sweep.layer_graphs import Arrays
+from mionnx.analysis.sweep.layer_graphs import Arrays, LayerGraphs
 from mionnx.analysis.sweep.metric import Metric
 from mionnx.analysis.sweep.patched_runs import Cells, LayerPass, PatchedRuns
 from mionnx.analysis.sweep.receivers import Receivers
@@ -55,6 +55,24 @@ def reached_layers(grid: Grid, receivers: Receivers) -> dict[int, bool]:
             f"{names}: all of them come before it; give senders of earlier layers, or later receivers"
         )
     return reached
+
+
+def refuse_crossings(graphs: LayerGraphs) -> None:
+    """Refuse a model of which a layer reads more than the residual stream.
+
+    A change of that would have to be kept beside it too.
+
+    Raises:
+        InputError: names a layer, and what else it reads of the layers before.
+    """
+    for layer in range(graphs.layers + 1):
+        stream, *others = graphs.inputs_of(layer)
+        if others:
+            family, reader = graphs.model.metadata.family, f"layer {layer}" if layer < graphs.layers else "the head"
+            raise InputError(
+                f"path patching keeps a change beside the residual stream, and {reader} of this {family} reads "
+                f"{', '.join(others)} besides {stream}. Patching sweeps, ablation, captures and gradients work"
+            )
 
 
 class PathPatchedRuns(PatchedRuns):

@@ -22,7 +22,12 @@ LETTERS = 14  # letters of a title, an inch
 
 
 def draw(
-    numbers: NDArray[np.float64], over: Sequence[str], labels: Mapping[str, list[str]], title: str, what: str
+    numbers: NDArray[np.float64],
+    over: Sequence[str],
+    labels: Mapping[str, list[str]],
+    title: str,
+    what: str,
+    error: NDArray[np.float64] | None = None,
 ) -> "Figure":
     """Draw heat maps of the first and last axis, one for each entry of the axes between.
 
@@ -32,10 +37,13 @@ def draw(
         labels: name of an axis -> names of its entries.
         title: above all maps.
         what: label of the colour scale.
+        error: standard errors of the numbers, a map beside theirs where that is one map.
     """
     flat = numbers[None] if numbers.ndim == 1 else numbers
     names = ("", *over) if numbers.ndim == 1 else tuple(over)
     maps = _maps(flat, names, labels)
+    if error is not None and len(maps) == 1:
+        maps = [("mean", maps[0][1]), ("standard error", error.reshape(maps[0][1].shape))]
     height, width = flat.shape[0], flat.shape[-1]
     columns = _columns(len(maps), width)
     rows = ceil(len(maps) / columns)

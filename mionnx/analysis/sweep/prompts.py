@@ -1,6 +1,6 @@
 """Prompts of a sweep: token ids without padding, names of the axes' entries, and a short description."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -43,10 +43,12 @@ def until(at: int, prompt: Ids) -> Ids:
     return prompt[: int(at) % len(prompt) + 1]
 
 
-def axis_labels(model: Runner, grid: Grid, prompts: Sequence[Ids]) -> dict[str, list[str]]:
+def axis_labels(
+    model: Runner, grid: Grid, prompts: Sequence[Ids], names: Iterable[str] | None = None
+) -> dict[str, list[str]]:
     """Name the entries of a grid's axes.
 
-    A position is named by its token if all prompts have the same one there.
+    A position is named by its token if all prompts have the same one there, or as `names` says.
     """
     columns = list(zip(*prompts, strict=False))
     tokens = [
@@ -54,7 +56,8 @@ def axis_labels(model: Runner, grid: Grid, prompts: Sequence[Ids]) -> dict[str, 
         for position, ids in enumerate(columns)
     ]
     labels = {name: list(map(str, range(size))) for name, size in zip(grid.over, grid.sizes, strict=True)}
-    named = {"layer": [str(layer) for layer in grid.layers], "position": tokens, "source": tokens}
+    positions = tokens if names is None else [*names]
+    named = {"layer": [str(layer) for layer in grid.layers], "position": positions, "source": tokens}
     return labels | {name: named[name] for name in grid.over if name in named}
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Numbers = NDArray[np.float64]
 TOLD = 5  # cells of a printed result
+TWO = 2  # pairs from which on there is a spread
 TOKENS = ("position", "source")  # axes whose labels are tokens
 
 
@@ -41,6 +42,7 @@ class SweepResult(Shown):
         metric, hook: name of the metric, template of the hook point.
         title, about: a short and a longer line for pictures.
         cost: numbers of "cells", of cells "without effect", and "seconds".
+        clean_by_pair, corrupted_by_pair: the metric of each pair without any patch, [pairs].
     """
 
     values: Numbers
@@ -55,6 +57,59 @@ class SweepResult(Shown):
     title: str
     about: str
     cost: dict[str, float] = field(default_factory=dict)
+    clean_by_pair: Numbers | None = None
+    corrupted_by_pair: Numbers | None = None
+
+    @property
+    def n(self) -> int:
+        """Number of prompts or pairs."""
+        return len(self.by_pair)
+
+    @property
+    def effect_by_pair(self) -> Numbers:
+        """Change of the metric by each cell in every pair, [pairs, ...].
+
+        Raises:
+            InputError: a result of several pairs that an earlier mionnx saved: it lacks the metric of each pair.
+        """
+        if self.clean_by_pair is None and self.n > 1:
+            raise InputError("this result was saved without the metric of each pair: compute it again")
+        corrupted = self.corrupted_by_pair if self.direction == "denoising" else None
+        bases = self.clean_by_pair if corrupted is None else corrupted
+        return self.by_pair - self._over_cells(np.array([self.base]) if bases is None else bases)
+
+    def _over_cells(self, by_pair: Numbers) -> Numbers:
+        """A number a pair, to compute with numbers a pair and cell."""
+        return by_pair.reshape([-1, *[1] * self.values.ndim])
+
+    @property
+    def std(self) -> Numbers:
+        """Standard deviation of the effect over pairs (n - 1 in the denominator); NaN for one pair."""
+        if self.n < TWO:
+            return np.full(self.values.shape, np.nan)
+        return cast(Numbers, self.effect_by_pair.std(axis=0, ddof=1))
+
+    @property
+    def sem(self) -> Numbers:
+        """Standard error of the mean effect: the standard deviation over the square root of n."""
+        return self.std / np.sqrt(self.n)
+
+    @property
+    def shown_spread(self) -> tuple[Numbers, Numbers] | None:
+        """Standard deviation and error in the unit of pictures; None for one pair.
+
+        A share of the difference is a ratio of two means, whose error follows from the residuals, effect - share *
+        difference of each pair (delta method): pairs that are all restored to the same share have none.
+        """
+        if self.n < TWO or self.clean_by_pair is None:
+            return None
+        if self.corrupted_by_pair is None or self.clean == self.corrupted:
+            return self.std, self.sem
+        difference = self.clean_by_pair - self.corrupted_by_pair
+        difference = difference if self.direction == "denoising" else -difference
+        residuals = self.effect_by_pair - self.normalized * self._over_cells(difference)
+        deviation = residuals.std(axis=0, ddof=1) / abs(difference.mean())
+        return deviation, deviation / np.sqrt(self.n)
 
     @property
     def base(self) -> float:
@@ -122,7 +177,13 @@ class SweepResult(Shown):
         yield self.facts()
         yield f"{what}, the largest effects:"
         for cell in self._largest(TOLD):
-            yield f"{decimal(numbers[cell]):>7}  {', '.join(self._places(cell))}"
+            yield f"{self._with_error(numbers, cell):>7}  {', '.join(self._places(cell))}"
+
+    def _with_error(self, numbers: Numbers, cell: tuple[int, ...], places: int = 2) -> str:
+        """A number of pictures, with its standard error if there are several pairs."""
+        spread = self.shown_spread
+        error = "" if spread is None else f"±{decimal(spread[1][cell], places)}"
+        return f"{decimal(numbers[cell], places)}{error}"
 
     def _places(self, cell: tuple[int, ...]) -> Iterator[str]:
         for name, index in zip(self.over, cell, strict=True):
@@ -148,7 +209,11 @@ class SweepResult(Shown):
             "cost",
         )
         found = {name: getattr(self, name) for name in names}
-        return {**found, "effect": self.effect, "by_pair": self.by_pair}
+        found |= {"effect": self.effect, "by_pair": self.by_pair, "n": self.n}
+        if self.shown_spread is not None:
+            found |= {"clean_by_pair": self.clean_by_pair, "corrupted_by_pair": self.corrupted_by_pair}
+            found |= {"std": self.std, "sem": self.sem}
+        return found
 
     def figure(self) -> "Figure":
         """Draw heat maps; with more than two axes, a small one for each entry of the others.
@@ -158,7 +223,8 @@ class SweepResult(Shown):
         what, numbers = self.shown
         part = find_leading(numbers, self.over)
         title = "\n".join(filter(None, (self.title, self.about, str(part))))
-        return draw(part.of(numbers), self.over, part.labels(self.labels), title, what)
+        error = None if self.shown_spread is None else part.of(self.shown_spread[1])
+        return draw(part.of(numbers), self.over, part.labels(self.labels), title, what, error)
 
     def page(self) -> str:
         """Render an HTML page: a heat map with values on hover, and selectors of further axes.
@@ -169,7 +235,8 @@ class SweepResult(Shown):
         part = find_leading(numbers, self.over)
         data = {**self.to_dict(), "labels": part.labels(self.labels), "values": part.of(self.values)}
         data |= {"shown": part.of(numbers), "what": what}
-        for whole in ("by_pair", "effect", "exact"):
+        data["spread"] = None if self.shown_spread is None else [part.of(one) for one in self.shown_spread]
+        for whole in ("by_pair", "clean_by_pair", "corrupted_by_pair", "effect", "exact", "std", "sem"):
             data.pop(whole, None)
         facts = "; ".join(filter(None, (self.facts(), str(part))))
         return render("heat.html", self.title, data=data, about=self.about, facts=facts, meaning=self.meaning)
@@ -177,20 +244,23 @@ class SweepResult(Shown):
     def facts(self) -> str:
         """One line with the metric of the runs without a patch."""
         other = "" if self.corrupted is None else f", corrupted {self.corrupted:.4g}"
-        return f"{self.metric}: clean {self.clean:.4g}{other}"
+        pairs = "" if self.shown_spread is None else f"; mean of {self.n}, ± is its standard error"
+        return f"{self.metric}: clean {self.clean:.4g}{other}{pairs}"
 
     def table(self, top: int = 10) -> Table:
         """Table for a terminal: the map if it has two axes and fits, else the largest cells."""
         what, numbers = self.shown
-        if len(self.over) == 2 and numbers.shape[1] <= 24:
+        if len(self.over) == 2 and numbers.shape[1] <= (24 if self.shown_spread is None else 12):
             table = Table(f"{self.over[0]} / {self.over[1]}", *self.labels[self.over[1]], title=self._above(what))
-            for label, row in zip(self.labels[self.over[0]], numbers, strict=True):
-                table.add_row(label, *map(decimal, row))
+            for i, label in enumerate(self.labels[self.over[0]]):
+                table.add_row(label, *(self._with_error(numbers, (i, j)) for j in range(numbers.shape[1])))
             return table
         title = self._above(f"the {top} cells with the largest effect")
-        table = Table(*self.over, f"change of {self.metric}", title=title)
-        for cell, effect in self.top(top):
-            table.add_row(*cell.values(), decimal(effect, 4))
+        several = ("standard deviation", "standard error") if self.n >= TWO else ()
+        table = Table(*self.over, f"change of {self.metric}", *several, title=title)
+        for cell in self._largest(top):
+            spread = (self.std[cell], self.sem[cell]) if several else ()
+            table.add_row(*self._named(cell).values(), *(decimal(one, 4) for one in (self.effect[cell], *spread)))
         return table
 
     def _above(self, what: str) -> str:

@@ -1,0 +1,81 @@
+"""Memory of passes, from the estimate of captures: batches are made to fit, results that do not are refused."""
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from mionnx.bind.bound_spec import BoundSpec
+from mionnx.errors import InputError
+from mionnx.inputs.token_batch import TokenBatch
+from mionnx.machine import memory
+from mionnx.run.batching import Fitting
+
+SMALL = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
+SHARE = 0.25  # of the free memory that one batch may take
+STREAMS, SCORES = 16, 3  # arrays as wide as the stream, and of all heads' scores, that a layer holds at once, about
+
+
+def refuse_too_large(bound: BoundSpec, batch: TokenBatch) -> None:
+    """Refuse captures of one pass that memory does not hold.
+
+    Raises:
+        InputError: with the bytes that are needed, and those that are free.
+    """
+    peak = bound.estimate(batch.batch, batch.seq, batch.total).peak if bound.captures else 0
+    if peak > SMALL and peak > (free := memory.available()):
+        raise InputError(
+            f"the captures of this spec need {memory.format_bytes(peak)}, and "
+            f"{memory.format_bytes(free)} of memory are free: capture fewer layers, or run the text in pieces"
+        )
+
+
+def kept_bytes(bound: BoundSpec, length: int, past: int = 0, use_cache: bool = False) -> int:
+    """Bytes that one row leaves: captures, gradients, logits, keys and values.
+
+    Args:
+        bound: the spec of the pass.
+        length: tokens of the row.
+        past: tokens before them.
+        use_cache: whether keys and values are returned.
+    """
+    model, part = bound.model, bound.logits
+    number = np.dtype(model.past_dtype).itemsize
+    size = bound.estimate(1, length, past + length).total
+    if bound.plan.outputs.logits:
+        positions = length if part is None or part.positions is None else len(part.positions_)
+        size += number * positions * model.metadata.sizes.vocab_size
+    if use_cache and not model.metadata.recurrent:
+        size += number * sum(map(prod, model.metadata.past_shapes(1, past + length).values()))
+    return size
+
+
+def fitting(bound: BoundSpec, past: int = 0, use_cache: bool = False) -> Fitting:
+    """The number of rows of a length with room in a quarter of the free memory.
+
+    It counts what the rows leave, and roughly what a layer holds while it is computed.
+    """
+    room, sizes = SHARE * memory.available(), bound.model.metadata.sizes
+
+    def rows(length: int) -> int:
+        layer = length * (STREAMS * sizes.hidden_size + SCORES * sizes.num_heads * (past + length))
+        return int(room // (4 * layer + 2 * kept_bytes(bound, length, past, use_cache)))
+
+    return rows
+
+
+def refuse_all(bound: BoundSpec, lengths: Sequence[int], past: int = 0, use_cache: bool = False) -> None:
+    """Refuse a list of rows whose results memory does not hold together.
+
+    Raises:
+        InputError: with the bytes that are needed, those that are free, and what needs less.
+    """
+    each = Counter(lengths).items()
+    size = sum(count * kept_bytes(bound, length, past, use_cache) for length, count in each)
+    if size > SMALL and size > (free := memory.available()):
+        raise InputError(
+            f"the results of {len(lengths)} rows need {memory.format_bytes(size)}, and {memory.format_bytes(free)} of "
+            "memory are free: capture positions=, ask for Logits(positions=-1) or logits=False, or write activations "
+            "to disk with harvest"
+        )
