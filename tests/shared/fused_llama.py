@@ -15,8 +15,8 @@ SIZES = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "scale": WIDTH**-0.5, "do
 class _Graph:
     """Nodes and weights of the file."""
 
-    def __init__(self, seed: int, router: str | None, standard: bool, cached: bool) -> None:
-        self.router, self.standard, self.cached = router, standard, cached
+    def __init__(self, seed: int, router: str | None, standard: bool, cached: bool, adds: bool) -> None:
+        self.router, self.standard, self.cached, self.adds = router, standard, cached, adds
         self.shapes: list[onnx.ValueInfoProto] = []
         self.nodes: list[onnx.NodeProto] = []
         self.weights: list[onnx.TensorProto] = []
@@ -87,14 +87,18 @@ class _Graph:
         )
         first = self.node("Sub", [total, seq], ["mask.first"])
         keys = self.node("Unsqueeze", [self.node("Range", [zero, total, one], ["keys"]), axes[0,]], ["keys.row"])
-        queries = self.node("Unsqueeze", [self.node("Range", [first, total, one], ["qs"]), axes[1,]], ["qs.column"])
+        rows = [zero, seq, one] if self.adds else [first, total, one]
+        queries = self.node("Unsqueeze", [self.node("Range", rows, ["qs"]), axes[1,]], ["qs.column"])
         early = self.node("LessOrEqual", [keys, queries], ["mask.causal"])
         real = self.node("Cast", ["attention_mask"], ["mask.bool"], to=TensorProto.BOOL)
         both = [
             self.node("Unsqueeze", [early, axes[0, 1]], ["mask.4d"]),
             self.node("Unsqueeze", [real, axes[1, 2]], ["real.4d"]),
         ]
-        self.node("And", both, ["mask.seen"])
+        seen = self.node("And", both, ["mask.seen"])
+        if self.adds:
+            numbers = [self.held(f"number.{n}", np.array(n, np.float32)) for n in (0, -3e38)]
+            self.node("Where", [seen, *numbers], ["mask.added"])
 
     def attention(self, name: str, packed: str, past: list[str], present: list[str]) -> str:
         """Rotated queries and keys, keys and values behind those of a past, and their attention."""
@@ -105,11 +109,19 @@ class _Graph:
         q, k = (self.node("RotaryEmbedding", [x, "cos_cache.rows", "sin_cache.rows"], [f"{x}.turned"]) for x in (q, k))
         for old, new, made in zip(past, (k, v), present, strict=True):
             self.node("Concat", [old, new] if self.cached else [new], [made], axis=2)
+        if self.adds:
+            times = self.held(f"{name}.times", np.array([1, HEADS // KV_HEADS, 1, 1], np.int64))
+            wide = [self.node("Tile", [x, times], [f"{x}.wide"]) for x in present]
+            inputs = [*(self.merged(x, f"{x}.flat") for x in (q, *wide)), "", "", "mask.added"]
+            sizes = {"num_heads": HEADS, "scale": WIDTH**-0.5}
+            return self.node("MultiHeadAttention", inputs, [f"{name}.z"], MICROSOFT, **sizes)
         z = self.node("Attention", [q, *present, "mask.seen"], [f"{name}.z4"], scale=WIDTH**-0.5)
-        merged = self.held(f"{name}.merged", np.array([0, 0, HEADS * WIDTH], np.int64))
-        return self.node(
-            "Reshape", [self.node("Transpose", [z], [f"{name}.zt"], perm=[0, 2, 1, 3]), merged], [f"{name}.z"]
-        )
+        return self.merged(z, f"{name}.z")
+
+    def merged(self, x: str, name: str) -> str:
+        """[batch, heads, seq, width] as [batch, seq, heads * width]."""
+        shape = self.held(f"{name}.merged", np.array([0, 0, HEADS * WIDTH], np.int64))
+        return self.node("Reshape", [self.node("Transpose", [x], [f"{name}.t"], perm=[0, 2, 1, 3]), shape], [name])
 
     def heads(self, x: str, count: int) -> str:
         """[batch, seq, count * width] as [batch, count, seq, width]."""
@@ -138,7 +150,14 @@ class _Graph:
         return f"{name}.sum", normed
 
 
-def write(folder: Path, seed: int = 0, router: str | None = None, standard: bool = False, cached: bool = True) -> Path:
+def write(
+    folder: Path,
+    seed: int = 0,
+    router: str | None = None,
+    standard: bool = False,
+    cached: bool = True,
+    adds: bool = False,
+) -> Path:
     """Write the file.
 
     Args:
@@ -148,8 +167,9 @@ def write(folder: Path, seed: int = 0, router: str | None = None, standard: bool
             dense MLPs.
         standard: rotation and attention as operators of ONNX's opset 23, with a mask and positions as inputs.
         cached: whether it has a past; a standard one need not.
+        adds: attention of a standard one as MultiHeadAttention, whose added mask is wrong after a past.
     """
-    graph = _Graph(seed, router, standard, cached)
+    graph = _Graph(seed, router, standard, cached, adds)
     stream = graph.node("Gather", [graph.weight("embedding", VOCAB, HIDDEN), "input_ids"], ["embedded"])
     lengths, tables = [] if standard else graph.lengths(), graph.tables()
     if standard:
