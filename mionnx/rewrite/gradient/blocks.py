@@ -52,7 +52,7 @@ def _numbers(op: Backward, node: NodeProto) -> str:
 
 
 def _of_fractions(op: Backward, integers: str, scales: str, zero: str, sizes: tuple[int, int, int, int]) -> str:
-    """The weight [N, blocks * block], by arithmetic: older opsets, and zero points that are fractions."""
+    """The weight [N, blocks * block] by arithmetic: older opsets, fractional zero points."""
     count, blocks, block, bits = sizes
     numbers = op.Reshape(op.CastLike(integers, scales), [count, blocks, block])
     if not zero:
