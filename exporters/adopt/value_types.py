@@ -71,7 +71,7 @@ def _inferred(model: ir.Model) -> dict[str, onnx.ValueInfoProto]:
 
 
 def _shape(node: ir.Node) -> ir.Shape | None:
-    """The shape of a node's first output, of the operators between an embedding and queries, or chosen experts."""
+    """The shape of a first output, of the operators before queries and before chosen experts."""
     shapes = [None if value is None else value.shape for value in node.inputs]
     if node.op_type == "Gemm" and shapes[1] is not None:
         return ir.Shape([None, shapes[1][0 if node.attributes.get_int("transB", 0) else 1]])
