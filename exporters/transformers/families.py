@@ -98,7 +98,7 @@ def attending(module: str, projection: str, added: str | None = None) -> dict[st
 
 
 def thinking(module: str, up: str, down: str, gate: str | None = None, output: str = "") -> dict[str, Any]:
-    """The fields of an MLP of another name; `output` is the part of it that makes what joins the stream."""
+    """The fields of an MLP of another name, of which the module `output` makes the result."""
     made, gated = f"{module}.{output}".rstrip("."), gate and f"{module}.{gate}"
     fields = {"mlp_input": module, "mlp_output": made, "mlp_added": made}
     return {**fields, "gate": gated, "up": f"{module}.{up}", "down": f"{module}.{down}"}
