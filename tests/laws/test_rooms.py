@@ -20,6 +20,7 @@ FLOORS = (
     ("run", "compile"),
     ("analysis", "verify"),
     ("model",),
+    ("distributed",),
     ("cli",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -35,6 +36,7 @@ LIBRARIES = {
     "openvino": ("engine",),
     "onnx": ("graph", "rewrite", "quantise", "engine", "compile", "verify"),
     "onnx_graphsurgeon": ("graph.builder", "rewrite"),
+    "ray": ("distributed.cluster",),
 }
 
 
