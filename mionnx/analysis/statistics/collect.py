@@ -43,7 +43,8 @@ def statistics(
 ) -> Statistics:
     """Count, mean, variance and covariance of hook points over a dataset, in one pass.
 
-    No activations are stored. Sums are float64 (Welford's method, by batches). Every token of every text counts, the first one too.
+    No activations are stored. Sums are float64 (Welford's method, by batches). Every token of every text counts, the
+    first one too.
 
     Args:
         texts: a list of texts or ids, an iterator, or a file or folder as `harvest` takes it.
