@@ -9,8 +9,9 @@ import onnxruntime
 import pytest
 import torch
 from command_line import succeeded
-from families import make_checkpoint
+from families import VOCAB, make_checkpoint
 from family_batches import batch, difference, forward
+from gradient_oracle import gradients as by_autograd
 from oracle import run
 from repository import REPOSITORY
 from transformers import AutoModelForCausalLM
@@ -129,6 +130,22 @@ def test_an_intervention_is_that_of_eager_transformers(family, pair):
     expected = run(reference, inputs, [(point, edit)])
     found = forward(model, inputs, HookSpec().intervene(point, edit))
     assert np.abs(found.logits - expected.logits)[inputs.real].max() < TOLERANCE * max(1, np.abs(expected.logits).max())
+
+
+@pytest.mark.parametrize("settings", ["int4", "int4 with zero points", "int8"])
+def test_every_gradient_is_that_of_autograd_with_the_same_numbers(family, settings, pair):
+    model, reference = pair(family, settings)
+    inputs = batch("left")
+    seed = np.random.default_rng(0).normal(size=(*inputs.ids.shape, VOCAB)) * inputs.real[..., None]
+    exact, single = (by_autograd(reference, inputs, seed, dtype) for dtype in (torch.float64, torch.float32))
+    spec = HookSpec().gradient("*").set_metric("seed", seed=seed)
+    cache = model.forward(inputs.ids, spec, attention_mask=inputs.mask, logits=False)
+    assert set(cache.grad) == set(exact)
+    off, own = (
+        {name: np.abs(one[name] - exact[name]).max() / np.abs(exact[name]).max() for name in exact}
+        for one in (cache.grad, single)
+    )
+    assert {name: d for name, d in off.items() if d > max(3 * max(own.values()), 2e-6)} == {}
 
 
 def test_shares_of_heads_and_matrices_are_those_of_the_blocks(family, pair):

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import logsumexp
 
 from mionnx.errors import InputError, nearest
 from mionnx.inputs.token_batch import TokenBatch
+from mionnx.machine.softmax import logsumexp
 
 RETURN_TYPES = ("logits", "loss", "loss per token", "both")
 

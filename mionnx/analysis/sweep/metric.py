@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import log_softmax
 
 from mionnx.errors import InputError, nearest
+from mionnx.machine.softmax import log_softmax
 from mionnx.run.runner import Runner
 
 Numbers = NDArray[np.float64]
