@@ -9,8 +9,8 @@ A random GPT-2 of 124M parameters, and a checkpoint of SmolLM2-135M: the residua
 mionnx' pass over the same batches, nothing kept; "harvest" writes shards with checksums; "float16" the same with
 `dtype="float16"`; "transformers" is a loop with `output_hidden_states`, of which the same five layers go into a file.
 Values are compared first. The model is open before; a harvest's time is all of it, from texts (as ids) to a folder that
-is complete. Ratios are medians over neighbouring runs, by the clock and (in brackets) by processor seconds, which a busy
-machine moves less.
+is complete. Ratios are medians over neighbouring runs, by the clock and (in brackets) by processor seconds, which a
+busy machine moves less.
 
 Reading is measured on the folder that was written, from the page cache: `made[hook][:]`, and `made.batches(4096)`.
 Memory is the largest private memory of a process that harvests as many rows, and 4 times as many.
