@@ -130,8 +130,35 @@ class _Graph:
             "Transpose", [self.node("Reshape", [x, shape], [f"{x}.split"])], [f"{x}.heads"], perm=[0, 2, 1, 3]
         )
 
+    def chosen_experts(self, name: str, normed: str) -> str:
+        """Linear experts, chosen and weighted by nodes that compute on [batch * seq, experts]."""
+        sizes, k = (
+            self.held(f"{name}.{what}", np.array(numbers, np.int64))
+            for what, numbers in (("flat", [-1, HIDDEN]), ("k", [CHOSEN]))
+        )
+        flat = self.node("Reshape", [normed, sizes], [f"{name}.rows"])
+        weights = [self.weight(f"{name}.router.weight", EXPERTS, HIDDEN), self.weight(f"{name}.router.bias", EXPERTS)]
+        logits = self.node("Gemm", [flat, *weights], [f"{name}.router"], transB=1)
+        largest, indices = f"{name}.largest", f"{name}.indices"
+        self.node("TopK", [logits, k], [largest, indices])
+        shares = self.node("Softmax", [largest], [f"{name}.shares"], axis=-1)
+        size = self.node("Shape", [logits], [f"{name}.router.size"])
+        empty = self.node("ConstantOfShape", [size], [f"{name}.none"])
+        spread = self.node("ScatterElements", [empty, indices, shares], [f"{name}.spread"], axis=1)
+        turned = self.node("Transpose", [spread], [f"{name}.turned"], perm=[1, 0])
+        last, first = (self.held(f"{name}.axes.{axis}", np.array([axis], np.int64)) for axis in (2, 0))
+        column = self.node("Unsqueeze", [turned, last], [f"{name}.column"])
+        made = self.node("MatMul", [flat, self.weight(f"{name}.experts", EXPERTS, HIDDEN, HIDDEN)], [f"{name}.made"])
+        summed = self.node(
+            "ReduceSum", [self.node("Mul", [made, column], [f"{name}.weighed"]), first], [f"{name}.sum"], keepdims=0
+        )
+        shape = self.node("Shape", [normed], [f"{name}.shape"])
+        return self.node("Reshape", [summed, shape], [f"{name}.mixed"])
+
     def mixture(self, name: str, normed: str) -> str:
         """Experts inside of one operator, that reads the router's logits as [batch * seq, experts]."""
+        if self.router == "TopK":
+            return self.chosen_experts(name, normed)
         logits = self.product(f"{name}.router", normed, HIDDEN, EXPERTS)
         if self.router:
             logits = self.node(self.router, [logits], [f"{name}.router.turned"])
@@ -163,8 +190,8 @@ def write(
     Args:
         folder: a new one.
         seed: of its weights.
-        router: of a mixture of experts, what its logits go through before experts are chosen, if not empty; None for
-            dense MLPs.
+        router: of a mixture of experts, what its logits go through before experts are chosen, if not empty; "TopK"
+            for experts that nodes choose, None for dense MLPs.
         standard: rotation and attention as operators of ONNX's opset 23, with a mask and positions as inputs.
         cached: whether it has a past; a standard one need not.
         adds: attention of a standard one as MultiHeadAttention, whose added mask is wrong after a past.
