@@ -3,15 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
+from mionnx.bind.bound_spec import BoundSpec
 from mionnx.bind.logit_selection import Logits
 from mionnx.bind.spec_rows import SpecRows, differs_by_row
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING
-from mionnx.inputs.prompt_list import read_prompts
+from mionnx.inputs.prompt_list import PromptList, read_prompts
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.machine.progress import Progress
 from mionnx.run.batching import BatchSize, in_batches
@@ -91,31 +92,57 @@ def map_rows(
     Returns:
         what `read` made, in the order given.
     """
-    bound = bind_pass(model.binder, request.spec, request.logits, request.use_cache)
-    sizes = model.hooked.metadata.sizes
-    prompts = read_prompts(request.tokens, request.attention_mask, request.past, sizes)
-    whole = None
-    if differs_by_row(bound) or request.prompt_length is not None:
-        whole = make_token_batch(request.tokens, request.attention_mask, request.past, sizes, request.prompt_length)
-        bound.check(whole, request.use_cache)
-        metric_feeds(model, bound, whole)
+    prompts = _Prompts.of(model, request)
+    bound, here = prompts.bound, prompts.here
     if kept:
-        refuse_all(bound, prompts.lengths, prompts.seen, request.use_cache)
+        refuse_all(bound, here.lengths, here.seen, request.use_cache)
     execute = run or partial(_forward, model, request)
 
     def run_rows(rows: list[int]) -> list[T]:
         if batches is not None:
             batches.append(rows)
-        ids, mask, past = prompts.part(rows)
-        lengths = None if whole is None or whole.prompt_lengths is None else whole.prompt_lengths[rows].tolist()
-        batch = make_token_batch(ids, mask, past, sizes, lengths)
-        spec = request.spec if whole is None else SpecRows(bound, whole).of(rows, batch.seq)
-        cache = execute(spec, batch, past, whole is not None)
+        spec, batch, past = prompts.part(model, rows)
+        cache = execute(spec, batch, past, prompts.whole is not None)
         return [read(row, one) for row, one in zip(rows, rows_of(cache, bound, batch), strict=True)]
 
-    fit, padded = fitting(bound, prompts.seen, request.use_cache), takes_padding(model.hooked)
+    fit, padded = fitting(bound, here.seen, request.use_cache), takes_padding(model.hooked)
     asked: dict[str, Any] = {"stage": stage, "padded": padded, "fitting": fit, "progress": progress}
-    return in_batches(prompts.lengths, request.batch_size, run_rows, **asked)
+    return in_batches(here.lengths, request.batch_size, run_rows, **asked)
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """The prompts of a request.
+
+    Attributes:
+        bound: the request's spec.
+        here: the prompts, without padding.
+        whole: all of them as one batch, where the spec has something by row; its effects are known then.
+    """
+
+    bound: BoundSpec
+    here: PromptList
+    whole: TokenBatch | None
+
+    @classmethod
+    def of(cls, model: PassModel, request: ListRequest) -> Self:
+        """Read the prompts, and check the spec on all of them where it has something by row."""
+        bound = bind_pass(model.binder, request.spec, request.logits, request.use_cache)
+        given = request.tokens, request.attention_mask, request.past, model.hooked.metadata.sizes
+        here, whole = read_prompts(*given), None
+        if differs_by_row(bound) or request.prompt_length is not None:
+            whole = make_token_batch(*given, request.prompt_length)
+            bound.check(whole, request.use_cache)
+            metric_feeds(model, bound, whole)
+        return cls(bound, here, whole)
+
+    def part(self, model: PassModel, rows: list[int]) -> tuple[HookSpec, TokenBatch, Past | None]:
+        """The spec, tokens and past of some rows."""
+        ids, mask, past = self.here.part(rows)
+        whole, sizes = self.whole, model.hooked.metadata.sizes
+        lengths = None if whole is None or whole.prompt_lengths is None else whole.prompt_lengths[rows].tolist()
+        batch = make_token_batch(ids, mask, past, sizes, lengths)
+        return self.bound.spec if whole is None else SpecRows(self.bound, whole).of(rows, batch.seq), batch, past
 
 
 def _forward(

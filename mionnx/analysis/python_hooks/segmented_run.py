@@ -67,6 +67,7 @@ def run_segments(
     fwd_hooks: Iterable[tuple[Where, HookFunction]],
     logits: bool,
     state: bool,
+    hooks: dict[str, Hook] | None = None,
 ) -> HookCache:
     """Run a model with functions at hook points.
 
@@ -77,6 +78,7 @@ def run_segments(
         fwd_hooks: pairs of a hook and a function.
         logits: whether the model runs to its end; otherwise to the last hook point that is asked for.
         state: whether the state that an RWKV model ends with is returned to the user.
+        hooks: the arguments of functions, by hook point, that several runs of one call share; new ones are put here.
 
     Returns:
         logits and captures; a capture holds the value after the functions.
@@ -93,7 +95,9 @@ def run_segments(
     )
     feeds = bound.inputs(batch, choose_past(hooked, inputs.cache, inputs.initial_state))
     chain = model.variants.chain(bound.plan, tuple(functions), batch.batch * batch.seq)
-    hooks = {name: Hook(HookPoint.parse(name)) for name in functions}
+    hooks = {} if hooks is None else hooks
+    for name in functions:
+        hooks.setdefault(name, Hook(HookPoint.parse(name)))
     returned = [*(["logits"] if logits else []), *(capture.node.hook for capture in bound.captures)]
     returned += present_names(hooked, False) if state and bound.plan.outputs.carried else []
     dead = dead_hooks(hooked, functions, returned)
