@@ -249,8 +249,8 @@ def main() -> None:
         [*(matrix(outcomes, families, *field) for field in fields.items()), costs(outcomes)],
         asked.save,
         "Greedy texts: of two, those of transformers. Null law: logits of an empty spec, opened with fast=True, "
-        "against the file in plain onnxruntime. Quantised files differ from the checkpoint by their weights, and those "
-        "of float16 by their rounding.",
+        "against the file in plain onnxruntime (of one row where the file runs on one only). Quantised files differ "
+        "from the checkpoint by their weights, those of float16 by their rounding; 1 is another expert chosen.",
         [*whys],
     )
 

@@ -6,7 +6,7 @@ more than `--deep` layers, whose exact sweep would take hours), then
 same. Times are processor seconds of this process, the second call of each, so that no graph is opened in them; "all
 kinds" is one call for all hook points together.
 
-    python benchmarks/attribution.py [MODEL ...] [--save results/attribution.md]
+    python benchmarks/attribution.py [MODEL ...] [--save]
 """
 
 import argparse
@@ -94,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", default=SHIPPED)
     parser.add_argument("--deep", type=int, default=12)
-    parser.add_argument("--save", type=Path)
+    parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     about = (
         "Gift prompt, 14 tokens: John gives (clean) or Mary (corrupted); logit_diff of the two top tokens. Each entry: "
@@ -105,7 +105,7 @@ def main() -> None:
         lines += table(name, given.deep)
     print("\n".join(lines))
     if given.save:
-        given.save.write_text("\n".join(lines))
+        (Path(__file__).parent / "results" / "attribution.md").write_text("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -54,8 +54,8 @@ from exporters.transformers import hooked_graph, kinds
 hooked_graph.find_kinds = lambda skeleton, *_: kinds.all_different(skeleton.config.num_hidden_layers)
 {OPEN}"""
 GRAPH_ONLY = """
-import sys; from pathlib import Path; from mionnx import MIModel; from mionnx.run import find_model
-find_model.export(Path(sys.argv[1]), Path(sys.argv[2]), "bfloat16", lambda *_: None, graph_only=True)
+import sys; from pathlib import Path; from mionnx import MIModel; from mionnx.run import exporting, find_model
+exporting.export(Path(sys.argv[1]), Path(sys.argv[2]), "bfloat16", lambda *_: None, graph_only=True)
 MIModel.from_pretrained(sys.argv[2])"""
 OPTIMUM = """
 import sys; from optimum.exporters.onnx import main_export

@@ -20,6 +20,7 @@ from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
 from mionnx.analysis.steering.calibration import SteeringCalibration
 from mionnx.analysis.steering.directions import Direction, Directions
 from mionnx.analysis.steering.dose_result import DoseResponse
+from mionnx.analysis.sweep.noise import Noise
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
 from mionnx.engine.options import Options
@@ -96,6 +97,7 @@ __all__ = [
     "MIModel",
     "ModelError",
     "ModelSizes",
+    "Noise",
     "Options",
     "RWKVState",
     "Report",

@@ -23,6 +23,7 @@ from mionnx.analysis.steering import dose_response as dosing
 from mionnx.analysis.sweep import ablating, patching
 from mionnx.compile import compile_model
 from mionnx.machine.once import once_property
+from mionnx.quantise import quantise_model
 from mionnx.run import generation, notebook
 from mionnx.run.runner import Runner
 from mionnx.verify import verbs as comparing
@@ -109,5 +110,6 @@ class MIModel(Runner):
 
     # deployment, reproducibility
     compile = compile_model.compile_model
+    quantise = quantise_model.quantise_model
     verify = comparing.verify
     bisect = comparing.bisect

@@ -106,7 +106,8 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
     lacks = {lack for lack, has in (("mask", padding), ("cache", cached)) if not has}
     proto, windows = _clean(source.model), windows_of(config_of(file), len(found.attention))
     probed = probe(proto, target, names)
-    plain = Plain(source.model, proto, target, found, probed, windows, frozenset(lacks), positions is not None)
+    adds, counts = any(one.name == "MultiHeadAttention" for one in fused), positions is not None
+    plain = Plain(source.model, proto, target, found, probed, windows, frozenset(lacks), counts, adds=adds)
     progress("checking", 3, STAGES)
 
     def checked(proto: onnx.ModelProto, probed: Probe) -> list[LawResult]:

@@ -1,5 +1,6 @@
 """The router of a mixture of experts: its logits, the experts that each token goes through, and their weights."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -37,7 +38,8 @@ def find_router(flow: Flow, layer: int, nodes: list[ir.Node]) -> Router:
     neurons = f"layer {layer}: mlp.hook_expert_gate, hook_expert_up, hook_expert_act, hook_expert_out"
     notes = [f"{neurons}: experts are not taken apart"]
     choices = [node for node in nodes if node.op_type in ROUTERS]
-    logits = _logits_of(flow, choices[0]) if len(choices) == 1 else None
+    maps = {output_of(flow, node) for node in nodes if is_linear(flow, node)}
+    logits = _logits_of(flow, choices[0], maps) if len(choices) == 1 else None
     if logits is None or not _shaped(logits):
         what = f"layer {layer}: mlp.hook_router_logits"
         return Router(notes=[*notes, f"{what}: no one linear map of known size that experts are chosen by"])
@@ -59,20 +61,21 @@ def _flat(value: ir.Value) -> int | None:
     return static(value, -1) if rank(value) == 2 else None
 
 
-def _logits_of(flow: Flow, choice: ir.Node) -> ir.Value | None:
-    """The output of the linear map before a choice; None if anything else lies between."""
+def _logits_of(flow: Flow, choice: ir.Node, maps: Collection[ir.Value]) -> ir.Value | None:
+    """The output of the linear map before a choice; None if anything else lies between.
+
+    Args:
+        flow: of the graph.
+        choice: the node that chooses experts, or holds them.
+        maps: outputs of linear maps.
+    """
     value = choice.inputs[0 if choice.op_type == "TopK" else 1]
-    seen: list[ir.Value] = []
-    while value is not None and (node := value.producer()) is not None:
-        seen.append(value)
-        if is_linear(flow, node):
-            found = output_of(flow, node)
-            return found if found in seen else None
+    while value is not None and value not in maps and (node := value.producer()) is not None:
         text = flow.text(node)
         if len(text) != 1 or not (node.op_type in RISING or _is_bias(flow, node)):
             return None
         value = text[0]
-    return None
+    return value if value in maps else None
 
 
 def _is_bias(flow: Flow, node: ir.Node) -> bool:

@@ -28,12 +28,14 @@ from mionnx.errors import ExportError
 LACKING = {
     "mask": "attention_mask: the file attends to padding; give texts of one length",
     "cache": "past_key_values: the file has no cache; generation and sweeps need one",
+    "chunks": "attention_mask: the file's own may be wrong for several tokens after a past",
 }
 ADDED = {
     "mask": "attention_mask: the file attends to padding; a mask was added that does not",
     "cache": "past_key_values: the file has no cache; one was added",
     "chunks": "attention_mask: the file's own is wrong for several tokens after a past; another was put in its place",
 }
+NOT_ADDED = {"chunks": "another"}
 AS_STOCK = "adopted logits = the file's own"
 
 
@@ -51,6 +53,7 @@ class Plain:
         lacks: what the file has not: "mask" (its attention heeds none), "cache".
         counts: whether the graph makes its positions itself, and they cannot be given.
         longest: tokens of the longest text that it takes.
+        adds: whether fused attention of the file adds its mask to scores.
     """
 
     model: ir.Model
@@ -62,6 +65,7 @@ class Plain:
     lacks: frozenset[str]
     counts: bool
     longest: int = LONG
+    adds: bool = False
 
 
 def complete(
@@ -99,7 +103,8 @@ def complete(
         why = "; ".join(map(str, broken))
     except ExportError as error:
         why = str(error)
-    notes[:] = [*before, *(f"{LACKING[lack]}; it cannot be added: {why}" for lack in sorted(plain.lacks))]
+    lacks = sorted(plain.lacks or {"chunks"})
+    notes[:] = [*before, *(f"{LACKING[lack]}; {NOT_ADDED.get(lack, 'it')} cannot be added: {why}" for lack in lacks)]
     return plain.proto, plain.probed, checked(plain.proto, plain.probed)
 
 
@@ -137,7 +142,7 @@ def extend(plain: Plain) -> bool:
     for layer, found in enumerate(masks):
         scores = values[f"blocks.{layer}.attn.hook_scores"]
         kind = ir.DataType.from_numpy(plain.probed.values[str(scores.name)].dtype)
-        replace_masks(op, found, scores, windows[layer], kind)
+        replace_masks(op, found, scores, windows[layer], kind, plain.adds)
     model.graph.insert_before(model.graph[0], op.nodes)
     sweep_away(model.graph, [one.node for found in masks for one in found] + stale)
     _read_sizes_of_tokens(model.graph, reads, cache)

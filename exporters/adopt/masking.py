@@ -221,7 +221,12 @@ def serves_chunks(probe: MaskProbe, found: Sequence[Masking], window: int | None
 
 
 def replace_masks(
-    op: OpWriter, found: Sequence[Masking], scores: ir.Value, window: int | None, kind: ir.DataType
+    op: OpWriter,
+    found: Sequence[Masking],
+    scores: ir.Value,
+    window: int | None,
+    kind: ir.DataType,
+    adds: bool = False,
 ) -> None:
     """Mask scores by `OpWriter.visible`, in place of their own masks.
 
@@ -233,6 +238,7 @@ def replace_masks(
         scores: the softmax's input.
         window: number of keys that a query reads; None for all.
         kind: dtype of the scores.
+        adds: whether a fused operator of the file adds a mask, and shall find one to read.
     """
     bare = scores
     for one in found:
@@ -242,6 +248,8 @@ def replace_masks(
             ir.convenience.replace_all_uses_with(one.node.outputs[0], one.inner)
             bare = one.inner if bare is one.node.outputs[0] else bare
     seen = op.visible(window)
+    if adds:
+        added_mask(op, seen, kind)
     lowest = op.number(float(np.finfo(kind.numpy()).min), kind)
     masked = op.Where(seen, bare, lowest)
     readers = [(node, place) for node, place in scores.uses() if node is not masked.producer()]
@@ -250,6 +258,14 @@ def replace_masks(
     masked.name = name
     for node, place in readers:
         node.replace_input_with(place, masked)
+
+
+def added_mask(op: OpWriter, seen: ir.Value, kind: ir.DataType) -> ir.Value:
+    """An added mask: 0 for a key that is seen, else a number near the lowest of its dtype."""
+    made = [node.outputs[0] for node, place in seen.uses() if place == 0 and node.op_type == "Where"]
+    known = [value for value in made if value.producer().inputs[1].is_initializer()]
+    lowest = float(np.finfo(kind.numpy()).min) / 2
+    return known[0] if known else op.Where(seen, op.number(0, kind), op.number(lowest, kind))
 
 
 def sweep_away(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:

@@ -15,7 +15,23 @@ NORMS = frozenset(
     "SimplifiedLayerNormalization SkipSimplifiedLayerNormalization SkipLayerNormalization LayerNormalization".split()  # noqa: SIM905
 )
 ALIKE = frozenset(
-    "Add Sub Mul Div Cast Identity Sigmoid Tanh Gelu FastGelu QuickGelu BiasGelu Softmax RotaryEmbedding".split()  # noqa: SIM905
+    [
+        "Add",
+        "Sub",
+        "Mul",
+        "Div",
+        "Cast",
+        "Identity",
+        "Sigmoid",
+        "Tanh",
+        "Gelu",
+        "FastGelu",
+        "QuickGelu",
+        "BiasGelu",
+        "Softmax",
+        "RotaryEmbedding",
+        "DynamicQuantizeLinear",
+    ]
 )
 
 
@@ -38,8 +54,10 @@ def infer_types(model: ir.Model) -> list[onnx.ValueInfoProto]:
         first = node.outputs[0]
         if first.shape is None:
             first.shape = _shape(node)
-        if node.op_type in NORMS and len(node.outputs) > 3 and node.outputs[3].shape is None:
-            node.outputs[3].shape = first.shape
+        also = (3,) if node.op_type in NORMS else (1,) if node.op_type == "TopK" else ()
+        for place in also:
+            if place < len(node.outputs) and node.outputs[place].shape is None:
+                node.outputs[place].shape = first.shape
     return list(inferred.values())
 
 
@@ -53,10 +71,16 @@ def _inferred(model: ir.Model) -> dict[str, onnx.ValueInfoProto]:
 
 
 def _shape(node: ir.Node) -> ir.Shape | None:
-    """The shape of a node's first output, of the operators between an embedding and queries."""
+    """The shape of a first output, of the operators before queries and before chosen experts."""
     shapes = [None if value is None else value.shape for value in node.inputs]
+    if node.op_type == "Gemm" and shapes[1] is not None:
+        return ir.Shape([None, shapes[1][0 if node.attributes.get_int("transB", 0) else 1]])
+    if node.op_type == "Reshape" and (asked := _constant(node.inputs[1])) is not None and (0 not in asked):
+        return ir.Shape([None if size == -1 else size for size in asked])
     if not shapes or shapes[0] is None:
         return None
+    if node.op_type == "TopK" and node.attributes.get_int("axis", -1) in (-1, shapes[0].rank() - 1):
+        return ir.Shape([*shapes[0][:-1], *(_constant(node.inputs[1]) or [None])])
     if node.op_type in NORMS:
         return shapes[0]
     if node.op_type in ALIKE:
@@ -66,10 +90,16 @@ def _shape(node: ir.Node) -> ir.Shape | None:
         return ir.Shape([*shapes[1], *shapes[0][1:]])
     if node.op_type == "MatMulNBits":
         return ir.Shape([*shapes[0][:-1], node.attributes.get_int("N", 0)])
-    if node.op_type in ("MatMul", "FusedMatMul") and shapes[1] is not None and shapes[1].rank() == 2:
+    if node.op_type in ("MatMul", "FusedMatMul", "MatMulInteger") and shapes[1] is not None and shapes[1].rank() == 2:
         turned = node.attributes.get_int("transB", 0)
         return ir.Shape([*shapes[0][:-1], shapes[1][0 if turned else 1]])
     return None
+
+
+def _constant(value: ir.Value | None) -> list[int] | None:
+    """The numbers of a constant list; None if it is none."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None else [int(number) for number in tensor.numpy().ravel()]
 
 
 def set_types(node: ir.Node) -> None:

@@ -32,7 +32,7 @@ class Layout:
     `mixed_heads` is the module whose experts are projections of queries and of heads' outputs, chosen by each token.
     `limited` says that a table has a row for each position, where there is no module `positions`.
     `embeds_in_code` is the module whose own code scales embeddings and takes positions out of a table.
-    `normed_stream` says that the stream is normed after each addition.
+    `normed_stream` says that the stream is normed between additions, and is no sum of what layers add.
     `shared` is an MLP beside the experts' module that the block adds to it; `gate_and_up` and `down` are its own.
     `sparse` says that an indexer in the attention chooses keys: it is left out, as it chooses all of a text of up to
     `index_topk` tokens (`sizes.py` has the limit).
@@ -160,6 +160,11 @@ MLP_IN_BLOCK = replace(
 )
 
 
+def bloom(config: Any) -> Layout:
+    """BLOOM: the stream skips each half, normed first where the config says so."""
+    return replace(BLOOM, normed_stream=config.apply_residual_connection_post_layernorm)
+
+
 def falcon(config: Any) -> Layout:
     """Falcon: parallel blocks, or sequential ones where the config says so."""
     parallel = config.new_decoder_architecture or config.parallel_attn
@@ -230,7 +235,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     ),
     "axk2": replace(SPARSE_LATENTS, z_at_projection=True),
     "bitnet": GATED_HEADS,
-    "bloom": BLOOM,
+    "bloom": bloom,
     "codegen": GPTJ,
     "cohere": PARALLEL,
     "cohere2": PARALLEL,

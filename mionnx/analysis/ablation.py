@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy.special import log_softmax
 
 from mionnx.errors import InputError
 from mionnx.machine.brief import Brief, spelled
 from mionnx.machine.decimals import decimal
+from mionnx.machine.softmax import log_softmax
 from mionnx.machine.stored import Stored
 from mionnx.machine.typed import typed
 from mionnx.run.sampling import logit_vector

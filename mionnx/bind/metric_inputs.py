@@ -6,13 +6,13 @@ from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import log_softmax
 
 from mionnx.bind.logit_selection import Logits
 from mionnx.bind.values import columns
 from mionnx.errors import GradientError
 from mionnx.graph.metadata import Sizes
 from mionnx.inputs.token_batch import TokenBatch
+from mionnx.machine.softmax import log_softmax
 from mionnx.rewrite.plan import METRIC_ANSWER, METRIC_REFERENCE, METRIC_SEED, METRIC_VERSUS, METRIC_WEIGHTS
 from mionnx.spec.metric import READS, WHOLE, MetricSpec, Token, Tokens
 

@@ -11,9 +11,9 @@ from mionnx.cli.options import Json
 from mionnx.graph import weight_record
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.progress import bars
-from mionnx.run import find_model
+from mionnx.run import exporting, find_model
 
-DTYPES = "float32, float16, bfloat16, or auto for the checkpoint's own."
+DTYPES = "float32, float16, bfloat16, int4, int8, or auto for the checkpoint's own."
 
 
 def export(
@@ -42,9 +42,9 @@ def export(
     folder = find_model.checkpoint_folder(source, file)
     with bars() as progress:
         if output is None:
-            find_model.export_in_place(folder, dtype, progress)
+            exporting.export_in_place(folder, dtype, progress)
         else:
-            find_model.export(folder, output, dtype, progress, copy, graph_only)
+            exporting.export(folder, output, dtype, progress, copy, graph_only)
     hooked = HookedModel.open(output or folder)
     seconds = time.monotonic() - begin
     _print(hooked, seconds, as_json)
@@ -55,11 +55,11 @@ def export(
 def _print(hooked: HookedModel, seconds: float, as_json: bool) -> None:
     size, metadata = (hooked.folder / "model.onnx").stat().st_size, hooked.metadata
     if as_json:
-        facts = {"family": metadata.family, "dtype": metadata.dtype, "hook_points": len(hooked.hook_points())}
+        facts = {"family": metadata.family, "dtype": metadata.weight_dtype, "hook_points": len(hooked.hook_points())}
         typer.echo(json.dumps({"folder": str(hooked.folder), **facts}, indent=1))
         return
     typer.echo(
         f"{hooked.folder}: {metadata.family}, {metadata.sizes.num_layers} layers, "
-        f"{len(hooked.hook_points())} hook points, {metadata.dtype}, graph {size / 1024:.0f} KiB, "
+        f"{len(hooked.hook_points())} hook points, {metadata.weight_dtype}, graph {size / 1024:.0f} KiB, "
         f"{seconds:.1f} s"
     )

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mionnx import distributed
 from mionnx.analysis.features.sae import SAE
 from mionnx.cli.options import Json, Model, Provider, SpecFile, numbers
 from mionnx.errors import InputError
@@ -32,7 +33,12 @@ def harvest(
     sae: Annotated[Path | None, typer.Option(help="Write the features of this sparse autoencoder.")] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Features of each token; 32 if left out.")] = None,
     batch_size: Annotated[str, typer.Option(help="Rows of one pass, or auto.")] = "auto",
+    shard_bytes: Annotated[int, typer.Option(min=1, help="Size of a shard, about.")] = 2**28,
     column: Annotated[str | None, typer.Option(help="Column of the texts; text if left out.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="By a Ray cluster's workers: local, auto or HOST:PORT.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="With --ray: processes; as many as there is room.")] = None,
     as_json: Json = False,
     provider: Provider = "cpu",
 ) -> None:
@@ -45,9 +51,16 @@ def harvest(
         asked.capture(name)
     options: dict[str, Any] = {"context": context, "packed": packed, "separator": separator, "dtype": dtype}
     options |= {"format": format_, "column": column, "batch_size": _batch_size(batch_size), "top_k": top_k}
+    options["shard_bytes"] = shard_bytes
     options |= {"positions": None if positions is None else _positions(positions)}
     options |= {"sae": None if sae is None else SAE.load(sae)}
-    made = MIModel.from_pretrained(model, provider=provider).harvest(texts, asked, output, **options)
+    if ray is None and workers is not None:
+        raise InputError("--workers are those of a Ray cluster: give --ray local, or its address")
+    opened = MIModel.from_pretrained(model, provider=provider)
+    if ray is None:
+        made = opened.harvest(texts, asked, output, **options)
+    else:
+        made = distributed.harvest(opened, texts, asked, output, address=ray, workers=workers, **options)
     told = {"tokens": made.tokens, "texts": made.texts, "columns": made.columns, "settings": made.settings}
     typer.echo(json.dumps(told, indent=1) if as_json else str(made))
 

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column
-from scipy.special import softmax
 
 from mionnx.analysis.ablation import AblationResult
 from mionnx.cli.intervention_options import Interventions, takes_interventions
 from mionnx.cli.options import Captures, Json, Model, Prompt, Provider
 from mionnx.machine.decimals import decimal
+from mionnx.machine.softmax import softmax
 from mionnx.model import MIModel
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.prompt import token_text

@@ -1,6 +1,7 @@
 """The command `mionnx sweep`: patching, ablation and path patching over layers, positions and heads."""
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -8,6 +9,7 @@ from rich.console import Console
 
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Sweep
+from mionnx.cli.corruption import corruption
 from mionnx.cli.options import Html, Json, Layers, Model, Png, Provider, Save, chosen, deliver
 from mionnx.cli.pairs_file import Pairs
 from mionnx.cli.sweep_options import OTHER, Answer, Cells, IfAny, Kind, Over, Read, Versus, axes, given, prompts
@@ -35,6 +37,14 @@ def sweep(
     ] = None,
     layers: Layers = None,
     pairs: Pairs = None,
+    noise: Annotated[
+        str | None, typer.Option(metavar="SUBJECT", help="Corrupt by Gaussian noise at the embeddings of this string.")
+    ] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Draws of the noise; 10 if left out.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the noise, or of a resampling; 0 if left out.")] = None,
+    corrupted_spec: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Corrupt by the interventions of a saved HookSpec.")
+    ] = None,
     at: Read = -1,
     top: Cells = 12,
     html: Html = None,
@@ -53,11 +63,14 @@ def sweep(
 
     mionnx sweep models/world-llama "The capital of France is" --ablate zero --hook z --over layer,head
 
+    mionnx sweep models/world-llama "The capital of France is" --noise France --metric probability --answer Paris
+
     mionnx sweep models/world-llama --pairs pairs.jsonl --hook mlp.hook_act --over layer,neuron
     """
     texts = prompts(clean, corrupted, pairs, answer=answer, versus=versus)
+    texts |= corruption(noise, repeats, None if ablate else seed, corrupted_spec, "corrupted" in texts)
     if ("corrupted" in texts) == (ablate is not None):
-        raise typer.BadParameter("give a corrupted prompt to patch with, or --ablate")
+        raise typer.BadParameter("give a corrupted prompt to patch with, --noise, --corrupted-spec, or --ablate")
     if ablate and (receiver or noising):
         raise typer.BadParameter("--receiver and --noising are for patching")
     opened = MIModel.from_pretrained(model, provider=provider)
@@ -66,7 +79,7 @@ def sweep(
     options |= {"at": at, "before": lambda ready: _announce(ready, as_json), "resume": True}
     try:
         if ablate is not None:
-            result = opened.ablation_sweep(texts.pop("clean"), kind=ablate, **texts, **options)
+            result = opened.ablation_sweep(texts.pop("clean"), kind=ablate, **texts, **options, **given(seed=seed))
         else:
             options["direction"] = "noising" if noising else "denoising"
             result = _patch(opened, receiver, texts | options)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import log_softmax
 
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.compile.token_facts import TokenFacts, replace_input
@@ -18,6 +17,7 @@ from mionnx.errors import GradientError
 from mionnx.graph.builder import Builder, Graph, Tensor
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.report import Report
+from mionnx.machine.softmax import log_softmax
 from mionnx.rewrite.plan import METRIC, METRIC_ANSWER, METRIC_REFERENCE, METRIC_SEED, METRIC_VERSUS, METRIC_WEIGHTS
 from mionnx.spec.metric import WHOLE, MetricSpec, Tokens
 

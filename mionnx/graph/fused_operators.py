@@ -6,7 +6,8 @@ make: `restore` puts one back where nothing between is asked for.
 
 Metadata may come from anybody. A node is taken only if its operator is in the table `OPERATORS`, its attributes are
 plain numbers, it reads and makes values of the graph, and the nodes between those values are such as its expansion has,
-reading nothing else but small constants and what follows from the sizes of the call, its mask and its positions.
+reading nothing else but small constants and what follows from the sizes of the call, its mask and its positions. What
+an operator alone reads, lengths or an added mask, follows from the same, however many nodes compute it.
 """
 
 import base64
@@ -22,7 +23,7 @@ from mionnx.graph.dataflow import Dataflow
 
 MICROSOFT = "com.microsoft"
 LARGEST = 2**14  # characters of one node's text
-SUPPORT = 16  # nodes that compute what only fused operators read, lengths say
+LOWEST = -9999.0  # what is added to a score that no query shall read, or less
 
 NORM = frozenset(("Mul", "Add", "Sqrt", "Div", "ReduceMean", "LayerNormalization", "Identity"))
 ROTATION = frozenset(
@@ -35,6 +36,7 @@ ATTENTION = ROTATION | {"MatMul", "Div", "Tanh", "Where", "Softmax", "Expand", "
 CALL = frozenset(
     ("Shape", "Slice", "Squeeze", "Unsqueeze", "Range", "Sub", "Add", "LessOrEqual", "Greater", "And", "Cast", "Gather")
 ) | {"Identity", "Constant", "ReduceSum", "Reshape"}
+SUPPORT = CALL | {"Where"}  # What computes lengths and added masks, which fused operators alone read.
 
 Operator = tuple[str, str]  # domain, name
 # Operator -> what its expansion is made of.
@@ -62,6 +64,7 @@ UNPADDED: dict[Operator, frozenset[str]] = {
     )
     | {"smooth_softmax"}
 }
+MASKED = frozenset(((MICROSOFT, "MultiHeadAttention"),))  # Those that add a mask where their nodes read its booleans.
 PLAIN = (onnx.AttributeProto.FLOAT, onnx.AttributeProto.INT, onnx.AttributeProto.INTS)
 
 
@@ -144,7 +147,9 @@ class _Reader:
             _expect(name in self.flow.producers or name in self.held or name in self.inputs, f"{name!r} is no value")
         ends = [name for name in node.output if name]
         _expect(bool(ends) and all(name in self.flow.producers for name in ends), "no node makes what it makes")
-        above, known = self.flow.ancestors(ends, {*node.input}), {*filter(None, node.input)}
+        known = {*filter(None, node.input)}
+        known |= {*filter(None, map(self._booleans, known))} if kind in MASKED else set()
+        above = self.flow.ancestors(ends, known)
         region = self._region(above, known)
         names = {self.flow.nodes[i].op_type for i in region}
         other = sorted(names - OPERATORS[kind])
@@ -174,6 +179,22 @@ class _Reader:
         _expect(not weights, f"its nodes read the weight {', '.join(weights)}")
         return not self.inputs.isdisjoint(read)
 
+    def _booleans(self, name: str) -> str | None:
+        """The booleans of an added mask, 0 for true; None if it is no such mask."""
+        place = self.flow.producers.get(name)
+        node = None if place is None else self.flow.nodes[place]
+        if node is None or node.op_type != "Where" or len(node.input) != 3:
+            return None
+        shown, hidden = (self._number(value) for value in node.input[1:])
+        return node.input[0] if shown == 0 and hidden is not None and hidden <= LOWEST else None
+
+    def _number(self, name: str) -> float | None:
+        """A constant number; None if a value is none."""
+        tensor = self.held.get(name)
+        if tensor is None or tensor.external_data or list(tensor.dims) not in ([], [1]):
+            return None
+        return float(onnx.numpy_helper.to_array(tensor).item())
+
     def _aliases(self, region: Iterable[int], ends: Iterable[str]) -> set[str]:
         """The outputs of an operator, and hook points that share their values."""
         found = {*ends}
@@ -186,9 +207,10 @@ class _Reader:
     def _support(self, region: set[int], known: set[str]) -> tuple[int, ...]:
         """The nodes that compute inputs without a reader in the region."""
         nodes = self.flow.ancestors(known - self.flow.read_by(region))
-        strange = sorted({self.flow.nodes[i].op_type for i in nodes} - CALL)
+        strange = sorted({self.flow.nodes[i].op_type for i in nodes} - SUPPORT)
         _expect(not strange, f"what it reads depends on {', '.join(strange)}")
-        _expect(len(nodes) <= SUPPORT, f"what it reads takes {len(nodes)} nodes to compute")
+        weights = [name for name in self.flow.read_by(nodes) & self.held.keys() if self.held[name].external_data]
+        _expect(not weights, f"what it reads depends on the weight {', '.join(weights)}")
         return tuple(sorted(nodes))
 
 

@@ -16,7 +16,8 @@ The format, on one page:
    `blocks.{i}.rwkv.written_k`, `.kept_decay`, `.erased_b` (RWKV-7) and `.bonus` (RWKV-6).
 6. `metadata_props` keys begin with `mionnx.`; each value is JSON: `format`, `family`, `dtype`, `sizes`, `hooks`,
    `attention`, `exporter`, `weights_sha256`, `weight_files`, `context_length`, and of an adopted file `fused` and
-   `stock`, and `hook_dtypes` where hook points have several. See `mionnx.graph.metadata` and `weight_record`.
+   `stock`, `hook_dtypes` where hook points have several, and `quantised` of a model of blocks. See
+   `mionnx.graph.metadata` and `weight_record`.
 7. Refused when opened: another format version, a corrupt or truncated graph, a listed hook point that is no value of
    the graph, a weight outside the folder or beyond the end of its file, weight files that are not those that were
    exported (`mionnx.graph.weight_check`), a fused operator that its nodes cannot stand for, a stock graph that is no

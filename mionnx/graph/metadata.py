@@ -20,11 +20,11 @@ FORMAT_VERSION = 1
 PREFIX = "mionnx."
 COMPILED = f"{PREFIX}compiled"  # of a compiled intervention graph, which is no hooked model
 LARGEST = 2**24  # characters; 30 layers have 40,000
-NORMED_STREAM = "normed_stream"  # key of `exporter`, where the stream is normed after each addition
+NORMED_STREAM = "normed_stream"  # key of `exporter`, where the stream is normed between additions
 FOUND_BY_STRUCTURE = "found_by_structure"  # key of `exporter`, where no tap shows a hook point in torch
 ATTENDS_TO_PADDING = "attends_to_padding"  # key of `exporter`, where attention does not heed its mask
 IDENTITIES = "identity_experts"  # key of `exporter`: the first expert without weights, which gives back what it reads
-OPTIONAL = ("fused", "hook_dtypes", "stock")  # fields that are not written while they are empty
+OPTIONAL = ("fused", "hook_dtypes", "stock", "quantised")  # fields that are not written while they are empty
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
 
@@ -125,6 +125,8 @@ class Metadata:
         fused: fused operators that an adopted file came with (`mionnx.graph.fused_operators`); not written if none.
         hook_dtypes: hook name -> dtype, of those that have another than the model's; not written if there are none.
         stock: the graph of an adopted file as it came (`mionnx.graph.stock_graph`); not written if there is none.
+        quantised: settings of the blocks that weights of floats were made into (`mionnx.quantise`); not written if the
+            weights are as they came.
     """
 
     family: str
@@ -139,6 +141,12 @@ class Metadata:
     fused: list[str] = field(default_factory=list)
     hook_dtypes: Mapping[str, str] = field(default_factory=dict)
     stock: Mapping[str, Any] = field(default_factory=dict)
+    quantised: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def weight_dtype(self) -> str:
+        """The dtype of the weights: that of the activations, or int4 or int8 of a quantised model."""
+        return f"int{self.quantised['bits']}" if self.quantised else self.dtype
 
     @property
     def recurrent(self) -> bool:
@@ -251,6 +259,8 @@ def _check(read: Metadata) -> None:
     _expect(known, "fused", "a list of texts", read.fused)
     known = isinstance(read.hook_dtypes, dict) and {*read.hook_dtypes.values()} <= {*DTYPE_NAMES}
     _expect(known and read.hook_dtypes.keys() <= read.hooks.keys(), "hook_dtypes", "dtypes of hooks", read.hook_dtypes)
+    known = isinstance(read.quantised, dict) and (not read.quantised or read.quantised.get("bits") in (4, 8))
+    _expect(known, "quantised", "a table of settings with bits 4 or 8", read.quantised)
     _expect(is_table(read.stock), "stock", "a graph, its calls, and whether it was expanded", read.stock)
     for layer, entry in enumerate(read.attention):
         _expect(isinstance(entry.output_projection, str), f"attention[{layer}]", "of a weight by its name", entry)

@@ -3,6 +3,7 @@
 from mionnx.graph.builder import Node, Tensor
 
 ELEMENTWISE = frozenset({"Identity", "Cast", "Mul", "Div", "Add", "Tanh", "CastLike"})
+PRODUCTS = frozenset({"MatMul", "Gemm", "MatMulNBits"})
 LOGITS = "logits"
 
 
@@ -21,7 +22,7 @@ def head_and_tail(value: Tensor, through: frozenset[str] = ELEMENTWISE) -> tuple
     passed: list[Node] = []
     while value.inputs:
         node = value.inputs[0]
-        if node.op in ("MatMul", "Gemm"):
+        if node.op in PRODUCTS:
             return node, passed
         computed = [entry for entry in node.inputs if entry.inputs]
         if node.op not in through or len(computed) != 1:

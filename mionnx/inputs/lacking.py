@@ -39,7 +39,7 @@ def refuse_padding(model: HookedModel, batch: TokenBatch) -> None:
 
 
 def refuse_normed_stream(model: HookedModel, what: str) -> None:
-    """Refuse what takes the residual stream for a sum, if it is normed after each addition.
+    """Refuse what takes the residual stream for a sum, if it is normed between additions.
 
     Args:
         model: the hooked model.
@@ -51,7 +51,7 @@ def refuse_normed_stream(model: HookedModel, what: str) -> None:
     if NORMED_STREAM in model.metadata.exporter:
         raise InputError(
             f"{what} takes the residual stream for the sum of what layers add to it, and {model.metadata.family!r} "
-            "norms it after each addition. Patching sweeps, ablation and captures work"
+            "norms it between additions. Patching sweeps, ablation and captures work"
         )
 
 

@@ -11,7 +11,8 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import Progress
 from mionnx.run import stock_calls
-from mionnx.run.find_model import MADE, NEEDED, copy_links, foreign_exporter, hub_folder
+from mionnx.run.exporting import MADE, NEEDED, copy_links, foreign_exporter
+from mionnx.run.find_model import hub_folder
 
 
 def adopt(source: Path, target: Path, file: str | None, progress: Progress, copy: bool = False) -> Any:

@@ -3,9 +3,7 @@
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
 from threading import Lock
 from types import ModuleType
@@ -19,25 +17,21 @@ from mionnx.graph.weight_record import complete_beside
 from mionnx.machine.cache_entry import MODELS
 from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.files import link_or_copy
-from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers, temporary_folder
+from mionnx.machine.leftovers import new_folder, temporary_folder
 from mionnx.machine.progress import Progress
 from mionnx.machine.source_digest import source_digest
+from mionnx.quantise.quantise import quantise_into
+from mionnx.quantise.settings import DTYPES as BLOCKS
 from mionnx.run import hub_gguf
+from mionnx.run.exporting import exporter_for, foreign_exporter, write
 from mionnx.run.hub import download
-from mionnx.run.model_dtype import AUTO
 from mionnx.run.packaged_models import PACKAGED, packaged_model
 from mionnx.run.shipped_models import shipped_models
-from mionnx.run.source_path import advice, is_hooked, local_path, missing
+from mionnx.run.source_path import is_hooked, local_path, missing
 
-MADE = (GRAPH, "converted.safetensors", "config.json")  # what tells a folder of an export that was killed
 LONGEST = 100  # characters of a model's name in the store
 EXPORTING = ("mionnx.graph",)  # what every exporter uses: a change there may change the graph
 FILES = (".pth", ".onnx", ".safetensors", ".gguf", ".bin", ".pt")  # what is meant as a file, and is no Hub id
-FOREIGN = "onnx"  # entry point of the exporter of foreign ONNX files
-NEEDED = {
-    "onnx_ir": "adopting an ONNX file needs onnx_ir: pip install 'mionnx[adopt]'",
-    "gguf": "reading a GGUF file needs gguf: pip install 'mionnx[export]'",
-}
 
 
 _temporarily = Lock()
@@ -70,7 +64,9 @@ def find_model(
             refuse(folder)
         return _exported(folder, dtype, progress)
     if (folder / GRAPH).is_symlink():
-        return _linked(folder)
+        folder = _linked(folder)
+    if dtype in BLOCKS and not HookedModel.open(folder, check="none").metadata.quantised:
+        return _quantised(folder, dtype, progress)
     DiskCache(cache_folder()).use(folder)
     return folder
 
@@ -155,119 +151,23 @@ def hub_folder(name: str, file: str | None) -> Path:
         ) from error
 
 
-def foreign_exporter() -> ModuleType:
-    """The exporter of foreign ONNX files.
-
-    Raises:
-        ExportError: none is installed.
-    """
-    for entry in entry_points(group="mionnx.exporters", name=FOREIGN):
-        return entry.load()
-    raise ExportError("no exporter of foreign ONNX files is installed")
-
-
-def exporter_for(folder: Path) -> ModuleType:
-    """The installed exporter that knows a checkpoint.
-
-    Raises:
-        ExportError: none does.
-    """
-    installed = list(entry_points(group="mionnx.exporters"))
-    for entry in installed:
-        module = entry.load()
-        if module.recognises(folder):
-            return module
-    names = ", ".join(entry.name for entry in installed) or "none"
-    raise ExportError(
-        f"{folder} holds neither a hooked model nor a checkpoint that an exporter knows (installed: {names})"
-        f"{advice(folder)}"
-    )
-
-
-def export(
-    folder: Path, target: Path, dtype: str, progress: Progress, copy: bool = False, graph_only: bool = False
-) -> None:
-    """Export a checkpoint into a new folder; a temporary folder is renamed into place.
-
-    Args:
-        folder, target: of the checkpoint, and of the hooked model.
-        dtype: of the exported model.
-        progress: called as (stage, done, total).
-        copy: give the folder weight files of its own, where otherwise they are the checkpoint's under another name.
-        graph_only: export the config alone, without weights.
-
-    Raises:
-        ExportError: the target exists, torch is not installed, or the exporter refuses the checkpoint.
-    """
-    exporter = exporter_for(folder)
-    if target.exists():
-        raise ExportError(f"{target} exists already")
-    remove_leftovers(target.parent, holding=MADE)
-    with new_folder(target, ExportError) as partial:
-        _write(exporter, folder, partial, dtype, progress, "export_graph" if graph_only else "export")
-        made = HookedModel.open(partial, check="none").metadata.dtype
-        if dtype not in (made, AUTO):  # a foreign ONNX file computes in its own
-            raise ExportError(
-                f"{folder} computes in {made}, and is not converted to {dtype}: give dtype {made} or auto"
-            )
-        if copy:
-            copy_links(partial, progress)
-
-
-def _write(
-    exporter: ModuleType, folder: Path, target: Path, dtype: str, progress: Progress, function: str = "export"
-) -> None:
-    export = getattr(exporter, function, None)
-    if export is None:
-        raise ExportError(f"{folder}: {exporter.__name__} makes no graph without weights")
-    try:
-        export(folder, target, dtype, progress)
-    except ImportError as error:
-        otherwise = f"exporting needs torch and transformers ({error.name}): pip install 'mionnx[export]'"
-        raise ExportError(NEEDED.get(str(error.name), otherwise)) from error
-    except OSError as error:
-        raise ExportError(f"cannot export {folder}: {error}") from error
-
-
-def copy_links(folder: Path, progress: Progress) -> None:
-    """Replace hard links in a folder by copies of the files."""
-    shared = [path for path in folder.iterdir() if path.stat().st_nlink > 1]
-    for done, path in enumerate(shared):
-        progress(f"copying {path.name}", done, len(shared))
-        own = path.with_name(f"{path.name}.copy")
-        shutil.copy2(path, own)  # with its time of change, by which its hash may still be recorded
-        own.replace(path)
-
-
-def export_in_place(folder: Path, dtype: str, progress: Progress) -> None:
-    """Write `model.onnx` beside a checkpoint's weights, so that its folder is a hooked model.
-
-    Raises:
-        ExportError: see `export`.
-    """
-    if not folder.is_dir():
-        raise ExportError(f"{folder} is a file: only a checkpoint in a folder of its own is exported in place")
-    if (folder / GRAPH).exists() and not is_hooked(folder / GRAPH):
-        raise ExportError(
-            f"{folder / GRAPH} is another tool's file, which would be replaced: give a folder to write to"
-        )
-    made = partial_path(folder / "export")
-    export(folder, made, dtype, progress)
-    try:
-        files = [path for path in made.iterdir() if path.name == GRAPH or not (folder / path.name).exists()]
-        for path in sorted(files, key=lambda path: path.name == GRAPH):  # the graph last: then all it reads is there
-            path.replace(folder / path.name)
-    except OSError as error:
-        raise ExportError(f"cannot write into {folder}: {error}") from error
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-
-
 def _exported(folder: Path, dtype: str, progress: Progress) -> Path:
     exporter = exporter_for(folder)
     named = folder if folder.is_file() else folder.resolve()  # a file of the Hub's cache is a link to a number
     name = f"{named.name[:LONGEST]}-{_fingerprint(folder, dtype, exporter)}"
-    return _kept(name, lambda target: _write(exporter, folder, target, dtype, progress))
+    return _kept(name, lambda target: write(exporter, folder, target, dtype, progress))
+
+
+def _quantised(folder: Path, dtype: str, progress: Progress) -> Path:
+    """A hooked model of floats as one of blocks, in the store."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    text = json.dumps([str(folder.resolve()), facts, dtype, source_digest("mionnx.quantise", *EXPORTING)])
+    key = hashlib.sha256(text.encode()).hexdigest()[:KEY]
+    hooked = HookedModel.open(folder)
+    return _kept(
+        f"{hooked.name[:LONGEST]}-{key}", lambda target: quantise_into(hooked, target, BLOCKS[dtype], progress)
+    )
 
 
 def _kept(name: str, make: Callable[[Path], None]) -> Path:
@@ -323,7 +223,6 @@ def _fingerprint(folder: Path, dtype: str, exporter: ModuleType) -> str:
         [] if folder.is_dir() else [folder, *(path for path in sorted(folder.parent.glob(beside)) if path.is_file())]
     )
     facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    text = json.dumps(
-        [str(folder.resolve()), facts, dtype, source_digest(exporter.__name__.partition(".")[0], *EXPORTING)]
-    )
+    rooms = (*EXPORTING, "mionnx.quantise") if dtype in BLOCKS else EXPORTING
+    text = json.dumps([str(folder.resolve()), facts, dtype, source_digest(exporter.__name__.partition(".")[0], *rooms)])
     return hashlib.sha256(text.encode()).hexdigest()[:KEY]

@@ -9,8 +9,10 @@ from safetensors import SafetensorError, safe_open
 from mionnx.errors import InputError, nearest
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.metadata import DTYPE_NAMES
+from mionnx.quantise.settings import DTYPES as BLOCKS
 
 AUTO = "auto"
+NAMES = (*DTYPE_NAMES, *BLOCKS)
 STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # names in safetensors
 
 
@@ -29,9 +31,9 @@ def check_name(dtype: str) -> None:
     Raises:
         InputError: an unknown name.
     """
-    if dtype not in (*DTYPE_NAMES, AUTO):
-        near = nearest(dtype, [*DTYPE_NAMES, AUTO])
-        raise InputError(f"dtype {dtype!r} is none of {', '.join(DTYPE_NAMES)}, {AUTO}{near}")
+    if dtype not in (*NAMES, AUTO):
+        near = nearest(dtype, [*NAMES, AUTO])
+        raise InputError(f"dtype {dtype!r} is none of {', '.join(NAMES)}, {AUTO}{near}")
 
 
 def refuse_uncomputed(folder: Path, dtype: str, lacking: Collection[str], where: str) -> None:
@@ -59,7 +61,7 @@ def refuse_other(hooked: HookedModel, dtype: str) -> None:
     Raises:
         InputError: the two differ.
     """
-    own = hooked.metadata.dtype
+    own = hooked.metadata.weight_dtype
     if not isinstance(dtype, Unsaid) and dtype not in (AUTO, own):
         raise InputError(
             f"dtype={dtype!r}, but {hooked.folder} is a hooked model in {own} already: leave dtype out, or export its "

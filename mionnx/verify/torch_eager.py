@@ -13,7 +13,7 @@ from mionnx.errors import ExportError, MIError, ModelError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import FOUND_BY_STRUCTURE
 from mionnx.inputs.token_batch import TokenBatch
-from mionnx.run import find_model
+from mionnx.run import exporting
 from mionnx.verify.graph_under_test import GraphUnderTest
 from mionnx.verify.runtime import Pass, Runtime, Sink
 
@@ -31,7 +31,7 @@ class Eager(Runtime):
         self.checkpoint, self.threads = checkpoint, threads
 
     def _exporter(self, graph: GraphUnderTest) -> ModuleType:
-        return find_model.exporter_for(self._folder(graph))
+        return exporting.exporter_for(self._folder(graph))
 
     def _folder(self, graph: GraphUnderTest) -> Path:
         return self.checkpoint or graph.model.folder

@@ -5,6 +5,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
+from onnxruntime.quantization import quantize_dynamic
 
 from exporters.adopt import adopt
 from mionnx import HookSpec, Intervention, MIModel
@@ -41,3 +42,28 @@ def test_logits_whose_order_is_not_that_of_the_choice_are_not_named(operator, tm
     found = adopt(fused_llama.write(tmp_path / "stock", router=operator), tmp_path / "hooked")
     assert not [name for name in found.hooks if "router" in name]
     assert any("hook_router_logits: no one linear map" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_a_router_whose_sizes_nothing_says_is_found_rounded_or_not(rounded, tmp_path):
+    """As in GPT-OSS after ONNX Runtime's optimizer, or its dynamic quantiser: a Gemm, and no shape of what it makes."""
+    file = fused_llama.write(tmp_path / "stock", router="TopK")
+    if rounded:
+        quantize_dynamic(file, file, extra_options={"DefaultTensorType": onnx.TensorProto.FLOAT})
+    else:
+        assert not any("router" in value.name for value in onnx.load(file).graph.value_info)
+    found = adopt(file, tmp_path / "hooked")
+    assert any(law.law == "chosen experts = largest router logits" for law in found.laws)
+    names = [f"blocks.1.mlp.hook_{name}" for name in ("pre", "router_logits", "expert_indices", "expert_weights")]
+    model = MIModel.from_pretrained(tmp_path / "hooked", threads=1)
+    captured = model.forward(IDS, HookSpec().capture(names))
+    pre, logits, indices, weights = (captured[name] for name in names)
+    fused_llama.write(tmp_path / "plain", router="TopK")
+    held = {
+        one.name: numpy_helper.to_array(one) for one in onnx.load(tmp_path / "plain" / "model.onnx").graph.initializer
+    }
+    expected = pre @ held["layers.1.router.weight"].T + held["layers.1.router.bias"]
+    np.testing.assert_allclose(logits, expected, atol=0.05 if rounded else 1e-5)
+    np.testing.assert_array_equal(indices, np.argsort(-logits, axis=-1)[..., : fused_llama.CHOSEN])
+    shares = np.exp(np.take_along_axis(logits, indices, -1))
+    np.testing.assert_allclose(weights, shares / shares.sum(-1, keepdims=True), atol=1e-6)

@@ -182,7 +182,7 @@ def test_a_stream_that_is_no_sum_is_not_taken_for_one(opened):
         lambda: model.path_patch(ids[:1], ids[1:], "blocks.1.attn.hook_q"),
         lambda: model.decompose_resid(model.forward(ids, HookSpec().capture("*"))),
     ):
-        with pytest.raises(InputError, match="norms it after each addition"):
+        with pytest.raises(InputError, match="norms it between additions"):
             request()
     assert model.logit_lens(ids[0], k=3).top_ids.shape[-1] == 3
 

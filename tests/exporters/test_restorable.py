@@ -15,6 +15,7 @@ import pytest
 from exporters.adopt import adopt, restorable
 from mionnx import HookSpec, MIModel
 from mionnx.graph.restore import restore
+from mionnx.run.stock_calls import StockGraphWarning
 
 FOREIGN = Path(__file__).parents[1] / "shared" / "foreign"
 IDS = np.random.default_rng(0).integers(3, 90, (2, 9))
@@ -116,3 +117,28 @@ def test_rotation_and_attention_of_opset_23_stand_in_layers_that_are_not_touched
     for one, other, real in ((found, expected, mask.astype(bool)), (later, wanted, np.ones((2, 4), bool))):
         np.testing.assert_allclose(one.output()[real], other.output()[real], atol=1e-5)
         np.testing.assert_allclose(one["z", 1][real], other["z", 1][real], atol=1e-5)
+
+
+def test_attention_that_adds_a_mask_adds_the_one_that_was_put_in_its_place(tmp_path):
+    """The file's own is wrong for a past, so that its operators stand where its whole graph cannot."""
+    file = fused_llama.write(tmp_path / "stock", standard=True, adds=True)
+    (file.parent / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    found = adopt(file, tmp_path / "hooked")
+    assert any("another was put in its place" in note for note in found.notes)
+    assert kept(tmp_path / "hooked") == Counter(found.expanded)
+    assert found.expanded["MultiHeadAttention"] == 2
+    model, plain = (MIModel.from_pretrained(tmp_path / "hooked", threads=1, fused=fused) for fused in (True, False))
+    mask, spec = np.array([[0, 0, 1, 1, 1], [1] * 5]), HookSpec().capture("blocks.1.attn.*")
+    whole, first = (plain.forward(IDS[:, :end], attention_mask=real) for end, real in ((9, None), (5, mask)))
+    past = model.forward(IDS[:, :5], spec, attention_mask=mask, use_cache=True)
+    np.testing.assert_allclose(past.output()[mask == 1], first.output()[mask == 1], atol=1e-5)
+    cache = model.forward(IDS[:, :5], spec, use_cache=True).kv_cache
+    later = model.forward(IDS[:, 5:], spec, cache=cache)
+    graph = onnx.load_from_string([*model.compiled.values()][-1].model).graph
+    assert Counter(node.op_type for node in graph.node)["MultiHeadAttention"] == 1  # of the layer that is not captured
+    np.testing.assert_allclose(later.output(), whole.output()[:, 5:], atol=1e-5)
+    with pytest.warns(StockGraphWarning, match="several tokens after a past run the hooked graph"):
+        last = model.forward(IDS[:, 5:], cache=cache)
+    np.testing.assert_allclose(last.output(), whole.output()[:, 5:], atol=1e-5)
+    graph = onnx.load_from_string([*model.compiled.values()][-1].model).graph
+    assert Counter(node.op_type for node in graph.node)["MultiHeadAttention"] == 2

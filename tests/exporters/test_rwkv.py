@@ -18,7 +18,7 @@ from mionnx import ExportError, HookPoint, HookSpec, MIModel
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.weight_check import fingerprints
-from mionnx.run.find_model import exporter_for
+from mionnx.run.exporting import exporter_for
 
 IDS = np.random.default_rng(3).integers(0, VOCAB, 21)
 

@@ -216,3 +216,22 @@ def test_heads_whose_tokens_choose_their_projections_have_no_results(made):
         model.forward([[3, 4]], HookSpec().capture(HookPoint.AttnResult(0)))
     with pytest.raises(HookError, match="chooses its own projections"):
         _ = model.W_O
+    found = model.attribute([[3, 4, 5]], 7)
+    assert found.heads is None
+    assert {"0_attn_out", "1_attn_out", "1_mlp_out"} <= {*found.labels}
+    assert found.total == pytest.approx(model.forward([[3, 4, 5]]).output()[0, -1, 7], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_stream_that_goes_on_normed_is_no_sum_of_what_layers_add(tmp_path):
+    """BLOOM, where the config lets the norms' outputs skip the halves."""
+    changes = {**tiny_config("bloom"), "apply_residual_connection_post_layernorm": True}
+    reference, inputs = make_checkpoint("bloom", tmp_path / "checkpoint", **changes), batch("left past")
+    export(tmp_path / "checkpoint", tmp_path / "hooked")
+    model, expected = MIModel.from_pretrained(tmp_path / "hooked", threads=1), run(reference, inputs).values
+    found = forward(model, inputs, HookSpec().capture(lambda name: not name.endswith("hook_result"))).values
+    assert {*found} == {*expected}
+    points = map(HookPoint.parse, found)
+    assert max(difference(point, found[point.name], expected[point.name], inputs) for point in points) < TOLERANCE
+    with pytest.raises(InputError, match="'bloom' norms it between additions"):
+        model.attribute([[3, 4, 5]], 7)

@@ -22,7 +22,7 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.weight_check import fingerprints
 from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.progress import silent
-from mionnx.run import find_model
+from mionnx.run import exporting
 
 IDS = np.arange(3, 12)[None]
 
@@ -234,18 +234,18 @@ class TestTheStore:
     def test_an_export_that_fails_leaves_nothing(self, llama, tmp_path):
         (llama / "model.safetensors").unlink()
         with pytest.raises(ExportError, match="holds no weights"):
-            find_model.export(llama, tmp_path / "out" / "hooked", "float32", silent)
+            exporting.export(llama, tmp_path / "out" / "hooked", "float32", silent)
         assert list((tmp_path / "out").iterdir()) == []
 
     def test_a_target_that_exists(self, llama, tmp_path):
         with pytest.raises(ExportError, match="exists already"):
-            find_model.export(llama, tmp_path, "float32", silent)
+            exporting.export(llama, tmp_path, "float32", silent)
 
     @pytest.mark.slow
     def test_in_place(self, llama):
         expected = logits(llama)
         inode = (llama / "model.safetensors").stat().st_ino
-        find_model.export_in_place(llama, "float32", silent)
+        exporting.export_in_place(llama, "float32", silent)
         assert (llama / "model.safetensors").stat().st_ino == inode
         assert not [path for path in llama.iterdir() if path.name.startswith(".")]
         assert np.abs(MIModel.from_pretrained(llama).forward(IDS).output() - expected).max() < 5e-5

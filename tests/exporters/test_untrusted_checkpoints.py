@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from exporters.checkpoint_tensors import read_tensors
 from mionnx import ExportError, MIModel
 from mionnx.machine.progress import silent
-from mionnx.run import find_model
+from mionnx.run import exporting
 
 CODE = """
 from pathlib import Path
@@ -137,7 +137,7 @@ def test_links_into_the_blobs_of_the_hub_cache_are_followed(tmp_path):
 def test_a_checkpoint_in_the_hub_cache_is_exported(tmp_path):
     source = without_graph(RWKV, tmp_path / "source")
     folder = snapshot(source, tmp_path / "cache")
-    find_model.export(folder, tmp_path / "hooked", "float32", silent)
+    exporting.export(folder, tmp_path / "hooked", "float32", silent)
     assert (tmp_path / "hooked" / "model.safetensors").is_file()
     assert MIModel.from_pretrained(tmp_path / "hooked").num_layers == 4
 
@@ -161,7 +161,7 @@ def test_code_in_a_bin_is_refused(llama, tmp_path, how):
     else:
         torch.save(hostile if how == "torch" else {"model.norm.weight": "text"}, file)
     with pytest.raises(ExportError, match=r"pytorch_model\.bin"):
-        find_model.export(llama, tmp_path / "hooked", "float32", silent)
+        exporting.export(llama, tmp_path / "hooked", "float32", silent)
     assert not (tmp_path / "sentinel").exists()
 
 
@@ -196,4 +196,4 @@ def test_devices_and_pipes_in_a_checkpoint(tmp_path):
 def test_absurd_tables_are_refused(llama, tmp_path, file, content):
     (llama / file).write_text(content)
     with pytest.raises(ExportError):
-        find_model.export(llama, tmp_path / "hooked", "float32", silent)
+        exporting.export(llama, tmp_path / "hooked", "float32", silent)

@@ -74,6 +74,26 @@ def test_what_cannot_stand_for_its_nodes_is_refused(change, folder):
         read_fused(flow, [written(node)])
 
 
+@pytest.mark.parametrize("change", ["another value", "no number so low", "other booleans"])
+def test_a_mask_that_is_added_is_made_of_the_booleans_of_its_nodes(change, tmp_path):
+    file = fused_llama.write(tmp_path / "stock", standard=True, adds=True)
+    (file.parent / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    adopt(file, tmp_path / "hooked")
+    node, proto = node_of(tmp_path / "hooked", "MultiHeadAttention"), HookedModel.open(tmp_path / "hooked").proto
+    assert read_fused(Dataflow(proto), [written(node)])
+    added = next(one for one in proto.graph.node if node.input[5] in one.output)
+    if change == "another value":
+        node.input[5] = added.input[1]
+    elif change == "no number so low":
+        added.input[2] = added.input[1]
+    else:
+        others = onnx.helper.make_node("Not", [added.input[0]], ["others"])
+        proto.graph.node.insert([*proto.graph.node].index(added), others)
+        added.input[0] = "others"
+    with pytest.raises(ModelError, match="fused MultiHeadAttention"):
+        read_fused(Dataflow(proto), [written(node)])
+
+
 @pytest.mark.parametrize(
     "texts",
     [

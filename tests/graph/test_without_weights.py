@@ -8,7 +8,7 @@ import pytest
 from mionnx import ExportError, HookSpec, Intervention, MIModel, ModelError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.without_weights import LOCATION
-from mionnx.run import find_model
+from mionnx.run import exporting
 
 SPEC = HookSpec().capture("*.hook_resid_post").intervene("blocks.1.hook_mlp_out", Intervention.Scale(0.5))
 REFUSED = "has no weights: it was exported from a config alone"
@@ -73,7 +73,7 @@ def test_a_config_of_eighty_layers_is_exported_without_weights(tmp_path):
     (tmp_path / "config" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ExportError, match="--graph-only"):
         MIModel.from_pretrained(tmp_path / "config")
-    find_model.export(tmp_path / "config", tmp_path / "graph", "bfloat16", lambda *_: None, graph_only=True)
+    exporting.export(tmp_path / "config", tmp_path / "graph", "bfloat16", lambda *_: None, graph_only=True)
     model = MIModel.from_pretrained(tmp_path / "graph")
     assert (model.num_layers, model.hooked.metadata.dtype, model.hooked.has_weights) == (80, "bfloat16", False)
     assert model.estimate(HookSpec().capture("*.hook_resid_post"), 1, 10).total == 80 * 10 * 8192 * 2

@@ -58,7 +58,7 @@ def test_no_verb_is_assigned_twice() -> None:
 def test_every_verb_is_a_function_of_a_model_in_a_room() -> None:
     for name, verb in vars(MIModel).items():
         if inspect.isfunction(verb):
-            assert verb.__module__.split(".")[1] in ("run", "analysis", "verify", "compile"), name
+            assert verb.__module__.split(".")[1] in ("run", "analysis", "verify", "compile", "quantise"), name
             assert next(iter(inspect.signature(verb).parameters)) == "model", name
 
 

@@ -15,11 +15,12 @@ PACKAGE = Path(__file__).parents[2] / "mionnx"
 FLOORS = (
     ("errors",),
     ("machine", "graph"),
-    ("spec", "inputs", "rewrite", "engine", "view"),
+    ("spec", "inputs", "rewrite", "quantise", "engine", "view"),
     ("bind",),
     ("run", "compile"),
     ("analysis", "verify"),
     ("model",),
+    ("distributed",),
     ("cli",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -33,8 +34,9 @@ OF_EXPORTERS = ("graph", "errors", "machine.progress")  # what exporters may imp
 LIBRARIES = {
     "onnxruntime": ("engine",),
     "openvino": ("engine",),
-    "onnx": ("graph", "rewrite", "engine", "compile", "verify"),
+    "onnx": ("graph", "rewrite", "quantise", "engine", "compile", "verify"),
     "onnx_graphsurgeon": ("graph.builder", "rewrite"),
+    "ray": ("distributed.cluster",),
 }
 
 

@@ -15,7 +15,7 @@ from repository import REPOSITORY
 from mionnx import HookSpec, Intervention
 
 HEAVY = {"torch", "transformers", "optimum", "exporters", "onnxscript"}
-SLOW = {"matplotlib", "huggingface_hub", "scipy.stats", "openvino"}  # to import; where they are needed, they are
+SLOW = {"matplotlib", "huggingface_hub", "scipy", "openvino"}  # to import; where they are needed, they are
 
 RUN = """
 import json, sys, importlib.util

@@ -22,7 +22,7 @@ from mionnx import ExportError, HookSpec, MIError, MIModel, ModelError
 from mionnx.machine import disk_cache, leftovers
 from mionnx.machine.disk_cache import DiskCache, StoreWarning
 from mionnx.machine.progress import silent
-from mionnx.run import find_model
+from mionnx.run import exporting, find_model
 
 FORK = multiprocessing.get_context("fork")
 LLAMA = REPOSITORY / "models" / "world-llama"
@@ -113,7 +113,7 @@ class TestTheStoreOfExports:
             (folder / ("a.jpg" if folder == photos else "converted.safetensors")).write_bytes(b"half")
         find_model.find_model(checkpoints[0], "float32", silent)
         assert (dead.exists(), alive.exists()) == (False, True)
-        find_model.export(checkpoints[0], tmp_path / "out" / "new", "float32", silent)
+        exporting.export(checkpoints[0], tmp_path / "out" / "new", "float32", silent)
         assert (beside.exists(), photos.exists()) == (False, True)
         assert len(exporter.exports) == 2
 
@@ -121,7 +121,7 @@ class TestTheStoreOfExports:
         folder = checkpoints[0]
         (folder / f".export.0a1b2c.{dead_pid}.partial").mkdir()
         (folder / f".export.0a1b2c.{dead_pid}.partial" / "model.onnx").write_bytes(b"half")
-        find_model.export_in_place(folder, "float32", silent)
+        exporting.export_in_place(folder, "float32", silent)
         expected = ["config.json", "model.onnx", "model.safetensors", "tokenizer.json"]
         assert sorted(path.name for path in folder.iterdir()) == expected
 
@@ -327,7 +327,7 @@ def test_exports_that_are_killed_leave_what_the_next_removes(checkpoint, store, 
     out = tmp_path / "out"
     command = [sys.executable, "-m", "mionnx", "export", source, "--dtype", "float16", "-o"]
     killed_while_converting([*command, str(out / "one")], environment, out)
-    find_model.export(Path(source), out / "two", "float32", silent)
+    exporting.export(Path(source), out / "two", "float32", silent)
     assert [path.name for path in out.iterdir()] == ["two"]
 
 
@@ -352,7 +352,7 @@ import sys
 from pathlib import Path
 from mionnx import ExportError
 from mionnx.machine.progress import silent
-from mionnx.run import find_model
+from mionnx.run import exporting, find_model
 try:
     find_model.find_model(sys.argv[1], "float32", silent)
 except ExportError as error:

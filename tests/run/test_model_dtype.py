@@ -54,7 +54,7 @@ def test_the_default_is_no_wish(copy: Path) -> None:
 
 def test_an_unknown_dtype_is_refused_with_the_nearest() -> None:
     with pytest.raises(
-        InputError, match="'float61' is none of float32, float16, bfloat16, auto; did you mean 'float16'"
+        InputError, match="'float61' is none of float32, float16, bfloat16, int4, int8, auto; did you mean 'float16'"
     ):
         MIModel.from_pretrained(LLAMA, dtype="float61")
 

@@ -15,8 +15,8 @@ SIZES = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, "scale": WIDTH**-0.5, "do
 class _Graph:
     """Nodes and weights of the file."""
 
-    def __init__(self, seed: int, router: str | None, standard: bool, cached: bool) -> None:
-        self.router, self.standard, self.cached = router, standard, cached
+    def __init__(self, seed: int, router: str | None, standard: bool, cached: bool, adds: bool) -> None:
+        self.router, self.standard, self.cached, self.adds = router, standard, cached, adds
         self.shapes: list[onnx.ValueInfoProto] = []
         self.nodes: list[onnx.NodeProto] = []
         self.weights: list[onnx.TensorProto] = []
@@ -87,14 +87,18 @@ class _Graph:
         )
         first = self.node("Sub", [total, seq], ["mask.first"])
         keys = self.node("Unsqueeze", [self.node("Range", [zero, total, one], ["keys"]), axes[0,]], ["keys.row"])
-        queries = self.node("Unsqueeze", [self.node("Range", [first, total, one], ["qs"]), axes[1,]], ["qs.column"])
+        rows = [zero, seq, one] if self.adds else [first, total, one]
+        queries = self.node("Unsqueeze", [self.node("Range", rows, ["qs"]), axes[1,]], ["qs.column"])
         early = self.node("LessOrEqual", [keys, queries], ["mask.causal"])
         real = self.node("Cast", ["attention_mask"], ["mask.bool"], to=TensorProto.BOOL)
         both = [
             self.node("Unsqueeze", [early, axes[0, 1]], ["mask.4d"]),
             self.node("Unsqueeze", [real, axes[1, 2]], ["real.4d"]),
         ]
-        self.node("And", both, ["mask.seen"])
+        seen = self.node("And", both, ["mask.seen"])
+        if self.adds:
+            numbers = [self.held(f"number.{n}", np.array(n, np.float32)) for n in (0, -3e38)]
+            self.node("Where", [seen, *numbers], ["mask.added"])
 
     def attention(self, name: str, packed: str, past: list[str], present: list[str]) -> str:
         """Rotated queries and keys, keys and values behind those of a past, and their attention."""
@@ -105,11 +109,19 @@ class _Graph:
         q, k = (self.node("RotaryEmbedding", [x, "cos_cache.rows", "sin_cache.rows"], [f"{x}.turned"]) for x in (q, k))
         for old, new, made in zip(past, (k, v), present, strict=True):
             self.node("Concat", [old, new] if self.cached else [new], [made], axis=2)
+        if self.adds:
+            times = self.held(f"{name}.times", np.array([1, HEADS // KV_HEADS, 1, 1], np.int64))
+            wide = [self.node("Tile", [x, times], [f"{x}.wide"]) for x in present]
+            inputs = [*(self.merged(x, f"{x}.flat") for x in (q, *wide)), "", "", "mask.added"]
+            sizes = {"num_heads": HEADS, "scale": WIDTH**-0.5}
+            return self.node("MultiHeadAttention", inputs, [f"{name}.z"], MICROSOFT, **sizes)
         z = self.node("Attention", [q, *present, "mask.seen"], [f"{name}.z4"], scale=WIDTH**-0.5)
-        merged = self.held(f"{name}.merged", np.array([0, 0, HEADS * WIDTH], np.int64))
-        return self.node(
-            "Reshape", [self.node("Transpose", [z], [f"{name}.zt"], perm=[0, 2, 1, 3]), merged], [f"{name}.z"]
-        )
+        return self.merged(z, f"{name}.z")
+
+    def merged(self, x: str, name: str) -> str:
+        """[batch, heads, seq, width] as [batch, seq, heads * width]."""
+        shape = self.held(f"{name}.merged", np.array([0, 0, HEADS * WIDTH], np.int64))
+        return self.node("Reshape", [self.node("Transpose", [x], [f"{name}.t"], perm=[0, 2, 1, 3]), shape], [name])
 
     def heads(self, x: str, count: int) -> str:
         """[batch, seq, count * width] as [batch, count, seq, width]."""
@@ -118,8 +130,35 @@ class _Graph:
             "Transpose", [self.node("Reshape", [x, shape], [f"{x}.split"])], [f"{x}.heads"], perm=[0, 2, 1, 3]
         )
 
+    def chosen_experts(self, name: str, normed: str) -> str:
+        """Linear experts, chosen and weighted by nodes that compute on [batch * seq, experts]."""
+        sizes, k = (
+            self.held(f"{name}.{what}", np.array(numbers, np.int64))
+            for what, numbers in (("flat", [-1, HIDDEN]), ("k", [CHOSEN]))
+        )
+        flat = self.node("Reshape", [normed, sizes], [f"{name}.rows"])
+        weights = [self.weight(f"{name}.router.weight", EXPERTS, HIDDEN), self.weight(f"{name}.router.bias", EXPERTS)]
+        logits = self.node("Gemm", [flat, *weights], [f"{name}.router"], transB=1)
+        largest, indices = f"{name}.largest", f"{name}.indices"
+        self.node("TopK", [logits, k], [largest, indices])
+        shares = self.node("Softmax", [largest], [f"{name}.shares"], axis=-1)
+        size = self.node("Shape", [logits], [f"{name}.router.size"])
+        empty = self.node("ConstantOfShape", [size], [f"{name}.none"])
+        spread = self.node("ScatterElements", [empty, indices, shares], [f"{name}.spread"], axis=1)
+        turned = self.node("Transpose", [spread], [f"{name}.turned"], perm=[1, 0])
+        last, first = (self.held(f"{name}.axes.{axis}", np.array([axis], np.int64)) for axis in (2, 0))
+        column = self.node("Unsqueeze", [turned, last], [f"{name}.column"])
+        made = self.node("MatMul", [flat, self.weight(f"{name}.experts", EXPERTS, HIDDEN, HIDDEN)], [f"{name}.made"])
+        summed = self.node(
+            "ReduceSum", [self.node("Mul", [made, column], [f"{name}.weighed"]), first], [f"{name}.sum"], keepdims=0
+        )
+        shape = self.node("Shape", [normed], [f"{name}.shape"])
+        return self.node("Reshape", [summed, shape], [f"{name}.mixed"])
+
     def mixture(self, name: str, normed: str) -> str:
         """Experts inside of one operator, that reads the router's logits as [batch * seq, experts]."""
+        if self.router == "TopK":
+            return self.chosen_experts(name, normed)
         logits = self.product(f"{name}.router", normed, HIDDEN, EXPERTS)
         if self.router:
             logits = self.node(self.router, [logits], [f"{name}.router.turned"])
@@ -138,18 +177,26 @@ class _Graph:
         return f"{name}.sum", normed
 
 
-def write(folder: Path, seed: int = 0, router: str | None = None, standard: bool = False, cached: bool = True) -> Path:
+def write(
+    folder: Path,
+    seed: int = 0,
+    router: str | None = None,
+    standard: bool = False,
+    cached: bool = True,
+    adds: bool = False,
+) -> Path:
     """Write the file.
 
     Args:
         folder: a new one.
         seed: of its weights.
-        router: of a mixture of experts, what its logits go through before experts are chosen, if not empty; None for
-            dense MLPs.
+        router: of a mixture of experts, what its logits go through before experts are chosen, if not empty; "TopK"
+            for experts that nodes choose, None for dense MLPs.
         standard: rotation and attention as operators of ONNX's opset 23, with a mask and positions as inputs.
         cached: whether it has a past; a standard one need not.
+        adds: attention of a standard one as MultiHeadAttention, whose added mask is wrong after a past.
     """
-    graph = _Graph(seed, router, standard, cached)
+    graph = _Graph(seed, router, standard, cached, adds)
     stream = graph.node("Gather", [graph.weight("embedding", VOCAB, HIDDEN), "input_ids"], ["embedded"])
     lengths, tables = [] if standard else graph.lengths(), graph.tables()
     if standard:

@@ -7,7 +7,7 @@ import onnx
 import onnx_ir as ir
 
 from exporters.adopt.flow import SIZES
-from mionnx.graph.fused_operators import CALL, OPERATORS, SUPPORT
+from mionnx.graph.fused_operators import CALL, OPERATORS
 
 Read = tuple[ir.Node, int]  # a node, and the place of an input of it
 
@@ -89,7 +89,7 @@ def _stands(value: ir.Value) -> bool:
 
 
 def supporting(fused: Iterable[Fused]) -> list[ir.Value]:
-    """The values that fused operators alone read, if few nodes compute them from the call."""
+    """The values that fused operators alone read, if nodes of `CALL` compute them from the call."""
     found: dict[ir.Value, None] = {}
     for one in fused:
         if (one.domain, one.name) in OPERATORS:
@@ -104,4 +104,4 @@ def _is_length(value: ir.Value) -> bool:
         if node is not None and node not in nodes:
             nodes.add(node)
             waiting += [entry for entry in node.inputs if entry is not None]
-    return 0 < len(nodes) <= SUPPORT and all(node.op_type in CALL for node in nodes)
+    return bool(nodes) and all(node.op_type in CALL for node in nodes)

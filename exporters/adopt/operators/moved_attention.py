@@ -1,4 +1,4 @@
-"""Fused attention of opset 23 whose nodes read an added cache, or another mask than before."""
+"""Fused attention whose nodes read an added cache, or another mask than before."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -7,25 +7,28 @@ import onnx_ir as ir
 
 from exporters.adopt.flow import PASSING
 from exporters.adopt.operators.fused import Fused, Read
+from mionnx.graph.fused_operators import MICROSOFT
 
 KEYS, VALUES, MASK = 1, 2, 3  # places of its inputs
 HEADS = PASSING | {"Transpose"}
 REPEATED = ("Reshape", "Expand", "Unsqueeze")  # of keys and values, from below
 SCORES = frozenset(("Mul", "Div", "Tanh", "Identity"))
+BIAS = 5  # place of the added mask in MultiHeadAttention
 
 
 def moved(fused: Fused) -> Fused:
     """An operator with the present inputs of its nodes; itself where its nodes are others.
 
-    Its nodes mask scores by one `Where`, as those do that masks and caches are added to.
+    Its nodes mask scores by one `Where`, as those do that masks and caches are added to. MultiHeadAttention adds a mask
+    that is made of the same booleans (`masking.added_mask`).
     """
+    if (fused.domain, fused.name) == (MICROSOFT, "MultiHeadAttention"):
+        return _masked(fused)
     flat = any(attribute.name == "q_num_heads" for attribute in fused.attributes)
     if (fused.domain, fused.name) != ("", "Attention") or flat or fused.outputs[0] is None:
         return fused
-    product = _above(fused.outputs[0], HEADS)
-    softmax = _above(product.inputs[0], PASSING) if _is(product, "MatMul") else None
-    masked = softmax.inputs[0].producer() if _is(softmax, "Softmax") else None
-    scores = _above(masked.inputs[1], SCORES) if _is(masked, "Where") else None
+    product, masked = _product_and_mask(fused.outputs[0])
+    scores = None if masked is None else _above(masked.inputs[1], SCORES)
     if not _is(scores, "MatMul"):
         return fused
     found = {KEYS: _read(scores, turned=True), VALUES: _read(product, turned=False), MASK: (masked, 0)}
@@ -34,6 +37,31 @@ def moved(fused: Fused) -> Fused:
         inputs[place], reads[place] = node.inputs[at], ((node, at),)
     kept = tuple(attribute for attribute in fused.attributes if attribute.name != "is_causal")
     return replace(fused, attributes=kept, inputs=tuple(inputs), reads=tuple(reads))
+
+
+def _masked(fused: Fused) -> Fused:
+    """MultiHeadAttention with the mask of its nodes, added; itself if nothing makes that."""
+    made = fused.outputs[0]
+    masked = None if made is None else _product_and_mask(made)[1]
+    added = [] if masked is None else [node for node, _ in masked.inputs[0].uses() if _adds(node)]
+    if len(added) != 1 or len(fused.inputs) <= BIAS:
+        return fused
+    inputs, reads = list(fused.inputs), list(fused.reads)
+    inputs[BIAS], reads[BIAS] = added[0].outputs[0], ()
+    return replace(fused, inputs=tuple(inputs), reads=tuple(reads))
+
+
+def _adds(node: ir.Node) -> bool:
+    """Whether a node makes a mask that is added to scores."""
+    return node.op_type == "Where" and all(value.is_initializer() for value in node.inputs[1:])
+
+
+def _product_and_mask(z: ir.Value) -> tuple[ir.Node | None, ir.Node | None]:
+    """The product of pattern and values, and the `Where` before the softmax; None for others."""
+    product = _above(z, HEADS)
+    softmax = _above(product.inputs[0], PASSING) if _is(product, "MatMul") else None
+    masked = softmax.inputs[0].producer() if _is(softmax, "Softmax") else None
+    return product, masked if _is(masked, "Where") else None
 
 
 def _is(node: ir.Node | None, operator: str) -> bool:

@@ -130,7 +130,7 @@ def _attribution(
     return Attribution(
         [*parts, "final_norm_bias", "head_bias"],
         values,
-        0 if model.hooked.metadata.recurrent else model.num_heads,
+        model.num_heads if decompose.heads_have_shares(model.hooked) else 0,
         model.num_layers,
         logit,
         unembedding.head.capped,
@@ -161,10 +161,11 @@ def _spec(model: Runner, position: int, hooks: HookSpec | None) -> HookSpec:
 def _components(model: Runner, cache: HookCache) -> dict[str, Vector]:
     """Label -> what it adds to the stream, [hidden], in order."""
     parts: dict[str, Vector] = {}
+    apart = decompose.heads_have_shares(model.hooked)
     for label, name in decompose.additions(model.hooked, model.num_layers, "all", False, True):
         value = cache[name][0, 0].astype(np.float64)
         layer = HookPoint.parse(name).layer or 0
-        if label.endswith("_attn_out") and str(HookPoint.AttnResult(layer)) in model.hooked.order:
+        if label.endswith("_attn_out") and apart:
             shares = _head_shares(model, cache, layer)
             parts |= {f"L{layer}H{head}": share for head, share in enumerate(shares)}
             parts[f"{layer}_attn_bias"] = value - shares.sum(axis=0)

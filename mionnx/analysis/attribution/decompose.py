@@ -61,7 +61,7 @@ def additions(hooked: HookedModel, layer: int, mode: str, mlp_input: bool, incl_
     """The outputs added to the stream up to the input of a layer.
 
     Raises:
-        InputError: an unknown mode, nothing is added, or the stream is normed after each addition.
+        InputError: an unknown mode, nothing is added, or the stream is normed between additions.
     """
     refuse_normed_stream(hooked, "a stack of what layers add")
     refuse_several_streams(hooked, "a stack of what layers add")
@@ -103,6 +103,14 @@ def middles(hooked: HookedModel, layer: int) -> list[str]:
     count = hooked.metadata.sizes.num_layers
     parts = [str(HookPoint.ResidMid(i)) for i in range(min(layer + 1, count))]
     return [name for name in parts if name in hooked.metadata.hooks]
+
+
+def heads_have_shares(hooked: HookedModel) -> bool:
+    """Whether the heads of every layer have shares in the stream.
+
+    Not those of a recurrent model, nor heads whose tokens choose their projections (JetMoE).
+    """
+    return all(str(HookPoint.AttnResult(i)) in hooked.order for i in range(hooked.metadata.sizes.num_layers))
 
 
 def heads(hooked: HookedModel, layer: int) -> list[str]:

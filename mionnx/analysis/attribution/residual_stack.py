@@ -31,7 +31,7 @@ def decomposition_hooks(model: Runner, layer: int | None = None, heads: bool = T
 
     Args:
         layer: up to the inputs of this layer's attention and MLP; the whole stream if left out.
-        heads: each head's share too, [batch, seq, n_heads, hidden] a layer.
+        heads: each head's share too, [batch, seq, n_heads, hidden] a layer, where heads have shares.
 
     Raises:
         InputError: no such layer.
@@ -45,7 +45,7 @@ def decomposition_hooks(model: Runner, layer: int | None = None, heads: bool = T
     named = decompose.additions(hooked, end, "all", end < model.num_layers, True)
     named += decompose.accumulations(hooked, end, False, False)
     middles = decompose.middles(hooked, end)
-    shares = decompose.heads(hooked, end) if heads and end and not hooked.metadata.recurrent else []
+    shares = decompose.heads(hooked, end) if heads and end and decompose.heads_have_shares(hooked) else []
     spec = HookSpec()
     for name in dict.fromkeys([*(name for _, name in named), *middles, *shares]):
         spec.capture(name)

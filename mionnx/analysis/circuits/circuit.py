@@ -25,7 +25,7 @@ from mionnx.analysis.circuits.nodes import Nodes, all_nodes
 from mionnx.analysis.circuits.parts import Parts
 from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, Metric, MetricRequest, Tokens
-from mionnx.analysis.sweep.sweep import Pair
+from mionnx.analysis.sweep.pairs import Pair
 from mionnx.errors import InputError
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed

@@ -17,10 +17,10 @@ from mionnx.analysis.circuits.parts import Parts
 from mionnx.analysis.gradients.seeded import Seed, check_metric
 from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, Metric, MetricRequest, Tokens
+from mionnx.analysis.sweep.pairs import Pair
 from mionnx.analysis.sweep.patching import DIRECTIONS
 from mionnx.analysis.sweep.prompts import and_more, quote, refuse_unlike, until
 from mionnx.analysis.sweep.receivers import Receiver
-from mionnx.analysis.sweep.sweep import Pair
 from mionnx.errors import GradientError, InputError, ModelError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.ranges import at_least, at_most

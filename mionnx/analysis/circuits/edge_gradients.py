@@ -21,7 +21,7 @@ from mionnx.analysis.circuits.nodes import ROLES, Nodes
 from mionnx.analysis.circuits.parts import TOKENS, Floats, Parts
 from mionnx.analysis.gradients.seeded import Seed, with_metric
 from mionnx.analysis.sweep.metric import MetricRequest
-from mionnx.analysis.sweep.sweep import Pair
+from mionnx.analysis.sweep.pairs import Pair
 from mionnx.graph.hook_points import HookPoint
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner

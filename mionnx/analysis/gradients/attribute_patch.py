@@ -14,6 +14,7 @@ from mionnx.analysis.gradients.first_order import FirstOrder, cells_of
 from mionnx.analysis.gradients.seeded import Seed, check_metric
 from mionnx.analysis.sweep.grid import axes_to_go_over, hook_kinds
 from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
+from mionnx.analysis.sweep.pairs import Corrupted
 from mionnx.analysis.sweep.patching import make_patch_sweep
 from mionnx.analysis.sweep.places import Positions
 from mionnx.analysis.sweep.result import SweepResult
@@ -41,7 +42,7 @@ Numbers = NDArray[np.float64]
 def attribute_patch(
     model: Runner,
     clean: Prompt,
-    corrupted: Prompt,
+    corrupted: Corrupted,
     hook: Hook | Iterable[Hook] = "hook_resid_pre",
     over: str | Iterable[str] = ("layer", "position"),
     metric: Measure = "logit_diff",

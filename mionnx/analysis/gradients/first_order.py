@@ -1,7 +1,7 @@
 """First-order effects: the difference of two prompts' values times the gradient, at every hook point in one call."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -10,7 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.analysis.gradients.seeded import LAST, Seed, with_metric
 from mionnx.analysis.sweep.grid import Grid
 from mionnx.analysis.sweep.metric import MetricRequest
-from mionnx.analysis.sweep.sweep import Pair
+from mionnx.analysis.sweep.pairs import Pair
+from mionnx.errors import InputError
 from mionnx.graph.axes import has_sequence, sequence_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.run.hook_cache import HookCache
@@ -56,9 +57,10 @@ class FirstOrder:
             of the corrupted and of the clean prompt.
         """
         ids = np.stack([pair.base, cast(NDArray[np.int64], pair.other)])
-        logits = self._logits(ids, HookSpec()) if self.metric.top_tokens or self.metric.measure == "kl" else None
+        reads = self.metric.top_tokens or self.metric.measure == "kl"
+        logits = self._logits(ids, _corrupted(pair, [0])) if reads else None
         known = {} if callable(self.metric.measure) else self._read(number, count, logits)
-        spec = HookSpec().capture([*self.hooks]).gradient([*self.hooks])
+        spec = _corrupted(pair, [0]).capture([*self.hooks]).gradient([*self.hooks])
         cache = self.model.forward(ids, self._with_metric(spec, known, ids), logits=LAST)
         values = {hook: cache[hook].astype(np.float64) for hook in self.hooks}
         differences = {hook: _difference(value, pair.first, hook) for hook, value in values.items()}
@@ -107,13 +109,25 @@ class FirstOrder:
     ) -> NDArray[np.float64]:
         """Sum a hook point's gradients at some shares of the difference, over all steps."""
         ids = np.repeat(pair.base[None], len(shares), axis=0)
-        spec = HookSpec()
+        spec = _corrupted(pair, range(len(shares)))
         for other in self.hooks:
             moved = np.multiply.outer(shares if other == hook else 0 * shares, differences[other])
             spec.intervene(other, Intervention.Add(moved.astype(np.float32)))
         spec = self._with_metric(spec.gradient([*self.hooks]), known, ids)
         gradient: NDArray[Any] = cast(HookCache, self.model.forward(ids, spec, logits=LAST).grad)[hook]
         return cast(NDArray[np.float64], gradient.sum(axis=0, dtype=np.float64) / self.steps)
+
+
+def _corrupted(pair: Pair, rows: Sequence[int]) -> HookSpec:
+    """The interventions of some rows of a batch of one prompt; none for a corrupted text."""
+    spec = HookSpec()
+    if pair.corruption is None:
+        return spec
+    for hook, one in pair.corruption.interventions:
+        if one.rows is not None or any(isinstance(at, tuple) for at in one.positions or ()):
+            raise InputError(f"{one.kind} at {hook}: a corruption is of one prompt: leave rows out of it")
+        spec.intervene(hook, replace(one, rows=tuple(rows)))
+    return spec
 
 
 def _difference(values: NDArray[np.float64], first: int, hook: str) -> NDArray[np.float64]:

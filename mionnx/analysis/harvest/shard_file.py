@@ -1,10 +1,4 @@
-"""Shards in safetensors' format, written piece by piece: a value of any size needs no memory.
-
-1. All sizes are known before: the header is written first, and room for the whole file is reserved, so that a full disk
-   is noticed at once.
-2. Pieces go to their places in any order.
-3. The file has a temporary name until it is whole.
-"""
+"""Shards in safetensors' format, written piece by piece and under a temporary name until they are whole."""
 
 import hashlib
 import json
@@ -13,59 +7,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import SpecFileError
+from mionnx.machine.streamed_file import NAMES, Kind, StreamedFile
 
-NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
-NAMES |= {"int32": "I32", "int64": "I64", "bool": "BOOL", "uint8": "U8", "int8": "I8"}
 DTYPES = {short: name for name, short in NAMES.items()}
-ALIGNMENT = 8
-Kind = tuple["np.dtype[Any]", tuple[int, ...]]  # dtype and shape
-
-
-def header_of(kinds: Mapping[str, Kind]) -> tuple[bytes, dict[str, int]]:
-    """The header of a file with these arrays, and the place of each; wide numbers come first."""
-    entries, places, at = {}, {}, 0
-    for name, (dtype, shape) in sorted(kinds.items(), key=lambda one: (-one[1][0].itemsize, one[0])):
-        size = prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": NAMES[dtype.name], "shape": [*shape], "data_offsets": [at, at + size]}
-        places[name], at = at, at + size
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    head = len(text).to_bytes(8, "little") + text
-    return head, {name: len(head) + place for name, place in places.items()}
-
-
-class ShardFile:
-    """A file that is being written.
-
-    Attributes:
-        kinds: name -> dtype and shape of each array.
-    """
-
-    def __init__(self, file: BinaryIO, kinds: Mapping[str, Kind]) -> None:
-        head, self._places = header_of(kinds)
-        self._file, self.kinds = file, dict(kinds)
-        size = len(head) + sum(prod(shape) * dtype.itemsize for dtype, shape in kinds.values())
-        os.posix_fallocate(file.fileno(), 0, size)
-        os.pwrite(file.fileno(), head, 0)
-
-    def put(self, name: str, at: int, values: NDArray[Any]) -> None:
-        """Write entries of an array, from index `at` of its first axis on."""
-        dtype, shape = self.kinds[name]
-        begin = self._places[name] + at * prod(shape[1:]) * dtype.itemsize
-        data = np.ascontiguousarray(values, dtype).reshape(-1).view(np.uint8)
-        while len(data):
-            written = os.pwrite(self._file.fileno(), data.data, begin)
-            data, begin = data[written:], begin + written
 
 
 @contextmanager
-def new_shard(path: Path, kinds: Mapping[str, Kind]) -> Iterator[ShardFile]:
+def new_shard(path: Path, kinds: Mapping[str, Kind]) -> Iterator[StreamedFile]:
     """Write a shard under a temporary path, which stays when the body is done.
 
     Raises:
@@ -73,7 +27,7 @@ def new_shard(path: Path, kinds: Mapping[str, Kind]) -> Iterator[ShardFile]:
     """
     try:
         with path.open("w+b") as file:
-            yield ShardFile(file, kinds)
+            yield StreamedFile(file, kinds)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:

@@ -13,9 +13,10 @@ from mionnx.analysis.harvest.columns import TOKEN_COLUMNS, Column, token_columns
 from mionnx.analysis.harvest.formats import FORMATS
 from mionnx.analysis.harvest.manifest import Shard, note, noted
 from mionnx.analysis.harvest.rows import Row, digest
-from mionnx.analysis.harvest.shard_file import ShardFile, new_shard, open_shard, sha256_of
+from mionnx.analysis.harvest.shard_file import new_shard, open_shard, sha256_of
 from mionnx.errors import MIError, SpecFileError
 from mionnx.inputs.lacking import ATTENDS_TO_PADDING
+from mionnx.machine.streamed_file import StreamedFile
 from mionnx.run.batching import batches_of
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.runner import Runner
@@ -141,7 +142,7 @@ class ShardMaker:
                 self._put(file, [rows[n] for n in batch], [places[n] for n in batch])
         return path
 
-    def _put(self, file: ShardFile, rows: Sequence[Row], places: Sequence[int]) -> None:
+    def _put(self, file: StreamedFile, rows: Sequence[Row], places: Sequence[int]) -> None:
         """Run one batch, and write what is wanted of it."""
         for name, found in self._values(rows).items():
             for place, values in zip(places, found, strict=True):

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def _parquet(path: Path, column: str) -> Iterator[Any]:
     with parquet.ParquetFile(path) as file:
         _check_column(path, column, file.schema_arrow.names)
         for batch in file.iter_batches(batch_size=1024, columns=[column]):
-            yield from batch.column(0).to_pylist()
+            yield from _entries(batch.column(0))
 
 
 def _arrow(path: Path, column: str) -> Iterator[Any]:
@@ -120,7 +121,16 @@ def _arrow(path: Path, column: str) -> Iterator[Any]:
         stream = arrow("pyarrow.ipc", "datasets").open_stream(mapped)
         _check_column(path, column, stream.schema.names)
         for batch in stream:
-            yield from batch.column(batch.schema.get_field_index(column)).to_pylist()
+            yield from _entries(batch.column(batch.schema.get_field_index(column)))
+
+
+def _entries(column: Any) -> Iterator[Any]:
+    """The texts of an array of arrow; lists of ids as arrays, without an object a token."""
+    if column.null_count or not hasattr(column, "offsets") or not hasattr(column, "values"):
+        yield from column.to_pylist()
+        return
+    flat, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
+    yield from (flat[begin:end] for begin, end in pairwise(ends))
 
 
 def _check_column(path: Path, column: str, names: list[str]) -> None:

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import logsumexp
 
 from mionnx.errors import InputError, nearest
 from mionnx.inputs.token_batch import TokenBatch
+from mionnx.machine.softmax import logsumexp
 
 NO_LOSS = "a loss needs a text of two tokens or more: it is of each token, given those before it"
 RETURN_TYPES = ("logits", "loss", "loss per token", "both")

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import log_softmax
 
 from mionnx.analysis.ablation import AblationResult
 from mionnx.analysis.steering.calibration import vector_norms
@@ -20,6 +19,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.tokens import Tokens
 from mionnx.machine.arrays import to_array
 from mionnx.machine.progress import Progress, silent
+from mionnx.machine.softmax import log_softmax
 from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO
 from mionnx.run.forward_batches import ListRequest, map_rows

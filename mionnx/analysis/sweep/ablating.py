@@ -10,11 +10,13 @@ from mionnx.analysis.sweep.donors import draw_donors, mean_donors, zero_donors
 from mionnx.analysis.sweep.grid import make_grid
 from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
+from mionnx.analysis.sweep.pairs import Pair
 from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
 from mionnx.analysis.sweep.places import Positions, find_places
 from mionnx.analysis.sweep.prompts import and_more, axis_labels, common_length, quote, until
 from mionnx.analysis.sweep.result import SweepResult
-from mionnx.analysis.sweep.sweep import Before, Donors, Pair, Sweep, SweepSetting, run_sweep
+from mionnx.analysis.sweep.running import Before, run_sweep
+from mionnx.analysis.sweep.sweep import Donors, Sweep, SweepSetting
 from mionnx.errors import InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.progress import Progress

@@ -7,8 +7,10 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.analysis.sweep.corruption import EMBEDDING, Corruption
 from mionnx.analysis.sweep.layer_graphs import Arrays, LayerGraphs, Rows
 from mionnx.errors import ModelError
+from mionnx.rewrite.plan import Edit
 from mionnx.run.nan_logits import ADVICE, has_nan
 
 
@@ -22,6 +24,7 @@ class CleanRun:
         values: hook point -> its value, [rows, ...].
         past: graph input -> keys or values; empty for a recurrent model.
         logits: [rows, vocab], at the last position.
+        corruption: the interventions in force, of all rows.
     """
 
     ids: NDArray[np.int64]
@@ -29,6 +32,7 @@ class CleanRun:
     values: Arrays = field(default_factory=dict)
     past: Arrays = field(default_factory=dict)
     logits: NDArray[Any] = field(default_factory=lambda: np.empty(0))
+    corruption: Corruption | None = None
 
     @property
     def nbytes(self) -> int:
@@ -44,10 +48,20 @@ class CleanRun:
 
         streams = {layer: of(stream) for layer, stream in self.streams.items()}
         own = slice(index, index + 1)
-        return CleanRun(self.ids[own], streams, of(self.values), of(self.past), self.logits[own])
+        return CleanRun(self.ids[own], streams, of(self.values), of(self.past), self.logits[own], self.corruption)
+
+    def corrupted(self, layer: int, rows: Rows) -> dict[Edit, Arrays]:
+        """The interventions of one layer; see `Corruption.at`."""
+        return {} if self.corruption is None else self.corruption.at(layer, rows)
 
 
-def run_clean(graphs: LayerGraphs, ids: NDArray[np.int64], layers: Collection[int], hooks: Collection[str]) -> CleanRun:
+def run_clean(
+    graphs: LayerGraphs,
+    ids: NDArray[np.int64],
+    layers: Collection[int],
+    hooks: Collection[str],
+    corruption: Corruption | None = None,
+) -> CleanRun:
     """Run prompts of one length, and store the values that patched runs need.
 
     A call has all prompts as its rows, or one where rows would change each other (`rounds_by_call`).
@@ -57,25 +71,27 @@ def run_clean(graphs: LayerGraphs, ids: NDArray[np.int64], layers: Collection[in
         ids: [rows, seq].
         layers: layers at which patched runs start.
         hooks: hook points whose values are stored.
+        corruption: interventions in force.
 
     Raises:
         ModelError: the logits are NaN.
     """
     if graphs.model.rounds_by_call and len(ids) > 1:
-        return _joined([run_clean(graphs, row[None], layers, hooks) for row in ids])
-    run, rows = CleanRun(ids), Rows(ids)
-    stream = graphs.embed(rows)
+        return _joined([run_clean(graphs, row[None], layers, hooks, corruption) for row in ids])
+    run, rows = CleanRun(ids, corruption=corruption), Rows(ids)
+    stream = graphs.embed(rows, run.corrupted(EMBEDDING, rows))
     for layer in range(graphs.layers):
         if layer in layers:
             run.streams[layer] = stream
         keys = graphs.keys_of(layer)
         here = [hook for hook in hooks if hook.startswith(f"blocks.{layer}.")]
-        stream, values = graphs.layer(layer, rows, stream, wants=tuple(dict.fromkeys([*keys, *here])))
+        wants = tuple(dict.fromkeys([*keys, *here]))
+        stream, values = graphs.layer(layer, rows, stream, run.corrupted(layer, rows), wants)
         run.values |= {hook: values[hook] for hook in here}
         run.past |= {name: values[hook] for hook, name in keys.items()}
-    run.logits = graphs.logits(rows, stream)[:, -1]
+    run.logits = graphs.logits(rows, stream, run.corrupted(graphs.layers, rows))[:, -1]
     if has_nan(run.logits):
-        _refuse_nan(graphs, rows)
+        _refuse_nan(graphs, rows, run)
     return run
 
 
@@ -90,12 +106,12 @@ def _joined(runs: Sequence[CleanRun]) -> CleanRun:
     return CleanRun(ids, streams, of([run.values for run in runs]), of([run.past for run in runs]), logits)
 
 
-def _refuse_nan(graphs: LayerGraphs, rows: Rows) -> NoReturn:
+def _refuse_nan(graphs: LayerGraphs, rows: Rows, run: CleanRun) -> NoReturn:
     """Name the first layer whose input has NaN."""
-    stream = graphs.embed(rows)
+    stream = graphs.embed(rows, run.corrupted(EMBEDDING, rows))
     for layer in range(graphs.layers):
         if any(has_nan(array) for array in stream.values()):
             raise ModelError(f"logits are NaN without a patch; first at the input of layer {layer}: {ADVICE}")
-        stream, _ = graphs.layer(layer, rows, stream, wants=())
+        stream, _ = graphs.layer(layer, rows, stream, run.corrupted(layer, rows))
     where = "the output of the last layer" if any(has_nan(array) for array in stream.values()) else "the logits"
     raise ModelError(f"logits are NaN without a patch; first at {where}: {ADVICE}")

@@ -110,9 +110,9 @@ class LayerGraphs:
         names = (name for layer in range(self.layers) for name in self.keys_of(layer).values())
         return Rows(rows.ids, seq - 1, {name: np.zeros(shapes[name], self.model.past_dtype) for name in names})
 
-    def embed(self, rows: Rows) -> Arrays:
+    def embed(self, rows: Rows, edits: Mapping[Edit, Arrays] | None = None) -> Arrays:
         """Compute the residual stream before the first layer."""
-        return self.run(rows, {}, wants=self.inputs_of(0))
+        return self.run(rows, {}, edits, wants=self.inputs_of(0))
 
     def layer(
         self, layer: int, rows: Rows, stream: Arrays, edits: Mapping[Edit, Arrays] | None = None,

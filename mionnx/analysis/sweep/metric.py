@@ -3,14 +3,14 @@
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import log_softmax
 
 from mionnx.errors import InputError, nearest
+from mionnx.machine.softmax import log_softmax
 from mionnx.run.runner import Runner
 
 Numbers = NDArray[np.float64]
@@ -123,6 +123,16 @@ class MetricRequest:
         if not versus:
             return Metric(self.name, None, _OF_ANSWER[self.measure](answer))
         return Metric(self.name, (answer, *versus), lambda logits: logits[:, 0] - logits[:, 1])
+
+    def for_repeats(self, repeats: int) -> "MetricRequest":
+        """The same metric where each prompt has several pairs, one after the other."""
+
+        def each(tokens: Tokens) -> Tokens:
+            if tokens is None or isinstance(tokens, str) or not isinstance(tokens, Sequence | np.ndarray):
+                return tokens
+            return [token for token in tokens for _ in range(repeats)]
+
+        return self if repeats == 1 else replace(self, answer=each(self.answer), versus=each(self.versus))
 
     @property
     def top_tokens(self) -> bool:

@@ -220,6 +220,19 @@ class PatchedRuns:
         return back
 
 
+def first_difference(grid: Grid, base: CleanRun, donors: Mapping[str, NDArray[Any]]) -> int:
+    """The first position at which a donor differs from the base, else the last one."""
+    found = base.ids.shape[1] - 1
+    for hook in map(grid.hook, grid.layers):
+        if not has_sequence(grid.axes):
+            return 0
+        changed = (base.values[hook] != np.broadcast_to(donors[hook], base.values[hook].shape)).swapaxes(
+            0, sequence_axis(grid.axes)
+        )
+        found = min([found, *np.flatnonzero(changed.reshape(len(changed), -1).any(axis=1))[:1].tolist()])
+    return int(found)
+
+
 class LayerPass:
     """The pass of some cells through the layers, in the order in which they join."""
 
@@ -247,12 +260,16 @@ class LayerPass:
             self.joined = until
 
     def edits(self, layer: int, narrow: bool = False) -> dict[Edit, Arrays]:
-        """The edit of a layer, with its inputs for the rows that have joined."""
+        """The edits of a layer for the rows that have joined: the corruption's, then the patch."""
+        rows = self.graphs.last_position(self.rows()) if narrow else self.rows()
+        return self.patched.base.corrupted(layer, rows) | self.patch(layer, rows.start)
+
+    def patch(self, layer: int, first: int) -> dict[Edit, Arrays]:
+        """The patch of a layer, from a position on."""
         if layer not in self.grid.layers:
             return {}
-        hook, axes = self.grid.hook(layer), self.grid.axes
-        edit = Edit(hook, KINDS["replace"], 0, axes, masked=True)
-        first = self.seq - 1 if narrow else self.start
+        hook, axes, corruption = self.grid.hook(layer), self.grid.axes, self.patched.base.corruption
+        edit = Edit(hook, KINDS["replace"], 0 if corruption is None else corruption.count(hook), axes, masked=True)
         shape = list(self.patched.base.values[hook].shape)
         along = sequence_axis(axes) if has_sequence(axes) else None
         donor = self.patched.donors[hook]
@@ -288,12 +305,15 @@ class LayerPass:
             self.step(layer)
         tokens = None if metric.needs is None else np.array(metric.needs)
         if not halves:
-            logits = graphs.logits(self.rows(), self.stream, last=self.patched.shortcuts.last, tokens=tokens)
+            head = self.patched.base.corrupted(graphs.layers, self.rows())
+            logits = graphs.logits(self.rows(), self.stream, head, last=self.patched.shortcuts.last, tokens=tokens)
             return logits[:, -1]
         self.join(last)
-        order, hook = self.graphs.model.order, self.grid.hook(last)
-        late = last in self.grid.layers and order[hook] > order[halves[0]]
-        values = graphs.run(self.rows(), self.stream, {} if late else self.edits(last), halves)
+        order, border = self.graphs.model.order, self.graphs.model.order[halves[0]]
+        early = {edit: given for edit, given in self.edits(last).items() if order[edit.hook] <= border}
+        values = graphs.run(self.rows(), self.stream, early, halves)
         ends = {name: np.ascontiguousarray(value[:, -1:]) for name, value in values.items()}
-        narrow = self.edits(last, narrow=True) if late else {}
-        return graphs.logits(graphs.last_position(self.rows()), ends, narrow, tokens=tokens)[:, -1]
+        rows = graphs.last_position(self.rows())
+        narrow = {edit: given for edit, given in self.edits(last, narrow=True).items() if order[edit.hook] > border}
+        narrow |= self.patched.base.corrupted(graphs.layers, rows)
+        return graphs.logits(rows, ends, narrow, tokens=tokens)[:, -1]

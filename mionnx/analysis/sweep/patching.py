@@ -8,25 +8,19 @@ from pathlib import Path
 from mionnx.analysis.sweep.grid import make_grid
 from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
+from mionnx.analysis.sweep.pairs import Corrupted, make_pairs
 from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
 from mionnx.analysis.sweep.path_runs import reached_layers, refuse_crossings
-from mionnx.analysis.sweep.places import Positions, find_places
-from mionnx.analysis.sweep.prompts import (
-    and_more,
-    axis_labels,
-    common_length,
-    quote,
-    refuse_unlike,
-    until,
-)
+from mionnx.analysis.sweep.places import Positions
+from mionnx.analysis.sweep.prompts import axis_labels, common_length
 from mionnx.analysis.sweep.receivers import Receiver, Receivers, make_receivers
 from mionnx.analysis.sweep.result import SweepResult
-from mionnx.analysis.sweep.sweep import Before, Pair, Sweep, SweepSetting, run_sweep
+from mionnx.analysis.sweep.running import Before, run_sweep
+from mionnx.analysis.sweep.sweep import Sweep, SweepSetting
 from mionnx.errors import InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.progress import Progress
 from mionnx.machine.typed import typed
-from mionnx.run.prompt import prompt_ids
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 
@@ -37,7 +31,7 @@ DIRECTIONS = ("denoising", "noising")
 def patch_sweep(
     model: Runner,
     clean: Prompt,
-    corrupted: Prompt,
+    corrupted: Corrupted,
     hook: str | HookPoint = "hook_resid_pre",
     over: str | Iterable[str] = ("layer", "position"),
     metric: Measure = "logit_diff",
@@ -59,7 +53,9 @@ def patch_sweep(
     Each cell is patched by itself; the results equal one forward pass a cell.
 
     Args:
-        clean, corrupted: prompts, one or as many of each; the two of a pair have the same number of tokens.
+        clean, corrupted: prompts, one or as many of each; the two of a pair have the same number of tokens. Instead of
+            a prompt, `corrupted` may be interventions on the clean one: a `HookSpec`, one a prompt, several for a
+            single prompt, or `Noise`, whose repeats are averaged (of a single prompt they are the pairs).
         hook: the short name of a hook point ("z", "hook_resid_mid"), in all layers; its name with `{i}` for the
             layer; or a `HookPoint`, name or glob ("blocks.[12].attn.hook_z"), in the layers that these mean.
         over: the axes of the result: "layer", "position", "head", "source" (keys, of patterns and scores), "neuron"
@@ -153,7 +149,7 @@ def make_patch_sweep(
     model: Runner,
     request: MetricRequest,
     clean: Prompt,
-    corrupted: Prompt,
+    corrupted: Corrupted,
     cells: tuple[str | HookPoint, str | Iterable[str], Iterable[int] | None],
     direction: str,
     at: int,
@@ -168,27 +164,25 @@ def make_patch_sweep(
     """
     if direction not in DIRECTIONS:
         raise InputError(f"direction {direction!r}; {' or '.join(DIRECTIONS)}{nearest(str(direction), DIRECTIONS)}")
-    good, bad = prompt_ids(model, clean), prompt_ids(model, corrupted)
-    refuse_unlike(good, bad)
-    places = [None] * len(good) if positions is None else find_places(model, clean, good, positions)
-    grid = make_grid(model.hooked, *cells, common_length(good), places[0])
+    found = make_pairs(model, clean, corrupted, direction == "denoising", at, positions)
+    if receivers is not None and found.pairs[0].corruption is not None:
+        raise InputError("path patching takes a corrupted text; patch_sweep takes a spec as well")
+    grid = make_grid(model.hooked, *cells, common_length(found.bases), found.pairs[0].places)
     if receivers is not None:
         refuse_crossings(model.opened(LayerGraphs))
         reached_layers(grid, receivers)
-    bases, others = (bad, good) if direction == "denoising" else (good, bad)
-    rows = zip(bases, others, places, strict=True)
-    pairs = [Pair(until(at, base), until(at, other), place) for base, other, place in rows]
     verb = "Patching" if receivers is None else "Path patching"
     setting = SweepSetting(
         grid,
-        request,
+        request.for_repeats(found.repeats),
         direction,
         None,
         "patch",
-        axis_labels(model, grid, bases, positions),
+        axis_labels(model, grid, found.bases, positions),
         f"{verb} {grid.template.format(i='*')} ({direction})",
-        f"{quote(model, others[0])} into {quote(model, bases[0])}{and_more(bases)}",
+        found.about,
         shortcuts_for(model.hooked, shortcuts),
         receivers,
+        found.repeats,
     )
-    return Sweep(model, model.opened(LayerGraphs), pairs, setting)
+    return Sweep(model, model.opened(LayerGraphs), found.pairs, setting)

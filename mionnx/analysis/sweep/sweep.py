@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.sweep.clean_run import CleanRun, run_clean
-from mionnx.analysis.sweep.grid import Grid, Places
+from mionnx.analysis.sweep.grid import Grid
 from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Metric, MetricRequest
-from mionnx.analysis.sweep.patched_runs import PatchedRuns, Shortcuts
+from mionnx.analysis.sweep.pairs import Pair
+from mionnx.analysis.sweep.patched_runs import PatchedRuns, Shortcuts, first_difference
 from mionnx.analysis.sweep.path_runs import PathPatchedRuns, written
 from mionnx.analysis.sweep.progress_file import ProgressFile, key_of
 from mionnx.analysis.sweep.receivers import Receivers
@@ -27,36 +25,13 @@ from mionnx.analysis.sweep.result import SweepResult
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import Brief
-from mionnx.machine.cache_entry import SWEEPS
-from mionnx.machine.disk_cache import DiskCache
-from mionnx.machine.progress import Progress, bars, silent
-from mionnx.run.find_model import cache_folder
+from mionnx.machine.progress import Progress, silent
 from mionnx.run.runner import Runner
 
 Ids = NDArray[np.int64]
 Donors = Callable[[CleanRun], dict[str, NDArray[Any]]]
 FORMAT = 1  # raise it when the same sweep gives other values: files of before are then another sweep's
 Before = Callable[["Sweep"], None]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One prompt or pair of prompts; it ends at the position whose logits are read.
-
-    Attributes:
-        base: [seq]: the run that is patched.
-        other: [seq]: the run that is patched in; None for an ablation.
-        places: the token positions under each name, if positions are named.
-    """
-
-    base: Ids
-    other: Ids | None = None
-    places: Places | None = None
-
-    @property
-    def first(self) -> int:
-        """The first position at which the two differ; 0 for an ablation."""
-        return 0 if self.other is None else int(np.flatnonzero(self.base != self.other)[0])
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,6 +67,7 @@ class SweepSetting:
         title, about: of pictures.
         shortcuts: how cells are computed.
         receivers: of path patching; None where everything reads the change.
+        repeats: pairs of each prompt, which follow each other.
     """
 
     grid: Grid
@@ -104,6 +80,7 @@ class SweepSetting:
     about: str
     shortcuts: Shortcuts = field(default_factory=Shortcuts)
     receivers: Receivers | None = None
+    repeats: int = 1
 
     @property
     def hooks(self) -> list[str]:
@@ -131,7 +108,7 @@ class Sweep:
     def __init__(self, model: Runner, graphs: LayerGraphs, pairs: Sequence[Pair], setting: SweepSetting) -> None:
         self.model, self.graphs, self.pairs, self.setting = model, graphs, list(pairs), setting
         for number, pair in enumerate(self.pairs):
-            if pair.other is not None and np.array_equal(pair.base, pair.other):
+            if pair.other is not None and pair.corruption is None and np.array_equal(pair.base, pair.other):
                 raise InputError(f"pair {number}: the clean and the corrupted prompt are the same up to what is read")
 
     @property
@@ -142,6 +119,7 @@ class Sweep:
             InputError: a metric that is a function and has no `resume_key`.
         """
         setting, metadata = self.setting, self.model.hooked.metadata
+        specs = [pair.corruption.spec.sha256 for pair in self.pairs if pair.corruption is not None]
         return key_of(
             {
                 "format": FORMAT,
@@ -153,6 +131,7 @@ class Sweep:
                 "metric": setting.metric.identity,
                 "how": [setting.direction, setting.kind, repr(setting.receivers)],
                 **({} if self.pairs[0].places is None else {"places": [pair.places for pair in self.pairs]}),
+                **({"specs": specs} if specs else {}),
             }
         )
 
@@ -232,6 +211,9 @@ class Sweep:
             cost: see `SweepResult`.
         """
         setting = self.setting
+        if 1 < setting.repeats < len(by_pair):  # draws of one prompt are no independent pairs
+            by_pair = by_pair.reshape(-1, setting.repeats, *by_pair.shape[1:]).mean(axis=1)
+            bases = bases.reshape(2, -1, setting.repeats).mean(axis=2)
         base, other = bases.mean(axis=1).tolist()
         moved = (by_pair - bases[0].reshape([-1, *[1] * len(setting.grid.sizes)])).any(axis=0)
         values = np.where(moved, by_pair.mean(axis=0), base)  # the two means may add up in different orders
@@ -261,61 +243,30 @@ class Sweep:
         """Run a pair without a patch: patched runs, metric, its values at base and other."""
         prompts, setting = self.pairs[pair], self.setting
         grid = setting.grid.at(prompts.places)
-        ids = np.stack([prompts.base] if prompts.other is None else [prompts.base, prompts.other])
-        begins = {*grid.layers} if setting.shortcuts.truncate else {0}
-        both = run_clean(self.graphs, ids, begins | {grid.layers[-1]}, setting.hooks)
-        base, other = both.row(0), both.row(len(ids) - 1)
+        base, other = self._unpatched(prompts)
         donors = other.values if setting.donors is None else setting.donors(base)
         clean, corrupted = (other, base) if setting.direction == "denoising" else (base, other)
         second = None if prompts.other is None else corrupted.logits[0]
         metric = setting.metric.bind(self.model, pair, len(self.pairs), clean.logits[0], second)
-        read = both.logits if metric.needs is None else both.logits[:, list(metric.needs)]
+        logits = np.concatenate([base.logits, other.logits])
+        read = logits if metric.needs is None else logits[:, list(metric.needs)]
         values = metric(read)
-        arguments = (self.graphs, grid, base, donors, prompts.first, setting.shortcuts, read.shape[1])
+        first = prompts.first if prompts.corruption is None else first_difference(grid, base, donors)
+        arguments = (self.graphs, grid, base, donors, first, setting.shortcuts, read.shape[1])
         receivers = setting.receivers
         runs = PatchedRuns(*arguments) if receivers is None else PathPatchedRuns(receivers, *arguments)
         return runs, metric, (float(values[0]), float(values[-1]))
 
-
-def run_sweep(sweep: Sweep, progress: Progress | None, resume: str | Path | bool, before: Before | None) -> SweepResult:
-    """Run a sweep as its verb was asked to; see `patch_sweep`."""
-    sweep.file = _progress_file(sweep, resume)
-    temporary = sweep.file if resume is True else None
-    if before is not None:
-        before(sweep)
-    try:
-        with bars() if progress is None else nullcontext(progress) as shown:
-            result = sweep.run(shown)
-    except Exception:  # an interruption is none: its file stays
-        _delete(temporary)
-        raise
-    finally:
-        sweep.model.give_back(later=True)
-    _delete(temporary)
-    return result
-
-
-def _progress_file(sweep: Sweep, resume: str | Path | bool) -> Path | None:
-    """Path of the file for computed cells; None if nothing is stored."""
-    if not isinstance(resume, bool):
-        return Path(resume)
-    if not resume:
-        key = sweep.setting.metric.resume_key
-        if key is not None:
-            raise InputError(f"resume_key={key!r} has no effect without resume=True or resume=FILE")
-        return None
-    folder = cache_folder() / SWEEPS
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise OSError(errno.EROFS, "it cannot be written", str(folder))
-    except OSError as error:
-        lost = "an interruption would lose the cells that are computed; resume=FILE keeps them elsewhere"
-        DiskCache(cache_folder()).say_unusable(error, lost, SWEEPS)
-        return None
-    return folder / f"{sweep.key[:32]}.safetensors"
-
-
-def _delete(path: Path | None) -> None:
-    if path is not None:
-        path.unlink(missing_ok=True)
+    def _unpatched(self, prompts: Pair) -> tuple[CleanRun, CleanRun]:
+        """The run that is patched and the one patched in, the same in an ablation."""
+        setting = self.setting
+        begins = {*setting.grid.layers} if setting.shortcuts.truncate else {0}
+        begins |= {setting.grid.layers[-1]}
+        if prompts.corruption is not None:
+            ids = prompts.base[None]
+            clean = run_clean(self.graphs, ids, begins, setting.hooks)
+            corrupted = run_clean(self.graphs, ids, begins, setting.hooks, prompts.corruption)
+            return (corrupted, clean) if setting.direction == "denoising" else (clean, corrupted)
+        ids = np.stack([prompts.base] if prompts.other is None else [prompts.base, prompts.other])
+        both = run_clean(self.graphs, ids, begins, setting.hooks)
+        return both.row(0), both.row(len(ids) - 1)

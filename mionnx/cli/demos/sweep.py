@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
-from scipy.special import softmax
 
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.decimals import decimal
+from mionnx.machine.softmax import softmax
 from mionnx.run.prompt import token_text
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention

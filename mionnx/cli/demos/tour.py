@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from scipy.special import softmax
 
 from mionnx.analysis.ablation import AblationResult, StateAblationResult
 from mionnx.cli.demos import gradients, reading, steering, sweep
@@ -16,6 +15,7 @@ from mionnx.cli.demos.sweep import quoted, write
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.decimals import decimal
 from mionnx.machine.files import make_folder
+from mionnx.machine.softmax import softmax
 from mionnx.model import MIModel
 from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
 from mionnx.spec.hook_spec import HookSpec

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from mionnx.rewrite.gradient.backward import Rule, SubgraphRule
+from mionnx.rewrite.gradient.blocks import BLOCKS
 from mionnx.rewrite.gradient.branches import if_rule
 from mionnx.rewrite.gradient.elementwise import ELEMENTWISE
 from mionnx.rewrite.gradient.loops import scan_rule
@@ -11,7 +12,7 @@ from mionnx.rewrite.gradient.propagation import FROZEN_NORMS, FROZEN_PATTERNS, S
 from mionnx.rewrite.gradient.reductions import REDUCTIONS
 from mionnx.rewrite.gradient.shaping import SHAPING
 
-RULES: Mapping[str, Rule] = {**ELEMENTWISE, **PRODUCTS, **REDUCTIONS, **SHAPING}
+RULES: Mapping[str, Rule] = {**ELEMENTWISE, **BLOCKS, **PRODUCTS, **REDUCTIONS, **SHAPING}
 SUBGRAPH_RULES: Mapping[str, SubgraphRule] = {"If": if_rule, "Scan": scan_rule}
 # Name of a set of rules -> the rules.
 SETS: Mapping[str, Mapping[str, Rule]] = {

@@ -289,6 +289,10 @@ def test_texts_come_from_files(model: MIModel, tmp_path: Path) -> None:
     for name, column in (("a.txt", None), ("b.jsonl", "story"), ("c.parquet", "text"), ("d", "text")):
         model.harvest(tmp_path / name, STREAM, tmp_path / f"from {name}", column=column)
         assert same(tmp_path / f"from {name}", expected.folder), name
+    ids = pyarrow.array([model.tokenize(text).ids for text in ["of", *TEXTS]]).slice(1)
+    parquet.write_table(pyarrow.table({"text": ids}), tmp_path / "ids.parquet", row_group_size=4)
+    model.harvest(tmp_path / "ids.parquet", STREAM, tmp_path / "from ids")
+    assert same(tmp_path / "from ids", expected.folder)
     with pytest.raises(InputError, match="line 1 has no 'text'"):
         model.harvest(tmp_path / "b.jsonl", STREAM, tmp_path / "made")
     with pytest.raises(InputError, match="has no column 'story', it has text"):

@@ -1,0 +1,168 @@
+"""A cluster of Ray: connecting to one, its workers, and the errors of code that runs there.
+
+All of Ray that mionnx meets is in this room. What is distributed is a map over independent pieces of work: queues,
+scheduling, workers that die and pieces that are repeated are Ray Data's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mionnx.engine.options import PROVIDERS
+from mionnx.errors import InputError, MIError, RuntimeMissingError
+from mionnx.machine.ranges import at_least
+from mionnx.run.runner import Runner
+
+LOCAL = "local"
+M = TypeVar("M", bound=Runner)
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Processes of a cluster that work at the same time, each with a model of its own.
+
+    Attributes:
+        ray: the module.
+        count: of the processes.
+        cpus: of each; also the threads of its model.
+        gpus: of each.
+    """
+
+    ray: Any
+    count: int
+    cpus: int
+    gpus: int
+
+    def model(self, model: M) -> M:
+        """The model as a worker opens it."""
+        return type(model)(model.hooked, replace(model.options, threads=self.cpus))
+
+    def map(self, pieces: Callable[[], Iterator[Any]], work: type, *given: Any) -> Iterator[Any]:
+        """Map pieces of work to results, which come in any order.
+
+        Args:
+            pieces: makes the pieces, in one process of the cluster, as fast as the workers take them.
+            work: a class; a worker makes one object of it, and calls that with a piece.
+            given: the class' arguments.
+
+        Raises:
+            MIError: as the work raises it.
+        """
+        data = self.ray.data.from_items([{"begin": 0}])
+        data.context.target_max_block_size = 1  # a piece goes to a worker as soon as it is made
+        data.context.enable_progress_bars = False
+        pool = self.ray.data.ActorPoolStrategy(size=self.count)
+        data = data.map_batches(_all_of(pieces), num_cpus=0)
+        data = data.map_batches(
+            _Worker,
+            fn_constructor_args=(work, given),
+            batch_size=1,
+            compute=pool,
+            num_cpus=self.cpus,
+            num_gpus=self.gpus or None,
+        )
+        for row in data.iter_rows():
+            if isinstance(found := row["piece"].value, MIError):
+                raise found
+            yield found
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Any object, which Arrow does not look into; an error in the place of a piece or a result."""
+
+    value: Any
+
+
+def _batch(value: Any) -> dict[str, Any]:
+    """A batch of Ray Data with one object."""
+    held = np.empty(1, object)
+    held[0] = _Piece(value)
+    return {"piece": held}
+
+
+def _all_of(pieces: Callable[[], Iterator[Any]]) -> Callable[[Any], Iterator[dict[str, Any]]]:
+    def every(_: Any) -> Iterator[dict[str, Any]]:
+        try:
+            yield from map(_batch, pieces())
+        except MIError as error:
+            yield _batch(error)
+
+    return every
+
+
+class _Worker:
+    """One object of the work's class in each process."""
+
+    def __init__(self, work: type, given: tuple[Any, ...]) -> None:
+        self.work = work(*given)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        piece = batch["piece"][0].value
+        try:
+            return _batch(piece if isinstance(piece, MIError) else self.work(piece))
+        except MIError as error:
+            return _batch(error)
+
+
+@contextmanager
+def cluster(address: str, model: Runner, workers: int | None, cpus: int) -> Iterator[Workers]:
+    """Connect to a cluster; one that was begun here ends with the body.
+
+    Args:
+        address: "local" begins a cluster on this machine; "auto" is the one that this machine belongs to, "HOST:PORT"
+            another. Where this process is connected already, that cluster is used.
+        model: the model that the workers open; on CUDA each has a GPU.
+        workers: number of processes; as many as the cluster has room for if None.
+        cpus: of each process.
+
+    Raises:
+        RuntimeMissingError: Ray is not installed.
+        InputError: no cluster there, or no room for a worker.
+    """
+    at_least("cpus", cpus, 1)
+    if workers is not None:
+        at_least("workers", workers, 1)
+    ray = _ray()
+    begun = not ray.is_initialized()
+    if begun:
+        try:
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError) as error:
+            raise InputError(f"no Ray cluster at {address!r}: {error}; 'local' begins one here") from error
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    gpus = int(PROVIDERS.get(model.options.provider, model.options.provider) == PROVIDERS["cuda"])
+    try:
+        room = _room(ray.cluster_resources(), cpus, gpus)
+        if address == LOCAL and room < (workers or 1):
+            raise InputError(f"{workers or 1} workers of {cpus} CPUs and {gpus} GPUs: this machine has room for {room}")
+        yield Workers(ray, workers or max(1, room), cpus, gpus)
+    finally:
+        if begun:
+            ray.shutdown()
+
+
+def _ray() -> Any:
+    """Ray, with Ray Data.
+
+    Raises:
+        RuntimeMissingError: it is not installed.
+    """
+    try:
+        import_module("ray.data")
+        return import_module("ray")
+    except ImportError as error:
+        raise RuntimeMissingError("work on several processes needs Ray: pip install 'mionnx[ray]'") from error
+
+
+def _room(resources: dict[str, float], cpus: int, gpus: int) -> int:
+    """Number of workers that a cluster has room for at once."""
+    room = int(resources.get("CPU", 0)) // cpus
+    return min(room, int(resources.get("GPU", 0))) if gpus else room

@@ -1,0 +1,123 @@
+"""The weights of a hooked model that can be blocks: matrices of products, and the table of the tokens.
+
+A product is a MatMul or a Gemm whose second factor is a weight [in, out], or one [out, in] that a Transpose turns. The
+router of a mixture of experts stays as it is: a rounded one chooses other experts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+
+from mionnx.graph import onnx_file
+from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.packed_weight import attributes
+from mionnx.graph.weight_value import product_of
+
+FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
+PASSING = ("Identity", "Reshape", "Cast", "Add")  # between a product and the hook point that it gives
+ROUTER = ".hook_router_logits"
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product with a weight.
+
+    Attributes:
+        node: its node.
+        weight: the initializer.
+        turned: whether the weight is [out, in], as MatMulNBits holds it.
+        head: whether the logits come from it.
+    """
+
+    node: onnx.NodeProto
+    weight: str
+    turned: bool
+    head: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """Products with weights, and the Gather of the token table with that table's name."""
+
+    products: list[Product]
+    lookup: onnx.NodeProto | None
+    table: str | None
+
+
+def find_weights(model: HookedModel) -> Found:
+    """The products and the table of a hooked model."""
+    flow = Dataflow(model.proto)
+    held = {tensor.name: tensor for tensor in model.proto.graph.initializer if tensor.data_type in FLOATS}
+    heads, routers = _heads(flow), _routers(flow, model)
+    products = []
+    for node in flow.nodes:
+        found = _product(flow, node, held)
+        if found is not None and node.output[0] not in routers:
+            products.append(Product(node, *found, head=node.output[0] in heads))
+    lookups = [node for node in flow.nodes if node.op_type == "Gather" and _reads_tokens(flow, node)]
+    table = lookups[0] if len(lookups) == 1 and lookups[0].input[0] in held else None
+    return Found(products, table, None if table is None else table.input[0])
+
+
+def _product(flow: Dataflow, node: onnx.NodeProto, held: dict[str, onnx.TensorProto]) -> tuple[str, bool] | None:
+    """The weight of a product, and whether it is [out, in]."""
+    if node.op_type not in ("MatMul", "Gemm") or node.domain:
+        return None
+    given = {entry.name: onnx.helper.get_attribute_value(entry) for entry in node.attribute}
+    if given.get("transA") or any(given.get(name, 1.0) != 1.0 for name in ("alpha", "beta")):
+        return None
+    name, turned = node.input[1], bool(given.get("transB", 0))
+    maker = flow.producer(name)
+    if maker is not None and maker.op_type == "Transpose":
+        order = next((list(entry.ints) for entry in maker.attribute if entry.name == "perm"), [1, 0])
+        name, turned = maker.input[0], turned ^ (order == [1, 0])
+    return (name, turned) if name in held and len(held[name].dims) == 2 else None
+
+
+def _heads(flow: Dataflow) -> set[str]:
+    """The values of the products that logits come from."""
+    return {name for name in _before(flow, "logits") if _is_product(flow, name)}
+
+
+def _is_product(flow: Dataflow, name: str) -> bool:
+    node = flow.producer(name)
+    return node is not None and product_of(flow, node) is node
+
+
+def _routers(flow: Dataflow, model: HookedModel) -> set[str]:
+    """The products that are the logits of a router."""
+    hooks = [name for name in model.metadata.hooks if name.endswith(ROUTER)]
+    return {name for hook in hooks for name in _before(flow, hook) if _is_product(flow, name)}
+
+
+def _before(flow: Dataflow, value: str) -> Iterator[str]:
+    """A value, and those that it is a shape, a scale or a soft cap of, up to the product."""
+    waiting = [value]
+    while waiting:
+        name = waiting.pop()
+        yield name
+        node = flow.producer(name)
+        if node is not None and node.op_type in (*PASSING, "Mul", "Div", "Tanh"):
+            waiting += [entry for entry in node.input if entry in flow.producers]
+
+
+def _reads_tokens(flow: Dataflow, node: onnx.NodeProto) -> bool:
+    """Whether a Gather picks rows [vocab, hidden] by the ids of the tokens."""
+    name = node.input[1]
+    while (maker := flow.producer(name)) is not None and maker.op_type in ("Identity", "Reshape", "Cast"):
+        name = maker.input[0]
+    return name == "input_ids" and attributes(node).get("axis", 0) == 0
+
+
+def shape_of(model: HookedModel, name: str) -> tuple[int, ...]:
+    """The shape of a weight."""
+    return onnx_file.weight(model.proto, model.folder, name).shape
+
+
+def rows_of(model: HookedModel, name: str, turned: bool) -> np.ndarray:
+    """A weight as [out, in], mapped from its file."""
+    weight = onnx_file.weight(model.proto, model.folder, name)
+    return weight if turned else weight.T

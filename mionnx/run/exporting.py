@@ -1,0 +1,159 @@
+"""Exports: a checkpoint becomes a hooked model by the exporter that knows it, found by its entry point."""
+
+import shutil
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+
+from mionnx.errors import ExportError
+from mionnx.graph.hooked_model import GRAPH, HookedModel
+from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers
+from mionnx.machine.progress import Progress
+from mionnx.quantise.quantise import quantise_into
+from mionnx.quantise.settings import DTYPES as BLOCKS
+from mionnx.run.model_dtype import AUTO
+from mionnx.run.source_path import advice, is_hooked
+
+MADE = (GRAPH, "converted.safetensors", "config.json")  # what tells a folder of an export that was killed
+FLOATS = ".floats"  # folder of the model that is quantised, while it is
+FOREIGN = "onnx"  # entry point of the exporter of foreign ONNX files
+NEEDED = {
+    "onnx_ir": "adopting an ONNX file needs onnx_ir: pip install 'mionnx[adopt]'",
+    "gguf": "reading a GGUF file needs gguf: pip install 'mionnx[export]'",
+}
+
+
+def foreign_exporter() -> ModuleType:
+    """The exporter of foreign ONNX files.
+
+    Raises:
+        ExportError: none is installed.
+    """
+    for entry in entry_points(group="mionnx.exporters", name=FOREIGN):
+        return entry.load()
+    raise ExportError("no exporter of foreign ONNX files is installed")
+
+
+def exporter_for(folder: Path) -> ModuleType:
+    """The installed exporter that knows a checkpoint.
+
+    Raises:
+        ExportError: none does.
+    """
+    installed = list(entry_points(group="mionnx.exporters"))
+    for entry in installed:
+        module = entry.load()
+        if module.recognises(folder):
+            return module
+    names = ", ".join(entry.name for entry in installed) or "none"
+    raise ExportError(
+        f"{folder} holds neither a hooked model nor a checkpoint that an exporter knows (installed: {names})"
+        f"{advice(folder)}"
+    )
+
+
+def export(
+    folder: Path, target: Path, dtype: str, progress: Progress, copy: bool = False, graph_only: bool = False
+) -> None:
+    """Export a checkpoint into a new folder; a temporary folder is renamed into place.
+
+    Args:
+        folder, target: of the checkpoint, and of the hooked model.
+        dtype: of the exported model.
+        progress: called as (stage, done, total).
+        copy: give the folder weight files of its own, where otherwise they are the checkpoint's under another name.
+        graph_only: export the config alone, without weights.
+
+    Raises:
+        ExportError: the target exists, torch is not installed, or the exporter refuses the checkpoint.
+    """
+    exporter = exporter_for(folder)
+    if target.exists():
+        raise ExportError(f"{target} exists already")
+    remove_leftovers(target.parent, holding=MADE)
+    with new_folder(target, ExportError) as partial:
+        write(exporter, folder, partial, dtype, progress, "export_graph" if graph_only else "export")
+        made = HookedModel.open(partial, check="none").metadata.weight_dtype
+        if dtype not in (made, AUTO):  # a foreign ONNX file computes in its own
+            raise ExportError(
+                f"{folder} computes in {made}, and is not converted to {dtype}: give dtype {made} or auto"
+            )
+        if copy:
+            copy_links(partial, progress)
+
+
+def write(
+    exporter: ModuleType, folder: Path, target: Path, dtype: str, progress: Progress, function: str = "export"
+) -> None:
+    """Export a checkpoint into a folder; int4 and int8 are made from float32.
+
+    Args:
+        exporter, folder, target, dtype, progress: see `export`.
+        function: of the exporter.
+
+    Raises:
+        ExportError: see `export`.
+        ModelError: a model with no weights to quantise.
+    """
+    if dtype not in BLOCKS:
+        _write(exporter, folder, target, dtype, progress, function)
+        return
+    if function != "export":
+        raise ExportError(f"{folder}: a graph without weights has none to be {dtype}: leave out the dtype")
+    floats = target / FLOATS
+    floats.mkdir()
+    try:
+        own = AUTO if exporter.__name__ == foreign_exporter().__name__ else "float32"  # a foreign file has its own
+        _write(exporter, folder, floats, own, progress, function)
+        quantise_into(HookedModel.open(floats, check="none"), target, BLOCKS[dtype], progress)
+    finally:
+        shutil.rmtree(floats, ignore_errors=True)
+
+
+def _write(
+    exporter: ModuleType, folder: Path, target: Path, dtype: str, progress: Progress, function: str = "export"
+) -> None:
+    export = getattr(exporter, function, None)
+    if export is None:
+        raise ExportError(f"{folder}: {exporter.__name__} makes no graph without weights")
+    try:
+        export(folder, target, dtype, progress)
+    except ImportError as error:
+        otherwise = f"exporting needs torch and transformers ({error.name}): pip install 'mionnx[export]'"
+        raise ExportError(NEEDED.get(str(error.name), otherwise)) from error
+    except OSError as error:
+        raise ExportError(f"cannot export {folder}: {error}") from error
+
+
+def copy_links(folder: Path, progress: Progress) -> None:
+    """Replace hard links in a folder by copies of the files."""
+    shared = [path for path in folder.iterdir() if path.stat().st_nlink > 1]
+    for done, path in enumerate(shared):
+        progress(f"copying {path.name}", done, len(shared))
+        own = path.with_name(f"{path.name}.copy")
+        shutil.copy2(path, own)  # with its time of change, by which its hash may still be recorded
+        own.replace(path)
+
+
+def export_in_place(folder: Path, dtype: str, progress: Progress) -> None:
+    """Write `model.onnx` beside a checkpoint's weights, so that its folder is a hooked model.
+
+    Raises:
+        ExportError: see `export`.
+    """
+    if not folder.is_dir():
+        raise ExportError(f"{folder} is a file: only a checkpoint in a folder of its own is exported in place")
+    if (folder / GRAPH).exists() and not is_hooked(folder / GRAPH):
+        raise ExportError(
+            f"{folder / GRAPH} is another tool's file, which would be replaced: give a folder to write to"
+        )
+    made = partial_path(folder / "export")
+    export(folder, made, dtype, progress)
+    try:
+        files = [path for path in made.iterdir() if path.name == GRAPH or not (folder / path.name).exists()]
+        for path in sorted(files, key=lambda path: path.name == GRAPH):  # the graph last: then all it reads is there
+            path.replace(folder / path.name)
+    except OSError as error:
+        raise ExportError(f"cannot write into {folder}: {error}") from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)

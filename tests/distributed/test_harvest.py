@@ -1,0 +1,155 @@
+"""A harvest by workers is that of one process, byte for byte, whoever is killed on the way."""
+
+import filecmp
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from repository import REPOSITORY
+from typer.testing import CliRunner
+
+from mionnx import (
+    Activations,
+    HookSpec,
+    InputError,
+    Intervention,
+    MIModel,
+    RuntimeMissingError,
+    TokenizerError,
+    distributed,
+)
+from mionnx.analysis.harvest.harvest import LOCK
+from mionnx.cli.main import app
+
+FOLDER = REPOSITORY / "models" / "world-llama"
+HOOKS = "blocks.*.hook_resid_post"
+TEXTS = [f"The capital of {place} is" for place in ("France", "Japan", "Spain", "Kenya", "Egypt")] * 300
+OPTIONS = {"shard_bytes": 100_000, "batch_size": 8}
+
+
+@pytest.fixture(scope="module")
+def model() -> MIModel:
+    return MIModel.from_pretrained(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def whole(model: MIModel, tmp_path_factory: pytest.TempPathFactory) -> Activations:
+    """The harvest of one process."""
+    return model.harvest(TEXTS, HOOKS, tmp_path_factory.mktemp("whole"), **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[object]:
+    """A cluster of two processors, which all harvests of this file use."""
+    found = pytest.importorskip("ray", reason="pip install 'mionnx[ray]'")
+    found.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield found
+    found.shutdown()
+
+
+def files(folder: Path) -> list[str]:
+    """The files of a finished harvest."""
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
+
+
+def same(one: Path, other: Path) -> bool:
+    """Whether two folders have the same files, byte for byte."""
+    return files(one) == files(other) and not any(filecmp.cmpfiles(one, other, files(one), shallow=False)[1:])
+
+
+def shards(folder: Path) -> dict[str, int]:
+    """The shards that are there, and when each was written."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("shard*")}
+
+
+def processes(name: str, of: int | None = None) -> list[psutil.Process]:
+    """The processes of a cluster that was begun by a process, this one by default, that do something."""
+    return [one for one in psutil.Process(of).children(recursive=True) if name in " ".join(one.cmdline())]
+
+
+@pytest.mark.slow
+def test_two_workers_write_what_one_process_writes(
+    ray: object, model: MIModel, whole: Activations, tmp_path: Path
+) -> None:
+    told: list[tuple[str, int, int]] = []
+    made = distributed.harvest(
+        model, TEXTS, HOOKS, tmp_path / "made", workers=2, progress=lambda *one: told.append(one), **OPTIONS
+    )
+    assert same(made.folder, whole.folder)
+    assert told[-1] == ("harvest", len(TEXTS), len(TEXTS))
+    assert len(told) == len(shards(made.folder)) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("texts", "factor", "message"),
+    [
+        (TEXTS[:9], 1e5, f"{HOOKS.replace('*', '0')} has .*, too large for float16"),  # by a worker
+        ([*TEXTS[:9], ""], 1, "text 9: .*empty"),  # by the process that reads the texts
+    ],
+)
+def test_errors_of_workers_are_raised_here(
+    ray: object, model: MIModel, tmp_path: Path, texts: list[str], factor: float, message: str
+) -> None:
+    hook = HOOKS.replace("*", "0")
+    spec = HookSpec().capture(hook).intervene(hook, Intervention.Scale(factor))
+    with pytest.raises((InputError, TokenizerError), match=message):
+        distributed.harvest(model, texts, spec, tmp_path / "made", workers=2, dtype="float16", **OPTIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["MapWorker(MapBatches(_Worker))", "MapBatches(every)"])
+def test_a_killed_worker_loses_and_repeats_nothing(
+    ray: object, model: MIModel, whole: Activations, tmp_path: Path, victim: str
+) -> None:
+    begun: dict[str, int] = {}
+
+    def kill(stage: str, done: int, total: int) -> None:
+        if not begun and (found := processes(f"ray::{victim}")):
+            begun.update(shards(tmp_path / "made"))
+            found[0].send_signal(signal.SIGKILL)
+
+    distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made", workers=2, progress=kill, **OPTIONS)
+    assert 0 < len(begun) < len(shards(whole.folder))
+    assert same(tmp_path / "made", whole.folder)
+    assert begun.items() <= shards(tmp_path / "made").items()
+
+
+@pytest.mark.slow
+def test_a_killed_driver_goes_on_where_it_was(whole: Activations, tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="pip install 'mionnx[ray]'")
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
+    options = ["--hook", HOOKS, "--batch-size", "8", "--shard-bytes", "100000", "--ray", "local", "--workers", "2"]
+    command = ["harvest", str(FOLDER), str(tmp_path / "texts.txt"), "-o", str(tmp_path / "made"), *options]
+    child = subprocess.Popen([sys.executable, "-m", "mionnx", *command], cwd=REPOSITORY)
+    with child:
+        while len(shards(tmp_path / "made")) < 3 and child.poll() is None:
+            time.sleep(0.01)
+        others = processes("ray::Map", child.pid)
+        child.send_signal(signal.SIGKILL)
+    assert child.returncode == -signal.SIGKILL
+    assert not psutil.wait_procs(others, timeout=60)[1]  # workers end with their driver
+    begun = shards(tmp_path / "made")
+    assert 0 < len(begun) < len(shards(whole.folder))
+    ran = CliRunner().invoke(app, command)
+    assert ran.exit_code == 0, ran.output
+    assert same(tmp_path / "made", whole.folder)
+    assert begun.items() <= shards(tmp_path / "made").items()
+
+
+def test_what_cannot_be_distributed_is_refused(model: MIModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="texts of an iterator stay in this process"):
+        distributed.harvest(model, iter(TEXTS), HOOKS, tmp_path / "made")
+    with pytest.raises(InputError, match="workers must be 1 or above"):
+        distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made", workers=0)
+    with pytest.raises(TypeError, match="contexts"):
+        distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made", contexts=8)
+    monkeypatch.setitem(sys.modules, "ray.data", None)
+    with pytest.raises(RuntimeMissingError, match=r"pip install 'mionnx\[ray\]'"):
+        distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made")
+    assert not [*tmp_path.iterdir()]
