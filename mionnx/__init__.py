@@ -15,7 +15,6 @@ from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.gradients.saliency import Saliency
 from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.lens.lens_result import LensResult
-from mionnx.analysis.python_hooks.hook import Hook
 from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
 from mionnx.analysis.steering.calibration import SteeringCalibration
 from mionnx.analysis.steering.directions import Direction, Directions
@@ -50,6 +49,7 @@ from mionnx.run.generation import Generation
 from mionnx.run.graph_pool import OpenGraph as Compiled
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_caches import HookCaches
+from mionnx.run.hook_functions import Hook
 from mionnx.run.sampling import sample_token
 from mionnx.run.streamer import TextStreamer
 from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask

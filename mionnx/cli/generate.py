@@ -77,8 +77,8 @@ def generate(
     }
     runs = {"baseline": HookSpec(), "steered": spec} if compare else {"text": spec}
     if prompts is not None:
-        many = partial(opened.generate, tokens, batch_size=rows_of_pass(batch_size), **options)
-        results: dict[str, Any] = {title: _rows(many(chosen)) for title, chosen in runs.items()}
+        options["batch_size"] = rows_of_pass(batch_size)
+        results: dict[str, Any] = {title: _rows(opened.generate(tokens, one, **options)) for title, one in runs.items()}
     else:
         results = {}
         for title, chosen in runs.items():

@@ -6,7 +6,7 @@ one pass over the whole text. Keys, values and states stay where the engine comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -27,10 +27,11 @@ from mionnx.machine.stored import Stored
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.batching import check_batch_size, in_batches
-from mionnx.run.decoding import Passes, check_steps
+from mionnx.run.decoding import Passes, StepFunctions, check_steps
 from mionnx.run.forward_batches import takes_padding
 from mionnx.run.growing_texts import GrowingTexts, Growth
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.hook_functions import HookFunction, Where
 from mionnx.run.pass_memory import fitting
 from mionnx.run.runner import Runner
 from mionnx.run.sampling import Sampling, refuse_seed
@@ -102,7 +103,7 @@ class Generation(Brief, Stored):
 
 
 @takes_encoding
-@typed()
+@typed(leave=["fwd_hooks"])
 def generate(
     model: Runner,
     tokens: Prompt,
@@ -124,6 +125,7 @@ def generate(
     streamer: Streamer | Callable[..., Any] | None = None,
     output_logits: bool = False,
     batch_size: int | str | None = None,
+    fwd_hooks: Iterable[tuple[Where, HookFunction]] = (),
 ) -> Generation:
     """Continue prompts, with a spec's interventions in force at every step.
 
@@ -149,10 +151,15 @@ def generate(
         output_logits: keep all logits, as `Generation.steps[i].output()`.
         batch_size: continue a list in batches of at most so many rows, those of like length together; "auto": as many
             as run well and fit into memory. All rows are one padded batch if left out. The result has no `cache` then.
+        fwd_hooks: pairs of a hook and a Python function, as `run_with_hooks` takes them, called as
+            `function(activation, hook=hook)` at every step: with the prompts' positions, [batch, seq, ...], then with
+            one new token a step, [batch, 1, ...]. `hook.step` is 0, then 1, 2, ...; `hook.positions` [batch, seq] are
+            the columns' positions in the texts, -1 for padding. Rows that have ended are in it to the last step.
 
     Raises:
         InputError: prompts, cache or parameters that nothing can be generated from.
-        HookError, InterventionError: the spec would not take effect as asked, such as at positions in the cache.
+        HookError, InterventionError: the spec would not take effect as asked, such as at positions in the cache; or a
+            function left a result that cannot replace the value.
 
     Example:
         steer = HookSpec().intervene(HookPoint.ResidPost(2), Intervention.Scale(1.5, positions="generated"))
@@ -167,7 +174,9 @@ def generate(
     refuse_seed(seed)
     pad = model._known(next(iter(stopping.eos_token_ids), 0) if pad_token_id is None else pad_token_id)
     tokenizer = model.tokenizer if model.has_tokenizer else None
-    asked = _Asked(hooks or HookSpec(), Growth(sampling, stopping, tokenizer, pad, seed), output_logits)
+    functions = StepFunctions(model.hooked, fwd_hooks)
+    growth = Growth(sampling, stopping, tokenizer, pad, seed)
+    asked = _Asked(hooks or HookSpec(), growth, output_logits, functions if functions.names else None)
     stopping.refuse_unreached(asked.spec)
     check_batch_size(batch_size)
     if batch_size is not None:
@@ -184,6 +193,7 @@ class _Asked:
         spec: captures and interventions.
         growth: how texts grow.
         output_logits: whether all logits are kept.
+        functions: Python functions at hook points.
         rows: the numbers of the prompts in their list; None for all of it.
         checked: whether `check_steps` has seen the spec on the whole list.
     """
@@ -191,6 +201,7 @@ class _Asked:
     spec: HookSpec
     growth: Growth
     output_logits: bool
+    functions: StepFunctions | None = None
     rows: list[int] | None = None
     checked: bool = False
 
@@ -199,8 +210,9 @@ def _continued(
     model: Runner, batch: TokenBatch, past: Past | None, asked: _Asked, stream: Streamer | None = None
 ) -> Generation:
     """Continue the prompts of one batch."""
-    bound = model.binder.bind(asked.spec)
-    passes = Passes(model.variants, bound, batch, past, asked.output_logits, asked.checked)
+    cuts = () if asked.functions is None else asked.functions.names
+    bound = model.binder.bind(asked.spec, cuts=cuts)
+    passes = Passes(model.variants, bound, batch, past, asked.output_logits, asked.checked, asked.functions)
     texts = GrowingTexts(batch, asked.growth, range(batch.batch) if asked.rows is None else asked.rows)
     if stream is not None:
         stream.put(batch.input_ids)

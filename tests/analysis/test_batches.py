@@ -95,9 +95,7 @@ def test_gradients(shipped, size):
     losses = shipped.gradients(texts, point, "loss", batch_size=size)
     assert near(losses.metric, np.concatenate([shipped.gradients(text, point, "loss").metric for text in texts]))
     seeded = shipped.gradients(texts, point, seed=np.tanh, batch_size=size)
-    assert near(
-        seeded[1].grad[point], shipped.gradients(texts[1], point, seed=np.tanh).grad[point]
-    )
+    assert near(seeded[1].grad[point], shipped.gradients(texts[1], point, seed=np.tanh).grad[point])
     one, other = (shipped.gradient_times_input(texts, answer="Paris", batch_size=each) for each in (None, size))
     assert all(near(a.scores, b.scores) for a, b in zip(one.texts, other.texts, strict=True))
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.python_hooks.hook import Hook, HookFunction, Where
 from mionnx.analysis.python_hooks.loss import NO_LOSS, row_losses
 from mionnx.analysis.python_hooks.segmented_run import RunInputs, run_segments
 from mionnx.errors import InputError
@@ -19,6 +18,7 @@ from mionnx.inputs.token_batch import Past, TokenBatch
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_caches import HookCaches
+from mionnx.run.hook_functions import Hook, HookFunction, Where
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 

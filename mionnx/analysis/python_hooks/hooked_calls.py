@@ -9,7 +9,6 @@ from numpy.typing import ArrayLike
 
 from mionnx.analysis.python_hooks.backward_hooks import run_backwards
 from mionnx.analysis.python_hooks.batched_run import run_batches
-from mionnx.analysis.python_hooks.hook import HookFunction, Where, register
 from mionnx.analysis.python_hooks.loss import check_return_type, convert_logits
 from mionnx.analysis.python_hooks.segmented_run import RunInputs, run_segments
 from mionnx.errors import GradientError, HookError
@@ -20,6 +19,7 @@ from mionnx.machine.typed import typed
 from mionnx.run.batching import check_batch_size
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_caches import HookCaches
+from mionnx.run.hook_functions import HookFunction, Where, register
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec

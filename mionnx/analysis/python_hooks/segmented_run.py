@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.analysis.python_hooks.check_result import apply_functions
-from mionnx.analysis.python_hooks.dead_hooks import dead_hooks, refuse_change
-from mionnx.analysis.python_hooks.hook import (
-    Hook,
-    HookFunction,
-    Where,
-    register,
-)
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.past import choose_past, present_names
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.rewrite.plan import Outputs
+from mionnx.run.dead_hooks import dead_hooks, refuse_change
+from mionnx.run.function_results import apply_functions
 from mionnx.run.hook_cache import HookCache, collect
+from mionnx.run.hook_functions import (
+    Hook,
+    HookFunction,
+    Where,
+    register,
+)
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
@@ -97,7 +97,8 @@ def run_segments(
     chain = model.variants.chain(bound.plan, tuple(functions), batch.batch * batch.seq)
     hooks = {} if hooks is None else hooks
     for name in functions:
-        hooks.setdefault(name, Hook(HookPoint.parse(name)))
+        known = hooks.get(name, Hook(HookPoint.parse(name)))
+        hooks[name] = replace(known, positions=batch.token_positions)
     returned = [*(["logits"] if logits else []), *(capture.node.hook for capture in bound.captures)]
     returned += present_names(hooked, False) if state and bound.plan.outputs.carried else []
     dead = dead_hooks(hooked, functions, returned)
