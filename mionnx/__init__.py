@@ -16,6 +16,8 @@ from mionnx.analysis.gradients.saliency import Saliency
 from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.lens.lens_result import LensResult
 from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
+from mionnx.analysis.statistics.collect import statistics_of
+from mionnx.analysis.statistics.statistics import Statistics
 from mionnx.analysis.steering.calibration import SteeringCalibration
 from mionnx.analysis.steering.directions import Direction, Directions
 from mionnx.analysis.steering.dose_result import DoseResponse
@@ -107,6 +109,7 @@ __all__ = [
     "StateAblationResult",
     "StateKnockoutSpec",
     "StateSteeringSpec",
+    "Statistics",
     "SteeringCalibration",
     "TextStreamer",
     "TokenChange",
@@ -116,4 +119,5 @@ __all__ = [
     "Verification",
     "create_knockout_mask",
     "sample_token",
+    "statistics_of",
 ]

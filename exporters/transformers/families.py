@@ -87,11 +87,31 @@ class Layout:
 
 
 LLAMA = Layout()
+NEOX_MLP = {"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
+IN_H = {"blocks": "transformer.h", "final_norm": "transformer.ln_f"}
+IN_BLOCKS = {"blocks": "transformer.blocks", "final_norm": "transformer.norm_f"}
+
+
+def attending(module: str, projection: str, added: str | None = None) -> dict[str, Any]:
+    """The fields of an attention of another name, whose output joins the stream behind `added`."""
+    return {"attention": module, "output_projection": f"{module}.{projection}", "attention_added": added or module}
+
+
+def thinking(module: str, up: str, down: str, gate: str | None = None, output: str = "") -> dict[str, Any]:
+    """The fields of an MLP of another name, of which the module `output` makes the result."""
+    made, gated = f"{module}.{output}".rstrip("."), gate and f"{module}.{gate}"
+    fields = {"mlp_input": module, "mlp_output": made, "mlp_added": made}
+    return {**fields, "gate": gated, "up": f"{module}.{up}", "down": f"{module}.{down}"}
+
+
+def normed_after(attention: str, middle: str, mlp: str) -> dict[str, Any]:
+    """The fields of norms behind the attention, before the MLP and behind it."""
+    return {"attention_added": attention, "middle": middle, "mlp_added": mlp}
+
+
+GLM_NORMS = normed_after("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 POST_NORMS = replace(
-    LLAMA,
-    attention_added="post_attention_layernorm",
-    middle="pre_feedforward_layernorm",
-    mlp_added="post_feedforward_layernorm",
+    LLAMA, **normed_after("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 )
 POST_NORMS_ONLY = replace(POST_NORMS, middle="mlp")
 EXPERTS = replace(LLAMA, experts=True)
@@ -108,42 +128,26 @@ FC = replace(PLAIN_MLP, up="mlp.fc1", down="mlp.fc2")
 GRANITE_EXPERTS = replace(SCALED, mlp_input="block_sparse_moe", mlp_output="block_sparse_moe", experts=True)
 GPT2 = replace(
     PLAIN_MLP,
+    **IN_H,
+    **attending("attn", "c_proj"),
+    **thinking("mlp", "c_fc", "c_proj"),
     positions="transformer.wpe",
-    blocks="transformer.h",
-    final_norm="transformer.ln_f",
-    attention="attn",
-    output_projection="attn.c_proj",
-    attention_added="attn",
     middle="ln_2",
-    up="mlp.c_fc",
-    down="mlp.c_proj",
 )
-
-
 OWN_ATTENTION = replace(PLAIN_MLP, own_attention=True, z_at_projection=True)
 BLOOM = replace(
     OWN_ATTENTION,
+    **IN_H,
+    **attending("self_attention", "dense", added="self_attention.dense"),
+    **thinking("mlp", "dense_h_to_4h", "dense_4h_to_h", output="dense_4h_to_h"),
     embedding="transformer.word_embeddings_layernorm",
-    blocks="transformer.h",
-    final_norm="transformer.ln_f",
-    attention="self_attention",
-    output_projection="self_attention.dense",
-    attention_added="self_attention.dense",
-    mlp_output="mlp.dense_4h_to_h",
-    mlp_added="mlp.dense_4h_to_h",
-    up="mlp.dense_h_to_4h",
-    down="mlp.dense_4h_to_h",
 )
 GPTJ = replace(
     OWN_ATTENTION,
-    blocks="transformer.h",
-    final_norm="transformer.ln_f",
-    attention="attn",
-    output_projection="attn.out_proj",
-    attention_added="attn",
+    **IN_H,
+    **attending("attn", "out_proj"),
+    **thinking("mlp", "fc_in", "fc_out"),
     middle=None,
-    up="mlp.fc_in",
-    down="mlp.fc_out",
     rotates_part=True,
     splits_heads=True,
     limited=True,
@@ -175,14 +179,11 @@ def gpt_neox(config: Any) -> Layout:
     """GPT-NeoX and Pythia: parallel blocks, or sequential ones where the config says so."""
     return replace(
         PLAIN_MLP,
+        **attending("attention", "dense"),
+        **NEOX_MLP,
         blocks="gpt_neox.layers",
         final_norm="gpt_neox.final_layer_norm",
-        attention="attention",
-        output_projection="attention.dense",
-        attention_added="attention",
         middle=None if config.use_parallel_residual else "post_attention_layernorm",
-        up="mlp.dense_h_to_4h",
-        down="mlp.dense_4h_to_h",
     )
 
 
@@ -191,18 +192,12 @@ def opt(config: Any) -> Layout:
     before = config.do_layer_norm_before
     projected = config.word_embed_proj_dim != config.hidden_size
     return replace(
-        PLAIN_MLP,
+        MLP_IN_BLOCK,
         embedding="model.decoder.project_in" if projected else None,
         positions="model.decoder.embed_positions",
         blocks="model.decoder.layers",
         final_norm="model.decoder.final_layer_norm" if before and not config._remove_final_layer_norm else None,
-        output_projection="self_attn.out_proj",
         middle="final_layer_norm" if before else "fc1",
-        mlp_input="fc1",
-        mlp_output="fc2",
-        mlp_added="fc2",
-        up="fc1",
-        down="fc2",
         normed_stream=not before,
         flattens=True,
     )
@@ -222,85 +217,60 @@ def granite_shared(config: Any) -> Layout:
     )
 
 
+LIKE_LLAMA = """cwm doge ernie4_5 gemma helium hunyuan_v1_dense llama ministral ministral3 mistral olmo qwen2 qwen3
+    seed_oss smollm3"""
+LIKE_LLAMA_WITH_EXPERTS = """aria_text dots1 ernie4_5_moe exaone_moe glm4_moe gpt_oss hunyuan_v1_moe hy_v3 mellum
+    mimo_v2_flash minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_moe solar_open"""
 FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
+    **dict.fromkeys(LIKE_LLAMA.split(), LLAMA),
+    **dict.fromkeys(LIKE_LLAMA_WITH_EXPERTS.split(), EXPERTS),
+    **dict.fromkeys(("cohere", "cohere2", "cohere_compass_text"), PARALLEL),
+    **dict.fromkeys(("arcee", "jais2", "nemotron"), PLAIN_MLP),
+    **dict.fromkeys(("glm", "phi3"), FUSED_GATE),
+    **dict.fromkeys(("bitnet", "diffllama"), GATED_HEADS),
+    **dict.fromkeys(("granite", "granite_swa", "hyperclovax"), SCALED),
+    **dict.fromkeys(("granitemoe_swa", "granitemoeshared"), granite_shared),
+    **dict.fromkeys(("gemma2", "gemma3_text"), POST_NORMS),
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), GEMMA4),
+    **dict.fromkeys(("exaone4", "olmo2", "olmo3"), POST_NORMS_ONLY),
+    **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite"), LATENT_EXPERTS),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SPARSE_LATENTS),
+    **dict.fromkeys(("gpt-sw3", "gpt2", "gpt_bigcode"), GPT2),
+    **dict.fromkeys(("codegen", "gptj"), GPTJ),
     "afmoe": replace(
         POST_NORMS, middle="pre_mlp_layernorm", mlp_added="post_mlp_layernorm", z_at_projection=True, experts=True
     ),
     "apertus": replace(PLAIN_MLP, middle="feedforward_layernorm"),
-    "arcee": PLAIN_MLP,
-    "aria_text": EXPERTS,
-    "axk1": LATENT_EXPERTS,
+    "axk2": replace(SPARSE_LATENTS, z_at_projection=True),
     "biogpt": replace(
         MLP_IN_BLOCK, positions="biogpt.embed_positions", blocks="biogpt.layers", final_norm="biogpt.layer_norm"
     ),
-    "axk2": replace(SPARSE_LATENTS, z_at_projection=True),
-    "bitnet": GATED_HEADS,
     "bloom": bloom,
-    "codegen": GPTJ,
-    "cohere": PARALLEL,
-    "cohere2": PARALLEL,
-    "cohere_compass_text": PARALLEL,
     "cohere2_moe": replace(PARALLEL, experts=True),
     "ctrl": replace(
         PLAIN_MLP,
+        **attending("multi_head_attention", "dense"),
+        **thinking("ffn", "0", "2"),
         blocks="transformer.h",
         final_norm="transformer.layernorm",
-        attention="multi_head_attention",
-        output_projection="multi_head_attention.dense",
-        attention_added="multi_head_attention",
         middle="layernorm2",
-        mlp_input="ffn",
-        mlp_output="ffn",
-        mlp_added="ffn",
-        up="ffn.0",
-        down="ffn.2",
         limited=True,
         embeds_in_code="transformer",
     ),
-    "cwm": LLAMA,
     "dbrx": replace(
         EXPERTS,
-        blocks="transformer.blocks",
-        final_norm="transformer.norm_f",
-        attention="norm_attn_norm.attn",
-        output_projection="norm_attn_norm.attn.out_proj",
-        attention_added="norm_attn_norm.attn",
+        **IN_BLOCKS,
+        **attending("norm_attn_norm.attn", "out_proj"),
         middle="norm_attn_norm.norm_2",
         mlp_input="ffn",
         mlp_output="ffn",
         mlp_added="ffn",
     ),
     "deepseek_v2": replace(LATENT_EXPERTS, rotates_pairs=True),
-    "deepseek_v3": LATENT_EXPERTS,
-    "deepseek_v32": SPARSE_LATENTS,
-    "diffllama": GATED_HEADS,
-    "doge": LLAMA,
-    "dots1": EXPERTS,
-    "ernie4_5": LLAMA,
-    "ernie4_5_moe": EXPERTS,
-    "exaone4": POST_NORMS_ONLY,
-    "exaone_moe": EXPERTS,
     "falcon": falcon,
     "flex_olmo": replace(POST_NORMS_ONLY, experts=True),
-    "gemma": LLAMA,
-    "gemma2": POST_NORMS,
-    "gemma3_text": POST_NORMS,
-    "gemma3n_text": replace(POST_NORMS, rotates_heads_last=True, rotates_singly=True, streams="altup"),
-    "gemma4_text": GEMMA4,
-    "gemma4_unified_text": GEMMA4,
-    "glm": FUSED_GATE,
-    "glm4": replace(
-        FUSED_GATE,
-        attention_added="post_self_attn_layernorm",
-        middle="post_attention_layernorm",
-        mlp_added="post_mlp_layernorm",
-    ),
-    "glm4_moe": EXPERTS,
-    "glm4_moe_lite": LATENT_EXPERTS,
-    "glm_moe_dsa": SPARSE_LATENTS,
-    "gpt-sw3": GPT2,
-    "gpt2": GPT2,
-    "gpt_bigcode": GPT2,
+    "gemma3n_text": replace(GEMMA4, streams="altup"),
+    "glm4": replace(FUSED_GATE, **GLM_NORMS),
     "gpt_neo": replace(
         GPT2,
         attention="attn.attention",
@@ -311,29 +281,14 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "gpt_neox": gpt_neox,
     "gpt_neox_japanese": replace(
         OWN_ATTENTION,
+        **attending("attention", "dense"),
+        **NEOX_MLP,
         blocks="gpt_neox_japanese.layers",
         final_norm="gpt_neox_japanese.final_layer_norm",
-        attention="attention",
-        output_projection="attention.dense",
-        attention_added="attention",
-        up="mlp.dense_h_to_4h",
-        down="mlp.dense_4h_to_h",
         rotates_part=True,
         adds_products=True,
     ),
-    "gpt_oss": EXPERTS,
-    "gptj": GPTJ,
-    "granite": SCALED,
-    "granite_swa": SCALED,
     "granitemoe": GRANITE_EXPERTS,
-    "granitemoe_swa": granite_shared,
-    "granitemoeshared": granite_shared,
-    "helium": LLAMA,
-    "hunyuan_v1_dense": LLAMA,
-    "hunyuan_v1_moe": EXPERTS,
-    "hy_v3": EXPERTS,
-    "hyperclovax": SCALED,
-    "jais2": PLAIN_MLP,
     "jetmoe": replace(
         EXPERTS,
         attention="self_attention",
@@ -341,87 +296,47 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
         attention_added="self_attention",
         mixed_heads="self_attention.experts",
     ),
-    "kolibri1": replace(
-        POST_NORMS,
-        attention_added="post_self_attn_layernorm",
-        middle="post_attention_layernorm",
-        mlp_added="post_mlp_layernorm",
-        experts=True,
-    ),
+    "kolibri1": replace(POST_NORMS, **GLM_NORMS, experts=True),
     "laguna": replace(EXPERTS, z_at_projection=True),
-    "llama": LLAMA,
     "llama4_text": replace(
-        LLAMA,
-        adds_products=True,
-        rotates_heads_last=True,
-        rotates_pairs=True,
+        SCALED,
         mlp_input="feed_forward",
         mlp_output="feed_forward",
         gate="feed_forward.gate_proj",
         up="feed_forward.up_proj",
         down="feed_forward.down_proj",
+        rotates_heads_last=True,
+        rotates_pairs=True,
         experts=True,
     ),
     "longcat_flash": replace(
         LATENTS,
+        **attending("self_attn.{half}", "o_proj"),
+        **thinking("mlps.{half}", gate="gate_proj", up="up_proj", down="down_proj"),
         halves=2,
         begins="input_layernorm.{half}",
-        attention="self_attn.{half}",
-        output_projection="self_attn.{half}.o_proj",
-        attention_added="self_attn.{half}",
         middle="post_attention_layernorm.{half}",
-        mlp_input="mlps.{half}",
-        mlp_output="mlps.{half}",
-        mlp_added="mlps.{half}",
-        gate="mlps.{half}.gate_proj",
-        up="mlps.{half}.up_proj",
-        down="mlps.{half}.down_proj",
         shortcut="mlp",
     ),
-    "mellum": EXPERTS,
-    "mimo_v2_flash": EXPERTS,
     "minicpm3": replace(LATENTS, adds_products=True),
-    "minimax_m2": EXPERTS,
-    "minimax_m3_vl_text": replace(
-        EXPERTS, gate=None, up=None, gate_and_up="mlp.gate_up_proj", down="mlp.down_proj", sparse=True
-    ),
-    "ministral": LLAMA,
-    "ministral3": LLAMA,
-    "mistral": LLAMA,
-    "mixtral": EXPERTS,
+    "minimax_m3_vl_text": replace(FUSED_GATE, experts=True, sparse=True),
     "mpt": replace(
         OWN_ATTENTION,
-        blocks="transformer.blocks",
-        final_norm="transformer.norm_f",
-        attention="attn",
-        output_projection="attn.out_proj",
-        attention_added="attn",
+        **IN_BLOCKS,
+        **attending("attn", "out_proj"),
+        **thinking("ffn", "up_proj", "down_proj", output="down_proj"),
         middle="norm_2",
-        mlp_input="ffn",
-        mlp_output="ffn.down_proj",
-        mlp_added="ffn.down_proj",
-        up="ffn.up_proj",
-        down="ffn.down_proj",
         limited=True,
     ),
     "modernbert-decoder": replace(
-        LLAMA,
+        FUSED_GATE,
+        **attending("attn", "Wo"),
         final_norm="model.final_norm",
-        attention="attn",
-        output_projection="attn.Wo",
-        attention_added="attn",
         middle="mlp_norm",
-        gate=None,
-        up=None,
         gate_and_up="mlp.Wi",
         down="mlp.Wo",
     ),
     "nanochat": FC,
-    "nemotron": PLAIN_MLP,
-    "olmo": LLAMA,
-    "olmo2": POST_NORMS_ONLY,
-    "olmo3": POST_NORMS_ONLY,
-    "olmoe": EXPERTS,
     "openai-gpt": replace(
         GPT2,
         positions="transformer.positions_embed",
@@ -436,24 +351,14 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "opt": opt,
     "persimmon": replace(
         PLAIN_MLP,
+        **NEOX_MLP,
         final_norm="model.final_layernorm",
         output_projection="self_attn.dense",
-        up="mlp.dense_h_to_4h",
-        down="mlp.dense_4h_to_h",
         rotates_part=True,
     ),
     "phi": replace(
         FC, final_norm="model.final_layernorm", output_projection="self_attn.dense", middle=None, rotates_part=True
     ),
-    "phi3": FUSED_GATE,
-    "phimoe": EXPERTS,
-    "qwen2": LLAMA,
-    "qwen2_moe": EXPERTS,
-    "qwen3": LLAMA,
-    "qwen3_moe": EXPERTS,
-    "seed_oss": LLAMA,
-    "smollm3": LLAMA,
-    "solar_open": EXPERTS,
     "stablelm": stablelm,
     "starcoder2": replace(PLAIN_MLP, up="mlp.c_fc", down="mlp.c_proj"),
     "vaultgemma": replace(LLAMA, middle="pre_feedforward_layernorm"),

@@ -7,106 +7,29 @@ are in `attention`.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from statistics import NormalDist
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from exporters.transformers.attention import ATTENTION, Listener, Taps, TapWhole, active, replace_for, tap_rotation
 from exporters.transformers.experts import find_experts, shared_expert, tap_router
 from exporters.transformers.families import Layout
+from exporters.transformers.function_modes import (
+    InOrder,
+    KeepAxes,
+    TapAdditions,
+    TapHalves,
+    TapSum,
+    choose_all,
+    quantile,
+)
 from exporters.transformers.own_attention import TapProducts, add_cache, plain_maximum, tap_split_heads
 from exporters.transformers.own_embedding import TapEmbedding
 from exporters.transformers.own_experts import mix_heads, tap_own_experts
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
-
-ADDITIONS = (Tensor.add, Tensor.__add__, torch.add)
-
-
-class _KeepAxes(TorchFunctionMode):
-    """Undo a block's `x.reshape(-1, width)`: batch and sequence axes stay apart."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.reshape and len(args) == 3 and args[1] == -1 and args[0].dim() == 3:
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-class _TapHalves(TorchFunctionMode):
-    """Tap the two halves into which an MLP splits its fused gate-and-up projection."""
-
-    def __init__(self, taps: Taps, layer: int) -> None:
-        super().__init__()
-        self.taps, self.layer = taps, layer
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is not Tensor.chunk:
-            return result
-        points = HookPoint.MlpGate(self.layer), HookPoint.MlpUp(self.layer)
-        return tuple(self.taps.at_tokens(point, half) for point, half in zip(points, result, strict=True))
-
-
-class _TapAdditions(TorchFunctionMode):
-    """Tap the terms of a block's additions to the stream, and the stream after each."""
-
-    def __init__(self, taps: Taps, layer: int, stream: Tensor) -> None:
-        super().__init__()
-        self.taps, self.layer, self.stream = taps, layer, stream
-        self.points = [HookPoint.AttnOut(layer), HookPoint.MlpOut(layer)]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in ADDITIONS or not any(value is self.stream for value in args):
-            return func(*args, **(kwargs or {}))
-        point = self.points.pop(0)
-        added = self.taps.at(point, args[1] if args[0] is self.stream else args[0])
-        self.stream = self.stream + added
-        if self.points:
-            self.stream = self.taps.at(HookPoint.ResidMid(self.layer), self.stream, stream=True)
-        return self.stream
-
-
-class _TapSum(TorchFunctionMode):
-    """Tap the sum of what a layer's experts and the MLP beside them make."""
-
-    def __init__(self, taps: Taps) -> None:
-        super().__init__()
-        self.taps, self.made = taps, None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func not in ADDITIONS or self.made is None or not any(value is self.made for value in args):
-            return result
-        self.made = None
-        return self.taps.at_tokens(HookPoint.MlpPost(self.taps.layer), result)
-
-
-class _InOrder(TorchFunctionMode):
-    """Give the best experts in the order of their scores, where a router leaves the order open."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        return func(*args, **({**given, "sorted": True} if func in (torch.topk, Tensor.topk) else given))
-
-
-def _choose_all(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Stand in for a choice of keys: the attention of mionnx reads all of them."""
-    return hidden.new_zeros(0)
-
-
-@contextmanager
-def _quantile(share: float) -> Iterator[None]:
-    """Put a number in the place of a normal quantile, a function that no graph has."""
-    value = NormalDist().inv_cdf(share)
-    normal = SimpleNamespace(icdf=lambda given: torch.full_like(given, value))
-    with ExitStack() as stack:
-        replace_for(stack, torch.distributions.normal, "Normal", lambda *_: normal)
-        yield
 
 
 class Passed(nn.Module):
@@ -209,13 +132,13 @@ class _Attachment:
         if layout.streams:
             self.streams(i, self.module(layout.streams, block))
             if share := getattr(self.module(layout.mlp_input, block), "activation_sparsity", 0.0):
-                self.enter_around(self.module(layout.mlp_input, block), lambda _: _quantile(share))
+                self.enter_around(self.module(layout.mlp_input, block), lambda _: quantile(share))
         else:
             self.stream_before(i, block)
         self.rope(self.module(layout.attention, block), i)
         self.heads(i, block)
         if layout.adds_products:
-            self.enter_around(block, lambda stream: _TapAdditions(self.taps, i, stream))
+            self.enter_around(block, lambda stream: TapAdditions(self.taps, i, stream))
         else:
             self.after(self.module(layout.attention_added, block), lambda x: at(HookPoint.AttnOut(i), x))
             if layout.middle:
@@ -226,7 +149,7 @@ class _Attachment:
         if not layout.streams and (i + 1) % layout.halves == 0:
             self.after(block, lambda x: at(HookPoint.ResidPost(i), x))
         if layout.flattens:
-            self.enter_around(block, lambda _: _KeepAxes())
+            self.enter_around(block, lambda _: KeepAxes())
 
     def stream_before(self, i: int, block: nn.Module) -> None:
         """Tap the stream before a layer; inside a block, also as that after the layer before."""
@@ -265,7 +188,7 @@ class _Attachment:
             width = next((width for width in widths if width is not None), None)
             self.enter_around(attention, lambda _: TapWhole(self.taps, i, width))
         if layout.sparse and self.has("indexer", attention):
-            replace_for(self.stack, self.module("indexer", attention), "forward", _choose_all)
+            replace_for(self.stack, self.module("indexer", attention), "forward", choose_all)
 
         def z(x: Tensor) -> Tensor:
             query, _ = self.taps.patterns[i]
@@ -316,7 +239,7 @@ class _Attachment:
             return 0  # which the block adds in its place
 
         def added(x: Tensor) -> Tensor:
-            with _InOrder():
+            with InOrder():
                 return x + compute(read.pop())
 
         replace_for(self.stack, mixture, "forward", postpone)
@@ -324,7 +247,7 @@ class _Attachment:
 
     def shared(self, i: int, block: nn.Module) -> None:
         """Tap an MLP beside the experts: it reads what they read, and the block adds the two."""
-        layout, mode = self.layout, _TapSum(self.taps)
+        layout, mode = self.layout, TapSum(self.taps)
         beside = self.module(str(layout.shared), block)
         read: list[Tensor] = []
 
@@ -351,7 +274,7 @@ class _Attachment:
         """Tap a layer's router and shared expert; chosen experts are tapped where they are computed."""
         tap_own_experts(self.stack, self.taps, parent)
         tap_router(self.stack, self.taps, parent)
-        self.enter_around(self.module(self.layout.mlp_input, block), lambda _: _InOrder())
+        self.enter_around(self.module(self.layout.mlp_input, block), lambda _: InOrder())
         shared = shared_expert(parent)
         if shared is not None:
             self.neurons(i, shared, alone=True)
@@ -369,7 +292,7 @@ class _Attachment:
         if both:
             self.module(both, root)
             mlp = root if alone else self.module(layout.mlp_input, root)
-            self.enter_around(mlp, lambda _: _TapHalves(self.taps, i))
+            self.enter_around(mlp, lambda _: TapHalves(self.taps, i))
         if down:
             self.before(self.module(down, root), lambda x: self.taps.at_tokens(HookPoint.MlpAct(i), x))
 

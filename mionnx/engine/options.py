@@ -58,8 +58,9 @@ class Options:
             is captured is then copied to the CPU at once.
         engine: "onnxruntime", "openvino", "onnxruntime-web" or "reference"; see `mionnx.engine.engines`.
         fused: run an adopted file's own fused operators where a spec touches nothing inside them, and its own graph,
-            bit by bit, where nothing is touched at all (with `fast`, of files without fused operators too). Without,
-            all specs compute in the same standard nodes, and a capture changes no bit of the logits.
+            bit by bit, where nothing is touched at all (with `fast`, of files without fused operators too). That graph
+            is tried beside the hooked one at the first call of a kind, once for all processes. Without, all specs
+            compute in the same standard nodes, and a capture changes no bit of the logits.
     """
 
     provider: str = "cpu"

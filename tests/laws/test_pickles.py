@@ -100,6 +100,7 @@ RESULTS: dict[str, Callable[[MIModel], Any]] = {
     "Report": lambda model: model.report(a_spec()),
     "SAE": lambda model: an_sae(),
     "SteeringCalibration": lambda model: model.calibrate(model.contrast([TEXT], [OTHER]), [TEXT]),
+    "Statistics": lambda model: model.statistics([TEXT, OTHER], POINT, by="token"),
     "SweepResult": lambda model: model.patch_sweep(TEXT, OTHER),
     "TokenChange": lambda model: ablated(model).top_changed_tokens(1)[0],
     "Tokens": lambda model: model.tokenize(TEXT),
@@ -130,6 +131,7 @@ OTHERS = {
     "FeatureActivations",
     "create_knockout_mask",
     "sample_token",
+    "statistics_of",
 }
 
 
