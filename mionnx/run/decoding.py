@@ -41,7 +41,7 @@ class Passes:
         checked: bool = False,
         functions: StepFunctions | None = None,
     ) -> None:
-        """Prepare the first pass; `checked` where `check_steps` has seen the spec with more rows than these."""
+        """Prepare the first pass; `checked` where `check_steps` has seen the spec already."""
         self.functions = functions
         all_logits = keeps_logits or bound.touches(HookPoint.Logits) or LOGITS in (functions.names if functions else ())
         self.bound = bound.with_outputs(Outputs(last=not all_logits))
@@ -128,7 +128,7 @@ class StepFunctions:
 
 
 def check_steps(bound: BoundSpec, batch: TokenBatch, keeps_logits: bool) -> None:
-    """Refuse what would not fit a later step, or has no effect in any, before the first one runs.
+    """Refuse what would not fit a later step, or has no effect in any, before the first.
 
     Raises:
         InterventionError: see `BoundSpec.values`, `BoundSpec.refuse_idle`.

@@ -273,7 +273,7 @@ def _in_batches(
 
 
 def _refuse_per_step(bound: BoundSpec, output_logits: bool, streamer: Any) -> None:
-    """Refuse what is given step by step, where batches take their steps one after the other."""
+    """Refuse results of single steps, which several batches do not share."""
     if streamer is not None:
         raise InputError("streamer= follows the rows of one batch step by step: leave out batch_size=")
     if bound.captures or output_logits:

@@ -37,7 +37,7 @@ class GrowingTexts:
     """The rows of text while they grow."""
 
     def __init__(self, batch: TokenBatch, growth: Growth, rows: Sequence[int]) -> None:
-        """Begin with prompts; `rows` are their numbers, of which a seed gives each its random numbers."""
+        """Begin with prompts; `rows` are their numbers, by which a seed tells them apart."""
         self.sampling, self.stopping, self.tokenizer = growth.sampling, growth.stopping, growth.tokenizer
         self.pad = growth.pad
         self.prompts = [row[real] for row, real in zip(batch.input_ids, batch.real, strict=True)]

@@ -73,8 +73,8 @@ def attribute(
 
     Args:
         prompt: one text, or ids; with a `batch_size`, a list of them.
-        answer: by id or text; the top token if left out. Of a list, one for all prompts or one for each.
-        versus: the token that the answer's lead is over; None for the answer's logit itself. Of a list as `answer`.
+        answer: by id or text; the top token if left out; one for all prompts of a list, or one for each.
+        versus: the token that the answer's lead is over; None for the answer's logit itself; for a list as `answer`.
         position: at which the next token is predicted; negative from the end.
         hooks: interventions to run the prompt with; one on the stream itself is no component, and an error, and so
             is one at `hook_final_norm` or `hook_logits`, where all components have been added up.
