@@ -26,6 +26,7 @@ from mionnx.machine.brief import Brief, count, shape_of, spelled
 from mionnx.machine.stored import Stored
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
+from mionnx.run.accuracy import Rounding, generates_rounded
 from mionnx.run.batching import check_batch_size, in_batches
 from mionnx.run.decoding import Passes, StepFunctions, check_steps
 from mionnx.run.forward_batches import takes_padding
@@ -211,8 +212,9 @@ def _continued(
 ) -> Generation:
     """Continue the prompts of one batch."""
     cuts = () if asked.functions is None else asked.functions.names
-    bound = model.binder.bind(asked.spec, cuts=cuts)
-    passes = Passes(model.variants, bound, batch, past, asked.output_logits, asked.checked, asked.functions)
+    own = model.opened(Rounding) if generates_rounded(model.hooked, model.options) else model
+    bound = own.binder.bind(asked.spec, cuts=cuts)
+    passes = Passes(own.variants, bound, batch, past, asked.output_logits, asked.checked, asked.functions)
     texts = GrowingTexts(batch, asked.growth, range(batch.batch) if asked.rows is None else asked.rows)
     if stream is not None:
         stream.put(batch.input_ids)
