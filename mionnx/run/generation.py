@@ -25,6 +25,7 @@ from mionnx.machine.brief import Brief, count, shape_of, spelled
 from mionnx.machine.stored import Stored
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
+from mionnx.run.accuracy import Rounding, generates_rounded
 from mionnx.run.fused_plan import with_fused
 from mionnx.run.graph_pool import GraphPool
 from mionnx.run.hook_cache import HookCache
@@ -162,7 +163,8 @@ def generate(
     stopping.refuse_unreached(hooks or HookSpec())
     tokenizer = model.tokenizer if model.has_tokenizer else None
     stream = make_streamer(streamer, tokenizer, batch.batch)
-    passes = _Passes(model.variants, model.binder.bind(hooks or HookSpec()), batch, past, output_logits)
+    own = model.opened(Rounding) if generates_rounded(model.hooked, model.options) else model
+    passes = _Passes(own.variants, own.binder.bind(hooks or HookSpec()), batch, past, output_logits)
     texts = _Texts(batch, sampling, stopping, tokenizer, pad, seed)
     if stream is not None:
         stream.put(batch.input_ids)

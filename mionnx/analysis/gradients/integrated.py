@@ -220,7 +220,12 @@ def _baseline(
     if isinstance(given, str) and given == "mean":
         axis = sequence_axis(point.axes or ())
         return np.broadcast_to(value.mean(axis=axis, keepdims=True), value.shape)
-    array = None if isinstance(given, str) else to_array(given)
+    try:
+        array = None if isinstance(given, str) else to_array(given)
+    except ValueError as error:
+        raise InputError(f"the baseline is no array: {error}") from error
+    if array is not None and array.dtype.kind not in "fiub":
+        raise InputError(f"the baseline holds {array.dtype}, it must hold numbers")
     if array is None or array.dtype.kind in "iu":
         (other,) = prompt_ids(model, given if array is None else array)
         if len(other) != len(ids):
