@@ -15,6 +15,8 @@ from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.gradients.saliency import Saliency
 from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.lens.lens_result import LensResult
+from mionnx.analysis.probes.probe import probe
+from mionnx.analysis.probes.probe_result import ProbeResult
 from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
 from mionnx.analysis.statistics.collect import statistics_of
 from mionnx.analysis.statistics.statistics import Statistics
@@ -101,6 +103,7 @@ __all__ = [
     "ModelSizes",
     "Noise",
     "Options",
+    "ProbeResult",
     "RWKVState",
     "Report",
     "RuntimeMissingError",
@@ -118,6 +121,7 @@ __all__ = [
     "UnknownWordWarning",
     "Verification",
     "create_knockout_mask",
+    "probe",
     "sample_token",
     "statistics_of",
 ]
