@@ -107,7 +107,14 @@ class _SharedSweep(Sweep):
 
 @dataclass(frozen=True)
 class _SweptPair:
-    """A pair's number, cells and their values; the metric without a patch; cells of the grid without effect."""
+    """A pair that was swept.
+
+    Attributes:
+        pair: its number.
+        cells, values: the cells, and the metric at each.
+        unpatched: the metric of the run that is patched and of the one patched in.
+        idle: cells of the grid without effect.
+    """
 
     pair: int
     cells: Cells
