@@ -26,7 +26,7 @@ from mionnx.rewrite import Plan
 from mionnx.run import accuracy, find_model, idle_memory, model_dtype, spec_graphs, tokenizing
 from mionnx.run.batching import check_batch_size
 from mionnx.run.dynamic_rounding import warn_of_dynamic_rounding
-from mionnx.run.forward_batches import forward_batches
+from mionnx.run.forward_batches import ListRequest, forward_batches
 from mionnx.run.forward_pass import bind_pass, run_pass
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache
@@ -293,10 +293,9 @@ class Runner:
         check_batch_size(batch_size)
         if not (logits or use_cache or spec.captures or spec.metric):
             raise InputError("logits=False and no captures: nothing would be computed")
-        asked: dict[str, Any] = {"attention_mask": attention_mask, "prompt_length": prompt_length}
         if batch_size is not None:
-            asked |= {"past": past, "use_cache": use_cache, "logits": logits}
-            return forward_batches(self, self._ids(tokens), spec, batch_size, **asked)
+            texts = self._ids(tokens), spec, batch_size, attention_mask, past, prompt_length
+            return forward_batches(self, ListRequest(*texts, logits, use_cache))
         bound = bind_pass(self.binder, spec, logits, use_cache)
         batch = make_token_batch(self._ids(tokens), attention_mask, past, self.hooked.metadata.sizes, prompt_length)
         return run_pass(self, bound, batch, past, use_cache=use_cache, logits=bool(logits))
