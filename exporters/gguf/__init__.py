@@ -26,7 +26,7 @@ def recognises(folder: Path) -> bool:
 
 
 def wide_weights(folder: Path, file: str | None = None) -> list[str]:
-    """The weights, by transformers' names, whose numbers take more than 4 bits and fewer than 16 in the file.
+    """Name the weights, as transformers does, that the file holds in 5 to 8 bits.
 
     A model of 4 bits made from the file gives these 8, so that it loses nothing that the file has kept.
 
