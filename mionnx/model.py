@@ -17,6 +17,7 @@ from mionnx.analysis.harvest import harvest as harvesting
 from mionnx.analysis.lens import logit_lens as lens
 from mionnx.analysis.lens import token_vectors, track
 from mionnx.analysis.python_hooks import hooked_calls, residual, transformer_lens
+from mionnx.analysis.statistics import collect
 from mionnx.analysis.steering import calibration
 from mionnx.analysis.steering import contrast as contrasting
 from mionnx.analysis.steering import dose_response as dosing
@@ -58,6 +59,8 @@ class MIModel(Runner):
     circuit = circuits.circuit
     # activations of a dataset, on disk
     harvest = harvesting.harvest
+    # moments of a dataset, without storing activations
+    statistics = collect.statistics
     # attention heads
     attention = attention_patterns.attention
     head_scores = heads.head_scores

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import shutil
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fused_llama
@@ -166,11 +167,22 @@ def test_where_nothing_can_be_written_a_verdict_lasts_as_long_as_the_process(fol
     assert len(trials) == 2
 
 
+def test_threads_that_call_at_once_try_a_kind_once(folder, trials):
+    model = MIModel.from_pretrained(folder, threads=1)
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(lambda _: model.forward(IDS).output(), range(4))]
+    assert trials == [ROWS | SEVERAL]
+    assert used(model) == STOCK
+    for one in found[1:]:
+        np.testing.assert_array_equal(one, found[0])
+
+
 def one_kind(folder, kind, ready):
     ready.wait()
     assert problem(HookedModel.open(folder), kind) == ""
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_keep_what_each_found(folder):
     kinds, context = [0, ROWS, SEVERAL, ROWS | SEVERAL], multiprocessing.get_context("spawn")
     ready = context.Barrier(len(kinds))

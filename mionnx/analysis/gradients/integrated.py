@@ -23,6 +23,7 @@ from mionnx.bind.logit_selection import Logits
 from mionnx.errors import GradientError, HookError, InputError
 from mionnx.graph.axes import sequence_axis
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.prompt_list import read_prompts
 from mionnx.machine.arrays import to_array
 from mionnx.machine.progress import bars
 from mionnx.machine.ranges import at_least, at_most
@@ -109,11 +110,13 @@ def gradient_times_input(
     spec: HookSpec | None = None,
     *,
     position: int | None = None,
+    batch_size: int | str | None = None,
 ) -> Saliency:
     """Attribute a metric to tokens by the gradient times the value, in one pass a text.
 
     Args:
         tokens, hook, metric, answer, versus, spec, position: as for `integrated_gradients`.
+        batch_size: texts of one pass, those of like length together, or "auto"; one by one if left out.
 
     Raises:
         GradientError, HookError: as there.
@@ -121,15 +124,20 @@ def gradient_times_input(
     Example:
         model.gradient_times_input("The capital of France is", answer=" Paris").scores()  # [seq]
     """
-    point, asked, done = _checked(hook, metric), _plain_spec(spec), []
-    texts = prompt_ids(model, tokens)
-    for n, ids in enumerate(texts):
-        given: dict[str, Any] = {
-            "answer": _of_row(answer, n, len(texts)),
-            "versus": _of_row(versus, n, len(texts)),
-        }
-        both = deepcopy(asked).capture(point)
-        cache = gradients(model, ids[None], point, metric, spec=both, position=position, **given)
+    point, asked = _checked(hook, metric), _plain_spec(spec)
+    texts = read_prompts(model._ids(tokens), None, None, model.hooked.metadata.sizes).ids
+    both = deepcopy(asked).capture(point)
+    given: dict[str, Any] = {
+        "answer": answer if answer is None else [_of_row(answer, n, len(texts)) for n in range(len(texts))],
+        "versus": versus if versus is None else [_of_row(versus, n, len(texts)) for n in range(len(texts))],
+    }
+    size = 1 if batch_size is None else batch_size
+    done = []
+    for ids, cache in zip(
+        texts,
+        gradients(model, texts, point, metric, spec=both, position=position, batch_size=size, **given),
+        strict=True,
+    ):
         grad, number = _found(cache, point)
         scores = _by_position(grad * cache[point.name], point)
         done.append(SalientText(_words(model, ids), scores[0], float(number[0])))
@@ -220,7 +228,12 @@ def _baseline(
     if isinstance(given, str) and given == "mean":
         axis = sequence_axis(point.axes or ())
         return np.broadcast_to(value.mean(axis=axis, keepdims=True), value.shape)
-    array = None if isinstance(given, str) else to_array(given)
+    try:
+        array = None if isinstance(given, str) else to_array(given)
+    except ValueError as error:
+        raise InputError(f"the baseline is no array: {error}") from error
+    if array is not None and array.dtype.kind not in "fiub":
+        raise InputError(f"the baseline holds {array.dtype}, it must hold numbers")
     if array is None or array.dtype.kind in "iu":
         (other,) = prompt_ids(model, given if array is None else array)
         if len(other) != len(ids):

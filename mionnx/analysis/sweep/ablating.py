@@ -20,15 +20,17 @@ from mionnx.analysis.sweep.sweep import Donors, Sweep, SweepSetting
 from mionnx.errors import InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.progress import Progress
+from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.run.prompt import prompt_ids
 from mionnx.run.runner import Runner
+from mionnx.run.token_classes import By, check_by
 from mionnx.run.tokenizing import Prompt
 
 KINDS = ("zero", "mean", "resample")
 
 
-@typed(leave=["layers", "over", "answer", "versus", "seed", "positions"])
+@typed(leave=["layers", "over", "answer", "versus", "seed", "positions", "by"])
 def ablation_sweep(
     model: Runner,
     prompts: Prompt,
@@ -38,7 +40,9 @@ def ablation_sweep(
     *,
     kind: str = "zero",
     reference: Prompt | None = None,
+    by: By = None,
     seed: int | None = None,
+    repeats: int | None = None,
     answer: Tokens = None,
     versus: Tokens = None,
     layers: Iterable[int] | None = None,
@@ -57,9 +61,13 @@ def ablation_sweep(
         hook, over, metric, answer, versus, layers, positions, at, resume, resume_key, before, progress, shortcuts: see
             `patch_sweep`; "kl" is the KL divergence from the run without ablation.
         kind: "zero"; "mean", over all tokens of the reference prompts, for each head and feature; or "resample",
-            the value in a reference prompt of the same length, drawn for each prompt, not the prompt itself.
+            the value in a reference prompt, drawn for each prompt, not the prompt itself; of a longer one its
+            beginning counts.
         reference: prompts for "mean" and "resample"; by default the prompts themselves.
+        by: classes of tokens for "mean", whose means are put in apart: "position", "token", or a function: ids [seq] ->
+            integers [seq]; by default all tokens together.
         seed: of the draw of "resample"; by default 0.
+        repeats: draws of "resample" for each prompt, whose values are averaged (of a single prompt they are the pairs).
 
     Raises:
         HookError: no such hook point.
@@ -69,7 +77,7 @@ def ablation_sweep(
         result = model.ablation_sweep("The capital of France is", "hook_z", kind="mean")
         result.top(3)  # the three heads whose ablation changes the prediction most
     """
-    _check(kind, reference, seed)
+    _check(kind, reference, seed, by, repeats)
     rows = prompt_ids(model, prompts)
     others = rows if reference is None else prompt_ids(model, reference)
     request = MetricRequest(metric, answer, versus, resume_key)
@@ -80,15 +88,16 @@ def ablation_sweep(
     donors: Donors | None = zero_donors
     identity = kind
     if kind == "mean":
-        donors, digest = mean_donors(graphs, grid, others)
+        donors, digest = mean_donors(graphs, grid, others, by)
         identity = f"mean {digest}"
     if kind == "resample":
         donors, identity = None, f"resample {seed or 0}"
-        drawn = draw_donors(rows, others, seed or 0)
+        pairs = [pair for pair in pairs for _ in range(repeats or 1)]
+        drawn = draw_donors([row for row in rows for _ in range(repeats or 1)], others, seed or 0)
         pairs = [replace(pair, other=other[: len(pair.base)]) for pair, other in zip(pairs, drawn, strict=True)]
     setting = SweepSetting(
         grid,
-        request,
+        request.for_repeats(repeats or 1),
         "ablation",
         donors,
         identity,
@@ -96,14 +105,21 @@ def ablation_sweep(
         f"{kind.capitalize()} ablation of {grid.template.format(i='*')}",
         f"{quote(model, rows[0])}{and_more(rows)}",
         shortcuts_for(model.hooked, shortcuts),
+        repeats=repeats or 1,
     )
     return run_sweep(Sweep(model, graphs, pairs, setting), progress, resume, before)
 
 
-def _check(kind: str, reference: Prompt | None, seed: int | None) -> None:
+def _check(kind: str, reference: Prompt | None, seed: int | None, by: By, repeats: int | None) -> None:
+    check_by(by)
     if kind not in KINDS:
         raise InputError(f"ablation {kind!r}; one of {', '.join(KINDS)}{nearest(str(kind), KINDS)}")
     if kind == "zero" and reference is not None:
         raise InputError("a zero ablation has no use for reference prompts")
     if kind != "resample" and seed is not None:
         raise InputError(f"a {kind} ablation draws nothing: seed={seed!r} would have no effect")
+    if kind != "resample" and repeats is not None:
+        raise InputError(f"a {kind} ablation draws nothing: repeats={repeats!r} would have no effect")
+    at_least("repeats", 1 if repeats is None else repeats, 1)
+    if kind != "mean" and by is not None:
+        raise InputError(f"by= is of a mean ablation: a {kind} ablation has no use for classes of tokens")

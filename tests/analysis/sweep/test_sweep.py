@@ -268,3 +268,49 @@ def test_cells_without_effect_are_exactly_so_however_many_pairs_there_are(shippe
         assert (found.effect[idle] == 0).all()
         assert (found.effect[~idle] != 0).all()
         np.testing.assert_allclose(found.values, found.by_pair.mean(axis=0), rtol=1e-12)
+
+
+CLASSES = {"position": lambda row: np.arange(len(row)), "token": lambda row: row, "function": lambda row: row % 3}
+
+
+@pytest.mark.parametrize("by", CLASSES)
+def test_mean_ablation_by_class_equals_torch(models, references, by):
+    """Means of z over reference prompts, at the same position, of the same token or class, put into a head."""
+    draw, classify = np.random.default_rng(5), CLASSES[by]
+    reference = [draw.integers(3, 9, length) for length in (7, 9, 8, 7)]
+    ids, given = draw.integers(3, 9, 7), {"by": classify if by == "function" else by, "reference": reference}
+    found = models("llama").ablation_sweep(ids, "z", metric="log_probability", answer=5, kind="mean", **given)
+
+    def in_eager(row, edits=()):
+        return run(references("llama"), Inputs(row[None], np.ones((1, len(row)), int)), edits)
+
+    classes = np.concatenate([classify(row) for row in reference])
+    for layer in range(2):
+        point = HookPoint.AttnZ(layer)
+        values = np.concatenate([in_eager(row).values[str(point)][0] for row in reference])
+        means = np.stack([values[classes == one].mean(axis=0) for one in classify(ids)])[None]
+        for head in range(4):
+            logits = in_eager(ids, [(point, Intervention.Replace(means, heads=head))]).logits[0, -1]
+            assert found.values[layer, head] == pytest.approx(log_softmax(logits)[5], abs=5e-5)
+    assert np.abs(found.effect).max() > 1e-3
+
+
+def test_resampling_from_a_dataset_equals_torch(models, references):
+    """Longer texts count as far as the prompt goes; several draws of one prompt are averaged."""
+    draw, model = np.random.default_rng(6), models("llama")
+    reference, rows = [draw.integers(3, 101, length) for length in (7, 9, 4, 12)], draw.integers(3, 101, (2, 7))
+    asked = {"metric": "log_probability", "answer": 5}
+    resampled = {**asked, "kind": "resample", "reference": reference, "seed": 3}
+    found = model.ablation_sweep(rows[0], "z", **resampled, repeats=6)
+    long = [row[:7] for row in reference if len(row) >= 7]
+    patched = [
+        model.patch_sweep(rows[0], other, "z", ("layer", "head"), **asked, direction="noising") for other in long
+    ]
+    possible = np.stack([one.values for one in patched])
+    for values in found.by_pair:
+        assert (np.abs(possible - values).max(axis=(1, 2)) < 1e-5).sum() == 1
+    assert len({row.tobytes() for row in found.by_pair}) > 1
+    expected = in_torch(references("llama"), rows[0], long[1], HookPoint.AttnZ(1), heads=2)
+    assert possible[1, 1, 2] == pytest.approx(log_softmax(expected)[5], abs=5e-5)
+    assert (model.ablation_sweep(rows[0], "z", **resampled, repeats=6).values == found.values).all()
+    assert model.ablation_sweep(rows, "z", **resampled, repeats=3).n == 2

@@ -1,0 +1,143 @@
+"""`statistics`: moments of hook points over a dataset, from a pass over its texts or from harvested activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.analysis.harvest.activations import Activations
+from mionnx.analysis.harvest.texts import Source, Texts
+from mionnx.analysis.statistics.statistics import Statistics
+from mionnx.errors import HookError, InputError
+from mionnx.graph.axes import KEYS, sequence_axis
+from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.moments import Moments
+from mionnx.machine.progress import Progress, silent
+from mionnx.machine.typed import typed
+from mionnx.run.batching import AUTO, check_batch_size
+from mionnx.run.prompt import one_prompt
+from mionnx.run.runner import Runner
+from mionnx.run.token_classes import By, check_by, classes_of
+from mionnx.spec.hook_choice import Hooks
+from mionnx.spec.hook_spec import HookSpec
+
+AT_ONCE = 256  # texts that are read ahead, to run those of like length together
+ROWS = 65_536  # tokens of harvested activations at a time
+
+
+@typed(leave=["texts", "hooks", "by"])
+def statistics(
+    model: Runner,
+    texts: Source,
+    hooks: HookSpec | Hooks,
+    *,
+    by: By = None,
+    covariance: bool = False,
+    batch_size: int | str = AUTO,
+    column: str | None = None,
+    progress: Progress | None = None,
+) -> Statistics:
+    """Count, mean, variance and covariance of hook points over a dataset, in one pass.
+
+    No activations are stored. Sums are float64 (Welford's method, by batches). Every token of every text counts, the
+    first one too.
+
+    Args:
+        texts: a list of texts or ids, an iterator, or a file or folder as `harvest` takes it.
+        hooks: hook points with one value a token, or a spec that captures some and changes others.
+        by: classes of tokens: "position", "token", or a function: ids [seq] -> integers [seq]; all together if left
+            out.
+        covariance: of all numbers of a vector [d], as [d, d]; for one class.
+        batch_size: rows of a pass; "auto" chooses by their length.
+        column: of tables and JSON lines, the one with the texts.
+        progress: called with (stage, texts done, texts in all or 0).
+
+    Raises:
+        HookError: no such hook point, or one without one value a token.
+        InputError: no texts, or a covariance by classes.
+
+    Example:
+        stats = model.statistics(texts, "blocks.*.hook_resid_post", by="position")
+        stats.mean("blocks.2.hook_resid_post").shape  # (positions, hidden)
+    """
+    check_by(by)
+    check_batch_size(batch_size)
+    if covariance and by is not None:
+        raise InputError("covariance= is of all tokens together: leave by= out")
+    spec = HookSpec().extend(hooks) if isinstance(hooks, HookSpec) else HookSpec().capture(hooks)
+    names = _captured(model, spec)
+    source, made, done = Texts(texts, column), Statistics(by), 0
+    waiting = iter(source)
+    while given := [*islice(waiting, AT_ONCE)]:
+        rows = [one_prompt(model, text) for text in given]
+        caches = model.forward(rows, spec, logits=False, batch_size=batch_size)
+        for ids, cache in zip(rows, caches, strict=True):
+            classes = classes_of(by, ids)
+            for name in names:
+                made.add(name, Moments.of(tokens_first(cache[name], name)[0], classes, covariance))
+        done += len(rows)
+        made.texts = done
+        (progress or silent)("statistics", done, source.count)
+    if not done:
+        raise InputError("no texts: statistics of nothing")
+    return made
+
+
+@typed(leave=["by"])
+def statistics_of(
+    activations: Activations, hooks: Sequence[str] | None = None, *, by: By = None, covariance: bool = False
+) -> Statistics:
+    """The statistics of harvested activations; see `statistics`.
+
+    Args:
+        activations: of a folder that `harvest` wrote.
+        hooks: the hook points; all if left out.
+        by, covariance: see `statistics`; a function gets the ids of the harvested tokens of many texts at a time.
+
+    Raises:
+        HookError: a hook point that was not harvested.
+        InputError: a covariance by classes.
+
+    Example:
+        mionnx.statistics_of(Activations("folder"), covariance=True).covariance("blocks.2.hook_resid_post")
+    """
+    if not isinstance(activations, Activations):
+        raise InputError(f"activations are an Activations, of a harvest's folder, got {type(activations).__name__}")
+    check_by(by)
+    if covariance and by is not None:
+        raise InputError("covariance= is of all tokens together: leave by= out")
+    made = Statistics(by)
+    made.texts = activations.texts
+    names = [*activations] if hooks is None else [*hooks]
+    for batch in activations.batches(ROWS, shuffle=False, hooks=names):
+        classes = classes_of(by, batch["token_ids"], batch["positions"])
+        for name in names:
+            made.add(name, Moments.of(batch[name], classes, covariance))
+    return made
+
+
+def _captured(model: Runner, spec: HookSpec) -> list[str]:
+    """The captured hook points, each with one value a token.
+
+    Raises:
+        HookError: none, or one without.
+    """
+    if any(one.positions is not None or one.heads is not None or one.before for one in spec.captures):
+        raise InputError("statistics are of whole values after interventions: capture without positions, heads, before")
+    names = [capture.node.hook for capture in model.binder.bind(spec).captures]
+    if not names:
+        raise HookError("no hook points: statistics of nothing")
+    for name in names:
+        axes = HookPoint.parse(name).axes or ()
+        if "seq" not in axes or KEYS in axes:
+            raise HookError(f"{name} is [{', '.join(axes)}]: it has no value of its own for each token")
+    return names
+
+
+def tokens_first(value: NDArray[Any], hook: str) -> NDArray[Any]:
+    """A captured value with its tokens behind the batch: [batch, seq, ...]."""
+    return np.moveaxis(value, sequence_axis(HookPoint.parse(hook).axes or ()), 1)
