@@ -26,6 +26,7 @@ Z = {"symmetric": False}
 SETTINGS: dict[str, dict[str, Any]] = {
     "int4": {},
     "int4, level 4": {"accuracy_level": 4},
+    "int4, table and unembedding in 8 bits": {"in_8_bits": ["lm_head.weight"]},
     "int4, blocks of 16": {"block_size": 16},
     "int4, blocks of 128": {"block_size": 128},
     "int4, zero points": Z,

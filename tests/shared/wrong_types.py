@@ -4,6 +4,7 @@
 by name; parameters that stand in none are found in its signature, and are tried too.
 """
 
+import copy
 import inspect
 import json
 import shutil
@@ -39,9 +40,12 @@ from mionnx import (
     StateSteeringSpec,
     TextStreamer,
     create_knockout_mask,
+    probe,
     sample_token,
+    statistics_of,
 )
 from mionnx.analysis.features.config import Config
+from mionnx.machine.moments import Moments
 
 
 class Anything:
@@ -414,6 +418,7 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     yield from _stored(folder, lens, patterns, scores, attribution, doses, found, sweep, saliency, calibration)
     yield from _stored(folder, generation, ablation, state, bisection, whole, whole[0])
     yield from _activations(model, folder)
+    yield from _datasets(model, folder)
     yield from _edges_between(model, folder)
     compared = model.verify(PROMPT, ["ort-cpu", "ort-cpu:none"], hooks="hook_embed", greedy=0, local=False)
     yield from _methods("Verification", lambda: compared, {"table": {}, "beside": {"title": "ort-cpu:none"}})
@@ -442,6 +447,29 @@ def _activations(model: MIModel, folder: Path) -> Iterator[Call]:
     yield Call("Activations[][]", lambda: lambda index: array[index], {"index": 0})
 
 
+def _datasets(model: MIModel, folder: Path) -> Iterator[Call]:
+    """Statistics and probes."""
+    hook, texts = {"hook": "hook_embed"}, [PROMPT, OTHER]
+    stats = model.statistics(texts, "hook_embed", covariance=True)
+    by = model.statistics(texts, "hook_embed", by="token")
+    plain = {"count": hook, "mean": hook, "variance": hook, "std": hook, "covariance": hook, "classes": hook}
+    ids = model.tokenize(PROMPT).ids
+    methods = {**plain, "merged": {"other": stats}, "at": {**hook, "ids": ids}}
+    yield from _methods("Statistics", lambda: stats, {**methods, "ablation": {"model": model, "prompts": PROMPT}})
+    part = Moments.of(np.ones((2, 128)), ids[:2])
+    yield Call("Statistics.add", lambda: copy.deepcopy(by).add, {**hook, "moments": part})
+    made = model.harvest(texts, "blocks.*.hook_resid_post", folder / "probed")
+    found = probe(made, ["a", "b"] * 5, per="token", folds=2)
+    point = {"hook": "blocks.1.hook_resid_post"}
+    asked = {"score": {"metric": "accuracy"}, "spread": {}, "top": {}, "direction": point, "table": {}}
+    yield from _methods("ProbeResult", lambda: found, asked)
+    yield from _stored(folder, stats, found)
+    labels = {"labels": ["a", "b"] * 5, "folds": 2, "hooks": [point["hook"]]}
+    yield Call("probe", lambda: probe, {"activations": made, **labels})
+    yield Call("statistics_of", lambda: statistics_of, {"activations": made})
+    yield Call("Noise", lambda: Noise, {"positions": "France"})
+
+
 def _edges_between(model: MIModel, folder: Path) -> Iterator[Call]:
     circuit = model.circuit(PROMPT, OTHER, 10, steps=1)
     edge = {"sender": "m1", "receiver": "logits"}
@@ -454,6 +482,7 @@ def _model_verbs(model: MIModel, recurrent: MIModel, folder: Path) -> Iterator[C
     for verb, right in _verbs(model, folder).items():
         yield Call(f"MIModel.{verb}", lambda verb=verb: getattr(model, verb), right, verb in SLOW)
     texts, tiny = {"texts": [PROMPT], "spec": "hook_embed", "folder": "written"}, {"folder": "written"}
+    yield Call("MIModel.statistics", lambda: model.statistics, {"texts": [PROMPT], "hooks": "hook_embed"})
     yield Call("MIModel.harvest", lambda: _anew(model.harvest), texts)
     yield Call("MIModel.quantise", lambda: _anew(model.quantise), tiny, slow=True)
     yield Call("Noise.specs", lambda: Noise("France").specs, {"model": model, "prompts": PROMPT})

@@ -14,10 +14,11 @@ from mionnx.analysis.probes.labels import Labelled, read_labels
 from mionnx.analysis.probes.probe_result import Fit, ProbeResult
 from mionnx.errors import HookError, InputError, RuntimeMissingError, nearest
 from mionnx.machine.progress import Progress, silent
-from mionnx.machine.ranges import at_least
+from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
 
 TWO = 2  # classes
+SEEDS = 2**32 - 1  # the largest that scikit-learn takes
 ITERATIONS = 5000  # most of a logistic regression
 Scores = dict[str, float]
 
@@ -66,6 +67,9 @@ def probe(
     """
     at_least("folds", folds, 2)
     at_least("seed", seed, 0)
+    at_most("seed", seed, SEEDS)
+    if not isinstance(activations, Activations):
+        raise InputError(f"activations are an Activations, of a harvest's folder, got {type(activations).__name__}")
     if not 0 < penalty < np.inf:
         raise InputError(f"penalty={penalty!r}: a number above 0")
     names = [*activations] if hooks is None else [*hooks]

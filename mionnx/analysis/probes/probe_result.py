@@ -104,7 +104,9 @@ class ProbeResult(Shown):
 
     def spread(self, metric: str | None = None) -> dict[str, float]:
         """Hook point -> the standard deviation of a score over folds (n - 1)."""
-        return {hook: float(np.nanstd(fit.scores[metric or self.metric], ddof=1)) for hook, fit in self.fits.items()}
+        name = metric or self.metric
+        self.score(name)  # refuses what there is not
+        return {hook: float(np.nanstd(fit.scores[name], ddof=1)) for hook, fit in self.fits.items()}
 
     def top(self, k: int = 5) -> list[tuple[str, float]]:
         """The k hook points with the highest score, and it."""
@@ -143,7 +145,7 @@ class ProbeResult(Shown):
             return weights[0]
         if label is None and len(self.classes) == len(weights) + 1:
             return weights[0]
-        if label not in self.classes:
+        if isinstance(label, np.ndarray) or label not in self.classes:
             raise InputError(f"label={label!r}; the classes are {', '.join(map(repr, self.classes))}")
         place = self.classes.index(label)
         if len(weights) == 1:
