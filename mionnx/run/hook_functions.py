@@ -15,6 +15,7 @@ from mionnx.spec.hook_choice import HookChoice, Predicate, resolve
 
 HookFunction = Callable[..., Any]  # (activation, hook=Hook) -> array or None
 Where = HookPoint | str | Predicate
+HookFunctions = Iterable[tuple[Where, HookFunction]]
 
 
 @dataclass(frozen=True)
