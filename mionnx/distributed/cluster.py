@@ -42,8 +42,9 @@ class Workers:
     gpus: int
 
     def model(self, model: M) -> M:
-        """The model as a worker opens it."""
-        return type(model)(model.hooked, replace(model.options, threads=self.cpus))
+        """The model as a worker opens it, its weights packed or not as here: that moves last bits."""
+        packed = model.variants.options.prepack
+        return type(model)(model.hooked, replace(model.options, threads=self.cpus, prepack=packed))
 
     def map(self, pieces: Callable[[], Iterator[Any]], work: type, *given: Any) -> Iterator[Any]:
         """Map pieces of work to results, which come in any order.
