@@ -15,7 +15,8 @@ from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.gradients.saliency import Saliency
 from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.lens.lens_result import LensResult
-from mionnx.analysis.python_hooks.hook import Hook
+from mionnx.analysis.probes.probe import probe
+from mionnx.analysis.probes.probe_result import ProbeResult
 from mionnx.analysis.python_hooks.transformer_lens import ModelSizes
 from mionnx.analysis.statistics.collect import statistics_of
 from mionnx.analysis.statistics.statistics import Statistics
@@ -52,6 +53,7 @@ from mionnx.run.generation import Generation
 from mionnx.run.graph_pool import OpenGraph as Compiled
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_caches import HookCaches
+from mionnx.run.hook_functions import Hook
 from mionnx.run.sampling import sample_token
 from mionnx.run.streamer import TextStreamer
 from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
@@ -101,6 +103,7 @@ __all__ = [
     "ModelSizes",
     "Noise",
     "Options",
+    "ProbeResult",
     "RWKVState",
     "Report",
     "RuntimeMissingError",
@@ -118,6 +121,7 @@ __all__ = [
     "UnknownWordWarning",
     "Verification",
     "create_knockout_mask",
+    "probe",
     "sample_token",
     "statistics_of",
 ]

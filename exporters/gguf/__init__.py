@@ -10,6 +10,8 @@ from pathlib import Path
 from exporters.gguf.files import choose, gguf_files
 from mionnx.machine.progress import Progress, silent
 
+WIDE = ("Q5", "Q6", "Q8")  # how the names of types between 4 and 16 bits begin
+EMBEDDING, UNEMBEDDING = "model.embed_tokens", "lm_head"
 OTHERS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "*.onnx", "onnx/*.onnx", "*.pth")
 
 
@@ -21,6 +23,29 @@ def recognises(folder: Path) -> bool:
     if folder.is_dir() and any(path for pattern in OTHERS for path in folder.glob(pattern)):
         return False
     return bool(gguf_files(folder))
+
+
+def wide_weights(folder: Path, file: str | None = None) -> list[str]:
+    """Name the weights, as transformers does, that the file holds in 5 to 8 bits.
+
+    A model of 4 bits made from the file gives these 8, so that it loses nothing that the file has kept.
+
+    Args:
+        folder, file: see `export`.
+
+    Raises:
+        ExportError: see `export`.
+    """
+    from exporters.gguf.architectures import architecture_of, config_of
+    from exporters.gguf.header import read_header
+    from exporters.gguf.weights import rename
+
+    header = read_header(choose(folder, file))
+    architecture = architecture_of(header)
+    found = rename(header, architecture, config_of(header, architecture))
+    names = [one.name for one in found if one.info.kind.name.startswith(WIDE)]
+    tied = f"{UNEMBEDDING}.weight" not in {one.name for one in found}
+    return [*names, f"{UNEMBEDDING}.weight"] if tied and f"{EMBEDDING}.weight" in names else names
 
 
 def export(

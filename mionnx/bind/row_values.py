@@ -57,7 +57,9 @@ class RowValues:
 
     @property
     def in_phase(self) -> bool:
-        """Whether any of them has a chosen position."""
+        """Whether any of them has a chosen position, in some step of a generation."""
+        if self.selection.call.final_lengths is not None:
+            return True
         positions = self.selection.positions() or {}
         return any(positions[row] for row in self.chosen)
 
@@ -102,8 +104,8 @@ class RowValues:
         """Entries of a mask for each position of a text, up to the longest row of the part."""
         whole, size = self.selection.call, value.shape[axis]
         longest = int(whole.lengths[list(self.rows)].max())
-        if name != KEYS and self._ordered(size, axis):
-            return value
+        if whole.final_lengths is not None or (name != KEYS and self._ordered(size, axis)):
+            return value  # a mask of any length serves a text that grows
         selected = whole.lengths[self.selection.rows()]
         if name != KEYS and size not in (int(selected.max()), int(whole.lengths.max()), whole.total):
             raise InterventionError(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -10,19 +11,25 @@ import typer
 from numpy.typing import NDArray
 
 from mionnx.cli.intervention_options import Interventions, takes_interventions
-from mionnx.cli.options import Json, Model, Prompt, Provider
+from mionnx.cli.options import Json, Model, Provider, rows_of_pass
 from mionnx.errors import InputError, InterventionError
 from mionnx.inputs.tokens import Tokens
 from mionnx.model import MIModel
+from mionnx.run.generation import Generation
 from mionnx.run.streamer import Decoder, TextStreamer
 from mionnx.spec.hook_spec import HookSpec
+from mionnx.verify.verbs import read_prompts
 
 
 @takes_interventions()
 def generate(
     model: Model,
-    prompt: Prompt,
     interventions: Interventions,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Many prompts, a text a line or a JSON list, in its place.")
+    ] = None,
+    batch_size: Annotated[str, typer.Option(metavar="N", help="Of --prompts: rows of one pass, or auto.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 32,
     chat: Annotated[bool, typer.Option(help="The prompt is a user's message, in the model's chat template.")] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system's message before it.")] = None,
@@ -45,8 +52,8 @@ def generate(
 ) -> None:
     """Continue a prompt with interventions in force at every step.
 
-    Tokens are printed as they are generated. Interventions are written as for `mionnx run`; positions=prompt and
-    positions=generated are the phases of the text.
+    Tokens are printed as they are generated; texts of a file, with --prompts, when all are done. Interventions are
+    written as for `mionnx run`; positions=prompt and positions=generated are the phases of the text.
 
     Example:
 
@@ -54,9 +61,12 @@ def generate(
     """
     if system is not None and not chat:
         raise InputError("--system is a message of a chat: give --chat too")
+    if (prompt is None) == (prompts is None):
+        raise typer.BadParameter("give one PROMPT, or --prompts FILE")
     opened = MIModel.from_pretrained(model, provider=provider)
-    tokens = opened.tokenize_chat(_messages(prompt, system)) if chat else opened.tokenize(prompt)
-    spec = interventions.spec(opened.num_heads, len(tokens))
+    texts = [prompt] if prompt is not None else read_prompts(prompts or Path())
+    tokens = [opened.tokenize_chat(_messages(text, system)) if chat else _tokens(opened, text) for text in texts]
+    spec = interventions.spec(opened.num_heads, max(map(len, tokens)))
     if compare and spec.is_empty():
         raise InterventionError("--compare shows what interventions change, and none was given")
     options: dict[str, Any] = {
@@ -66,20 +76,41 @@ def generate(
         **_sampling(do_sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
     }
     runs = {"baseline": HookSpec(), "steered": spec} if compare else {"text": spec}
-    results = {}
-    for title, chosen in runs.items():
-        begin = (f"{title}: " if compare else "") + prompt + ("\n" if chat else "")
-        write = partial(typer.echo, nl=False) if chat else _after_space(opened, tokens)
-        streamer = None if as_json else PromptStreamer(opened.tokenizer, begin, write)
-        result = opened.generate(tokens, chosen, streamer=streamer, **options)
-        results[title] = {
-            "text": result.texts[0],
-            "new_text": result.new_texts[0],
-            "ids": result.ids[0].tolist(),
-            "new_ids": result.new_ids[0].tolist(),
-        }
+    if prompts is not None:
+        options["batch_size"] = rows_of_pass(batch_size)
+        results: dict[str, Any] = {title: _rows(opened.generate(tokens, one, **options)) for title, one in runs.items()}
+    else:
+        results = {}
+        for title, chosen in runs.items():
+            begin = (f"{title}: " if compare else "") + str(prompt) + ("\n" if chat else "")
+            write = partial(typer.echo, nl=False) if chat else _after_space(opened, tokens[0])
+            streamer = None if as_json else PromptStreamer(opened.tokenizer, begin, write)
+            results[title] = _rows(opened.generate(tokens[0], chosen, streamer=streamer, **options))[0]
     if as_json:
         typer.echo(json.dumps(results, indent=1))
+    elif prompts is not None:
+        _print(results)
+
+
+def _tokens(model: MIModel, text: Any) -> Any:
+    """A text as tokens; ids of a JSON list as they are."""
+    return model.tokenize(text) if isinstance(text, str) else text
+
+
+def _rows(made: Generation) -> list[dict[str, Any]]:
+    """The rows of a generation, as JSON."""
+    rows = zip(made.texts, made.new_texts, made.ids, made.new_ids, strict=True)
+    return [
+        {"text": text, "new_text": new_text, "ids": ids.tolist(), "new_ids": new_ids.tolist()}
+        for text, new_text, ids, new_ids in rows
+    ]
+
+
+def _print(results: dict[str, list[dict[str, Any]]]) -> None:
+    """The texts of a list, in the order given; those to compare one below the other."""
+    for rows in zip(*results.values(), strict=True):
+        for title, row in zip(results, rows, strict=True):
+            typer.echo((f"{title}: " if len(results) > 1 else "") + row["text"])
 
 
 def _messages(prompt: str, system: str | None) -> list[dict[str, str]]:

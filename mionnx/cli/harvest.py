@@ -8,7 +8,7 @@ import typer
 
 from mionnx import distributed
 from mionnx.analysis.features.sae import SAE
-from mionnx.cli.options import Json, Model, Provider, SpecFile, numbers
+from mionnx.cli.options import BatchSize, Json, Model, Provider, SpecFile, numbers, rows_of_pass
 from mionnx.errors import InputError
 from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
@@ -32,7 +32,7 @@ def harvest(
     format_: Annotated[str, typer.Option("--format", help="safetensors, parquet or saelens.")] = "safetensors",
     sae: Annotated[Path | None, typer.Option(help="Write the features of this sparse autoencoder.")] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Features of each token; 32 if left out.")] = None,
-    batch_size: Annotated[str, typer.Option(help="Rows of one pass, or auto.")] = "auto",
+    batch_size: BatchSize = "auto",
     shard_bytes: Annotated[int, typer.Option(min=1, help="Size of a shard, about.")] = 2**28,
     column: Annotated[str | None, typer.Option(help="Column of the texts; text if left out.")] = None,
     ray: Annotated[
@@ -50,7 +50,7 @@ def harvest(
     for name in hook or ():
         asked.capture(name)
     options: dict[str, Any] = {"context": context, "packed": packed, "separator": separator, "dtype": dtype}
-    options |= {"format": format_, "column": column, "batch_size": _batch_size(batch_size), "top_k": top_k}
+    options |= {"format": format_, "column": column, "batch_size": rows_of_pass(batch_size), "top_k": top_k}
     options["shard_bytes"] = shard_bytes
     options |= {"positions": None if positions is None else _positions(positions)}
     options |= {"sae": None if sae is None else SAE.load(sae)}
@@ -63,10 +63,6 @@ def harvest(
         made = distributed.harvest(opened, texts, asked, output, address=ray, workers=workers, **options)
     told = {"tokens": made.tokens, "texts": made.texts, "columns": made.columns, "settings": made.settings}
     typer.echo(json.dumps(told, indent=1) if as_json else str(made))
-
-
-def _batch_size(given: str) -> int | str:
-    return int(given) if given.isdecimal() else given
 
 
 def _positions(given: str) -> list[int] | str:

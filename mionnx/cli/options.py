@@ -24,6 +24,7 @@ SpecFile = Annotated[Path | None, typer.Option(help="A saved HookSpec to begin w
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page that works offline.")]
 Png = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture.")]
 Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a .safetensors file to load in Python.")]
+BatchSize = Annotated[str, typer.Option(metavar="N", help="Rows of one pass, or auto: as many as run well and fit.")]
 Number = TypeVar("Number", int, float)
 
 
@@ -37,6 +38,11 @@ def numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
         return [kind(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"--{option} {text!r}: numbers with commas between, as 0,1") from None
+
+
+def rows_of_pass(text: str) -> int | str:
+    """The value of --batch-size: a number, or a word that the verb knows or refuses."""
+    return int(text) if text.isdecimal() else text
 
 
 def chosen(option: str, texts: list[str] | None) -> list[int] | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Group
@@ -11,7 +11,7 @@ from rich.table import Column
 
 from mionnx.analysis.steering.directions import STREAM, Directions
 from mionnx.analysis.steering.dose_result import DoseResponse
-from mionnx.cli.options import Html, Json, Model, Png, Provider, deliver, numbers
+from mionnx.cli.options import BatchSize, Html, Json, Model, Png, Provider, deliver, numbers, rows_of_pass
 from mionnx.machine.decimals import decimal
 from mionnx.machine.progress import bars
 from mionnx.model import MIModel
@@ -45,6 +45,7 @@ def steer(
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the directions: .safetensors, or .gguf for llama.cpp.")
     ] = None,
+    batch_size: BatchSize = "auto",
     html: Html = None,
     png: Png = None,
     as_json: Json = False,
@@ -66,15 +67,16 @@ def steer(
     doses, at = numbers("strengths", strengths, float), _positions(positions)
     opened = MIModel.from_pretrained(model, provider=provider)
     with bars() as progress:
+        shared: dict[str, Any] = {"progress": progress, "batch_size": rows_of_pass(batch_size)}
         if positive is not None and negative is not None:
             directions = opened.contrast(
-                positive, negative, hook or STREAM, method=method or "mean_difference", progress=progress
+                positive, negative, hook or STREAM, method=method or "mean_difference", **shared
             )
         else:
             directions = Directions.from_gguf(gguf) if gguf is not None else Directions.load(str(load))
         where = directions.best_layer if layer is None else layer
         response = opened.dose_response(
-            prompt, directions[where], doses, target=target, positions=at, bisect=bisect, progress=progress
+            prompt, directions[where], doses, target=target, positions=at, bisect=bisect, **shared
         )
     if save is not None:
         directions.save(save)

@@ -120,7 +120,10 @@ class OnnxRuntime(Engine):
 
     name = ONNX_RUNTIME
     prepacks = True
-    settings = ("provider", "threads", "fast", "prepack", "base", "provider_options", "level", "cuda_graphs", "fused")
+    settings = (
+        *("provider", "threads", "fast", "prepack", "base", "provider_options", "level", "cuda_graphs", "fused"),
+        "accuracy_level",
+    )
 
     def missing(self, options: Options) -> str | None:
         """Why the provider cannot be had."""

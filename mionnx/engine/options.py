@@ -13,6 +13,7 @@ from mionnx.machine.typed import typed
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 LEVELS = ("none", "basic", "extended", "all")
+ACCURACY_LEVELS = (None, 0, 4)
 CUDA_GRAPH = "enable_cuda_graph"
 BASES = ("auto", "always", "ready", "never")
 MOST_THREADS = 1024
@@ -61,6 +62,8 @@ class Options:
             bit by bit, where nothing is touched at all (with `fast`, of files without fused operators too). That graph
             is tried beside the hooked one at the first call of a kind, once for all processes. Without, all specs
             compute in the same standard nodes, and a capture changes no bit of the logits.
+        accuracy_level: of products with weights in blocks: 0, in floats, or 4, what they read rounded to 8 bits. None:
+            as the file says, and a model of `MIModel.quantise` generates at 4; see `mionnx.run.accuracy`.
     """
 
     provider: str = "cpu"
@@ -75,6 +78,7 @@ class Options:
     cuda_graphs: bool = False
     engine: str = ONNX_RUNTIME
     fused: bool = True
+    accuracy_level: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no session can be opened with.
@@ -88,6 +92,8 @@ class Options:
         self._check_numbers()
         if self.base not in BASES:
             raise InputError(f"no base {self.base!r}; there are {', '.join(BASES)}{nearest(self.base, BASES)}")
+        if self.accuracy_level not in ACCURACY_LEVELS:
+            raise InputError(f"accuracy_level={self.accuracy_level}; 0 (floats), 4 (8 bits), or None, the file's own")
         if CUDA_GRAPH in self.provider_options:
             raise InputError(f"{CUDA_GRAPH} replays what was computed before unless inputs are fixed: cuda_graphs=True")
         if self.cuda_graphs and PROVIDERS.get(self.provider, self.provider) != PROVIDERS["cuda"]:

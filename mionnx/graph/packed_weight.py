@@ -18,6 +18,7 @@ from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
 
 BITS = (2, 4, 8)
+LEVEL = "accuracy_level"  # attribute of a MatMulNBits
 
 
 def unpacked(data: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
@@ -91,6 +92,25 @@ def gather_integers(
         data = unpacked(data, bits)
         zero = np.array(2 ** (bits - 1)) if zero is None else unpacked(zero, bits)[:, :blocks]
     return data, np.array(0) if zero is None else zero, 1, given.get("block_size", 128)
+
+
+def at_accuracy_level(proto: onnx.ModelProto, level: int) -> tuple[onnx.ModelProto, int]:
+    """Copy a graph and set the accuracy level of every MatMulNBits; also count these.
+
+    Args:
+        proto: the graph, without its weights.
+        level: 0, floats, or 4, what is read rounded to 8 bits.
+    """
+    made = onnx.ModelProto()
+    made.CopyFrom(proto)
+    products = [node for node in made.graph.node if node.op_type == "MatMulNBits"]
+    for node in products:
+        others = [entry for entry in node.attribute if entry.name != LEVEL]
+        del node.attribute[:]
+        node.attribute.extend(others)
+        if level:
+            node.attribute.append(onnx.helper.make_attribute(LEVEL, level))
+    return made, len(products)
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, int]:

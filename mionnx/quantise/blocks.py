@@ -1,8 +1,9 @@
 """Blocks: a row's neighbouring numbers as integers of 4 or 8 bits with one scale, as MatMulNBits reads them.
 
 A number is (q - z) s: q of `bits` bits, s the scale of its block, z its zero point. Symmetric blocks have
-z = 2^(bits - 1) and the scale with which the number of the largest absolute value becomes q = 0, so that all 2^bits
-integers are used (as ggml's Q4_0 does it). The others have the scale and zero point that spread their smallest and
+z = 2^(bits - 1). With 4 bits the number of the largest absolute value becomes q = 0, so that all 16 integers are used,
+as in ggml's Q4_0; with 8 bits it becomes 127 or -127 steps, as in Q8_0: blocks of these kinds are found again, bit for
+bit, from the numbers that they stand for. The others have the scale and zero point that spread their smallest and
 largest number, and 0, over all integers (as ONNX' DynamicQuantizeLinear does it).
 """
 
@@ -74,8 +75,10 @@ def _symmetric(blocks: NDArray[np.float32], bits: int) -> tuple[NDArray[np.float
     """Scales and zero points [rows, blocks] of blocks [rows, blocks, block_size]."""
     at = np.abs(blocks).argmax(axis=-1, keepdims=True)
     largest = np.take_along_axis(blocks, at, axis=-1)[..., 0]
-    half = np.float32(2 ** (bits - 1))
-    return largest / -half, np.full_like(largest, half)
+    middle = np.full_like(largest, 2 ** (bits - 1))
+    divisor = np.float32(-8) if bits == 4 else np.float32(127) * np.sign(largest)
+    scale = np.divide(largest, divisor, out=np.zeros_like(largest), where=largest != 0)
+    return scale, middle
 
 
 def _spread(blocks: NDArray[np.float32], bits: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

@@ -1,6 +1,7 @@
 """Exports: a checkpoint becomes a hooked model by the exporter that knows it, found by its entry point."""
 
 import shutil
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -105,7 +106,11 @@ def write(
     try:
         own = AUTO if exporter.__name__ == foreign_exporter().__name__ else "float32"  # a foreign file has its own
         _write(exporter, folder, floats, own, progress, function)
-        quantise_into(HookedModel.open(floats, check="none"), target, BLOCKS[dtype], progress)
+        hooked, settings = HookedModel.open(floats, check="none"), BLOCKS[dtype]
+        if settings.bits == 4 and hasattr(exporter, "wide_weights"):
+            held = {tensor.name for tensor in hooked.proto.graph.initializer}
+            settings = replace(settings, in_8_bits=tuple(sorted(held.intersection(exporter.wide_weights(folder)))))
+        quantise_into(hooked, target, settings, progress)
     finally:
         shutil.rmtree(floats, ignore_errors=True)
 

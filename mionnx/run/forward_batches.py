@@ -1,7 +1,9 @@
 """`forward_batches`: a forward pass over a list of prompts, in batches of like length."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
@@ -12,7 +14,8 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING
 from mionnx.inputs.prompt_list import PromptList, read_prompts
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
-from mionnx.run.batching import in_batches
+from mionnx.machine.progress import Progress
+from mionnx.run.batching import BatchSize, in_batches
 from mionnx.run.forward_pass import PassModel, bind_pass, run_pass
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_caches import HookCaches, rows_of
@@ -20,68 +23,132 @@ from mionnx.run.metric_feeds import metric_feeds
 from mionnx.run.pass_memory import fitting, refuse_all
 from mionnx.spec.hook_spec import HookSpec
 
+T = TypeVar("T")
+
 
 def takes_padding(model: HookedModel) -> bool:
     """Whether rows of unequal length may run as one batch."""
     return ATTENDS_TO_PADDING not in model.metadata.exporter
 
 
-def forward_batches(
-    model: PassModel,
-    tokens: Any,
-    spec: HookSpec,
-    batch_size: int | str,
-    *,
-    attention_mask: ArrayLike | None,
-    past: Past | None,
-    use_cache: bool,
-    prompt_length: int | Sequence[int] | None,
-    logits: bool | Logits,
-) -> HookCaches:
-    """Run a list of prompts; arguments as `Runner.forward` takes them.
+@dataclass(frozen=True)
+class ListRequest:
+    """A pass over a list of prompts.
 
-    Values, positions, tokens and limits of rows in the spec are those of the list; each batch gets its rows' part.
+    Attributes:
+        tokens, attention_mask, past, prompt_length, logits, use_cache: as `Runner.forward` takes them.
+        spec: captures and interventions; its values, positions, tokens and limits of rows are those of the list.
+        batch_size: most rows of a batch, or "auto"; None for one batch.
+    """
+
+    tokens: Any
+    spec: HookSpec
+    batch_size: BatchSize
+    attention_mask: ArrayLike | None = None
+    past: Past | None = None
+    prompt_length: int | Sequence[int] | None = None
+    logits: bool | Logits = True
+    use_cache: bool = False
+
+
+Run = Callable[[HookSpec, TokenBatch, Past | None, bool], HookCache]  # the last: whether effects are known
+
+
+def forward_batches(model: PassModel, request: ListRequest) -> HookCaches:
+    """Run a list of prompts, and keep the results of each.
 
     Raises:
         InputError: as `forward`, and results that memory does not hold together.
         InterventionError, GradientError: as `forward`, and values that the rows of batches cannot share.
     """
-    sizes = model.hooked.metadata.sizes
-    bound = bind_pass(model.binder, spec, logits, use_cache)
-    prompts = read_prompts(tokens, attention_mask, past, sizes)
-    whole = None
-    if differs_by_row(bound) or prompt_length is not None:
-        whole = make_token_batch(tokens, attention_mask, past, sizes, prompt_length)
-        bound.check(whole, use_cache)
-        metric_feeds(model, bound, whole)
-    refuse_all(bound, prompts.lengths, prompts.seen, use_cache)
     batches: list[list[int]] = []
-
-    def run(rows: list[int]) -> list[HookCache]:
-        batches.append(rows)
-        batch, part, here = _part(model, prompts, rows, bound, whole, logits, use_cache)
-        asked: dict[str, Any] = {"use_cache": use_cache, "logits": bool(logits), "effective": whole is not None}
-        return rows_of(run_pass(model, part, batch, here, **asked), part, batch)
-
-    fit = fitting(bound, prompts.seen, use_cache)
-    padded = takes_padding(model.hooked)
-    rows = in_batches(prompts.lengths, batch_size, run, stage="forward", padded=padded, fitting=fit)
-    return HookCaches(rows, batches)
+    caches = map_rows(model, request, lambda _, cache: cache, "forward", kept=True, batches=batches)
+    return HookCaches(caches, batches)
 
 
-def _part(
+def map_rows(
     model: PassModel,
-    prompts: PromptList,
-    rows: list[int],
-    bound: BoundSpec,
-    whole: TokenBatch | None,
-    logits: bool | Logits,
-    use_cache: bool,
-) -> tuple[TokenBatch, BoundSpec, Past | None]:
-    """The tokens, spec and past of some rows."""
-    ids, mask, past = prompts.part(rows)
-    lengths = None if whole is None or whole.prompt_lengths is None else whole.prompt_lengths[rows].tolist()
-    batch = make_token_batch(ids, mask, past, model.hooked.metadata.sizes, lengths)
-    if whole is None:
-        return batch, bound, past
-    return batch, bind_pass(model.binder, SpecRows(bound, whole).of(rows, batch.seq), logits, use_cache), past
+    request: ListRequest,
+    read: Callable[[int, HookCache], T],
+    stage: str,
+    *,
+    run: Run | None = None,
+    kept: bool = False,
+    batches: list[list[int]] | None = None,
+    progress: Progress | None = None,
+) -> list[T]:
+    """Run a list of prompts in batches, and make something of the results of each.
+
+    Args:
+        model: the model.
+        request: the pass.
+        read: makes something of a prompt's number and its results, [1, seq, ...] without padding.
+        stage: the name of this work, for its progress.
+        run: runs one batch; a forward pass if left out.
+        kept: whether all results are kept, so that memory must hold them together.
+        batches: gets the rows of each batch.
+        progress: see `in_batches`.
+
+    Returns:
+        what `read` made, in the order given.
+    """
+    prompts = _Prompts.of(model, request)
+    bound, here = prompts.bound, prompts.here
+    if kept:
+        refuse_all(bound, here.lengths, here.seen, request.use_cache)
+    execute = run or partial(_forward, model, request)
+
+    def run_rows(rows: list[int]) -> list[T]:
+        if batches is not None:
+            batches.append(rows)
+        spec, batch, past = prompts.part(model, rows)
+        cache = execute(spec, batch, past, prompts.whole is not None)
+        return [read(row, one) for row, one in zip(rows, rows_of(cache, bound, batch), strict=True)]
+
+    fit, padded = fitting(bound, here.seen, request.use_cache), takes_padding(model.hooked)
+    asked: dict[str, Any] = {"stage": stage, "padded": padded, "fitting": fit, "progress": progress}
+    return in_batches(here.lengths, request.batch_size, run_rows, **asked)
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """The prompts of a request.
+
+    Attributes:
+        bound: the request's spec.
+        here: the prompts, without padding.
+        whole: all of them as one batch, where the spec has something by row; its effects are known then.
+    """
+
+    bound: BoundSpec
+    here: PromptList
+    whole: TokenBatch | None
+
+    @classmethod
+    def of(cls, model: PassModel, request: ListRequest) -> Self:
+        """Read the prompts, and check the spec on all of them where it has something by row."""
+        bound = bind_pass(model.binder, request.spec, request.logits, request.use_cache)
+        given = request.tokens, request.attention_mask, request.past, model.hooked.metadata.sizes
+        here, whole = read_prompts(*given), None
+        if differs_by_row(bound) or request.prompt_length is not None:
+            whole = make_token_batch(*given, request.prompt_length)
+            bound.check(whole, request.use_cache)
+            metric_feeds(model, bound, whole)
+        return cls(bound, here, whole)
+
+    def part(self, model: PassModel, rows: list[int]) -> tuple[HookSpec, TokenBatch, Past | None]:
+        """The spec, tokens and past of some rows."""
+        ids, mask, past = self.here.part(rows)
+        whole, sizes = self.whole, model.hooked.metadata.sizes
+        lengths = None if whole is None or whole.prompt_lengths is None else whole.prompt_lengths[rows].tolist()
+        batch = make_token_batch(ids, mask, past, sizes, lengths)
+        return self.bound.spec if whole is None else SpecRows(self.bound, whole).of(rows, batch.seq), batch, past
+
+
+def _forward(
+    model: PassModel, request: ListRequest, spec: HookSpec, batch: TokenBatch, past: Past | None, effective: bool
+) -> HookCache:
+    """Run one batch."""
+    bound = bind_pass(model.binder, spec, request.logits, request.use_cache)
+    asked: dict[str, Any] = {"use_cache": request.use_cache, "logits": bool(request.logits), "effective": effective}
+    return run_pass(model, bound, batch, past, **asked)

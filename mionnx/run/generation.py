@@ -14,27 +14,36 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.bind.bound_spec import BoundSpec
+from mionnx.bind.spec_rows import SpecRows, differs_by_row
 from mionnx.errors import HookError, InputError, TokenizerError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.kv_cache import KVCache
-from mionnx.inputs.past import choose_past, past_inputs, present_names, present_to_past, take_present
+from mionnx.inputs.past import choose_past
+from mionnx.inputs.prompt_list import read_prompts
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, count_rows, make_token_batch
-from mionnx.inputs.value import Value
 from mionnx.machine.brief import Brief, count, shape_of, spelled
 from mionnx.machine.stored import Stored
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
-from mionnx.run.fused_plan import with_fused
-from mionnx.run.graph_pool import GraphPool
+from mionnx.run.accuracy import Rounding, generates_rounded
+from mionnx.run.batching import BatchSize, check_batch_size, in_batches
+from mionnx.run.decoding import Passes, StepFunctions, check_steps
+from mionnx.run.forward_batches import takes_padding
+from mionnx.run.growing_texts import GrowingTexts, Growth
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.hook_functions import HookFunctions
+from mionnx.run.pass_memory import fitting
 from mionnx.run.runner import Runner
 from mionnx.run.sampling import Sampling, refuse_seed
 from mionnx.run.stopping import Stopping, refuse_too_long, stop_texts
-from mionnx.run.streamer import Decoder, Streamer, make_streamer
+from mionnx.run.streamer import Streamer, make_streamer
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.view import card
+
+Integers = int | Sequence[int] | None
+Streaming = Streamer | Callable[..., Any] | None
 
 
 @dataclass(repr=False)
@@ -48,7 +57,8 @@ class Generation(Brief, Stored):
         texts, new_texts: the same as text, special tokens left out; empty if the model has no tokenizer.
         steps: per step what was captured: first the prompts', then one token a step, [batch, 1, ...]. Empty if the
             spec captures nothing and no logits were asked for.
-        cache: keys and values, or state, of everything but the last token of each row, to continue from.
+        cache: keys and values, or state, of everything but the last token of each row, to continue from; None after
+            several batches.
         axes: name of a capture -> the names of its axes.
     """
 
@@ -97,7 +107,7 @@ class Generation(Brief, Stored):
 
 
 @takes_encoding
-@typed()
+@typed(leave=["fwd_hooks"])
 def generate(
     model: Runner,
     tokens: Prompt,
@@ -110,14 +120,16 @@ def generate(
     top_k: int = 50,
     top_p: float = 1.0,
     repetition_penalty: float = 1.0,
-    eos_token_id: int | Sequence[int] | None = None,
+    eos_token_id: Integers = None,
     pad_token_id: int | None = None,
     stop_strings: str | Sequence[str] | None = None,
     seed: int | None = None,
     attention_mask: ArrayLike | None = None,
     cache: Past | None = None,
-    streamer: Streamer | Callable[..., Any] | None = None,
+    streamer: Streaming = None,
     output_logits: bool = False,
+    batch_size: BatchSize = None,
+    fwd_hooks: HookFunctions = (),
 ) -> Generation:
     """Continue prompts, with a spec's interventions in force at every step.
 
@@ -141,10 +153,17 @@ def generate(
         streamer: told of every token: an object with `put(ids)` and `end()`, such as `TextStreamer`; or, for one text,
             a function of each new piece of text, or of each new token's id and text.
         output_logits: keep all logits, as `Generation.steps[i].output()`.
+        batch_size: continue a list in batches of at most so many rows, those of like length together; "auto": as many
+            as run well and fit into memory. All rows are one padded batch if left out. The result has no `cache` then.
+        fwd_hooks: pairs of a hook and a Python function, as `run_with_hooks` takes them, called as
+            `function(activation, hook=hook)` at every step: with the prompts' positions, [batch, seq, ...], then with
+            one new token a step, [batch, 1, ...]. `hook.step` is 0, then 1, 2, ...; `hook.positions` [batch, seq] are
+            the columns' positions in the texts, -1 for padding. Rows that have ended are in it to the last step.
 
     Raises:
         InputError: prompts, cache or parameters that nothing can be generated from.
-        HookError, InterventionError: the spec would not take effect as asked, such as at positions in the cache.
+        HookError, InterventionError: the spec would not take effect as asked, such as at positions in the cache; or a
+            function left a result that cannot replace the value.
 
     Example:
         steer = HookSpec().intervene(HookPoint.ResidPost(2), Intervention.Scale(1.5, positions="generated"))
@@ -158,12 +177,48 @@ def generate(
         raise InputError("temperature, top_k, top_p and seed apply to sampling only: give do_sample=True too")
     refuse_seed(seed)
     pad = model._known(next(iter(stopping.eos_token_ids), 0) if pad_token_id is None else pad_token_id)
-    batch, past = _prompts(model, tokens, attention_mask, cache, stopping)
-    stopping.refuse_unreached(hooks or HookSpec())
     tokenizer = model.tokenizer if model.has_tokenizer else None
-    stream = make_streamer(streamer, tokenizer, batch.batch)
-    passes = _Passes(model.variants, model.binder.bind(hooks or HookSpec()), batch, past, output_logits)
-    texts = _Texts(batch, sampling, stopping, tokenizer, pad, seed)
+    functions = StepFunctions(model.hooked, fwd_hooks)
+    growth = Growth(sampling, stopping, tokenizer, pad, seed)
+    asked = _Asked(hooks or HookSpec(), growth, output_logits, functions if functions.names else None)
+    stopping.refuse_unreached(asked.spec)
+    check_batch_size(batch_size)
+    if batch_size is not None:
+        return _in_batches(model, tokens, attention_mask, cache, asked, batch_size, streamer)
+    batch, past = _prompts(model, model._ids(tokens), attention_mask, cache, stopping)
+    return _continued(model, batch, past, asked, make_streamer(streamer, tokenizer, batch.batch))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The arguments of a generation.
+
+    Attributes:
+        spec: captures and interventions.
+        growth: how texts grow.
+        output_logits: whether all logits are kept.
+        functions: Python functions at hook points.
+        rows: the numbers of the prompts in their list; None for all of it.
+        checked: whether `check_steps` has seen the spec on the whole list.
+    """
+
+    spec: HookSpec
+    growth: Growth
+    output_logits: bool
+    functions: StepFunctions | None = None
+    rows: list[int] | None = None
+    checked: bool = False
+
+
+def _continued(
+    model: Runner, batch: TokenBatch, past: Past | None, asked: _Asked, stream: Streamer | None = None
+) -> Generation:
+    """Continue the prompts of one batch."""
+    cuts = () if asked.functions is None else asked.functions.names
+    own = model.opened(Rounding) if generates_rounded(model.hooked, model.options) else model
+    bound = own.binder.bind(asked.spec, cuts=cuts)
+    passes = Passes(own.variants, bound, batch, past, asked.output_logits, asked.checked, asked.functions)
+    texts = GrowingTexts(batch, asked.growth, range(batch.batch) if asked.rows is None else asked.rows)
     if stream is not None:
         stream.put(batch.input_ids)
     for logits in passes.steps(texts):
@@ -172,7 +227,66 @@ def generate(
             stream.put(chosen)
     if stream is not None:
         stream.end()
-    return texts.result(passes)
+    axes = {capture.node.hook: capture.node.axes for capture in passes.bound.captures}
+    made = _made(texts.prompts, texts.new, asked.growth)
+    return replace(made, steps=passes.caches, cache=passes.cache(), axes=axes)
+
+
+def _made(prompts: Sequence[NDArray[np.int64]], added: Sequence[Sequence[int]], growth: Growth) -> Generation:
+    """Prompts and what was added to them, as ids and as text."""
+    new = [np.array(row, np.int64) for row in added]
+    ids = [np.concatenate(pair) for pair in zip(prompts, new, strict=True)]
+    if growth.tokenizer is None:
+        return Generation(ids, new)
+    texts, new_texts = ([growth.tokenizer.decode(row.tolist()) for row in rows] for rows in (ids, new))
+    return Generation(ids, new, texts, new_texts)
+
+
+def _in_batches(
+    model: Runner,
+    tokens: Prompt,
+    attention_mask: ArrayLike | None,
+    cache: Past | None,
+    asked: _Asked,
+    batch_size: int | str,
+    streamer: Any,
+) -> Generation:
+    """Continue a list of prompts in batches; see `generate`."""
+    bound = model.binder.bind(asked.spec, Outputs(last=True))
+    _refuse_per_step(bound, asked.output_logits, streamer)
+    past, stopping, hooked = choose_past(model.hooked, cache, None), asked.growth.stopping, model.hooked
+    shared = past if past is not None and past.batch == 1 else None
+    given = model._ids(tokens)
+    prompts = read_prompts(given, attention_mask, None if shared is not None else past, hooked.metadata.sizes)
+    whole = None
+    if differs_by_row(bound):
+        whole, _ = _prompts(model, given, attention_mask, cache, stopping)
+        bound.values(whole)
+        check_steps(bound, whole, False)
+
+    def run(rows: list[int]) -> list[list[int]]:
+        ids, mask, own = prompts.part(rows)
+        batch, before = _prompts(model, ids, mask, own if shared is None else shared, stopping)
+        spec = asked.spec if whole is None else SpecRows(bound, whole).of(rows, batch.seq)
+        part = replace(asked, spec=spec, rows=rows, checked=whole is not None)
+        return [row.tolist() for row in _continued(model, batch, before, part).new_ids]
+
+    seen = prompts.seen + stopping.max_new_tokens
+    fit, padded = fitting(bound, seen, True), takes_padding(hooked)
+    new = in_batches(prompts.lengths, batch_size, run, stage="generate", padded=padded, fitting=fit)
+    return _made(prompts.ids, new, asked.growth)
+
+
+def _refuse_per_step(bound: BoundSpec, output_logits: bool, streamer: Any) -> None:
+    """Refuse results of single steps, which several batches do not share."""
+    if streamer is not None:
+        raise InputError("streamer= follows the rows of one batch step by step: leave out batch_size=")
+    if bound.captures or output_logits:
+        raise InputError(
+            "captures and logits of a generation are those of its steps, which batches do not share: leave out "
+            "batch_size=, or give the finished texts to forward, `forward(made.ids, spec, prompt_length=[...], "
+            "batch_size=...)`, which has the same values"
+        )
 
 
 def _end_tokens(model: Runner, given: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -181,10 +295,10 @@ def _end_tokens(model: Runner, given: int | Sequence[int] | None) -> tuple[int, 
 
 
 def _prompts(
-    model: Runner, prompt: Prompt, attention_mask: ArrayLike | None, cache: Past | None, stopping: Stopping
+    model: Runner, tokens: Any, attention_mask: ArrayLike | None, cache: Past | None, stopping: Stopping
 ) -> tuple[TokenBatch, Past | None]:
     """The token batch of the first pass, and what it continues from."""
-    tokens, past = model._ids(prompt), choose_past(model.hooked, cache, None)
+    past = choose_past(model.hooked, cache, None)
     rows, sizes = count_rows(tokens), model.hooked.metadata.sizes
     if past is not None and past.batch == 1 < rows:
         past = past.repeat(rows)  # a prefix of one row serves all prompts
@@ -196,130 +310,3 @@ def _prompts(
     final_lengths = batch.lengths + stopping.max_new_tokens - 1
     past_lengths = batch.lengths - batch.real.sum(axis=1)
     return replace(batch, prompt_lengths=batch.lengths, final_lengths=final_lengths, past_lengths=past_lengths), past
-
-
-class _Passes:
-    """The passes through the graph: each feeds the results of the one before."""
-
-    def __init__(
-        self, pool: GraphPool, bound: BoundSpec, batch: TokenBatch, past: Past | None, keeps_logits: bool
-    ) -> None:
-        all_logits = keeps_logits or bound.touches(HookPoint.Logits)
-        self.bound = bound.with_outputs(Outputs(last=not all_logits))
-        self.batch, self.keeps_logits = batch, keeps_logits
-        names = present_names(bound.model, True)
-        plan = with_fused(self.bound.plan, bound.model, pool.options, batch, names, continues=True)
-        self.program = pool.get(plan).program
-        self.weights = self.program.resident(bound.weights)
-        self.past: dict[str, Value] = past_inputs(bound.model, past, batch)
-        self.present_to_past = present_to_past(bound.model)
-        self.steady: dict[str, NDArray[Any]] | None = None
-        self.decoding = False
-        self.caches: list[HookCache] = []
-        self._check_every_step()
-        self.bound.refuse_idle(batch, True, None if keeps_logits else _read_positions(batch))
-
-    def _check_every_step(self) -> None:
-        """Refuse what would not fit a later step before the first one runs."""
-        final_lengths = self.batch.final_lengths
-        if final_lengths is not None and (final_lengths > self.batch.lengths).any():
-            self.bound.values(self.batch.next_step(np.zeros(self.batch.batch, np.int64)))
-
-    def steps(self, texts: _Texts) -> Iterator[NDArray[Any]]:
-        """The logits [batch, vocab] of the last position of every pass."""
-        yield self._pass()
-        while not texts.finished:
-            self.batch, self.decoding = self.batch.next_step(texts.last), True
-            yield self._pass()
-
-    def _pass(self) -> NDArray[Any]:
-        inputs = self.bound.step_inputs(self.batch, self.past, {**self._values(), **self.weights})
-        results = self.program.run_on_device(self.bound.outputs(True), inputs)
-        self.past = {name: results[present] for present, name in self.present_to_past.items()}
-        logits = np.asarray(results["logits"])
-        nodes = [capture.node for capture in self.bound.captures]
-        if nodes or self.keeps_logits:
-            captured = {node.output: results[node.fetched] for node in nodes}
-            layers = self.bound.model.metadata.sizes.num_layers
-            self.caches.append(HookCache(logits if self.keeps_logits else None, captured, num_layers=layers))
-        return logits[:, -1]
-
-    def _values(self) -> dict[str, NDArray[Any]]:
-        """Values of interventions; without limits by position, one step's serve all later steps."""
-        if self.steady is not None:
-            return self.steady
-        values = self.bound.values(self.batch)
-        if self.decoding and not any(one.varies_by_step or "seq_k" in edit.axes for edit, one in self.bound.edits):
-            self.steady = values
-        return values
-
-    def cache(self) -> Past:
-        """Keys and values, or the state, after the passes so far."""
-        results = {present: self.past[name] for present, name in self.present_to_past.items()}
-        kv_cache, state = take_present(self.bound.model, results, self.batch, True)
-        cache = state if kv_cache is None else kv_cache
-        assert cache is not None  # a pass that keeps its past has one of the two
-        return cache
-
-
-def _read_positions(batch: TokenBatch) -> dict[int, range]:
-    """Row -> positions whose logits a generation reads: the prompt's last and all after it."""
-    ends = batch.lengths if batch.final_lengths is None else batch.final_lengths
-    return {row: range(int(batch.lengths[row]) - 1, int(end)) for row, end in enumerate(ends)}
-
-
-class _Texts:
-    """The rows of text while they grow."""
-
-    def __init__(
-        self,
-        batch: TokenBatch,
-        sampling: Sampling,
-        stopping: Stopping,
-        tokenizer: Decoder | None,
-        pad: int,
-        seed: int | None,
-    ) -> None:
-        self.sampling, self.stopping, self.tokenizer, self.pad = sampling, stopping, tokenizer, pad
-        self.prompts = [row[real] for row, real in zip(batch.input_ids, batch.real, strict=True)]
-        self.new: list[list[int]] = [[] for _ in self.prompts]
-        self.ended = [False] * len(self.prompts)
-        self.last = np.zeros(len(self.prompts), np.int64)
-        seeds = np.random.SeedSequence(seed).spawn(len(self.prompts))
-        self.random = [np.random.default_rng(one) for one in seeds]
-
-    @property
-    def finished(self) -> bool:
-        """Whether every row has ended."""
-        return all(self.ended)
-
-    def take(self, logits: NDArray[Any]) -> NDArray[np.int64]:
-        """Choose a token for every row that has not ended; the others get padding."""
-        for row, (new, ended) in enumerate(zip(self.new, self.ended, strict=True)):
-            if ended:
-                self.last[row] = self.pad
-                continue
-            token = self._choose(logits[row].astype(np.float64), row)
-            new.append(token)
-            self.last[row] = token
-            self.ended[row] = self.stopping.ends(new, self.tokenizer)
-        return self.last.copy()
-
-    def _choose(self, logits: NDArray[np.float64], row: int) -> int:
-        if np.isnan(logits).any():
-            raise InputError(f"the logits of row {row} have NaN after {len(self.new[row])} new tokens")
-        if len(self.new[row]) < self.stopping.min_new_tokens:
-            logits[list(self.stopping.eos_token_ids)] = -np.inf
-        text = np.concatenate([self.prompts[row], np.array(self.new[row], np.int64)])
-        return self.sampling.choose(logits, text, self.random[row])
-
-    def result(self, passes: _Passes) -> Generation:
-        """The texts, captures and cache together."""
-        new = [np.array(row, np.int64) for row in self.new]
-        ids = [np.concatenate(pair) for pair in zip(self.prompts, new, strict=True)]
-        axes = {capture.node.hook: capture.node.axes for capture in passes.bound.captures}
-        generation = Generation(ids, new, steps=passes.caches, cache=passes.cache(), axes=axes)
-        if self.tokenizer is not None:
-            generation.texts = [self.tokenizer.decode(row.tolist()) for row in ids]
-            generation.new_texts = [self.tokenizer.decode(row.tolist()) for row in new]
-        return generation

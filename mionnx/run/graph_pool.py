@@ -262,8 +262,9 @@ class GraphPool:
         folder = self.model.folder
         if plan.empty:
             self._plain.add(plan)
-            program = self.engine.open(folder / GRAPH, folder, self.options)
-            return OpenGraph(plan, program, Report(), None, self.weights, self.options)
+            leveled = None if self.options.accuracy_level is None else self.model.proto.SerializeToString()
+            program = self.engine.open(leveled or folder / GRAPH, folder, self.options)
+            return OpenGraph(plan, program, Report(), leveled, self.weights, self.options)
         self._count(plan)
         model, report = rewrite(self.model.proto, plan, self.model.metadata)
         cost = sum(onnx_file.locations(onnx_file.parse(model)).values()) if plan.starts else self.weights

@@ -17,7 +17,9 @@ from pathlib import Path
 from threading import RLock, Timer
 from typing import Any, Protocol
 
+from mionnx.errors import InputError
 from mionnx.machine import memory
+from mionnx.machine.typed import typed
 from mionnx.run.graph_pool import GraphPool, one_thread, uses
 
 SHARE = 8  # the part of the weights' size that may lie idle: an eighth
@@ -86,6 +88,7 @@ class IdleMemory:
         timer.start()
 
 
+@typed(InputError)
 def give_back(model: OpenModel, *, later: bool = False) -> None:
     """Return memory in use no more: idle graphs, free arenas, pages of weights.
 

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.errors import InputError
+from mionnx.inputs.prompt_list import read_prompts
 from mionnx.inputs.token_batch import make_token_batch
 from mionnx.machine.arrays import to_array
 from mionnx.run.runner import Runner
@@ -59,7 +60,10 @@ def one_prompt(model: Runner, prompt: Prompt) -> Ids:
     """
     rows = prompt_ids(model, prompt)
     if len(rows) != 1:
-        raise InputError(f"one prompt is read at a time, and {len(rows)} were given: call once for each")
+        raise InputError(
+            f"one prompt is read at a time, and {len(rows)} were given: call once for each, or give batch_size= where "
+            "the verb has it, for a list of results"
+        )
     return rows[0]
 
 
@@ -67,6 +71,33 @@ def one_text(model: Runner, prompt: Prompt) -> Text:
     """Tokenise a single prompt, with the text of each token; see `one_prompt`."""
     ids = one_prompt(model, prompt)
     return Text(ids, [token_text(model, token) for token in ids.tolist()])
+
+
+def texts_of(model: Runner, prompts: Prompt) -> list[Text]:
+    """Tokenise a list of prompts, with the text of each token; one prompt is a list of one.
+
+    Raises:
+        InputError: prompts that the model cannot run on.
+    """
+    words: dict[int, str] = {}
+    made = []
+    for ids in read_prompts(model._ids(prompts), None, None, model.hooked.metadata.sizes).ids:
+        words |= {token: token_text(model, token) for token in {*ids.tolist()} - words.keys()}
+        made.append(Text(ids, [words[token] for token in ids.tolist()]))
+    return made
+
+
+def each_of(given: Any, rows: int, what: str) -> list[Any]:
+    """Something that is given once for all prompts of a list, or once for each, as a list.
+
+    Raises:
+        InputError: another number of them than there are prompts.
+    """
+    if given is None or isinstance(given, str | int | np.integer):
+        return [given] * rows
+    if len(given) != rows:
+        raise InputError(f"{len(given)} {what}s for {rows} prompts: give one for all, or one for each")
+    return [*given]
 
 
 def token_text(model: Runner, token: int) -> str:

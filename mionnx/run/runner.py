@@ -23,10 +23,10 @@ from mionnx.machine.once import Once, once_property
 from mionnx.machine.progress import bars
 from mionnx.machine.typed import typed
 from mionnx.rewrite import Plan
-from mionnx.run import find_model, idle_memory, model_dtype, spec_graphs, tokenizing
+from mionnx.run import accuracy, find_model, idle_memory, model_dtype, spec_graphs, tokenizing
 from mionnx.run.batching import check_batch_size
 from mionnx.run.dynamic_rounding import warn_of_dynamic_rounding
-from mionnx.run.forward_batches import forward_batches
+from mionnx.run.forward_batches import ListRequest, forward_batches
 from mionnx.run.forward_pass import bind_pass, run_pass
 from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache
@@ -68,10 +68,10 @@ class Runner:
     give_back = idle_memory.give_back
 
     def __init__(self, hooked: HookedModel, options: Options | None = None) -> None:
-        self.hooked = hooked
         self.options = options or Options()
-        self.variants = GraphPool(hooked, self.options)
-        self.binder = Binder(hooked)
+        self.hooked = accuracy.at_level(hooked, self.options.accuracy_level)
+        self.variants = GraphPool(self.hooked, self.options)
+        self.binder = Binder(self.hooked)
         self._opened: Once[Any, Any] = Once()
         self.idle = idle_memory.IdleMemory()
 
@@ -91,6 +91,7 @@ class Runner:
         engine: str = ONNX_RUNTIME,
         check: str = "sampled",
         fused: bool = True,
+        accuracy_level: int | None = None,
     ) -> Self:
         """Open a model.
 
@@ -109,7 +110,7 @@ class Runner:
             engine: "onnxruntime", "openvino", "onnxruntime-web" or "reference" (onnx's own evaluator).
             check: compare the weights with what was exported: "sampled" (under a millisecond a file), "full" (every
                 byte), or "none" where they were changed on purpose.
-            fused: let an adopted file's fused operators stand where a spec touches nothing; see `mionnx.Options`.
+            fused, accuracy_level: see `mionnx.Options`.
 
         Raises:
             ModelError: no model there, or a damaged one.
@@ -131,6 +132,7 @@ class Runner:
             cuda_graphs=cuda_graphs,
             engine=engine,
             fused=fused,
+            accuracy_level=accuracy_level,
         )
         model_dtype.check_name(dtype)
         lacking = ready_engine(options).lacks(options)  # refused before a checkpoint is exported
@@ -291,10 +293,9 @@ class Runner:
         check_batch_size(batch_size)
         if not (logits or use_cache or spec.captures or spec.metric):
             raise InputError("logits=False and no captures: nothing would be computed")
-        asked: dict[str, Any] = {"attention_mask": attention_mask, "prompt_length": prompt_length}
         if batch_size is not None:
-            asked |= {"past": past, "use_cache": use_cache, "logits": logits}
-            return forward_batches(self, self._ids(tokens), spec, batch_size, **asked)
+            texts = self._ids(tokens), spec, batch_size, attention_mask, past, prompt_length
+            return forward_batches(self, ListRequest(*texts, logits, use_cache))
         bound = bind_pass(self.binder, spec, logits, use_cache)
         batch = make_token_batch(self._ids(tokens), attention_mask, past, self.hooked.metadata.sizes, prompt_length)
         return run_pass(self, bound, batch, past, use_cache=use_cache, logits=bool(logits))

@@ -20,7 +20,7 @@ def check_by(by: Any) -> None:
     Raises:
         InputError: neither None, nor "position", "token" or a function.
     """
-    if by is not None and not callable(by) and by not in NAMES:
+    if by is not None and not callable(by) and not (isinstance(by, str) and by in NAMES):
         raise InputError(f"by={by!r}: 'position', 'token', or a function of the ids [seq]{nearest(str(by), NAMES)}")
 
 

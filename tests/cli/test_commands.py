@@ -288,3 +288,15 @@ def test_bisect_writes_a_report_and_exits_by_it(tmp_path):
     assert json.loads(found.stdout)["nodes"]
     assert (report / "model.onnx").is_file()
     assert (report / "reproduce.py").is_file()
+
+
+def test_generate_takes_a_file_of_prompts(tmp_path):
+    prompts = [PROMPT, "Paris is the capital of", "The capital of Kenya is a city . The capital of Japan is"]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    asked = ["--max-new-tokens", 3, "--scale", "blocks.2.hook_mlp_out=1.5"]
+    many = ["generate", LLAMA, "--prompts", tmp_path / "prompts.txt", "--batch-size", 2, *asked]
+    alone = [json.loads(succeeded("generate", LLAMA, prompt, "--json", *asked))["text"] for prompt in prompts]
+    assert json.loads(succeeded(*many, "--json"))["text"] == alone
+    assert succeeded(*many).splitlines() == [one["text"] for one in alone]
+    assert "--prompts" in mionnx("generate", LLAMA).stderr
+    assert "batch_size='few'" in mionnx(*many, "--batch-size", "few").stderr

@@ -142,6 +142,22 @@ def test_a_killed_driver_goes_on_where_it_was(whole: Activations, tmp_path: Path
     assert begun.items() <= shards(tmp_path / "made").items()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"address": "nowhere"}, "no Ray cluster at 'nowhere': Invalid address"),
+        ({"cpus": 10_000}, "1 worker of 10000 CPUs and 0 GPUs: this machine has room for 0"),
+    ],
+)
+def test_a_cluster_that_is_none_is_refused(
+    model: MIModel, tmp_path: Path, options: dict[str, object], message: str
+) -> None:
+    pytest.importorskip("ray", reason="pip install 'mionnx[ray]'").shutdown()
+    with pytest.raises(InputError, match=message):
+        distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made", **options)
+
+
 def test_what_cannot_be_distributed_is_refused(model: MIModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="texts of an iterator stay in this process"):
         distributed.harvest(model, iter(TEXTS), HOOKS, tmp_path / "made")
@@ -149,6 +165,12 @@ def test_what_cannot_be_distributed_is_refused(model: MIModel, tmp_path: Path, m
         distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made", workers=0)
     with pytest.raises(TypeError, match="contexts"):
         distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made", contexts=8)
+    with pytest.raises(InputError, match=r"run it in the cluster, 'auto'"):
+        distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made", address="ray://elsewhere:10001")
+    command = ["harvest", str(FOLDER), "texts.txt", "-o", str(tmp_path / "made"), "--hook", HOOKS]
+    ran = CliRunner().invoke(app, [*command, "--workers", "2"])
+    assert isinstance(ran.exception, InputError)
+    assert "give --ray local" in str(ran.exception)
     monkeypatch.setitem(sys.modules, "ray.data", None)
     with pytest.raises(RuntimeMissingError, match=r"pip install 'mionnx\[ray\]'"):
         distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made")

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,13 @@ from mionnx import (
     ModelError,
     Noise,
     Options,
+    ProbeResult,
     SpecFileError,
     StateAblationResult,
     StateKnockoutSpec,
     StateSteeringSpec,
     create_knockout_mask,
+    probe,
 )
 from mionnx.analysis.features.config import Config
 
@@ -64,6 +67,12 @@ def ablated(model: MIModel) -> AblationResult:
 
 def an_sae() -> SAE:
     return SAE(Config("standard", hook=str(POINT)), random_weights("standard", d_in=128, d_out=128))
+
+
+def probed(model: MIModel) -> ProbeResult:
+    texts = [f"The capital of {country} is" for country in ("France", "Spain", "Italy", "Japan", "Peru", "Kenya")]
+    with TemporaryDirectory() as folder:
+        return probe(model.harvest(texts, POINT, folder, positions=-1), [0, 0, 0, 1, 1, 1], folds=2)
 
 
 RESULTS: dict[str, Callable[[MIModel], Any]] = {
@@ -97,6 +106,7 @@ RESULTS: dict[str, Callable[[MIModel], Any]] = {
     "ModelSizes": lambda model: model.cfg,
     "Noise": lambda model: Noise("France", seed=1, repeats=3),
     "Options": lambda model: Options("cuda", threads=2, provider_options={"device_id": 0}),
+    "ProbeResult": probed,
     "Report": lambda model: model.report(a_spec()),
     "SAE": lambda model: an_sae(),
     "SteeringCalibration": lambda model: model.calibrate(model.contrast([TEXT], [OTHER]), [TEXT]),
@@ -130,6 +140,7 @@ OTHERS = {
     "Compiled",
     "FeatureActivations",
     "create_knockout_mask",
+    "probe",
     "sample_token",
     "statistics_of",
 }

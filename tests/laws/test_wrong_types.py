@@ -38,9 +38,10 @@ from mionnx import (
 
 SECONDS = 30  # of one call
 MEMORY = 6 * 2**30  # bytes that a call may take besides
-# Methods that take what other parts of mionnx hand them, and two that refuse whatever they are given.
+# Methods that take what other parts of mionnx hand them, two that refuse whatever they are given, and two of Python's.
 INSIDE = {
-    "AblationResult.save", "Compiled.run", "Fragment.evaluate", "HookCache.output", "Intervention.from_entry",
+    "Compiled.run", "Fragment.evaluate", "HookCache.output", "HookCaches.count", "HookCaches.index",
+    "Intervention.from_entry",
     "Intervention.to_entry", "KVCache.feeds", "KVCache.layer_of", "KVCache.left", "KVCache.put_layer", "Logits.feeds",
     "Logits.outputs", "Options.for_many_graphs", "RWKVState.feeds", "RWKVState.layer_of", "RWKVState.left",
     "RWKVState.clone_layer_position_range", "RWKVState.put_layer", "RWKVState.trim_to", "Report.add",

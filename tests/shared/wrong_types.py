@@ -4,8 +4,10 @@
 by name; parameters that stand in none are found in its signature, and are tried too.
 """
 
+import copy
 import inspect
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from safetensors.numpy import save_file
 from mionnx import (
     SAE,
     AblationResult,
+    Activations,
     Direction,
     Directions,
     Fragment,
@@ -28,16 +31,21 @@ from mionnx import (
     KVCache,
     Logits,
     MIModel,
+    Noise,
     Options,
     Report,
     RWKVState,
+    StateAblationResult,
     StateKnockoutSpec,
     StateSteeringSpec,
     TextStreamer,
     create_knockout_mask,
+    probe,
     sample_token,
+    statistics_of,
 )
 from mionnx.analysis.features.config import Config
+from mionnx.machine.moments import Moments
 
 
 class Anything:
@@ -114,6 +122,8 @@ def _specs() -> Iterator[Call]:
         HookSpec,
         {
             "capture": {"hook": "hook_embed"},
+            "gradient": {"hook": "hook_embed"},
+            "set_metric": {"name": "logit", "answer": ANSWER},
             "intervene": {"hook": "hook_embed", "intervention": Intervention.Zero()},
             "set_state_knockout": {"specs": StateKnockoutSpec()},
             "set_state_steering": {"specs": StateSteeringSpec(2.0)},
@@ -235,6 +245,8 @@ def _caches(model: MIModel, recurrent: MIModel) -> Iterator[Call]:
         "get_layer": {"layer": 0},
         "clear_layer": {"layer": 0},
         "repeat": {"rows": 2},
+        "row": {"row": 0},
+        "select": {"rows": [0, 0]},
     }
     yield from _methods(
         "KVCache",
@@ -289,6 +301,10 @@ def _verbs(model: MIModel, folder: Path) -> dict[str, dict[str, Any]]:
     return {
         "forward": {"tokens": PROMPT, "hooks": spec},
         "generate": {"tokens": PROMPT, "max_new_tokens": 2},
+        "gradients": {"tokens": PROMPT, "hooks": "hook_embed", "metric": "logit", "answer": ANSWER},
+        "gradient_times_input": {"tokens": PROMPT, "answer": ANSWER},
+        "integrated_gradients": {"tokens": PROMPT, "answer": ANSWER, "steps": 2},
+        "give_back": {},
         "run_with_hooks": {"tokens": PROMPT, "fwd_hooks": [("hook_embed", lambda value, hook: None)]},
         "run_with_cache": {"tokens": PROMPT, "names_filter": "hook_embed"},
         "opened": {"kind": Anything},
@@ -394,13 +410,64 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     yield from _methods("SAE", _sae, sae)
     sweep = model.patch_sweep(PROMPT, OTHER, layers=[1], answer=ANSWER)
     yield from _methods("SweepResult", lambda: sweep, {"top": {}, "table": {}})
-    for result in (lens, patterns, scores, attribution, doses, found, sweep):
-        path = folder / f"{type(result).__name__}.json"
-        yield Call(f"{type(result).__name__}.save", lambda result=result: result.save, {"path": path})
+    saliency = model.gradient_times_input(PROMPT, answer=ANSWER)
+    yield from _methods("Saliency", lambda: saliency, {"scores": {}})
+    state = StateAblationResult(cache[0, -1], cache[0, -2], StateKnockoutSpec().position(0))
+    bisection = model.bisect(PROMPT, ["ort-cpu", "ort-cpu:none"])
+    whole = model.forward([PROMPT, OTHER], HookSpec().capture("hook_embed"), batch_size=1)
+    yield from _stored(folder, lens, patterns, scores, attribution, doses, found, sweep, saliency, calibration)
+    yield from _stored(folder, generation, ablation, state, bisection, whole, whole[0])
+    yield from _activations(model, folder)
+    yield from _datasets(model, folder)
     yield from _edges_between(model, folder)
     compared = model.verify(PROMPT, ["ort-cpu", "ort-cpu:none"], hooks="hook_embed", greedy=0, local=False)
-    saved = {"save": {"path": folder / "verification.json"}, "table": {}, "beside": {"title": "ort-cpu:none"}}
-    yield from _methods("Verification", lambda: compared, saved)
+    yield from _methods("Verification", lambda: compared, {"table": {}, "beside": {"title": "ort-cpu:none"}})
+    other = MIModel.from_pretrained(model.hooked.folder)
+    losses = model.verify(PROMPT, ["ort-cpu"], hooks="*.hook_resid_p*", greedy=0, other=other)
+    yield from _methods("Verification", lambda: losses, {"loss_table": {}})
+    yield from _stored(folder, compared)
+
+
+def _stored(folder: Path, *results: Any) -> Iterator[Call]:
+    """What saves a result and loads it."""
+    for result in results:
+        kind, name = type(result), type(result).__name__
+        path = folder / f"{name}.safetensors"
+        result.save(path)
+        yield Call(f"{name}.load", lambda kind=kind: kind.load, {"path": path})
+        yield Call(f"{name}.save", lambda result=result: result.save, {"path": folder / f"{name} again.safetensors"})
+
+
+def _activations(model: MIModel, folder: Path) -> Iterator[Call]:
+    made = model.harvest([PROMPT, OTHER], "hook_embed", folder / "harvested")
+    batches: dict[str, dict[str, Any]] = {"batches": {"size": 3}, "get": {"key": "hook_embed"}}
+    yield from _methods("Activations", lambda: made, batches)
+    yield Call("Activations", lambda: Activations, {"folder": folder / "harvested"})
+    array = made["hook_embed"]
+    yield Call("Activations[][]", lambda: lambda index: array[index], {"index": 0})
+
+
+def _datasets(model: MIModel, folder: Path) -> Iterator[Call]:
+    """Statistics and probes."""
+    hook, texts = {"hook": "hook_embed"}, [PROMPT, OTHER]
+    stats = model.statistics(texts, "hook_embed", covariance=True)
+    by = model.statistics(texts, "hook_embed", by="token")
+    plain = {"count": hook, "mean": hook, "variance": hook, "std": hook, "covariance": hook, "classes": hook}
+    ids = model.tokenize(PROMPT).ids
+    methods = {**plain, "merged": {"other": stats}, "at": {**hook, "ids": ids}}
+    yield from _methods("Statistics", lambda: stats, {**methods, "ablation": {"model": model, "prompts": PROMPT}})
+    part = Moments.of(np.ones((2, 128)), ids[:2])
+    yield Call("Statistics.add", lambda: copy.deepcopy(by).add, {**hook, "moments": part})
+    made = model.harvest(texts, "blocks.*.hook_resid_post", folder / "probed")
+    found = probe(made, ["a", "b"] * 5, per="token", folds=2)
+    point = {"hook": "blocks.1.hook_resid_post"}
+    asked = {"score": {"metric": "accuracy"}, "spread": {}, "top": {}, "direction": point, "table": {}}
+    yield from _methods("ProbeResult", lambda: found, asked)
+    yield from _stored(folder, stats, found)
+    labels = {"labels": ["a", "b"] * 5, "folds": 2, "hooks": [point["hook"]]}
+    yield Call("probe", lambda: probe, {"activations": made, **labels})
+    yield Call("statistics_of", lambda: statistics_of, {"activations": made})
+    yield Call("Noise", lambda: Noise, {"positions": "France"})
 
 
 def _edges_between(model: MIModel, folder: Path) -> Iterator[Call]:
@@ -408,20 +475,26 @@ def _edges_between(model: MIModel, folder: Path) -> Iterator[Call]:
     edge = {"sender": "m1", "receiver": "logits"}
     yield from _methods("EdgeAttribution", lambda: circuit.attribution, {"top": {}, "table": {}, "score": edge})
     yield from _methods("Circuit", lambda: circuit, {"kept": {"edges": 3}, "smallest": {}})
-    for result in (circuit, circuit.attribution):
-        kind, path = type(result), folder / f"{type(result).__name__}.safetensors"
-        result.save(path)
-        yield Call(f"{kind.__name__}.load", lambda kind=kind: kind.load, {"path": path})
-        again = folder / f"{kind.__name__}.json"
-        yield Call(f"{kind.__name__}.save", lambda result=result: result.save, {"path": again})
+    yield from _stored(folder, circuit, circuit.attribution)
 
 
 def _model_verbs(model: MIModel, recurrent: MIModel, folder: Path) -> Iterator[Call]:
     for verb, right in _verbs(model, folder).items():
         yield Call(f"MIModel.{verb}", lambda verb=verb: getattr(model, verb), right, verb in SLOW)
+    texts, tiny = {"texts": [PROMPT], "spec": "hook_embed", "folder": "written"}, {"folder": "written"}
+    yield Call("MIModel.statistics", lambda: model.statistics, {"texts": [PROMPT], "hooks": "hook_embed"})
+    yield Call("MIModel.harvest", lambda: _anew(model.harvest), texts)
+    yield Call("MIModel.quantise", lambda: _anew(model.quantise), tiny, slow=True)
+    yield Call("Noise.specs", lambda: Noise("France").specs, {"model": model, "prompts": PROMPT})
     yield Call("MIModel(rwkv).forward", lambda: recurrent.forward, {"tokens": PROMPT, "hooks": HookSpec()})
     source = {"source": model.hooked.folder}
     yield Call("MIModel.from_pretrained", lambda: MIModel.from_pretrained, source)
+
+
+def _anew(write: Callable[..., Any]) -> Callable[..., Any]:
+    """A verb whose folder is not there yet."""
+    shutil.rmtree("written", ignore_errors=True)
+    return write
 
 
 SLOW = {"verify", "bisect"}

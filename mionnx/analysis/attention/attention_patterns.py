@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,10 @@ from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.memory import format_bytes
 from mionnx.machine.typed import typed
+from mionnx.run.forward_batches import ListRequest, map_rows
+from mionnx.run.hook_cache import HookCache
 from mionnx.run.nan_logits import numbers
-from mionnx.run.prompt import one_text
+from mionnx.run.prompt import one_text, texts_of
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
@@ -162,6 +164,26 @@ class AttentionPatterns(Shown):
         return figure
 
 
+@overload
+def attention(
+    model: Runner,
+    prompt: Prompt,
+    layers: int | Sequence[int] | None = None,
+    heads: int | Sequence[int] | None = None,
+    *,
+    hooks: HookSpec | None = None,
+    batch_size: None = None,
+) -> AttentionPatterns: ...
+@overload
+def attention(
+    model: Runner,
+    prompt: Prompt,
+    layers: int | Sequence[int] | None = None,
+    heads: int | Sequence[int] | None = None,
+    *,
+    hooks: HookSpec | None = None,
+    batch_size: int | str,
+) -> list[AttentionPatterns]: ...
 @typed()
 def attention(
     model: Runner,
@@ -170,13 +192,15 @@ def attention(
     heads: int | Sequence[int] | None = None,
     *,
     hooks: HookSpec | None = None,
-) -> AttentionPatterns:
+    batch_size: int | str | None = None,
+) -> AttentionPatterns | list[AttentionPatterns]:
     """Capture the attention patterns of one text: the weight of each key for each query.
 
     Args:
-        prompt: one text, or ids.
+        prompt: one text, or ids; with a `batch_size`, a list of them.
         layers, heads: numbers of layers and heads; by default all.
         hooks: interventions to run the prompt with.
+        batch_size: run a list in batches of at most so many texts, or "auto"; a list of results then.
 
     Raises:
         InputError: several prompts, no such layer or head, or captures among the hooks.
@@ -185,7 +209,7 @@ def attention(
         patterns = model.attention("The capital of France is", layers=2)
         patterns.of(2, 0)[-1]  # weights of the last token's query, [key]
     """
-    text = one_text(model, prompt)
+    texts = [one_text(model, prompt)] if batch_size is None else texts_of(model, prompt)
     chosen, shown = _checked("layer", layers, model.num_layers), _checked("head", heads, model.num_heads)
     spec = HookSpec().extend(hooks or HookSpec())
     if spec.captures:
@@ -194,9 +218,14 @@ def attention(
     point: Callable[[int], HookPoint] = HookPoint.RwkvEffectiveAttn if effective else HookPoint.AttnPattern
     for layer in chosen:
         spec.capture(point(layer), heads=shown)
-    cache = numbers(model.forward(text.ids, spec, logits=False))
-    patterns = np.stack([cache[point(layer)][0].astype(np.float32) for layer in chosen])
-    return AttentionPatterns(text.tokens, chosen, shown, patterns, effective)
+
+    def read(row: int, cache: HookCache) -> AttentionPatterns:
+        patterns = np.stack([numbers(cache)[point(layer)][0].astype(np.float32) for layer in chosen])
+        return AttentionPatterns(texts[row].tokens, chosen, shown, patterns, effective)
+
+    request = ListRequest([text.ids for text in texts], spec, batch_size, logits=False)
+    made = map_rows(model, request, read, "attention")
+    return made[0] if batch_size is None else made
 
 
 def _checked(what: str, given: int | Sequence[int] | None, count: int) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,11 +18,13 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.lacking import refuse_normed_stream, refuse_several_streams
 from mionnx.machine.decimals import decimal
 from mionnx.machine.typed import typed
+from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.prompt import Text, one_text, token_of, token_text
+from mionnx.run.prompt import Text, each_of, one_text, texts_of, token_of, token_text
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.metric import Tokens
 
 Vector = NDArray[np.float64]
 BEHIND = (HookPoint.FinalNorm, HookPoint.Logits)
@@ -28,7 +32,7 @@ SLACK = {4: 1e-5, 2: 2e-2, 8: 1e-5}  # bytes of a float -> what sums may miss, r
 ROUNDED = 2e-2  # the same where products round what they read to 8 bits
 
 
-@typed()
+@overload
 def attribute(
     model: Runner,
     prompt: Prompt,
@@ -37,7 +41,30 @@ def attribute(
     *,
     position: int = -1,
     hooks: HookSpec | None = None,
-) -> Attribution:
+    batch_size: None = None,
+) -> Attribution: ...
+@overload
+def attribute(
+    model: Runner,
+    prompt: Prompt,
+    answer: Tokens = None,
+    versus: Tokens = None,
+    *,
+    position: int = -1,
+    hooks: HookSpec | None = None,
+    batch_size: int | str,
+) -> list[Attribution]: ...
+@typed()
+def attribute(
+    model: Runner,
+    prompt: Prompt,
+    answer: Tokens = None,
+    versus: Tokens = None,
+    *,
+    position: int = -1,
+    hooks: HookSpec | None = None,
+    batch_size: int | str | None = None,
+) -> Attribution | list[Attribution]:
     """Decompose a logit, or one token's lead over another, into direct contributions.
 
     The parts are the embeddings, every head, the rest of the attention outputs (biases), the MLPs, and the biases of
@@ -45,12 +72,13 @@ def attribute(
     Where a quantised head rounds what it reads to 8 bits, the parts add up to within that rounding, some 1 %.
 
     Args:
-        prompt: one text, or ids.
-        answer: by id or text; the top token if left out.
-        versus: the token that the answer's lead is over; None for the answer's logit itself.
+        prompt: one text, or ids; with a `batch_size`, a list of them.
+        answer: by id or text; the top token if left out; one for all prompts of a list, or one for each.
+        versus: the token that the answer's lead is over; None for the answer's logit itself; for a list as `answer`.
         position: at which the next token is predicted; negative from the end.
         hooks: interventions to run the prompt with; one on the stream itself is no component, and an error, and so
             is one at `hook_final_norm` or `hook_logits`, where all components have been added up.
+        batch_size: run a list in batches of at most so many texts, or "auto"; a list of results then.
 
     Raises:
         InputError: several prompts, no such position or token, or captures among the hooks, or interventions
@@ -63,12 +91,35 @@ def attribute(
     """
     refuse_normed_stream(model.hooked, "attribution")
     refuse_several_streams(model.hooked, "attribution")
-    text = one_text(model, prompt)
-    index = text.place(position)
-    cache = _stream_parts(model, text, index, hooks)
+    texts = [one_text(model, prompt)] if batch_size is None else texts_of(model, prompt)
+    places = [text.place(position) for text in texts]
+    tokens = zip(each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus"), strict=True)
+    pairs = [_pair(model, *pair) for pair in tokens]
+
+    def read(row: int, cache: HookCache) -> Attribution:
+        return _attribution(model, texts[row], places[row], cache, *pairs[row])
+
+    request = ListRequest(
+        [text.ids for text in texts], _spec(model, position, hooks), batch_size, logits=Logits(positions=position)
+    )
+    made = map_rows(model, request, read, "attribution")
+    model.give_back(later=True)
+    return made[0] if batch_size is None else made
+
+
+def _pair(model: Runner, answer: int | str | None, versus: int | str | None) -> tuple[int | None, int | None]:
+    return (
+        None if answer is None else token_of(model, answer),
+        None if versus is None else token_of(model, versus),
+    )
+
+
+def _attribution(
+    model: Runner, text: Text, index: int, cache: HookCache, answer: int | None, against: int | None
+) -> Attribution:
+    """The contributions to a logit of one text."""
     logits = cache.output()[0, 0]
-    chosen = int(logits.argmax()) if answer is None else token_of(model, answer)
-    against = None if versus is None else token_of(model, versus)
+    chosen = int(logits.argmax()) if answer is None else answer
     if chosen == against:
         raise InputError(f"answer and versus are both token {chosen}: their difference is 0")
     parts, unembedding = _components(model, cache), model.opened(Unembedding)
@@ -76,7 +127,6 @@ def attribute(
     values = _contributions(model, np.stack(list(parts.values())), cache, chosen, against)
     logit = float(uncapped[chosen] - (0 if against is None else uncapped[against]))
     _refuse_gap(model, values, logit)
-    model.give_back(later=True)
     return Attribution(
         [*parts, "final_norm_bias", "head_bias"],
         values,
@@ -95,8 +145,8 @@ def _end(model: Runner) -> HookPoint:
     return HookPoint.ResidPost(model.num_layers - 1)
 
 
-def _stream_parts(model: Runner, text: Text, index: int, hooks: HookSpec | None) -> HookCache:
-    """Captures of all components of the stream at one position, and its logits."""
+def _spec(model: Runner, position: int, hooks: HookSpec | None) -> HookSpec:
+    """Captures of all components of the stream at one position."""
     spec = HookSpec().extend(hooks or HookSpec())
     if spec.captures:
         raise InputError("the hooks of an attribution are interventions: what it captures are its own components")
@@ -104,8 +154,8 @@ def _stream_parts(model: Runner, text: Text, index: int, hooks: HookSpec | None)
         if spec.has_intervention_at(point):
             raise InputError(f"an intervention at {point} comes behind the stream, and changes no component of it")
     for request in decomposition_hooks(model).captures:
-        spec.capture(request.what, positions=index)
-    return model.forward(text.ids, spec, logits=Logits(positions=index))
+        spec.capture(request.what, positions=position)
+    return spec
 
 
 def _components(model: Runner, cache: HookCache) -> dict[str, Vector]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,6 +16,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.hook_caches import HookCaches
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_choice import Hook, Hooks
@@ -25,6 +26,42 @@ from mionnx.spec.metric import READS, MetricSpec, Tokens, check_metric
 Seed = Callable[[NDArray[Any]], ArrayLike]
 
 
+@overload
+def gradients(
+    model: Runner,
+    tokens: Prompt,
+    hooks: Hooks,
+    metric: str | Callable[..., Any] | None = None,
+    answer: Tokens = None,
+    versus: Tokens = None,
+    spec: HookSpec | None = None,
+    *,
+    position: int | None = None,
+    reference: ArrayLike | None = None,
+    seed: ArrayLike | Seed | None = None,
+    of: Hook | None = None,
+    attention_mask: ArrayLike | None = None,
+    rules: str = "gradient",
+    batch_size: None = None,
+) -> HookCache: ...
+@overload
+def gradients(
+    model: Runner,
+    tokens: Prompt,
+    hooks: Hooks,
+    metric: str | Callable[..., Any] | None = None,
+    answer: Tokens = None,
+    versus: Tokens = None,
+    spec: HookSpec | None = None,
+    *,
+    position: int | None = None,
+    reference: ArrayLike | None = None,
+    seed: ArrayLike | Seed | None = None,
+    of: Hook | None = None,
+    attention_mask: ArrayLike | None = None,
+    rules: str = "gradient",
+    batch_size: int | str,
+) -> HookCaches: ...
 @takes_encoding
 @typed()
 def gradients(
@@ -42,7 +79,8 @@ def gradients(
     of: Hook | None = None,
     attention_mask: ArrayLike | None = None,
     rules: str = "gradient",
-) -> HookCache:
+    batch_size: int | str | None = None,
+) -> HookCache | HookCaches:
     """Compute the gradients of a metric with respect to the values at hook points, in one pass.
 
     Args:
@@ -64,6 +102,7 @@ def gradients(
             the input of one head. The cache has the value.
         attention_mask: as for `forward`.
         rules: "gradient", the derivatives, or propagation rules in their place, see `HookSpec.set_metric`.
+        batch_size: as for `forward`; a list of caches then, one a row. A seed for every position is refused with it.
 
     Returns:
         a cache: `grad` with the gradients, in the shapes of the values; `metric`, [batch]; `output()`, the logits that
@@ -81,10 +120,15 @@ def gradients(
     asked = HookSpec().extend(deepcopy(spec) if spec is not None else HookSpec())
     if asked.metric is not None or asked.gradients:
         raise GradientError("the spec has a metric or gradients of its own: `forward` computes these")
+
+    def run(spec: HookSpec | None, logits: bool | Logits) -> Any:
+        asked: dict[str, Any] = {"attention_mask": attention_mask, "batch_size": batch_size}
+        return model.forward(tokens, spec, logits=logits, **asked)
+
     read: dict[str, Any] = {"answer": answer, "versus": versus, "reference": reference}
     if of is not None:
         _refuse_unread(f"of={of}", metric=metric, position=position, **read)
-        return _of_value(model, tokens, asked, hooks, HookPoint.parse(of), seed, attention_mask, rules)
+        return _of_value(model, run, asked, hooks, HookPoint.parse(of), seed, rules)
     if seed is not None:
         _refuse_unread("seed=", metric=None if callable(metric) else metric, **read)
     name = "seed" if seed is not None else metric_name("logit" if metric is None else metric)
@@ -93,15 +137,17 @@ def gradients(
     if callable(seed) or top:
         trial = {**read, "answer": 0 if top else answer, "seed": np.ones(1) if callable(seed) else seed}
         model.binder.bind(asked.set_metric(name, position=position, rules=rules, **trial), differentiated=True)
-        logits = model.forward(tokens, spec, attention_mask=attention_mask, logits=last).output()[:, -1]
+        logits = run(spec, logits=last).output()[:, -1]
         seed = cast(Seed, seed)(logits) if callable(seed) else seed
         read["answer"] = logits.argmax(axis=-1).tolist() if top else answer
     asked.set_metric(name, position=position, seed=None if seed is None else np.asarray(seed), rules=rules, **read)
     part = Logits() if cast(MetricSpec, asked.metric).position is None else last
-    cache = model.forward(tokens, asked, attention_mask=attention_mask, logits=part)
+    cache: HookCache | HookCaches = run(asked, logits=part)
     if callable(metric):  # the graph's own number is that of the seed
         own = cache.output() if part == Logits() else cache.output()[:, -1]
-        cache.metric = MetricRequest(metric).bind(model, 0, 1, own, None)(own).astype(np.float32)
+        found = MetricRequest(metric).bind(model, 0, 1, own, None)(own).astype(np.float32)
+        for row, one in enumerate([cache] if isinstance(cache, HookCache) else cache):
+            one.metric = found if one is cache else found[row : row + 1]
     return cache
 
 
@@ -118,14 +164,13 @@ def _refuse_unread(what: str, **given: Any) -> None:
 
 def _of_value(
     model: Runner,
-    tokens: Prompt,
+    run: Callable[..., Any],
     asked: HookSpec,
     hooks: Hooks,
     of: HookPoint,
     seed: ArrayLike | Seed | None,
-    attention_mask: ArrayLike | None,
     rules: str,
-) -> HookCache:
+) -> Any:
     """Gradients of the value at a hook point, times numbers."""
     if seed is None:
         raise GradientError(f"of={of}: a value is differentiated as its sum times numbers: give them as seed=, or 1.0")
@@ -134,9 +179,9 @@ def _of_value(
     whole = deepcopy(asked).gradient(hooks).set_metric("seed", seed=given, at=of, rules=rules)
     if callable(seed):
         model.binder.bind(whole, Outputs(logits=False, carried=False), differentiated=True)
-        made = seed(model.forward(tokens, asked, attention_mask=attention_mask, logits=False)[of.name])
+        made = seed(run(asked, logits=False)[of.name])
         whole.set_metric("seed", seed=np.atleast_1d(made), at=of, rules=rules)
-    return model.forward(tokens, whole, attention_mask=attention_mask, logits=False)
+    return run(whole, logits=False)
 
 
 def metric_name(metric: str | Callable[..., Any]) -> str:

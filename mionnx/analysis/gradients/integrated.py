@@ -10,7 +10,6 @@ is the completeness gap. Gradient x input is x * d metric / d value at x.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any, cast
 
@@ -23,10 +22,12 @@ from mionnx.bind.logit_selection import Logits
 from mionnx.errors import GradientError, HookError, InputError
 from mionnx.graph.axes import sequence_axis
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.prompt_list import read_prompts
 from mionnx.machine.arrays import to_array
 from mionnx.machine.progress import bars
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
+from mionnx.run.batching import batches_of, check_batch_size
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.prompt import Ids, prompt_ids, token_text
 from mionnx.run.runner import Runner
@@ -56,6 +57,7 @@ def integrated_gradients(
     *,
     steps: int = 50,
     position: int | None = None,
+    batch_size: int | str = ROWS,
 ) -> Saliency:
     """Attribute a metric to the tokens of texts by gradients along a path from a baseline.
 
@@ -71,6 +73,7 @@ def integrated_gradients(
         spec: interventions; the metric and its gradients are those of the model so changed.
         steps: points of the path.
         position: of each text, at which the logits are read; the last if left out. "loss" reads all.
+        batch_size: points of a text's path in one pass; "auto": as many as run well. Texts never share a pass.
 
     Returns:
         scores of each token of each text; their sum is the change of the metric from baseline to text, up to `gap`.
@@ -86,6 +89,7 @@ def integrated_gradients(
     """
     at_least("steps", steps, 1)
     at_most("steps", steps, MOST_STEPS)
+    check_batch_size(batch_size)
     point, asked = _checked(hook, metric), _plain_spec(spec)
     texts, done = prompt_ids(model, tokens), []
     with bars() as progress:
@@ -93,7 +97,7 @@ def integrated_gradients(
             progress("integrated gradients", n, len(texts))
             given = {"answer": _of_row(answer, n, len(texts)), "versus": _of_row(versus, n, len(texts))}
             request = {"metric": metric, "position": position, **given}
-            done.append(_integrated(model, ids, point, asked, request, baseline, steps))
+            done.append(_integrated(model, ids, point, asked, request, baseline, steps, batch_size))
     return Saliency("integrated gradients", point.name, metric, tuple(done), steps)
 
 
@@ -109,11 +113,13 @@ def gradient_times_input(
     spec: HookSpec | None = None,
     *,
     position: int | None = None,
+    batch_size: int | str | None = None,
 ) -> Saliency:
     """Attribute a metric to tokens by the gradient times the value, in one pass a text.
 
     Args:
         tokens, hook, metric, answer, versus, spec, position: as for `integrated_gradients`.
+        batch_size: texts of one pass, those of like length together, or "auto"; one by one if left out.
 
     Raises:
         GradientError, HookError: as there.
@@ -121,15 +127,20 @@ def gradient_times_input(
     Example:
         model.gradient_times_input("The capital of France is", answer=" Paris").scores()  # [seq]
     """
-    point, asked, done = _checked(hook, metric), _plain_spec(spec), []
-    texts = prompt_ids(model, tokens)
-    for n, ids in enumerate(texts):
-        given: dict[str, Any] = {
-            "answer": _of_row(answer, n, len(texts)),
-            "versus": _of_row(versus, n, len(texts)),
-        }
-        both = deepcopy(asked).capture(point)
-        cache = gradients(model, ids[None], point, metric, spec=both, position=position, **given)
+    point, asked = _checked(hook, metric), _plain_spec(spec)
+    texts = read_prompts(model._ids(tokens), None, None, model.hooked.metadata.sizes).ids
+    both = deepcopy(asked).capture(point)
+    given: dict[str, Any] = {
+        "answer": answer if answer is None else [_of_row(answer, n, len(texts)) for n in range(len(texts))],
+        "versus": versus if versus is None else [_of_row(versus, n, len(texts)) for n in range(len(texts))],
+    }
+    size = 1 if batch_size is None else batch_size
+    done = []
+    for ids, cache in zip(
+        texts,
+        gradients(model, texts, point, metric, spec=both, position=position, batch_size=size, **given),
+        strict=True,
+    ):
         grad, number = _found(cache, point)
         scores = _by_position(grad * cache[point.name], point)
         done.append(SalientText(_words(model, ids), scores[0], float(number[0])))
@@ -170,6 +181,7 @@ def _integrated(
     request: dict[str, Any],
     baseline: ArrayLike | str,
     steps: int,
+    batch_size: int | str,
 ) -> SalientText:
     capture = HookSpec().extend(spec).capture(point)
     first = gradients(model, ids[None], point, spec=capture, **request)
@@ -178,7 +190,9 @@ def _integrated(
     if request["answer"] is None and "answer" in READS[request["metric"]]:
         request = {**request, "answer": int(first.output()[0, -1].argmax())}
     total = np.zeros(value.shape[1:], np.float64)
-    for alphas in _chunks((np.arange(steps) + 0.5) / steps):
+    middles = (np.arange(steps) + 0.5) / steps
+    for points in batches_of([len(ids)] * steps, batch_size):
+        alphas = middles[points]
         total += _along(model, ids, point, spec, request, start, value, alphas)[0].sum(axis=0)
     _, (from_, *_) = _along(model, ids, point, spec, request, start, value, np.zeros(1))
     scores = _by_position(((value[0] - start[0]).astype(np.float64) * total / steps)[None], point)[0]
@@ -207,10 +221,6 @@ def _found(cache: HookCache, point: HookPoint) -> tuple[NDArray[np.float64], NDA
     return cast(HookCache, cache.grad)[point.name].astype(np.float64), cast(NDArray[np.float32], cache.metric)
 
 
-def _chunks(alphas: NDArray[np.float64]) -> Iterable[NDArray[np.float64]]:
-    return (alphas[first : first + ROWS] for first in range(0, len(alphas), ROWS))
-
-
 def _baseline(
     model: Runner, given: ArrayLike | str, value: Values, ids: Ids, point: HookPoint, capture: HookSpec
 ) -> Values:
@@ -220,7 +230,12 @@ def _baseline(
     if isinstance(given, str) and given == "mean":
         axis = sequence_axis(point.axes or ())
         return np.broadcast_to(value.mean(axis=axis, keepdims=True), value.shape)
-    array = None if isinstance(given, str) else to_array(given)
+    try:
+        array = None if isinstance(given, str) else to_array(given)
+    except ValueError as error:
+        raise InputError(f"the baseline is no array: {error}") from error
+    if array is not None and array.dtype.kind not in "fiub":
+        raise InputError(f"the baseline holds {array.dtype}, it must hold numbers")
     if array is None or array.dtype.kind in "iu":
         (other,) = prompt_ids(model, given if array is None else array)
         if len(other) != len(ids):

@@ -132,13 +132,25 @@ def kept(ids: Integers, tokens: Tokens | None, positions: Positions | None) -> N
             raise InputError(f"positions={positions!r} are found in a text, and this row came as ids: give texts")
         chosen = [at for at in tokens.positions_of(positions) if at < len(ids)]
     else:
-        chosen = [positions] if isinstance(positions, int) else [*positions]
+        chosen = integers(positions)
     made = np.zeros(len(ids), bool)
     for at in chosen:
         if not -len(ids) <= at < len(ids):
             raise InputError(f"position {at} of a row of {len(ids)} tokens")
         made[at] = True
     return made
+
+
+def integers(positions: Any) -> list[int]:
+    """Positions by number.
+
+    Raises:
+        InputError: something else than integers.
+    """
+    several = [*positions] if isinstance(positions, Iterable) else [positions]
+    if not all(isinstance(one, int | np.integer) and not isinstance(one, bool) for one in several):
+        raise InputError(f"positions are integers, a string, or a function of ids, not {positions!r:.60}")
+    return [int(one) for one in several]
 
 
 def separator_of(model: Runner, packed: bool, separator: int | str | None) -> int | None:

@@ -10,7 +10,7 @@ import numpy as np
 from mionnx.analysis.features.network import ranking
 from mionnx.analysis.features.sae import SAE
 from mionnx.analysis.harvest.formats import check_format
-from mionnx.analysis.harvest.rows import Positions
+from mionnx.analysis.harvest.rows import Positions, integers
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.errors import HookError, InputError
 from mionnx.machine.ranges import at_least
@@ -56,6 +56,8 @@ class Settings:
             raise InputError(f"dtype={self.dtype!r}; one of {', '.join(DTYPES)}")
         if self.top_k is not None and self.sae is None:
             raise InputError("top_k= is how many features of an autoencoder are written: give sae=")
+        if self.positions is not None and not isinstance(self.positions, str) and not callable(self.positions):
+            integers(self.positions)
 
     @property
     def features(self) -> int | None:
@@ -69,7 +71,7 @@ class Settings:
             separator: the id of the token between packed texts.
         """
         by = self.positions
-        named = by if by is None or isinstance(by, int | str) else getattr(by, "__qualname__", None) or [*by]  # type: ignore[misc]
+        named = by if by is None or isinstance(by, int | str) else getattr(by, "__qualname__", None) or integers(by)
         return {
             "sae_hook": None if self.sae is None else self.sae.config.hook,
             "context": self.context,

@@ -67,8 +67,11 @@ def _files(source: Path) -> list[Path]:
     Raises:
         InputError: there is none, or of no known kind.
     """
-    if source.is_file():
-        return [_known(source)]
+    try:
+        if source.is_file():
+            return [_known(source)]
+    except (OSError, ValueError) as error:  # a name that no file can have
+        raise InputError(f"{str(source)[:60]!r} is no file and no folder: {error}") from error
     if not source.is_dir():
         raise InputError(f"{source} is no file and no folder; texts themselves are given as a list, or an iterator")
     if (source / "dataset_dict.json").is_file():

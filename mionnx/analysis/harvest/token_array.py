@@ -7,6 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InputError
+from mionnx.machine.arrays import to_array
+
+
+class NoTokenError(InputError, IndexError):
+    """A token that an array does not have."""
 
 
 class TokenArray:
@@ -51,7 +56,7 @@ class TokenArray:
         elif isinstance(first, int | np.integer) and not isinstance(first, bool):
             return self._chosen(np.array([first]))[0][others] if others else self._chosen(np.array([first]))[0]
         else:
-            found = self._chosen(np.asarray(first))
+            found = self._chosen(self._tokens(first))
         return found[(slice(None), *others)] if others else found
 
     def _slice(self, along: slice) -> NDArray[Any]:
@@ -65,19 +70,33 @@ class TokenArray:
             start += len(part)
         return np.concatenate(pieces) if pieces else np.empty((0, *self.shape[1:]), self.dtype)
 
+    def _tokens(self, index: Any) -> NDArray[Any]:
+        """The numbers or the mask of an index.
+
+        Raises:
+            InputError: something else.
+        """
+        try:
+            made = to_array(index)
+        except ValueError as error:
+            raise InputError(f"{self.name} is indexed by numbers, slices and masks: {error}") from error
+        if made.dtype.kind not in "iub" and made.size:
+            raise InputError(f"{self.name} is indexed by numbers, slices and masks, not by {index!r:.60}")
+        return made
+
     def _chosen(self, tokens: NDArray[Any]) -> NDArray[Any]:
         """The entries of some tokens, in their order.
 
         Raises:
             InputError: a mask of another length.
-            IndexError: a token that there is not.
+            NoTokenError: a token that there is not.
         """
         if tokens.dtype == bool:
             if tokens.shape != (len(self),):
                 raise InputError(f"a mask {list(tokens.shape)} on {self.name}, which has {len(self)} tokens")
             tokens = np.flatnonzero(tokens)
         if tokens.size and not (-len(self) <= tokens.min() and tokens.max() < len(self)):
-            raise IndexError(f"{self.name} has the tokens 0 to {len(self) - 1}")
+            raise NoTokenError(f"{self.name} has the tokens 0 to {len(self) - 1}")
         flat = np.where(tokens < 0, tokens + len(self), tokens).astype(np.int64).reshape(-1)
         made = np.empty((len(flat), *self.shape[1:]), self.dtype)
         where = np.searchsorted(self._ends, flat, side="right")

@@ -14,8 +14,10 @@ from mionnx.analysis.lens.readout import Lens, LogitHead
 from mionnx.errors import HookError, InputError, ModelError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.typed import typed
+from mionnx.run.forward_batches import ListRequest, map_rows
+from mionnx.run.hook_cache import HookCache
 from mionnx.run.nan_logits import ADVICE, has_nan
-from mionnx.run.prompt import Text, is_stream, one_text, streams_of, token_of
+from mionnx.run.prompt import Text, is_stream, one_text, streams_of, texts_of, token_of
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
@@ -39,7 +41,23 @@ def logit_lens(
     positions: int | Sequence[int] | None = None,
     points: str | Sequence[str] = "resid_post",
     tokens: Sequence[int | str] = (),
+    batch_size: None = None,
 ) -> LensResult: ...
+
+
+@overload
+def logit_lens(
+    model: Runner,
+    source: Prompt,
+    hooks: HookSpec | None = None,
+    *,
+    k: int = 10,
+    layers: Sequence[int] | None = None,
+    positions: int | Sequence[int] | None = None,
+    points: str | Sequence[str] = "resid_post",
+    tokens: Sequence[int | str] = (),
+    batch_size: int | str,
+) -> list[LensResult]: ...
 
 
 @typed()
@@ -53,6 +71,7 @@ def logit_lens(
     positions: int | Sequence[int] | None = None,
     points: str | Sequence[str] = "resid_post",
     tokens: Sequence[int | str] = (),
+    batch_size: int | str | None = None,
 ) -> LensResult | list[Any]:
     """Read residual streams with the model's own final norm, head, soft cap and softmax.
 
@@ -60,17 +79,19 @@ def logit_lens(
     [layers, seq, vocab] is never held.
 
     Args:
-        source: a prompt (a text, `Tokens` or integer ids), or, as floats, a residual [hidden] or several
-            [n, hidden], which the other arguments but `k` do not apply to.
+        source: a prompt (a text, `Tokens` or integer ids); with a `batch_size`, a list of them; or, as floats, a
+            residual [hidden] or several [n, hidden], which the other arguments but `k` do not apply to.
         hooks: interventions to run the prompt with.
         k: how many of the most likely tokens.
         layers: layers to read; all if left out.
         positions: positions to read, negative ones from the end; all if left out.
         points: streams of a layer: "resid_post", "resid_pre", "resid_mid", or several of these.
         tokens: further tokens, by id or text, to follow through the layers.
+        batch_size: run a list of prompts in batches of at most so many, those of like length together, or "auto".
 
     Returns:
-        a `LensResult` for a prompt; [(token id, probability)] for a residual; a list of these for several.
+        a `LensResult` for a prompt, a list of them with a `batch_size`; [(token id, probability)] for a residual; a
+        list of these for several.
 
     Raises:
         InputError: several prompts, NaN, another width, or a k, position, token or layer that does not exist.
@@ -81,17 +102,26 @@ def logit_lens(
         [lens.spell(token) for token, _ in lens.best(-1, -1)]  # the last layer's top tokens at the last position
     """
     if is_stream(source):
-        if not (hooks is layers is positions is None and points == "resid_post" and len(tokens) == 0):
-            raise InputError("hooks, layers, positions, points and tokens apply to a prompt, not to a residual")
+        unread = hooks is layers is positions is batch_size is None
+        if not (unread and points == "resid_post" and len(tokens) == 0):
+            raise InputError(
+                "hooks, layers, positions, points, tokens and batch_size apply to a prompt, not to a residual"
+            )
         return read_vectors(model, source, k)
-    text = one_text(model, source)
-    indices = _indices(text, positions)
+    texts = [one_text(model, source)] if batch_size is None else texts_of(model, source)
+    indices = [_indices(text, positions) for text in texts]
     names = _stream_names(model, layers, points)
-    streams = _captured(model, text, hooks, [*names, _last_stream(model)], indices)
+    captured = [*names, _last_stream(model)]
     tracked = [token_of(model, token) for token in tokens]
-    result = _lens_result(model, text, names, indices, streams, tracked, k)
+
+    def read(row: int, cache: HookCache) -> LensResult:
+        streams = _streams(model, texts[row], hooks, captured, cache)
+        return _lens_result(model, texts[row], names, indices[row], streams, tracked, k)
+
+    spec = _capturing(hooks, captured, positions)
+    made = map_rows(model, ListRequest([text.ids for text in texts], spec, batch_size, logits=False), read, "lens")
     model.give_back(later=True)
-    return result
+    return made[0] if batch_size is None else made
 
 
 def _lens_result(
@@ -114,14 +144,18 @@ def _lens_result(
     return LensResult(names, indices, pieces, readout, answers, tracked, reader.spell, reader.known, reader.read)
 
 
-def _captured(model: Runner, text: Text, hooks: HookSpec | None, names: list[str], indices: list[int]) -> NDArray[Any]:
-    """The streams of these names, [names, positions, hidden]."""
+def _capturing(hooks: HookSpec | None, names: list[str], positions: int | Sequence[int] | None) -> HookSpec:
+    """The spec of a lens: these streams, at these positions of each text."""
     spec = HookSpec().extend(hooks or HookSpec())
     if spec.captures:
         raise InputError("the hooks of a lens are interventions: what it captures are its own streams")
     for name in dict.fromkeys(names):
-        spec.capture(name, positions=indices)
-    cache = model.forward(text.ids, spec, logits=False)
+        spec.capture(name, positions=positions)
+    return spec
+
+
+def _streams(model: Runner, text: Text, hooks: HookSpec | None, names: list[str], cache: HookCache) -> NDArray[Any]:
+    """The streams of these names, [names, positions, hidden]."""
     streams = np.stack([cache[name][0] for name in names])
     if has_nan(streams):
         model.forward(text.ids, hooks)  # an error that names the first hook point

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.python_hooks.check_result import replacement
-from mionnx.analysis.python_hooks.hook import Hook, HookFunction
 from mionnx.analysis.python_hooks.segmented_run import RunInputs
 from mionnx.errors import GradientError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
+from mionnx.run.function_results import replacement
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.hook_functions import Hook, HookFunction
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, overload
 
 from numpy.typing import ArrayLike
 
 from mionnx.analysis.python_hooks.backward_hooks import run_backwards
-from mionnx.analysis.python_hooks.hook import HookFunction, Where, register
+from mionnx.analysis.python_hooks.batched_run import run_batches
 from mionnx.analysis.python_hooks.loss import check_return_type, convert_logits
 from mionnx.analysis.python_hooks.segmented_run import RunInputs, run_segments
 from mionnx.errors import GradientError, HookError
@@ -16,7 +16,10 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past
 from mionnx.machine.typed import typed
+from mionnx.run.batching import check_batch_size
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.hook_caches import HookCaches
+from mionnx.run.hook_functions import HookFunction, Where, register
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
@@ -34,6 +37,7 @@ def call(
     attention_mask: ArrayLike | None = None,
     cache: Past | None = None,
     initial_state: RWKVState | None = None,
+    batch_size: int | str | None = None,
 ) -> Any:
     """Run the model: `run_with_hooks` without functions.
 
@@ -48,6 +52,7 @@ def call(
         attention_mask=attention_mask,
         cache=cache,
         initial_state=initial_state,
+        batch_size=batch_size,
     )
 
 
@@ -68,6 +73,7 @@ def run_with_hooks(
     metric: str | None = None,
     answer: Tokens = None,
     versus: Tokens = None,
+    batch_size: int | str | None = None,
 ) -> Any:
     """Run the model once, with Python functions at hook points.
 
@@ -100,9 +106,12 @@ def run_with_hooks(
             what earlier hook points' gradients are made of.
         metric, answer, versus: the number whose gradients those are, see `HookSpec.set_metric`: "loss", which is the
             default, "logit", "logit_diff", "log_probability" or "probability".
+        batch_size: run a list in batches of at most so many rows, those of like length together, or "auto". Functions
+            are called in each batch; `hook.ctx` is shared by all of them.
 
     Returns:
-        logits [batch, seq, vocab]; a loss as one number, or [batch, seq - 1] with NaN where padding is.
+        logits [batch, seq, vocab], of a list with a `batch_size` a list of [1, seq, vocab]; a loss as one number, or
+        [batch, seq - 1] with NaN where padding is.
 
     Raises:
         HookError: a hook that the model does not have, with the nearest that it has, or a derived value.
@@ -121,10 +130,13 @@ def run_with_hooks(
     """
     check_return_type(return_type)
     inputs = RunInputs(model._ids(tokens), attention_mask, cache, initial_state, prompt_length)
+    check_batch_size(batch_size)
     spec, asked = hooks or HookSpec(), {"name": metric, "answer": answer, "versus": versus}
     if spec.metric is not None or spec.gradients:
         raise GradientError("hooks= has a metric or gradients, and no logits tell them: `forward` returns them")
     if backward := register(model.hooked, bwd_hooks):
+        if batch_size is not None:
+            raise GradientError("bwd_hooks are called for one batch: `gradients` has batch_size=")
         if register(model.hooked, fwd_hooks):
             raise GradientError(
                 "fwd_hooks and bwd_hooks in one call: no graph can differentiate a Python function; say what the first "
@@ -133,11 +145,43 @@ def run_with_hooks(
         result = run_backwards(model, inputs, spec, backward, {**asked, "name": metric or "loss"})
     elif any(value is not None for value in asked.values()):
         raise GradientError("metric=, answer= and versus= are what bwd_hooks= differentiates, and there are none")
+    elif batch_size is not None:
+        return run_batches(model, inputs, spec, fwd_hooks, return_type, batch_size, state=False)[0]
     else:
         result = run_segments(model, inputs, spec, fwd_hooks, return_type is not None, state=False)
     return convert_logits(return_type, result.output() if return_type else None, inputs.batch(model))
 
 
+@overload
+def run_with_cache(
+    model: Runner,
+    tokens: Prompt,
+    names_filter: Where | Sequence[Where] | None = None,
+    *,
+    fwd_hooks: Iterable[tuple[Where, HookFunction]] = (),
+    return_type: str | None = "logits",
+    hooks: HookSpec | None = None,
+    attention_mask: ArrayLike | None = None,
+    cache: Past | None = None,
+    initial_state: RWKVState | None = None,
+    prompt_length: int | Sequence[int] | None = None,
+    batch_size: None = None,
+) -> tuple[Any, HookCache]: ...
+@overload
+def run_with_cache(
+    model: Runner,
+    tokens: Prompt,
+    names_filter: Where | Sequence[Where] | None = None,
+    *,
+    fwd_hooks: Iterable[tuple[Where, HookFunction]] = (),
+    return_type: str | None = "logits",
+    hooks: HookSpec | None = None,
+    attention_mask: ArrayLike | None = None,
+    cache: Past | None = None,
+    initial_state: RWKVState | None = None,
+    prompt_length: int | Sequence[int] | None = None,
+    batch_size: int | str,
+) -> tuple[Any, HookCaches]: ...
 @takes_encoding
 @typed(leave=["fwd_hooks"])
 def run_with_cache(
@@ -152,7 +196,8 @@ def run_with_cache(
     cache: Past | None = None,
     initial_state: RWKVState | None = None,
     prompt_length: int | Sequence[int] | None = None,
-) -> tuple[Any, HookCache]:
+    batch_size: int | str | None = None,
+) -> tuple[Any, HookCache | HookCaches]:
     """Run the model once and keep values at hook points.
 
     Args:
@@ -164,9 +209,11 @@ def run_with_cache(
             points only.
         hooks: interventions, and captures, besides.
         attention_mask, cache, initial_state, prompt_length: see `forward`.
+        batch_size: run a list in batches of at most so many rows, those of like length together, or "auto".
 
     Returns:
-        the logits or the loss, and the cache.
+        the logits or the loss, and the cache; of a list with a `batch_size` a list of logits [1, seq, vocab], and
+        `HookCaches`, a cache for each row without padding.
 
     Raises:
         HookError, InterventionError, InputError: as `run_with_hooks`.
@@ -180,6 +227,9 @@ def run_with_cache(
     spec = _capturing(model, names_filter).extend(hooks or HookSpec())
     if not spec.captures:
         raise HookError("names_filter=[] keeps nothing: run_with_hooks returns logits alone")
+    check_batch_size(batch_size)
+    if batch_size is not None:
+        return run_batches(model, inputs, spec, fwd_hooks, return_type, batch_size, state=True)
     result = run_segments(model, inputs, spec, fwd_hooks, return_type is not None, state=True)
     return convert_logits(return_type, result.output() if return_type else None, inputs.batch(model)), result
 

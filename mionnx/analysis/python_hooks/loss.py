@@ -9,6 +9,7 @@ from mionnx.errors import InputError, nearest
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.softmax import logsumexp
 
+NO_LOSS = "a loss needs a text of two tokens or more: it is of each token, given those before it"
 RETURN_TYPES = ("logits", "loss", "loss per token", "both")
 
 
@@ -27,13 +28,28 @@ def loss_per_token(logits: NDArray[Any], batch: TokenBatch) -> NDArray[np.float6
     """
     predicted = batch.real[:, :-1] & batch.real[:, 1:]
     if not predicted.any():
-        raise InputError("a loss needs a text of two tokens or more: it is of each token, given those before it")
+        raise InputError(NO_LOSS)
     losses = np.full(predicted.shape, np.nan)
     for row, here in enumerate(predicted):  # row by row: the logits of one row in float64, not of all
         at, following = np.flatnonzero(here), batch.input_ids[row, 1:][here]
-        chosen = logits[row, at].astype(np.float64)
-        losses[row, at] = logsumexp(chosen, axis=-1) - chosen[np.arange(len(at)), following]
+        losses[row, at] = _losses(logits[row, at], following)
     return losses
+
+
+def row_losses(logits: NDArray[Any], ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Cross-entropy of each next token of one text, in nats: [seq - 1].
+
+    Args:
+        logits: [seq, vocab].
+        ids: [seq].
+    """
+    return _losses(logits[:-1], ids[1:])
+
+
+def _losses(logits: NDArray[Any], following: NDArray[np.int64]) -> NDArray[np.float64]:
+    chosen = logits.astype(np.float64)
+    found: NDArray[np.float64] = logsumexp(chosen, axis=-1) - chosen[np.arange(len(following)), following]
+    return found
 
 
 def convert_logits(return_type: str | None, logits: NDArray[Any] | None, batch: TokenBatch) -> Any:

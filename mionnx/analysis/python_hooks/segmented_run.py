@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.analysis.python_hooks.check_result import apply_functions
-from mionnx.analysis.python_hooks.dead_hooks import dead_hooks, refuse_change
-from mionnx.analysis.python_hooks.hook import (
-    Hook,
-    HookFunction,
-    Where,
-    register,
-)
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.past import choose_past, present_names
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.rewrite.plan import Outputs
+from mionnx.run.dead_hooks import dead_hooks, refuse_change
+from mionnx.run.function_results import apply_functions
 from mionnx.run.hook_cache import HookCache, collect
+from mionnx.run.hook_functions import (
+    Hook,
+    HookFunction,
+    Where,
+    register,
+)
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 
@@ -67,6 +67,7 @@ def run_segments(
     fwd_hooks: Iterable[tuple[Where, HookFunction]],
     logits: bool,
     state: bool,
+    hooks: dict[str, Hook] | None = None,
 ) -> HookCache:
     """Run a model with functions at hook points.
 
@@ -77,6 +78,7 @@ def run_segments(
         fwd_hooks: pairs of a hook and a function.
         logits: whether the model runs to its end; otherwise to the last hook point that is asked for.
         state: whether the state that an RWKV model ends with is returned to the user.
+        hooks: the arguments of functions, by hook point, that several runs of one call share; new ones are put here.
 
     Returns:
         logits and captures; a capture holds the value after the functions.
@@ -93,7 +95,10 @@ def run_segments(
     )
     feeds = bound.inputs(batch, choose_past(hooked, inputs.cache, inputs.initial_state))
     chain = model.variants.chain(bound.plan, tuple(functions), batch.batch * batch.seq)
-    hooks = {name: Hook(HookPoint.parse(name)) for name in functions}
+    hooks = {} if hooks is None else hooks
+    for name in functions:
+        known = hooks.get(name, Hook(HookPoint.parse(name)))
+        hooks[name] = replace(known, positions=batch.token_positions)
     returned = [*(["logits"] if logits else []), *(capture.node.hook for capture in bound.captures)]
     returned += present_names(hooked, False) if state and bound.plan.outputs.carried else []
     dead = dead_hooks(hooked, functions, returned)

@@ -105,6 +105,8 @@ def statistics_of(
     Example:
         mionnx.statistics_of(Activations("folder"), covariance=True).covariance("blocks.2.hook_resid_post")
     """
+    if not isinstance(activations, Activations):
+        raise InputError(f"activations are an Activations, of a harvest's folder, got {type(activations).__name__}")
     check_by(by)
     if covariance and by is not None:
         raise InputError("covariance= is of all tokens together: leave by= out")

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.axes import sequence_axis
 from mionnx.graph.hook_points import HookPoint
-from mionnx.machine.brief import Brief, count
+from mionnx.machine.arrays import to_array
+from mionnx.machine.brief import Brief, count, spelled
 from mionnx.machine.moments import Moments
 from mionnx.machine.stored import Storable, Stored
 from mionnx.machine.typed import typed
@@ -21,13 +22,14 @@ from mionnx.run.token_classes import By, classes_of
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
+from mionnx.spec.limits import Indices, Positions
 
 Numbers = NDArray[np.float64]
 Hook = str | HookPoint
 FUNCTION = "function"
 
 
-@typed(InputError, leave=["by", "hook", "hooks", "heads", "neurons", "positions"])
+@typed(InputError, leave=["by", "hook"])
 class Statistics(Brief, Stored):
     """Count, mean, variance and covariance of hook points, float64.
 
@@ -128,7 +130,13 @@ class Statistics(Brief, Stored):
         """
         if self.by == FUNCTION:
             raise InputError("the classes are a function's, which no file holds: set `by` to it again")
-        found, classes = self._of(hook), classes_of(self.by, ids)
+        try:
+            given = to_array(ids)
+        except ValueError as error:  # rows of unequal length
+            raise InputError(f"ids of one text are integers [seq]: {error}") from error
+        if given.ndim != 1 or given.dtype.kind not in "iu":
+            raise InputError(f"ids of one text are integers [seq], got {spelled(given)}")
+        found, classes = self._of(hook), classes_of(self.by, given)
         places = found.places(classes)
         if (places < 0).any():
             first = int(np.flatnonzero(places < 0)[0])
@@ -140,7 +148,15 @@ class Statistics(Brief, Stored):
         return np.asarray(found.mean[places])
 
     def ablation(
-        self, model: Runner, prompts: Prompt, hooks: Hook | Iterable[Hook] | None = None, **limits: Any
+        self,
+        model: Runner,
+        prompts: Prompt,
+        hooks: Hook | Iterable[Hook] | None = None,
+        *,
+        positions: Positions | None = None,
+        heads: Indices | None = None,
+        rows: Indices | None = None,
+        neurons: Indices | None = None,
     ) -> HookSpec:
         """The interventions that put means in place of activations (mean ablation), by class.
 
@@ -148,7 +164,7 @@ class Statistics(Brief, Stored):
             model: for its tokenizer and hook points.
             prompts: the prompts that the spec is for, in the order in which they run.
             hooks: hook points; all of these statistics if left out.
-            limits: `positions`, `heads`, `rows`, `neurons` as interventions take them.
+            positions, heads, rows, neurons: limits of the interventions; see `Intervention`.
 
         Raises:
             HookError: a hook point without statistics.
@@ -157,15 +173,16 @@ class Statistics(Brief, Stored):
         Example:
             model.forward(prompt, stats.ablation(model, prompt, "blocks.1.attn.hook_z", heads=3))
         """
-        spec, rows = HookSpec(), prompt_ids(model, prompts)
-        longest = max(map(len, rows))
+        spec, texts = HookSpec(), prompt_ids(model, prompts)
+        longest = max(map(len, texts))
         chosen = self.hooks if hooks is None else [hooks] if isinstance(hooks, str | HookPoint) else [*hooks]
         for hook in chosen:
-            means = [self.at(hook, ids) for ids in rows]
+            means = [self.at(hook, ids) for ids in texts]
             padded = [np.pad(one, [(longest - len(one), 0), *[(0, 0)] * (one.ndim - 1)]) for one in means]
             axis = sequence_axis(HookPoint.parse(str(hook)).axes or ("batch", "seq"))
             value = np.moveaxis(np.stack(padded), 1, axis).astype(np.float32)
-            spec.intervene(str(hook), Intervention.Replace(value, **limits))
+            edit = Intervention.Replace(value, positions=positions, heads=heads, rows=rows, neurons=neurons)
+            spec.intervene(str(hook), edit)
         return spec
 
     def _of(self, hook: Hook) -> Moments:

@@ -10,11 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.steering.directions import Directions
-from mionnx.analysis.steering.prompts import Texts, positions_of, texts_of, whole_numbers
+from mionnx.analysis.steering.prompts import Texts, one_list_each, positions_of, texts_of, whole_numbers
 from mionnx.errors import HookError, InputError
 from mionnx.inputs.tokens import Tokens
 from mionnx.machine.stored import Stored
 from mionnx.machine.typed import typed
+from mionnx.run.batching import AUTO
+from mionnx.run.forward_batches import ListRequest, map_rows
+from mionnx.run.hook_cache import HookCache
 from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
@@ -58,7 +61,12 @@ class SteeringCalibration(Stored):
 
 @typed(leave=["positions"])
 def calibrate(
-    model: Runner, directions: Directions, prompts: Texts, positions: int | str | Sequence[int] | None = None
+    model: Runner,
+    directions: Directions,
+    prompts: Texts,
+    positions: int | str | Sequence[int] | None = None,
+    *,
+    batch_size: int | str = AUTO,
 ) -> SteeringCalibration:
     """Measure the length of the stream, over prompts, at the hook points of directions.
 
@@ -66,6 +74,7 @@ def calibrate(
         directions: the directions.
         prompts: texts.
         positions: the tokens that are measured, negative ones from each text's end; all if left out, or "prompt".
+        batch_size: prompts of one pass, those of like length together; "auto": as run well and fit into memory.
 
     Raises:
         InputError: no prompts, or positions that are neither "prompt" nor integers.
@@ -77,17 +86,32 @@ def calibrate(
     """
     points = [directions.point(layer) for layer in directions.layers]
     texts = [model.tokenize(text) for text in texts_of("prompts", prompts)]
-    norms = vector_norms(model, texts, points, whole_numbers(positions))
+    norms = vector_norms(model, texts, points, whole_numbers(positions), batch_size)
     return SteeringCalibration(directions.hook, directions.layers, norms, directions.norms.astype(np.float64))
 
 
-def vector_norms(model: Runner, texts: Sequence[Tokens], points: Sequence[str], positions: Any) -> NDArray[np.float64]:
+def vector_norms(
+    model: Runner, texts: Sequence[Tokens], points: Sequence[str], positions: Any, batch_size: int | str = AUTO
+) -> NDArray[np.float64]:
     """[points]: the mean length of the values at the chosen tokens."""
-    lengths = []
-    for prompt, tokens in enumerate(texts):
-        here, spec = positions_of(positions, prompt, len(texts)), HookSpec()
-        for point in points:
-            spec.capture(point, positions=None if isinstance(here, str) else here)
-        cache = numbers(model.forward(tokens, spec, logits=False))
-        lengths.append([np.linalg.norm(cache[point][0].astype(np.float64), axis=-1) for point in points])
+    if one_list_each(positions):
+        each = [(text, positions_of(positions, prompt, len(texts))) for prompt, text in enumerate(texts)]
+        lengths = [_lengths(model, [text], points, here, batch_size)[0] for text, here in each]
+    else:
+        lengths = _lengths(model, texts, points, positions, batch_size)
     return np.concatenate(lengths, axis=1).mean(axis=1)
+
+
+def _lengths(
+    model: Runner, texts: Sequence[Tokens], points: Sequence[str], positions: Any, batch_size: int | str
+) -> list[NDArray[np.float64]]:
+    """[points, tokens] for each text: the lengths of the values at the same positions of each."""
+    spec = HookSpec()
+    for point in points:
+        spec.capture(point, positions=None if isinstance(positions, str) else positions)
+
+    def read(row: int, cache: HookCache) -> NDArray[np.float64]:
+        found = numbers(cache)
+        return np.stack([np.linalg.norm(found[point][0].astype(np.float64), axis=-1) for point in points])
+
+    return map_rows(model, ListRequest([*texts], spec, batch_size, logits=False), read, "measuring")

@@ -15,11 +15,12 @@ from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.typed import typed
+from mionnx.run.batching import AUTO
+from mionnx.run.forward_batches import ListRequest, map_rows
+from mionnx.run.hook_cache import HookCache
 from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
-
-ROWS = 32  # of one call
 
 
 @typed()
@@ -33,6 +34,7 @@ def contrast(
     positions: int | Sequence[int] = -1,
     method: str = "mean_difference",
     progress: Progress = silent,
+    batch_size: int | str = AUTO,
 ) -> Directions:
     """The direction from negative to positive prompts, in every layer.
 
@@ -44,6 +46,7 @@ def contrast(
         method: "mean_difference", or "pca": the axis along which the pairs' differences are largest, as long as
             their mean along it.
         progress: called as (stage, done, total).
+        batch_size: prompts of one pass, those of like length together; "auto": as run well and fit into memory.
 
     Returns:
         one vector a layer; strength 1 is the pairs' difference.
@@ -63,7 +66,7 @@ def contrast(
     short, template = template_of(hook)
     points = [template.format(i=layer) for layer in chosen]
     at = [positions] if isinstance(positions, int | np.integer) else [*positions]
-    stacked = _activations(model, [*sides[0], *sides[1]], points, at, progress)
+    stacked = _activations(model, [*sides[0], *sides[1]], points, at, batch_size, progress)
     plus, minus = np.split(stacked, 2, axis=1)
     vectors = directions_of(plus, minus, method, chosen)
     separated = separation(plus, minus, vectors, method)
@@ -71,16 +74,21 @@ def contrast(
 
 
 def _activations(
-    model: Runner, texts: Sequence[str], points: Sequence[str], positions: list[int], progress: Progress
+    model: Runner,
+    texts: Sequence[str],
+    points: Sequence[str],
+    positions: list[int],
+    batch_size: int | str,
+    progress: Progress,
 ) -> NDArray[np.float64]:
     """[layers, texts, width]: the mean over the positions."""
     spec = HookSpec()
     for point in points:
         spec.capture(point, positions=positions)
-    batches = []
-    for first in range(0, len(texts), ROWS):
-        progress("capturing", first, len(texts))
-        cache = numbers(model.forward(texts[first : first + ROWS], spec, logits=False))
-        batches.append(np.stack([cache[point].astype(np.float64).mean(axis=1) for point in points]))
-    progress("capturing", len(texts), len(texts))
-    return np.concatenate(batches, axis=1)
+
+    def read(row: int, cache: HookCache) -> NDArray[np.float64]:
+        found = numbers(cache)
+        return np.stack([found[point][0].astype(np.float64).mean(axis=0) for point in points])
+
+    request = ListRequest(model._ids(texts), spec, batch_size, logits=False)
+    return np.stack(map_rows(model, request, read, "capturing", progress=progress), axis=1)

@@ -21,13 +21,15 @@ from mionnx.machine.arrays import to_array
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.softmax import log_softmax
 from mionnx.machine.typed import typed
+from mionnx.run.batching import AUTO
+from mionnx.run.forward_batches import ListRequest, map_rows
+from mionnx.run.hook_cache import HookCache
 from mionnx.run.prompt import token_of, token_text
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.spec.limits import Positions
 
-ROWS = 32  # of one call
 CUTS = 15  # strengths tried at once between two others
 FINEST = 1e-6  # of the largest strength: below, neighbouring ones are the same in float32
 Row = tuple[int, float]  # a prompt's number and a strength
@@ -46,6 +48,7 @@ def dose_response(
     positions: Positions | None = None,
     bisect: float | None = None,
     progress: Progress = silent,
+    batch_size: int | str = AUTO,
 ) -> DoseResponse:
     """Add a direction at several strengths and measure the answers.
 
@@ -61,6 +64,7 @@ def dose_response(
         bisect: search for the strength at which the answer becomes the target, to within this, on both sides of 0,
             between the given strengths.
         progress: called as (stage, done, total).
+        batch_size: rows of one pass, a prompt at a strength each; "auto": as run well and fit into memory.
 
     Raises:
         InputError: no prompts or strengths, a target that is not one token, or logits that are no longer finite.
@@ -75,7 +79,7 @@ def dose_response(
     finest: float = FINEST * float(np.abs(doses).max()) or FINEST
     if bisect is not None and not bisect >= finest:
         raise InputError(f"bisect={bisect!r}: strengths are float32, and tell {finest:.1g} apart at best")
-    trial = Trial(model, [model.tokenize(text) for text in texts], direction, positions, progress)
+    trial = Trial(model, [model.tokenize(text) for text in texts], direction, positions, progress, batch_size)
     strongest = max(doses.tolist(), key=lambda dose: (abs(dose), dose))
     targets = _targets(model, target, len(texts))
     if targets is None:
@@ -86,7 +90,7 @@ def dose_response(
     flips = trial.flips([*brackets(doses, hit)], targets, bisect)
     tokens = sorted({*targets.tolist(), *baseline.tolist(), *answers.top.ravel().tolist()})
     names = {token: token_text(model, token) for token in tokens}
-    share = direction.norm / float(vector_norms(model, trial.texts, [direction.hook], positions)[0])
+    share = direction.norm / float(vector_norms(model, trial.texts, [direction.hook], positions, batch_size)[0])
     model.give_back(later=True)
     return DoseResponse(
         direction.hook, tuple(texts), doses, answers, targets, baseline, flips, bisect or 0.0, share, names
@@ -107,10 +111,16 @@ class Trial:
     """One direction tried on prompts."""
 
     def __init__(
-        self, model: Runner, texts: list[Tokens], direction: Direction, positions: Any, progress: Progress
+        self,
+        model: Runner,
+        texts: list[Tokens],
+        direction: Direction,
+        positions: Any,
+        progress: Progress,
+        batch_size: int | str,
     ) -> None:
         self.model, self.texts, self.direction = model, texts, direction
-        self.positions, self.progress = positions, progress
+        self.positions, self.progress, self.batch_size = positions, progress, batch_size
         width = model.hooked.axes(HookPoint.parse(direction.hook))[-1]
         if direction.vector.shape != (width,):
             raise InterventionError(
@@ -118,22 +128,24 @@ class Trial:
             )
         self.baseline = np.stack([*self.logits([(i, 0.0) for i in range(len(texts))])])
 
-    def logits(self, rows: Sequence[Row]) -> Iterator[NDArray[Any]]:
+    def logits(self, rows: Sequence[Row]) -> list[NDArray[Any]]:
         """[vocab] for each row: the logits of the last position."""
-        for first in range(0, len(rows), ROWS):
-            self.progress("steering", first, len(rows))
-            here = rows[first : first + ROWS]
-            strengths = np.array([strength for _, strength in here], np.float32)
-            value = strengths[:, None, None] * self.direction.vector
-            at = self.positions
-            if one_list_each(at):
-                at = [positions_of(at, prompt, len(self.texts)) for prompt, _ in here]
-            spec = HookSpec().intervene(self.direction.hook, Intervention.Add(value, positions=at))
-            texts = [self.texts[prompt] for prompt, _ in here]
-            logits = self.model.forward(texts, spec, logits=Logits(positions=-1)).output()[:, 0]
-            _refuse_unbounded(logits, strengths)
-            yield from logits
-        self.progress("steering", len(rows), len(rows))
+        strengths = np.array([strength for _, strength in rows], np.float32)
+        at = self.positions
+        if one_list_each(at):
+            at = [positions_of(at, prompt, len(self.texts)) for prompt, _ in rows]
+        value = strengths[:, None, None] * self.direction.vector
+        spec = HookSpec().intervene(self.direction.hook, Intervention.Add(value, positions=at))
+        texts = [self.texts[prompt] for prompt, _ in rows]
+
+        def read(row: int, cache: HookCache) -> NDArray[Any]:
+            logits = cache.output()[0, 0]
+            if not np.isfinite(logits.astype(np.float64)).all():
+                raise InputError(f"at strength {strengths[row]:g} the logits are no longer finite: steer less")
+            return logits
+
+        request = ListRequest(texts, spec, self.batch_size, logits=Logits(positions=-1))
+        return map_rows(self.model, request, read, "steering", progress=self.progress)
 
     def answers(self, doses: NDArray[np.float64], targets: NDArray[np.int64]) -> Answers:
         """The answer of every prompt at every strength."""
@@ -188,12 +200,6 @@ def brackets(strengths: NDArray[np.float64], hit: NDArray[np.bool_]) -> Iterator
             if hits.any():
                 first = int(hits.argmax())
                 yield prompt, float(strengths[outward[first - 1]]) if first else 0.0, float(strengths[outward[first]])
-
-
-def _refuse_unbounded(logits: NDArray[Any], strengths: NDArray[Any]) -> None:
-    bad = ~np.isfinite(logits.astype(np.float64)).all(axis=1)
-    if bad.any():
-        raise InputError(f"at strength {strengths[bad][0]:g} the logits are no longer finite: steer less")
 
 
 def _doses(strengths: ArrayLike) -> NDArray[np.float64]:

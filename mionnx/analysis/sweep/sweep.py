@@ -191,16 +191,28 @@ class Sweep:
         Returns:
             [pairs, cells]: the metric at each.
         """
-        found = np.empty((len(self.pairs), self.setting.grid.cells))
-        for pair in range(len(self.pairs)):
-            runs, metric, unpatched = self._first if pair == 0 else self._prepare(pair)
-            found[pair] = unpatched[0]
+        return np.stack([self.compute_pair(pair, cells)[0] for pair in range(len(self.pairs))])
 
-            def done(some: NDArray[np.int64], values: NDArray[np.float64], pair: int = pair) -> None:
-                found[pair, some] = values
+    def compute_pair(self, pair: int, cells: NDArray[np.int64]) -> tuple[NDArray[np.float64], tuple[float, float], int]:
+        """Compute some cells of one pair alone.
 
-            runs.run(cells[runs.effective_cells()[cells]], metric, done)
-        return found[:, cells]
+        Args:
+            pair: its number.
+            cells: their numbers.
+
+        Returns:
+            the metric at each cell, [cells]; that of the run that is patched and of the one patched in; how many of
+            the grid's cells have no effect.
+        """
+        runs, metric, unpatched = self._first if pair == 0 else self._prepare(pair)
+        effective = runs.effective_cells()
+        found = np.full(self.setting.grid.cells, unpatched[0])
+
+        def done(some: NDArray[np.int64], values: NDArray[np.float64]) -> None:
+            found[some] = values
+
+        runs.run(cells[effective[cells]], metric, done)
+        return found[cells], unpatched, int((~effective).sum())
 
     def result(self, by_pair: NDArray[np.float64], bases: NDArray[np.float64], cost: dict[str, float]) -> SweepResult:
         """The result of some numbers.

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.python_hooks.hook import Hook, HookFunction, shape_text
 from mionnx.errors import InterventionError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.arrays import to_array
+from mionnx.run.hook_functions import Hook, HookFunction, shape_text
 
 SCORES = "AttnScores"
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import HookError
@@ -14,6 +15,7 @@ from mionnx.spec.hook_choice import HookChoice, Predicate, resolve
 
 HookFunction = Callable[..., Any]  # (activation, hook=Hook) -> array or None
 Where = HookPoint | str | Predicate
+HookFunctions = Iterable[tuple[Where, HookFunction]]
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,14 @@ class Hook:
     Attributes:
         point: the hook point.
         ctx: a dictionary that the functions at this hook point share during one call.
+        step: of a generation: 0 while the prompts are read, n when the n-th new token is.
+        positions: [batch, seq], the position of each column in its row's text, past included; -1 for padding.
     """
 
     point: HookPoint
     ctx: dict[str, Any] = field(default_factory=dict)
+    step: int = 0
+    positions: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64), compare=False)
 
     @property
     def name(self) -> str:

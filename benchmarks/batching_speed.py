@@ -1,0 +1,133 @@
+"""A list of short texts with one long one among them: one padded batch, and batches of like length.
+
+    pip install -e ".[cpu]"
+    python benchmarks/batching_speed.py [--rows 1000] [--short 6] [--long 128] [--repeats 3] [--model MODEL] [--save]
+
+`forward` over a list, the residual stream after every layer and the logits at the last position of each text, of the
+models that ship. Each figure is from a process of its own, with one thread: processor seconds of the pass, the median,
+the model open and run once before; and the growth of the resident memory over it. What each text gives is compared
+with what it gives alone, for the long text and some of the short ones.
+
+`--save` writes benchmarks/results/batching_speed.md.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import psutil
+from rich.progress import track
+from tables import present
+
+from mionnx import HookSpec, Logits, MIModel
+
+MODELS = ("world-llama", "world-rwkv7")
+SIZES = (None, 32, "auto")
+HEAD = ("model", "batch_size", "batches", "processor s", "texts / s", "MB", "differs by, relative")
+SPEC = HookSpec().capture("*.hook_resid_post", positions=-1)
+COMPARED = 8
+
+
+def texts_of(rows: int, short: int, long: int, vocabulary: int) -> list[np.ndarray]:
+    """Rows of ids, the long one in the middle."""
+    random = np.random.default_rng(0)
+    return [random.integers(3, vocabulary, long if row == rows // 2 else short) for row in range(rows)]
+
+
+def measured(name: str, size: Any, given: argparse.Namespace) -> dict[str, float]:
+    """Processor seconds and memory of one way, and the largest difference from texts alone."""
+    model = MIModel.from_pretrained(name, threads=1)
+    texts = texts_of(given.rows, given.short, given.long, model.vocab_size)
+    asked = {"logits": Logits(positions=-1), "batch_size": size}
+    model.forward(texts[:4], SPEC, **asked)
+    seconds, used = [], []
+    for _ in range(given.repeats):
+        with Peak() as peak:
+            begin = time.process_time()
+            found = model.forward(texts, SPEC, **asked)
+            seconds.append(time.process_time() - begin)
+        used.append(peak.bytes)
+    chosen = [given.rows // 2, *range(COMPARED - 1)]
+    last = model.num_layers - 1
+    gaps = []
+    for row in chosen:
+        alone = model.forward(texts[row], SPEC, logits=Logits(positions=-1))["resid_post", last][0]
+        gaps.append(np.abs(found["resid_post", last][row] - alone).max() / np.abs(alone).max())
+    batches = 1 if size is None else len(found.batches)
+    return {"seconds": median(seconds), "bytes": max(used), "gap": float(max(gaps)), "batches": batches}
+
+
+class Peak:
+    """The growth of the resident memory, looked at every 5 ms."""
+
+    def __enter__(self) -> "Peak":
+        self.own, self.going = psutil.Process(), True
+        self.before = self.most = self.own.memory_info().rss
+        self.thread = threading.Thread(target=self._watch)
+        self.thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while self.going:
+            self.most = max(self.most, self.own.memory_info().rss)
+            time.sleep(0.005)
+
+    def __exit__(self, *error: object) -> None:
+        self.going = False
+        self.thread.join()
+
+    @property
+    def bytes(self) -> int:
+        return self.most - self.before
+
+
+def in_a_process(name: str, size: Any, arguments: list[str]) -> dict[str, float]:
+    """`measured`, in a process of its own."""
+    told = json.dumps([name, size])
+    run = subprocess.run([sys.executable, __file__, *arguments, "--one", told], capture_output=True, text=True)
+    if run.returncode:
+        raise SystemExit(run.stderr)
+    found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("rows", 1000), ("short", 6), ("long", 128), ("repeats", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--model", action="append", help="in the place of the models that ship; may be repeated")
+    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = options()
+    if given.one:
+        print(json.dumps(measured(*json.loads(given.one), given)))
+        return
+    ways = [(name, size) for name in given.model or MODELS for size in SIZES]
+    rows = []
+    for name, size in track(ways, "measuring"):
+        found = in_a_process(name, size, sys.argv[1:])
+        seconds = found["seconds"]
+        told = [Path(name).name, str(size), str(found["batches"]), f"{seconds:.2f}", f"{given.rows / seconds:.0f}"]
+        rows.append([*told, f"{found['bytes'] / 1e6:.0f}", f"{found['gap']:.0e}"])
+    title = (
+        f"{given.rows - 1} texts of {given.short} tokens and one of {given.long}; {platform.machine()}, one thread, "
+        f"median of {given.repeats}"
+    )
+    said = "Processor seconds of `forward`, the growth of the resident memory, and the distance from texts run alone."
+    present("batching_speed", "A long text among short ones", title, [(HEAD, rows)], given.save, said)
+
+
+if __name__ == "__main__":
+    main()

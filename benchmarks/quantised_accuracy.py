@@ -1,0 +1,102 @@
+"""What quantisation costs SmolLM2, by setting: KL and top token over a text, and the hook points that differ most.
+
+The text is the README files of this repository, 2,000 tokens in windows of 250. Each setting beside the model of floats
+that it was made from: the mean of KL(floats || quantised) over tokens in nats, the share of tokens with the same top
+token, the perplexity of the text, and of all hook points of one window the one with the largest relative error.
+
+    python benchmarks/quantised_accuracy.py [--model smollm2] [--save]
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.progress import track
+from scipy.special import log_softmax
+from tables import present
+
+from mionnx import HookSpec, MIModel
+
+WINDOW, WINDOWS = 250, 8
+SHOWN = 128  # tokens of the window in which all hook points are compared
+Z = {"symmetric": False}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "int4": {},
+    "int4, level 4": {"accuracy_level": 4},
+    "int4, table and unembedding in 8 bits": {"in_8_bits": ["lm_head.weight"]},
+    "int4, blocks of 16": {"block_size": 16},
+    "int4, blocks of 128": {"block_size": 128},
+    "int4, zero points": Z,
+    "int4, zero points, level 4": {**Z, "accuracy_level": 4},
+    "int4, zero points, blocks of 128": {**Z, "block_size": 128},
+    "int4, zero points, table and unembedding in floats": {**Z, "embedding": False, "unembedding": False},
+    "int4, zero points, down projections in 8 bits": {**Z, "in_8_bits": ["*down_proj*"]},
+    "int8": {"bits": 8},
+    "int8, level 4": {"bits": 8, "accuracy_level": 4},
+}
+HEAD = ("setting", "MB", "KL, nats", "same top token", "perplexity", "largest relative error at", "error")
+
+
+def windows(model: MIModel) -> NDArray[np.int64]:
+    """The text, [windows, tokens]."""
+    root = Path(__file__).parents[1]
+    files = [root / "README.md", *sorted((root / "mionnx").glob("*/README.md"))]
+    ids = model.tokenize("\n".join(file.read_text() for file in files)).ids
+    return np.asarray(ids[: WINDOW * WINDOWS]).reshape(WINDOWS, WINDOW)
+
+
+def log_probabilities(model: MIModel, text: NDArray[np.int64]) -> NDArray[np.float32]:
+    """[tokens, vocab] in nats, one window after another."""
+    rows = [log_softmax(model.forward(window[None]).output()[0].astype(np.float32), axis=-1) for window in text]
+    return np.concatenate(rows)
+
+
+def worst(floats: dict[str, NDArray[Any]], model: MIModel, text: NDArray[np.int64]) -> tuple[str, float]:
+    """The hook point with the largest relative error, in the Euclidean norm over all of its numbers."""
+    errors = {}
+    for name, value in model.forward(text[:1, :SHOWN], HookSpec().capture([*floats])).items():
+        seen = np.isfinite(value) & (np.abs(value) < 1e30) & (np.abs(floats[name]) < 1e30)
+        off = np.linalg.norm(np.where(seen, value - floats[name], 0))
+        errors[name] = float(off / np.linalg.norm(np.where(seen, floats[name], 0)))
+    name = max(errors, key=lambda one: errors[one])
+    return name, errors[name]
+
+
+def main() -> None:
+    """Measure every setting and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    model = MIModel.from_pretrained(options.model)
+    text = windows(model)
+    following = np.stack([window[1:] for window in text])
+    whole = log_probabilities(model, text)
+    wanted = [str(point) for point in model.hook_points() if not point.derived and point.layer is not None]
+    floats = dict(model.forward(text[:1, :SHOWN], HookSpec().capture(wanted)))
+
+    def perplexity(found: NDArray[np.float32]) -> str:
+        told = found.reshape(WINDOWS, WINDOW, -1)[:, :-1]
+        return f"{np.exp(-np.take_along_axis(told, following[..., None], axis=-1).mean()):.2f}"
+
+    def megabytes(one: MIModel) -> str:
+        return f"{sum(file.stat().st_size for file in one.hooked.folder.glob('*.safetensors')) / 1e6:.0f}"
+
+    rows = [["floats", megabytes(model), "-", "-", perplexity(whole), "-", "-"]]
+    with tempfile.TemporaryDirectory() as name:
+        for number, (setting, given) in enumerate(track(SETTINGS.items(), "quantising", total=len(SETTINGS))):
+            made = MIModel.from_pretrained(model.quantise(f"{name}/{number}", **given))
+            found = log_probabilities(made, text)
+            kl = float((np.exp(whole) * (whole - found)).sum(axis=-1).mean())
+            same = float((whole.argmax(-1) == found.argmax(-1)).mean())
+            hook, error = worst(floats, made, text)
+            rows.append([setting, megabytes(made), f"{kl:.4f}", f"{same:.3f}", perplexity(found), hook, f"{error:.3f}"])
+    title = f"{options.model}, {WINDOWS * WINDOW} tokens, weights in blocks of 32 unless said"
+    present("quantised_accuracy", "What quantisation costs", title, [(HEAD, rows)], options.save)
+
+
+if __name__ == "__main__":
+    main()

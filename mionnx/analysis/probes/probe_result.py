@@ -1,0 +1,234 @@
+"""`ProbeResult`: held-out scores by hook point, and the directions that the probes read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.analysis.steering.directions import Direction
+from mionnx.errors import HookError, InputError, nearest
+from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.brief import count
+from mionnx.machine.decimals import decimal
+from mionnx.machine.stored import Storable
+from mionnx.machine.typed import typed
+from mionnx.view import Shown, Table, empty_figure, render
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(eq=False)
+class Fit(Storable):
+    """The probe of one hook point.
+
+    Attributes:
+        scores: name -> the score of each fold, [folds].
+        weights: [classes, ...], or [1, ...] of two classes and of values; for activations as they are.
+        intercept: [classes] or [1].
+    """
+
+    scores: dict[str, Numbers]
+    weights: Numbers
+    intercept: Numbers
+
+
+@typed(InputError, leave=["hook", "label"])
+class ProbeResult(Shown):
+    """Linear probes, by hook point.
+
+    Attributes:
+        fits: hook point -> its probe.
+        classes: the label of each class, ascending; None where values were predicted.
+        baseline: the accuracy of the most frequent class; 0 for values.
+        settings: "folds", "penalty", "seed", and the number of labelled "tokens" and "texts".
+
+    Example:
+        result.accuracy["blocks.2.hook_resid_post"], result.top(3)
+    """
+
+    INSIDE: ClassVar[tuple[type[Storable], ...]] = (Fit,)
+
+    def __init__(
+        self, fits: Mapping[str, Fit], classes: list[Any] | None, baseline: float, settings: Mapping[str, Any]
+    ) -> None:
+        self.fits, self.classes, self.baseline, self.settings = dict(fits), classes, baseline, dict(settings)
+
+    def _contents(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @classmethod
+    def _of_contents(cls, contents: dict[str, Any]) -> Self:
+        return cls(**contents)
+
+    @property
+    def metric(self) -> str:
+        """The leading score: "accuracy", or "r2" of values."""
+        return "r2" if self.classes is None else "accuracy"
+
+    @property
+    def accuracy(self) -> dict[str, float]:
+        """Hook point -> held-out accuracy, mean over folds.
+
+        Raises:
+            InputError: values were predicted.
+        """
+        return self.score("accuracy")
+
+    @property
+    def auc(self) -> dict[str, float]:
+        """Hook point -> held-out area under the ROC curve, of several classes each against the rest."""
+        return self.score("auc")
+
+    @property
+    def r2(self) -> dict[str, float]:
+        """Hook point -> held-out R2, the share of the variance that is predicted."""
+        return self.score("r2")
+
+    def score(self, metric: str) -> dict[str, float]:
+        """Hook point -> a held-out score, mean over the folds that have it.
+
+        Raises:
+            InputError: no such score.
+        """
+        names = [*next(iter(self.fits.values())).scores]
+        if metric not in names:
+            raise InputError(f"no score {metric!r} of these probes, only {', '.join(names)}")
+        return {hook: _mean(fit.scores[metric]) for hook, fit in self.fits.items()}
+
+    def spread(self, metric: str | None = None) -> dict[str, float]:
+        """Hook point -> the standard deviation of a score over folds (n - 1)."""
+        name = metric or self.metric
+        self.score(name)  # refuses what there is not
+        return {hook: float(np.nanstd(fit.scores[name], ddof=1)) for hook, fit in self.fits.items()}
+
+    def top(self, k: int = 5) -> list[tuple[str, float]]:
+        """The k hook points with the highest score, and it."""
+        scores = self.score(self.metric)
+        return sorted(scores.items(), key=lambda one: -one[1])[:k]
+
+    def direction(self, hook: str | HookPoint, label: Any = None) -> Direction:
+        """The direction along which a probe's answer grows.
+
+        Adding it with strength 1 raises the logit of the label (of two classes, its log-odds; of values, the
+        prediction) by 1: it is w / |w|^2, w being the weights for activations as they are.
+
+        Args:
+            hook: the hook point.
+            label: the class; left out for values, and for two classes the second one.
+
+        Raises:
+            HookError: no probe there, or values that are no vectors.
+            InputError: a label that is no class.
+        """
+        name = str(hook)
+        if name not in self.fits:
+            raise HookError(f"no probe at {name!r}{nearest(name, self.fits) or '; ' + ', '.join(self.fits)}")
+        weights = self._weights(self.fits[name].weights, label)
+        if weights.ndim != 1:
+            raise HookError(f"{name} has values {list(weights.shape)}: a direction is of vectors; read `fits` itself")
+        norm = float(weights @ weights)
+        if not norm:
+            raise InputError(f"the probe at {name} reads nothing: its weights are zero")
+        return Direction(name, (weights / norm).astype(np.float32))
+
+    def _weights(self, weights: Numbers, label: Any) -> Numbers:
+        if self.classes is None:
+            if label is not None:
+                raise InputError(f"label={label!r}: these probes predict values")
+            return weights[0]
+        if label is None and len(self.classes) == len(weights) + 1:
+            return weights[0]
+        if isinstance(label, np.ndarray) or label not in self.classes:
+            raise InputError(f"label={label!r}; the classes are {', '.join(map(repr, self.classes))}")
+        place = self.classes.index(label)
+        if len(weights) == 1:
+            return weights[0] if place else -weights[0]
+        return weights[place]
+
+    def _facts(self) -> Iterator[str]:
+        yield count(len(self.fits), "hook point")
+        yield "values" if self.classes is None else f"{len(self.classes)} classes"
+        yield f"{count(self.settings['texts'], 'text')}, {self.settings['tokens']:,} tokens"
+
+    def _lines(self) -> Iterator[str]:
+        yield self.facts()
+        for hook, score in self.top():
+            yield f"{decimal(score):>5}±{decimal(self.spread()[hook])}  {hook}"
+
+    def facts(self) -> str:
+        """One line on how the scores came about."""
+        told = "" if self.classes is None else f", baseline {decimal(self.baseline)}"
+        folds = self.settings["folds"]
+        return f"{self.metric} on texts held out ({folds} folds, ± is the standard deviation over them){told}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All scores by hook point, as JSON can hold them; the weights are in a .safetensors file."""
+        spread = self.spread()
+        rows = [{"hook": hook, **fit.scores, "spread": spread[hook]} for hook, fit in self.fits.items()]
+        told = {"metric": self.metric, "baseline": self.baseline, "classes": self.classes}
+        return {**told, **self.settings, "hooks": rows}
+
+    def figure(self) -> Figure:
+        """Draw the score over the layers, a line for each kind of hook point, and the baseline."""
+        figure = empty_figure(7, 3.6)
+        axes, scores, spread = figure.subplots(), self.score(self.metric), self.spread()
+        for kind, points in self._kinds().items():
+            layers = [-1 if point.layer is None else point.layer for point in points]
+            found, error = ([of[point.name] for point in points] for of in (scores, spread))
+            axes.errorbar(layers, found, error, marker="o", markersize=3, capsize=2, label=kind)
+        axes.axhline(self.baseline, color="gray", linewidth=0.8, linestyle=":")
+        outside = any(point.layer is None for points in self._kinds().values() for point in points)
+        axes.set_xlabel("layer (-1: outside the layers)" if outside else "layer")
+        axes.set_ylabel(f"{self.metric}, held out")
+        axes.legend(fontsize=8)
+        axes.set_title(self.facts(), fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+        return figure
+
+    def _kinds(self) -> dict[str, list[HookPoint]]:
+        """Short name -> its hook points."""
+        found: dict[str, list[HookPoint]] = {}
+        for point in map(HookPoint.parse, self.fits):
+            found.setdefault(point.short, []).append(point)
+        return found
+
+    def page(self) -> str:
+        """Render a map of the scores above the baseline, by kind and layer if layers are alike."""
+        scores, spread, kinds = self.score(self.metric), self.spread(), self._kinds()
+        layers = [[point.layer for point in points] for points in kinds.values()]
+        grid = len({tuple(one) for one in layers}) == 1 and None not in layers[0]
+        names = [point.name for points in kinds.values() for point in points]
+        shape = (len(kinds), len(layers[0])) if grid else (len(names),)
+        labels: dict[str, list[str]] = {"hook point": names}
+        if grid:
+            labels = {"hook point": [*kinds], "layer": [*map(str, layers[0])]}
+        values, errors = (np.array([of[name] for name in names]).reshape(shape) for of in (scores, spread))
+        folds = self.settings["folds"]
+        data: dict[str, Any] = {"over": [*labels], "labels": labels, "values": values, "shown": values - self.baseline}
+        data |= {"metric": self.metric, "what": f"{self.metric} above the baseline", "n": f"{folds} folds"}
+        data["spread"] = [errors, errors / np.sqrt(folds)]
+        about = f"Linear probes on {self.settings['tokens']:,} tokens of {count(self.settings['texts'], 'text')}"
+        meaning = f"A number is {self.metric} minus {decimal(self.baseline)}, which needs no activations."
+        return render("heat.html", "Linear probes", data=data, about=about, facts=self.facts(), meaning=meaning)
+
+    def table(self) -> Table:
+        """Table for a terminal: every hook point with its scores."""
+        names = [*next(iter(self.fits.values())).scores]
+        table = Table("hook point", *map(str, names), "±", title=self.facts())
+        spread, scores = self.spread(), [self.score(name) for name in names]
+        for hook in self.fits:
+            table.add_row(hook, *(decimal(score[hook], 3) for score in scores), decimal(spread[hook], 3))
+        return table
+
+
+def _mean(scores: Numbers) -> float:
+    """The mean of the folds that have a score; NaN if none has."""
+    known = scores[np.isfinite(scores)]
+    return float(known.mean()) if len(known) else float("nan")

@@ -1,0 +1,145 @@
+"""`Passes`: the passes of a generation through the graph, each on the results of the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.bind.bound_spec import BoundSpec
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.inputs.past import past_inputs, present_names, present_to_past, take_present
+from mionnx.inputs.token_batch import Past, TokenBatch
+from mionnx.inputs.value import Value
+from mionnx.rewrite.plan import Outputs
+from mionnx.run.function_results import apply_functions
+from mionnx.run.fused_plan import with_fused
+from mionnx.run.graph_pool import GraphPool
+from mionnx.run.growing_texts import GrowingTexts
+from mionnx.run.hook_cache import HookCache
+from mionnx.run.hook_functions import Hook, HookFunction, Where, register
+from mionnx.run.segment_chain import SegmentChain
+
+LOGITS = HookPoint.Logits.name
+
+
+class Passes:
+    """The passes through the graph: each feeds the results of the one before."""
+
+    def __init__(
+        self,
+        pool: GraphPool,
+        bound: BoundSpec,
+        batch: TokenBatch,
+        past: Past | None,
+        keeps_logits: bool,
+        checked: bool = False,
+        functions: StepFunctions | None = None,
+    ) -> None:
+        """Prepare the first pass; `checked` where `check_steps` has seen the spec already."""
+        self.functions = functions
+        all_logits = keeps_logits or bound.touches(HookPoint.Logits) or LOGITS in (functions.names if functions else ())
+        self.bound = bound.with_outputs(Outputs(last=not all_logits))
+        self.batch, self.keeps_logits = batch, keeps_logits
+        names = present_names(bound.model, True)
+        if functions is None:
+            plan = with_fused(self.bound.plan, bound.model, pool.options, batch, names, continues=True)
+            program = pool.get(plan).program
+            self.weights, self.run = program.resident(bound.weights), program.run_on_device
+        else:
+            chain = pool.chain(self.bound.plan, functions.names)
+            self.weights, self.run = bound.weights, partial(self._segments, chain, functions)
+        self.past: dict[str, Value] = past_inputs(bound.model, past, batch)
+        self.present_to_past = present_to_past(bound.model)
+        self.steady: dict[str, NDArray[Any]] | None = None
+        self.step = 0
+        self.caches: list[HookCache] = []
+        if not checked:
+            check_steps(self.bound, batch, keeps_logits)
+
+    def steps(self, texts: GrowingTexts) -> Iterator[NDArray[Any]]:
+        """The logits [batch, vocab] of the last position of every pass."""
+        yield self._pass()
+        while not texts.finished:
+            self.batch, self.step = self.batch.next_step(texts.last), self.step + 1
+            yield self._pass()
+
+    def _pass(self) -> NDArray[Any]:
+        inputs = self.bound.step_inputs(self.batch, self.past, {**self._values(), **self.weights})
+        results = self.run(self.bound.outputs(True), inputs)
+        self.past = {name: results[present] for present, name in self.present_to_past.items()}
+        logits = np.asarray(results["logits"])
+        nodes = [capture.node for capture in self.bound.captures]
+        if nodes or self.keeps_logits:
+            captured = {node.output: results[node.fetched] for node in nodes}
+            layers = self.bound.model.metadata.sizes.num_layers
+            self.caches.append(HookCache(logits if self.keeps_logits else None, captured, num_layers=layers))
+        return logits[:, -1]
+
+    def _segments(
+        self, chain: SegmentChain, functions: StepFunctions, outputs: Sequence[str], inputs: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Run a graph that is cut at hook points, with functions called in between."""
+        return chain.run({*outputs}, inputs, partial(functions.call, self.bound.model, self.batch, self.step))
+
+    def _values(self) -> dict[str, NDArray[Any]]:
+        """Values of interventions; without limits by position, one step's serve all later steps."""
+        if self.steady is not None:
+            return self.steady
+        values = self.bound.values(self.batch)
+        if self.step and not any(one.varies_by_step or "seq_k" in edit.axes for edit, one in self.bound.edits):
+            self.steady = values
+        return values
+
+    def cache(self) -> Past:
+        """Keys and values, or the state, after the passes so far."""
+        results = {present: self.past[name] for present, name in self.present_to_past.items()}
+        kv_cache, state = take_present(self.bound.model, results, self.batch, True)
+        cache = state if kv_cache is None else kv_cache
+        assert cache is not None  # a pass that keeps its past has one of the two
+        return cache
+
+
+class StepFunctions:
+    """Python functions at hook points, called at every step of a generation.
+
+    Attributes:
+        names: of the hook points, in execution order.
+    """
+
+    def __init__(self, model: HookedModel, fwd_hooks: Iterable[tuple[Where, HookFunction]]) -> None:
+        self.functions = register(model, fwd_hooks)
+        self.names = tuple(self.functions)
+        self._hooks = {name: Hook(HookPoint.parse(name)) for name in self.names}
+
+    def call(self, model: HookedModel, batch: TokenBatch, step: int, name: str, value: NDArray[Any]) -> NDArray[Any]:
+        """The value at a hook point after its functions.
+
+        Raises:
+            InterventionError: see `apply_functions`; or nothing that follows depends on the value, and it was changed.
+        """
+        hook = replace(self._hooks[name], step=step, positions=batch.token_positions)
+        return apply_functions(model, batch, hook, self.functions[name], value)
+
+
+def check_steps(bound: BoundSpec, batch: TokenBatch, keeps_logits: bool) -> None:
+    """Refuse what would not fit a later step, or has no effect in any, before the first.
+
+    Raises:
+        InterventionError: see `BoundSpec.values`, `BoundSpec.refuse_idle`.
+    """
+    final_lengths = batch.final_lengths
+    if final_lengths is not None and (final_lengths > batch.lengths).any():
+        bound.values(batch.next_step(np.zeros(batch.batch, np.int64)))
+    bound.refuse_idle(batch, True, None if keeps_logits else _read_positions(batch))
+
+
+def _read_positions(batch: TokenBatch) -> dict[int, range]:
+    """Row -> positions whose logits a generation reads: the prompt's last and all after it."""
+    ends = batch.lengths if batch.final_lengths is None else batch.final_lengths
+    return {row: range(int(batch.lengths[row]) - 1, int(end)) for row, end in enumerate(ends)}
