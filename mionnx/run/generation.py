@@ -158,7 +158,8 @@ def generate(
         fwd_hooks: pairs of a hook and a Python function, as `run_with_hooks` takes them, called as
             `function(activation, hook=hook)` at every step: with the prompts' positions, [batch, seq, ...], then with
             one new token a step, [batch, 1, ...]. `hook.step` is 0, then 1, 2, ...; `hook.positions` [batch, seq] are
-            the columns' positions in the texts, -1 for padding. Rows that have ended are in it to the last step.
+            the columns' positions in the texts, -1 for padding, `hook.rows` the rows' numbers. Rows that have
+            ended are in it to the last step.
 
     Raises:
         InputError: prompts, cache or parameters that nothing can be generated from.
@@ -214,11 +215,13 @@ def _continued(
     model: Runner, batch: TokenBatch, past: Past | None, asked: _Asked, stream: Streamer | None = None
 ) -> Generation:
     """Continue the prompts of one batch."""
-    cuts = () if asked.functions is None else asked.functions.names
+    rows = range(batch.batch) if asked.rows is None else asked.rows
+    functions = None if asked.functions is None else asked.functions.of_rows(rows)
+    cuts = () if functions is None else functions.names
     own = model.opened(Rounding) if generates_rounded(model.hooked, model.options) else model
     bound = own.binder.bind(asked.spec, cuts=cuts)
-    passes = Passes(own.variants, bound, batch, past, asked.output_logits, asked.checked, asked.functions)
-    texts = GrowingTexts(batch, asked.growth, range(batch.batch) if asked.rows is None else asked.rows)
+    passes = Passes(own.variants, bound, batch, past, asked.output_logits, asked.checked, functions)
+    texts = GrowingTexts(batch, asked.growth, rows)
     if stream is not None:
         stream.put(batch.input_ids)
     for logits in passes.steps(texts):
