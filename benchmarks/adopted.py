@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -169,12 +169,12 @@ def attempt(measure: Callable[[], Any], whys: list[str]) -> Any:
 def measure(entry: dict[str, Any], stock: Path, checkpoints: Checkpoints, folder: Path) -> Outcome:
     """Adopt one file and measure it."""
     file, target, whys = stock / entry["file"], folder / "hooked", list[str]()
-    start = perf_counter()
+    start = process_time()
     try:
         adopt(file, target)
     except MIError as error:
         return Outcome(entry["kind"], entry["family"], why=str(error))
-    seconds = perf_counter() - start
+    seconds = process_time() - start
     added = sum(path.stat().st_size for path in target.iterdir() if path.stat().st_nlink == 1)
     model, inputs = MIModel.from_pretrained(target, threads=1), batch()
     torch_model = checkpoints(entry["checkpoint"])
@@ -211,7 +211,7 @@ def costs(outcomes: Sequence[Outcome]) -> tuple[list[str], list[list[str]]]:
         if of_kind:
             kib = median(one.added for one in of_kind) / 1024
             rows.append([kind, f"{median(one.seconds for one in of_kind):.2f}", f"{kib:.0f}"])
-    return ["kind", "seconds to adopt", "KiB added"], rows
+    return ["kind", "processor seconds to adopt", "KiB added"], rows
 
 
 def main() -> None:
@@ -250,7 +250,8 @@ def main() -> None:
         asked.save,
         "Greedy texts: of two, those of transformers. Null law: logits of an empty spec, opened with fast=True, "
         "against the file in plain onnxruntime (of one row where the file runs on one only). Quantised files differ "
-        "from the checkpoint by their weights, those of float16 by their rounding; 1 is another expert chosen.",
+        "from the checkpoint by their weights (of a mixture of experts, 1 is another expert chosen), and those of "
+        "float16 by their rounding.",
         [*whys],
     )
 

@@ -78,11 +78,13 @@ for turn in range(int(times)):
         dataset_path="", model_name=source, model_class_name="AutoModelForCausalLM", model_batch_size=8,
         hook_name=hook, d_in=int(width), training_tokens=len(rows) * 128, context_size=128, shuffle=False,
         dtype="float32", device="cpu", prepend_bos=False, streaming=False, model_kwargs={},
-        model_from_pretrained_kwargs={}, new_cached_activations_path=f"{target}/{turn}", buffer_size_gb=0.01,
+        model_from_pretrained_kwargs={}, new_cached_activations_path=f"{target}/{turn}",
+        buffer_size_gb=8 * 128 * int(width) * 4 / 1e9,
     )
     runner = CacheActivationsRunner(config, override_dataset=rows)
     begin, busy = time.perf_counter(), time.process_time()
-    runner.run()
+    made = runner.run()
+    assert len(made) == len(rows), "SAELens fills whole buffers: give a multiple of 8 rows"
     print("seconds", time.perf_counter() - begin, time.process_time() - busy, flush=True)
 """
 Seconds = tuple[float, float]  # by the clock, of the processor

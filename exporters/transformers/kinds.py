@@ -13,8 +13,8 @@ computes is written down. A layer here is one of transformers' layers, which may
    object that is not understood is equal to itself alone.
 4. The values of buffers that no checkpoint holds.
 
-What layers share is made in a graph where it is first needed, so that the third layer of a kind has the nodes of the
-second. The first two of a kind are traced, and every layer of which another one reads more than the stream.
+The first of a kind is traced, and every layer of which another one reads more than the stream. What layers share is
+made in a graph where it is first needed, and is not made again (`stamp`).
 """
 
 import re
@@ -35,7 +35,6 @@ OUTSIDE = -1  # the layer of what is computed before all layers
 INDEX = re.compile(r"layer|idx|index")  # names of attributes that may hold a layer's number
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 Past = Sequence[tuple[Tensor, Tensor]]
-TRACED = 2  # layers of a kind that are traced
 _TORCH = frozenset(vars(nn.Module())) | {"training"}
 
 
@@ -293,7 +292,7 @@ def kinds_of(model: nn.Module, blocks: str, recorder: Recorder, buffers: Mapping
 
 
 def _traced(of: list[int], reads: Mapping[int, set[int]]) -> list[int]:
-    chosen = {layer for layer, kind in enumerate(of) if of[:layer].count(kind) < TRACED}
+    chosen = {of.index(kind) for kind in of}
     afar = {layer: reads.get(layer, set()) - {OUTSIDE} for layer in range(len(of))}
     # A layer that reads of another one, whatever it reads of its neighbour, is traced behind its own neighbour.
     while missing := {other for layer in chosen if afar[layer] for other in (layer - 1, *afar[layer])} - chosen:

@@ -86,16 +86,30 @@ def name_dimensions(graph: ir.Graph) -> None:
 
 
 def read_lengths_once(graph: ir.Graph) -> None:
-    """Let every node that asks how many rows or tokens the past has ask the first layer's past.
+    """Let every node that asks how many rows or tokens there are ask the same input.
 
-    All layers' pasts are of one length; which of them the exporter asks is chance.
+    All layers' pasts are of one length, and all inputs have the same rows; which of them the exporter asks is chance.
     """
-    pasts = [value for value in graph.inputs if str(value.name).startswith(f"{KEYS_AND_VALUES.past}.")]
-    for value in pasts[1:]:
-        for node, place in list(value.uses()):
-            start, end = (node.attributes.get(name) for name in ("start", "end"))
-            if node.op_type == "Shape" and start and end and (start.as_int(), end.as_int()) in ((0, 1), (2, 3)):
-                node.replace_input_with(place, pasts[0])
+    inputs = {str(value.name): value for value in graph.inputs}
+    past = next(value for name, value in inputs.items() if name.startswith(f"{KEYS_AND_VALUES.past}."))
+    asked = {("input", 0): past, ("past", 0): past, ("past", 2): past, ("input", 1): inputs["input_ids"]}
+    for node in graph:
+        axis = axis_asked(node)
+        if axis in asked:
+            node.replace_input_with(0, asked[axis])
+
+
+def axis_asked(node: ir.Node) -> tuple[str, int] | None:
+    """The axis whose length a node asks of a past or an input of tokens; None for other nodes."""
+    if node.op_type != "Shape" or node.inputs[0] is None or not node.inputs[0].is_graph_input():
+        return None
+    start, end = (node.attributes.get(name) for name in ("start", "end"))
+    if not start or not end or end.as_int() - start.as_int() != 1:
+        return None
+    name, axis = str(node.inputs[0].name), start.as_int()
+    if name == "attention_mask" and axis:  # past tokens and those of the call together
+        return None
+    return "past" if name.startswith(f"{KEYS_AND_VALUES.past}.") else "input", axis
 
 
 def merge_lengths(graph: ir.Graph) -> None:

@@ -8,6 +8,8 @@ copying the nodes of another one of its kind, with names moved:
    transformers holds several with hook points (`Kinds.halves`), it is made whole.
 2. The stream before a layer is that after its neighbour, in traced layers too whose neighbour was not traced.
 3. Every other value of the layer gets the layer's number behind its name; values from outside are read as they are.
+4. Nodes of the traced layer that read nothing of it, but values from outside and each other, are not copied: the first
+   layer that needs them makes them for all (a mask, the rotation's angles, lengths).
 """
 
 import re
@@ -17,6 +19,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from exporters.transformers.kinds import OUTSIDE, Kinds, split
+from exporters.transformers.naming import axis_asked
 from mionnx.graph.hook_points import HookPoint, layer_of
 from mionnx.graph.io_names import KEYS_AND_VALUES
 
@@ -156,10 +159,34 @@ class _Stamper:
     def _stream(self, layer: int) -> ir.Value:
         return self.nodes[layer][-1].outputs[0]
 
+    def _own(self, layer: int) -> list[ir.Node]:
+        """The nodes of a traced layer with something of its own: its stream, weights or past."""
+        moving = set() if layer == 0 else {id(self._stream(layer - 1))}
+        own = []
+        for node in self.nodes[layer]:
+            named = any(self.names.layer(str(value.name)) == layer for value in node.outputs)
+            read = [value for value in node.inputs if value is not None]
+            reads = any(id(value) in moving or self._is_source(value, layer) for value in read)
+            if named or (reads and axis_asked(node) is None):
+                own.append(node)
+                moving |= {id(value) for value in node.outputs}
+        return own
+
+    def _is_source(self, value: ir.Value, layer: int) -> bool:
+        """Whether a value is a past, a weight or a buffer of a layer."""
+        return value.producer() is None and self.names.layer(str(value.name)) == layer
+
     def _copies(self, template: int, layer: int) -> list[ir.Node]:
-        known = {id(self._stream(template - 1)): self._stream(layer - 1)}
+        before = self._stream(layer - 1)
+        known = {} if template == 0 else {id(self._stream(template - 1)): before}
+        begin = str(HookPoint.ResidPre(0)) if template == 0 else None  # made of embeddings, in whatever way
         copies = []
-        for node in self.nodes[template]:
+        for node in self._own(template):
+            if node.outputs[0].name == begin:
+                made = self._like(node.outputs[0], template, layer)
+                known[id(node.outputs[0])] = made
+                copies.append(ir.Node("", "Identity", [before], name=f"{node.name}.{layer}", outputs=[made]))
+                continue
             inputs = [value and self._read(value, known, template, layer) for value in node.inputs]
             outputs = [self._like(value, template, layer) for value in node.outputs]
             known |= {id(old): new for old, new in zip(node.outputs, outputs, strict=True)}
@@ -177,7 +204,7 @@ class _Stamper:
 
     def _read(self, value: ir.Value, known: dict[int, ir.Value], template: int, layer: int) -> ir.Value:
         """Value that a copy reads in the place of another one."""
-        if value.producer() is not None or self.names.layer(str(value.name)) != template:
+        if not self._is_source(value, template):
             return known.get(id(value), value)
         if id(value) not in known:
             known[id(value)] = self._source(value, template, layer)

@@ -30,19 +30,31 @@ def read_pairs(path: Path) -> dict[str, Any]:
     Raises:
         InputError: a file that cannot be read, a line that is no object, other keys, or keys that not all lines have.
     """
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read pairs from {path}: {error}") from error
+    lines = lines_of(path) or []
     records = [_record(f"{path}, line {number}", line) for number, line in enumerate(lines, 1)]
-    if not records:
-        raise InputError(f"{path} holds no pairs")
     columns = _columns(str(path), records)
     if "positions" in columns:
         if not all(isinstance(one, dict) for one in columns["positions"]):
             raise InputError(f'{path}: positions are an object, {{"subject": "France", "last": -1}}')
         return {**columns, "positions": _columns(f"{path}, positions", columns["positions"])}
     return columns
+
+
+def lines_of(path: Path | None) -> list[str] | None:
+    """The texts of a file, one a line; None without a file.
+
+    Raises:
+        InputError: a file that cannot be read, or without a text.
+    """
+    if path is None:
+        return None
+    try:
+        texts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read texts from {path}: {error}") from error
+    if not texts:
+        raise InputError(f"{path} holds no text")
+    return texts
 
 
 def _record(where: str, line: str) -> dict[str, Any]:

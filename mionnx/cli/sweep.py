@@ -11,7 +11,7 @@ from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Sweep
 from mionnx.cli.corruption import corruption
 from mionnx.cli.options import Html, Json, Layers, Model, Png, Provider, Save, chosen, deliver
-from mionnx.cli.pairs_file import Pairs
+from mionnx.cli.pairs_file import Pairs, lines_of
 from mionnx.cli.sweep_options import OTHER, Answer, Cells, IfAny, Kind, Over, Read, Versus, axes, given, prompts
 from mionnx.machine.memory import format_bytes
 from mionnx.model import MIModel
@@ -40,8 +40,12 @@ def sweep(
     noise: Annotated[
         str | None, typer.Option(metavar="SUBJECT", help="Corrupt by Gaussian noise at the embeddings of this string.")
     ] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Draws of the noise; 10 if left out.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Draws of the noise (10), or of a resampling (1).")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of the noise, or of a resampling; 0 if left out.")] = None,
+    reference: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Texts, one a line, for --ablate mean and resample.")
+    ] = None,
+    by: Annotated[str | None, typer.Option(metavar="position|token", help="Means of --ablate mean by class.")] = None,
     corrupted_spec: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Corrupt by the interventions of a saved HookSpec.")
     ] = None,
@@ -68,18 +72,22 @@ def sweep(
     mionnx sweep models/world-llama --pairs pairs.jsonl --hook mlp.hook_act --over layer,neuron
     """
     texts = prompts(clean, corrupted, pairs, answer=answer, versus=versus)
-    texts |= corruption(noise, repeats, None if ablate else seed, corrupted_spec, "corrupted" in texts)
+    draws = (None, None) if ablate else (repeats, seed)
+    texts |= corruption(noise, *draws, corrupted_spec, "corrupted" in texts)
     if ("corrupted" in texts) == (ablate is not None):
         raise typer.BadParameter("give a corrupted prompt to patch with, --noise, --corrupted-spec, or --ablate")
     if ablate and (receiver or noising):
         raise typer.BadParameter("--receiver and --noising are for patching")
+    if not ablate and (reference or by):
+        raise typer.BadParameter("--reference and --by are for --ablate")
     opened = MIModel.from_pretrained(model, provider=provider)
     options = given(metric=metric, layers=chosen("layers", layers), over=axes(over))
     options |= given(**{"sender" if receiver else "hook": hook})
     options |= {"at": at, "before": lambda ready: _announce(ready, as_json), "resume": True}
     try:
         if ablate is not None:
-            result = opened.ablation_sweep(texts.pop("clean"), kind=ablate, **texts, **options, **given(seed=seed))
+            drawn = given(seed=seed, repeats=repeats, by=by, reference=lines_of(reference))
+            result = opened.ablation_sweep(texts.pop("clean"), kind=ablate, **texts, **options, **drawn)
         else:
             options["direction"] = "noising" if noising else "denoising"
             result = _patch(opened, receiver, texts | options)

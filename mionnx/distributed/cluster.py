@@ -17,6 +17,7 @@ import numpy as np
 
 from mionnx.engine.options import PROVIDERS
 from mionnx.errors import InputError, MIError, RuntimeMissingError
+from mionnx.machine.brief import count
 from mionnx.machine.ranges import at_least
 from mionnx.run.runner import Runner
 
@@ -41,8 +42,9 @@ class Workers:
     gpus: int
 
     def model(self, model: M) -> M:
-        """The model as a worker opens it."""
-        return type(model)(model.hooked, replace(model.options, threads=self.cpus))
+        """The model as a worker opens it, its weights packed or not as here: that moves last bits."""
+        packed = model.variants.options.prepack
+        return type(model)(model.hooked, replace(model.options, threads=self.cpus, prepack=packed))
 
     def map(self, pieces: Callable[[], Iterator[Any]], work: type, *given: Any) -> Iterator[Any]:
         """Map pieces of work to results, which come in any order.
@@ -130,19 +132,24 @@ def cluster(address: str, model: Runner, workers: int | None, cpus: int) -> Iter
     at_least("cpus", cpus, 1)
     if workers is not None:
         at_least("workers", workers, 1)
+    if address.startswith("ray://"):
+        raise InputError(
+            f"{address!r}: a client of Ray writes on another machine's disk; run it in the cluster, 'auto'"
+        )
     ray = _ray()
     begun = not ray.is_initialized()
     if begun:
         try:
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError) as error:
+        except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
             raise InputError(f"no Ray cluster at {address!r}: {error}; 'local' begins one here") from error
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     gpus = int(PROVIDERS.get(model.options.provider, model.options.provider) == PROVIDERS["cuda"])
     try:
         room = _room(ray.cluster_resources(), cpus, gpus)
         if address == LOCAL and room < (workers or 1):
-            raise InputError(f"{workers or 1} workers of {cpus} CPUs and {gpus} GPUs: this machine has room for {room}")
+            asked = f"{count(workers or 1, 'worker')} of {count(cpus, 'CPU')} and {count(gpus, 'GPU')}"
+            raise InputError(f"{asked}: this machine has room for {room}")
         yield Workers(ray, workers or max(1, room), cpus, gpus)
     finally:
         if begun:

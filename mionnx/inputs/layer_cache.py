@@ -154,7 +154,7 @@ class LayerCache(Brief, Storable, ABC, Generic[Layer]):
         if any(not 0 <= row < self.batch for row in rows):
             raise InputError(f"rows {spelled([*rows])} of a {self.NOUN} of {self.batch} (0 to {self.batch - 1})")
         at = list(rows)
-        layers = [self.layer_of(np.asarray(part)[at] for part in layer) for layer in self.held()]
+        layers = [self.layer_of(part[at] for part in layer) for layer in self.layers]
         return type(self)(layers, self.attention_mask[at])
 
     def _contents(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -116,6 +117,12 @@ class StepFunctions:
         self.functions = register(model, fwd_hooks)
         self.names = tuple(self.functions)
         self._hooks = {name: Hook(HookPoint.parse(name)) for name in self.names}
+
+    def of_rows(self, rows: Sequence[int]) -> StepFunctions:
+        """The same functions for a batch of these rows of a list."""
+        made = copy(self)
+        made._hooks = {name: replace(hook, rows=tuple(rows)) for name, hook in self._hooks.items()}
+        return made
 
     def call(self, model: HookedModel, batch: TokenBatch, step: int, name: str, value: NDArray[Any]) -> NDArray[Any]:
         """The value at a hook point after its functions.

@@ -51,7 +51,8 @@ class ListRequest:
     use_cache: bool = False
 
 
-Run = Callable[[HookSpec, TokenBatch, Past | None, bool], HookCache]  # the last: whether effects are known
+# of the spec, tokens and past of some rows, whether its effects are known, and the rows' numbers
+Run = Callable[[HookSpec, TokenBatch, Past | None, bool, list[int]], HookCache]
 
 
 def forward_batches(model: PassModel, request: ListRequest) -> HookCaches:
@@ -102,7 +103,7 @@ def map_rows(
         if batches is not None:
             batches.append(rows)
         spec, batch, past = prompts.part(model, rows)
-        cache = execute(spec, batch, past, prompts.whole is not None)
+        cache = execute(spec, batch, past, prompts.whole is not None, rows)
         return [read(row, one) for row, one in zip(rows, rows_of(cache, bound, batch), strict=True)]
 
     fit, padded = fitting(bound, here.seen, request.use_cache), takes_padding(model.hooked)
@@ -146,7 +147,13 @@ class _Prompts:
 
 
 def _forward(
-    model: PassModel, request: ListRequest, spec: HookSpec, batch: TokenBatch, past: Past | None, effective: bool
+    model: PassModel,
+    request: ListRequest,
+    spec: HookSpec,
+    batch: TokenBatch,
+    past: Past | None,
+    effective: bool,
+    rows: list[int],
 ) -> HookCache:
     """Run one batch."""
     bound = bind_pass(model.binder, spec, request.logits, request.use_cache)

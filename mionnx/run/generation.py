@@ -6,7 +6,7 @@ one pass over the whole text. Keys, values and states stay where the engine comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -27,12 +27,12 @@ from mionnx.machine.stored import Stored
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.accuracy import Rounding, generates_rounded
-from mionnx.run.batching import check_batch_size, in_batches
+from mionnx.run.batching import BatchSize, check_batch_size, in_batches
 from mionnx.run.decoding import Passes, StepFunctions, check_steps
 from mionnx.run.forward_batches import takes_padding
 from mionnx.run.growing_texts import GrowingTexts, Growth
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.hook_functions import HookFunction, Where
+from mionnx.run.hook_functions import HookFunctions
 from mionnx.run.pass_memory import fitting
 from mionnx.run.runner import Runner
 from mionnx.run.sampling import Sampling, refuse_seed
@@ -41,6 +41,9 @@ from mionnx.run.streamer import Streamer, make_streamer
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.view import card
+
+Integers = int | Sequence[int] | None
+Streaming = Streamer | Callable[..., Any] | None
 
 
 @dataclass(repr=False)
@@ -117,16 +120,16 @@ def generate(
     top_k: int = 50,
     top_p: float = 1.0,
     repetition_penalty: float = 1.0,
-    eos_token_id: int | Sequence[int] | None = None,
+    eos_token_id: Integers = None,
     pad_token_id: int | None = None,
     stop_strings: str | Sequence[str] | None = None,
     seed: int | None = None,
     attention_mask: ArrayLike | None = None,
     cache: Past | None = None,
-    streamer: Streamer | Callable[..., Any] | None = None,
+    streamer: Streaming = None,
     output_logits: bool = False,
-    batch_size: int | str | None = None,
-    fwd_hooks: Iterable[tuple[Where, HookFunction]] = (),
+    batch_size: BatchSize = None,
+    fwd_hooks: HookFunctions = (),
 ) -> Generation:
     """Continue prompts, with a spec's interventions in force at every step.
 
@@ -155,7 +158,8 @@ def generate(
         fwd_hooks: pairs of a hook and a Python function, as `run_with_hooks` takes them, called as
             `function(activation, hook=hook)` at every step: with the prompts' positions, [batch, seq, ...], then with
             one new token a step, [batch, 1, ...]. `hook.step` is 0, then 1, 2, ...; `hook.positions` [batch, seq] are
-            the columns' positions in the texts, -1 for padding. Rows that have ended are in it to the last step.
+            the columns' positions in the texts, -1 for padding, `hook.rows` the rows' numbers. Rows that have
+            ended are in it to the last step.
 
     Raises:
         InputError: prompts, cache or parameters that nothing can be generated from.
@@ -211,11 +215,13 @@ def _continued(
     model: Runner, batch: TokenBatch, past: Past | None, asked: _Asked, stream: Streamer | None = None
 ) -> Generation:
     """Continue the prompts of one batch."""
-    cuts = () if asked.functions is None else asked.functions.names
+    rows = range(batch.batch) if asked.rows is None else asked.rows
+    functions = None if asked.functions is None else asked.functions.of_rows(rows)
+    cuts = () if functions is None else functions.names
     own = model.opened(Rounding) if generates_rounded(model.hooked, model.options) else model
     bound = own.binder.bind(asked.spec, cuts=cuts)
-    passes = Passes(own.variants, bound, batch, past, asked.output_logits, asked.checked, asked.functions)
-    texts = GrowingTexts(batch, asked.growth, range(batch.batch) if asked.rows is None else asked.rows)
+    passes = Passes(own.variants, bound, batch, past, asked.output_logits, asked.checked, functions)
+    texts = GrowingTexts(batch, asked.growth, rows)
     if stream is not None:
         stream.put(batch.input_ids)
     for logits in passes.steps(texts):

@@ -161,6 +161,13 @@ class GraphPool:
                 "float32 or float16, or open it with provider='cuda'"
             )
 
+    def settle(self, prepack: bool) -> bool:
+        """Settle the packing of weights, unless options or a call have; True if it is as asked."""
+        with self._lock:
+            if self.options.prepack is None and self.engine.prepacks:
+                self.options = replace(self.options, prepack=prepack)
+            return not self.engine.prepacks or self.options.prepack == prepack
+
     def packs(self, tokens: int) -> bool:
         """Whether a graph that a call of so many tokens opens has its weights packed."""
         chosen = self.options.prepack

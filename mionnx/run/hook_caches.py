@@ -114,7 +114,16 @@ def rows_of(cache: HookCache, bound: BoundSpec, batch: TokenBatch) -> list[HookC
     Returns:
         caches of one row each; their arrays are parts of the batch's.
     """
-    return [_Row(bound, batch, row).of(cache) for row in range(batch.batch)]
+    here = _on_cpu(cache)
+    return [_Row(bound, batch, row).of(here) for row in range(batch.batch)]
+
+
+def _on_cpu(cache: HookCache) -> HookCache:
+    """The same results, copied from their device once."""
+    grad = None if cache.grad is None else HookCache(None, dict(cache.grad), num_layers=cache.num_layers)
+    logits = None if cache._logits is None else cache.output()
+    past, count = (cache.kv_cache, cache.state), cache.num_layers
+    return HookCache(logits, dict(cache), *past, cache.top_ids, num_layers=count, metric=cache.metric, grad=grad)
 
 
 class _Row:

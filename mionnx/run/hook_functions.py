@@ -15,6 +15,7 @@ from mionnx.spec.hook_choice import HookChoice, Predicate, resolve
 
 HookFunction = Callable[..., Any]  # (activation, hook=Hook) -> array or None
 Where = HookPoint | str | Predicate
+HookFunctions = Iterable[tuple[Where, HookFunction]]
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,14 @@ class Hook:
         ctx: a dictionary that the functions at this hook point share during one call.
         step: of a generation: 0 while the prompts are read, n when the n-th new token is.
         positions: [batch, seq], the position of each column in its row's text, past included; -1 for padding.
+        rows: [batch], the numbers of the rows in the list that was given, where it runs in batches; else 0, 1, ...
     """
 
     point: HookPoint
     ctx: dict[str, Any] = field(default_factory=dict)
     step: int = 0
     positions: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64), compare=False)
+    rows: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:

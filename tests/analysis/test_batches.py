@@ -108,15 +108,24 @@ def test_functions(request, name, size):
     def mute(value, hook):
         hook.ctx["rows"] = hook.ctx.get("rows", 0) + len(value)
         value[..., :5] = 0
+        value[..., 5] += np.array(hook.rows, np.float32)[:, None]
         seen.append(hook.ctx["rows"])
+
+    def clear(value, hook):
+        value[..., :5] = 0
 
     seen: list[int] = []
     hooks = [("blocks.1.hook_resid_post", mute)]
     logits = model.run_with_hooks(TEXTS, hooks, batch_size=size)
     assert seen[-1] == len(TEXTS)
     again, caches = model.run_with_cache(TEXTS, "blocks.2.hook_mlp_out", fwd_hooks=hooks, batch_size=size)
+    whole = model.run_with_hooks(TEXTS, hooks)
     for row, text in enumerate(TEXTS):
-        alone, cache = model.run_with_cache(text, "blocks.2.hook_mlp_out", fwd_hooks=hooks)
+        own = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Add(float(row) * np.eye(128)[5]))
+        alone, cache = model.run_with_cache(
+            text, "blocks.2.hook_mlp_out", hooks=own, fwd_hooks=[("blocks.1.hook_resid_post", clear)]
+        )
+        assert near(whole[[row], -alone.shape[1] :], alone)
         assert near(logits[row], alone)
         assert near(again[row], alone)
         assert near(caches[row]["mlp_out", 2], cache["mlp_out", 2])

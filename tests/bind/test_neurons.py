@@ -99,6 +99,7 @@ def test_a_spec_file_holds_neurons_and_a_compiled_graph_has_them_inside(shipped,
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_neurons_of_chosen_experts(models, references):
     """Neuron 3 of expert 1, at each place of a token at which that expert was chosen."""
     from oracle import Inputs, run

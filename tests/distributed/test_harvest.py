@@ -29,7 +29,8 @@ from mionnx.cli.main import app
 FOLDER = REPOSITORY / "models" / "world-llama"
 HOOKS = "blocks.*.hook_resid_post"
 TEXTS = [f"The capital of {place} is" for place in ("France", "Japan", "Spain", "Kenya", "Egypt")] * 300
-OPTIONS = {"shard_bytes": 100_000, "batch_size": 8}
+# Batches of 630 tokens: a model whose first call is one of them would not pack its weights, and move the last bits.
+OPTIONS = {"shard_bytes": 1_300_000, "batch_size": 128}
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,8 @@ def test_a_killed_worker_loses_and_repeats_nothing(
 def test_a_killed_driver_goes_on_where_it_was(whole: Activations, tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="pip install 'mionnx[ray]'")
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
-    options = ["--hook", HOOKS, "--batch-size", "8", "--shard-bytes", "100000", "--ray", "local", "--workers", "2"]
+    sizes = [f"--{name.replace('_', '-')}={size}" for name, size in OPTIONS.items()]
+    options = ["--hook", HOOKS, *sizes, "--ray", "local", "--workers", "2"]
     command = ["harvest", str(FOLDER), str(tmp_path / "texts.txt"), "-o", str(tmp_path / "made"), *options]
     child = subprocess.Popen([sys.executable, "-m", "mionnx", *command], cwd=REPOSITORY)
     with child:
@@ -142,6 +144,22 @@ def test_a_killed_driver_goes_on_where_it_was(whole: Activations, tmp_path: Path
     assert begun.items() <= shards(tmp_path / "made").items()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"address": "nowhere"}, "no Ray cluster at 'nowhere': Invalid address"),
+        ({"cpus": 10_000}, "1 worker of 10000 CPUs and 0 GPUs: this machine has room for 0"),
+    ],
+)
+def test_a_cluster_that_is_none_is_refused(
+    model: MIModel, tmp_path: Path, options: dict[str, object], message: str
+) -> None:
+    pytest.importorskip("ray", reason="pip install 'mionnx[ray]'").shutdown()
+    with pytest.raises(InputError, match=message):
+        distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made", **options)
+
+
 def test_what_cannot_be_distributed_is_refused(model: MIModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="texts of an iterator stay in this process"):
         distributed.harvest(model, iter(TEXTS), HOOKS, tmp_path / "made")
@@ -149,6 +167,12 @@ def test_what_cannot_be_distributed_is_refused(model: MIModel, tmp_path: Path, m
         distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made", workers=0)
     with pytest.raises(TypeError, match="contexts"):
         distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made", contexts=8)
+    with pytest.raises(InputError, match=r"run it in the cluster, 'auto'"):
+        distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made", address="ray://elsewhere:10001")
+    command = ["harvest", str(FOLDER), "texts.txt", "-o", str(tmp_path / "made"), "--hook", HOOKS]
+    ran = CliRunner().invoke(app, [*command, "--workers", "2"])
+    assert isinstance(ran.exception, InputError)
+    assert "give --ray local" in str(ran.exception)
     monkeypatch.setitem(sys.modules, "ray.data", None)
     with pytest.raises(RuntimeMissingError, match=r"pip install 'mionnx\[ray\]'"):
         distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made")

@@ -122,6 +122,18 @@ def test_a_function_is_told_where_it_is(shipped):
     assert seen[-1][1:4] == (0, (1, 2), [[0, 1]])
 
 
+def test_a_function_knows_the_rows_of_its_batch(shipped):
+    def push(value, hook):
+        value += np.float32(0.4) * np.array(hook.rows, np.float32)[:, None, None]
+
+    whole = shipped.generate(TEXTS, max_new_tokens=4, fwd_hooks=[(POINT, push)])
+    for size in (1, 2):
+        assert shipped.generate(TEXTS, max_new_tokens=4, fwd_hooks=[(POINT, push)], batch_size=size).ids[
+            2
+        ].tolist() == (whole.ids[2].tolist())
+    assert whole.texts != shipped.generate(TEXTS, max_new_tokens=4).texts
+
+
 def test_scores_of_a_step_can_be_cut(shipped):
     """A function at the scores sees the keys of the past too: [batch, heads, 1, keys]."""
     shapes = []

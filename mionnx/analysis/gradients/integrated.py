@@ -10,7 +10,6 @@ is the completeness gap. Gradient x input is x * d metric / d value at x.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any, cast
 
@@ -28,6 +27,7 @@ from mionnx.machine.arrays import to_array
 from mionnx.machine.progress import bars
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
+from mionnx.run.batching import batches_of, check_batch_size
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.prompt import Ids, prompt_ids, token_text
 from mionnx.run.runner import Runner
@@ -57,6 +57,7 @@ def integrated_gradients(
     *,
     steps: int = 50,
     position: int | None = None,
+    batch_size: int | str = ROWS,
 ) -> Saliency:
     """Attribute a metric to the tokens of texts by gradients along a path from a baseline.
 
@@ -72,6 +73,7 @@ def integrated_gradients(
         spec: interventions; the metric and its gradients are those of the model so changed.
         steps: points of the path.
         position: of each text, at which the logits are read; the last if left out. "loss" reads all.
+        batch_size: points of a text's path in one pass; "auto": as many as run well. Texts never share a pass.
 
     Returns:
         scores of each token of each text; their sum is the change of the metric from baseline to text, up to `gap`.
@@ -87,6 +89,7 @@ def integrated_gradients(
     """
     at_least("steps", steps, 1)
     at_most("steps", steps, MOST_STEPS)
+    check_batch_size(batch_size)
     point, asked = _checked(hook, metric), _plain_spec(spec)
     texts, done = prompt_ids(model, tokens), []
     with bars() as progress:
@@ -94,7 +97,7 @@ def integrated_gradients(
             progress("integrated gradients", n, len(texts))
             given = {"answer": _of_row(answer, n, len(texts)), "versus": _of_row(versus, n, len(texts))}
             request = {"metric": metric, "position": position, **given}
-            done.append(_integrated(model, ids, point, asked, request, baseline, steps))
+            done.append(_integrated(model, ids, point, asked, request, baseline, steps, batch_size))
     return Saliency("integrated gradients", point.name, metric, tuple(done), steps)
 
 
@@ -178,6 +181,7 @@ def _integrated(
     request: dict[str, Any],
     baseline: ArrayLike | str,
     steps: int,
+    batch_size: int | str,
 ) -> SalientText:
     capture = HookSpec().extend(spec).capture(point)
     first = gradients(model, ids[None], point, spec=capture, **request)
@@ -186,7 +190,9 @@ def _integrated(
     if request["answer"] is None and "answer" in READS[request["metric"]]:
         request = {**request, "answer": int(first.output()[0, -1].argmax())}
     total = np.zeros(value.shape[1:], np.float64)
-    for alphas in _chunks((np.arange(steps) + 0.5) / steps):
+    middles = (np.arange(steps) + 0.5) / steps
+    for points in batches_of([len(ids)] * steps, batch_size):
+        alphas = middles[points]
         total += _along(model, ids, point, spec, request, start, value, alphas)[0].sum(axis=0)
     _, (from_, *_) = _along(model, ids, point, spec, request, start, value, np.zeros(1))
     scores = _by_position(((value[0] - start[0]).astype(np.float64) * total / steps)[None], point)[0]
@@ -213,10 +219,6 @@ def _along(
 def _found(cache: HookCache, point: HookPoint) -> tuple[NDArray[np.float64], NDArray[np.float32]]:
     """The gradient by a hook point's value, and the metric [batch]."""
     return cast(HookCache, cache.grad)[point.name].astype(np.float64), cast(NDArray[np.float32], cache.metric)
-
-
-def _chunks(alphas: NDArray[np.float64]) -> Iterable[NDArray[np.float64]]:
-    return (alphas[first : first + ROWS] for first in range(0, len(alphas), ROWS))
 
 
 def _baseline(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -99,6 +100,7 @@ def open_writer(
         HookError: no hook point.
         InputError: texts that cannot be read, or a spec with something else than captures and interventions.
     """
+    model = _settled(model)
     asked = exact_spec(spec, settings)
     bound = model.binder.bind(asked, HOOKS_ONLY)
     separator = separator_of(model, settings.packed, settings.separator)
@@ -112,6 +114,18 @@ def open_writer(
         "interventions_sha256": changes.sha256,
     }
     return ShardWriter(model, asked, bound, rows, settings, told | settings.told(separator), Path(folder))
+
+
+def _settled(model: Runner) -> Runner:
+    """The model with packed weights, unless its options say otherwise.
+
+    Packed or not moves the last bits, and the first call of a model decides: the bytes of a harvest are not to depend
+    on what the model ran before, nor on the process that runs it.
+    """
+    packed = model.options.prepack is None or model.options.prepack
+    if model.variants.settle(packed):
+        return model
+    return type(model)(model.hooked, replace(model.options, prepack=packed))
 
 
 def write(writer: ShardWriter, make: Make, progress: Progress | None) -> Activations:

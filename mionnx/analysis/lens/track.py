@@ -42,6 +42,8 @@ def track_token(
 ) -> NDArray[np.float32]:
     """The probability of a token after each layer, [layers], at one position of a prompt.
 
+    `logit_lens(prompts, tokens=[token], positions=-1, batch_size="auto")` follows it in a list.
+
     Raises:
         InputError: several prompts, or no such token or position.
 

@@ -60,10 +60,10 @@ def run_batches(
     texts = read_prompts(inputs.tokens, inputs.attention_mask, past, model.hooked.metadata.sizes).ids
     hooks: dict[str, Hook] = {}
 
-    def run(spec: HookSpec, batch: TokenBatch, past: Past | None, _: bool) -> HookCache:
+    def run(spec: HookSpec, batch: TokenBatch, past: Past | None, _: bool, rows: list[int]) -> HookCache:
         lengths = None if batch.prompt_lengths is None else batch.prompt_lengths.tolist()
         part = RunInputs(batch.input_ids, batch.attention_mask, past, None, lengths)
-        return run_segments(model, part, spec, functions, return_type is not None, state, hooks)
+        return run_segments(model, part, spec, functions, return_type is not None, state, hooks, rows)
 
     def read(row: int, cache: HookCache) -> _RowResult:
         losses = None

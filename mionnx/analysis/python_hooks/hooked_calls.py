@@ -84,7 +84,8 @@ def run_with_hooks(
       effect whether it returns the array or nothing.** It may keep the array; only later functions at the same hook
       point write into it. An array that it returns replaces the value.
     * `hook.name`, `hook.layer()` and `hook.point` identify the hook point; `hook.ctx` is a dictionary that the
-      functions at one hook point share during this call.
+      functions at one hook point share during this call. `hook.positions` [batch, seq] has each column's position in
+      its row's text, -1 for padding; `hook.rows` [batch] the rows' numbers, where a list runs in batches.
 
     Rows of unequal length are padded on the left, and functions see the padding too.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,6 +68,7 @@ def run_segments(
     logits: bool,
     state: bool,
     hooks: dict[str, Hook] | None = None,
+    rows: Sequence[int] | None = None,
 ) -> HookCache:
     """Run a model with functions at hook points.
 
@@ -79,6 +80,7 @@ def run_segments(
         logits: whether the model runs to its end; otherwise to the last hook point that is asked for.
         state: whether the state that an RWKV model ends with is returned to the user.
         hooks: the arguments of functions, by hook point, that several runs of one call share; new ones are put here.
+        rows: the numbers of the rows in their list.
 
     Returns:
         logits and captures; a capture holds the value after the functions.
@@ -98,7 +100,8 @@ def run_segments(
     hooks = {} if hooks is None else hooks
     for name in functions:
         known = hooks.get(name, Hook(HookPoint.parse(name)))
-        hooks[name] = replace(known, positions=batch.token_positions)
+        numbers = tuple(range(batch.batch) if rows is None else rows)
+        hooks[name] = replace(known, positions=batch.token_positions, rows=numbers)
     returned = [*(["logits"] if logits else []), *(capture.node.hook for capture in bound.captures)]
     returned += present_names(hooked, False) if state and bound.plan.outputs.carried else []
     dead = dead_hooks(hooked, functions, returned)

@@ -84,3 +84,13 @@ def test_a_result_is_saved_shown_and_loaded(shipped: MIModel, tmp_path):
     again = Saliency.load(found.save(tmp_path / "saliency.safetensors"))
     assert again.to_json() == found.to_json()
     assert str(again) == str(found)
+
+
+@pytest.mark.parametrize("size", [3, "auto"])
+def test_a_path_in_other_batches_is_the_same_path(shipped, size):
+    asked = {"answer": "Paris", "steps": 20}
+    one, other = (
+        shipped.integrated_gradients([PROMPT, "Paris is"], **asked, **more) for more in ({}, {"batch_size": size})
+    )
+    for a, b in zip(one.texts, other.texts, strict=True):
+        assert np.allclose(a.scores, b.scores, atol=5e-5)

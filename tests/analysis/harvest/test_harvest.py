@@ -188,6 +188,15 @@ def test_an_interrupted_harvest_goes_on_and_gives_the_same_bytes(model: MIModel,
     assert all(path.stat().st_mtime_ns == changed for path, changed in begun.items())
 
 
+def test_the_bytes_do_not_depend_on_what_the_model_ran_before(tmp_path: Path) -> None:
+    fresh, used = (MIModel.from_pretrained(FOLDER) for _ in range(2))
+    used.forward(np.full((4, 200), 5), HookSpec().capture(STREAM))
+    assert not used.variants.options.prepack  # by the first call, which was long
+    for name, model in (("fresh", fresh), ("used", used)):
+        model.harvest(TEXTS * 20, HOOKS, tmp_path / name)
+    assert same(tmp_path / "fresh", tmp_path / "used")
+
+
 @pytest.mark.slow
 def test_a_harvest_killed_20_times_goes_on_and_gives_the_same_bytes(model: MIModel, tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS * 40))

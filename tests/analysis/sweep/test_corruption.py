@@ -195,3 +195,15 @@ def test_noise_and_specs_on_the_command_line(tmp_path):
     assert json.loads(succeeded("sweep", LLAMA, prompt, *spec, *asked))["corrupted"] < 0.5
     assert "give one of them" in mionnx("sweep", LLAMA, prompt, *spec, "--noise", "France").stderr
     assert "are of --noise" in mionnx("sweep", LLAMA, prompt, "The capital of Peru is", "--seed", "1").stderr
+
+
+def test_means_by_position_and_resampling_on_the_command_line(tmp_path, shipped):
+    prompt, texts = "The capital of France is", [f"The capital of {one} is" for one in ("Peru", "Japan", "Kenya")]
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
+    file = tmp_path / "texts.txt"
+    asked = ("sweep", LLAMA, prompt, "--hook", "z", "--over", "layer,head", "--reference", file, "--json")
+    found = json.loads(succeeded(*asked, "--ablate", "mean", "--by", "position"))
+    expected = shipped.ablation_sweep(prompt, kind="mean", by="position", reference=texts)
+    np.testing.assert_allclose(found["values"], expected.values, atol=1e-6)
+    assert json.loads(succeeded(*asked, "--ablate", "resample", "--repeats", 4, "--seed", 2))["n"] == 4
+    assert "are for --ablate" in mionnx("sweep", LLAMA, prompt, "The capital of Peru is", "--by", "token").stderr

@@ -104,7 +104,9 @@ def test_pictures_show_the_leading_neurons(shipped, chromium, tmp_path):
     ("hook", "message"),
     [
         ("mlp.hook_pre", "neurons are at hook_gate, hook_up, hook_act"),
-        ("mlp.hook_expert_act", "experts that each token chose, other ones at each position"),
+        pytest.param(
+            "mlp.hook_expert_act", "experts that each token chose, other ones at each position", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_where_there_are_no_neurons_to_go_over(models, hook, message):
