@@ -42,7 +42,7 @@ def bind_pass(binder: Binder, spec: HookSpec, logits: bool | Logits, use_cache: 
     part = logits if isinstance(logits, Logits) else ALL
     carried = use_cache or (bool(logits) and not spec.metric)
     needed = logits or (spec.metric is not None and spec.metric.at is None)
-    outputs = part.outputs(carried) if needed else Outputs(logits=False, carried=False)
+    outputs = part.outputs(carried) if needed else Outputs(logits=False, carried=use_cache)
     return binder.bind(spec, outputs, logits=part, differentiated=True)
 
 

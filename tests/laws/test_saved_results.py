@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ml_dtypes
@@ -33,11 +34,13 @@ from mionnx import (
     Logits,
     MIError,
     MIModel,
+    ProbeResult,
     RWKVState,
     SpecFileError,
     StateAblationResult,
     StateKnockoutSpec,
     Verification,
+    probe,
 )
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.machine.stored import Stored
@@ -63,6 +66,15 @@ def features(model: MIModel) -> FeatureActivations:
     return FeatureActivations(str(POINT), ("a", "b", "c", "d", "e"), ids, values, np.array([3, 4]), values)
 
 
+def probed(model: MIModel) -> ProbeResult:
+    """Whether a text names a country of the north; a text is its own group."""
+    countries = ("Norway", "Sweden", "Finland", "Denmark", "Iceland", "Spain", "Italy", "Greece", "Portugal", "Egypt")
+    texts = [f"The capital of {country} is" for country in countries]
+    with TemporaryDirectory() as folder:
+        made = model.harvest(texts, POINT, Path(folder) / "made", positions=-1)
+        return probe(made, [number < 5 for number in range(10)], folds=2)
+
+
 RESULTS: dict[str, Callable[[MIModel], Stored]] = {
     "AblationResult": lambda model: ablated(model, a_spec()),
     "AblationResult of a knockout": lambda model: ablated(model, KnockoutSpec().layer(3).head(0).edge(3, 1)),
@@ -86,6 +98,7 @@ RESULTS: dict[str, Callable[[MIModel], Stored]] = {
     "HookCache with gradients": lambda model: model.gradients(TEXT, POINT, answer="Paris"),
     "HookCache without logits": lambda model: model.forward(TEXT, HookSpec().capture("*"), logits=False),
     "LensResult": lambda model: model.logit_lens(TEXT, k=3, tokens=["Tokyo"]),
+    "ProbeResult": probed,
     "Saliency": lambda model: model.gradient_times_input(TEXT, answer="Paris"),
     "Saliency of a path": lambda model: model.integrated_gradients(TEXT, OTHER, answer="Paris", steps=2),
     "SteeringCalibration": lambda model: model.calibrate(model.contrast([TEXT], [OTHER]), [TEXT]),
