@@ -7,8 +7,10 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -56,3 +58,25 @@ class StreamedFile:
         while len(data):
             written = os.pwrite(self._file.fileno(), data.data, begin)
             data, begin = data[written:], begin + written
+
+
+@contextmanager
+def streamed(path: Path, kinds: Mapping[str, Kind], error: type[Exception]) -> Iterator[StreamedFile]:
+    """Open a file to write; it is removed if the body fails.
+
+    Args:
+        path: of the file.
+        kinds: name -> dtype and shape of each array.
+        error: class of the error that an `OSError` becomes: no room, or a folder that cannot be written to.
+    """
+    try:
+        with path.open("w+b") as file:
+            yield StreamedFile(file, kinds)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as cause:
+        path.unlink(missing_ok=True)
+        raise error(f"cannot write {path}: {cause}") from cause
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise

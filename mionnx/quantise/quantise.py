@@ -1,9 +1,7 @@
 """A hooked model of floats becomes one of blocks, weight by weight: no more than one of them is in memory."""
 
-import os
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +17,7 @@ from mionnx.graph.metadata import Attention
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.leftovers import new_folder
 from mionnx.machine.progress import Progress, silent
-from mionnx.machine.streamed_file import Kind, StreamedFile
+from mionnx.machine.streamed_file import Kind, StreamedFile, streamed
 from mionnx.quantise.blocks import quantise_blocks
 from mionnx.quantise.matrices import Found, find_weights, rows_of
 from mionnx.quantise.quantised_graph import Matrix, names_of, with_blocks
@@ -120,7 +118,7 @@ def _write_weights(
     kinds: dict[str, Kind] = {name: (array.dtype, array.shape) for name, array in floats.items()}
     for name, matrix in matrices.items():
         kinds |= matrix.kinds(name, rows_of(model, name, matrix.turned), settings)
-    with _streamed(folder / WEIGHTS, kinds) as file:
+    with streamed(folder / WEIGHTS, kinds, ModelError) as file:
         for name, array in floats.items():
             file.put(name, 0, array)
         total = sum(rows_of(model, name, True).size for name in matrices)
@@ -135,17 +133,6 @@ def _write_weights(
             done += rows.size
             progress(f"quantising to {settings.bits} bits", done, total)
         _point(proto, kept, matrices, file)
-
-
-@contextmanager
-def _streamed(path: Path, kinds: dict[str, Kind]) -> Iterator[StreamedFile]:
-    try:
-        with path.open("w+b") as file:
-            yield StreamedFile(file, kinds)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise ModelError(f"cannot write {path}: {error}") from error
 
 
 def _point(

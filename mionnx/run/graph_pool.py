@@ -266,16 +266,15 @@ class GraphPool:
             model, report = self._rewritten(base, plan)
             program = self.engine.open(model, base.folder, self.options, optimised=True)
             return OpenGraph(plan, program, report, None if plan.empty else model, _cost(model), self.options)
-        folder = self.model.folder
         if plan.empty:
             self._plain.add(plan)
             leveled = None if self.options.accuracy_level is None else self.model.proto.SerializeToString()
-            program = self.engine.open(leveled or folder / GRAPH, folder, self.options)
+            program = self.engine.open(leveled or self.model.folder / GRAPH, self.model.folder, self.options)
             return OpenGraph(plan, program, Report(), leveled, self.weights, self.options)
         self._count(plan)
         model, report = rewrite(self.model.proto, plan, self.model.metadata)
         cost = sum(onnx_file.locations(onnx_file.parse(model)).values()) if plan.starts else self.weights
-        program = self.engine.open(model, folder, self.options)
+        program = self.engine.open(model, self.model.folder, self.options)
         return OpenGraph(plan, program, report, model, cost, self.options)
 
     def _make_chain(self, plan: Plan, hooks: tuple[str, ...]) -> SegmentChain:

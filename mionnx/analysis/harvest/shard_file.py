@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,29 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import SpecFileError
-from mionnx.machine.streamed_file import NAMES, Kind, StreamedFile
+from mionnx.machine.streamed_file import NAMES, Kind, StreamedFile, streamed
 
 DTYPES = {short: name for name, short in NAMES.items()}
 
 
-@contextmanager
-def new_shard(path: Path, kinds: Mapping[str, Kind]) -> Iterator[StreamedFile]:
+def new_shard(path: Path, kinds: Mapping[str, Kind]) -> AbstractContextManager[StreamedFile]:
     """Write a shard under a temporary path, which stays when the body is done.
 
     Raises:
         SpecFileError: no room, or a folder that cannot be written to.
     """
-    try:
-        with path.open("w+b") as file:
-            yield StreamedFile(file, kinds)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise SpecFileError(f"cannot write {path}: {error}") from error
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
+    return streamed(path, kinds, SpecFileError)
 
 
 def open_shard(path: Path) -> dict[str, NDArray[Any]]:
