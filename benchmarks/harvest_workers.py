@@ -96,15 +96,8 @@ def main() -> None:
     columns = ("", "tokens a second", "of one process, 2 threads", "seconds before the first shard")
     title = f"{options.rows} x {CONTEXT} tokens, fp32, two cores, {platform.machine()}, {options.repeats} turns"
     notes = [f"the folders have {'the same' if equal else 'OTHER'} bytes"]
-    present(
-        "harvest_workers",
-        "Harvesting by workers",
-        title,
-        [(columns, rows)],
-        options.save,
-        __doc__.split("\n\n")[2],
-        notes,
-    )
+    said = __doc__.split("\n\n")[2]
+    present("harvest_workers", "Harvesting by workers", title, [(columns, rows)], options.save, said, notes)
 
 
 if __name__ == "__main__":
