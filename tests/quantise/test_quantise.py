@@ -30,7 +30,7 @@ SETTINGS = {
     "int4": Quantisation(block_size=16),
     "int4 with zero points": Quantisation(symmetric=False),
     "int8": Quantisation(8),
-    "mixed": Quantisation(in_8_bits=("*1.mlp.*",), keep=("*0.mlp.*",), unembedding=False, embedding=False),
+    "mixed": Quantisation(in_8_bits=("*.1.*",), keep=("*.0.*",), unembedding=False, embedding=False),
 }
 
 

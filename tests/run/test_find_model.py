@@ -65,7 +65,8 @@ class Copying:
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Copying:
     made = Copying()
-    monkeypatch.setattr(find_model, "exporter_for", lambda folder: made)
+    for module in (find_model, exporting):
+        monkeypatch.setattr(module, "exporter_for", lambda folder: made)
     return made
 
 

@@ -6,7 +6,7 @@ from families import VOCAB
 
 from mionnx import InputError, MIModel, TextStreamer, TokenizerError
 from mionnx.inputs.world_tokenizer import WorldTokenizer
-from mionnx.run.generation import _Passes
+from mionnx.run.decoding import Passes
 from mionnx.run.streamer import make_streamer
 
 
@@ -133,7 +133,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_no_streamer_is_refused_before_anything_runs(world, wrong, monkeypatch):
-    monkeypatch.setattr(_Passes, "_pass", lambda self: pytest.fail("the prompt ran"))
+    monkeypatch.setattr(Passes, "_pass", lambda self: pytest.fail("the prompt ran"))
     with pytest.raises(InputError, match="streamer="):
         world.generate("The capital of France is", streamer=WRONG[wrong])
     with pytest.raises(InputError, match="one text, but 2"):

@@ -95,8 +95,7 @@ class ShardWriter:
 
     def _begin(self, columns: Sequence[Column]) -> Manifest:
         """The manifest of an earlier harvest of the same into the folder, or a new one."""
-        for path in self.folder.glob(PARTIAL):
-            path.unlink(missing_ok=True)
+        self._remove_partial()
         found = read_manifest(self.folder)
         if found is not None:
             refuse_other(self.folder, found.settings, self.told)
@@ -107,8 +106,14 @@ class ShardWriter:
         made.write(self.folder)
         return made
 
+    def _remove_partial(self) -> None:
+        """Remove what a killed process or worker was writing."""
+        for path in self.folder.glob(PARTIAL):
+            path.unlink(missing_ok=True)
+
     def _finish(self, manifest: Manifest, made: Sequence[Made]) -> None:
         """Write the manifest of all shards."""
+        self._remove_partial()
         if self.settings.format == "saelens":
             finish_saelens(self.folder, [capture.node.output for capture in self.bound.captures], len(made))
         shards, dropped = [one.shard for one in made], sum(one.dropped for one in made)

@@ -199,7 +199,7 @@ def test_the_bytes_do_not_depend_on_what_the_model_ran_before(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_harvest_killed_20_times_goes_on_and_gives_the_same_bytes(model: MIModel, tmp_path: Path) -> None:
-    (tmp_path / "texts.txt").write_text("\n".join(TEXTS * 40))
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS * 120))
     code = "import sys; from mionnx import MIModel; model = MIModel.from_pretrained(sys.argv[1]); print(flush=True); "
     code += "model.harvest(*sys.argv[2:], shard_bytes=20_000, batch_size=2)"
     command = [sys.executable, "-c", code, str(FOLDER), str(tmp_path / "texts.txt"), "blocks.*.hook_resid_post"]
