@@ -156,7 +156,7 @@ def gift_task(model: MIModel) -> Task:
 
     def ids(first: str, second: str, giver: str) -> np.ndarray:
         told = f"When {first} and {second} went to the store, {giver} gave a drink to"
-        found = np.asarray(model.tokenizer.encode(f"{FILLING} {told}").ids)
+        found = np.asarray(model.tokenizer.encode(f"{FILLING} {FILLING} {told}").ids)
         return found[len(found) - HEADLINE :]
 
     before = ids("John", "Mary", "Mary"), ids("John", "Mary", "John")
