@@ -14,7 +14,7 @@ from mionnx.engine.options import ONNX_RUNTIME, Options
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import ROUNDING_LEVEL, HookedModel
 from mionnx.graph.packed_weight import at_accuracy_level
-from mionnx.inputs.unknown_words import caller_level
+from mionnx.machine.caller import caller_level
 from mionnx.run.graph_pool import GraphPool
 
 
