@@ -47,7 +47,9 @@ from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.tokens import Tokens
 from mionnx.inputs.unknown_words import UnknownWordWarning
 from mionnx.model import MIModel
+from mionnx.quantise.choice import FewBlocksWarning
 from mionnx.rewrite import Report
+from mionnx.run.accuracy import GeneratingLevelWarning, SlowBlocksWarning
 from mionnx.run.dynamic_rounding import DynamicRoundingWarning
 from mionnx.run.generation import Generation
 from mionnx.run.graph_pool import OpenGraph as Compiled
@@ -80,7 +82,9 @@ __all__ = [
     "Estimate",
     "ExportError",
     "FeatureActivations",
+    "FewBlocksWarning",
     "Fragment",
+    "GeneratingLevelWarning",
     "Generation",
     "GradientError",
     "HeadScores",
@@ -108,6 +112,7 @@ __all__ = [
     "Report",
     "RuntimeMissingError",
     "Saliency",
+    "SlowBlocksWarning",
     "SpecFileError",
     "StateAblationResult",
     "StateKnockoutSpec",
