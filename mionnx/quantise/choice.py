@@ -44,7 +44,7 @@ class Choice:
 
 
 def choose(model: HookedModel, found: Found, settings: Quantisation) -> Choice:
-    """Choose the weights that become blocks; warn where settings reach little of the model.
+    """Choose the weights of blocks; warn if most of the model stays in floats.
 
     Raises:
         ModelError: there are none, or a pattern of the settings names none.
@@ -113,7 +113,7 @@ def _count(model: HookedModel, choice: Choice) -> None:
 
 
 def _refuse_unused(found: Found, settings: Quantisation, choice: Choice) -> None:
-    """Refuse a pattern without effect: of nothing that could be blocks, or of what stays in floats."""
+    """Refuse a pattern of no weight that could be blocks."""
     could = {one.weight for one in found.products} | ({found.table} if found.table is not None else set())
     for what, patterns, names in (
         ("keep", settings.keep, sorted(could)),
