@@ -27,7 +27,7 @@ class SlowBlocksWarning(UserWarning):
 
 
 def warn_of_slow_blocks(hooked: HookedModel, options: Options) -> None:
-    """Warn when a model is opened whose products take many times float32's time.
+    """Warn of products with much more time than float32's, when a model is opened.
 
     ONNX Runtime 1.31 has fast kernels on the CPU for 4 bits at both levels, for 8 bits only at level 4.
     """
