@@ -88,7 +88,7 @@ def at_level(hooked: HookedModel, level: int | None) -> HookedModel:
 
 
 def generates_rounded(hooked: HookedModel, options: Options) -> bool:
-    """Whether a model generates at another level than it measures at; only ONNX Runtime's kernels of the CPU do."""
+    """Whether a model generates at another level than it measures at: on a CPU only."""
     made = hooked.metadata.quantised
     unsaid = options.accuracy_level is None and _on_cpu(options)
     return unsaid and bool(made) and made.get("accuracy_level", 0) != ROUNDING_LEVEL
