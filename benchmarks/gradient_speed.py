@@ -254,16 +254,7 @@ def main() -> None:
     columns = [
         ("batch x tokens", "forward", "gradients", "torch", "gradients / forward", "torch / gradients", "difference"),
         ("tokens", "TransformerLens", "mionnx", "ratio", "difference"),
-        (
-            "tokens",
-            "confirmed",
-            "TransformerLens, a run a head",
-            "first",
-            "next",
-            "ratio, first",
-            "ratio, next",
-            "the same heads",
-        ),
+        ("tokens", "confirmed", "TransformerLens, a run a head", "first", "next", *ratios, "the same heads"),
         ("tokens", "first gradients", "again"),
     ]
     title = f"GPT-2 124M, fp32, {threads} threads, {platform.machine()}; medians of {options.repeats}"
