@@ -48,7 +48,9 @@ from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.tokens import Tokens
 from mionnx.inputs.unknown_words import UnknownWordWarning
 from mionnx.model import MIModel
+from mionnx.quantise.choice import FewBlocksWarning
 from mionnx.rewrite import Report
+from mionnx.run.accuracy import GeneratingLevelWarning, SlowBlocksWarning
 from mionnx.run.dynamic_rounding import DynamicRoundingWarning
 from mionnx.run.generation import Generation
 from mionnx.run.graph_pool import OpenGraph as Compiled
@@ -82,7 +84,9 @@ __all__ = [
     "ExportError",
     "FallbackWarning",
     "FeatureActivations",
+    "FewBlocksWarning",
     "Fragment",
+    "GeneratingLevelWarning",
     "Generation",
     "GradientError",
     "HeadScores",
@@ -110,6 +114,7 @@ __all__ = [
     "Report",
     "RuntimeMissingError",
     "Saliency",
+    "SlowBlocksWarning",
     "SpecFileError",
     "StateAblationResult",
     "StateKnockoutSpec",

@@ -26,7 +26,7 @@ def folders() -> list[Path]:
 
 @cache
 def load() -> None:
-    """Load what is found; what is missing ONNX Runtime will name."""
+    """Load the libraries of all folders, once a process."""
     with redirect_stdout(io.StringIO()):  # it prints what is not in a folder
         for folder in folders():
             onnxruntime.preload_dlls(directory=str(folder))

@@ -20,7 +20,7 @@ LARGE = 64  # numbers, above which an initializer is no part of a shape
 
 
 def shape_values(graph: onnx.GraphProto, outside: frozenset[str] = frozenset()) -> frozenset[str]:
-    """The values that are computed from shapes and constants alone, those of a graph's subgraphs included.
+    """The values computed from shapes and constants alone, in subgraphs too.
 
     Args:
         graph: of a model.
@@ -65,7 +65,7 @@ def move_positions(model: onnx.ModelProto) -> int:
 def _positions(
     node: onnx.NodeProto, flow: Dataflow, shapes: frozenset[str], constants: dict[str, onnx.TensorProto]
 ) -> tuple[onnx.NodeProto, str] | None:
-    """The `Range` that a sum begins with, and the length of the past that it adds; None for any other sum."""
+    """The `Range` and the past of a sum of the two; None for any other sum."""
     for first, other in (tuple(node.input), tuple(node.input)[::-1]):
         counted = flow.producer(first)
         if counted is None or counted.op_type != "Range" or not _is_scalar(flow.producer(other)) or other not in shapes:

@@ -25,7 +25,7 @@ def without_kernel(operators: Iterable[Operator], provider: str, dtype: str) -> 
 
 
 def has_kernel(operator: Operator, provider: str) -> bool:
-    """Whether a provider computes an operator in some dtype; True where that is not known."""
+    """Whether a provider computes an operator in some dtype; True if nobody knows."""
     known = _kernels(provider)
     return not known or operator in known
 

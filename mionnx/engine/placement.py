@@ -1,4 +1,4 @@
-"""The nodes of a graph that a provider leaves to the CPU, and a warning that names them.
+"""The nodes of a graph left to the CPU by another provider, and a warning.
 
 ONNX Runtime computes shapes on the CPU by design, which costs nothing. Any other node there has no kernel in the
 provider: what it reads is copied to the CPU, what it makes back, at every run, and CUDA graphs are refused.
@@ -27,7 +27,7 @@ class FallbackWarning(UserWarning):
 
 
 def providers_of(session: onnxruntime.InferenceSession) -> dict[str, list[Any]]:
-    """Provider -> its nodes, each with `name`, `op_type` and `domain`; empty before ONNX Runtime 1.24."""
+    """Provider -> its nodes (`name`, `op_type`, `domain`); empty before ONNX Runtime 1.24."""
     found: dict[str, list[Any]] = {}
     for part in getattr(session, "get_provider_graph_assignment_info", list)():
         found.setdefault(part.ep_name, []).extend(part.get_nodes())

@@ -1,4 +1,4 @@
-"""An `onnxruntime.InferenceSession` on the provider that was asked for, or an error that says why there is none.
+"""An `onnxruntime.InferenceSession` on the requested provider, or an error.
 
 ONNX Runtime goes on with the CPU where a provider does not start, and leaves it the nodes that a provider has no kernel
 for. The first is an error here, the second a `FallbackWarning`.

@@ -1,4 +1,4 @@
-"""`caller_level`: the stack level at which a warning names the user's own line."""
+"""`caller_level`: the line that a warning points to."""
 
 import sys
 from pathlib import Path
