@@ -27,6 +27,7 @@ from mionnx.analysis.sweep.noise import Noise
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
 from mionnx.engine.options import Options
+from mionnx.engine.placement import FallbackWarning
 from mionnx.errors import (
     ExportError,
     GradientError,
@@ -81,6 +82,7 @@ __all__ = [
     "EdgeAttribution",
     "Estimate",
     "ExportError",
+    "FallbackWarning",
     "FeatureActivations",
     "FewBlocksWarning",
     "Fragment",
