@@ -74,7 +74,7 @@ function pattern(shown, size) {
   fillGrid(large, {
     label: `Attention pattern of layer ${layer}, head ${head}`, corner: "", kind: "token", rows: names, columns: names,
     here: large.last ? undefined : [names.length - 1, 0], pick: (q, k, cell) => menu(q + first, k + first, weight(q, k), cell),
-    cell: (q, k) => k > q ? null : { text: size <= 12 ? (100 * weight(q, k)).toFixed(0) : "", share: weight(q, k), mark: isCut(q + first, k + first) ? "cut" : "",
+    cell: (q, k) => k > q ? null : { text: size <= 16 ? (100 * weight(q, k)).toFixed(0) : "", share: weight(q, k), mark: isCut(q + first, k + first) ? "cut" : "",
       name: `${place(q + first)} reads ${place(k + first)}: ${percent(weight(q, k))}` + (isCut(q + first, k + first) ? ", cut" : "") },
     tell: (q, k) => `${place(q + first)}\nreads ${place(k + first)}: ${percent(weight(q, k))}`,
   });

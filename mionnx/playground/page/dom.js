@@ -31,10 +31,10 @@ export function quoted(token) { return "“" + visible(token).trim() + "”"; }
 // A probability as a percentage.
 export function percent(value) {
   const part = 100 * value;
-  if (part >= 99.95) return "100 %";
-  if (part >= 10) return part.toFixed(1) + " %";
-  if (part >= 0.1) return part.toFixed(2) + " %";
-  return part > 0 ? "< 0.1 %" : "0 %";
+  if (part >= 99.95) return "100\u00a0%";
+  if (part >= 10) return part.toFixed(1) + "\u00a0%";
+  if (part >= 0.1) return part.toFixed(2) + "\u00a0%";
+  return part > 0 ? "<\u00a00.1\u00a0%" : "0\u00a0%";
 }
 
 // A KL divergence, without its unit.

@@ -1,6 +1,7 @@
 // A table of cells for pointer and keyboard (ARIA's grid): one cell is in the tab order, arrow keys move, Enter or a click picks.
 import { element } from "./dom.js";
 
+const DEEP = 0.806, BRIGHT = 0.681; // shares at which white text gives way to black or black to white, in light and in dark
 const STEPS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
 
 // Fills `table`.
@@ -28,7 +29,8 @@ export function fillGrid(table, { label, corner = "", kind = "", rows, columns, 
 function makeCell(said, row, column) {
   if (!said) return element("td", { class: "none", "aria-hidden": "true" });
   const made = element("td", { role: "gridcell", tabindex: -1, class: said.mark, "aria-label": said.name, share: said.share, dataset: { row, column } }, said.child || said.text);
-  if (said.share > 0.52) made.classList.add("deep");
+  made.classList.toggle("deep", said.share > DEEP);
+  made.classList.toggle("bright", said.share > BRIGHT);
   return made;
 }
 

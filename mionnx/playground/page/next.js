@@ -3,7 +3,7 @@ import { element, find, nats, percent, visible } from "./dom.js";
 import { tokenText } from "./runs.js";
 import { answers } from "./state.js";
 
-const MOST = 8;
+const MOST = 8, BOTH = 6; // lines without and with interventions
 let tools = null;
 
 export function setMeasures(found) { tools = found; }
@@ -13,7 +13,7 @@ export function comparedTokens(before, after) {
   const ids = new Set([...before.next.slice(0, after ? 5 : MOST), ...(after ? after.next.slice(0, 5) : [])].map(({ id }) => id));
   const one = tools.probabilities(before.logits), other = after ? tools.probabilities(after.logits) : null;
   return [...ids].map((id) => ({ id, before: one[id], after: other ? other[id] : null }))
-    .sort((a, b) => Math.max(b.before, b.after ?? 0) - Math.max(a.before, a.after ?? 0)).slice(0, MOST);
+    .sort((a, b) => Math.max(b.before, b.after ?? 0) - Math.max(a.before, a.after ?? 0)).slice(0, after ? BOTH : MOST);
 }
 
 export function divergence() { return answers.after ? tools.kl(answers.before.logits, answers.after.logits) : 0; }
@@ -29,7 +29,8 @@ export function drawNext() {
   box.replaceChildren(legend, list);
   if (after) {
     box.append(element("p", { class: "kl", title: "KL divergence of the prediction after from the prediction before, in nats" },
-      element("b", { id: "kl" }, nats(divergence())), element("span", {}, "nats"), element("span", { class: "faint small" }, "KL divergence: how far the interventions move the prediction; 0 is not at all.")));
+      element("b", { id: "kl" }, nats(divergence())), element("span", {}, "nats KL divergence")),
+    element("p", { class: "faint small" }, "How far the interventions move the prediction; 0 is not at all."));
   }
   say();
 }

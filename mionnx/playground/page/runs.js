@@ -90,8 +90,13 @@ export async function measure(parts, divergence, told, stopped) {
   const tokens = answers.tokens, active = inForce(), base = answers.after || answers.before;
   for (const [index, part] of parts.entries()) {
     if (stopped() || tokens !== answers.tokens) return;
-    const found = await engine.run({ tokens, interventions: [...active, part], want: { top: 1 } });
-    told(index, divergence(base.logits, found.logits));
+    let value; // stays open for a part that the interventions in force have taken away already
+    try {
+      value = divergence(base.logits, (await engine.run({ tokens, interventions: [...active, part], want: { top: 1 } })).logits);
+    } catch (error) {
+      if (error.code !== "intervention") throw error;
+    }
+    told(index, value);
   }
 }
 

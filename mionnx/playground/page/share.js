@@ -5,10 +5,11 @@ import { answers, state } from "./state.js";
 
 export function drawExport() {
   const box = find("export"), on = state.entries.filter((entry) => entry.on !== false);
+  const opened = box.querySelector("details")?.open;
   const lines = element("pre", { tabindex: 0, "aria-label": "Python that uses the spec file" }, python());
   const save = button("Download spec file", () => download(on), { id: "download", disabled: !on.length });
   const take = button("Copy Python", () => copy(python(), take));
-  box.replaceChildren(element("div", { class: "bar" }, save, take), element("p", { class: "faint small" }, "What is switched on, as a file that Python applies exactly:"), lines);
+  box.replaceChildren(element("div", { class: "bar" }, save, take), element("details", { open: opened }, element("summary", {}, "Use the file in Python"), lines));
 }
 
 export function python() {

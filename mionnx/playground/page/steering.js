@@ -1,5 +1,5 @@
 // Makes a steering vector: the mean activation of some texts less that of others, added to the stream.
-import { button, element } from "./dom.js";
+import { button, clearNotice, element, notice } from "./dom.js";
 import { place, steer } from "./entries.js";
 import { theEngine } from "./runs.js";
 import { addEntry, answers } from "./state.js";
@@ -49,8 +49,11 @@ export function show(entry) {
 function lines(area) { return area.value.split("\n").map((line) => line.trim()).filter(Boolean); }
 
 function press() {
-  if (!lines(more).length || !lines(less).length) {
-    (lines(more).length ? less : more).focus();
+  const empty = [more, less].find((area) => !lines(area).length);
+  clearNotice("steer");
+  if (empty) {
+    notice("A direction needs a text on both sides: one that it leads towards, one that it leads away from.", "steer");
+    empty.focus();
     return;
   }
   addEntry(steer(hook.value, lines(more), lines(less), mean.value === "mean" ? "mean" : Number(mean.value), JSON.parse(spot.value)));
