@@ -1,4 +1,6 @@
 // The page's address: what the reader has made, as `#1.` and base64url of deflated JSON. What is read is checked, field by field.
+import { matching } from "./engine/interventions.js";
+
 const VERSION = "1", MOST_BYTES = 200_000, MOST_ENTRIES = 64, MOST_NUMBERS = 20_000;
 const KINDS = ["add", "clamp", "knockout", "project_out", "replace", "scale", "zero"];
 const VIEWS = ["lens", "attention", "parts", "steer"];
@@ -81,28 +83,35 @@ function known(value, names, who) {
   if (other !== undefined) refuse(`${who} has a field ${JSON.stringify(other.slice(0, 40))} that this page does not know.`);
 }
 
-export function hooksOf(glob, manifest) {
-  const pattern = new RegExp("^" + glob.replace(/[.+?^${}()|[\]\\]/g, "\\$&").replaceAll("*", ".*") + "$");
-  return Object.keys(manifest.hooks).filter((name) => pattern.test(name));
+// The hook points that a name or glob means; none where it is neither.
+function hooksOf(glob, manifest) {
+  if (!/^[\w.*?[\]!-]{1,200}$/.test(glob) || glob.split("*").length > 4) return [];
+  try {
+    return matching(glob, Object.keys(manifest.hooks));
+  } catch {
+    return []; // brackets that no glob has
+  }
 }
 
 // A copy of an intervention with the fields that one has; LinkError for anything else.
 export function checkedEntry(entry, manifest, who) {
   if (!isObject(entry)) refuse(`${who} is not an intervention.`);
-  known(entry, ["hook", "kind", "positions", "heads", "rows", "value", "strength", "on", "label"], who);
+  known(entry, ["hook", "kind", "positions", "heads", "rows", "neurons", "value", "strength", "on", "label"], who);
   const { hook, kind, positions = null, heads = null, rows = null, value, strength, on = true, label } = entry;
-  if (typeof hook !== "string" || hook.length > 200 || hook.split("*").length > 4) refuse(`${who} names no hook point.`);
+  if (typeof hook !== "string") refuse(`${who} names no hook point.`);
   const hooks = hooksOf(hook, manifest);
-  if (!hooks.length) refuse(`${who} is at ${hook}, which is no hook point of this page's model.`);
+  if (!hooks.length) refuse(`${who} is at ${hook.slice(0, 80)}, which is no hook point of this page's model.`);
   if (!KINDS.includes(kind) || !hooks.every((name) => manifest.hooks[name].kinds.includes(kind))) refuse(`${who} is of a kind that ${hook} does not take here.`);
   if (positions !== null && positions !== "prompt" && positions !== "generated" && !places(positions)) refuse(`${who} has positions that are no list of numbers.`);
   if (heads !== null && !(places(heads) && heads.every((head) => whole(head, 0, manifest.model.heads - 1)))) refuse(`${who} names a head that the model does not have.`);
+  if (entry.neurons !== undefined && entry.neurons !== null && !(places(entry.neurons) && entry.neurons.every((at) => at >= 0))) refuse(`${who} has neurons that are no list of numbers.`);
   if (rows !== null) refuse(`${who} is limited to rows; this page runs one text.`);
   if (strength !== undefined && !Number.isFinite(strength)) refuse(`${who} has a strength that is no number.`);
   if (typeof on !== "boolean") refuse(`${who} is neither on nor off.`);
   if (label !== undefined && (typeof label !== "string" || label.length > 500)) refuse(`${who} has a label that is no text.`);
   const made = { hook, kind, positions, heads, on };
   if (kind !== "zero") made.value = checkedValue(value, kind, who);
+  if (entry.neurons) made.neurons = entry.neurons;
   if (strength !== undefined) made.strength = strength;
   if (label !== undefined) made.label = label;
   return made;
@@ -120,7 +129,7 @@ function only(value, names) { return Object.keys(value).every((name) => names.in
 
 const FORMS = Object.assign(Object.create(null), {
   prompt: (value, kind) => kind === "replace" && only(value, ["from", "text", "positions"]) && typeof value.text === "string" && (value.positions === undefined || places(value.positions)),
-  contrast: (value, kind) => kind === "add" && only(value, ["from", "more", "less", "position"]) && texts(value.more) && texts(value.less) && (value.position === "mean" || whole(value.position, -65536, 65535)),
+  contrast: (value, kind) => kind === "add" && only(value, ["from", "more", "less", "position"]) && texts(value.more) && texts(value.less) && (value.position === undefined || value.position === "mean" || whole(value.position, -65536, 65535)),
   spec: (value) => only(value, ["from", "tensor"]) && typeof value.tensor === "string" && value.tensor.length < 200,
 });
 

@@ -12,7 +12,7 @@ import * as next from "./next.js";
 import * as parts from "./parts.js";
 import { refresh, setEngine, theEngine, tokenText } from "./runs.js";
 import { drawExport, listenShare } from "./share.js";
-import { answers, change, onAnswer, onChange, state } from "./state.js";
+import { answers, change, onAnswer, onChange, state, waiting } from "./state.js";
 import * as steering from "./steering.js";
 import { listenTheme } from "./theme.js";
 
@@ -83,7 +83,7 @@ onAnswer((kind) => {
 // The address follows what the reader makes.
 let pause;
 function remember() {
-  document.body.dataset.state = "busy";
+  waiting();
   if (!ready) return;
   clearTimeout(pause);
   pause = setTimeout(async () => {
@@ -128,7 +128,7 @@ async function start() {
     setEngine(engine);
     next.setMeasures({ probabilities, kl });
     parts.setMeasures({ kl });
-    setLessons(engine.examples.examples);
+    setLessons(engine.examples);
     find("loading").hidden = true;
     find("page").classList.remove("waiting");
     window.playground = { engine, state, answers }; // for the console
@@ -145,14 +145,14 @@ async function start() {
 async function begin({ examples, manifest }) {
   ready = true;
   if (await readAddress()) return;
-  if (examples.examples.length && !manifest.spec.length) return openLesson(0);
-  const example = examples.examples[0];
+  if (examples.length && !manifest.spec.length) return openLesson(0);
+  const example = examples[0];
   change({ prompt: example ? example.prompt : "The", entries: manifest.spec.map((entry) => ({ on: true, ...entry })), lesson: null });
   return undefined;
 }
 
 let typing;
-find("prompt").addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => change({ prompt: find("prompt").value }), 200); });
+find("prompt").addEventListener("input", () => { waiting(); clearTimeout(typing); typing = setTimeout(() => change({ prompt: find("prompt").value }), 200); });
 find("tabs").addEventListener("keydown", tabKeys);
 for (const made of find("side").children) made.addEventListener("click", () => change({ side: made.dataset.side }));
 addEventListener("hashchange", () => { if (theEngine()) readAddress(); });

@@ -37,3 +37,6 @@ export function inForce() { return state.entries.filter((entry, i) => entry.on !
 export function shownInside() {
   return state.side === "after" && answers.insideAfter ? answers.insideAfter : answers.insideBefore;
 }
+
+// The page does not yet show what was typed or pressed; `idle` follows with the last answer.
+export function waiting() { document.body.dataset.state = "busy"; }

@@ -1,0 +1,1 @@
+"""The prepared examples: what their texts claim, as the page runs them and as Python does."""
