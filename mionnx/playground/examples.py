@@ -58,7 +58,7 @@ def _check_fields(where: str, example: Any) -> None:
         raise InputError(f'{where} needs "name" and "prompt"')
     for name, value in example.items():
         if name not in FIELDS:
-            raise InputError(f"{where} has a field {name!r}{nearest(name, FIELDS)}; fields are {', '.join(FIELDS)}")
+            raise InputError(f"{where} has a field {name!r}{nearest(name, FIELDS)}")
         if not isinstance(value, FIELDS[name]) or isinstance(value, bool):
             raise InputError(f"{where}: {name} is {value!r:.60}")
     if example.get("view") not in VIEWS:

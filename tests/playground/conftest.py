@@ -64,27 +64,42 @@ OPEN = """async () => {
 }"""
 
 
+HEADERS = {"Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Embedder-Policy": "require-corp"}
+
+
 @pytest.fixture(scope="session")
-def laboratory(headless: Browser, served: Callable[..., str]) -> Callable[..., Page]:
+def opening() -> str:
+    """The script that opens the playground as `lab`."""
+    return OPEN
+
+
+@pytest.fixture(scope="session")
+def bare(headless: Browser, served: Callable[..., str]) -> Callable[[Path], Page]:
+    """Folder -> a page of its address without content."""
+
+    def open_page(folder: Path) -> Page:
+        page = headless.new_context().new_page()
+        address, empty = served(folder), {"body": "<!doctype html>", "content_type": "text/html", "headers": HEADERS}
+        page.route(address, lambda route: route.fulfill(**empty))
+        page.goto(address)
+        return page
+
+    return open_page
+
+
+@pytest.fixture(scope="session")
+def laboratory(bare: Callable[[Path], Page]) -> Callable[[Path], Page]:
     """Folder -> a page without content, in whose script `lab` is the open playground."""
 
-    def open_page(folder: Path, isolated: bool = True) -> Page:
-        page = headless.new_context().new_page()
-        address = served(folder, isolated)
-        page.route(
-            address, lambda route: route.fulfill(body="<!doctype html>", content_type="text/html", headers=HEADERS)
-        )
-        page.goto(address)
+    def open_page(folder: Path) -> Page:
+        page = bare(folder)
         page.evaluate(OPEN)
         return page
 
     return open_page
 
 
-HEADERS = {"Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Embedder-Policy": "require-corp"}
-
-
 @pytest.fixture(scope="session")
-def lab(laboratory: Callable[..., Page], playground_folder: Path) -> Page:
+def lab(laboratory: Callable[[Path], Page], playground_folder: Path) -> Page:
     """The small Llama's playground, open in a page."""
     return laboratory(playground_folder)

@@ -15,6 +15,7 @@ export class Tokens {
   }
 
   decode(ids) {
+    if (!ids.length) return "";
     return this.library.decode(Array.from(ids, Number), { skip_special_tokens: false, clean_up_tokenization_spaces: false });
   }
 
