@@ -106,7 +106,10 @@ class Search:
         return of_blocks(self.model, name, replace(self.matrices[name], bits=bits), self.settings)
 
     def run(self) -> tuple[dict[str, int], list[dict[str, int]]]:
-        """The bits of all matrices, and those that follow if KL of the written model is above the bound after all.
+        """Choose the bits of all matrices.
+
+        Returns:
+            the bits, and those to try next, in order, if KL of the written model is above the bound after all.
 
         Raises:
             ModelError: the bound cannot be met; the message says what can.
@@ -146,7 +149,7 @@ class Search:
         return own.nbytes if bits == FLOATS else self._candidate(name, bits).bytes
 
     def _along(self, steps: Sequence[dict[str, int]]) -> tuple[dict[str, int], list[dict[str, int]]]:
-        """The first step within the bound, between the first one, which is not, and the last, which is."""
+        """Find the first step within the bound; the last one of them is."""
         low, high, turn = 0, len(steps) - 1, 0
         while high - low > 1:
             guess = self._between(low, high, steps) if turn % 2 == 0 else (low + high) // 2
@@ -155,7 +158,7 @@ class Search:
         return steps[high], list(steps[high + 1 :])
 
     def _between(self, low: int, high: int, steps: Sequence[dict[str, int]]) -> int:
-        """The step at which KL would be the bound if it fell as the sum of what single matrices cost."""
+        """Guess the step at which KL is the bound, from the sums of single matrices' KL."""
         top, bottom = self.kl(steps[low]), self.kl(steps[high])
         share = (self.bound - bottom) / max(top - bottom, 1e-30)
         wanted = self.left[high] + share * (self.left[low] - self.left[high])
