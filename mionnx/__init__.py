@@ -27,6 +27,7 @@ from mionnx.analysis.sweep.noise import Noise
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
 from mionnx.engine.options import Options
+from mionnx.engine.placement import FallbackWarning
 from mionnx.errors import (
     ExportError,
     GradientError,
@@ -47,7 +48,9 @@ from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.tokens import Tokens
 from mionnx.inputs.unknown_words import UnknownWordWarning
 from mionnx.model import MIModel
+from mionnx.quantise.choice import FewBlocksWarning
 from mionnx.rewrite import Report
+from mionnx.run.accuracy import GeneratingLevelWarning, SlowBlocksWarning
 from mionnx.run.dynamic_rounding import DynamicRoundingWarning
 from mionnx.run.generation import Generation
 from mionnx.run.graph_pool import OpenGraph as Compiled
@@ -79,8 +82,11 @@ __all__ = [
     "EdgeAttribution",
     "Estimate",
     "ExportError",
+    "FallbackWarning",
     "FeatureActivations",
+    "FewBlocksWarning",
     "Fragment",
+    "GeneratingLevelWarning",
     "Generation",
     "GradientError",
     "HeadScores",
@@ -108,6 +114,7 @@ __all__ = [
     "Report",
     "RuntimeMissingError",
     "Saliency",
+    "SlowBlocksWarning",
     "SpecFileError",
     "StateAblationResult",
     "StateKnockoutSpec",

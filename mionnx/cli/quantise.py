@@ -13,6 +13,7 @@ from mionnx.quantise.quantise import quantise as quantise_hooked
 from mionnx.quantise.settings import Quantisation
 from mionnx.run import find_model
 
+COUNTS = ("matrices", "matrices_left", "bytes_in_blocks", "bytes_left")
 GLOBS = "Weights, by name or glob; may be repeated."
 
 
@@ -42,9 +43,13 @@ def quantise(
         quantise_hooked(hooked, output, settings, progress)
     made = HookedModel.open(output)
     sizes = [sum(file.stat().st_size for file in one.folder.glob("*.safetensors")) for one in (hooked, made)]
-    matrices = made.metadata.quantised["matrices"]
+    counts = {name: made.metadata.quantised[name] for name in COUNTS}
     if as_json:
-        facts = {"dtype": made.metadata.weight_dtype, "matrices": matrices, "bytes": sizes[1], "bytes_before": sizes[0]}
+        facts = {"dtype": made.metadata.weight_dtype, "bytes": sizes[1], "bytes_before": sizes[0], **counts}
         typer.echo(json.dumps({"folder": str(output), **facts}, indent=1))
         return
-    typer.echo(f"{output}: {matrices} matrices in {made.metadata.weight_dtype}, {sizes[0]:,} -> {sizes[1]:,} bytes")
+    typer.echo(f"{output}: {sizes[0]:,} -> {sizes[1]:,} bytes")
+    typer.echo(
+        f"{counts['matrices']} matrices of {counts['bytes_in_blocks']:,} bytes in {made.metadata.weight_dtype}, "
+        f"{counts['matrices_left']} of {counts['bytes_left']:,} bytes left in floats"
+    )

@@ -68,8 +68,9 @@ class Packaging:
     Attributes:
         weights: "embedded" in model.onnx (up to 2 GiB), "alongside" as files of its own, or "referenced": hard links
             to the hooked model's files, on the same disk.
-        target: "generic" (standard operators only), "ort-cpu" or "ort-cuda" (optimised for this version of ONNX
-            Runtime, with its own operators), or "web" (one file, for onnxruntime-web).
+        target: "generic" (the model's own operators: standard ones, and ONNX Runtime's `MatMulNBits` and
+            `GatherBlockQuantized` where its weights are blocks), "ort-cpu" or "ort-cuda" (optimised for this version of
+            ONNX Runtime, with its own operators), or "web" (one file, for onnxruntime-web).
         layout: "plain", "optimum" (what `ORTModelForCausalLM.from_pretrained` loads) or "triton" (a repository).
         fused: of the fused operators that an adopted file came with, those to keep where nothing inside them is
             touched: "none", "padded" (right for padded texts too) or "all". Only ONNX Runtime has such operators.

@@ -7,6 +7,7 @@ scheduling, workers that die and pieces that are repeated are Ray Data's.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from mionnx.machine.ranges import at_least
 from mionnx.run.runner import Runner
 
 LOCAL = "local"
+PATIENCE = 10.0  # seconds that a cluster has to answer
 M = TypeVar("M", bound=Runner)
 
 
@@ -140,6 +142,7 @@ def cluster(address: str, model: Runner, workers: int | None, cpus: int) -> Iter
     begun = not ray.is_initialized()
     if begun:
         try:
+            _reach(address)
             ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
             raise InputError(f"no Ray cluster at {address!r}: {error}; 'local' begins one here") from error
@@ -154,6 +157,24 @@ def cluster(address: str, model: Runner, workers: int | None, cpus: int) -> Iter
     finally:
         if begun:
             ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Connect to "HOST:PORT" once: Ray itself waits long for what does not answer.
+
+    Raises:
+        ConnectionError: nothing listens there.
+        ValueError: no such form.
+    """
+    if address in (LOCAL, "auto"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError("an address is 'local', 'auto' or 'HOST:PORT'")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE).close()
+    except (OSError, OverflowError) as error:
+        raise ConnectionError(f"nothing answers there ({error})") from error
 
 
 def _ray() -> Any:

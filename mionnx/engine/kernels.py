@@ -1,11 +1,14 @@
 """The operators that an execution provider of the installed ONNX Runtime has kernels for."""
 
+import ctypes
 from collections.abc import Iterable
 from functools import cache
+from typing import Any
 
 import onnxruntime
 
 Operator = tuple[str, str]  # domain, name
+TENSORRT = "TensorrtExecutionProvider"
 
 
 def without_kernel(operators: Iterable[Operator], provider: str, dtype: str) -> list[Operator]:
@@ -21,13 +24,37 @@ def without_kernel(operators: Iterable[Operator], provider: str, dtype: str) -> 
     return [one for one in operators if not any(wanted in kinds or not kinds for kinds in known.get(one, ()))]
 
 
+def has_kernel(operator: Operator, provider: str) -> bool:
+    """Whether a provider computes an operator in some dtype; True if nobody knows."""
+    known = _kernels(provider)
+    return not known or operator in known
+
+
 @cache
 def _kernels(provider: str) -> dict[Operator, list[frozenset[str]]]:
     """Operator -> for each kernel of a provider, the types of its first parameter, if any."""
-    state = onnxruntime.capi.onnxruntime_pybind11_state
     found: dict[Operator, list[frozenset[str]]] = {}
-    for one in getattr(state, "get_all_opkernel_def", list)():  # not in every build: nothing is known then
+    for one in _definitions():
         if one.provider == provider:
             kinds = one.type_constraints.get("T", ())
             found.setdefault((one.domain, one.op_name), []).append(frozenset(kinds))
     return found
+
+
+def _definitions() -> list[Any]:
+    """The kernels of all providers; empty where this build does not tell.
+
+    The call ends the process in a build with TensorRT's provider on a machine without TensorRT: onnxruntime-gpu.
+    """
+    state = onnxruntime.capi.onnxruntime_pybind11_state
+    if TENSORRT in onnxruntime.get_available_providers() and not _loads("libnvinfer.so.10"):
+        return []
+    return list(getattr(state, "get_all_opkernel_def", list)())
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True

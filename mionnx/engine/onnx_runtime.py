@@ -14,19 +14,12 @@ from mionnx.engine import arena, device
 from mionnx.engine.cuda_graphs import CudaGraphs
 from mionnx.engine.engine import Arrays, Engine, Input, Program
 from mionnx.engine.options import ONNX_RUNTIME, PROVIDERS, Options
+from mionnx.engine.placement import RECORD, providers_of
+from mionnx.engine.session import UNSTABLE_FUSIONS, open_session
 from mionnx.errors import ModelError, RuntimeMissingError
 from mionnx.machine import memory
 from mionnx.machine.once import once_property
 
-# These fusions move the last bits when a tensor inside them becomes an output: an observation would change the result.
-UNSTABLE_FUSIONS = (
-    "SkipLayerNormFusion",
-    "GeluApproximation",
-    "FastGeluFusion",
-    "BiasGeluFusion",
-    "GeluFusionL2",
-    "MatMulScaleFusion",
-)
 # Folding would store weights as [in, out], which unpacked products read more slowly than [out, in]: 1.2 to 1.6 times at
 # 16 and 64 tokens. Unfolded, the transposition becomes a part of the product, with the same bits.
 FOLDING = "ConstantFolding"
@@ -176,10 +169,8 @@ class OnnxRuntime(Engine):
     def opened_alone(self, model: Path | bytes, folder: Path, options: Options) -> Iterator[Program]:
         """See `Engine.opened_alone`: ONNX Runtime gives the CPU what a provider does not take."""
         settings = _settings(folder, options)
-        settings.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         program = _program(model, folder, settings, options)
-        assigned: list[Any] = getattr(program.native, "get_provider_graph_assignment_info", list)()  # since 1.24
-        name, providers = options.provider_name(), {part.ep_name for part in assigned}
+        name, providers = options.provider_name(), providers_of(program.native)
         if providers and name not in providers:
             others = ", ".join(sorted(providers))
             raise ModelError(f"{name} takes no part of this model: ONNX Runtime gave it to {others}")
@@ -196,7 +187,7 @@ def _program(
     if options.prepack is False:
         settings.add_session_config_entry("session.disable_prepacking", "1")
     unpacked = options.prepack is False and not optimised
-    session = _open(model, folder, settings, options, [FOLDING] if unpacked else [])
+    session = open_session(model, folder, settings, options, [FOLDING] if unpacked else [])
     if options.prepack is not False:
         memory.release()  # the buffers in which weights were packed, tens of megabytes for each session
     return OrtProgram(session, options)
@@ -240,29 +231,10 @@ def _settings(folder: Path, options: Options) -> onnxruntime.SessionOptions:
     settings.graph_optimization_level = OPTIMISATION[options.level]
     settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     settings.add_session_config_entry(STOP_SPINNING, "1")
+    settings.add_session_config_entry(RECORD, "1")
     if options.provider_name() == PROVIDERS["cpu"]:
         arena.share(settings)
     return settings
-
-
-def _open(
-    model: Path | bytes,
-    folder: Path,
-    settings: onnxruntime.SessionOptions,
-    options: Options,
-    without: Sequence[str] = (),
-) -> onnxruntime.InferenceSession:
-    try:
-        return onnxruntime.InferenceSession(
-            model if isinstance(model, bytes) else str(model),
-            settings,
-            providers=[(options.provider_name(), options.of_provider)],
-            disabled_optimizers=[*without, *(() if options.fast else UNSTABLE_FUSIONS)],
-        )
-    except RuntimeMissingError:
-        raise
-    except Exception as error:  # ONNX Runtime's errors share no base class
-        raise ModelError(f"ONNX Runtime cannot open the model in {folder}: {error}") from error
 
 
 def optimise(model: bytes, folder: Path, path: Path, data: str, options: Options) -> None:
@@ -283,7 +255,7 @@ def optimise(model: bytes, folder: Path, path: Path, data: str, options: Options
     settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     _write_to(settings, path, data)
     settings.add_session_config_entry("session.disable_prepacking", "1")
-    _open(model, folder, settings, options)
+    open_session(model, folder, settings, options)
 
 
 def _write_to(settings: onnxruntime.SessionOptions, path: Path, data: str) -> None:
@@ -309,4 +281,4 @@ def prepare(model: bytes, folder: Path, path: Path, data: str, options: Options)
     settings = _settings(folder, options)
     _write_to(settings, path, data)
     settings.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
-    _open(model, folder, settings, options, [FOLDING])
+    open_session(model, folder, settings, options, [FOLDING])

@@ -1,17 +1,15 @@
 """Words unknown to a tokenizer: a warning of what becomes `<unk>`, once a model."""
 
 import json
-import sys
 import warnings
-from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from mionnx.inputs.tokens import Tokens
 from mionnx.inputs.world_tokenizer import WorldTokenizer
+from mionnx.machine.caller import caller_level
 
 SHOWN = 5  # words that a warning names
-PACKAGE = str(Path(__file__).parents[1])
 
 
 class UnknownWordWarning(UserWarning):
@@ -61,11 +59,3 @@ def _unknown_token(tokenizer: Tokenizer) -> str | None:
         return getattr(tokenizer.model, "unk_token", None)
     model = json.loads(tokenizer.to_str())["model"]  # the library shows it nowhere else
     return None if model.get("unk_id") is None else str(model["vocab"][model["unk_id"]][0])
-
-
-def caller_level() -> int:
-    """The stack level of the nearest caller outside of mionnx."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        frame, level = frame.f_back, level + 1
-    return level

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.errors import ModelError
+
 NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 NAMES |= {"int32": "I32", "int64": "I64", "bool": "BOOL", "uint8": "U8", "int8": "I8"}
 ALIGNMENT = 8
@@ -26,6 +28,8 @@ def header_of(kinds: Mapping[str, Kind]) -> tuple[bytes, dict[str, int]]:
     """The header of a file with these arrays, and the place of each; wide numbers come first."""
     entries, places, at = {}, {}, 0
     for name, (dtype, shape) in sorted(kinds.items(), key=lambda one: (-one[1][0].itemsize, one[0])):
+        if dtype.name not in NAMES:
+            raise ModelError(f"{name} is {dtype.name}, which a .safetensors file cannot hold: {', '.join(NAMES)}")
         size = prod(shape) * dtype.itemsize
         entries[name] = {"dtype": NAMES[dtype.name], "shape": [*shape], "data_offsets": [at, at + size]}
         places[name], at = at, at + size

@@ -20,7 +20,8 @@ from mionnx.machine.leftovers import new_folder
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.streamed_file import Kind, StreamedFile, streamed
 from mionnx.quantise.blocks import quantise_blocks
-from mionnx.quantise.matrices import Found, find_weights, rows_of
+from mionnx.quantise.choice import Choice, choose
+from mionnx.quantise.matrices import find_weights, rows_of
 from mionnx.quantise.quantised_graph import Matrix, Parts, with_blocks
 from mionnx.quantise.settings import Quantisation
 
@@ -68,68 +69,13 @@ def quantise_into(
     """
     model.need_weights("quantising it")
     found, given = find_weights(model), given or {}
-    matrices = _matrices(model, found, settings, given)
-    proto = with_blocks(model.proto, found, matrices, settings)
-    _write_weights(model, proto, matrices, settings, folder, progress, given)
-    _describe(model, proto, matrices, settings, folder, progress)
+    choice = choose(model, found, settings, given)
+    proto = with_blocks(model.proto, found, choice.matrices, settings)
+    _write_weights(model, proto, choice.matrices, settings, folder, progress, given)
+    _describe(model, proto, choice, settings, folder, progress)
     (folder / GRAPH).write_bytes(proto.SerializeToString())
     for path in [path for pattern in KEPT for path in model.folder.glob(pattern) if path.is_file()]:
         shutil.copyfile(path, folder / path.name)
-
-
-def _matrices(
-    model: HookedModel, found: Found, settings: Quantisation, given: Mapping[str, GivenBlocks]
-) -> dict[str, Matrix]:
-    """The weights that become blocks, by name.
-
-    Raises:
-        ModelError: there are none, or a pattern of the settings names none.
-    """
-    chosen: dict[str, Matrix] = {}
-    for product in found.products:
-        kept = settings.keeps(product.weight) or (product.head and not settings.unembedding)
-        if kept and product.weight not in given:
-            continue
-        rows = rows_of(model, product.weight, product.turned)
-        if rows.shape[1] >= settings.block_size or product.weight in given:
-            made = _matrix(product.weight, product.turned, settings, given)
-            known = chosen.setdefault(product.weight, made)
-            if known.turned != product.turned:
-                raise ModelError(f"{product.weight} is read as it is and turned: it cannot be blocks of either")
-    table = found.table
-    if table is not None and (table in given or (settings.embedding and not settings.keeps(table))):
-        made = replace(_matrix(table, True, settings, given), product=False)
-        as_table = chosen.get(table) or made
-        width = rows_of(model, table, turned=True).shape[1]
-        fits = width % as_table.block_size == 0  # the operator knows no width but that of its blocks
-        fits = fits and (as_table.given is None or as_table.given.order is None)
-        if fits and as_table.turned:
-            chosen[table] = replace(as_table, table=True)
-    if not chosen:
-        already = {node.op_type for node in model.proto.graph.node} & {"MatMulNBits", "GatherBlockQuantized"}
-        raise ModelError(
-            f"{model.folder} has no weight to quantise: "
-            + ("its weights are blocks already" if already else "no product with a matrix of floats that may change")
-        )
-    _refuse_unused(model, settings)
-    return chosen
-
-
-def _matrix(name: str, turned: bool, settings: Quantisation, given: Mapping[str, GivenBlocks]) -> Matrix:
-    """What becomes of a weight."""
-    own = given.get(name)
-    if own is not None:
-        return Matrix(turned, own.bits, own.block_size, own.zero_points, given=own)
-    return Matrix(turned, settings.bits_of(name), settings.block_size, not settings.symmetric)
-
-
-def _refuse_unused(model: HookedModel, settings: Quantisation) -> None:
-    names = [tensor.name for tensor in model.proto.graph.initializer]
-    for what, patterns in (("keep", settings.keep), ("in_8_bits", settings.in_8_bits)):
-        for pattern in patterns:
-            only = replace(settings, keep=(pattern,), in_8_bits=())
-            if not any(only.keeps(name) for name in names):
-                raise ModelError(f"{what}={pattern!r} names no weight of {model.folder}, such as {names[0]!r}")
 
 
 def _write_weights(
@@ -197,7 +143,7 @@ def _external(name: str, file: StreamedFile, held: str, dims: Iterable[int] | No
 def _describe(
     model: HookedModel,
     proto: onnx.ModelProto,
-    matrices: dict[str, Matrix],
+    choice: Choice,
     settings: Quantisation,
     folder: Path,
     progress: Progress,
@@ -206,11 +152,11 @@ def _describe(
     digest, files = describe_export(folder, [WEIGHTS], [folder / WEIGHTS], progress)
     attention = [
         replace(one, output_projection=Parts.of(one.output_projection).packed, output_is_rows=False)
-        if one.output_projection in matrices
+        if one.output_projection in choice.matrices
         else one
         for one in model.metadata.attention
     ]
-    made: dict[str, Any] = settings.to_entry() | {"matrices": len(matrices), "of_weights_sha256": model.weights_sha256}
+    made: dict[str, Any] = settings.to_entry() | choice.to_entry() | {"of_weights_sha256": model.weights_sha256}
     metadata = replace(
         model.metadata,
         attention=list[Attention](attention),

@@ -10,16 +10,42 @@ import warnings
 from dataclasses import replace
 
 from mionnx.bind.bound_spec import Binder
-from mionnx.engine.options import ONNX_RUNTIME, Options
+from mionnx.engine.options import ONNX_RUNTIME, PROVIDERS, Options
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import ROUNDING_LEVEL, HookedModel
-from mionnx.graph.packed_weight import at_accuracy_level
-from mionnx.inputs.unknown_words import caller_level
+from mionnx.graph.packed_weight import at_accuracy_level, attributes
+from mionnx.machine.caller import caller_level
 from mionnx.run.graph_pool import GraphPool
 
 
 class GeneratingLevelWarning(UserWarning):
     """Generating rounds activations to 8 bits where measuring does not."""
+
+
+class SlowBlocksWarning(UserWarning):
+    """Products with weights of 8 bits are computed in floats, for which there is no fast kernel."""
+
+
+def warn_of_slow_blocks(hooked: HookedModel, options: Options) -> None:
+    """Warn of products with much more time than float32's, when a model is opened.
+
+    ONNX Runtime 1.31 has fast kernels on the CPU for 4 bits at both levels, for 8 bits only at level 4.
+    """
+    level = options.accuracy_level
+    slow = sum(
+        node.op_type == "MatMulNBits"
+        and (given := attributes(node)).get("bits", 4) == 8
+        and (given.get("accuracy_level", 0) if level is None else level) != ROUNDING_LEVEL
+        for node in hooked.proto.graph.node
+    )
+    if slow and _on_cpu(options):
+        warnings.warn(
+            f"{hooked.name} has {slow} products with weights in 8 bits that are computed in floats: ONNX Runtime has "
+            "no fast kernel for them on a CPU, they take 7 to 35 times float32's time; from_pretrained(..., "
+            "accuracy_level=4) rounds what they read to 8 bits and is fast",
+            SlowBlocksWarning,
+            stacklevel=caller_level(),
+        )
 
 
 class Rounding:
@@ -62,7 +88,11 @@ def at_level(hooked: HookedModel, level: int | None) -> HookedModel:
 
 
 def generates_rounded(hooked: HookedModel, options: Options) -> bool:
-    """Whether a model generates at another level than it measures at."""
+    """Whether a model generates at another level than it measures at: on a CPU only."""
     made = hooked.metadata.quantised
-    unsaid = options.accuracy_level is None and options.engine == ONNX_RUNTIME
+    unsaid = options.accuracy_level is None and _on_cpu(options)
     return unsaid and bool(made) and made.get("accuracy_level", 0) != ROUNDING_LEVEL
+
+
+def _on_cpu(options: Options) -> bool:
+    return options.engine == ONNX_RUNTIME and options.provider in ("cpu", PROVIDERS["cpu"])

@@ -3,7 +3,7 @@
 import warnings
 
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.inputs.unknown_words import caller_level
+from mionnx.machine.caller import caller_level
 
 
 class DynamicRoundingWarning(UserWarning):

@@ -42,7 +42,7 @@ from mionnx.graph.stock_graph import (
 )
 from mionnx.inputs.past import past_inputs, present_names, take_present
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
-from mionnx.inputs.unknown_words import caller_level
+from mionnx.machine.caller import caller_level
 from mionnx.machine.files import write_atomic
 from mionnx.machine.once import Once, once_property
 

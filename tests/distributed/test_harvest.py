@@ -155,7 +155,8 @@ def test_a_killed_driver_goes_on_where_it_was(whole: Activations, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"address": "nowhere"}, "no Ray cluster at 'nowhere': Invalid address"),
+        ({"address": "nowhere"}, "no Ray cluster at 'nowhere'.* 'HOST:PORT'"),
+        ({"address": "127.0.0.1:1"}, "no Ray cluster at '127.0.0.1:1': nothing answers there"),
         ({"cpus": 10_000}, "1 worker of 10000 CPUs and 0 GPUs: this machine has room for 0"),
     ],
 )

@@ -1,6 +1,7 @@
 """Models of blocks: every hook point against transformers with the same numbers, and what cannot be quantised."""
 
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from repository import REPOSITORY
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from mionnx import HookPoint, HookSpec, InputError, Intervention, MIModel, ModelError
+from mionnx import FewBlocksWarning, HookPoint, HookSpec, InputError, Intervention, MIModel, ModelError
 from mionnx.graph import matrices
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.quantised_weight import weight_numbers
@@ -191,8 +192,13 @@ def test_what_cannot_be_quantised_is_refused_and_leaves_nothing(shipped, tmp_pat
         quantise(HookedModel.open(made), tmp_path / "again", Quantisation())
     with pytest.raises(ModelError, match="exists already"):
         quantise(shipped.hooked, made, Quantisation())
-    with pytest.raises(ModelError, match="names no weight"):
-        quantise(shipped.hooked, tmp_path / "again", Quantisation(keep=("*nothing*",)))
+    for without_effect in (
+        Quantisation(keep=("*nothing*",)),
+        Quantisation(keep=("*norm*",)),  # floats anyway
+        Quantisation(keep=("*down_proj*",), in_8_bits=("*.1.*down_proj*",)),
+    ):
+        with pytest.raises(ModelError, match="names no weight that becomes blocks"):
+            quantise(shipped.hooked, tmp_path / "again", without_effect)
     for wrong in (
         {"bits": 3},
         {"block_size": 20},
@@ -211,6 +217,20 @@ def test_a_damaged_file_of_blocks_is_noticed(shipped, tmp_path):
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ModelError, match=r"quantised\.safetensors"):
         MIModel.from_pretrained(made)
+
+
+def test_weights_that_stay_in_floats_unasked_are_said_and_counted(shipped, tmp_path):
+    """Rows of 128 numbers are no block of 256."""
+    with pytest.warns(FewBlocksWarning, match=r"token table .* whole blocks of 256") as told:
+        made = quantise(shipped.hooked, tmp_path / "made", Quantisation(block_size=256))
+    assert "numbers in a row, a block has 256" in str(told[0].message)
+    entry = HookedModel.open(made).metadata.quantised
+    floats = {tensor.name: tensor.dims for tensor in shipped.hooked.proto.graph.initializer if len(tensor.dims) > 1}
+    assert entry["matrices"] + entry["matrices_left"] == len(floats)
+    assert entry["bytes_in_blocks"] + entry["bytes_left"] == 4 * sum(int(np.prod(dims)) for dims in floats.values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantise(shipped.hooked, tmp_path / "asked", Quantisation(keep=("*_proj*",)))
 
 
 @pytest.mark.slow

@@ -5,8 +5,7 @@ import warnings
 import numpy as np
 import pytest
 
-from mionnx import HookSpec, InputError, Intervention, MIModel
-from mionnx.run.accuracy import GeneratingLevelWarning
+from mionnx import GeneratingLevelWarning, HookSpec, InputError, Intervention, MIModel, SlowBlocksWarning
 
 PROMPTS = ["The capital of France is", "The capital of Spain is", "one two three"]
 
@@ -34,7 +33,7 @@ def test_generating_rounds_and_measuring_does_not_and_that_is_said_once(blocks):
     assert not np.array_equal(unsaid.forward(PROMPTS).output(), blocks(4).forward(PROMPTS).output())
 
 
-@pytest.mark.filterwarnings("ignore::mionnx.run.accuracy.GeneratingLevelWarning")
+@pytest.mark.filterwarnings("ignore::mionnx.GeneratingLevelWarning")
 def test_an_intervention_holds_at_the_level_that_generates(blocks):
     spec = HookSpec().intervene("blocks.1.hook_mlp_out", Intervention.Zero()).capture("blocks.2.hook_resid_post")
     found, expected = (blocks(level).generate(PROMPTS, spec, max_new_tokens=3) for level in (None, 4))
@@ -55,6 +54,16 @@ def test_batches_captures_and_pasts_change_last_bits_alone(blocks, level):
     past = model.forward(ids[:, :3], use_cache=True).kv_cache
     rest = model.forward(ids[:, 3:], cache=past).output()
     np.testing.assert_allclose(rest, plain.output()[:1, 3:], rtol=0, atol=tolerance)
+
+
+def test_eight_bits_in_floats_are_slow_and_that_is_said_when_a_model_is_opened(shipped, tmp_path):
+    folder = shipped.quantise(tmp_path / "int8", bits=8)
+    with pytest.warns(SlowBlocksWarning, match=r"times float32's time; .*accuracy_level=4"):
+        MIModel.from_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MIModel.from_pretrained(folder, accuracy_level=4)
+        MIModel.from_pretrained(shipped.hooked.folder)
 
 
 def test_a_level_without_blocks_or_that_there_is_not_is_refused(shipped):

@@ -1,0 +1,104 @@
+"""An `onnxruntime.InferenceSession` on the requested provider, or an error.
+
+ONNX Runtime goes on with the CPU where a provider does not start, and leaves it the nodes that a provider has no kernel
+for. The first is an error here, the second a `FallbackWarning`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
+import onnxruntime
+
+from mionnx.engine import cuda_libraries
+from mionnx.engine.device_graph import move_positions
+from mionnx.engine.options import CUDA_GRAPH, PROVIDERS, Options
+from mionnx.engine.placement import warn_of_fallback, why_no_cuda_graph
+from mionnx.errors import ModelError, RuntimeMissingError
+from mionnx.graph import onnx_file
+
+# These fusions move the last bits when a tensor inside them becomes an output: an observation would change the result.
+UNSTABLE_FUSIONS = (
+    "SkipLayerNormFusion",
+    "GeluApproximation",
+    "FastGeluFusion",
+    "BiasGeluFusion",
+    "GeluFusionL2",
+    "MatMulScaleFusion",
+)
+
+
+def open_session(
+    model: Path | bytes,
+    folder: Path,
+    settings: onnxruntime.SessionOptions,
+    options: Options,
+    without: Sequence[str] = (),
+) -> onnxruntime.InferenceSession:
+    """Open a session.
+
+    Args:
+        model: a file, or the bytes of a model.
+        folder: of its external data.
+        settings: of the session, with `placement.RECORD`.
+        options: provider, and whether fusions are allowed.
+        without: optimisations to leave out, besides.
+
+    Raises:
+        ModelError: ONNX Runtime refuses the model.
+        RuntimeMissingError: the provider does not start on this machine.
+    """
+    if options.provider_name() == PROVIDERS["cpu"]:
+        return _session(model if isinstance(model, bytes) else str(model), folder, settings, options, without)
+    proto = onnx_file.parse(model) if isinstance(model, bytes) else onnx_file.read(model)
+    if options.provider_name() == PROVIDERS["cuda"]:
+        cuda_libraries.load()
+        move_positions(proto)
+    session = _elsewhere(proto, folder, settings, options, without)
+    warn_of_fallback(session, proto, folder, options.provider_name())
+    return session
+
+
+def _elsewhere(
+    proto: onnx.ModelProto,
+    folder: Path,
+    settings: onnxruntime.SessionOptions,
+    options: Options,
+    without: Sequence[str],
+) -> onnxruntime.InferenceSession:
+    """Open a session on another provider than the CPU, and on no other."""
+    name = options.provider_name()
+    try:
+        session = _session(proto.SerializeToString(), folder, settings, options, without)
+    except ModelError as error:
+        if not options.cuda_graphs or "graph capture" not in str(error):
+            raise
+        plain = _session(proto.SerializeToString(), folder, settings, options, without, cuda_graphs=False)
+        why = why_no_cuda_graph(plain, proto, name)
+        raise ModelError(f"cuda_graphs=True: {folder.name} cannot be one CUDA graph: {why}; leave it out") from error
+    if name not in session.get_providers():
+        cuda = name == PROVIDERS["cuda"]
+        why = (cuda and cuda_libraries.trouble()) or "ONNX Runtime printed why"
+        raise RuntimeMissingError(f"{name} does not start here: {why}{cuda * f'. It needs {cuda_libraries.NEEDED}'}")
+    return session
+
+
+def _session(
+    model: str | bytes,
+    folder: Path,
+    settings: onnxruntime.SessionOptions,
+    options: Options,
+    without: Sequence[str],
+    cuda_graphs: bool = True,
+) -> onnxruntime.InferenceSession:
+    given = {key: value for key, value in options.of_provider.items() if cuda_graphs or key != CUDA_GRAPH}
+    try:
+        return onnxruntime.InferenceSession(
+            model,
+            settings,
+            providers=[(options.provider_name(), given)],
+            disabled_optimizers=[*without, *(() if options.fast else UNSTABLE_FUSIONS)],
+            enable_fallback=0,
+        )
+    except Exception as error:  # ONNX Runtime's errors share no base class
+        raise ModelError(f"ONNX Runtime cannot open the model in {folder}: {error}") from error

@@ -1,0 +1,162 @@
+"""`choose`: which weights of a model become blocks, and why the others do not."""
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from mionnx.errors import ModelError, nearest
+from mionnx.graph import onnx_file
+from mionnx.graph.blocks import GivenBlocks
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.machine.brief import count
+from mionnx.machine.caller import caller_level
+from mionnx.quantise.matrices import FLOATS, Found, rows_of
+from mionnx.quantise.quantised_graph import Matrix
+from mionnx.quantise.settings import Quantisation
+
+ASKED = "as asked"
+OTHER = "no product with a matrix reads it (a router, stacked experts, a convolution)"
+
+
+class FewBlocksWarning(UserWarning):
+    """Most of a model's weights stay in floats, or its token table does."""
+
+
+@dataclass
+class Choice:
+    """The weights of a model, by what becomes of them.
+
+    Attributes:
+        matrices: weight -> how it is held in blocks.
+        left: weight of two or more axes that stays in floats -> the reason.
+        bytes_in_blocks, bytes_left: of both in the model of floats.
+    """
+
+    matrices: dict[str, Matrix] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    bytes_in_blocks: int = 0
+    bytes_left: int = 0
+
+    def to_entry(self) -> dict[str, int]:
+        """The numbers as JSON."""
+        made = {"matrices": len(self.matrices), "matrices_left": len(self.left)}
+        return made | {"bytes_in_blocks": self.bytes_in_blocks, "bytes_left": self.bytes_left}
+
+
+def choose(model: HookedModel, found: Found, settings: Quantisation, given: Mapping[str, GivenBlocks]) -> Choice:
+    """Choose the weights of blocks; warn if most of the model stays in floats.
+
+    Args:
+        model, found, settings: see `quantise`.
+        given: a checkpoint's own blocks, by the names of weights; the settings say nothing of these.
+
+    Raises:
+        ModelError: there are none, or a pattern of the settings names none.
+    """
+    choice = Choice()
+    for product in found.products:
+        if product.weight in given:
+            choice.matrices[product.weight] = _matrix(product.weight, product.turned, settings, given)
+        elif settings.keeps(product.weight) or (product.head and not settings.unembedding):
+            choice.left.setdefault(product.weight, ASKED)
+        elif (width := rows_of(model, product.weight, product.turned).shape[1]) < settings.block_size:
+            choice.left[product.weight] = f"{width} numbers in a row, a block has {settings.block_size}"
+        else:
+            made = _matrix(product.weight, product.turned, settings, given)
+            known = choice.matrices.setdefault(product.weight, made)
+            if known.turned != product.turned:
+                raise ModelError(f"{product.weight} is read as it is and turned: it cannot be blocks of either")
+    unread = _add_table(model, found, settings, choice, given)
+    _count(model, choice)
+    if not choice.matrices:
+        raise ModelError(f"{model.folder} has no weight to quantise: {_why_none(model, choice)}")
+    _refuse_unused(found, settings, choice)
+    _warn(model, choice, unread)
+    return choice
+
+
+def _matrix(name: str, turned: bool, settings: Quantisation, given: Mapping[str, GivenBlocks]) -> Matrix:
+    """What becomes of a weight: the checkpoint's own blocks, or new ones."""
+    own = given.get(name)
+    if own is not None:
+        return Matrix(turned, own.bits, own.block_size, own.zero_points, given=own)
+    return Matrix(turned, settings.bits_of(name), settings.block_size, not settings.symmetric)
+
+
+def _why_none(model: HookedModel, choice: Choice) -> str:
+    if {node.op_type for node in model.proto.graph.node} & {"MatMulNBits", "GatherBlockQuantized"}:
+        return "its weights are blocks already"
+    reasons = Counter(choice.left.values()).most_common()
+    return "; ".join(f"{count(number, 'weight')}: {reason}" for reason, number in reasons) or "it has none"
+
+
+def _add_table(
+    model: HookedModel, found: Found, settings: Quantisation, choice: Choice, given: Mapping[str, GivenBlocks]
+) -> str | None:
+    """Choose the token table too; tell why it stays in floats against the settings."""
+    own = found.table is not None and found.table in given
+    if not settings.embedding and not own:
+        if found.table is not None:
+            choice.left[found.table] = ASKED
+        return None
+    if found.table is None:
+        return "the token table was not found: no single Gather of a weight reads the tokens"
+    if settings.keeps(found.table) and not own:
+        choice.left[found.table] = ASKED
+        return None
+    width = rows_of(model, found.table, turned=True).shape[1]
+    made = replace(_matrix(found.table, True, settings, given), product=False)
+    known = choice.matrices.get(found.table) or made
+    if width % known.block_size:  # the operator knows no width but that of its blocks
+        reason = f"rows of {width} numbers are not whole blocks of {known.block_size}"
+    elif not known.turned:
+        reason = "the product that shares it reads it turned"
+    else:
+        choice.matrices[found.table] = replace(known, table=True)
+        choice.left.pop(found.table, None)
+        return None
+    choice.left[found.table] = reason
+    return f"the token table {found.table} stays in floats: {reason}"
+
+
+def _count(model: HookedModel, choice: Choice) -> None:
+    """Add the bytes, and the weights that no product reads."""
+    for tensor in model.proto.graph.initializer:
+        if tensor.data_type in FLOATS and len(tensor.dims) > 1:
+            size = prod(tensor.dims) * onnx_file.weight(model.proto, model.folder, tensor.name).dtype.itemsize
+            if tensor.name in choice.matrices:
+                choice.bytes_in_blocks += size
+            else:
+                choice.left.setdefault(tensor.name, OTHER)
+                choice.bytes_left += size
+
+
+def _refuse_unused(found: Found, settings: Quantisation, choice: Choice) -> None:
+    """Refuse a pattern of no weight that could be blocks."""
+    could = {one.weight for one in found.products} | ({found.table} if found.table is not None else set())
+    for what, patterns, names in (
+        ("keep", settings.keep, sorted(could)),
+        ("in_8_bits", settings.in_8_bits, sorted(choice.matrices)),
+    ):
+        for pattern in patterns:
+            only = replace(settings, keep=(pattern,), in_8_bits=())
+            if not any(only.keeps(name) for name in names):
+                near = nearest(pattern, names) or f"; weights are {names[0]!r} and {len(names) - 1} more"
+                raise ModelError(f"{what}={pattern!r} names no weight that becomes blocks{near}")
+
+
+def _warn(model: HookedModel, choice: Choice, unread: str | None) -> None:
+    """Say what stays in floats without having been asked for."""
+    said = [unread] if unread else []
+    left = {name: reason for name, reason in choice.left.items() if reason != ASKED}
+    if choice.bytes_left > choice.bytes_in_blocks and left:
+        most = next(iter(left))
+        said.append(
+            f"{count(len(left), 'weight')}, {choice.bytes_left:,} of "
+            f"{choice.bytes_left + choice.bytes_in_blocks:,} bytes with those that were kept, stay in floats, "
+            f"such as {most}: {left[most]}"
+        )
+    if said:
+        warnings.warn(f"{model.name}: {'; '.join(said)}", FewBlocksWarning, stacklevel=caller_level())
