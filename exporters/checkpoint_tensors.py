@@ -39,7 +39,7 @@ class Packed(Protocol):
     """A weight that a checkpoint holds as integers, see `exporters.packed`."""
 
     def numbers(self) -> NDArray[np.float32]:
-        """What the integers stand for, [outputs, inputs]."""
+        """The numbers that the integers stand for, [outputs, inputs]."""
 
     def blocks(self) -> GivenBlocks:
         """The same as blocks."""

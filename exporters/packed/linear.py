@@ -37,7 +37,7 @@ class Linear:
     read: Callable[[], tuple[NDArray[np.uint8], NDArray[np.float32]]]
 
     def numbers(self) -> NDArray[np.float32]:
-        """What the integers stand for, [outputs, inputs]."""
+        """The numbers that the integers stand for, [outputs, inputs]."""
         integers, scales = self.read()
         of_input = np.arange(self.inputs) // self.group_size if self.groups is None else self.groups
         zeros = np.full(scales.shape, 2 ** (self.bits - 1)) if self.zeros is None else self.zeros

@@ -57,7 +57,7 @@ class GivenBlocks:
     read: Callable[[], Blocks]
 
     def numbers(self) -> NDArray[np.float32]:
-        """What the blocks stand for, [rows, columns]."""
+        """The numbers that the blocks stand for, [rows, columns]."""
         return in_order(numbers_of(self.read(), self.bits, self.columns), self.order)
 
 

@@ -81,7 +81,7 @@ def order_of(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> NDArray[np.i
 
 
 def offset_nodes(node: Node) -> list[Node]:
-    """The nodes of a MatMulNBits' offsets in a graph under construction: Add, MatMul, ReduceSum, Reshape; or none."""
+    """The nodes of a MatMulNBits' offsets: Add, MatMul, ReduceSum, Reshape; none without."""
     for user in node.outputs[0].outputs if node.op == "MatMulNBits" else ():
         others = [entry for entry in user.inputs if entry is not node.outputs[0]]
         chain = [user]
@@ -94,7 +94,7 @@ def offset_nodes(node: Node) -> list[Node]:
 
 
 def order_node(node: Node) -> Node | None:
-    """The Gather that puts the inputs of a MatMulNBits in order; None if they stand as they come."""
+    """The Gather that puts the inputs of a MatMulNBits in order; None without one."""
     maker = node.inputs[0].inputs[0] if node.inputs[0].inputs else None
     if maker is None or maker.op != "Gather" or maker.attrs.get("axis", 0) != -1:
         return None
