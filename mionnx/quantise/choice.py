@@ -45,7 +45,9 @@ class Choice:
         return made | {"bytes_in_blocks": self.bytes_in_blocks, "bytes_left": self.bytes_left}
 
 
-def choose(model: HookedModel, found: Found, settings: Quantisation, given: Mapping[str, GivenBlocks]) -> Choice:
+def choose(
+    model: HookedModel, found: Found, settings: Quantisation, given: Mapping[str, GivenBlocks] | None = None
+) -> Choice:
     """Choose the weights of blocks; warn if most of the model stays in floats.
 
     Args:
@@ -55,7 +57,7 @@ def choose(model: HookedModel, found: Found, settings: Quantisation, given: Mapp
     Raises:
         ModelError: there are none, or a pattern of the settings names none.
     """
-    choice = Choice()
+    choice, given = Choice(), given or {}
     for product in found.products:
         if product.weight in given:
             choice.matrices[product.weight] = _matrix(product.weight, product.turned, settings, given)
