@@ -80,7 +80,7 @@ def choose(
 
 
 def _matrix(name: str, turned: bool, settings: Quantisation, given: Mapping[str, GivenBlocks]) -> Matrix:
-    """What becomes of a weight: the checkpoint's own blocks, or new ones."""
+    """Choose how a weight is held: by the checkpoint's own blocks, or new ones."""
     own = given.get(name)
     if own is not None:
         return Matrix(turned, own.bits, own.block_size, own.zero_points, given=own)
