@@ -23,7 +23,7 @@ from repository import REPOSITORY, SHARED
 from mionnx import MIModel
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
     from transformers import PreTrainedModel
 
 EVERYTHING = "-m 'slow or not slow'"
@@ -250,8 +250,8 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def chromium() -> Iterator[Callable[[Path], Page]]:
-    """HTML file -> the page, open in headless Chromium from `file://`; its `troubles` are errors and requests."""
+def headless() -> Iterator[Browser]:
+    """Headless Chromium."""
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if program is None:
         pytest.skip("no Chromium on this machine: apt-get install chromium")
@@ -260,15 +260,21 @@ def chromium() -> Iterator[Callable[[Path], Page]]:
     flags = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=flags)
-
-        def open_page(path: Path) -> Page:
-            page = browser.new_page(viewport={"width": 1200, "height": 800})
-            page.troubles = []
-            page.on("pageerror", lambda error: page.troubles.append(str(error)))
-            page.on("console", lambda said: page.troubles.append(said.text) if said.type == "error" else None)
-            page.on("request", lambda asked: page.troubles.append(asked.url) if asked.url != path.as_uri() else None)
-            page.goto(path.as_uri())
-            return page
-
-        yield open_page
+        yield browser
         browser.close()
+
+
+@pytest.fixture(scope="session")
+def chromium(headless: Browser) -> Callable[[Path], Page]:
+    """HTML file -> the page, open in headless Chromium from `file://`; its `troubles` are errors and requests."""
+
+    def open_page(path: Path) -> Page:
+        page = headless.new_page(viewport={"width": 1200, "height": 800})
+        page.troubles = []
+        page.on("pageerror", lambda error: page.troubles.append(str(error)))
+        page.on("console", lambda said: page.troubles.append(said.text) if said.type == "error" else None)
+        page.on("request", lambda asked: page.troubles.append(asked.url) if asked.url != path.as_uri() else None)
+        page.goto(path.as_uri())
+        return page
+
+    return open_page

@@ -24,6 +24,7 @@ from mionnx.cli.harvest import harvest
 from mionnx.cli.heads import heads
 from mionnx.cli.hooks import hooks
 from mionnx.cli.lens import lens
+from mionnx.cli.playground import playground
 from mionnx.cli.probe import probe
 from mionnx.cli.quantise import quantise
 from mionnx.cli.run import run
@@ -34,7 +35,7 @@ from mionnx.errors import MIError
 
 COMMANDS = (
     *(export, adopt, check, hooks, run, generate, sweep, attribute_patch, circuit, lens, attention, attribute, heads),
-    *(steer, harvest, probe, quantise, compile_, verify, bisect, demo),
+    *(steer, harvest, probe, quantise, compile_, playground, verify, bisect, demo),
 )
 
 app = typer.Typer(

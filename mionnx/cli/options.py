@@ -40,6 +40,21 @@ def numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
         raise InputError(f"--{option} {text!r}: numbers with commas between, as 0,1") from None
 
 
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        InputError: it cannot be read, or is empty.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read a text from {path}: {error}") from error
+    if not text.strip():
+        raise InputError(f"{path} is empty: there is no text to measure on")
+    return text
+
+
 def rows_of_pass(text: str) -> int | str:
     """The value of --batch-size: a number, or a word that the verb knows or refuses."""
     return int(text) if text.isdecimal() else text

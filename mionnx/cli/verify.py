@@ -8,7 +8,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape
 
-from mionnx.cli.options import Html, Json, Model, Png, Save, SpecFile, deliver, numbers
+from mionnx.cli.options import Html, Json, Model, Png, Save, SpecFile, deliver, numbers, read_text
 from mionnx.machine.progress import bars
 from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
@@ -18,6 +18,7 @@ from mionnx.verify.result_table import repeats_table
 from mionnx.verify.verbs import RUNTIMES, read_prompts
 
 DISAGREES = 2  # the exit code where runtimes differ by more than the tolerance; 1 is an error
+SHOWN = 20  # matrices that are listed; the page and the JSON have all
 NAMES = "Names with commas between: torch, ort-cpu, ort-cpu:none, openvino, .."
 Runtimes = Annotated[str, typer.Option(help=NAMES)]
 Compared = Annotated[str | None, typer.Option(help=f"{NAMES}; ort-cpu with --other, else {','.join(RUNTIMES)}.")]
@@ -43,6 +44,8 @@ def verify(
     greedy: Annotated[int, typer.Option(min=0, help="Greedily chosen tokens to compare after each prompt.")] = 8,
     repeat: Annotated[bool, typer.Option(help="Test which runs are bit-identical when repeated.")] = False,
     checkpoint: Annotated[Path | None, typer.Option(help="Checkpoint folder for the torch runtime.")] = None,
+    text: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="A text, in windows of 256 tokens.")] = None,
+    matrices: Annotated[bool | None, typer.Option(help="Measure each quantised matrix by itself.")] = None,
     html: Html = None,
     png: Png = None,
     save: Save = None,
@@ -61,6 +64,8 @@ def verify(
     mionnx verify models/world-llama --runtimes ort-cpu --against run.safetensors
 
     mionnx verify model_q4.onnx --other checkpoint --hooks "*" --prompts text.txt --html lost.html
+
+    mionnx verify models/world-llama --other world-int4 --text text.txt --html lost.html
     """
     opened = MIModel.from_pretrained(model)
     given: list[Any] = [*(prompt or ()), *(read_prompts(prompts) if prompts else ())]
@@ -80,6 +85,8 @@ def verify(
             repeat=repeat,
             checkpoint=checkpoint,
             progress=progress,
+            texts=[read_text(path) for path in text or ()],
+            matrices=matrices,
         )
     deliver(result, lambda: _shown(result), html, png, as_json, save)
     if not as_json:
@@ -110,6 +117,8 @@ def _tell(result: Verification) -> None:
         if beside.heaviest is not None:
             console.print(result.loss_table(beside.title))
             console.print(escape(_lost(beside)), highlight=False)
+    if result.matrices:
+        console.print(result.matrix_table(SHOWN))
     if result.besides:
         console.print(escape(result.summary()), highlight=False)
 

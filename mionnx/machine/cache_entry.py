@@ -29,7 +29,7 @@ class CacheEntry:
 
     @property
     def kind(self) -> str:
-        """Kind of entry: "models", "bases", "graphs" or "sweeps"."""
+        """Kind of entry: "models", "bases", "graphs", "npm" or "sweeps"."""
         return self.path.parent.name
 
     @property

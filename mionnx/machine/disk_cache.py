@@ -34,7 +34,7 @@ from mionnx.errors import InputError
 from mionnx.machine.cache_entry import MANIFEST, MODELS, SWEEPS, CacheEntry, bytes_kept, digest, files_in, sha256
 from mionnx.machine.leftovers import LOCK, new_folder, partial_path, remove_leftovers
 
-KINDS = (MODELS, "bases", "graphs")
+KINDS = (MODELS, "bases", "graphs", "npm")
 DEFAULT_LIMIT = 20 * 2**30
 UNITS = {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40, "B": 1, "": 1}
 UNUSABLE = (OSError, Timeout, NotImplementedError)  # the last: a file system without locks

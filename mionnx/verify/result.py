@@ -12,7 +12,8 @@ from mionnx.machine.brief import Brief, count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
-from mionnx.verify.result_table import loss_table, verification_table
+from mionnx.verify.matrix_loss import MatrixLoss
+from mionnx.verify.result_table import loss_table, matrix_table, verification_table
 from mionnx.verify.rows import LayerLoss, Row
 from mionnx.view import Shown, Table, new_figure, render
 
@@ -152,6 +153,7 @@ class Verification(Shown):
         hashes: of the reference's graph, weights and spec.
         environment: of the reference.
         repeats: which runs are bit-identical, if that was asked for.
+        matrices: of a quantised model beside its floats, what each matrix costs by itself, the heaviest first.
     """
 
     title: str
@@ -165,8 +167,9 @@ class Verification(Shown):
     hashes: dict[str, str]
     environment: dict[str, Any]
     repeats: list[Repeat] = field(default_factory=list)
+    matrices: list[MatrixLoss] = field(default_factory=list)
     frame_height = 720
-    INSIDE: ClassVar = (Beside, Row, Fault, Repeat, LayerLoss)
+    INSIDE: ClassVar = (Beside, Row, Fault, Repeat, LayerLoss, MatrixLoss)
 
     @property
     def agrees(self) -> bool:
@@ -186,7 +189,7 @@ class Verification(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
-        found = {name: value for name, value in vars(self).items() if name not in ("besides", "repeats")}
+        found = {name: value for name, value in vars(self).items() if name not in ("besides", "repeats", "matrices")}
         besides = [
             {
                 **asdict(beside),
@@ -196,7 +199,8 @@ class Verification(Shown):
             }
             for beside in self.besides
         ]
-        return {**found, "agrees": self.agrees, "besides": besides, "repeats": [asdict(one) for one in self.repeats]}
+        repeats, matrices = [asdict(one) for one in self.repeats], [asdict(one) for one in self.matrices]
+        return {**found, "agrees": self.agrees, "besides": besides, "repeats": repeats, "matrices": matrices}
 
     def _facts(self) -> Iterator[str]:
         yield from (self.title, self.summary())
@@ -272,6 +276,19 @@ class Verification(Shown):
             raise InputError("no second model was compared: give other=")
         beside = models[0] if title is None else self.beside(title)
         return loss_table(beside.rows, beside.layers, f"{self.title}: distance from {beside.title}")
+
+    def matrix_table(self, most: int | None = None) -> Table:
+        """For a terminal: what each matrix of a quantised model costs by itself, the heaviest first.
+
+        Args:
+            most: so many of them; all if left out.
+
+        Raises:
+            InputError: no matrices were compared.
+        """
+        if not self.matrices:
+            raise InputError("no matrices were compared: give other=, the floats of a quantised model, or the reverse")
+        return matrix_table(self.matrices, most)
 
     def _cells(self, beside: Beside) -> dict[str, str]:
         row, logits = beside.worst, beside.logits

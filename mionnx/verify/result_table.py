@@ -7,9 +7,11 @@ from rich.markup import escape
 from rich.table import Column
 
 from mionnx.graph.hook_points import HookPoint
+from mionnx.verify.matrix_loss import MatrixLoss
 from mionnx.verify.rows import LayerLoss, Row
 from mionnx.view import Table
 
+MATRIX_HEADS = ("matrix", "bits", "bytes", "numbers", "output", "KL, nats", "top 1")
 GOING = ("cosine", "absolute", "greedy", "top 1", "KL, nats")  # left out in this order where there is no room
 
 
@@ -53,6 +55,26 @@ def loss_table(rows: Sequence[Row], layers: Sequence[LayerLoss], title: str) -> 
             local = "" if row.local is None else f"{row.local:.1e}"
             name = short_name(row.name) if short else row.name
             table.add_row(name, f"{row.lost:.1e}", text, f"{row.relative:.1e}", local)
+        tables.append(table)
+    return _chain(tables)
+
+
+def matrix_table(losses: Sequence[MatrixLoss], most: int | None) -> Table:
+    """Table of quantised matrices: their own errors, and KL where one alone is quantised."""
+    shown = losses[:most]
+    tables = []
+    for short in (False, True):
+        left_out = ("bytes", "top 1") if short else ()
+        heads = [head for head in MATRIX_HEADS if head not in left_out]
+        title = "each matrix alone in the model of floats: relative error of its numbers, of its output, and KL"
+        left = f"{len(losses) - len(shown)} more" if len(shown) < len(losses) else None
+        table = Table(*(Column(head, no_wrap=head != "matrix", overflow="fold") for head in heads), title=title)
+        table.caption = left
+        for one in shown:
+            cells = {"matrix": escape(one.name), "bits": str(one.bits), "bytes": f"{one.bytes:,}"}
+            cells |= {"numbers": f"{one.weight_error:.1e}", "output": f"{one.output_error:.1e}"}
+            cells |= {"KL, nats": f"{one.kl:.1e}", "top 1": f"{one.top_1:.1%}"}
+            table.add_row(*(cells[head] for head in heads))
         tables.append(table)
     return _chain(tables)
 

@@ -22,6 +22,7 @@ from mionnx.verify.bisect import bisect as bisect_graph
 from mionnx.verify.result import Verification
 from mionnx.verify.verify import Request
 from mionnx.verify.verify import verify as compare_runtimes
+from mionnx.verify.windows import windows
 
 RUNTIMES = ("ort-cpu", "ort-cpu:none", "reference")
 
@@ -44,6 +45,8 @@ def verify(
     repeat: bool = False,
     checkpoint: str | Path | None = None,
     progress: Progress = silent,
+    texts: str | Sequence[str] = (),
+    matrices: bool | None = None,
 ) -> Verification:
     """Run this model in several runtimes and compare them hook point by hook point.
 
@@ -76,6 +79,9 @@ def verify(
         checkpoint: where "torch" finds the weights, if the hooked model's folder has not all of them; not with
             `other`.
         progress: called as (stage, done, total).
+        texts: run besides, cut into windows of 256 tokens; nothing is then continued (`greedy` is 0).
+        matrices: measure each matrix of a quantised model by itself, put into its floats, over at most 256 tokens:
+            `Verification.matrices`. If left out, where one of the two models is what `quantise` made of floats.
 
     Raises:
         InputError: an unknown runtime, no prompts, a tolerance that is none.
@@ -88,15 +94,16 @@ def verify(
         result = model.verify("The capital of France is", ["ort-cpu", "reference"], greedy=0)
         assert result.agrees, result.summary()
     """
-    texts = _listed(prompts)
+    given = [*_listed(prompts), *(windows(model, texts) if texts else ())]
+    greedy = 0 if texts else greedy
     if other is not None and runtimes is RUNTIMES:
         runtimes = RUNTIMES[:1]
     request = Request(
         runtimes, hooks, spec, other.hooked if other else None, _path(against), _path(record), tolerance, local,
-        greedy, positions, repeat, _path(checkpoint),
+        greedy, positions, repeat, _path(checkpoint), matrices,
     )  # fmt: skip
-    calls = [_call(model, prompt) for prompt in texts]
-    shown = [_shown(prompt, call) for prompt, call in zip(texts, calls, strict=True)]
+    calls = [_call(model, prompt) for prompt in given]
+    shown = [_shown(prompt, call) for prompt, call in zip(given, calls, strict=True)]
     for call in calls:
         refuse_too_long("greedy", greedy, call, model.hooked.metadata)
     found = compare_runtimes(model.hooked, calls, shown, request, progress)

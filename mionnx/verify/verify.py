@@ -20,6 +20,7 @@ from mionnx.verify.compare import Settings, Side, compare, record
 from mionnx.verify.determinism import repeats
 from mionnx.verify.environment import environment, hashes
 from mionnx.verify.graph_under_test import LOGITS, GraphUnderTest
+from mionnx.verify.matrix_comparison import losses
 from mionnx.verify.recorded import as_recorded, keep, other_machine
 from mionnx.verify.recorded_values import RecordedValues
 from mionnx.verify.result import Beside, Repeat, Verification
@@ -46,6 +47,7 @@ class Request:
         local, greedy, positions: see `Settings`.
         repeat: whether to look for bits that differ when a run is repeated.
         checkpoint: where torch finds the weights.
+        matrices: whether each quantised matrix is measured by itself; None where one model is the floats of the other.
     """
 
     runtimes: Sequence[str]
@@ -60,6 +62,7 @@ class Request:
     positions: Sequence[int] | None = None
     repeat: bool = False
     checkpoint: Path | None = None
+    matrices: bool | None = None
 
 
 def names_of(model: HookedModel, hooks: str | HookPoint | Sequence[str | HookPoint], spec: HookSpec) -> list[str]:
@@ -124,11 +127,12 @@ def verify(
         besides, failed = _all_compared(first, rest, Path(scratch), settings)
         if request.record:
             notes.append(keep(first, request.record, prompts, hashed, where, settings))
+    matrices = losses(model, request.other, calls, spec, request.matrices, progress, notes)
     again = runtimes if request.repeat else []
     found = [one for runtime in again for one in _repeats(runtime, graph, request, failed, settings)]
     title = _title(model, request.other, graph)
     return Verification(title, first.title, besides, skipped, failed, settings.tolerance, notes,
-                        list(prompts), hashed, where, found)  # fmt: skip
+                        list(prompts), hashed, where, found, matrices)  # fmt: skip
 
 
 def _shared(model: HookedModel, names: list[str], request: Request, notes: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ FLOORS = (
     ("run", "compile"),
     ("analysis", "verify"),
     ("model",),
-    ("distributed",),
+    ("distributed", "playground"),
     ("cli",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

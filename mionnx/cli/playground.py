@@ -1,0 +1,61 @@
+"""The command `mionnx playground`: a model in the reader's browser, as a static folder or on localhost."""
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from mionnx.cli.options import Json, Model, SpecFile
+from mionnx.model import MIModel
+from mionnx.playground import playground as write
+from mionnx.playground import serve
+from mionnx.playground.server import run
+from mionnx.run import model_dtype
+from mionnx.spec.hook_spec import HookSpec
+
+Hooks = Annotated[list[str] | None, typer.Option("--hook", metavar="HOOK", help="Also change this; globs allowed.")]
+
+
+def playground(
+    model: Model,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to create.")] = None,
+    spec: SpecFile = None,
+    title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
+    examples: Annotated[Path | None, typer.Option(metavar="FILE", help="Prepared examples, as JSON.")] = None,
+    hook: Hooks = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32, int8 or int4.")] = model_dtype.DEFAULT,
+    open_: Annotated[bool, typer.Option("--open", help="Serve it on localhost and open a browser.")] = False,
+    serve_: Annotated[bool, typer.Option("--serve", help="Serve it on localhost.")] = False,
+    port: Annotated[int, typer.Option(help="Of the server; 0: a free one.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Write a page that runs the model in the browser, shows its inside, and changes it.
+
+    The folder is static: any file server serves it, GitHub Pages too. Node's npm is needed the first time.
+
+    Example: mionnx playground models/world-llama -o site --title "Capitals"
+    """
+    if output is None and not (open_ or serve_):
+        raise typer.BadParameter("give a folder with -o, or --open to see the page now")
+    opened = MIModel.from_pretrained(model, dtype=dtype)
+    given = None if spec is None else HookSpec.load(str(spec))
+    with TemporaryDirectory() as scratch:
+        folder = write(
+            opened, output or Path(scratch) / "site", spec=given, title=title, examples=examples, hooks=hook or ()
+        )
+        _say(folder, as_json)
+        if open_ or serve_:
+            server = serve(folder, port)
+            typer.echo(f"http://localhost:{server.server_address[1]}/ (Ctrl-C ends it)", err=as_json)
+            run(server, browser=open_)
+
+
+def _say(folder: Path, as_json: bool) -> None:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    if as_json:
+        typer.echo(json.dumps({"folder": str(folder), "bytes": size, "files": len(files)}, indent=1))
+        return
+    typer.echo(f"{folder}: {len(files)} files, {size / 2**20:.1f} MiB")

@@ -1,0 +1,293 @@
+// The engine itself, in a worker: opens a playground's folder, runs the model, looks inside and changes it.
+import { PlaygroundError, told } from "./errors.js";
+import { Files } from "./files.js";
+import { edits, inputs, needed, stored, valueOf } from "./interventions.js";
+import { largest, probabilities, random } from "./numbers.js";
+import { hasGpu, loadRuntime, openSession, refuseWithoutWasm, runSession, runtimeFiles } from "./session.js";
+import { readTensors, specBytes } from "./spec_file.js";
+import { Tokens } from "./tokens.js";
+
+const FORMAT = 1, MOST = 50, DEFAULT_TOP = 10, LENS_ROWS = 256, KEPT_CAPTURES = 64;
+const LARGE = 50e6; // bytes of weights from which a graphics processor is tried unasked
+const TOKENIZER = ["model/tokenizer.json", "model/tokenizer_config.json"], GRAPH = "model/model.onnx", SPEC = "spec.safetensors";
+
+export class Core {
+  // base: address of the folder; device: "auto", "wasm" or "webgpu"; see engine.js.
+  static async open({ base, device, onProgress }) {
+    refuseWithoutWasm();
+    const core = new Core();
+    core.manifest = await json(new URL("manifest.json", base), "manifest.json");
+    if (core.manifest.format !== FORMAT) throw new PlaygroundError("broken-file", `manifest.json has format ${core.manifest.format}; this page reads ${FORMAT}. Write the folder again.`);
+    core.examples = (await json(new URL("examples.json", base), "examples.json")).examples;
+    core.files = new Files(base, core.manifest, onProgress);
+    await core.load(device, onProgress);
+    onProgress?.({ stage: "ready", loaded: core.files.total, total: core.files.total, file: "", cached: false });
+    return core;
+  }
+
+  async load(device, onProgress) {
+    const { manifest, files } = this, large = manifest.model.bytes >= LARGE;
+    const gpu = device === "webgpu" || (device === "auto" && large && (await hasGpu()));
+    const parts = manifest.engine.weights.flatMap(({ parts: names }) => names);
+    const more = manifest.files[SPEC] ? [SPEC] : [];
+    files.expect([...runtimeFiles(gpu ? "webgpu" : "wasm"), ...TOKENIZER, ...more, GRAPH, ...parts]);
+    await this.loadTokenizer();
+    this.tensors = more.length ? readTensors(await files.bytes(SPEC, "model")) : {};
+    this.captured = new Map();
+    const note = gpu ? await this.tryGpu(device, onProgress) : null;
+    if (!this.session) await this.openOn("wasm", onProgress, note);
+    this.backend.note = note ?? this.backend.note;
+  }
+
+  async loadTokenizer() {
+    const [tokenizer, config] = await Promise.all(TOKENIZER.map((path) => this.files.text(path, "tokenizer")));
+    const { Tokenizer } = await import(this.files.url("vendor/huggingface-tokenizers/tokenizers.min.mjs"));
+    this.tokens = new Tokens(Tokenizer, JSON.parse(tokenizer), JSON.parse(config), this.manifest.model.vocabulary);
+  }
+
+  // Open on the graphics processor; why not, as a sentence, where it fails or gives other numbers.
+  async tryGpu(device, onProgress) {
+    try {
+      await this.openOn("webgpu", onProgress);
+      return null;
+    } catch (error) {
+      if (["network", "broken-file"].includes(error.code)) throw error;
+      await this.session?.release?.();
+      this.session = null;
+      this.files.expect(runtimeFiles("wasm"));
+      const asked = device === "webgpu" ? "WebGPU was asked for, and " : "";
+      return `${asked}WebGPU is not used: ${error.message} The model runs on WebAssembly.`;
+    }
+  }
+
+  async openOn(device, onProgress) {
+    const { files, manifest } = this;
+    const { ort, threads, isolated } = await loadRuntime(files, device);
+    const model = await files.bytes(GRAPH, "model");
+    const weights = [];
+    for (const { path, parts } of manifest.engine.weights) weights.push({ path, data: await this.whole(parts) });
+    onProgress?.({ stage: "starting", loaded: files.total, total: files.total, file: "", cached: false });
+    this.ort = ort;
+    this.session = await openSession(ort, model, weights, device);
+    const note = isolated || device === "webgpu" ? null : "This page is not isolated (its server sends no COOP and COEP headers), so the model has one thread.";
+    this.backend = { name: device, threads, isolated, note };
+    await this.agree();
+  }
+
+  async whole(parts) {
+    const size = parts.reduce((sum, path) => sum + this.manifest.files[path].bytes, 0);
+    let data;
+    try {
+      data = new Uint8Array(size);
+    } catch {
+      throw new PlaygroundError("memory", `This browser has not enough memory for the model (${(size / 1e6).toFixed(0)} MB). Close other tabs, or use a smaller model.`);
+    }
+    let at = 0;
+    for (const path of parts) {
+      data.set(await this.files.bytes(path, "model"), at);
+      at += this.manifest.files[path].bytes;
+    }
+    return data;
+  }
+
+  // Compare with the logits that ONNX Runtime found when the folder was written.
+  async agree() {
+    const { tokens, ids, tolerance, runs } = this.manifest.engine.check;
+    for (const { interventions, logits } of runs) {
+      const found = await this.pass(tokens, await this.prepared(interventions), { rows: [this.lastRow(tokens.length)], whole: [0] });
+      const worst = Math.max(...ids.map((id, i) => Math.abs(found.logits.data[id] - logits[i])));
+      if (!(worst <= tolerance)) {
+        throw new PlaygroundError("engine", `its logits differ by ${worst.toPrecision(2)} from those that the model should give (${tolerance.toPrecision(2)} is allowed).`);
+      }
+    }
+  }
+
+  lastRow(count) {
+    return this.manifest.model.layers * count - 1;
+  }
+
+  // Edits and their values, the activations of other prompts captured.
+  async prepared(entries) {
+    const all = edits(entries, this.manifest);
+    for (const [text, hooks] of needed(all)) await this.remember(text, [...hooks]);
+    return { all, values: all.map((edit) => valueOf(edit, (text, hook) => this.captured.get(text).get(hook), this.tensors)) };
+  }
+
+  async remember(text, hooks) {
+    const known = this.captured.get(text) ?? new Map();
+    const missing = hooks.filter((hook) => !known.has(hook));
+    if (missing.length) {
+      const tokens = this.tokens.encode(text);
+      this.tokens.check(tokens, this.manifest.model.context);
+      for (const [hook, found] of Object.entries(await this.captures(tokens, { all: [], values: [] }, missing))) known.set(hook, found);
+    }
+    this.captured.delete(text); // the one asked for last is the last in the map
+    this.captured.set(text, known);
+    while (this.captured.size > KEPT_CAPTURES) this.captured.delete(this.captured.keys().next().value);
+  }
+
+  async captures(tokens, prepared, hooks) {
+    const found = await this.pass(tokens, prepared, { rows: [this.lastRow(tokens.length)], whole: [0] }, hooks);
+    return Object.fromEntries(hooks.map((hook) => [hook, { shape: [...found[hook].dims], data: Float32Array.from(found[hook].data) }]));
+  }
+
+  // One pass: {rows, whole, k, tracked} as the graph's inputs; past: {start, prompt, feeds} of a generation.
+  async pass(tokens, { all, values }, { rows, whole, k = 1, tracked = [] }, fetches = [], past = null) {
+    const start = past?.start ?? 0, count = tokens.length;
+    const call = { start, count, prompt: past?.prompt ?? count, generating: Boolean(past) };
+    const whole64 = (numbers) => ({ type: "int64", dims: [numbers.length], data: BigInt64Array.from(numbers, BigInt) });
+    const row64 = (numbers) => ({ ...whole64(numbers), dims: [1, numbers.length] });
+    const feeds = {
+      ...inputs(all, values, this.manifest, call, this.manifest.engine.windows),
+      input_ids: row64(tokens),
+      attention_mask: row64(Array(start + count).fill(1)),
+      position_ids: row64(Array.from({ length: count }, (_, i) => start + i)),
+      "mionnx.rows": whole64(rows), "mionnx.rows.whole": whole64(whole), "mionnx.rows.k": whole64([k]), "mionnx.rows.tracked": whole64(tracked),
+    };
+    for (const { input, dims } of this.manifest.engine.past) feeds[input] = past?.feeds?.[input] ?? { dims, data: new Float32Array(0) };
+    const known = new Set(this.session.inputNames);
+    for (const name of Object.keys(feeds)) if (!known.has(name)) delete feeds[name];
+    return runSession(this.ort, this.session, feeds, ["logits", "mionnx.rows.top", "mionnx.rows.top_ids", "mionnx.rows.tracked_log_probs", ...fetches]);
+  }
+
+  async run({ tokens, interventions = [], want = {} }) {
+    this.tokens.check(tokens, this.manifest.model.context);
+    const begun = performance.now(), { layers, vocabulary } = this.manifest.model;
+    const prepared = await this.prepared(interventions);
+    const k = Math.min(Math.max(1, want.top ?? DEFAULT_TOP), MOST, vocabulary), tracked = this.checkIds(want.track ?? []);
+    const shown = chosenLayers(want.patterns, this.manifest.engine.layers), names = shown.map((layer) => this.manifest.patterns[this.manifest.engine.layers.indexOf(layer)]);
+    const read = chosenLayers(want.lens, Array.from({ length: layers }, (_, i) => i));
+    const rows = read.flatMap((layer) => tokens.map((_, position) => layer * tokens.length + position));
+    const first = [this.lastRow(tokens.length), ...rows.slice(0, LENS_ROWS)];
+    const found = [await this.pass(tokens, prepared, { rows: first, whole: [0], k, tracked }, names)];
+    for (let at = LENS_ROWS; at < rows.length; at += LENS_ROWS) found.push(await this.pass(tokens, prepared, { rows: rows.slice(at, at + LENS_ROWS), whole: [0], k, tracked }));
+    const result = this.result(found, k, { layers: read, positions: tokens.length, tracked: tracked.length });
+    result.patterns = Object.fromEntries(shown.map((layer, i) => [layer, Float32Array.from(found[0][names[i]].data)]));
+    return { ...result, tokens, texts: this.textsOf([...tokens, ...tracked, ...result.next.map(({ id }) => id), ...(result.lens?.ids ?? [])]), ms: performance.now() - begun };
+  }
+
+  checkIds(ids) {
+    if (ids.length) this.tokens.check(ids, null);
+    return ids;
+  }
+
+  result(found, k, { layers, positions, tracked }) {
+    const logits = Float32Array.from(found[0].logits.data);
+    const next = Array.from({ length: k }, (_, i) => {
+      const id = found[0]["mionnx.rows.top_ids"].data[i];
+      return { id, text: this.tokens.text(id), probability: Math.exp(found[0]["mionnx.rows.top"].data[i]) };
+    });
+    if (!layers.length) return { logits, next, lens: null };
+    const after = (name, width, make) => { // the first row is that of the next token
+      const all = found.flatMap((one, i) => [one[name].data.subarray(i ? 0 : width)]);
+      const made = new make(layers.length * positions * width);
+      let at = 0;
+      for (const part of all) { made.set(part, at); at += part.length; }
+      return made;
+    };
+    return {
+      logits, next,
+      lens: {
+        layers, positions, k, tracked: after("mionnx.rows.tracked_log_probs", tracked, Float32Array).map(Math.exp),
+        ids: after("mionnx.rows.top_ids", k, Int32Array), probabilities: after("mionnx.rows.top", k, Float32Array).map(Math.exp),
+      },
+    };
+  }
+
+  textsOf(ids) {
+    return Object.fromEntries([...new Set(ids)].map((id) => [id, this.tokens.text(id)]));
+  }
+
+  async capture({ tokens, interventions = [], hooks }) {
+    this.tokens.check(tokens, this.manifest.model.context);
+    const known = [...Object.keys(this.manifest.hooks), ...this.manifest.patterns];
+    for (const hook of hooks) if (!known.includes(hook)) throw new PlaygroundError("intervention", `${hook} cannot be read on this page.`);
+    return this.captures(tokens, await this.prepared(interventions), hooks);
+  }
+
+  // Generate token by token; onToken({id, text, index}) and aborted() are the caller's.
+  async generate({ tokens, interventions = [], count = 20, temperature = 0, seed = 0 }, onToken, aborted) {
+    this.tokens.check(tokens, this.manifest.model.context);
+    const prepared = await this.prepared(interventions), next = random(seed), { context, end_tokens: ends } = this.manifest.model;
+    const ids = [], outputs = this.manifest.engine.past.map(({ output }) => output);
+    let past = { start: 0, prompt: tokens.length, feeds: null }, given = tokens, stopped = "count";
+    while (ids.length < count && (!context || tokens.length + ids.length < context)) {
+      if (aborted()) { stopped = "aborted"; break; }
+      const rows = [this.lastRow(given.length)];
+      const found = await this.pass(given, prepared, { rows, whole: [0] }, outputs, past);
+      const id = sample(found.logits.data, temperature, next);
+      if (ends.includes(id)) { stopped = "end"; break; }
+      ids.push(id);
+      onToken({ id, text: this.continuation(tokens, ids), index: ids.length - 1 });
+      const feeds = Object.fromEntries(this.manifest.engine.past.map(({ input, output }) => [input, { dims: found[output].dims, data: found[output].data }]));
+      past = { start: past.start + given.length, prompt: tokens.length, feeds };
+      given = [id];
+      await new Promise((done) => setTimeout(done)); // let a message to abort come in
+    }
+    return { ids, text: this.continuation(tokens, ids), stopped, texts: this.textsOf(ids) };
+  }
+
+  // The text of new tokens: what they add to the prompt's.
+  continuation(tokens, ids) {
+    const before = this.tokens.decode(tokens), both = this.tokens.decode([...tokens, ...ids]);
+    return both.startsWith(before) ? both.slice(before.length) : this.tokens.decode(ids);
+  }
+
+  // For every entry null, or why it cannot apply.
+  async check({ interventions, tokens = null }) {
+    const found = [];
+    for (const entry of interventions) {
+      try {
+        const prepared = await this.prepared([{ ...entry, on: true }]);
+        if (tokens) inputs(prepared.all, prepared.values, this.manifest, { start: 0, count: tokens.length, prompt: tokens.length, generating: entry?.positions === "generated" }, this.manifest.engine.windows);
+        found.push(null);
+      } catch (error) {
+        found.push(told(error, "checking").message);
+      }
+    }
+    return found;
+  }
+
+  async exportSpec({ interventions, tokens }) {
+    const { all, values } = await this.prepared(interventions), entries = [], tensors = {};
+    all.forEach((edit, n) => {
+      const [entry, parts] = stored(edit, values[n], tokens.length, this.manifest.model.heads);
+      entries.push(entry);
+      for (const [name, tensor] of Object.entries(parts)) tensors[`interventions.${n}.${name}`] = tensor;
+    });
+    return specBytes(entries, tensors);
+  }
+}
+
+function chosenLayers(asked, all) {
+  if (asked === true) return all;
+  if (!asked) return [];
+  for (const layer of asked) if (!all.includes(layer)) throw new PlaygroundError("input", `There is no layer ${layer}; there are ${all.length}.`);
+  return asked;
+}
+
+function sample(logits, temperature, next) {
+  if (!(temperature > 0)) return largest(logits, 1)[0][0];
+  const chances = probabilities(logits.map((x) => x / temperature));
+  let left = next();
+  for (let i = 0; i < chances.length; i++) {
+    left -= chances[i];
+    if (left < 0) return i;
+  }
+  return largest(logits, 1)[0][0];
+}
+
+async function json(url, name) {
+  let response;
+  try {
+    response = await fetch(url);
+  } catch {
+    throw new PlaygroundError("network", `${name} cannot be loaded: there is no connection to the server, and this browser has not kept it.`);
+  }
+  if (!response.ok) throw new PlaygroundError("network", `${name} cannot be loaded: the server says ${response.status}.`);
+  try {
+    return await response.json();
+  } catch {
+    throw new PlaygroundError("broken-file", `${name} is damaged: it is no JSON. Write the folder again.`);
+  }
+}

@@ -1,0 +1,135 @@
+"""`playground`: a static folder with page, engine, runtime, model and tokenizer, which any file server serves."""
+
+import json
+import shutil
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mionnx.errors import ModelError, SpecFileError
+from mionnx.graph.hooked_model import GRAPH
+from mionnx.machine.leftovers import new_folder, remove_leftovers
+from mionnx.machine.progress import bars
+from mionnx.machine.typed import typed
+from mionnx.model import MIModel
+from mionnx.playground.examples import read_examples
+from mionnx.playground.graph import PlaygroundGraph, build_graph
+from mionnx.playground.manifest import file_facts, manifest_of
+from mionnx.playground.npm_files import vendor
+from mionnx.playground.reference import reference
+from mionnx.spec.hook_spec import HookSpec
+
+HERE = Path(__file__).parent
+ENGINE, PAGE, WORKER = HERE / "engine", HERE / "page", HERE / "sw.js"
+MANIFEST, EXAMPLES, SPEC = "manifest.json", "examples.json", "spec.safetensors"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+PART = 24 * 2**20  # bytes of a file: some hosts take 25 MB, GitHub 100
+LARGEST = 2**31  # bytes of weights that a page can hold beside itself in 4 GiB of WASM
+
+
+@typed()
+def playground(
+    model: MIModel,
+    folder: str | Path,
+    *,
+    spec: HookSpec | None = None,
+    title: str | None = None,
+    examples: str | Path | None = None,
+    hooks: str | Sequence[str] = (),
+) -> Path:
+    """Write a static folder in which a browser runs the model, looks inside, and changes it.
+
+    Any file server serves it, GitHub Pages too; it calls no other. The first time onnxruntime-web and a tokenizer
+    library are downloaded from npm's registry into the store, checked against pinned hashes.
+
+    Args:
+        model: with a tokenizer.json, activations in float32; weights of 4 or 8 bits make the folder small.
+        folder: path of a folder that does not exist yet.
+        spec: interventions that the page lists from the start, each of which can be switched off.
+        title: of the page; the model's name if left out.
+        examples: a JSON file of prepared examples; see `mionnx.playground.examples`.
+        hooks: names or globs of hook points to be changed besides the usual ones.
+
+    Returns:
+        the folder.
+
+    Raises:
+        ModelError: the folder exists, or a model that a page cannot run.
+        HookError, InterventionError: what a page cannot change.
+        InputError: examples that do not fit the model.
+        RuntimeMissingError: npm or the network is missing, the first time.
+
+    Example:
+        playground(MIModel.from_pretrained("models/world-llama"), "site", title="Capitals")
+    """
+    target, spec = Path(folder), spec or HookSpec()
+    if target.exists():
+        raise ModelError(f"{target} exists already")
+    if spec.captures or spec.gradients or spec.metric is not None:
+        warnings.warn("captures, gradients and metrics of a spec are no part of a playground", stacklevel=2)
+    graph = build_graph(model.hooked, spec, [hooks] if isinstance(hooks, str) else hooks)
+    _refuse_files(model, graph)
+    shown = read_examples(examples, model, graph)
+    remove_leftovers(target.parent, holding=(MANIFEST,))
+    with new_folder(target, ModelError) as partial:
+        _write(partial, model, graph, spec, title or model.hooked.name, shown)
+    return target
+
+
+def _refuse_files(model: MIModel, graph: PlaygroundGraph) -> None:
+    folder = model.hooked.folder
+    if not (folder / TOKENIZER[0]).is_file():
+        raise ModelError(f"{folder} has no tokenizer.json, which a page needs to read prompts")
+    size = sum(graph.weights.values())
+    if size > LARGEST:
+        raise ModelError(
+            f"the weights are {size / 2**30:.1f} GiB, and a page holds {LARGEST // 2**30}: give them 4 bits by "
+            "dtype='int4'"
+        )
+
+
+def _write(
+    at: Path, model: MIModel, graph: PlaygroundGraph, spec: HookSpec, title: str, examples: dict[str, Any]
+) -> None:
+    for source, target in ((PAGE, at), (ENGINE, at / "engine")):
+        shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copyfile(WORKER, at / WORKER.name)
+    with bars() as progress:
+        vendored = vendor(at / "vendor", progress)
+    weights = _write_model(at / "model", model, graph)
+    if spec.interventions:
+        spec.save(str(at / SPEC))
+    (at / EXAMPLES).write_text(json.dumps(examples, ensure_ascii=False, indent=1))
+    manifest = manifest_of(model.hooked, graph, spec, title, reference(model, graph))
+    manifest["engine"] |= {"weights": weights, "unpacked": {f"vendor/{name}": sha for name, sha in vendored.items()}}
+    written = sorted(path for path in at.rglob("*") if path.is_file() and not path.name.startswith("."))
+    manifest["files"] = {path.relative_to(at).as_posix(): file_facts(path) for path in written}
+    (at / MANIFEST).write_text(json.dumps(manifest, ensure_ascii=False, indent=1))
+
+
+def _write_model(at: Path, model: MIModel, graph: PlaygroundGraph) -> list[dict[str, Any]]:
+    """Write graph, weights in parts, and tokenizer; the parts of each weight file."""
+    at.mkdir()
+    (at / GRAPH).write_bytes(graph.model)
+    for name in TOKENIZER:
+        source = model.hooked.folder / name
+        (at / name).write_bytes(source.read_bytes() if source.is_file() else b"{}")
+    return [
+        {"path": name, "parts": _write_parts(model.hooked.folder / name, at, f"weights-{n}")}
+        for n, name in enumerate(graph.weights)
+    ]
+
+
+def _write_parts(source: Path, at: Path, name: str) -> list[str]:
+    """Copy a file in parts; their paths in the playground."""
+    parts: list[str] = []
+    try:
+        with source.open("rb") as file:
+            while data := file.read(PART):
+                path = at / f"{name}.{len(parts):03}.bin"
+                path.write_bytes(data)
+                parts.append(f"{at.name}/{path.name}")
+    except OSError as error:
+        raise SpecFileError(f"cannot copy {source}: {error}") from error
+    return parts

@@ -1,0 +1,197 @@
+"""The one graph of a playground: what can be changed, read and asked for are its inputs and outputs.
+
+1. Every hook point that can be changed has a chain of slots. An affine slot is x * scale + add, two inputs that
+   broadcast to the value: it stands for any sequence of adding, scaling, zeroing and replacing. Scores have one slot, a
+   mask that is added. `clamp` and `project_out` have slots of their own where a spec uses them, in the spec's order.
+2. Every such hook point is an output, after its slots, and so is every attention pattern.
+3. The head reads chosen rows of the residual stream; see `mionnx.rewrite.lens_rows`.
+4. Keys and values of the past are inputs and outputs, for generation.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mionnx.bind.hook_index import index_hooks
+from mionnx.errors import HookError, InterventionError, ModelError, nearest
+from mionnx.graph import onnx_file
+from mionnx.graph.builder import to_proto
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.rewrite.apply_plan import apply_plan
+from mionnx.rewrite.lens_rows import lens_rows
+from mionnx.rewrite.plan import CaptureNode, Edit, Plan
+from mionnx.rewrite.prune import prune
+from mionnx.spec.hook_choice import HookChoice
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.kinds import KINDS
+
+OFFERED = ("Embed", "ResidPre", "AttnScores", "AttnZ", "AttnOut", "ResidMid", "MlpOut", "ResidPost")
+AFFINE = ("add", "replace", "scale", "zero")
+MASK = ("add", "knockout")  # kinds at scores
+EXTRA = ("clamp", "project_out")
+AT_ROWS = ("FinalNorm", "Logits")  # behind the rows that the head reads
+
+
+@dataclass
+class Site:
+    """A hook point that can be changed.
+
+    Attributes:
+        axes, dims: the names of its axes, and their sizes where they are fixed.
+        kinds: the kinds of intervention that it takes.
+        slots: (kind of slot, its inputs) in their order.
+    """
+
+    axes: tuple[str, ...]
+    dims: tuple[str | int, ...]
+    kinds: tuple[str, ...] = AFFINE
+    slots: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PlaygroundGraph:
+    """The graph, and what the browser has to know of it.
+
+    Attributes:
+        model: the graph as bytes; its weights lie in the hooked model's files.
+        weights: file -> bytes that the graph reads of it.
+        sites: hook points that can be changed and read.
+        patterns: attention patterns that can be read.
+        streams: residual streams that the head can read, the last layer's last.
+    """
+
+    model: bytes
+    weights: Mapping[str, int]
+    sites: Mapping[str, Site]
+    patterns: Sequence[str]
+    streams: Sequence[str]
+
+
+def build_graph(model: HookedModel, spec: HookSpec, hooks: Sequence[str] = ()) -> PlaygroundGraph:
+    """The graph of a playground.
+
+    Args:
+        model: a hooked model of a transformer, its activations in float32.
+        spec: interventions that the page offers; hook points that they name can be changed.
+        hooks: names or globs of further hook points that can be changed.
+
+    Raises:
+        ModelError: a recurrent model, one of other activations, or without an attention.
+        HookError: no such hook point, or one that only the head's rows have.
+        InterventionError: an intervention that a page cannot turn on and off.
+    """
+    _refuse_model(model)
+    sites = _sites(model, spec, hooks)
+    patterns = [name for name in model.order if HookPoint.parse(name).variant == "AttnPattern"]
+    layers = model.metadata.sizes.num_layers or 0
+    streams = [str(HookPoint.ResidPost(layer)) for layer in range(layers)]
+    captures = tuple(CaptureNode(name) for name in sorted({*sites, *patterns}, key=model.order.__getitem__))
+    plan = Plan(tuple(edit for name, site in sites.items() for edit in _edits(name, site, model)), captures)
+    graph, report = apply_plan(model.proto, plan, model.metadata)
+    lens_rows(graph, streams, report)
+    prune(graph, report)
+    proto = to_proto(graph, model.proto, {})
+    return PlaygroundGraph(proto.SerializeToString(), onnx_file.locations(proto), sites, patterns, streams)
+
+
+def _refuse_model(model: HookedModel) -> None:
+    """Refuse what a page cannot run."""
+    model.need_weights("a playground")
+    meta = model.metadata
+    if meta.recurrent:
+        raise ModelError(f"a playground shows attention, and this {meta.family} model is recurrent: it has none")
+    if meta.dtype != "float32":
+        raise ModelError(f"a playground computes in float32, and this model in {meta.dtype}: export it as float32")
+    missing = [
+        layer for layer in range(meta.sizes.num_layers or 0) if str(HookPoint.ResidPost(layer)) not in model.order
+    ]
+    if missing or not model.has_cache:
+        lacks = f"hook_resid_post in layer {missing[0]}" if missing else "a past as inputs"
+        raise ModelError(f"a playground needs a lens and a past; this {meta.family} model has no {lacks}")
+
+
+def _sites(model: HookedModel, spec: HookSpec, hooks: Sequence[str]) -> dict[str, Site]:
+    """Find the hook points that can be changed, in execution order."""
+    named = [point.name for point, _ in index_hooks(spec, model).interventions] + _chosen(model, hooks)
+    wanted = {name for name in model.order if HookPoint.parse(name).variant in OFFERED} | {*named}
+    sites: dict[str, Site] = {}
+    for name in sorted(wanted, key=model.order.__getitem__):
+        point = HookPoint.parse(name)
+        _refuse_point(point, model)
+        scores = point.variant == "AttnScores"
+        sites[name] = Site(point.axes or (), tuple(model.axes(point)), MASK if scores else AFFINE)
+    _chain(model, spec, sites)
+    return sites
+
+
+def _chosen(model: HookedModel, hooks: Sequence[str]) -> list[str]:
+    """The hook points that names and globs mean."""
+    found: list[str] = []
+    for hook in hooks:
+        names = [name for name in model.order if HookChoice(hook).selects(name)]
+        if not names:
+            raise HookError(
+                f"this {model.metadata.family} model has no hook point {hook!r}{nearest(hook, model.order)}"
+            )
+        found += names
+    return found
+
+
+def _refuse_point(point: HookPoint, model: HookedModel) -> None:
+    if point.derived:
+        raise HookError(f"{point} is computed for captures alone; a playground can change {point.instead}")
+    if point.variant in AT_ROWS:
+        raise HookError(
+            f"{point} lies behind the rows that a playground's lens chooses; the nearest that it can change is "
+            f"{HookPoint.ResidPost((model.metadata.sizes.num_layers or 1) - 1)}"
+        )
+    if np.dtype(model.dtype(point)) != np.float32:
+        raise HookError(f"{point} holds {np.dtype(model.dtype(point))}, and a playground changes float32 alone")
+
+
+def _chain(model: HookedModel, spec: HookSpec, sites: Mapping[str, Site]) -> None:
+    """Give every hook point its slots."""
+    order: dict[str, list[str]] = {
+        name: ["mask" if "knockout" in site.kinds else "affine"] for name, site in sites.items()
+    }
+    for point, one in index_hooks(spec, model).interventions:
+        _refuse_intervention(point, one, sites[point.name])
+        if one.kind in EXTRA:
+            order[point.name] += [one.kind, "affine"]
+            sites[point.name].kinds = tuple(sorted({*sites[point.name].kinds, one.kind}))
+    for name, slots in order.items():
+        count = 0
+        for slot in slots:
+            inputs: list[str] = []
+            for kind in _kinds_of(slot):
+                inputs += (f"{name}.{count}.{kind}.{value}" for value in KINDS[kind].values)
+                count += 1
+            sites[name].slots.append((slot, tuple(inputs)))
+
+
+def _refuse_intervention(point: HookPoint, one: Any, site: Site) -> None:
+    allowed = site.kinds if "knockout" in site.kinds else (*AFFINE, *EXTRA)
+    if one.kind not in allowed:
+        raise InterventionError(f"{one.kind} at {point}: a playground has {', '.join(sorted(allowed))} there")
+    if one.rows is not None or one.experts is not None or _by_row(one.positions):
+        raise InterventionError(f"{one.kind} at {point}: a playground runs one prompt, without rows= and experts=")
+    if one.kind in EXTRA and one.limited:
+        raise InterventionError(f"{one.kind} at {point}: in a playground it holds everywhere, without limits")
+
+
+def _by_row(positions: Any) -> bool:
+    return positions is not None and not isinstance(positions, str) and isinstance(positions[0], tuple)
+
+
+def _kinds_of(slot: str) -> tuple[str, ...]:
+    return {"affine": ("scale", "add"), "mask": ("knockout",)}.get(slot, (slot,))
+
+
+def _edits(name: str, site: Site, model: HookedModel) -> list[Edit]:
+    """The edits of a hook point's slots."""
+    point = HookPoint.parse(name)
+    kinds = [kind for slot, _ in site.slots for kind in _kinds_of(slot)]
+    return [Edit(name, KINDS[kind].at(point, site.axes, False), n, site.axes) for n, kind in enumerate(kinds)]

@@ -1,0 +1,59 @@
+"""The matrices of two models in `verify`: those of the quantised one, put into the model of floats."""
+
+from collections.abc import Sequence
+
+from mionnx.engine.options import Options
+from mionnx.errors import InputError
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.inputs.token_batch import TokenBatch
+from mionnx.machine.progress import Progress
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.verify.candidates import of_model
+from mionnx.verify.matrix_loss import FloatModel, MatrixLoss, matrix_losses, sample
+
+
+def losses(
+    one: HookedModel,
+    other: HookedModel | None,
+    calls: Sequence[TokenBatch],
+    spec: HookSpec,
+    asked: bool | None,
+    progress: Progress,
+    notes: list[str],
+) -> list[MatrixLoss]:
+    """Measure the matrices of the quantised one of two models, those that cost most first.
+
+    Args:
+        one, other: the two models.
+        calls: the prompts.
+        spec: what intervenes in the comparison.
+        asked: None: where one of the two is quantised, and nothing intervenes.
+        progress: called as (stage, done, total).
+        notes: is told on how many tokens.
+
+    Raises:
+        InputError: it was asked for, and cannot be.
+    """
+    pair = _pair(one, other)
+    why = None
+    if pair is None:
+        why = "other= must be the floats of a model that mionnx quantised, or the reverse"
+    elif spec.num_interventions():
+        why = "matrices are measured without interventions"
+    if not calls or asked is False or (why and asked is None):
+        return []
+    if why or pair is None:
+        raise InputError(f"matrices=True: {why}")
+    floats, blocks = pair
+    model = FloatModel(floats, Options(prepack=False))
+    candidates = of_model(model.found, blocks)
+    tokens = sum(call.input_ids.size for call in sample(calls, floats))
+    notes.append(f"{len(candidates)} matrices of {blocks.name}, one at a time in {floats.name}: over {tokens} tokens")
+    return sorted(matrix_losses(model, candidates, calls, progress), key=lambda loss: (-loss.kl, loss.name))
+
+
+def _pair(one: HookedModel, other: HookedModel | None) -> tuple[HookedModel, HookedModel] | None:
+    """A model of floats and a quantised one; None if the two are not that."""
+    if other is None or bool(one.metadata.quantised) == bool(other.metadata.quantised):
+        return None
+    return (other, one) if one.metadata.quantised else (one, other)

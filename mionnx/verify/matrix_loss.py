@@ -1,0 +1,219 @@
+"""Cost of each quantised matrix by itself: put into the model of floats, one at a time.
+
+The error of a product's output is measured on what it reads in the model of floats; KL(floats || floats with this one
+matrix) over the tokens of some prompts. A matrix that is both the table and the unembedding is put in at both places.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.engine.options import Options
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.inputs.token_batch import TokenBatch, make_token_batch
+from mionnx.machine.progress import Progress, silent
+from mionnx.machine.stored import Storable
+from mionnx.quantise.matrices import find_weights, rows_of
+from mionnx.quantise.quantised_graph import table_name
+from mionnx.verify.layer_chain import Arrays, LayerChain
+from mionnx.verify.next_token import Divergence, log_probabilities
+
+TOKENS = 256  # over which a single matrix is measured
+LENGTH = 128  # tokens of a prompt that are used for it
+
+Numbers = Callable[[], NDArray[Any]]  # of a matrix as [out, in], made when they are needed
+
+
+@dataclass(frozen=True)
+class MatrixLoss(Storable):
+    """The cost of one matrix by itself.
+
+    Attributes:
+        name: of the weight.
+        layer: None of the table and the unembedding.
+        shape: (out, in).
+        bits: of its numbers.
+        bytes: that it takes, scales included.
+        weight_error: length of the difference of the numbers, as a share of theirs in floats.
+        output_error: the same of the product's output on what it reads in the model of floats; of the table, that of
+            the numbers.
+        kl: KL(floats || floats with this matrix alone) in nats, the mean over positions.
+        top_1: share of positions with the same top token.
+    """
+
+    name: str
+    layer: int | None
+    shape: tuple[int, ...]
+    bits: int
+    bytes: int
+    weight_error: float
+    output_error: float
+    kl: float
+    top_1: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A matrix that may stand in the place of the model's own.
+
+    Attributes:
+        name: of the weight.
+        bits: of its numbers.
+        bytes: that it takes.
+        numbers: makes them.
+        product, table: whether products read it; whether tokens pick its rows.
+    """
+
+    name: str
+    bits: int
+    bytes: int
+    numbers: Numbers
+    product: bool = True
+    table: bool = False
+
+    @property
+    def inputs(self) -> list[str]:
+        """The inputs of a `LayerChain` that it is fed to."""
+        return [self.name] * self.product + [table_name(self.name)] * self.table
+
+
+class FloatModel:
+    """A model of floats whose matrices are replaced.
+
+    Attributes:
+        hooked: the model.
+        found: its matrices.
+        chain: it, open.
+    """
+
+    def __init__(self, hooked: HookedModel, options: Options) -> None:
+        self.hooked, self.found = hooked, find_weights(hooked)
+        self.chain = LayerChain(hooked, self.found, options)
+
+    def is_head(self, name: str) -> bool:
+        """Whether the logits come from a weight."""
+        return any(one.head for one in self.found.products if one.weight == name)
+
+    def turned(self, name: str) -> bool:
+        """Whether a weight is held [out, in]."""
+        return next((one.turned for one in self.found.products if one.weight == name), True)
+
+    def own(self, name: str) -> NDArray[Any]:
+        """A weight [out, in], mapped from its file."""
+        return rows_of(self.hooked, name, self.turned(name))
+
+    def held(self, name: str, numbers: NDArray[Any]) -> NDArray[Any]:
+        """Numbers [out, in] as the graph holds the weight."""
+        return np.ascontiguousarray(numbers if self.turned(name) else numbers.T)
+
+    def with_all(
+        self, candidates: Mapping[str, Candidate], calls: Sequence[TokenBatch], told: Callable[[int], None]
+    ) -> Iterator[NDArray[Any]]:
+        """The logits of each prompt with many matrices in the place of its own.
+
+        Args:
+            candidates: by the inputs that they are fed to.
+            calls: the prompts.
+            told: called for every matrix that was made.
+        """
+
+        def others(names: Any) -> Arrays:
+            given: Arrays = {}
+            for candidate in {one.name: one for name in names if (one := candidates.get(name)) is not None}.values():
+                made = self.held(candidate.name, candidate.numbers())
+                given |= {name: made for name in candidate.inputs if name in names}
+                told(1)
+            return given
+
+        return self.chain.run([self.chain.feeds(call) for call in calls], others)
+
+
+def sample(calls: Sequence[TokenBatch], model: HookedModel) -> list[TokenBatch]:
+    """The beginnings of prompts that single matrices are measured on, spread over all of them."""
+    count = max(1, TOKENS // LENGTH) if max(call.seq for call in calls) >= LENGTH else len(calls)
+    places = sorted({round(place) for place in np.linspace(0, len(calls) - 1, min(count, len(calls)))})
+    chosen, left = list[TokenBatch](), TOKENS
+    for place in places:
+        if left > 0:
+            ids = calls[place].input_ids[:, : min(LENGTH, max(2, left))]
+            chosen.append(make_token_batch(ids, None, None, model.metadata.sizes))
+            left -= ids.size
+    return chosen
+
+
+def matrix_losses(
+    model: FloatModel, candidates: Sequence[Candidate], calls: Sequence[TokenBatch], progress: Progress = silent
+) -> list[MatrixLoss]:
+    """Measure each candidate by itself, on the beginnings of prompts.
+
+    Args:
+        model: of floats.
+        candidates: at most one for each weight.
+        calls: the prompts; see `sample`.
+        progress: called as (stage, done, total) in matrices.
+
+    Raises:
+        ModelError: the model cannot be run, or its logits are no numbers.
+    """
+    chain, calls = model.chain, sample(calls, model.hooked)
+    places = {one.name: min(chain.place(name) for name in one.inputs) for one in candidates}
+    states, first, found = [chain.feeds(call) for call in calls], _own(model, calls), dict[str, MatrixLoss]()
+    for at in range(len(chain)):
+        here = [one for one in candidates if places[one.name] == at]
+        wanted = [value for one in here for value in chain.products.get(one.name, [])]
+        wanted = [value for value in wanted if value in chain.segments[at].outputs]
+        own = [chain.step(at, state, {}, wanted) for state in states]
+        for candidate in here:
+            found[candidate.name] = _loss(model, candidate, at, states, own, first)
+            progress("one matrix at a time", len(found), len(candidates))
+        for state, made in zip(states, own, strict=True):
+            state |= {name: value for name, value in made.items() if name in chain.read_later[at]}
+    return [found[one.name] for one in candidates]
+
+
+def _own(model: FloatModel, calls: Sequence[TokenBatch]) -> list[NDArray[np.float32]]:
+    """Logarithms of the model's own probabilities."""
+    chain = model.chain
+    return [log_probabilities(logits) for logits in chain.run([chain.feeds(call) for call in calls])]
+
+
+def _loss(
+    model: FloatModel,
+    candidate: Candidate,
+    at: int,
+    states: Sequence[Arrays],
+    own: Sequence[Arrays],
+    first: Sequence[NDArray[np.float32]],
+) -> MatrixLoss:
+    chain, numbers = model.chain, candidate.numbers()
+    given = dict.fromkeys(candidate.inputs, model.held(candidate.name, numbers))
+    error = _share(model.own(candidate.name), numbers)
+    values = [value for value in chain.products.get(candidate.name, []) if value in own[0]]
+    outputs = [chain.step(at, state, given, values) for state in states] if values and not candidate.table else []
+    apart = [_parts(one[value], other[value]) for one, other in zip(own, outputs, strict=False) for value in values]
+    divergence = Divergence()
+    for logits, beside in zip(chain.run(states, lambda _: given, at), first, strict=True):
+        divergence.add(beside, logits)
+    layer = None if candidate.table or model.is_head(candidate.name) else chain.layer(at)
+    out, width = numbers.shape
+    return MatrixLoss(candidate.name, layer, (out, width), candidate.bits, candidate.bytes, error,
+                      _ratio(apart) if apart else error, divergence.mean, divergence.top_1)  # fmt: skip
+
+
+def _share(own: NDArray[Any], other: NDArray[Any]) -> float:
+    """Length of a difference as a share of the first array's length."""
+    return _ratio([_parts(own, other)])
+
+
+def _parts(own: NDArray[Any], other: NDArray[Any]) -> tuple[float, float]:
+    """Squared lengths of a difference and of the first array."""
+    off = own.astype(np.float32) - other.astype(np.float32)
+    return float(np.square(off).sum()), float(np.square(own.astype(np.float32)).sum())
+
+
+def _ratio(parts: Sequence[tuple[float, float]]) -> float:
+    error, size = np.sum(parts, axis=0)
+    return float(np.sqrt(error / size)) if size else float(error > 0)
