@@ -1,4 +1,4 @@
-"""A linear layer of integers, whatever the format that it came in, and the blocks that it is."""
+"""Linear layers of integers, in any of the formats, and their blocks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class Linear:
         return GivenBlocks(self.outputs, self.inputs, self.bits, size, has_zeros, False, order, read)
 
     def _block_size(self) -> int:
-        """The largest block that a group is made of; of one group for all inputs, one that fills the rows."""
+        """The largest block that a group consists of; one that fills the rows of a single group."""
         if self.group_size >= self.inputs:
             return next((size for size in SIZES if self.inputs % size == 0), min(SIZES))
         fitting = [size for size in SIZES if self.group_size % size == 0]

@@ -17,7 +17,7 @@ FIRST = ("qweight", "weight_packed", "weight_scale")  # one of these makes a mod
 
 
 def unpacked_tensors(tensors: list[Stored], given: Mapping[str, Any]) -> list[Stored]:
-    """Replace the parts of packed layers by their weights, whose numbers are made when they are loaded.
+    """Replace the parts of packed layers by their weights, which are made when they are loaded.
 
     Args:
         tensors: of the checkpoint.

@@ -65,7 +65,7 @@ def export(folder: Path, target: Path, dtype: str = "float32", progress: Progres
 
 
 def packed_bits(folder: Path) -> int | None:
-    """The bits of the integers that a checkpoint of GPTQ, AWQ or compressed-tensors holds; None for any other.
+    """The bits of a checkpoint of GPTQ, AWQ or compressed-tensors; None for any other.
 
     Cheap: torch is not imported.
     """
@@ -74,7 +74,7 @@ def packed_bits(folder: Path) -> int | None:
 
 
 def export_packed(folder: Path, target: Path, progress: Progress = silent) -> "Mapping[str, GivenBlocks]":
-    """Write a checkpoint as `export` does in float32, without the numbers of what it holds as blocks.
+    """Write a checkpoint as `export` does in float32, without the numbers of its blocks.
 
     Args:
         folder, target, progress: see `export`.

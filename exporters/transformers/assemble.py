@@ -75,7 +75,7 @@ def export_checkpoint(
 
 
 def _unpacked(tensors: list[Stored], folder: Path, config: Any) -> list[Stored]:
-    """The tensors of a checkpoint of integers as those of one of floats, and its config as that of one."""
+    """The tensors and config of a checkpoint of integers as those of one of floats."""
     given = quantization_of(folder)
     if given is None:
         return tensors

@@ -67,7 +67,7 @@ def _stored(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) 
 
 
 def _turned(name: str, tensor: Stored, model: PreTrainedModel) -> Stored:
-    """A packed weight as its module keeps it: transformers' Conv1D keeps [in, out], Linear [out, in]."""
+    """A packed weight as its module keeps it: Conv1D keeps [in, out], Linear [out, in]."""
     if tensor.packed is None or not isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D):
         return tensor
     return replace(tensor, shape=tensor.shape[::-1], turned=True)

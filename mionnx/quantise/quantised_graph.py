@@ -91,7 +91,7 @@ class Matrix:
 
 
 class Parts(NamedTuple):
-    """The names of what blocks are made of: numbers, scales, zero points; offsets by block, and by row; the order."""
+    """Names of the parts of blocks: numbers, scales, zero points, offsets, order."""
 
     packed: str
     scales: str

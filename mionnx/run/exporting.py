@@ -58,7 +58,7 @@ def exporter_for(folder: Path) -> ModuleType:
 
 
 def dtype_of(exporter: ModuleType, folder: Path, dtype: str) -> str:
-    """The dtype to export a checkpoint in: one of integers keeps them unless floats are asked for.
+    """The dtype of an export: a checkpoint of integers keeps them unless floats are asked for.
 
     Args:
         exporter, folder: of the checkpoint.
@@ -114,7 +114,7 @@ def export(
 def write(
     exporter: ModuleType, folder: Path, target: Path, dtype: str, progress: Progress, function: str = "export"
 ) -> None:
-    """Export a checkpoint into a folder; int4 and int8 are the checkpoint's own, or made from float32.
+    """Export a checkpoint into a folder; int4 and int8 are its own, or made from float32.
 
     Args:
         exporter, folder, target, dtype, progress: see `export`.
@@ -147,7 +147,7 @@ def write(
 def _settings(
     exporter: ModuleType, folder: Path, dtype: str, hooked: HookedModel, given: Mapping[str, GivenBlocks]
 ) -> Quantisation:
-    """What becomes of a checkpoint's weights: nothing of those of one that holds integers."""
+    """Settings of the blocks of a checkpoint; one of integers is left as it is."""
     settings = BLOCKS[dtype]
     if hasattr(exporter, "packed_bits") and exporter.packed_bits(folder) is not None:
         one = next(iter(given.values()), None)
