@@ -64,7 +64,7 @@ class Linear:
         return GivenBlocks(self.outputs, self.inputs, self.bits, size, has_zeros, False, order, read)
 
     def _block_size(self) -> int:
-        """The largest block that a group consists of; one that fills the rows of a single group."""
+        """The largest size of blocks that make up a group, or the row of a single group."""
         if self.group_size >= self.inputs:
             return next((size for size in SIZES if self.inputs % size == 0), min(SIZES))
         fitting = [size for size in SIZES if self.group_size % size == 0]
