@@ -27,6 +27,7 @@ from mionnx.machine.once import once_property
 from mionnx.quantise import quantise_model
 from mionnx.run import generation, notebook
 from mionnx.run.runner import Runner
+from mionnx.verify import quantise_within as within
 from mionnx.verify import verbs as comparing
 
 
@@ -114,5 +115,6 @@ class MIModel(Runner):
     # deployment, reproducibility
     compile = compile_model.compile_model
     quantise = quantise_model.quantise_model
+    _quantise_within = within.quantise_within
     verify = comparing.verify
     bisect = comparing.bisect

@@ -1,17 +1,21 @@
 """The command `mionnx quantise`: a model with its weights in 4 or 8 bits."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from mionnx.cli.options import Json, Model
+from mionnx.cli.options import Json, Model, read_text
+from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.progress import bars
+from mionnx.model import MIModel
 from mionnx.quantise.quantise import quantise as quantise_hooked
 from mionnx.quantise.settings import Quantisation
 from mionnx.run import find_model
+from mionnx.verify.quantise_within import quantise_within
 
 COUNTS = ("matrices", "matrices_left", "bytes_in_blocks", "bytes_left")
 GLOBS = "Weights, by name or glob; may be repeated."
@@ -30,22 +34,39 @@ def quantise(
     ] = None,
     embedding: Annotated[bool, typer.Option(help="Quantise the token table.")] = True,
     unembedding: Annotated[bool, typer.Option(help="Quantise the unembedding.")] = True,
+    budget: Annotated[
+        float | None, typer.Option(help="Largest KL in nats: matrices that cost more get 8 bits.")
+    ] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="To measure KL on; the model's own if left out.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a model with its weights in blocks of 4 or 8 bits; it keeps all hook points.
 
-    Example: mionnx quantise models/world-llama -o world-int4 --in-8-bits "*down_proj*"
+    Examples:
+
+    mionnx quantise models/world-llama -o world-int4 --in-8-bits "*down_proj*"
+
+    mionnx quantise models/world-llama -o world-mixed --budget 0.005 --text text.txt
     """
     patterns = tuple(keep or ()), tuple(in_8_bits or ())
     settings = Quantisation(bits, block_size, not zero_points, accuracy_level, *patterns, embedding, unembedding)
+    if text and budget is None:
+        raise InputError("--text is what a budget is measured on: give --budget too")
     with bars() as progress:
         hooked = HookedModel.open(find_model.find_model(model, "float32", progress))
-        quantise_hooked(hooked, output, settings, progress)
+        if budget is None:
+            quantise_hooked(hooked, output, settings, progress)
+        else:
+            texts = [read_text(path) for path in text] if text else None
+            quantise_within(MIModel(hooked), output, settings, budget, texts, progress)
     made = HookedModel.open(output)
     sizes = [sum(file.stat().st_size for file in one.folder.glob("*.safetensors")) for one in (hooked, made)]
     counts = {name: made.metadata.quantised[name] for name in COUNTS}
     if as_json:
         facts = {"dtype": made.metadata.weight_dtype, "bytes": sizes[1], "bytes_before": sizes[0], **counts}
+        facts |= {"budget": made.metadata.quantised["budget"]} if budget is not None else {}
         typer.echo(json.dumps({"folder": str(output), **facts}, indent=1))
         return
     typer.echo(f"{output}: {sizes[0]:,} -> {sizes[1]:,} bytes")
@@ -53,3 +74,12 @@ def quantise(
         f"{counts['matrices']} matrices of {counts['bytes_in_blocks']:,} bytes in {made.metadata.weight_dtype}, "
         f"{counts['matrices_left']} of {counts['bytes_left']:,} bytes left in floats"
     )
+    if budget is not None:
+        typer.echo(_reached(made.metadata.quantised["budget"]))
+
+
+def _reached(found: Mapping[str, Any]) -> str:
+    """A line on what a budget led to."""
+    moved = f"{len(found['moved_to_8_bits'])} of them moved to 8 bits, {len(found['moved_to_floats'])} to floats"
+    kl = f"KL {found['kl']:.4g} nats (at most {found['bound']:g}; {found['kl_without']:.4g} without a bound)"
+    return f"{kl}, the same top token at {found['top_1']:.1%} of {found['tokens']:,} tokens: {moved}"

@@ -1,9 +1,9 @@
 """Prepared examples of a playground, read from a JSON file and checked against the model.
 
-{"examples": [{"name", "text", "prompt", "second", "interventions", "view", "layer", "generate"}]}; only `name` and
-`prompt` are needed. `text` explains it, in plain text; `second` is the prompt that patches come from; `view` is "lens"
-or "attention", of `layer`; `generate` is a number of tokens. Interventions are entries of a spec's file with a "value",
-see this room's README.
+{"examples": [{"name", "text", "prompt", "second", "interventions", "view", "layer", "head", "generate"}]}; only
+`name` and `prompt` are needed. `text` explains it, in plain text, a blank line between paragraphs; `second` is the
+prompt that patches come from; `view` is "lens", "attention" (of `layer` and `head`), "parts" or "steer"; `generate` is
+a number of tokens. Interventions are entries of a spec's file with a "value", see this room's README.
 """
 
 import json
@@ -24,9 +24,10 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "interventions": (list,),
     "view": (str, type(None)),
     "layer": (int, type(None)),
+    "head": (int, type(None)),
     "generate": (int, type(None)),
 }
-VIEWS = ("lens", "attention", None)
+VIEWS = ("lens", "attention", "parts", "steer", None)
 ENTRY = ("hook", "kind", "positions", "heads", "rows", "neurons", "value", "strength", "on", "label")
 
 
@@ -62,13 +63,13 @@ def _check_fields(where: str, example: Any) -> None:
         if not isinstance(value, FIELDS[name]) or isinstance(value, bool):
             raise InputError(f"{where}: {name} is {value!r:.60}")
     if example.get("view") not in VIEWS:
-        raise InputError(f"{where}: view {example['view']!r}; one of lens, attention")
+        raise InputError(f"{where}: view {example['view']!r}; one of {', '.join(filter(None, VIEWS))}")
 
 
 def _check_texts(where: str, example: dict[str, Any], model: MIModel) -> None:
-    layer = example.get("layer")
-    if layer is not None and not 0 <= layer < model.num_layers:
-        raise InputError(f"{where}: layer {layer} of {model.num_layers}")
+    for name, count in (("layer", model.num_layers), ("head", model.num_heads)):
+        if example.get(name) is not None and not 0 <= example[name] < count:
+            raise InputError(f"{where}: {name} {example[name]} of {count}")
     for name in ("prompt", "second"):
         if example.get(name) is not None:
             ids = model.tokenize(example[name])

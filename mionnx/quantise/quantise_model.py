@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.machine.progress import bars
+from mionnx.machine.progress import Progress, bars
 from mionnx.machine.typed import typed
 from mionnx.quantise.quantise import quantise
 from mionnx.quantise.settings import Quantisation
@@ -17,6 +18,16 @@ class Hooked(Protocol):
     """Anything that has a hooked model, such as `MIModel`."""
 
     hooked: HookedModel
+
+    def _quantise_within(
+        self,
+        folder: Path,
+        settings: Quantisation,
+        budget: float,
+        texts: str | Sequence[str] | None,
+        progress: Progress,
+    ) -> Path:
+        """Choose bits by what they cost; see `mionnx.verify.quantise_within`."""
 
 
 @typed()
@@ -32,6 +43,8 @@ def quantise_model(
     in_8_bits: Sequence[str] = (),
     embedding: bool = True,
     unembedding: bool = True,
+    budget: float | None = None,
+    texts: str | Sequence[str] | None = None,
 ) -> Path:
     """Write the model with its weights quantised, as a hooked model with all of its hook points.
 
@@ -49,13 +62,18 @@ def quantise_model(
         keep: names or globs of weights that stay in floats.
         in_8_bits: names or globs of weights that take 8 bits, where the others take 4.
         embedding, unembedding: whether the token table and the unembedding are quantised.
+        budget: a bound of KL(floats || blocks) in nats, the mean over the tokens of a text: the matrices that cost most
+            KL for a byte take 8 bits, or floats if 8 bits for all do not do, until the written model is within it. The
+            choice, KL and the text's hash are in the metadata (`hooked.metadata.quantised["budget"]`).
+        texts: to measure on, in windows of 256 tokens; if left out, what the model writes by itself (1,024 tokens).
 
     Returns:
         the folder.
 
     Raises:
-        InputError: other settings.
-        ModelError: the folder exists or cannot be written, a pattern names no weight, or nothing is left to quantise.
+        InputError: other settings; texts without a budget.
+        ModelError: a budget that cannot be met (the best is said); the folder exists or cannot be written, a pattern
+            names no weight, or nothing is left to quantise.
 
     Example:
         small = MIModel.from_pretrained(model.quantise("world-int4", in_8_bits=["*down_proj*"]))
@@ -63,5 +81,9 @@ def quantise_model(
     settings = Quantisation(
         bits, block_size, symmetric, accuracy_level, tuple(keep), tuple(in_8_bits), embedding, unembedding
     )
+    if budget is None and texts is not None:
+        raise InputError("texts= is what a budget is measured on: give budget= too")
     with bars() as progress:
+        if budget is not None:
+            return model._quantise_within(Path(folder), settings, budget, texts, progress)
         return quantise(model.hooked, Path(folder), settings, progress)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from filelock import FileLock
+from playground_pages import idle, visit
+from repository import REPOSITORY
 
 from mionnx import HookSpec, Intervention, MIModel
 from mionnx.errors import RuntimeMissingError
@@ -103,3 +105,41 @@ def laboratory(bare: Callable[[Path], Page]) -> Callable[[Path], Page]:
 def lab(laboratory: Callable[[Path], Page], playground_folder: Path) -> Page:
     """The small Llama's playground, open in a page."""
     return laboratory(playground_folder)
+
+
+LESSONS = REPOSITORY / "mionnx" / "playground" / "examples" / "world-llama.json"
+
+
+@pytest.fixture(scope="session")
+def lessons_folder(shared: Path, shipped: MIModel) -> Path:
+    """The playground of the small Llama, with its lessons."""
+    folder = shared / "lessons"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            try:
+                playground(shipped, folder, title="world-llama", examples=LESSONS)
+            except RuntimeMissingError as error:
+                pytest.skip(str(error))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def address(served: Callable[..., str], lessons_folder: Path) -> str:
+    return served(lessons_folder)
+
+
+@pytest.fixture(scope="session")
+def opened(headless: Browser, address: str) -> Iterator[Page]:
+    context = headless.new_context(viewport={"width": 1280, "height": 900})
+    page = visit(context, address)
+    yield page
+    assert page.troubles == []
+    context.close()
+
+
+@pytest.fixture
+def page(opened: Page) -> Page:
+    """The page as a visitor finds it, with the prompt of the first lesson."""
+    opened.keyboard.press("Escape")
+    opened.locator("#lesson-list button").first.click()
+    return idle(opened)

@@ -1,0 +1,63 @@
+// The list of interventions: switch, strength, place, removal; why one cannot apply.
+import { button, element, find, visible } from "./dom.js";
+import { describe, place } from "./entries.js";
+import { tokenText } from "./runs.js";
+import { answers, change, removeEntries, replaceEntry, state } from "./state.js";
+
+let dragging = false; // a slider that is held must not be drawn anew
+
+export function drawChanges() {
+  if (dragging) return;
+  const box = find("changes"), focus = document.activeElement?.dataset?.key;
+  find("clear").hidden = find("export").hidden = !state.entries.length;
+  if (!state.entries.length) {
+    box.replaceChildren(element("p", { class: "faint small" }, "None yet. Point at a cell of the lens, an edge of a pattern or a part of the model below, and choose what to do to it."));
+    return;
+  }
+  box.replaceChildren(...state.entries.map(line));
+  if (focus) box.querySelector(`[data-key="${CSS.escape(focus)}"]`)?.focus();
+}
+
+function line(entry, index) {
+  const off = entry.on === false, id = "entry" + index, problem = answers.problems[index];
+  const check = element("input", { type: "checkbox", id, checked: !off, dataset: { key: "on" + index }, onchange: () => replaceEntry(index, { on: off }) });
+  const what = element("label", { class: "what", for: id }, entry.label || describe(entry));
+  const gone = button("Remove", () => removeEntries((_, i) => i === index), { class: "quiet", "aria-label": "Remove: " + describe(entry), dataset: { key: "gone" + index } });
+  const more = element("div", { class: "more" });
+  if (entry.kind === "add") more.append(...dose(entry, index, "strength", entry.strength ?? 1, [-8, 8]));
+  if (entry.kind === "scale" && typeof entry.value === "number") more.append(...dose(entry, index, "value", entry.value, [-2, 4]));
+  if (["add", "scale", "zero"].includes(entry.kind)) more.append(places(entry, index));
+  more.append(element("code", {}, entry.hook));
+  if (problem) more.append(element("p", { class: "wrong" }, "Left out: " + problem));
+  return element("div", { class: "entry" + (off || problem ? " off" : "") }, element("span", { class: "check" }, check), what, gone, more);
+}
+
+function dose(entry, index, field, value, [low, high]) {
+  const name = field === "value" ? "factor" : "strength", set = (text) => {
+    const number = Number(text);
+    if (text !== "" && Number.isFinite(number)) replaceEntry(index, { [field]: number });
+  };
+  const slide = element("input", { type: "range", min: Math.min(low, value), max: Math.max(high, value), step: 0.1, "aria-label": `${name}: ${describe(entry)}`, dataset: { key: "slide" + index } });
+  const type = element("input", { type: "number", step: 0.1, "aria-label": `${name} as a number`, dataset: { key: "dose" + index } });
+  slide.value = type.value = value;
+  slide.addEventListener("input", () => { dragging = true; type.value = slide.value; set(slide.value); });
+  slide.addEventListener("change", () => { dragging = false; drawChanges(); });
+  type.addEventListener("change", () => set(type.value));
+  return [element("div", { class: "dose" }, slide, type)];
+}
+
+// Where along the text it applies.
+function places(entry, index) {
+  const options = [["null", "at every position"], ["[-1]", "at the prompt's last position"], ['"prompt"', "in the prompt only"], ['"generated"', "in generated tokens only"]];
+  answers.tokens.forEach((id, i) => options.push([`[${i}]`, `at ${i} ${visible(tokenText(id)).trim()}`]));
+  const now = JSON.stringify(entry.positions ?? null);
+  if (!options.some(([value]) => value === now)) options.push([now, "at " + (entry.positions || []).map((at) => place(at)).join(", ")]);
+  const choice = element("select", { "aria-label": "Positions of: " + describe(entry), dataset: { key: "where" + index } }, ...options.map(([value, text]) => element("option", { value }, text)));
+  choice.value = now;
+  choice.addEventListener("change", () => replaceEntry(index, { positions: JSON.parse(choice.value) }));
+  return choice;
+}
+
+export function listenChanges() {
+  find("clear").addEventListener("click", () => change({ entries: [] }));
+}

@@ -1,0 +1,30 @@
+// Prepared examples: a prompt, what is done to it, and the text that explains it.
+import { button, element, find } from "./dom.js";
+import { checkedEntry } from "./link.js";
+import { theEngine } from "./runs.js";
+import { change, state } from "./state.js";
+
+let lessons = [];
+
+export function setLessons(found) {
+  lessons = found;
+  find("lessons").hidden = !lessons.length;
+  find("lesson-list").replaceChildren(...lessons.map(({ name }, i) => button(`${i + 1}. ${name}`, () => openLesson(i), { "aria-pressed": "false" })));
+}
+
+export function openLesson(number) {
+  const { prompt, second, interventions = [], view, layer, head, generate } = lessons[number], { manifest } = theEngine();
+  const entries = interventions.map((entry, i) => checkedEntry(entry, manifest, `Intervention ${i + 1} of this example`));
+  change({ prompt, second: second || "", entries, view: view || state.view, layer: layer ?? 0, head: head ?? 0, side: "after", lesson: number, count: generate || state.count });
+}
+
+export function drawLesson() {
+  const box = find("lesson"), { lesson } = state;
+  [...find("lesson-list").children].forEach((made, i) => made.setAttribute("aria-pressed", String(i === lesson)));
+  box.hidden = lesson === null || !lessons[lesson];
+  if (box.hidden) return;
+  const text = element("div", { "aria-live": "polite" }, ...(lessons[lesson].text || "").split(/\n\s*\n/).map((part) => element("p", {}, part)));
+  const steps = element("div", { class: "steps" }, button("Again", () => openLesson(lesson), { title: "Back to how this example begins" }));
+  if (lesson + 1 < lessons.length) steps.append(button("Next", () => { openLesson(lesson + 1); find("lessons").scrollIntoView({ block: "nearest" }); }, { class: "main" }));
+  box.replaceChildren(text, steps);
+}

@@ -1,0 +1,164 @@
+// The page: opens the engine, then draws what the state says and what the model answers.
+import { kl, open, probabilities } from "./engine/engine.js";
+import * as attention from "./attention.js";
+import { drawChanges, listenChanges } from "./changes.js";
+import { button, bytes, clearNotice, element, find, notice, sentence, visible } from "./dom.js";
+import { clearTexts, listenGeneration, showCount } from "./generation.js";
+import * as lens from "./lens.js";
+import { drawLesson, openLesson, setLessons } from "./lessons.js";
+import { readLink, writeLink } from "./link.js";
+import { closeMenu } from "./menu.js";
+import * as next from "./next.js";
+import * as parts from "./parts.js";
+import { refresh, setEngine, theEngine, tokenText } from "./runs.js";
+import { drawExport, listenShare } from "./share.js";
+import { answers, change, onAnswer, onChange, state, waiting } from "./state.js";
+import * as steering from "./steering.js";
+import { listenTheme } from "./theme.js";
+
+const VIEWS = { lens, attention, parts, steer: steering };
+let built = null, written = "", ready = false;
+
+function drawTabs() {
+  find("tabs").replaceChildren(...Object.entries(VIEWS).map(([name, view]) => element("button", {
+    type: "button", role: "tab", id: "tab-" + name, "aria-selected": String(state.view === name), "aria-controls": "view", tabindex: state.view === name ? 0 : -1,
+    onclick: () => change({ view: name }),
+  }, view.title)));
+}
+
+function tabKeys(event) {
+  const names = Object.keys(VIEWS), step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!step) return;
+  event.preventDefault();
+  change({ view: names[(names.indexOf(state.view) + step + names.length) % names.length] });
+  find("tab-" + state.view).focus();
+}
+
+function drawView() {
+  const view = VIEWS[state.view];
+  if (built !== state.view) {
+    built = state.view;
+    view.build(find("view"));
+    find("view").setAttribute("aria-labelledby", "tab-" + state.view);
+    if (state.view === "steer") state.entries.forEach(steering.show);
+  }
+  const both = Boolean(answers.after) && ["lens", "attention"].includes(state.view);
+  find("side").hidden = !both;
+  for (const made of find("side").children) made.setAttribute("aria-pressed", String(made.dataset.side === state.side));
+  view.draw();
+}
+
+function drawTokens() {
+  const { end_tokens: ends } = theEngine().manifest.model, unknown = [];
+  find("tokens").replaceChildren(...answers.tokens.map((id, i) => {
+    const text = tokenText(id), lost = text.trim() === "<unk>";
+    if (lost) unknown.push(i);
+    return element("span", { class: lost ? "unknown" : "", title: `position ${i}, token ${id}` + (ends.includes(id) ? ", end of text" : "") }, element("sup", {}, String(i)), visible(text).trim());
+  }));
+  if (unknown.length) notice(`The model does not know the word at position ${unknown.join(", ")}: it reads <unk> there.`, "unknown");
+  else clearNotice("unknown");
+  find("continue").disabled = !answers.tokens.length;
+}
+
+onChange((part) => {
+  if ("prompt" in part && find("prompt").value !== state.prompt) find("prompt").value = state.prompt;
+  if ("prompt" in part || "entries" in part) clearTexts();
+  if ("entries" in part || "prompt" in part) { drawChanges(); if (theEngine()) drawExport(); }
+  if ("count" in part) showCount();
+  if ("lesson" in part) drawLesson();
+  if ("view" in part) { closeMenu(false); drawTabs(); }
+  if ("view" in part || "layer" in part || "head" in part || "side" in part) drawView();
+  if ("entries" in part && state.view === "steer" && "lesson" in part) state.entries.forEach(steering.show);
+  if (part.prompt !== undefined || part.entries || part.view || part.second !== undefined) refresh();
+  remember();
+});
+
+onAnswer((kind) => {
+  if (kind === "tokens") { drawTokens(); drawChanges(); }
+  if (kind === "next") { next.drawNext(); drawChanges(); drawView(); }
+  if (kind === "inside") drawView();
+  document.body.dataset.state = kind === "idle" ? "idle" : "busy";
+});
+
+// The address follows what the reader makes.
+let pause;
+function remember() {
+  waiting();
+  if (!ready) return;
+  clearTimeout(pause);
+  pause = setTimeout(async () => {
+    written = "#" + await writeLink(state, theEngine().manifest.model.name);
+    history.replaceState(null, "", written);
+  }, 120);
+}
+
+async function readAddress() {
+  if (location.hash.length < 2 || location.hash === written) return false;
+  try {
+    change({ ...(await readLink(location.hash.slice(1), theEngine().manifest)), lesson: null, side: "after" });
+    clearNotice("link");
+    return true;
+  } catch (error) {
+    notice(sentence(error), "link");
+    return false;
+  }
+}
+
+function progress({ stage, loaded, total, cached }) {
+  const share = total ? Math.min(1, loaded / total) : 0;
+  find("progress").setAttribute("aria-valuenow", Math.round(100 * share));
+  find("progress").firstChild.style.width = 100 * share + "%";
+  const said = { tokenizer: "the tokenizer", runtime: "ONNX Runtime", model: "the model", starting: "starting", ready: "ready" }[stage] || "";
+  find("loading-size").textContent = stage === "starting" ? "Starting the model …" : `${bytes(loaded)} of ${bytes(total)}, ${said}` + (cached ? " (kept by this browser)" : "");
+}
+
+function introduce({ manifest, backend }) {
+  const { model } = manifest, weights = { int4: "4-bit weights", int8: "8-bit weights" }[model.weights] || "float32";
+  find("title").textContent = document.title = manifest.title;
+  find("facts").textContent = `${model.layers} layers, ${model.heads} heads, ${bytes(model.bytes)}, ${weights}; runs on this device`;
+  const threads = backend.threads === 1 ? "1 thread" : backend.threads + " threads";
+  find("backend").textContent = backend.name === "webgpu" ? "It runs by WebGPU." : `It runs by WebAssembly, ${threads}.` + (backend.note ? " " + backend.note : "");
+}
+
+async function start() {
+  find("page").classList.add("waiting");
+  try {
+    const engine = await open("./", { onProgress: progress });
+    introduce(engine);
+    setEngine(engine);
+    next.setMeasures({ probabilities, kl });
+    parts.setMeasures({ kl });
+    setLessons(engine.examples);
+    find("loading").hidden = true;
+    find("page").classList.remove("waiting");
+    window.playground = { engine, state, answers }; // for the console
+    await begin(engine);
+  } catch (error) {
+    find("loading-title").textContent = "The model did not open";
+    find("loading-text").textContent = sentence(error);
+    find("loading-text").className = "problem";
+    find("progress").hidden = true;
+    find("loading-size").replaceChildren(button("Try again", () => location.reload()));
+  }
+}
+
+async function begin({ examples, manifest }) {
+  ready = true;
+  if (await readAddress()) return;
+  if (examples.length && !manifest.spec.length) return openLesson(0);
+  const example = examples[0];
+  change({ prompt: example ? example.prompt : "The", entries: manifest.spec.map((entry) => ({ on: true, ...entry })), lesson: null });
+  return undefined;
+}
+
+let typing;
+find("prompt").addEventListener("input", () => { waiting(); clearTimeout(typing); typing = setTimeout(() => change({ prompt: find("prompt").value }), 200); });
+find("tabs").addEventListener("keydown", tabKeys);
+for (const made of find("side").children) made.addEventListener("click", () => change({ side: made.dataset.side }));
+addEventListener("hashchange", () => { if (theEngine()) readAddress(); });
+listenTheme(() => { if (theEngine()) drawView(); });
+listenChanges();
+listenGeneration();
+listenShare();
+drawTabs();
+start();

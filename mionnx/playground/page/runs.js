@@ -1,0 +1,104 @@
+// Asks the engine for what the state needs: the next token before and after at once, then what the open view shows.
+import { clearNotice, notice, sentence } from "./dom.js";
+import { answered, answers, inForce, state } from "./state.js";
+
+let engine = null, wanted = 0, done = 0, running = false;
+const kept = { prompt: null, entries: null, second: null, after: null, before: "" };
+
+export function setEngine(opened) { engine = opened; }
+
+// Something changed: run again what depends on it. Changes during a run are taken together afterwards.
+export async function refresh() {
+  wanted++;
+  if (running || !engine) return;
+  running = true;
+  while (done !== wanted) {
+    const round = wanted;
+    try {
+      await run(() => round === wanted);
+      clearNotice("run");
+    } catch (error) {
+      notice(sentence(error), "run");
+    }
+    done = round;
+  }
+  running = false;
+  answered("idle");
+}
+
+async function run(current) {
+  if (state.prompt !== kept.prompt) await newPrompt();
+  if (!answers.tokens.length || !current()) return;
+  if (!answers.before) answers.before = await engine.run({ tokens: answers.tokens, want: { top: 10 } });
+  if (state.entries !== kept.entries) await newEntries();
+  answered("next");
+  if (current()) await inside(current);
+}
+
+async function newPrompt() {
+  const prompt = state.prompt;
+  Object.assign(answers, { before: null, after: null, insideBefore: null, insideAfter: null });
+  Object.assign(kept, { prompt, entries: null });
+  answers.tokens = prompt.trim() ? await engine.encode(prompt) : [];
+  if (answers.tokens.length) await engine.tokenTexts(answers.tokens);
+  answered("tokens");
+}
+
+async function newEntries() {
+  const entries = state.entries, tokens = answers.tokens;
+  const problems = entries.length ? await engine.check(entries, tokens) : [];
+  answers.problems = problems;
+  kept.entries = entries;
+  const active = entries.filter((entry, i) => entry.on !== false && !problems[i]);
+  answers.insideAfter = null;
+  answers.after = active.length ? await engine.run({ tokens, interventions: active, want: { top: 10 } }) : null;
+}
+
+// Lens and patterns of what the open view shows.
+async function inside(current) {
+  const want = { lens: { top: 5, lens: true }, attention: { top: 5, patterns: true } }[state.view];
+  if (!want) return answered("inside");
+  const tokens = answers.tokens, lacks = (found) => !found || (want.lens ? !found.lens : !Object.keys(found.patterns).length);
+  if (lacks(answers.insideBefore)) answers.insideBefore = await engine.run({ tokens, want });
+  if (!current()) return undefined;
+  if (answers.after && lacks(answers.insideAfter)) {
+    answers.insideAfter = await engine.run({ tokens, interventions: inForce(), want });
+  }
+  answered("inside");
+  if (want.lens && current()) await secondPrompt();
+  return undefined;
+}
+
+async function secondPrompt() {
+  if (state.second === kept.second) return;
+  const text = state.second;
+  try {
+    answers.secondTokens = text.trim() ? await engine.encode(text) : [];
+    answers.second = answers.secondTokens.length ?
+      await engine.run({ tokens: answers.secondTokens, want: { top: 5, lens: true } }) : null;
+    clearNotice("second");
+  } catch (error) {
+    Object.assign(answers, { secondTokens: [], second: null });
+    notice("The second prompt: " + sentence(error), "second");
+  }
+  kept.second = text;
+  answered("inside");
+}
+
+// Zeroes each part in turn and tells how far the prediction moves; `told(index, nats)` as it goes.
+export async function measure(parts, divergence, told, stopped) {
+  const tokens = answers.tokens, active = inForce(), base = answers.after || answers.before;
+  for (const [index, part] of parts.entries()) {
+    if (stopped() || tokens !== answers.tokens) return;
+    let value; // stays open for a part that the interventions in force have taken away already
+    try {
+      value = divergence(base.logits, (await engine.run({ tokens, interventions: [...active, part], want: { top: 1 } })).logits);
+    } catch (error) {
+      if (error.code !== "intervention") throw error;
+    }
+    told(index, value);
+  }
+}
+
+export function tokenText(id) { return engine.tokenText(id); }
+export function theEngine() { return engine; }

@@ -1,0 +1,39 @@
+// The list as a spec file for Python, with the lines that use it; the address as a link.
+import { button, copy, element, find, notice, sentence } from "./dom.js";
+import { theEngine } from "./runs.js";
+import { answers, state } from "./state.js";
+
+export function drawExport() {
+  const box = find("export"), on = state.entries.filter((entry) => entry.on !== false);
+  const opened = box.querySelector("details")?.open;
+  const lines = element("pre", { tabindex: 0, "aria-label": "Python that uses the spec file" }, python());
+  const save = button("Download spec file", () => download(on), { id: "download", disabled: !on.length });
+  const take = button("Copy Python", () => copy(python(), take));
+  box.replaceChildren(element("div", { class: "bar" }, save, take), element("details", { open: opened }, element("summary", {}, "Use the file in Python"), lines));
+}
+
+export function python() {
+  const { model } = theEngine().manifest;
+  return [
+    "from mionnx import HookSpec, MIModel", "",
+    `model = MIModel.from_pretrained(${JSON.stringify(model.name)})`, `prompt = ${JSON.stringify(state.prompt)}`, `spec = HookSpec.load(${JSON.stringify(fileName())})`,
+    "logits = model.forward(prompt, spec).output()[0, -1]", `print(model.generate(prompt, spec, max_new_tokens=${state.count}).texts[0])`,
+  ].join("\n");
+}
+
+function fileName() { return theEngine().manifest.model.name.replace(/[^A-Za-z0-9._-]+/g, "-") + "-spec.safetensors"; }
+
+async function download(interventions) {
+  try {
+    const bytes = await theEngine().exportSpec({ interventions, tokens: answers.tokens });
+    const link = element("a", { href: URL.createObjectURL(new Blob([bytes], { type: "application/octet-stream" })), download: fileName() });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+  } catch (error) {
+    notice("The spec file could not be made: " + sentence(error), "export");
+  }
+}
+
+export function listenShare() {
+  find("share").addEventListener("click", ({ target }) => copy(location.href, target, "Link copied"));
+}

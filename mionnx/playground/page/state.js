@@ -1,0 +1,42 @@
+// What the reader has chosen, and what the model answered. Views read both; `change` is the only way to choose.
+export const state = {
+  prompt: "", second: "", entries: [], view: "lens", layer: 0, head: 0, side: "after", lesson: null, count: 8,
+};
+
+export const answers = {
+  tokens: [], before: null, after: null, // Results of the engine; `after` is null where nothing is changed
+  insideBefore: null, insideAfter: null, // Results with lens and patterns
+  secondTokens: [], second: null, // the second prompt, and its lens
+  problems: [], // one an entry: null, or why it cannot apply
+  busy: false,
+};
+
+const choosing = [], answering = [];
+export function onChange(listener) { choosing.push(listener); }
+export function onAnswer(listener) { answering.push(listener); }
+
+export function change(part) {
+  Object.assign(state, part);
+  for (const listener of choosing) listener(part);
+}
+
+export function answered(kind) { for (const listener of answering) listener(kind); }
+
+export function addEntry(entry) { change({ entries: [...state.entries, entry] }); }
+
+export function replaceEntry(index, part) {
+  change({ entries: state.entries.map((entry, i) => (i === index ? { ...entry, ...part } : entry)) });
+}
+
+export function removeEntries(test) { change({ entries: state.entries.filter((entry, i) => !test(entry, i)) }); }
+
+// The entries that are in force: switched on, and able to apply.
+export function inForce() { return state.entries.filter((entry, i) => entry.on !== false && !answers.problems[i]); }
+
+// The run that the views show.
+export function shownInside() {
+  return state.side === "after" && answers.insideAfter ? answers.insideAfter : answers.insideBefore;
+}
+
+// The page does not yet show what was typed or pressed; `idle` follows with the last answer.
+export function waiting() { document.body.dataset.state = "busy"; }

@@ -1,0 +1,142 @@
+"""`MIModel.quantise` within a bound of KL: bits are chosen, the model written, and measured as it is."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.engine.options import Options
+from mionnx.errors import InputError, ModelError
+from mionnx.graph import onnx_file
+from mionnx.graph.hooked_model import GRAPH, HookedModel
+from mionnx.machine.leftovers import new_folder
+from mionnx.machine.progress import Progress
+from mionnx.quantise.choice import FewBlocksWarning, choose
+from mionnx.quantise.quantise import quantise_into
+from mionnx.quantise.settings import Quantisation
+from mionnx.run.accuracy import at_level
+from mionnx.run.runner import Runner
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.verify.budget import FLOATS, WIDE, Bits, Search, Text, text_of
+from mionnx.verify.graph_under_test import LOGITS, GraphUnderTest
+from mionnx.verify.matrix_loss import FloatModel
+from mionnx.verify.next_token import Divergence
+from mionnx.verify.runtime import GraphRuntime
+from mionnx.verify.windows import calls_of, digest, own_text, windows
+
+
+def quantise_within(
+    model: Runner,
+    folder: Path,
+    settings: Quantisation,
+    budget: float,
+    texts: str | Sequence[str] | None,
+    progress: Progress,
+) -> Path:
+    """Write a quantised model whose KL(floats || blocks) over a text is at most a bound.
+
+    Args:
+        model: of floats.
+        folder: to make.
+        settings: of the blocks; matrices that cost too much take more bits than these say.
+        budget: the bound in nats, the mean over the tokens.
+        texts: what is measured on; None for what the model writes by itself.
+        progress: called as (stage, done, total).
+
+    Raises:
+        InputError: no such bound, or no text.
+        ModelError: the bound cannot be met, or the model cannot be quantised.
+    """
+    if not (isinstance(budget, int | float) and np.isfinite(budget) and budget > 0):
+        raise InputError(f"budget must be a number of nats above 0, got {budget!r}")
+    if folder.exists():
+        raise ModelError(f"{folder} exists already")
+    model.hooked.need_weights("quantising it")
+    ids = own_text(model) if texts is None else windows(model, texts)
+    floats = FloatModel(model.hooked, Options(threads=model.options.threads, prepack=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FewBlocksWarning)  # it is said when the model is written
+        matrices = choose(model.hooked, floats.found, settings).matrices
+    with text_of(floats, calls_of(model, ids), progress) as text:
+        search = Search(floats, text, matrices, settings, budget, progress)
+        bits, more = search.run()
+        known: dict[str, Any] = {
+            "bound": budget,
+            "kl_without": search.kl({name: matrix.bits for name, matrix in matrices.items()}),
+        }
+        known |= {"text_sha256": digest(ids), "text": "own" if texts is None else "given"}
+        for one in (bits, *more):
+            if _written(model, folder, settings, one, text, known, progress):
+                return folder
+    raise ModelError(f"budget={budget:g} is not met by the model as it is written, whatever the bits")
+
+
+class _AboveError(Exception):
+    """The model as it is written is above the bound."""
+
+
+def _written(
+    model: Runner,
+    folder: Path,
+    settings: Quantisation,
+    bits: Bits,
+    text: Text,
+    known: dict[str, Any],
+    progress: Progress,
+) -> bool:
+    """Write a model, unless it turns out to be above the bound."""
+    try:
+        with new_folder(folder, ModelError) as partial:
+            quantise_into(model.hooked, partial, _settings(settings, bits), progress)
+            made = HookedModel.open(partial, check="none")
+            found = _measured(made, text, model.options.threads, progress)
+            if found.mean > known["bound"]:
+                raise _AboveError
+            wide = [name for name, one in bits.items() if one == WIDE and settings.bits_of(name) != WIDE]
+            kept = [name for name, one in bits.items() if one == FLOATS]
+            reached = {"kl": found.mean, "top_1": found.top_1, "tokens": found.positions}
+            _record(made, known | reached | {"moved_to_8_bits": wide, "moved_to_floats": kept})
+    except _AboveError:
+        return False
+    return True
+
+
+def _measured(made: HookedModel, text: Text, threads: int, progress: Progress) -> Divergence:
+    """KL of a quantised model over a text, its products in floats."""
+    products = any(node.op_type == "MatMulNBits" for node in made.proto.graph.node)
+    graph = GraphUnderTest(at_level(made, 0) if products else made, HookSpec(), [LOGITS], text.calls)
+    found = Divergence()
+    with GraphRuntime("ort-cpu", Options(threads=threads)).passes(graph, [LOGITS]) as run:
+        for number, (call, first) in enumerate(zip(text.calls, text.first, strict=True)):
+            progress("measuring the written model", number, len(text.calls))
+
+            def look(_: str, logits: NDArray[Any], first: NDArray[np.float32] = first) -> None:
+                found.add(first, logits)
+
+            run(call, look)
+    return found
+
+
+def _record(made: HookedModel, entry: dict[str, Any]) -> None:
+    """Write what was chosen and reached into the model's metadata."""
+    proto = onnx_file.read(made.folder / GRAPH)
+    metadata = replace(made.metadata, quantised={**made.metadata.quantised, "budget": entry})
+    del proto.metadata_props[:]
+    for key, value in metadata.to_props().items():
+        proto.metadata_props.add(key=key, value=value)
+    (made.folder / GRAPH).write_bytes(proto.SerializeToString())
+
+
+def _settings(settings: Quantisation, bits: Bits) -> Quantisation:
+    """The settings by which each matrix has its bits."""
+    kept = tuple(escape(name) for name, one in bits.items() if one == FLOATS)
+    wide = tuple(escape(name) for name, one in bits.items() if one == WIDE)
+    keep = (*settings.keep, *kept)
+    if len(wide) + len(kept) == len(bits):
+        return replace(settings, bits=WIDE, in_8_bits=(), keep=keep)
+    return replace(settings, in_8_bits=wide, keep=keep)
