@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 EVERYTHING = "-m 'slow or not slow'"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch in processes of tests; as many of them run as there are cores
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -73,7 +74,9 @@ class LeftOut:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the workers of one run share."""
+    """A folder that the workers of one run share; `MIONNX_TEST_MODELS` names one that several runs do."""
+    if kept := os.environ.get("MIONNX_TEST_MODELS"):
+        return Path(kept)
     base = tmp_path_factory.getbasetemp()
     return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
 
@@ -84,7 +87,7 @@ def checkpoint(shared: Path) -> Callable[[str], Path]:
 
     def find(family: str) -> Path:
         folder = shared / "checkpoints" / family
-        folder.parent.mkdir(exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
                 make_checkpoint(family, folder)
@@ -99,7 +102,7 @@ def hooked(shared: Path, checkpoint: Callable[[str], Path]) -> Callable[[str], P
 
     def find(family: str) -> Path:
         folder = shared / "hooked" / family
-        folder.parent.mkdir(exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         source = checkpoint(family)
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
@@ -170,7 +173,7 @@ def rwkv(shared: Path) -> Callable[[str], MIModel]:
 
     def find(layout: str) -> MIModel:
         folder = shared / "rwkv" / layout
-        folder.parent.mkdir(exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.exists():
                 from rwkv_checkpoints import write
@@ -192,7 +195,7 @@ def environment(shared: Path) -> Callable[[str], Path]:
 
     def find(package: str) -> Path:
         folder = shared / "environments" / package
-        folder.parent.mkdir(exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not (folder / "done").exists():
                 venv.create(folder, with_pip=True)

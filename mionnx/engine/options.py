@@ -14,7 +14,7 @@ from mionnx.machine.typed import typed
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 LEVELS = ("none", "basic", "extended", "all")
 ACCURACY_LEVELS = (None, 0, 4)
-CUDA_GRAPH = "enable_cuda_graph"
+CUDA_GRAPH, TF32 = "enable_cuda_graph", "use_tf32"
 BASES = ("auto", "always", "ready", "never")
 MOST_THREADS = 1024
 ONNX_RUNTIME = "onnxruntime"  # the engine that has all of these options
@@ -114,8 +114,10 @@ class Options:
 
     @property
     def of_provider(self) -> dict[str, str]:
-        """The provider's options, as ONNX Runtime takes them."""
+        """The provider's options, as ONNX Runtime takes them; without `fast`, no TF32."""
         settings = {key: str(value) for key, value in self.provider_options.items()}
+        if PROVIDERS.get(self.provider, self.provider) == PROVIDERS["cuda"] and not self.fast:
+            settings = {TF32: "0", **settings}
         return {**settings, CUDA_GRAPH: "1"} if self.cuda_graphs else settings
 
     @property

@@ -145,5 +145,7 @@ def test_cuda_graphs_are_refused_where_there_are_none(models):
     with pytest.raises(InputError, match="cuda_graphs=True is for"):
         MIModel.from_pretrained(models("llama").hooked.folder, cuda_graphs=True)
     graphs = Options("cuda", provider_options={"device_id": 1}, cuda_graphs=True)
-    assert graphs.of_provider == {"device_id": "1", "enable_cuda_graph": "1"}
+    assert graphs.of_provider == {"use_tf32": "0", "device_id": "1", "enable_cuda_graph": "1"}
+    assert Options("cuda", provider_options={"use_tf32": 1}).of_provider == {"use_tf32": "1"}
+    assert Options("cuda", fast=True).of_provider == Options().of_provider == {}
     assert graphs.place == ("cuda", 1)
