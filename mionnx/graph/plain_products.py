@@ -35,7 +35,8 @@ def in_floats(proto: onnx.ModelProto, folder: Path) -> None:
         lookup = node.op_type == "GatherBlockQuantized"
         weight = f"{node.input[0 if lookup else 1]}_in_floats"
         if weight not in numbers:
-            numbers[weight] = table_of(flow, folder, node) if lookup else linear_weight(flow, folder, node)
+            alone = _alone(flow, node)
+            numbers[weight] = table_of(alone, folder, node) if lookup else linear_weight(alone, folder, node)
         made += _lookup(node, weight) if lookup else _product(node, weight)
     if not numbers:
         return
@@ -50,6 +51,16 @@ def in_floats(proto: onnx.ModelProto, folder: Path) -> None:
     proto.graph.initializer.extend(
         onnx.numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in numbers.items()
     )
+
+
+def _alone(flow: Dataflow, node: onnx.NodeProto) -> Dataflow:
+    """A node with its weights: what the graph adds to its product, or puts in another order, stays in the graph."""
+    proto = onnx.ModelProto()
+    proto.graph.node.extend(flow.nodes[i] for i in sorted(flow.ancestors(node.input[2:])))
+    proto.graph.node.append(node)
+    read = {name for one in proto.graph.node for name in one.input}
+    proto.graph.initializer.extend(tensor for tensor in flow.proto.graph.initializer if tensor.name in read)
+    return Dataflow(proto)
 
 
 def _lookup(node: onnx.NodeProto, table: str) -> list[onnx.NodeProto]:

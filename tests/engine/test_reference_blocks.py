@@ -2,12 +2,15 @@
 
 import onnx
 import pytest
+from packed_files import Form, write_packed
 from repository import REPOSITORY
 
 from mionnx import MIModel
 from mionnx.engine.options import Options
 from mionnx.engine.reference import Reference
 from mionnx.errors import ModelError
+from mionnx.machine.progress import silent
+from mionnx.run.exporting import export
 
 
 @pytest.mark.parametrize(
@@ -28,6 +31,18 @@ def test_every_hook_point_is_that_of_standard_operators(name, settings, tmp_path
     assert beside.worst.relative < 5e-6
     assert beside.greedy == 1
     assert len(beside.rows) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "form", [Form("gptq", "gptq", group=32, shuffled=True), Form("awq", "gemm", group=32)], ids=str
+)
+def test_offsets_and_an_order_of_inputs_stay_in_the_graph(form, tmp_path):
+    write_packed(form, tmp_path / "checkpoint")
+    export(tmp_path / "checkpoint", tmp_path / "made", "auto", silent)
+    made = MIModel.from_pretrained(tmp_path / "made", threads=1)
+    (beside,) = made.verify([[5, 17, 3, 44, 8]], ["ort-cpu", "reference"], hooks="*", greedy=2).besides
+    assert beside.worst.relative < 5e-6
 
 
 def test_other_operators_of_onnx_runtime_are_refused_by_name(tmp_path):
