@@ -54,7 +54,10 @@ def in_floats(proto: onnx.ModelProto, folder: Path) -> None:
 
 
 def _alone(flow: Dataflow, node: onnx.NodeProto) -> Dataflow:
-    """A node with its weights: what the graph adds to its product, or puts in another order, stays in the graph."""
+    """A node with its weights alone.
+
+    Offsets that the graph adds to its product, and another order of its inputs, stay in the graph.
+    """
     proto = onnx.ModelProto()
     proto.graph.node.extend(flow.nodes[i] for i in sorted(flow.ancestors(node.input[2:])))
     proto.graph.node.append(node)
