@@ -19,12 +19,15 @@ Floats = NDArray[np.float32]
 
 
 def weighted_scales(blocks: Floats, importance: NDArray[Any], symmetric: bool) -> tuple[Floats, Floats]:
-    """The scales and zero points [rows, blocks] of blocks of 4 bits with the least weighted error.
+    """Scales and zero points of 4-bit blocks with the least weighted error.
 
     Args:
         blocks: [rows, blocks, block_size].
         importance: of the columns, [blocks, block_size], none below 0.
         symmetric: whether all zero points are the middle.
+
+    Returns:
+        both [rows, blocks].
     """
     weights = (importance / max(float(importance.mean()), np.finfo(np.float32).tiny)).astype(np.float32) + FAINT
     best, scales = np.full(blocks.shape[:2], -1, np.float32), np.zeros(blocks.shape[:2], np.float32)
@@ -41,7 +44,7 @@ def weighted_scales(blocks: Floats, importance: NDArray[Any], symmetric: bool) -
 
 
 def _symmetric(blocks: Floats) -> Iterator[tuple[Floats, Floats]]:
-    """Integers of -8 to 7 for several scales: the largest number becomes about -8 steps, or about 7."""
+    """Integers of -8 to 7 for several scales: the largest number is about -8 or 7 steps."""
     at = np.abs(blocks).argmax(axis=-1, keepdims=True)
     largest = np.take_along_axis(blocks, at, axis=-1)
     inverse = np.divide(1, largest, out=np.zeros_like(largest), where=largest != 0)

@@ -125,7 +125,7 @@ class LayerChain:
 def _fed(
     proto: onnx.ModelProto, found: Found, products: Mapping[str, Sequence[str]], read: Iterable[str]
 ) -> onnx.ModelProto:
-    """Make inputs of a graph's matrices, and outputs of their products and of some values that they read."""
+    """Make inputs of a graph's matrices, and outputs of their products and of what is read."""
     held = {tensor.name: tensor for tensor in proto.graph.initializer}
     if found.table is not None and found.lookup is not None:
         own = onnx.TensorProto.FromString(held[found.table].SerializeToString())
