@@ -6,16 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, Protocol
 from zipfile import BadZipFile
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from mionnx.errors import ExportError, ModelError, nearest
+from mionnx.graph.blocks import GivenBlocks
 from mionnx.graph.folder_file import inside, read_json
 
 DTYPES: dict[str, torch.dtype] = {
@@ -25,6 +27,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "I64": torch.int64,
     "I32": torch.int32,
+    "I8": torch.int8,
     "BOOL": torch.bool,
 }
 # What a model can be exported as.
@@ -32,9 +35,24 @@ EXPORTED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torc
 MAX_HEADER = 100_000_000
 
 
+class Packed(Protocol):
+    """A weight that a checkpoint holds as integers, see `exporters.packed`."""
+
+    def numbers(self) -> NDArray[np.float32]:
+        """The numbers that the integers stand for, [outputs, inputs]."""
+
+    def blocks(self) -> GivenBlocks:
+        """The same as blocks."""
+
+
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a checkpoint: raw little-endian bytes at an offset of a file."""
+    """One tensor of a checkpoint: raw little-endian bytes at an offset of a file.
+
+    Attributes:
+        packed: the integers of which its numbers are made, which lie there instead; None for a tensor as it is.
+        turned: whether the numbers are [inputs, outputs].
+    """
 
     name: str
     file: Path
@@ -42,9 +60,14 @@ class Stored:
     shape: tuple[int, ...]
     offset: int
     length: int
+    packed: Packed | None = None
+    turned: bool = False
 
     def load(self) -> Tensor:
         """The tensor itself, read from the file."""
+        if self.packed is not None:
+            numbers = torch.from_numpy(self.packed.numbers())
+            return numbers.T if self.turned else numbers
         data = np.fromfile(self.file, np.uint8, self.length, offset=self.offset)
         return torch.from_numpy(data).view(self.dtype).reshape(self.shape)
 
@@ -136,7 +159,10 @@ def _read_header(file: Path) -> list[Stored]:
 
 def _stored(name: str, entry: dict[str, Any], file: Path, base: int) -> Stored:
     if entry["dtype"] not in DTYPES:
-        raise ExportError(f"{file.name}: tensor {name} is {entry['dtype']}; quantised checkpoints are not supported")
+        raise ExportError(
+            f"{file.name}: tensor {name} is {entry['dtype']}; of quantised checkpoints those of GPTQ, AWQ and "
+            "compressed-tensors are read, and GGUF files"
+        )
     start, end = entry["data_offsets"]
     return Stored(name, file, DTYPES[entry["dtype"]], tuple(entry["shape"]), base + start, end - start)
 

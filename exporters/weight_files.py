@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -55,6 +55,7 @@ def place(
     made: Iterator[tuple[str, Tensor]],
     folder: Path,
     progress: Progress,
+    left: Container[str] = (),
 ) -> None:
     """Give every parameter of a graph its data: files in `folder`, references in the values.
 
@@ -64,6 +65,7 @@ def place(
         made: (name, tensor) of the parameters that are in no file as they are, one in memory at a time.
         folder: the hooked model's folder.
         progress: called as (stage, done, total) in bytes.
+        left: names of parameters that get a place in a file, and no data there.
 
     Raises:
         ExportError: a tensor of another shape, or a parameter that nothing gives.
@@ -72,8 +74,9 @@ def place(
     placed = _link({value.name: stored[value.name] for value in in_place}, folder, progress)
     others = [value for value in parameters if value.name not in placed]
     if others:
-        loaded = ((value.name, stored[value.name].load()) for value in others if value.name in stored)
-        placed |= _write_converted(others, chain(loaded, made), folder / CONVERTED, progress)
+        read = (value.name for value in others if value.name in stored and value.name not in left)
+        loaded = ((name, stored[name].load()) for name in read)
+        placed |= _write_converted(others, chain(loaded, made), folder / CONVERTED, progress, left)
     for value in parameters:
         at = placed[value.name]
         value.const_value = ir.ExternalTensor(
@@ -101,7 +104,11 @@ def _fits(value: ir.Value, source: Stored) -> bool:
     shape = tuple(value.shape.numpy())
     if source.shape != shape:
         raise ExportError(f"checkpoint tensor {source.name} is {list(source.shape)}, the graph reads {list(shape)}")
-    return _TORCH_DTYPE[value.dtype] == source.dtype and source.offset % source.dtype.itemsize == 0
+    return (
+        source.packed is None
+        and _TORCH_DTYPE[value.dtype] == source.dtype
+        and source.offset % source.dtype.itemsize == 0
+    )
 
 
 def _link(in_place: dict[str, Stored], folder: Path, progress: Progress) -> dict[str, Placed]:
@@ -123,10 +130,14 @@ def _link_or_copy(file: Path, target: Path, progress: Progress) -> None:
 
 
 def _write_converted(
-    values: list[ir.Value], made: Iterator[tuple[str, Tensor]], path: Path, progress: Progress
+    values: list[ir.Value],
+    made: Iterator[tuple[str, Tensor]],
+    path: Path,
+    progress: Progress,
+    left: Container[str],
 ) -> dict[str, Placed]:
     placed = _write_header(values, path)
-    wanted = {value.name: value for value in values}
+    wanted = {value.name: value for value in values if value.name not in left}
     total, done = sum(place.length for place in placed.values()), 0
     with path.open("r+b") as file:
         for name, tensor in made:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 EVERYTHING = "-m 'slow or not slow'"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch in processes of tests; as many of them run as there are cores
 
 
 @pytest.hookimpl(tryfirst=True)

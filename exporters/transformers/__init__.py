@@ -6,19 +6,21 @@ they lie in the checkpoint (`checkpoint`, `weights`).  What differs between fami
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exporters import adopt, gguf, rwkv
+from exporters.packed import bits_of, quantization_of
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import read_json
 from mionnx.machine.progress import Progress, silent
 
 if TYPE_CHECKING:
     from exporters.transformers.eager import Opened
+    from mionnx.graph.blocks import GivenBlocks
 
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # or the index of their shards
@@ -60,6 +62,33 @@ def export(folder: Path, target: Path, dtype: str = "float32", progress: Progres
         from exporters.transformers.assemble import export_checkpoint
 
         export_checkpoint(folder, target, dtype, progress)
+
+
+def packed_bits(folder: Path) -> int | None:
+    """The bits of a checkpoint of GPTQ, AWQ or compressed-tensors; None for any other.
+
+    Cheap: torch is not imported.
+    """
+    found = quantization_of(folder)
+    return None if found is None else bits_of(found)
+
+
+def export_packed(folder: Path, target: Path, progress: Progress = silent) -> "Mapping[str, GivenBlocks]":
+    """Write a checkpoint as `export` does in float32, without the numbers of its blocks.
+
+    Args:
+        folder, target, progress: see `export`.
+
+    Returns:
+        the blocks by the names of the weights, whose places in the files are empty.
+
+    Raises:
+        ExportError: see `export`.
+    """
+    with _uncollected():
+        from exporters.transformers.assemble import export_checkpoint
+
+        return export_checkpoint(folder, target, "float32", progress, leave=True)
 
 
 def export_graph(folder: Path, target: Path, dtype: str = "float32", progress: Progress = silent) -> None:

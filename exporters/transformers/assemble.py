@@ -14,6 +14,8 @@ import torch
 from transformers import AutoTokenizer
 
 from exporters.checkpoint_tensors import Stored, export_dtype, read_tensors
+from exporters.packed import quantization_of
+from exporters.packed.tensors import unpacked_tensors
 from exporters.sidecar_files import find_files, keep_files
 from exporters.transformers.by_structure import Source, export_by_structure
 from exporters.transformers.checkpoint import map_tensors
@@ -28,6 +30,7 @@ from exporters.transformers.weights import bind_weights
 from exporters.weight_files import locations, place_nowhere
 from mionnx.errors import ExportError
 from mionnx.graph import file_digest
+from mionnx.graph.blocks import GivenBlocks
 from mionnx.graph.metadata import DTYPE_NAMES, IDENTITIES, NORMED_STREAM, Attention, Metadata, context_length
 from mionnx.graph.weight_record import describe_export
 from mionnx.machine.progress import Progress
@@ -37,8 +40,10 @@ INDEXER = ".self_attn.indexer."  # in names of weights of a choice of keys, whic
 STAGES = 7  # that a progress bar counts
 
 
-def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress) -> None:
-    """See `exporters.transformers.export`."""
+def export_checkpoint(
+    folder: Path, target: Path, dtype: str, progress: Progress, leave: bool = False
+) -> dict[str, GivenBlocks]:
+    """See `exporters.transformers.export`, and with `leave` `export_packed`."""
     stages = count()
 
     def stage(name: str) -> None:
@@ -49,7 +54,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
     config = native_config(folder)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target, prefix=".mionnx-") as staging:
-        tensors = read_tensors(folder, Path(staging))
+        tensors = _unpacked(read_tensors(folder, Path(staging)), folder, config)
         files = {tensor.file for tensor in tensors}
         file_digest.start(files)  # read while the model is traced
         kind = export_dtype(dtype, tensors)
@@ -58,11 +63,27 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
             raise ExportError(f"the config says {layers} layers, the checkpoint has {len(tensors)} tensors")
         made = _tapped(config, kind, stage)
         if isinstance(made, str):
+            if any(tensor.packed is not None for tensor in tensors):
+                raise ExportError(f"{made}; a family that is found by structure opens from a checkpoint of floats")
+            given: dict[str, GivenBlocks] = {}
             export_by_structure(Source(folder, config, tensors, kind, made), target, stage, progress)
         else:
-            _write_tapped(made, config, kind, tensors, target, stage, progress)
+            given = _write_tapped(made, config, kind, tensors, target, stage, progress, leave)
     keep_files(beside, target)
     _write_fast_tokenizer(folder, target)
+    return given
+
+
+def _unpacked(tensors: list[Stored], folder: Path, config: Any) -> list[Stored]:
+    """The tensors and config of a checkpoint of integers as those of one of floats."""
+    given = quantization_of(folder)
+    if given is None:
+        return tensors
+    del config.quantization_config
+    try:
+        return unpacked_tensors(tensors, given)
+    except ExportError as error:
+        raise ExportError(f"{folder}: {error}") from error
 
 
 def export_config(folder: Path, target: Path, dtype: str, progress: Progress) -> None:
@@ -109,12 +130,14 @@ def _write_tapped(
     target: Path,
     stage: Stage,
     progress: Progress,
-) -> None:
+    leave: bool,
+) -> dict[str, GivenBlocks]:
     stage("placing weights")
     unread = (one for one in tensors if (made.layout.sparse and INDEXER in one.name) or is_spare(one.name, config))
     left_out = {one.name for one in unread}
     read = [one for one in tensors if one.name not in left_out]
-    bind_weights(made.parameters, map_tensors(read, made.skeleton), made.skeleton, target, progress)
+    mapped = map_tensors(read, made.skeleton)
+    given = bind_weights(made.parameters, mapped, made.skeleton, target, progress, leave)
     for value in made.parameters:
         made.model.graph.register_initializer(value)
     files = sorted({tensor.file for tensor in tensors})
@@ -122,6 +145,7 @@ def _write_tapped(
     metadata = replace(describe(made, config, dtype), weights_sha256=digest, weight_files=of_files)
     stage("writing")
     write_model(made.model, metadata, target)
+    return given
 
 
 def describe(made: HookedGraph, config: Any, dtype: torch.dtype) -> Metadata:

@@ -48,13 +48,14 @@ def map_tensors(tensors: list[Stored], model: PreTrainedModel) -> Mapped:
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     names = model.state_dict()
-    mapped = Mapped()
+    mapped, packed = Mapped(), {tensor.name.removesuffix(".weight") for tensor in tensors if tensor.packed is not None}
     for tensor in sorted(tensors, key=lambda tensor: _natural(tensor.name)):
         target, pattern = rename_source_key(tensor.name, renamings, converters, model.base_model_prefix, names)
         if target not in names and tensor.name in names:
             target, pattern = tensor.name, None
         if target not in names:
-            mapped.unknown.append(tensor.name)
+            if not (tensor.name.removesuffix(".bias") in packed and not tensor.load().any()):
+                mapped.unknown.append(tensor.name)  # packed layers may have a bias of zeros where the model has none
         elif pattern is None:
             mapped.direct[target] = tensor
         else:

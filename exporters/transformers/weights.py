@@ -1,22 +1,30 @@
 """The weights of a transformers model: every parameter fed, every checkpoint tensor read, or an error."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from exporters.checkpoint_tensors import Stored, same_bytes
 from exporters.transformers.checkpoint import Mapped, aliases
 from exporters.weight_files import place, some
 from mionnx.errors import ExportError
+from mionnx.graph.blocks import GivenBlocks
 from mionnx.machine.progress import Progress
 
 
 def bind_weights(
-    parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel, folder: Path, progress: Progress
-) -> None:
+    parameters: list[ir.Value],
+    mapped: Mapped,
+    model: PreTrainedModel,
+    folder: Path,
+    progress: Progress,
+    leave: bool = False,
+) -> dict[str, GivenBlocks]:
     """Give every parameter of a graph its data: files in `folder`, references in the values.
 
     Args:
@@ -25,12 +33,18 @@ def bind_weights(
         model: the model without weights that the graph was traced from.
         folder: the hooked model's folder.
         progress: called as (stage, done, total) in bytes.
+        leave: leave out the numbers of weights that are blocks in the checkpoint.
+
+    Returns:
+        the blocks of the weights that were left out, by name.
 
     Raises:
         ExportError: an unfed parameter, an unread checkpoint tensor, or a tensor of another shape.
     """
     stored = _stored(parameters, mapped, model)
-    place(parameters, stored, _converted(mapped, model), folder, progress)
+    given = {name: one.packed.blocks() for name, one in stored.items() if one.packed is not None} if leave else {}
+    place(parameters, stored, _converted(mapped, model), folder, progress, given)
+    return given
 
 
 def _stored(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) -> dict[str, Stored]:
@@ -41,7 +55,8 @@ def _stored(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) 
     """
     tied, made = aliases(model), _made_by_conversion(mapped, model)
     names = {value.name: tied.get(value.name, {value.name}) for value in parameters}
-    stored = {name: _only(mapped, group) for name, group in names.items() if group & mapped.direct.keys()}
+    found = {name: _only(mapped, group) for name, group in names.items() if group & mapped.direct.keys()}
+    stored = {name: _turned(name, one, model) for name, one in found.items()}
     unfed = [name for name, group in names.items() if name not in stored and not group & made]
     if unfed:
         raise ExportError(f"{len(unfed)} weights that the graph reads are not in the checkpoint: {some(unfed)}")
@@ -49,6 +64,13 @@ def _stored(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) 
     if unread:
         raise ExportError(f"{len(unread)} checkpoint tensors are read by no part of the graph: {some(unread)}")
     return stored
+
+
+def _turned(name: str, tensor: Stored, model: PreTrainedModel) -> Stored:
+    """A packed weight as its module keeps it: Conv1D keeps [in, out], Linear [out, in]."""
+    if tensor.packed is None or not isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D):
+        return tensor
+    return replace(tensor, shape=tensor.shape[::-1], turned=True)
 
 
 def _only(mapped: Mapped, names: set[str]) -> Stored:

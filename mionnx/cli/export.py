@@ -11,9 +11,12 @@ from mionnx.cli.options import Json
 from mionnx.graph import weight_record
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.progress import bars
-from mionnx.run import exporting, find_model
+from mionnx.run import exporting, find_model, model_dtype
 
-DTYPES = "float32, float16, bfloat16, int4, int8, or auto for the checkpoint's own."
+DTYPES = (
+    "float32, float16, bfloat16, int4, int8, or auto for the checkpoint's own. By default float32, or a checkpoint's "
+    "own integers."
+)
 
 
 def export(
@@ -21,7 +24,7 @@ def export(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to create for the model.")] = None,
     copy: Annotated[bool, typer.Option(help="Copy the weights instead of linking them.")] = False,
     in_place: Annotated[bool, typer.Option(help="Write model.onnx beside the checkpoint's own weights.")] = False,
-    dtype: Annotated[str, typer.Option(help=DTYPES)] = "float32",
+    dtype: Annotated[str | None, typer.Option(help=DTYPES)] = None,
     graph_only: Annotated[bool, typer.Option("--graph-only", help="Export the config alone, without weights.")] = False,
     file: Annotated[str | None, typer.Option(help="The GGUF file to export, where there are several.")] = None,
     as_json: Json = False,
@@ -38,13 +41,13 @@ def export(
         raise typer.BadParameter("--graph-only goes with --output FOLDER: there are no weights to copy or lie beside")
     if (output is None) == (not in_place) or (in_place and copy):
         raise typer.BadParameter("give either --output FOLDER, with or without --copy, or --in-place")
-    begin = time.monotonic()
+    kind, begin = model_dtype.DEFAULT if dtype is None else dtype, time.monotonic()
     folder = find_model.checkpoint_folder(source, file)
     with bars() as progress:
         if output is None:
-            exporting.export_in_place(folder, dtype, progress)
+            exporting.export_in_place(folder, kind, progress)
         else:
-            exporting.export(folder, output, dtype, progress, copy, graph_only)
+            exporting.export(folder, output, kind, progress, copy, graph_only)
     hooked = HookedModel.open(output or folder)
     seconds = time.monotonic() - begin
     _print(hooked, seconds, as_json)

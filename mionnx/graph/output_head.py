@@ -1,6 +1,7 @@
 """The output head: the matrix product that the logits come from."""
 
 from mionnx.graph.builder import Node, Tensor
+from mionnx.graph.offset_products import offset_nodes
 
 ELEMENTWISE = frozenset({"Identity", "Cast", "Mul", "Div", "Add", "Tanh", "CastLike"})
 PRODUCTS = frozenset({"MatMul", "Gemm", "MatMulNBits"})
@@ -24,9 +25,24 @@ def head_and_tail(value: Tensor, through: frozenset[str] = ELEMENTWISE) -> tuple
         node = value.inputs[0]
         if node.op in PRODUCTS:
             return node, passed
+        if node.op == "Add" and (product := _with_offsets(node)) is not None:
+            return product, passed
         computed = [entry for entry in node.inputs if entry.inputs]
         if node.op not in through or len(computed) != 1:
             break
         passed.append(node)
         value = computed[0]
     return None, passed
+
+
+def _with_offsets(node: Node) -> Node | None:
+    """The MatMulNBits whose offsets' share an Add adds; None for any other."""
+    made_by = [entry.inputs[0] for entry in node.inputs if entry.inputs]
+    return next((one for one in made_by if node in offset_nodes(one)), None)
+
+
+def feed_head(head: Node, value: Tensor) -> None:
+    """Let a matrix product, and the share of its offsets, read another value."""
+    nodes = offset_nodes(head)
+    for node in [head, *nodes[-1:]]:
+        node.inputs[0] = value

@@ -16,32 +16,23 @@ from numpy.typing import NDArray
 
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
+from mionnx.graph.blocks import in_order, unpack
+from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.offset_products import offsets_of, order_of
 
 BITS = (2, 4, 8)
 LEVEL = "accuracy_level"  # attribute of a MatMulNBits
 
 
-def unpacked(data: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """Numbers of a few bits that are packed into bytes along the last axis.
-
-    Args:
-        data: [..., bytes].
-        bits: of a number: 2, 4 or 8.
-
-    Returns:
-        [..., bytes * 8 / bits].
-    """
-    parts = [(data >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
-    return np.stack(parts, axis=-1).reshape(*data.shape[:-1], -1)
-
-
-def matmul_nbits(proto: onnx.ModelProto, folder: Path, node: onnx.NodeProto) -> NDArray[np.floating]:
+def matmul_nbits(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> NDArray[np.floating]:
     """The weight of a MatMulNBits as numbers, [N, K], turned beside that of a MatMul.
+
+    Offsets of its blocks and an order of its inputs (`mionnx.graph.offset_products`) are part of the weight.
 
     Raises:
         ModelError: columns in another order (`g_idx`), or numbers of other than 2, 4 or 8 bits.
     """
-    given = attributes(node)
+    given, proto = attributes(node), flow.proto
     width, count, block, bits = given["K"], given["N"], given["block_size"], _bits(node)
     if len(node.input) > 4 and node.input[4]:
         raise ModelError(f"{node.name}: MatMulNBits with g_idx, weights in another order, is not read")
@@ -49,9 +40,13 @@ def matmul_nbits(proto: onnx.ModelProto, folder: Path, node: onnx.NodeProto) -> 
     scale = onnx_file.weight(proto, folder, node.input[2]).reshape(count, blocks)
     packed = onnx_file.weight(proto, folder, node.input[1]).reshape(count, blocks, -1)
     zero = _zero_points(proto, folder, node, count, blocks)
-    with_zero = unpacked(packed, bits).astype(np.float64) - zero[..., None]
-    numbers = (with_zero * scale[..., None].astype(np.float64)).astype(scale.dtype)
-    return numbers.reshape(count, -1)[:, :width]
+    with_zero = unpack(packed, bits).astype(np.float64) - zero[..., None]
+    numbers = with_zero * scale[..., None].astype(np.float64)
+    offsets = offsets_of(flow, node)
+    if offsets is not None:
+        numbers += onnx_file.weight(proto, folder, offsets).T.astype(np.float64)[..., None]
+    rows = numbers.astype(scale.dtype).reshape(count, -1)[:, :width]
+    return in_order(rows, order_of(flow, folder, node))
 
 
 def _zero_points(
@@ -63,7 +58,7 @@ def _zero_points(
         return np.full((count, blocks), 2.0 ** (bits - 1))
     zero = onnx_file.weight(proto, folder, node.input[3])
     if zero.dtype == np.uint8:
-        zero = unpacked(zero.reshape(count, -1), bits)[:, :blocks]
+        zero = unpack(zero.reshape(count, -1), bits)[:, :blocks]
     return zero.reshape(count, blocks).astype(np.float64)
 
 
@@ -89,8 +84,8 @@ def gather_integers(
     if given.get("gather_axis", 0) != 0 or axis not in (1, -1) or data.ndim != 2:
         raise ModelError(f"{node.name}: GatherBlockQuantized of a table {list(data.shape)} that is not [rows, width]")
     if data.dtype == np.uint8:
-        data = unpacked(data, bits)
-        zero = np.array(2 ** (bits - 1)) if zero is None else unpacked(zero, bits)[:, :blocks]
+        data = unpack(data, bits)
+        zero = np.array(2 ** (bits - 1)) if zero is None else unpack(zero, bits)[:, :blocks]
     return data, np.array(0) if zero is None else zero, 1, given.get("block_size", 128)
 
 

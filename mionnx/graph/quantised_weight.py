@@ -148,7 +148,7 @@ def _scaled(proto: onnx.ModelProto, folder: Path, name: str, integers: NDArray) 
             scales, zeros = (node.input[at] if at < len(node.input) else "" for at in SCALES[node.op_type])
             return _by_column(proto, folder, integers, scales, zeros)
         if node.op_type == "MatMulNBits" and place == 1:
-            return matmul_nbits(proto, folder, node)
+            return matmul_nbits(flow, folder, node)
         if node.op_type == "MatMulInteger" and place == 1:
             scale = _scale_of_product(flow, node.output[0], {tensor.name for tensor in proto.graph.initializer})
             if scale is not None:

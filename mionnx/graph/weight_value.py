@@ -7,12 +7,14 @@ computed: other operators are refused by their name.
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 from numpy.typing import NDArray
 
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.offset_products import product_of_sum, row_offsets_of
 from mionnx.graph.packed_weight import attributes, gather_integers
 from mionnx.graph.quantised_weight import FLOATS, dequantise, rounded, weight_numbers
 
@@ -65,7 +67,13 @@ def table_of(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix:
     scale = onnx_file.weight(flow.proto, folder, node.input[2])
     zero = onnx_file.weight(flow.proto, folder, node.input[3]) if len(node.input) > 3 and node.input[3] else None
     data, zeros, axis, block = gather_integers(node, _as_stored(flow, folder, node.input[0]), zero, scale.shape[-1])
-    return dequantise(data, scale, zeros, axis, block)
+    offsets = row_offsets_of(flow, node)
+    numbers = dequantise(data, scale, zeros, axis, block)
+    if offsets is None:
+        return numbers
+    exact = dequantise(data, scale.astype(np.float64), zeros, axis, block)
+    rows = onnx_file.weight(flow.proto, folder, offsets)
+    return (exact + np.repeat(rows, block, axis=1)).astype(scale.dtype)
 
 
 def linear_weight(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> Matrix:
@@ -94,6 +102,9 @@ def product_of(flow: Dataflow, node: onnx.NodeProto) -> onnx.NodeProto | None:
     """The matrix product of a node: itself, or the one before its scale or shape."""
     if node.op_type in WEIGHT_PLACE and node.op_type != "MatMulInteger":
         return node
+    with_offsets = product_of_sum(flow, node)
+    if with_offsets is not None:
+        return with_offsets
     if node.op_type == "Reshape":
         before = flow.producer(node.input[0])
         return None if before is None else product_of(flow, before)

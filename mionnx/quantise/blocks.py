@@ -7,28 +7,14 @@ bit, from the numbers that they stand for. The others have the scale and zero po
 largest number, and 0, over all integers (as ONNX' DynamicQuantizeLinear does it).
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.graph.blocks import Blocks, pack
+
 ROWS = 2**24  # numbers that are quantised at once
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """A matrix [rows, columns] in blocks along its rows.
-
-    Attributes:
-        packed: uint8 [rows, blocks, block_size * bits / 8]; of 4 bits, two in a byte, the first in its lower half.
-        scales: [rows, blocks], in the matrix' dtype.
-        zero_points: uint8 [rows, ceil(blocks * bits / 8)], packed likewise; None for symmetric blocks.
-    """
-
-    packed: NDArray[np.uint8]
-    scales: NDArray[Any]
-    zero_points: NDArray[np.uint8] | None
 
 
 def quantise_blocks(matrix: NDArray[Any], bits: int, block_size: int, symmetric: bool) -> Blocks:
@@ -54,21 +40,10 @@ def quantise_blocks(matrix: NDArray[Any], bits: int, block_size: int, symmetric:
         held = scale.astype(np.float32)[..., None]
         steps = np.divide(blocks, held, out=np.zeros_like(blocks), where=held != 0)
         integers = np.clip(np.rint(steps) + zero[..., None], 0, 2**bits - 1).astype(np.uint8)
-        packed[part], scales[part] = _packed(integers, bits), scale
+        packed[part], scales[part] = pack(integers, bits), scale
         if zero_points is not None:
             zero_points[part] = zero
-    return Blocks(packed, scales, None if zero_points is None else _packed(zero_points, bits))
-
-
-def dequantise_blocks(blocks: Blocks, bits: int, columns: int) -> NDArray[Any]:
-    """The numbers that blocks stand for, [rows, columns], in the scales' dtype."""
-    rows, count, _ = blocks.packed.shape
-    integers = _unpacked(blocks.packed, bits).astype(np.float32)
-    zero: Any = 2.0 ** (bits - 1)
-    if blocks.zero_points is not None:
-        zero = _unpacked(blocks.zero_points, bits)[:, :count, None].astype(np.float32)
-    numbers = (integers - zero) * blocks.scales[..., None].astype(np.float32)
-    return numbers.reshape(rows, -1)[:, :columns].astype(blocks.scales.dtype)
+    return Blocks(packed, scales, None if zero_points is None else pack(zero_points, bits))
 
 
 def _symmetric(blocks: NDArray[np.float32], bits: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -88,19 +63,3 @@ def _spread(blocks: NDArray[np.float32], bits: int) -> tuple[NDArray[np.float32]
     scale = (high - low) / np.float32(2**bits - 1)
     steps = np.divide(-low, scale, out=np.zeros_like(scale), where=scale != 0)
     return scale, np.clip(np.rint(steps), 0, 2**bits - 1)
-
-
-def _packed(integers: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """Integers as bytes along the last axis, the first in the lower half of a byte."""
-    if bits == 8:
-        return integers
-    if integers.shape[-1] % 2:
-        integers = np.pad(integers, [(0, 0)] * (integers.ndim - 1) + [(0, 1)])
-    joined: NDArray[np.uint8] = integers[..., ::2] | (integers[..., 1::2] << np.uint8(4))
-    return joined
-
-
-def _unpacked(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    if bits == 8:
-        return packed
-    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)

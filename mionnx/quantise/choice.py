@@ -2,11 +2,13 @@
 
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
 from mionnx.errors import ModelError, nearest
 from mionnx.graph import onnx_file
+from mionnx.graph.blocks import GivenBlocks
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.brief import count
 from mionnx.machine.caller import caller_level
@@ -43,29 +45,46 @@ class Choice:
         return made | {"bytes_in_blocks": self.bytes_in_blocks, "bytes_left": self.bytes_left}
 
 
-def choose(model: HookedModel, found: Found, settings: Quantisation) -> Choice:
+def choose(
+    model: HookedModel, found: Found, settings: Quantisation, given: Mapping[str, GivenBlocks] | None = None
+) -> Choice:
     """Choose the weights of blocks; warn if most of the model stays in floats.
+
+    Args:
+        model, found, settings: see `quantise`.
+        given: a checkpoint's own blocks, by the names of weights; the settings say nothing of these.
 
     Raises:
         ModelError: there are none, or a pattern of the settings names none.
     """
-    choice = Choice()
+    choice, given = Choice(), given or {}
     for product in found.products:
-        if settings.keeps(product.weight) or (product.head and not settings.unembedding):
+        if product.weight in given:
+            choice.matrices[product.weight] = _matrix(product.weight, product.turned, settings, given)
+        elif settings.keeps(product.weight) or (product.head and not settings.unembedding):
             choice.left.setdefault(product.weight, ASKED)
         elif (width := rows_of(model, product.weight, product.turned).shape[1]) < settings.block_size:
             choice.left[product.weight] = f"{width} numbers in a row, a block has {settings.block_size}"
         else:
-            known = choice.matrices.setdefault(product.weight, Matrix(product.turned, settings.bits_of(product.weight)))
+            made = _matrix(product.weight, product.turned, settings, given)
+            known = choice.matrices.setdefault(product.weight, made)
             if known.turned != product.turned:
                 raise ModelError(f"{product.weight} is read as it is and turned: it cannot be blocks of either")
-    unread = _add_table(model, found, settings, choice)
+    unread = _add_table(model, found, settings, choice, given)
     _count(model, choice)
     if not choice.matrices:
         raise ModelError(f"{model.folder} has no weight to quantise: {_why_none(model, choice)}")
     _refuse_unused(found, settings, choice)
     _warn(model, choice, unread)
     return choice
+
+
+def _matrix(name: str, turned: bool, settings: Quantisation, given: Mapping[str, GivenBlocks]) -> Matrix:
+    """Choose how a weight is held: by the checkpoint's own blocks, or new ones."""
+    own = given.get(name)
+    if own is not None:
+        return Matrix(turned, own.bits, own.block_size, own.zero_points, given=own)
+    return Matrix(turned, settings.bits_of(name), settings.block_size, not settings.symmetric)
 
 
 def _why_none(model: HookedModel, choice: Choice) -> str:
@@ -75,21 +94,25 @@ def _why_none(model: HookedModel, choice: Choice) -> str:
     return "; ".join(f"{count(number, 'weight')}: {reason}" for reason, number in reasons) or "it has none"
 
 
-def _add_table(model: HookedModel, found: Found, settings: Quantisation, choice: Choice) -> str | None:
+def _add_table(
+    model: HookedModel, found: Found, settings: Quantisation, choice: Choice, given: Mapping[str, GivenBlocks]
+) -> str | None:
     """Choose the token table too; tell why it stays in floats against the settings."""
-    if not settings.embedding:
+    own = found.table is not None and found.table in given
+    if not settings.embedding and not own:
         if found.table is not None:
             choice.left[found.table] = ASKED
         return None
     if found.table is None:
         return "the token table was not found: no single Gather of a weight reads the tokens"
-    if settings.keeps(found.table):
+    if settings.keeps(found.table) and not own:
         choice.left[found.table] = ASKED
         return None
     width = rows_of(model, found.table, turned=True).shape[1]
-    known = choice.matrices.get(found.table) or Matrix(True, settings.bits_of(found.table), product=False)
-    if width % settings.block_size:  # the operator knows no width but that of its blocks
-        reason = f"rows of {width} numbers are not whole blocks of {settings.block_size}"
+    made = replace(_matrix(found.table, True, settings, given), product=False)
+    known = choice.matrices.get(found.table) or made
+    if width % known.block_size:  # the operator knows no width but that of its blocks
+        reason = f"rows of {width} numbers are not whole blocks of {known.block_size}"
     elif not known.turned:
         reason = "the product that shares it reads it turned"
     else:

@@ -1,7 +1,7 @@
 """A hooked model of floats becomes one of blocks, weight by weight: no more than one of them is in memory."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +12,7 @@ import onnx
 
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
+from mionnx.graph.blocks import GivenBlocks
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
 from mionnx.graph.metadata import Attention
 from mionnx.graph.weight_record import describe_export
@@ -21,7 +22,7 @@ from mionnx.machine.streamed_file import Kind, StreamedFile, streamed
 from mionnx.quantise.blocks import quantise_blocks
 from mionnx.quantise.choice import Choice, choose
 from mionnx.quantise.matrices import find_weights, rows_of
-from mionnx.quantise.quantised_graph import Matrix, names_of, with_blocks
+from mionnx.quantise.quantised_graph import Matrix, Parts, with_blocks
 from mionnx.quantise.settings import Quantisation
 
 WEIGHTS = "quantised.safetensors"
@@ -52,13 +53,25 @@ def quantise(model: HookedModel, target: Path, settings: Quantisation, progress:
     return target
 
 
-def quantise_into(model: HookedModel, folder: Path, settings: Quantisation, progress: Progress = silent) -> None:
-    """Write the files of a quantised model into a folder; see `quantise`."""
+def quantise_into(
+    model: HookedModel,
+    folder: Path,
+    settings: Quantisation,
+    progress: Progress = silent,
+    given: Mapping[str, GivenBlocks] | None = None,
+) -> None:
+    """Write the files of a quantised model into a folder; see `quantise`.
+
+    Args:
+        model, folder, settings, progress: see `quantise`.
+        given: a checkpoint's own blocks by the names of their weights, which are kept as they are; what the model's
+            files hold in the places of these weights is not read.
+    """
     model.need_weights("quantising it")
-    found = find_weights(model)
-    choice = choose(model, found, settings)
+    found, given = find_weights(model), given or {}
+    choice = choose(model, found, settings, given)
     proto = with_blocks(model.proto, found, choice.matrices, settings)
-    _write_weights(model, proto, choice.matrices, settings, folder, progress)
+    _write_weights(model, proto, choice.matrices, settings, folder, progress, given)
     _describe(model, proto, choice, settings, folder, progress)
     (folder / GRAPH).write_bytes(proto.SerializeToString())
     for path in [path for pattern in KEPT for path in model.folder.glob(pattern) if path.is_file()]:
@@ -72,24 +85,29 @@ def _write_weights(
     settings: Quantisation,
     folder: Path,
     progress: Progress,
+    given: Mapping[str, GivenBlocks],
 ) -> None:
     """Write all weights of the graph into one file, and point its initializers there."""
     kept = [tensor for tensor in proto.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
     floats = {tensor.name: onnx_file.weight(model.proto, model.folder, tensor.name) for tensor in kept}
     kinds: dict[str, Kind] = {name: (array.dtype, array.shape) for name, array in floats.items()}
     for name, matrix in matrices.items():
-        kinds |= matrix.kinds(name, rows_of(model, name, matrix.turned), settings)
+        rows = rows_of(model, name, matrix.turned)
+        kinds |= matrix.kinds(name, rows.shape, rows.dtype)
     with streamed(folder / WEIGHTS, kinds, ModelError) as file:
         for name, array in floats.items():
-            file.put(name, 0, array)
+            numbers = given[name].numbers() if name in given else array
+            file.put(name, 0, numbers if numbers.shape == array.shape else numbers.T)
         total = sum(rows_of(model, name, True).size for name in matrices)
         done = 0
         for name, matrix in matrices.items():
             rows = rows_of(model, name, matrix.turned)
-            blocks = quantise_blocks(rows, matrix.bits, settings.block_size, settings.symmetric)
-            parts = (blocks.packed, blocks.scales, blocks.zero_points)
-            for part, values in zip(names_of(name), parts, strict=True):
-                if values is not None:
+            if matrix.given is not None:
+                blocks = matrix.given.read()
+            else:
+                blocks = quantise_blocks(rows, matrix.bits, settings.block_size, settings.symmetric)
+            for part, values in matrix.arrays(name, blocks).items():
+                if part in kinds:
                     file.put(part, 0, values)
             done += rows.size
             progress(f"quantising to {settings.bits} bits", done, total)
@@ -103,8 +121,8 @@ def _point(
     for tensor in kept:
         tensor.CopyFrom(_external(tensor.name, file, tensor.name))
     for name, matrix in matrices.items():
-        for part in names_of(name):
-            if part in file.kinds and (matrix.product or part != names_of(name)[0]):
+        for part in Parts.of(name):
+            if part in file.kinds and (matrix.product or part != Parts.of(name).packed):
                 proto.graph.initializer.append(_external(part, file, part))
         if matrix.table:
             for part, view in matrix.views(name, file.kinds).items():
@@ -133,7 +151,7 @@ def _describe(
     """Write the metadata: those of the model, its new weights, and how they were made."""
     digest, files = describe_export(folder, [WEIGHTS], [folder / WEIGHTS], progress)
     attention = [
-        replace(one, output_projection=names_of(one.output_projection)[0], output_is_rows=False)
+        replace(one, output_projection=Parts.of(one.output_projection).packed, output_is_rows=False)
         if one.output_projection in choice.matrices
         else one
         for one in model.metadata.attention

@@ -1,4 +1,10 @@
-"""The graph of a quantised model: the same nodes and names, but for products with blocks."""
+"""The graph of a quantised model: the same nodes and names, but for products with blocks.
+
+1. A product becomes a MatMulNBits, the look-up of tokens a GatherBlockQuantized.
+2. Blocks with offsets o: y = MatMulNBits(x) + sums(x) o, where sums(x) are those of each block's inputs. Products that
+   read the same value share its sums.
+3. Blocks in another order than their inputs: the product reads Gather(x, order); it too is shared.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,12 +14,15 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
+from mionnx.errors import ModelError
+from mionnx.graph.blocks import Blocks, GivenBlocks
 from mionnx.graph.contrib_shapes import DOMAIN
 from mionnx.machine.streamed_file import Kind
 from mionnx.quantise.matrices import Found, Product
 from mionnx.quantise.settings import Quantisation
 
 OPSET = 1  # of ONNX Runtime's operators
+BYTES, FLOAT, INT64 = np.dtype(np.uint8), np.dtype(np.float32), np.dtype(np.int64)
 
 
 class View(NamedTuple):
@@ -29,38 +38,73 @@ class Matrix:
 
     Attributes:
         turned: whether it is held [out, in].
-        bits: of its numbers.
+        bits, block_size: of its blocks.
+        zero_points: whether they have some.
         product: whether a product reads it.
         table: whether tokens pick its rows.
+        given: the checkpoint's own blocks; None where they are made of floats.
     """
 
     turned: bool
     bits: int
+    block_size: int
+    zero_points: bool
     product: bool = True
     table: bool = False
+    given: GivenBlocks | None = None
 
-    def kinds(self, name: str, rows: NDArray[Any], settings: Quantisation) -> dict[str, Kind]:
-        """Dtypes and shapes of its parts, by name; `rows` is [out, in]."""
-        count = -(-rows.shape[1] // settings.block_size)
-        packed, scales, zero_points = names_of(name)
+    def kinds(self, name: str, shape: tuple[int, int], scales: np.dtype[Any]) -> dict[str, Kind]:
+        """Dtypes and shapes of its parts, by name; `shape` is [out, in]."""
+        rows, count = shape[0], -(-shape[1] // self.block_size)
+        parts = Parts.of(name)
         kinds: dict[str, Kind] = {
-            packed: (np.dtype(np.uint8), (rows.shape[0], count, settings.block_size * self.bits // 8)),
-            scales: (rows.dtype, (rows.shape[0], count)),
+            parts.packed: (BYTES, (rows, count, self.block_size * self.bits // 8)),
+            parts.scales: (scales, (rows, count)),
         }
-        if not settings.symmetric:
-            kinds[zero_points] = (np.dtype(np.uint8), (rows.shape[0], -(-count * self.bits // 8)))
+        if self.zero_points:
+            kinds[parts.zero_points] = (BYTES, (rows, -(-count * self.bits // 8)))
+        if self.given is not None and self.given.offsets:
+            kinds |= {parts.offsets: (FLOAT, (count, rows))} if self.product else {}
+            kinds |= {parts.row_offsets: (FLOAT, (rows, count))} if self.table else {}
+        if self.given is not None and self.given.order is not None:
+            kinds[parts.order] = (INT64, self.given.order.shape)
         return kinds
+
+    def arrays(self, name: str, blocks: Blocks) -> dict[str, NDArray[Any]]:
+        """Its parts, by name."""
+        parts = Parts.of(name)
+        found = {
+            parts.packed: blocks.packed,
+            parts.scales: blocks.scales,
+            parts.zero_points: blocks.zero_points,
+            parts.offsets: None if blocks.offsets is None else blocks.offsets.T,
+            parts.row_offsets: blocks.offsets,
+            parts.order: None if self.given is None else self.given.order,
+        }
+        return {part: values for part, values in found.items() if values is not None}
 
     def views(self, name: str, kinds: Mapping[str, Kind]) -> dict[str, View]:
         """The shape in which a lookup reads its parts."""
-        packed = names_of(name)[0]
+        packed = Parts.of(name).packed
         rows, blocks, size = kinds[packed][1]
         return {packed: View(table_name(name), (rows, blocks * size))}
 
 
-def names_of(weight: str) -> tuple[str, str, str]:
-    """The names of a weight's numbers, scales and zero points."""
-    return f"{weight}_blocks", f"{weight}_scales", f"{weight}_zero_points"
+class Parts(NamedTuple):
+    """Names of the parts of blocks: numbers, scales, zero points, offsets, order."""
+
+    packed: str
+    scales: str
+    zero_points: str
+    offsets: str
+    row_offsets: str
+    order: str
+
+    @classmethod
+    def of(cls, weight: str) -> "Parts":
+        """The names of a weight's parts."""
+        names = ("blocks", "scales", "zero_points", "offsets", "row_offsets", "order")
+        return cls(*(f"{weight}_{name}" for name in names))
 
 
 def table_name(weight: str) -> str:
@@ -74,57 +118,120 @@ def with_blocks(
     """A copy of a graph in which products read blocks; the initializers of these are not in it."""
     made = onnx.ModelProto()
     made.CopyFrom(proto)
+    del made.graph.node[:]
     read = [one for one in found.products if one.weight in matrices and matrices[one.weight].product]
-    products = {one.node.output[0]: one for one in read if settings.unembedding or not one.head}
+    products = {
+        one.node.output[0]: one
+        for one in read
+        if settings.unembedding or not one.head or matrices[one.weight].given is not None
+    }
     lookup = found.lookup.output[0] if found.lookup is not None and found.table in matrices else None
-    for node in made.graph.node:
-        if not node.output:
-            continue
-        if node.output[0] in products:
-            _multiply(node, products[node.output[0]], matrices, settings, proto)
-        elif node.output[0] == lookup and found.table is not None and matrices[found.table].table:
-            _look_up(node, found.table, matrices[found.table], settings)
+    writer = _Writer(made.graph, settings, _ranks(proto, matrices))
+    for node in proto.graph.node:
+        name = node.output[0] if node.output else ""
+        if name in products:
+            writer.multiply(node, products[name], matrices[products[name].weight], proto)
+        elif name and name == lookup and found.table is not None and matrices[found.table].table:
+            writer.look_up(node, found.table, matrices[found.table])
+        else:
+            made.graph.node.append(node)
     _drop_unread(made)
     if all(entry.domain != DOMAIN for entry in made.opset_import):
         made.opset_import.add(domain=DOMAIN, version=OPSET)
     return made
 
 
-def _multiply(
-    node: onnx.NodeProto,
-    product: Product,
-    matrices: Mapping[str, Matrix],
-    settings: Quantisation,
-    proto: onnx.ModelProto,
-) -> None:
-    """Turn a MatMul or Gemm into a MatMulNBits."""
-    matrix = matrices[product.weight]
-    held = next(tensor for tensor in proto.graph.initializer if tensor.name == product.weight)
-    outputs, inputs = held.dims if matrix.turned else held.dims[::-1]
-    packed, scales, zero_points = names_of(product.weight)
-    reads = [node.input[0], packed, scales, "" if settings.symmetric else zero_points]
-    if node.op_type == "Gemm" and len(node.input) > 2 and node.input[2]:
-        reads += ["", node.input[2]]
-    while not reads[-1]:
-        reads.pop()
-    given = {"K": inputs, "N": outputs, "bits": matrix.bits, "block_size": settings.block_size}
-    given |= {"accuracy_level": settings.accuracy_level} if settings.accuracy_level else {}
-    _become(node, "MatMulNBits", reads, given)
+def _ranks(proto: onnx.ModelProto, matrices: Mapping[str, Matrix]) -> dict[str, int]:
+    """The ranks of values, where blocks have offsets."""
+    if not any(matrix.given is not None and matrix.given.offsets for matrix in matrices.values()):
+        return {}
+    graph = onnx.shape_inference.infer_shapes(proto).graph
+    return {value.name: len(value.type.tensor_type.shape.dim) for value in (*graph.value_info, *graph.input)}
 
 
-def _look_up(node: onnx.NodeProto, table: str, matrix: Matrix, settings: Quantisation) -> None:
-    """Turn a Gather of rows into a GatherBlockQuantized."""
-    _, scales, zero_points = names_of(table)
-    reads = [table_name(table), node.input[1], scales] + ([] if settings.symmetric else [zero_points])
-    given = {"gather_axis": 0, "quantize_axis": 1, "block_size": settings.block_size, "bits": matrix.bits}
-    _become(node, "GatherBlockQuantized", reads, given)
+class _Writer:
+    """Appends nodes of blocks to a graph.
 
+    Attributes:
+        graph: that is written.
+        settings: of all products.
+        ranks: of the values, where blocks have offsets.
+    """
 
-def _become(node: onnx.NodeProto, operator: str, inputs: list[str], given: Mapping[str, int]) -> None:
-    node.op_type, node.domain = operator, DOMAIN
-    del node.input[:], node.attribute[:]
-    node.input.extend(inputs)
-    node.attribute.extend(onnx.helper.make_attribute(name, value) for name, value in given.items())
+    def __init__(self, graph: onnx.GraphProto, settings: Quantisation, ranks: Mapping[str, int]) -> None:
+        self.graph, self.settings, self.ranks = graph, settings, ranks
+        self._shared: dict[tuple[str, Any], str] = {}  # of a value, by block size or order: its sums, or it in order
+
+    def multiply(self, node: onnx.NodeProto, product: Product, matrix: Matrix, proto: onnx.ModelProto) -> None:
+        """A MatMul or Gemm as a MatMulNBits."""
+        held = next(tensor for tensor in proto.graph.initializer if tensor.name == product.weight)
+        outputs, inputs = held.dims if matrix.turned else held.dims[::-1]
+        parts, given = Parts.of(product.weight), matrix.given
+        x, y = node.input[0], node.output[0]
+        read = x if given is None or given.order is None else self._in_order(x, parts.order, given.order)
+        reads = [read, parts.packed, parts.scales, parts.zero_points if matrix.zero_points else ""]
+        if node.op_type == "Gemm" and len(node.input) > 2 and node.input[2]:
+            reads += ["", node.input[2]]
+        while not reads[-1]:
+            reads.pop()
+        sizes = {"K": inputs, "N": outputs, "bits": matrix.bits, "block_size": matrix.block_size}
+        level = self.settings.accuracy_level
+        offset = given is not None and given.offsets
+        made = self._add(
+            "MatMulNBits",
+            reads,
+            f"{y}.of_blocks" if offset else y,
+            DOMAIN,
+            **sizes,
+            **({"accuracy_level": level} if level else {}),
+        )
+        if offset:
+            sums = self._sums(read, matrix.block_size)
+            self._add("Add", [made, self._add("MatMul", [sums, parts.offsets], f"{y}.of_offsets")], y)
+
+    def look_up(self, node: onnx.NodeProto, table: str, matrix: Matrix) -> None:
+        """A Gather of rows as a GatherBlockQuantized."""
+        parts, ids, y = Parts.of(table), node.input[1], node.output[0]
+        reads = [table_name(table), ids, parts.scales] + ([parts.zero_points] if matrix.zero_points else [])
+        sizes = {"gather_axis": 0, "quantize_axis": 1, "block_size": matrix.block_size, "bits": matrix.bits}
+        if matrix.given is None or not matrix.given.offsets:
+            self._add("GatherBlockQuantized", reads, y, DOMAIN, **sizes)
+            return
+        rows = self._add("GatherBlockQuantized", reads, f"{y}.of_blocks", DOMAIN, **sizes)
+        picked = self._add("Gather", [parts.row_offsets, ids], f"{y}.row_offsets", axis=0)
+        last = self._add("Unsqueeze", [picked, self._constant(f"{y}.last", [-1])], f"{y}.each")
+        sides = [1] * (self._rank(ids) + 1) + [matrix.block_size]
+        wide = self._add("Expand", [last, self._constant(f"{y}.sides", sides)], f"{y}.wide")
+        shape = self._constant(f"{y}.width", [0] * self._rank(ids) + [-1])
+        self._add("Add", [rows, self._add("Reshape", [wide, shape], f"{y}.of_offsets")], y)
+
+    def _in_order(self, x: str, name: str, order: NDArray[np.int64]) -> str:
+        key = (x, order.tobytes())
+        if key not in self._shared:
+            self._shared[key] = self._add("Gather", [x, name], f"{name}.of_input", axis=-1)
+        return self._shared[key]
+
+    def _sums(self, x: str, size: int) -> str:
+        if (x, size) not in self._shared:
+            shape = self._constant(f"{x}.blocks", [0] * (self._rank(x) - 1) + [-1, size])
+            blocks = self._add("Reshape", [x, shape], f"{x}.in_blocks")
+            last = self._constant(f"{x}.last", [-1])
+            self._shared[x, size] = self._add("ReduceSum", [blocks, last], f"{x}.block_sums", keepdims=0)
+        return self._shared[x, size]
+
+    def _rank(self, name: str) -> int:
+        if not self.ranks.get(name):
+            raise ModelError(f"the rank of {name!r} is not known: blocks with offsets cannot multiply it")
+        return self.ranks[name]
+
+    def _constant(self, name: str, values: list[int]) -> str:
+        self.graph.initializer.append(onnx.numpy_helper.from_array(np.array(values, np.int64), name))
+        return name
+
+    def _add(self, operator: str, inputs: list[str], output: str, domain: str = "", **attributes: Any) -> str:
+        name = f"{output}.{operator}"
+        self.graph.node.append(onnx.helper.make_node(operator, inputs, [output], name, domain=domain, **attributes))
+        return output
 
 
 def _drop_unread(proto: onnx.ModelProto) -> None:

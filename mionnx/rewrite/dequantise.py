@@ -5,7 +5,8 @@
    keep a runtime from fusing it with its product, and change the logits.
 3. Behind an operator of 8-bit integers stands a DequantizeLinear with the scales and zero points of that operator.
 4. Behind a MatMulNBits the bytes are divided into their numbers (the first in the lowest bits), less the zero points,
-   times the scales of the blocks, without the numbers that fill up the last block: [N, K].
+   times the scales of the blocks, without the numbers that fill up the last block: [N, K]; offsets are added, and
+   columns that stand in another order than the inputs are put in theirs (`mionnx.graph.offset_products`).
 
 All of it follows from weights: a runtime computes it once, while it opens the graph.
 """
@@ -16,6 +17,7 @@ import numpy as np
 
 from mionnx.errors import ModelError
 from mionnx.graph.builder import Builder, Node, Tensor, numpy_dtype
+from mionnx.graph.offset_products import offset_nodes, order_node
 from mionnx.graph.packed_weight import BITS
 from mionnx.graph.quantised_weight import FLOATS, SCALES
 
@@ -88,7 +90,15 @@ def _of_blocks(op: Builder, node: Node) -> Tensor:
         plain = zero if _is_float(zero) else _cast(op, _divided(op, zero, bits, [count, -1]), scale)
         shift = op.Reshape(op.Slice(op.Reshape(plain, [count, -1]), [0], [blocks], [1]), [count, blocks, 1])
     whole = op.Mul(op.Sub(numbers, shift), op.Reshape(scale, [count, blocks, 1]))
-    return op.Slice(op.Reshape(whole, [count, -1]), [0], [width], [1])
+    offsets, order = offset_nodes(node), order_node(node)
+    if offsets:
+        of_rows = op.Transpose(offsets[1].inputs[1], perm=[1, 0])
+        whole = op.Add(whole, op.Reshape(of_rows, [count, blocks, 1]))
+    rows = op.Slice(op.Reshape(whole, [count, -1]), [0], [width], [1])
+    if order is None:
+        return rows
+    places = op.ScatterElements(order.inputs[1], order.inputs[1], op.constant(np.arange(width)))
+    return op.Gather(rows, places, axis=1)
 
 
 def _divided(op: Builder, packed: Tensor, bits: int, shape: list[int]) -> Tensor:

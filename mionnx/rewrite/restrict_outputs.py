@@ -14,7 +14,7 @@ import onnx_graphsurgeon as gs
 
 from mionnx.graph.builder import Builder
 from mionnx.graph.io_names import KEYS_AND_VALUES, STATE
-from mionnx.graph.output_head import LOGITS, find_head, head_and_tail
+from mionnx.graph.output_head import LOGITS, feed_head, find_head, head_and_tail
 from mionnx.graph.report import Report
 from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, TOP_IDS, TOP_K, Plan
 
@@ -53,7 +53,7 @@ def _positions(graph: gs.Graph, plan: Plan, cut: Callable[[gs.Tensor], gs.Tensor
     if head is None:
         _after(graph, cut)
         return
-    head.inputs[0] = cut(head.inputs[0])
+    feed_head(head, cut(head.inputs[0]))
     _forget_shape(graph)
 
 

@@ -1,18 +1,22 @@
 """Exports: a checkpoint becomes a hooked model by the exporter that knows it, found by its entry point."""
 
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from mionnx.errors import ExportError
+from mionnx.graph.blocks import GivenBlocks
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers
 from mionnx.machine.progress import Progress
 from mionnx.quantise.quantise import quantise_into
 from mionnx.quantise.settings import DTYPES as BLOCKS
-from mionnx.run.model_dtype import AUTO
+from mionnx.quantise.settings import Quantisation
+from mionnx.run.model_dtype import AUTO, Unsaid
 from mionnx.run.source_path import advice, is_hooked
 
 MADE = (GRAPH, "converted.safetensors", "config.json")  # what tells a folder of an export that was killed
@@ -53,6 +57,29 @@ def exporter_for(folder: Path) -> ModuleType:
     )
 
 
+def dtype_of(exporter: ModuleType, folder: Path, dtype: str) -> str:
+    """The dtype of an export: a checkpoint of integers keeps them unless floats are asked for.
+
+    Args:
+        exporter, folder: of the checkpoint.
+        dtype: as it was given.
+
+    Raises:
+        ExportError: integers of other bits than the checkpoint has.
+    """
+    bits = exporter.packed_bits(folder) if hasattr(exporter, "packed_bits") else None
+    if bits is None:
+        return dtype
+    own, names = f"int{bits}", [f"int{one.bits}" for one in BLOCKS.values()]
+    if own not in names:
+        raise ExportError(f"{folder} holds integers of {bits} bits; of {' and '.join(names)} are read")
+    if isinstance(dtype, Unsaid) or dtype == AUTO:
+        return own
+    if dtype in BLOCKS and dtype != own:
+        raise ExportError(f"dtype={dtype!r}, but {folder} holds {own} already: leave dtype out, or give float32")
+    return dtype
+
+
 def export(
     folder: Path, target: Path, dtype: str, progress: Progress, copy: bool = False, graph_only: bool = False
 ) -> None:
@@ -71,6 +98,7 @@ def export(
     exporter = exporter_for(folder)
     if target.exists():
         raise ExportError(f"{target} exists already")
+    dtype = dtype if graph_only else dtype_of(exporter, folder, dtype)
     remove_leftovers(target.parent, holding=MADE)
     with new_folder(target, ExportError) as partial:
         write(exporter, folder, partial, dtype, progress, "export_graph" if graph_only else "export")
@@ -86,7 +114,7 @@ def export(
 def write(
     exporter: ModuleType, folder: Path, target: Path, dtype: str, progress: Progress, function: str = "export"
 ) -> None:
-    """Export a checkpoint into a folder; int4 and int8 are made from float32.
+    """Export a checkpoint into a folder; int4 and int8 are its own, or made from float32.
 
     Args:
         exporter, folder, target, dtype, progress: see `export`.
@@ -105,14 +133,32 @@ def write(
     floats.mkdir()
     try:
         own = AUTO if exporter.__name__ == foreign_exporter().__name__ else "float32"  # a foreign file has its own
-        _write(exporter, folder, floats, own, progress, function)
-        hooked, settings = HookedModel.open(floats, check="none"), BLOCKS[dtype]
-        if settings.bits == 4 and hasattr(exporter, "wide_weights"):
-            held = {tensor.name for tensor in hooked.proto.graph.initializer}
-            settings = replace(settings, in_8_bits=tuple(sorted(held.intersection(exporter.wide_weights(folder)))))
-        quantise_into(hooked, target, settings, progress)
+        if hasattr(exporter, "export_packed"):
+            given = _called(exporter.export_packed, folder, floats, progress)
+        else:
+            given = {}
+            _write(exporter, folder, floats, own, progress, function)
+        hooked = HookedModel.open(floats, check="none")
+        quantise_into(hooked, target, _settings(exporter, folder, dtype, hooked, given), progress, given)
     finally:
         shutil.rmtree(floats, ignore_errors=True)
+
+
+def _settings(
+    exporter: ModuleType, folder: Path, dtype: str, hooked: HookedModel, given: Mapping[str, GivenBlocks]
+) -> Quantisation:
+    """Settings of the blocks of a checkpoint; one of integers is left as it is."""
+    settings = BLOCKS[dtype]
+    if hasattr(exporter, "packed_bits") and exporter.packed_bits(folder) is not None:
+        one = next(iter(given.values()), None)
+        form: dict[str, Any] = {}
+        if one is not None:
+            form = {"block_size": one.block_size, "symmetric": not one.zero_points}
+        return replace(settings, keep=("*",), embedding=False, unembedding=False, **form)
+    if settings.bits == 4 and hasattr(exporter, "wide_weights"):
+        held = {tensor.name for tensor in hooked.proto.graph.initializer}
+        return replace(settings, in_8_bits=tuple(sorted(held.intersection(exporter.wide_weights(folder)))))
+    return settings
 
 
 def _write(
@@ -121,8 +167,12 @@ def _write(
     export = getattr(exporter, function, None)
     if export is None:
         raise ExportError(f"{folder}: {exporter.__name__} makes no graph without weights")
+    _called(export, folder, target, dtype, progress)
+
+
+def _called(export: Callable[..., Any], folder: Path, *given: Any) -> Any:
     try:
-        export(folder, target, dtype, progress)
+        return export(folder, *given)
     except ImportError as error:
         otherwise = f"exporting needs torch and transformers ({error.name}): pip install 'mionnx[export]'"
         raise ExportError(NEEDED.get(str(error.name), otherwise)) from error

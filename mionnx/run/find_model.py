@@ -23,7 +23,7 @@ from mionnx.machine.source_digest import source_digest
 from mionnx.quantise.quantise import quantise_into
 from mionnx.quantise.settings import DTYPES as BLOCKS
 from mionnx.run import hub_gguf
-from mionnx.run.exporting import exporter_for, foreign_exporter, write
+from mionnx.run.exporting import dtype_of, exporter_for, foreign_exporter, write
 from mionnx.run.hub import download
 from mionnx.run.packaged_models import PACKAGED, packaged_model
 from mionnx.run.shipped_models import shipped_models
@@ -153,6 +153,7 @@ def hub_folder(name: str, file: str | None) -> Path:
 
 def _exported(folder: Path, dtype: str, progress: Progress) -> Path:
     exporter = exporter_for(folder)
+    dtype = dtype_of(exporter, folder, dtype)
     named = folder if folder.is_file() else folder.resolve()  # a file of the Hub's cache is a link to a number
     name = f"{named.name[:LONGEST]}-{_fingerprint(folder, dtype, exporter)}"
     return _kept(name, lambda target: write(exporter, folder, target, dtype, progress))

@@ -101,7 +101,8 @@ class Runner:
                 ("user/repository/file.gguf" too). A checkpoint is exported on first use into the store
                 (`MIONNX_CACHE`, else the user's cache directory), and reused after.
             dtype: what a checkpoint is exported as: "float32", "float16", "bfloat16" or "auto", its own, or "int4" or
-                "int8": weights in blocks (`MIModel.quantise`), activations in float32. A hooked model has a dtype
+                "int8": weights in blocks (`MIModel.quantise`), activations in float32. By default a checkpoint of GPTQ,
+                AWQ or compressed-tensors keeps its own integers, any other is float32. A hooked model has a dtype
                 already: it can be quantised, any other one is refused, and without `dtype` its own is used.
             provider: "cpu", "cuda", or any execution provider's name.
             threads: threads inside one operator; 0 lets the engine choose.

@@ -7,13 +7,14 @@ import onnx
 
 from mionnx.graph import matrices as of_graph
 from mionnx.graph import onnx_file
+from mionnx.graph.blocks import numbers_of
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.packed_weight import attributes
 from mionnx.graph.quantised_weight import weight_numbers
-from mionnx.quantise.blocks import dequantise_blocks, quantise_blocks
+from mionnx.quantise.blocks import quantise_blocks
 from mionnx.quantise.matrices import Found
-from mionnx.quantise.quantised_graph import Matrix, names_of, table_name
+from mionnx.quantise.quantised_graph import Matrix, Parts, table_name
 from mionnx.quantise.settings import Quantisation
 from mionnx.verify.matrix_loss import Candidate, FloatModel
 
@@ -31,9 +32,9 @@ def of_blocks(model: FloatModel, name: str, matrix: Matrix, settings: Quantisati
 
     def numbers() -> of_graph.Matrix:
         blocks = quantise_blocks(rows, matrix.bits, settings.block_size, settings.symmetric)
-        return dequantise_blocks(blocks, matrix.bits, rows.shape[1])
+        return numbers_of(blocks, matrix.bits, rows.shape[1])
 
-    size = sum(dtype.itemsize * prod(shape) for dtype, shape in matrix.kinds(name, rows, settings).values())
+    size = sum(dtype.itemsize * prod(shape) for dtype, shape in matrix.kinds(name, rows.shape, rows.dtype).values())
     return Candidate(name, matrix.bits, size, numbers, matrix.product, matrix.table)
 
 
@@ -54,7 +55,7 @@ def _held(
     other: HookedModel, flow: Dataflow, held: Mapping[str, onnx.TensorProto], name: str, table: bool
 ) -> Candidate | None:
     """A weight of a quantised model; None if it has no blocks of this name."""
-    packed = names_of(name)[0]
+    packed = Parts.of(name).packed
     product, looked_up = packed in held, table and table_name(name) in held
     if not product and not looked_up:
         return None

@@ -118,7 +118,7 @@ def test_threads_get_what_a_single_thread_gets() -> None:
 @pytest.mark.parametrize("name", ["world-llama", "world-gpt2"])
 @pytest.mark.parametrize("options", [{"max_graphs": 5}, {"max_graphs": 2}, {"base": "always", "max_graphs": 9}])
 def test_threads_get_what_a_single_thread_gets_for_long(name: str, options: dict[str, Any]) -> None:
-    check(fresh(name, **options), fresh(name), jobs(), 40)
+    check(fresh(name, **options), fresh(name), jobs(), 24)
 
 
 @pytest.mark.parametrize("engine", ["openvino", "reference"])

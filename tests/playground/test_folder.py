@@ -50,6 +50,7 @@ def test_vendored_files_are_the_pinned_ones(playground_folder: Path):
             assert hashlib.sha256(data).hexdigest() == sha256
 
 
+@pytest.mark.slow
 def test_another_package_than_the_pinned_one_is_refused(tmp_path: Path):
     small = npm_files.PACKAGES[1]
     if shutil.which("npm") is None:
@@ -137,6 +138,7 @@ def test_the_command_writes_the_folder(playground_folder: Path, tmp_path: Path):
     assert one["files"] == other["files"]
 
 
+WEIGHTS = "model/weights-0.000.bin"
 BROKEN = """async () => {
   const { open } = await import("./engine/engine.js");
   try { await open("./"); return "opened"; } catch (error) { return `${error.code}: ${error.message}`; }
@@ -146,9 +148,11 @@ BROKEN = """async () => {
 @pytest.mark.parametrize(
     ("name", "damage", "says"),
     [
-        ("model/weights-0.000.bin", lambda data: data[:-8] + bytes(8), "broken-file: model/weights-0.000.bin is not"),
-        ("model/weights-0.000.bin", lambda data: data[:1000], "broken-file: model/weights-0.000.bin is not"),
-        ("model/weights-0.000.bin", None, "network: model/weights-0.000.bin cannot be loaded: the server says 404"),
+        (WEIGHTS, lambda data: data[:-8] + bytes(8), f"broken-file: {WEIGHTS} is not"),
+        pytest.param(WEIGHTS, lambda data: data[:1000], f"broken-file: {WEIGHTS} is not", marks=pytest.mark.slow),
+        pytest.param(
+            WEIGHTS, None, f"network: {WEIGHTS} cannot be loaded: the server says 404", marks=pytest.mark.slow
+        ),
         ("manifest.json", lambda data: data[:100], "broken-file: manifest.json is damaged"),
     ],
     ids=["changed", "cut", "missing", "no JSON"],

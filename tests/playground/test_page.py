@@ -130,17 +130,20 @@ def test_a_deed_by_pointing_is_the_spec_that_python_runs(deed: Any, page: Page, 
 
 
 def test_texts_before_and_after_are_those_of_generate(page: Page, shipped: MIModel, tmp_path: Path):
-    cut_an_edge(page)
+    """At every change, or when asked; another prompt's text does not stay."""
+    page.set_checked("#auto", True)
     page.select_option("#count", "4")
-    page.click("#continue")
+    cut_an_edge(page)
+    page.wait_for_selector("#texts:not(.old)")
     page.wait_for_selector("#stop", state="hidden")
     said = [one.inner_text() for one in page.locator("#texts .said").all()]
     for text, spec in zip(said, (None, exported(page, tmp_path)), strict=True):
         assert text.startswith(shipped.generate(FRANCE, spec, max_new_tokens=4).texts[0])
+    page.set_checked("#auto", False)
     page.select_option("#count", "100")
     page.fill("#prompt", "zero one two")
     idle(page)
-    assert page.locator("#texts").is_hidden()  # they were another prompt's
+    assert page.locator("#texts").is_hidden()
     page.evaluate("for (const name of ['continue', 'stop']) document.getElementById(name).click()")
     page.wait_for_selector("#stop", state="hidden")
     assert page.locator("#continue").is_enabled()

@@ -136,7 +136,7 @@ def test_an_intervention_is_that_of_eager_transformers(family, pair):
 @pytest.mark.parametrize("settings", ["int4", "int4 with zero points", "int8"])
 def test_every_gradient_is_that_of_autograd_with_the_same_numbers(family, settings, pair):
     model, reference = pair(family, settings)
-    inputs = batch("left")
+    inputs = batch("plain")
     seed = np.random.default_rng(0).normal(size=(*inputs.ids.shape, VOCAB)) * inputs.real[..., None]
     exact, single = (by_autograd(reference, inputs, seed, dtype) for dtype in (torch.float64, torch.float32))
     spec = HookSpec().gradient("*").set_metric("seed", seed=seed)
@@ -146,7 +146,7 @@ def test_every_gradient_is_that_of_autograd_with_the_same_numbers(family, settin
         {name: np.abs(one[name] - exact[name]).max() / np.abs(exact[name]).max() for name in exact}
         for one in (cache.grad, single)
     )
-    assert {name: d for name, d in off.items() if d > max(3 * max(own.values()), 2e-6)} == {}
+    assert {name: d for name, d in off.items() if not d <= max(3 * max(own.values()), 2e-6)} == {}
 
 
 def test_shares_of_heads_and_matrices_are_those_of_the_blocks(family, pair):

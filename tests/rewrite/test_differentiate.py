@@ -10,7 +10,8 @@ from onnx import parser
 from onnx.reference import ReferenceEvaluator
 
 from mionnx.errors import GradientError
-from mionnx.quantise.blocks import dequantise_blocks, quantise_blocks
+from mionnx.graph.blocks import numbers_of
+from mionnx.quantise.blocks import quantise_blocks
 from mionnx.rewrite.gradient import differentiate
 from mionnx.rewrite.gradient.rules import RULES, SUBGRAPH_RULES
 from mionnx.rewrite.plan import gradient_name
@@ -187,13 +188,13 @@ def test_a_product_with_blocks_goes_back_by_the_numbers_of_its_blocks(bits, symm
         pytest.skip("ONNX Runtime has zero points that are fractions for 4 bits alone")
     random = np.random.default_rng(bits)
     blocks = quantise_blocks(random.normal(size=(5, 40)).astype(np.float32), bits, 16, symmetric)
-    weight = dequantise_blocks(blocks, bits, 40)
+    weight = numbers_of(blocks, bits, 40)
     held = {"B": blocks.packed, "s": blocks.scales, "bias": random.normal(size=5).astype(np.float32)}
     if not symmetric:
         held["z"] = blocks.zero_points
     if fractions:
         held["z"] = random.uniform(0, 15, (5, 3)).astype(np.float32)
-        plain = dequantise_blocks(replace(blocks, zero_points=None), 4, 48 - 8)
+        plain = numbers_of(replace(blocks, zero_points=None), 4, 48 - 8)
         weight = plain + np.repeat((8 - held["z"]) * blocks.scales, 16, axis=1)[:, :40]
     reads = ["x", "B", "s", "" if symmetric else "z", "", "bias"]
     given = {"K": 40, "N": 5, "bits": bits, "block_size": 16}

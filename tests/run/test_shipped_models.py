@@ -55,6 +55,9 @@ def test_an_installed_wheel_knows_its_models(tmp_path):
         shipped = {path.name for path in (REPOSITORY / "models" / name).iterdir()}
         assert {Path(found).name for found in names if found.startswith(f"mionnx/shipped/{name}/")} == shipped
     assert {"mionnx/py.typed", "mionnx/engine/web.mjs", "exporters/rwkv/__init__.py"} <= set(names)
+    files = [path for path in (REPOSITORY / "mionnx" / "playground").rglob("*") if path.is_file()]
+    page = {path.relative_to(REPOSITORY).as_posix() for path in files if path.suffix != ".pyc"}
+    assert {"mionnx/playground/sw.js", "mionnx/playground/page/index.html"} <= page <= set(names)
     assert not [name for name in names if name.startswith(("models", "tests", "benchmarks"))]
 
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)

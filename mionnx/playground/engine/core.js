@@ -110,7 +110,9 @@ export class Core {
   async prepared(entries) {
     const all = edits(entries, this.manifest);
     for (const [text, hooks] of needed(all)) await this.remember(text, [...hooks]);
-    return { all, values: all.map((edit) => valueOf(edit, (text, hook) => this.captured.get(text).get(hook), this.tensors)) };
+    const values = all.map((edit) => valueOf(edit, (text, hook) => this.captured.get(text).get(hook), this.tensors));
+    while (this.captured.size > KEPT_CAPTURES) this.captured.delete(this.captured.keys().next().value);
+    return { all, values };
   }
 
   async remember(text, hooks) {
@@ -123,7 +125,6 @@ export class Core {
     }
     this.captured.delete(text); // the one asked for last is the last in the map
     this.captured.set(text, known);
-    while (this.captured.size > KEPT_CAPTURES) this.captured.delete(this.captured.keys().next().value);
   }
 
   async captures(tokens, prepared, hooks) {

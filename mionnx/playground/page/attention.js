@@ -79,6 +79,7 @@ function pattern(shown, size) {
     tell: (q, k) => `${place(q + first)}\nreads ${place(k + first)}: ${percent(weight(q, k))}`,
   });
   large.classList.toggle("dense", size > 16);
+  large.closest(".attention").classList.toggle("wide", size > 16);
   large.style.setProperty("--columns", names.length);
   deeds.firstChild.disabled = state.entries.some((entry) => sameDeed(entry, zero(part(layer, head))));
 }

@@ -1,14 +1,17 @@
 // Continues the prompt token by token, without and with the interventions, and stops when asked.
 import { element, find, notice, sentence } from "./dom.js";
 import { theEngine } from "./runs.js";
-import { answers, inForce, state } from "./state.js";
+import { answers, change, inForce, state } from "./state.js";
 
-let stopping = null;
+let stopping = null, estimated = false;
+const FAST = 700; // milliseconds that two texts may take to be written at every change
 
 export function listenGeneration() {
   find("continue").addEventListener("click", generate);
   find("stop").addEventListener("click", () => stopping?.abort());
-  find("count").addEventListener("change", () => { state.count = Number(find("count").value); });
+  find("count").addEventListener("change", () => { change({ count: Number(find("count").value) }); clearTexts(); follow(); });
+  find("temperature").addEventListener("change", () => { clearTexts(); follow(); });
+  find("auto").addEventListener("change", follow);
 }
 
 export function showCount() {
@@ -17,19 +20,29 @@ export function showCount() {
   box.value = state.count;
 }
 
-// The texts stand for what they were made of: another prompt or other interventions clear them.
+// The texts stand for what they were made of: with another prompt or other interventions they are out of date.
 export function clearTexts() {
   stopping?.abort();
-  find("texts").hidden = true;
+  find("texts").hidden ||= !find("auto").checked;
+  find("texts").classList.add("old");
+}
+
+// All else is shown: texts follow where the reader wants them at every change, and at first where the model is fast.
+export function follow() {
+  if (!answers.before) return;
+  if (!estimated) find("auto").checked = 2 * state.count * answers.before.ms < FAST;
+  estimated = true;
+  if (find("auto").checked && (find("texts").hidden || find("texts").classList.contains("old"))) generate();
 }
 
 async function generate() {
   stopping?.abort();
   const mine = stopping = new AbortController(), interventions = inForce();
   const lines = [["before", []], ...(interventions.length ? [["after", interventions]] : [])];
-  const said = lines.map(([kind]) => element("div", { class: "said " + kind }, element("span", { class: "faint" }, state.prompt)));
+  const said = lines.map(([kind]) => element("div", { class: "said " + kind }, element("span", { class: "faint" }, state.prompt.length > 160 ? "… " + state.prompt.slice(-100) : state.prompt)));
   find("texts").replaceChildren(...lines.flatMap(([kind], i) => [element("div", { class: "which" }, lines.length > 1 ? kind : "text"), said[i]]));
   find("texts").hidden = find("stop").hidden = false;
+  find("texts").classList.remove("old");
   find("continue").disabled = true;
   const temperature = Number(find("temperature").value), seed = Math.floor(Math.random() * 2 ** 31);
   try {
@@ -41,6 +54,7 @@ async function generate() {
     if (!mine.signal.aborted) notice(sentence(error), "generate");
   }
   if (mine !== stopping) return;
+  if (mine.signal.aborted) find("texts").classList.add("old");
   find("stop").hidden = true;
   find("continue").disabled = false;
 }

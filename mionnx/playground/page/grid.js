@@ -99,3 +99,4 @@ export function showTip(target, text) {
 }
 
 export function hideTip() { tip.style.display = "none"; }
+addEventListener("scroll", hideTip, true);

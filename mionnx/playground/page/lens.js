@@ -40,7 +40,7 @@ export function draw() {
 function layerOf(shown, row) { return shown.lens.layers[shown.lens.layers.length - 1 - row]; }
 
 function lensGrid(target, shown, tokens, label, pick) {
-  const count = shown.lens.layers.length, rows = shown.lens.layers.map((_, r) => "layer " + layerOf(shown, r));
+  const rows = shown.lens.layers.map((_, r) => "layer " + layerOf(shown, r));
   const first = shown === answers.insideAfter ? answers.insideBefore : null;
   fillGrid(target, {
     label, corner: "", kind: "token", rows, columns: tokens.map((id, i) => `${i} ${visible(tokenText(id)).trim()}`), pick,
@@ -55,7 +55,8 @@ function lensGrid(target, shown, tokens, label, pick) {
     tell: (r, c) => tell(shown, layerOf(shown, r), c, tokens),
   });
   target.style.setProperty("--columns", tokens.length);
-  target.dataset.rows = count;
+  if (target.tokens !== tokens) target.parentElement.scrollLeft = target.scrollWidth; // the last position is in view
+  target.tokens = tokens;
 }
 
 function touched(layer, position) {

@@ -70,7 +70,7 @@ function checked(read, manifest) {
   if (typeof p !== "string" || typeof s !== "string") refuse("This link has no prompt.");
   if (!Array.isArray(e) || e.length > MOST_ENTRIES) refuse(`This link has no list of at most ${MOST_ENTRIES} interventions.`);
   if (!VIEWS.includes(v)) refuse("This link opens a view that this page does not have.");
-  if (!whole(l, 0, manifest.model.layers - 1) || !whole(h, 0, manifest.model.heads - 1)) refuse("This link names a layer or head that the model does not have.");
+  if (!whole(l, 0, manifest.model.layers - 1) || !whole(h, 0, Math.max(0, (manifest.model.heads || 1) - 1))) refuse("This link names a layer or head that the model does not have.");
   return { prompt: p, second: s, entries: e.map((entry, i) => checkedEntry(entry, manifest, `Intervention ${i + 1} of the link`)), view: v, layer: l, head: h };
 }
 

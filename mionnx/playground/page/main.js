@@ -3,7 +3,7 @@ import { kl, open, probabilities } from "./engine/engine.js";
 import * as attention from "./attention.js";
 import { drawChanges, listenChanges } from "./changes.js";
 import { button, bytes, clearNotice, element, find, notice, sentence, visible } from "./dom.js";
-import { clearTexts, listenGeneration, showCount } from "./generation.js";
+import { clearTexts, follow, listenGeneration, showCount } from "./generation.js";
 import * as lens from "./lens.js";
 import { drawLesson, openLesson, setLessons } from "./lessons.js";
 import { readLink, writeLink } from "./link.js";
@@ -19,15 +19,18 @@ import { listenTheme } from "./theme.js";
 const VIEWS = { lens, attention, parts, steer: steering };
 let built = null, written = "", ready = false;
 
+// A recurrent model has no patterns.
+function views() { return Object.entries(VIEWS).filter(([name]) => name !== "attention" || theEngine()?.manifest.patterns.length !== 0); }
+
 function drawTabs() {
-  find("tabs").replaceChildren(...Object.entries(VIEWS).map(([name, view]) => element("button", {
+  find("tabs").replaceChildren(...views().map(([name, view]) => element("button", {
     type: "button", role: "tab", id: "tab-" + name, "aria-selected": String(state.view === name), "aria-controls": "view", tabindex: state.view === name ? 0 : -1,
     onclick: () => change({ view: name }),
   }, view.title)));
 }
 
 function tabKeys(event) {
-  const names = Object.keys(VIEWS), step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  const names = views().map(([name]) => name), step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (!step) return;
   event.preventDefault();
   change({ view: names[(names.indexOf(state.view) + step + names.length) % names.length] });
@@ -78,6 +81,7 @@ onAnswer((kind) => {
   if (kind === "next") { next.drawNext(); drawChanges(); drawView(); }
   if (kind === "inside") drawView();
   document.body.dataset.state = kind === "idle" ? "idle" : "busy";
+  if (kind === "idle") follow();
 });
 
 // The address follows what the reader makes.
@@ -126,6 +130,7 @@ async function start() {
     const engine = await open("./", { onProgress: progress });
     introduce(engine);
     setEngine(engine);
+    drawTabs();
     next.setMeasures({ probabilities, kl });
     parts.setMeasures({ kl });
     setLessons(engine.examples);

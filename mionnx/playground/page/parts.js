@@ -20,7 +20,11 @@ export function build(box) {
     element("div", { class: "scroll" }, table), element("div", { class: "bar" }, press, note));
 }
 
-function names() { return [...Array(theEngine().manifest.model.heads).keys(), "attention", "MLP", "layer"]; }
+// The parts that a layer has and this page can change.
+function names() {
+  const { hooks, model } = theEngine().manifest, has = (name) => Object.keys(hooks).some((hook) => hook.endsWith(name));
+  return [...(has("attn.hook_z") ? Array(model.heads).keys() : []), ...(has("hook_attn_out") ? ["attention"] : []), ...(has("hook_mlp_out") ? ["MLP"] : []), "layer"];
+}
 
 function inList(spot) { return state.entries.find((entry) => ["zero", "scale"].includes(entry.kind) && entry.on !== false && !entry.positions && sameDeed({ ...entry, kind: "" }, { ...spot, kind: "" })); }
 

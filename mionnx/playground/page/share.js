@@ -1,5 +1,6 @@
 // The list as a spec file for Python, with the lines that use it; the address as a link.
 import { button, copy, element, find, notice, sentence } from "./dom.js";
+import { writeLink } from "./link.js";
 import { theEngine } from "./runs.js";
 import { answers, state } from "./state.js";
 
@@ -35,5 +36,8 @@ async function download(interventions) {
 }
 
 export function listenShare() {
-  find("share").addEventListener("click", ({ target }) => copy(location.href, target, "Link copied"));
+  find("share").addEventListener("click", async ({ target }) => {
+    const { origin, pathname } = location, name = theEngine()?.manifest.model.name;
+    copy(origin + pathname + (name ? "#" + await writeLink(state, name) : ""), target, "Link copied");
+  });
 }

@@ -1,0 +1,38 @@
+"""Checkpoints whose matrices are integers of 4 or 8 bits: GPTQ, AWQ, compressed-tensors.
+
+`config.json` names the format in its `quantization_config`; a layer's integers, scales and zero points are tensors of
+its own. Here they become `Stored` tensors of transformers' names, whose numbers are made when they are loaded, and
+which have the file's own blocks beside (`mionnx.graph.blocks`).
+"""
+
+from pathlib import Path
+from typing import Any
+
+from mionnx.errors import ModelError
+from mionnx.graph.folder_file import read_json
+
+METHODS = ("gptq", "awq", "compressed-tensors")  # values of quant_method
+CONFIG = "quantization_config"
+
+
+def quantization_of(folder: Path) -> dict[str, Any] | None:
+    """The `quantization_config` of a checkpoint in one of the formats; None for any other.
+
+    Cheap: torch is not imported.
+    """
+    try:
+        found = read_json(folder / "config.json").get(CONFIG)
+    except (ModelError, AttributeError):
+        return None
+    return found if isinstance(found, dict) and found.get("quant_method") in METHODS else None
+
+
+def bits_of(found: dict[str, Any]) -> int | None:
+    """The bits of most of its numbers, as it says; None if it does not."""
+    groups = found.get("config_groups")
+    if isinstance(groups, dict):
+        said = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+        bits = [weights.get("num_bits") for weights in said if isinstance(weights, dict)]
+        return next((count for count in bits if type(count) is int), None)
+    bits = found.get("bits", found.get("w_bit"))
+    return bits if type(bits) is int else None

@@ -1,0 +1,55 @@
+"""The tensors of a checkpoint of integers as those of one of floats: a weight for each packed layer."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from exporters.checkpoint_tensors import Stored
+from exporters.packed import awq, compressed, gptq
+from exporters.packed.linear import Linear
+from exporters.weight_files import some
+from mionnx.errors import ExportError
+
+FORMATS: dict[str, Any] = {"gptq": gptq, "awq": awq, "compressed-tensors": compressed}
+FIRST = ("qweight", "weight_packed", "weight_scale")  # one of these makes a module a packed layer
+
+
+def unpacked_tensors(tensors: list[Stored], given: Mapping[str, Any]) -> list[Stored]:
+    """Replace the parts of packed layers by their weights, which are made when they are loaded.
+
+    Args:
+        tensors: of the checkpoint.
+        given: its quantization_config.
+
+    Raises:
+        ExportError: layers that are not read, or none.
+    """
+    kind = FORMATS[given["quant_method"]]
+    if kind is compressed:
+        compressed.check(given)
+    modules: dict[str, dict[str, Stored]] = defaultdict(dict)
+    for tensor in tensors:
+        module, _, part = tensor.name.rpartition(".")
+        if part in kind.PARTS:
+            modules[module][part] = tensor
+    packed = {name: parts for name, parts in modules.items() if any(part in parts for part in FIRST)}
+    if not packed:
+        raise ExportError(f"its config says {given['quant_method']}, but no tensor is {' or '.join(FIRST)}")
+    inside = {tensor.name for parts in packed.values() for tensor in parts.values()}
+    made = [_weight(name, parts, kind, given) for name, parts in packed.items()]
+    return [tensor for tensor in tensors if tensor.name not in inside] + made
+
+
+def _weight(name: str, parts: Mapping[str, Stored], kind: Any, given: Mapping[str, Any]) -> Stored:
+    try:
+        linear: Linear = kind.layer(name, parts, given)
+    except KeyError as error:
+        raise ExportError(f"{name} has {some(sorted(parts))}, and no {error.args[0]}") from error
+    except ValueError as error:  # axes that a part lacks
+        shapes = {part: list(tensor.shape) for part, tensor in parts.items()}
+        raise ExportError(f"{name}: tensors of other shapes than the format has: {shapes}") from error
+    first = next(parts[part] for part in (*FIRST, "weight") if part in parts)
+    shape = (linear.outputs, linear.inputs)
+    return Stored(f"{name}.weight", first.file, torch.float32, shape, first.offset, first.length, linear)

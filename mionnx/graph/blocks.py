@@ -1,0 +1,124 @@
+"""Blocks: a row's neighbouring numbers as integers of 4 or 8 bits with one scale, as MatMulNBits reads them.
+
+1. A number is (q - z) s + o: q of `bits` bits, s the scale of its block, z its zero point, 2^(bits - 1) where there are
+   none, and o the offset of its block, 0 where there are none.
+2. A byte holds 8 / bits integers, the first in its lowest bits. A row's last block is filled up with z.
+3. Where a weight has an `order`, its column i stands at place k of the blocks with order[k] = i.
+4. `GivenBlocks` are a checkpoint's own: integers, scales, zero points and offsets are those of its file, in the wider
+   dtype of the graph, and nothing is rounded.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SIZES = (256, 128, 64, 32, 16)  # of blocks that ONNX Runtime's kernels take
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix [rows, columns] in blocks along its rows.
+
+    Attributes:
+        packed: uint8 [rows, blocks, block_size * bits / 8]; of 4 bits, two in a byte, the first in its lower half.
+        scales: [rows, blocks], in the matrix' dtype.
+        zero_points: uint8 [rows, ceil(blocks * bits / 8)], packed likewise; None for symmetric blocks.
+        offsets: [rows, blocks], in the matrix' dtype; None where no fraction is added.
+    """
+
+    packed: NDArray[np.uint8]
+    scales: NDArray[Any]
+    zero_points: NDArray[np.uint8] | None
+    offsets: NDArray[Any] | None = None
+
+
+@dataclass(frozen=True)
+class GivenBlocks:
+    """A weight that a checkpoint holds as integers.
+
+    Attributes:
+        rows, columns: outputs and inputs of its product.
+        bits, block_size: of its blocks.
+        zero_points, offsets: whether it has some.
+        order: int64 [columns]: which input each place of a row of blocks belongs to; None where they stand in order.
+        read: reads the blocks from the file, scales and offsets in float32.
+    """
+
+    rows: int
+    columns: int
+    bits: int
+    block_size: int
+    zero_points: bool
+    offsets: bool
+    order: NDArray[np.int64] | None
+    read: Callable[[], Blocks]
+
+    def numbers(self) -> NDArray[np.float32]:
+        """The numbers that the blocks stand for, [rows, columns]."""
+        return in_order(numbers_of(self.read(), self.bits, self.columns), self.order)
+
+
+def numbers_of(blocks: Blocks, bits: int, columns: int) -> NDArray[Any]:
+    """The numbers that blocks stand for, [rows, columns], in the scales' dtype; rounded once."""
+    rows, count, _ = blocks.packed.shape
+    scales = blocks.scales.astype(np.float64)[..., None]
+    zero: Any = 2.0 ** (bits - 1)
+    if blocks.zero_points is not None:
+        zero = unpack(blocks.zero_points, bits)[:, :count, None].astype(np.float64)
+    numbers = (unpack(blocks.packed, bits).astype(np.float64) - zero) * scales
+    if blocks.offsets is not None:
+        numbers += blocks.offsets.astype(np.float64)[..., None]
+    return numbers.reshape(rows, -1)[:, :columns].astype(blocks.scales.dtype)
+
+
+def in_order(matrix: NDArray[Any], order: NDArray[np.int64] | None) -> NDArray[Any]:
+    """The columns of a matrix in the order of the inputs."""
+    return matrix if order is None else matrix[:, np.argsort(order)]
+
+
+def of_integers(
+    integers: NDArray[np.uint8], scales: NDArray[Any], zeros: NDArray[np.uint8] | None, bits: int, block_size: int
+) -> Blocks:
+    """Make blocks of integers as they are.
+
+    Args:
+        integers: [rows, columns].
+        scales: [rows, blocks].
+        zeros: [rows, blocks]; None for the middle.
+        bits, block_size: see `Blocks`.
+    """
+    rows, columns = integers.shape
+    count = -(-columns // block_size)
+    whole = np.full((rows, count * block_size), 2 ** (bits - 1), np.uint8)
+    whole[:, :columns] = integers
+    points = None if zeros is None else pack(zeros, bits)
+    return Blocks(pack(whole.reshape(rows, count, block_size), bits), scales, points)
+
+
+def pack(integers: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Integers as bytes along the last axis, the first in the lower half of a byte."""
+    if bits == 8:
+        return integers
+    if integers.shape[-1] % 2:
+        integers = np.pad(integers, [(0, 0)] * (integers.ndim - 1) + [(0, 1)])
+    joined: NDArray[np.uint8] = integers[..., ::2] | (integers[..., 1::2] << np.uint8(4))
+    return joined
+
+
+def unpack(data: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Numbers of a few bits that are packed into bytes along the last axis.
+
+    Args:
+        data: [..., bytes].
+        bits: of a number: 2, 4 or 8.
+
+    Returns:
+        [..., bytes * 8 / bits].
+    """
+    if bits == 8:
+        return data
+    parts = [(data >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    return np.stack(parts, axis=-1).reshape(*data.shape[:-1], -1)

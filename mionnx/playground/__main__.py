@@ -1,0 +1,20 @@
+"""`python -m mionnx.playground FOLDER`: the ready playground of the small Llama that ships, with its lessons."""
+
+import sys
+
+from mionnx.model import MIModel
+from mionnx.playground.folder import HERE, playground
+
+LESSONS = HERE / "examples" / "world-llama.json"
+TITLE = "World Llama: where a small model keeps its capitals"
+
+
+def main() -> None:
+    """Write the folder that the command line names."""
+    if len(sys.argv) != 2:
+        sys.exit("python -m mionnx.playground FOLDER")
+    print(playground(MIModel.from_pretrained("world-llama"), sys.argv[1], title=TITLE, examples=LESSONS))
+
+
+if __name__ == "__main__":
+    main()

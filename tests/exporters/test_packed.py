@@ -1,0 +1,168 @@
+"""Checkpoints of GPTQ, AWQ and compressed-tensors: layers that the packages packed, and whole tiny checkpoints."""
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command_line import succeeded
+from families import VOCAB
+from family_batches import batch, difference, forward
+from gradient_oracle import gradients as by_autograd
+from oracle import run
+from packed_files import Form, write_packed
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from exporters.checkpoint_tensors import read_tensors
+from exporters.packed.tensors import unpacked_tensors
+from mionnx import HookPoint, HookSpec, MIModel
+from mionnx.errors import ExportError
+from mionnx.graph.quantised_weight import weight_numbers
+from mionnx.machine.progress import silent
+from mionnx.run.exporting import export
+from mionnx.run.model_dtype import DEFAULT
+
+TOLERANCE = 5e-5
+LAYERS = Path(__file__).with_name("packed_layers.safetensors")
+FORMS = {
+    "gptq": (Form("gptq", "gptq"), "llama"),
+    "gptq v2, channels": (Form("gptq", "gptq_v2", 8, -1), "gpt2"),
+    "gptq, desc_act": (Form("gptq", "gptq", group=32, symmetric=True, shuffled=True), "llama"),
+    "awq": (Form("awq", "gemm", group=32), "llama"),
+    "awq gemv": (Form("awq", "gemv", group=32), "llama"),
+    "compressed": (Form("compressed-tensors", "pack-quantized", group=32, shuffled=True), "llama"),
+    "compressed int8": (Form("compressed-tensors", "int-quantized", 8, -1, symmetric=True), "llama"),
+}
+QUICK = ("gptq, desc_act", "awq")
+
+
+@cache
+def layers() -> dict[str, dict]:
+    """Layers as AutoGPTQ 0.7.1, AutoAWQ 0.2.9 and compressed-tensors 0.20.0 packed them, on a CPU.
+
+    Each has the numbers that it was packed of, which are those of its integers; the packages' own dequantisation gave
+    them back when the file was made (AutoGPTQ's in float16; AutoAWQ's gemv has none on a CPU).
+    """
+    with safe_open(LAYERS, "np") as file:
+        return {name: json.loads(config) for name, config in file.metadata().items()}
+
+
+@pytest.mark.parametrize("name", layers())
+def test_a_layer_that_a_package_packed_has_its_numbers(name, tmp_path):
+    found = {
+        key.removeprefix(f"{name}."): value for key, value in load_file(LAYERS).items() if key.startswith(f"{name}.")
+    }
+    expected = found.pop("numbers").numpy()
+    save_file({f"layer.{part}": value for part, value in found.items()}, tmp_path / "model.safetensors")
+    (weight,) = unpacked_tensors(read_tensors(tmp_path, tmp_path), layers()[name])
+    assert weight.name == "layer.weight"
+    np.testing.assert_array_equal(weight.load().numpy(), expected)
+    np.testing.assert_array_equal(weight.packed.blocks().numbers(), expected)
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """Name of a form -> the checkpoint, its hooked model, and transformers with the numbers of its integers."""
+
+    @cache
+    def find(name: str):
+        folder = tmp_path_factory.mktemp("packed")
+        form, family = FORMS[name]
+        reference = write_packed(form, folder / "checkpoint", family)
+        export(folder / "checkpoint", folder / "hooked", DEFAULT, silent)
+        return folder / "checkpoint", MIModel.from_pretrained(folder / "hooked", threads=1), reference.eval()
+
+    return find
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FORMS]
+)
+def test_every_hook_point_is_that_of_eager_transformers(name, opened):
+    _, model, reference = opened(name)
+    form = FORMS[name][0]
+    assert model.hooked.metadata.weight_dtype == f"int{form.bits}"
+    inputs = batch("left past")
+    expected = run(reference, inputs)
+    found = forward(model, inputs, HookSpec().capture(lambda name: not name.endswith("hook_result")))
+    off = {
+        name: difference(HookPoint.parse(name), found.values[name], expected.values[name], inputs)
+        for name in found.values
+    }
+    assert {name: d for name, d in off.items() if not d < TOLERANCE} == {}
+    state = reference.state_dict()
+    blocks = [one.name for one in model.hooked.proto.graph.initializer if one.name.endswith("_blocks")]
+    assert len(blocks) == (8 if form.layout == "gptq_v2" else 14)
+    for held in blocks:
+        numbers, own = (
+            weight_numbers(model.hooked.proto, model.hooked.folder, held),
+            state[held.removesuffix("_blocks")],
+        )
+        np.testing.assert_array_equal(numbers, own.numpy().T if form.layout == "gptq_v2" else own.numpy())
+
+
+def test_matrices_heads_and_gradients_follow_the_order_of_the_inputs(opened):
+    _, model, reference = opened("gptq, desc_act")
+    assert {node.op_type for node in model.hooked.proto.graph.node} >= {"Gather", "MatMulNBits"}
+    projection = reference.model.layers[1].self_attn.o_proj.weight.detach().numpy()
+    np.testing.assert_array_equal(model.W_O[1].reshape(-1, projection.shape[0]), projection.T)
+    inputs = batch("plain")
+    spec = HookSpec().capture("blocks.1.attn.hook_result").capture("blocks.1.hook_attn_out")
+    cache = model.forward(inputs.ids, spec, attention_mask=inputs.mask)
+    np.testing.assert_allclose(cache["result", 1].sum(axis=2), cache["attn_out", 1], rtol=0, atol=TOLERANCE)
+    seed = np.random.default_rng(0).normal(size=(*inputs.ids.shape, VOCAB)) * inputs.real[..., None]
+    expected = by_autograd(reference, inputs, seed, torch.float64)
+    grad = model.forward(
+        inputs.ids, HookSpec().gradient("*").set_metric("seed", seed=seed), attention_mask=inputs.mask, logits=False
+    ).grad
+    assert set(grad) == set(expected)
+    off = {name: np.abs(grad[name] - value).max() / np.abs(value).max() for name, value in expected.items()}
+    assert {name: d for name, d in off.items() if not d < 1e-5} == {}
+
+
+def test_floats_are_made_where_they_are_asked_for_and_other_bits_are_refused(opened, tmp_path):
+    checkpoint, model, _ = opened("awq")
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    succeeded("export", tmp_path / "copy", "-o", tmp_path / "floats", "--dtype", "float32")
+    floats, ids = MIModel.from_pretrained(tmp_path / "floats", threads=1), batch("plain").ids
+    assert floats.hooked.metadata.weight_dtype == "float32"
+    assert np.abs(floats.forward(ids).output() - model.forward(ids).output()).max() < TOLERANCE
+    with pytest.raises(ExportError, match="holds int4 already"):
+        export(checkpoint, tmp_path / "other", "int8", silent)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "said"),
+    [
+        ({"checkpoint_format": "marlin"}, {}, "save it as gptq or gptq_v2"),
+        ({"group_size": 24}, {}, "float32"),
+        ({}, {"g_idx": np.array([0] * 20 + [1] * 44, np.int32)}, "g_idx puts other than 32 inputs"),
+        ({}, {"qzeros": None}, "no qzeros"),
+        ({}, {"qzeros": np.zeros((2, 3), np.int32)}, "integers of 3 bits"),
+    ],
+)
+def test_what_no_blocks_are_is_refused_with_what_is(config, tensors, said, tmp_path):
+    size = config.get("group_size", 32)
+    groups = -(-64 // size)
+    held = {
+        "qweight": np.zeros((8, 32), np.int32),
+        "qzeros": np.zeros((groups, 4), np.int32),
+        "scales": np.ones((groups, 32), np.float16),
+        "g_idx": (np.arange(64) // size).astype(np.int32),
+    } | tensors
+    given = {f"layer.{name}": torch.from_numpy(array) for name, array in held.items() if array is not None}
+    save_file(given, tmp_path / "model.safetensors")
+    said_by_config = {"quant_method": "gptq", "bits": 4, "group_size": 32, **config}
+    with pytest.raises(ExportError, match=said):
+        [weight.packed.blocks() for weight in unpacked_tensors(read_tensors(tmp_path, tmp_path), said_by_config)]
+
+
+def test_integers_of_activations_are_refused(tmp_path):
+    config = Form("compressed-tensors", "int-quantized", 8, -1).config()
+    config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True}
+    with pytest.raises(ExportError, match="rounds activations too"):
+        unpacked_tensors([], config)
