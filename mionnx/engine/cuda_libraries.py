@@ -26,7 +26,7 @@ def folders() -> list[Path]:
 
 @cache
 def load() -> None:
-    """Load the libraries of all folders, once a process, and let memory for weights be taken as it is asked for."""
+    """Load the libraries of all folders, and let weights take no more memory than they need."""
     with redirect_stdout(io.StringIO()):  # it prints what is not in a folder
         for folder in folders():
             onnxruntime.preload_dlls(directory=str(folder))

@@ -90,7 +90,7 @@ def _read(file: Path, where: tuple[int, int], tensor: onnx.TensorProto) -> NDArr
 
 
 def _borrowed(array: NDArray[Any], place: Device) -> onnxruntime.OrtValue:
-    """An array on a device, as a value that does not own its memory; it keeps the one that does."""
+    """An array on a device, as a value without memory of its own; it keeps the owner."""
     owner = put(array, place)
     value = onnxruntime.OrtValue.from_dlpack(owner)
     value.owner = owner
