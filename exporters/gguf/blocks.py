@@ -1,4 +1,4 @@
-"""Matrices of a GGUF file as the blocks that they are, where ONNX Runtime's operators hold such: no number is rounded.
+"""Matrices of a GGUF file as blocks of ONNX Runtime's operators: no number is rounded.
 
 Each type has blocks of 32 neighbours with a scale. Q4_0: w = (q - 8) d. Q8_0: w = q d, q signed. Q4_1: w = q d + m, and
 Q4_K, of 256 with scales and offsets of 6 bits for each 32: w = q (d s) - (e m). The last two become (q - 8) times the
@@ -32,7 +32,7 @@ class Held(NamedTuple):
 
 
 def _halves(data: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
-    """The integers of 4 bits in bytes [n, bytes]: of `count` bytes the lower halves, then the upper ones."""
+    """The halves of bytes [n, bytes]: of `count` bytes the lower ones, then the upper ones."""
     parts = data.reshape(len(data), -1, 1, count) >> np.array([0, 4], np.uint8).reshape(1, 1, 2, 1)
     integers: NDArray[np.uint8] = (parts & np.uint8(15)).reshape(len(data), -1)
     return integers
@@ -73,7 +73,7 @@ OFFSETS = (Kind.Q4_1, Kind.Q4_K)
 
 
 def blocks_of(header: Header, tensors: list[Renamed]) -> dict[str, GivenBlocks]:
-    """The matrices of a file that are blocks, by transformers' names; of a tied table by both of its names.
+    """The matrices of a file in blocks, by transformers' names; a tied table by both names.
 
     Args:
         header: of the file.
