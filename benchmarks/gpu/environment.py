@@ -1,5 +1,6 @@
 """Versions, the device, and whether ONNX Runtime computes on it: one fact a line."""
 
+import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -26,7 +27,10 @@ def facts(provider: str) -> None:
         except PackageNotFoundError:
             print(f"{package}: not installed")
     if provider == "cuda":
-        print(f"device: {subprocess.run(QUERY, capture_output=True, text=True).stdout.strip()}")
+        found = (
+            subprocess.run(QUERY, capture_output=True, text=True).stdout if shutil.which(QUERY[0]) else "no nvidia-smi"
+        )
+        print(f"device: {found.strip()}")
         print(f"torch's CUDA: {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
     model = MIModel.from_pretrained(SHIPPED, provider=provider)
     found = model.forward("The capital of France is").output()

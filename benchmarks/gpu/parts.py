@@ -16,6 +16,8 @@ BLOCK = 2**22
 def split(files: list[Path], folder: Path, base: Path, largest: int) -> list[Path]:
     """Write files as parts `folder/1`, `folder/2`, ...; a file that does not fit goes on in the next part.
 
+    Files with the same bytes are written once.
+
     Args:
         files: below `base`.
         folder: of the parts.
@@ -29,7 +31,11 @@ def split(files: list[Path], folder: Path, base: Path, largest: int) -> list[Pat
     number, room = 1, largest
     for file in files:
         entry: dict[str, Any] = {"name": str(file.relative_to(base)), "sha256": sha256(file), "pieces": []}
+        same = next((one for one in entries if one["sha256"] == entry["sha256"]), None)
         entries.append(entry)
+        if same is not None:
+            entry["pieces"] = same["pieces"]
+            continue
         with file.open("rb") as source:
             left = file.stat().st_size
             while left or not entry["pieces"]:

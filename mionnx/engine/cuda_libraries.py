@@ -26,10 +26,12 @@ def folders() -> list[Path]:
 
 @cache
 def load() -> None:
-    """Load the libraries of all folders, once a process."""
+    """Load the libraries of all folders, and let weights take no more memory than they need."""
     with redirect_stdout(io.StringIO()):  # it prints what is not in a folder
         for folder in folders():
             onnxruntime.preload_dlls(directory=str(folder))
+    state = onnxruntime.capi.onnxruntime_pybind11_state
+    state.set_arena_extend_strategy(state.ArenaExtendStrategy.kSameAsRequested)  # by default up to twice as much
 
 
 def trouble() -> str | None:

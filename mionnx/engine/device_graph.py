@@ -1,9 +1,12 @@
-"""A graph made ready for a device: what the CPU would hand to it at every run is computed there.
+"""A graph made ready for a device: what the CPU would hand to it is computed there.
 
-ONNX Runtime computes shapes on the CPU, and an exporter adds the length of the past, a shape, to the positions of a
+1. ONNX Runtime computes shapes on the CPU, and an exporter adds the length of the past, a shape, to the positions of a
 call: one number that is copied to the device at every run, and for which CUDA graphs are refused. `Range` reads
 numbers of the CPU and writes on the device, so that `Range(0, n, 1) + past` becomes `Range(past, past + n, 1)`: the
 same integers.
+2. Folding constants would transpose weights on the CPU whenever a session is opened, each into a copy of its own. A
+weight that is an input with a default is no constant: the transposition becomes a part of the product, and the weight
+can be shared.
 """
 
 import math
@@ -60,6 +63,24 @@ def move_positions(model: onnx.ModelProto) -> int:
         model.graph.node.insert(at, limit)
         moved += 1
     return moved
+
+
+def keep_transposed(model: onnx.ModelProto) -> int:
+    """Let weights that are transposed be inputs with defaults, in place.
+
+    Returns:
+        the number of these weights.
+    """
+    turned = {node.input[0] for node in model.graph.node if node.op_type == "Transpose"}
+    known = {entry.name for entry in model.graph.input}
+    kept = [
+        tensor
+        for tensor in model.graph.initializer
+        if tensor.name in turned - known and tensor.data_location == onnx.TensorProto.EXTERNAL
+    ]
+    for tensor in kept:
+        model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    return len(kept)
 
 
 def _positions(

@@ -38,10 +38,12 @@ class Program(ABC):
     Attributes:
         native: the engine's own object.
         inputs: everything that can be fed, by name.
+        shares_weights: whether other programs use the same memory for their weights.
     """
 
     native: Any
     inputs: Mapping[str, Input]
+    shares_weights: bool = False
 
     @abstractmethod
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:

@@ -15,14 +15,11 @@ from mionnx.engine.cuda_graphs import CudaGraphs
 from mionnx.engine.engine import Arrays, Engine, Input, Program
 from mionnx.engine.options import ONNX_RUNTIME, PROVIDERS, Options
 from mionnx.engine.placement import RECORD, providers_of
-from mionnx.engine.session import UNSTABLE_FUSIONS, open_session
+from mionnx.engine.session import FOLDING, UNSTABLE_FUSIONS, open_session
 from mionnx.errors import ModelError, RuntimeMissingError
 from mionnx.machine import memory
 from mionnx.machine.once import once_property
 
-# Folding would store weights as [in, out], which unpacked products read more slowly than [out, in]: 1.2 to 1.6 times at
-# 16 and 64 tokens. Unfolded, the transposition becomes a part of the product, with the same bits.
-FOLDING = "ConstantFolding"
 # Threads spin while they wait for work, and by default go on for some 50 ms after a run: the next graph then runs twice
 # as long on the processors that they hold (25 -> 57 ms for one token of GPT-2 124M, two graphs by turns).
 STOP_SPINNING = "session.force_spinning_stop"
@@ -59,6 +56,7 @@ class OrtProgram(Program):
         dtypes = [entry.dtype for entry in self.inputs.values()]
         dtypes += [_dtype(entry.type) for entry in session.get_outputs()]
         self._bfloat16 = ml_dtypes.bfloat16 in dtypes
+        self.shares_weights = bool(getattr(session, "weights", None))
 
     def _read(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in feeds.items() if name in self.inputs}

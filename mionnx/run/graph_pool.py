@@ -23,6 +23,7 @@ from mionnx.run import find_model, prepacked
 from mionnx.run.segment_chain import SegmentChain, open_segments
 
 UNPACKED = 512  # tokens from which on packing the weights gains little (measured: 1.06 at 8 x 64)
+SHARING = 2**23  # approximate bytes of a session on a device that shares its weights with others
 SESSION, NODE = 2**19, 2**13  # approximate bytes of a session, and of each of its nodes, besides weights that it shares
 REWRITING = ("mionnx.rewrite", "mionnx.graph", "mionnx.spec.kinds")  # a change there may change a rewritten graph
 WHEN = ("auto", "always", "ready", "never")
@@ -56,7 +57,8 @@ class OpenGraph:
         self, plan: Plan, session: Program, report: Report, model: bytes | None, cost: int, options: Options
     ) -> None:
         self.plan, self.program, self.report = plan, session, report
-        self.model, self.cost, self.options = model, cost, options
+        self.model, self.options = model, options
+        self.cost = min(cost, SHARING) if session.shares_weights else cost
 
     @property
     def session(self) -> Any:

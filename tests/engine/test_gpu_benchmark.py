@@ -22,7 +22,7 @@ def test_parts_are_joined_and_checked(programs, tmp_path):
     import parts
 
     base, target = tmp_path / "base", tmp_path / "target"
-    contents = {"a/one.bin": bytes(range(250)) * 7, "two.bin": b"", "three.bin": b"abc" * 100}
+    contents = {"a/one.bin": bytes(range(250)) * 7, "two.bin": b"", "three.bin": b"abc" * 100, "same.bin": b"abc" * 100}
     for name, content in contents.items():
         (base / name).parent.mkdir(parents=True, exist_ok=True)
         (base / name).write_bytes(content)

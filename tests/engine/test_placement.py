@@ -1,5 +1,7 @@
 """Nodes that a provider leaves to the CPU are named, shapes do not count; positions are made on the device."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from mionnx import FallbackWarning, HookPoint, HookSpec, Intervention, MIModel
-from mionnx.engine.device_graph import move_positions, shape_values
+from mionnx.engine.device import CPU
+from mionnx.engine.device_graph import keep_transposed, move_positions, shape_values
+from mionnx.engine.device_weights import weights_of
 from mionnx.engine.onnx_runtime import OnnxRuntime, OrtProgram
 from mionnx.engine.options import Options
 from mionnx.graph import onnx_file
@@ -87,3 +91,39 @@ def _without_weights(proto):
         copy.graph.input.append(helper.make_tensor_value_info(one.name, one.data_type, list(one.dims)))
         copy.graph.initializer.remove(one)
     return copy
+
+
+@pytest.mark.parametrize("name", ["world-llama", "world-gpt2"])
+def test_transposed_weights_are_kept_as_they_lie(name):
+    """As inputs with defaults they give the same numbers, and nothing has to be fed."""
+    folder = MODELS / name
+    proto = onnx_file.read(folder / "model.onnx")
+    turned = {node.input[0] for node in proto.graph.node if node.op_type == "Transpose"}
+    weights = {one.name for one in proto.graph.initializer if one.data_location == TensorProto.EXTERNAL}
+    assert keep_transposed(proto) == len(turned & weights) > 0
+    assert keep_transposed(proto) == 0
+    program = OnnxRuntime().open(proto.SerializeToString(), folder, Options())
+    assert {one for one, entry in program.inputs.items() if entry.optional} == turned & weights
+    model = MIModel.from_pretrained(folder)
+    expected = model.forward([[3, 4, 5]]).output()
+    (graph,) = model.compiled.values()
+    vars(graph)["program"] = program
+    assert np.abs(model.forward([[3, 4, 5]]).output() - expected).max() < 5e-5
+
+
+def test_weights_of_one_file_are_held_once_and_let_go(tmp_path):
+    """On the CPU, whose values go through the same DLPack; a changed file is another weight."""
+    proto = onnx_file.read(MODELS / "world-llama" / "model.onnx")
+    first, second = (weights_of(proto, MODELS / "world-llama", CPU) for _ in range(2))
+    assert first
+    assert all(second[weight] is value for weight, value in first.items())
+    for weight, value in first.items():
+        assert np.array_equal(value.numpy(), onnx_file.weight(proto, MODELS / "world-llama", weight))
+    settings = onnxruntime.SessionOptions()
+    for weight, value in first.items():
+        settings.add_initializer(weight, value)  # which a value that owns its memory is refused for
+    names, held = len(first), weakref.ref(next(iter(first.values())))
+    assert names >= 12
+    del first, second, value, settings
+    gc.collect()
+    assert held() is None

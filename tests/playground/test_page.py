@@ -150,6 +150,33 @@ def test_texts_before_and_after_are_those_of_generate(page: Page, shipped: MIMod
     assert len(page.locator("#texts .said").first.inner_text().split()) < 10
 
 
+def test_a_page_with_a_spec_begins_with_its_entries(
+    headless: Browser, served: Callable[..., str], playground_folder: Path, shipped: MIModel, tmp_path: Path
+):
+    """All of them on; one switched off; what is downloaded; and the link."""
+    context = headless.new_context()
+    page = visit(context, served(playground_folder))
+    assert page.locator("h1").text_content() == "<b>Capitals</b>"
+    whole = HookSpec.load(playground_folder / "spec.safetensors")
+    assert page.locator(".entry").count() == len(whole.interventions) == 4
+    part = HookSpec()
+    for one in (whole.interventions[n] for n in (0, 2, 3)):
+        part.intervene(*one)
+    for spec in (whole, part):
+        expected = shipped.forward(FRANCE, spec).output()[0, -1]
+        assert np.abs(page.evaluate(LOGITS, "after") - expected).max() < 1e-4
+        found = shipped.forward(FRANCE, exported(page, tmp_path)).output()[0, -1]
+        assert np.abs(found - expected).max() < 1e-4
+        page.locator(".entry input[type=checkbox]").nth(1).uncheck()
+        idle(page)
+    logits = page.evaluate(LOGITS, "after")
+    page.wait_for_timeout(300)  # the address follows
+    page.reload()
+    assert idle(page).evaluate(LOGITS, "after") == logits
+    assert page.troubles == []
+    context.close()
+
+
 def test_an_entry_is_switched_limited_and_removed(page: Page, shipped: MIModel, tmp_path: Path):
     zero_a_head_by_keyboard(page)
     page.select_option(".entry select", "[3]")
