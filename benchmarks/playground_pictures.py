@@ -31,7 +31,7 @@ GAP = 24  # pixels between two pictures
 def lesson(page: Page, number: int) -> None:
     """Open a lesson, counted from 0, and wait until everything of it is drawn and written."""
     page.locator("#lesson-list button").nth(number).click()
-    page.wait_for_function("document.body.dataset.state === 'idle'")
+    page.wait_for_selector('body[data-state="idle"]')
     page.wait_for_selector("#texts:not(.old)")
     page.wait_for_selector("#stop", state="hidden")
     page.wait_for_timeout(400)  # bars move to their lengths
@@ -76,7 +76,7 @@ def pictures(address: str) -> dict[str, bytes]:
         for name, context, take in (("playground.png", large, desktop), ("playground_phone.png", small, phone)):
             page = context.new_page()
             page.goto(address)
-            page.wait_for_function("document.body.dataset.state === 'idle'")
+            page.wait_for_selector('body[data-state="idle"]')
             page.set_checked("#auto", True)
             found[name] = take(page)
         browser.close()

@@ -19,6 +19,7 @@ from scipy.special import log_softmax
 from tables import present
 
 from mionnx import HookSpec, MIModel
+from mionnx.run.packaged_models import PACKAGED
 
 WINDOW, WINDOWS = 250, 8
 SHOWN = 128  # tokens of the window in which all hook points are compared
@@ -85,15 +86,23 @@ def main() -> None:
     def megabytes(one: MIModel) -> str:
         return f"{sum(file.stat().st_size for file in one.hooked.folder.glob('*.safetensors')) / 1e6:.0f}"
 
+    def row(setting: str, made: MIModel) -> list[str]:
+        found = log_probabilities(made, text)
+        kl = max(0.0, float((np.exp(whole) * (whole - found)).sum(axis=-1).mean()))
+        same = float((whole.argmax(-1) == found.argmax(-1)).mean())
+        hook, error = worst(floats, made, text)
+        return [setting, megabytes(made), f"{kl:.4f}", f"{same:.3f}", perplexity(found), hook, f"{error:.3f}"]
+
     rows = [["floats", megabytes(model), "-", "-", perplexity(whole), "-", "-"]]
     with tempfile.TemporaryDirectory() as name:
         for number, (setting, given) in enumerate(track(SETTINGS.items(), "quantising", total=len(SETTINGS))):
             made = MIModel.from_pretrained(model.quantise(f"{name}/{number}", **given))
-            found = log_probabilities(made, text)
-            kl = float((np.exp(whole) * (whole - found)).sum(axis=-1).mean())
-            same = float((whole.argmax(-1) == found.argmax(-1)).mean())
-            hook, error = worst(floats, made, text)
-            rows.append([setting, megabytes(made), f"{kl:.4f}", f"{same:.3f}", perplexity(found), hook, f"{error:.3f}"])
+            rows.append(row(setting, made))
+    if options.model in PACKAGED:
+        made = MIModel.from_pretrained(options.model, dtype="int4")
+        rows.append(row("the blocks of its own file, Q4_1", made))
+        made = MIModel.from_pretrained(options.model, dtype="int4", accuracy_level=4)
+        rows.append(row("the blocks of its own file, level 4", made))
     title = f"{options.model}, {WINDOWS * WINDOW} tokens, weights in blocks of 32 unless said"
     present("quantised_accuracy", "What quantisation costs", title, [(HEAD, rows)], options.save)
 

@@ -27,7 +27,7 @@ from mionnx.machine.once import once_property
 from mionnx.quantise import quantise_model
 from mionnx.run import generation, notebook
 from mionnx.run.runner import Runner
-from mionnx.verify import quantise_within as within
+from mionnx.verify import quantise_by_text as by_text
 from mionnx.verify import verbs as comparing
 
 
@@ -115,6 +115,6 @@ class MIModel(Runner):
     # deployment, reproducibility
     compile = compile_model.compile_model
     quantise = quantise_model.quantise_model
-    _quantise_within = within.quantise_within
+    _quantise_by_text = by_text.quantise_by_text
     verify = comparing.verify
     bisect = comparing.bisect

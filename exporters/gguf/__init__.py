@@ -5,10 +5,15 @@ dequantised a piece at a time (`dequantise`, `weights`). What results is a trans
 `exporters.transformers` makes a graph of.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from exporters.gguf.files import choose, gguf_files
 from mionnx.machine.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from mionnx.graph.blocks import GivenBlocks
 
 WIDE = ("Q5", "Q6", "Q8")  # how the names of types between 4 and 16 bits begin
 EMBEDDING, UNEMBEDDING = "model.embed_tokens", "lm_head"
@@ -73,3 +78,31 @@ def export(
     from exporters.gguf.assemble import export_file
 
     export_file(header, target, dtype, progress)
+
+
+def export_packed(
+    folder: Path, target: Path, progress: Progress = silent, file: str | None = None
+) -> "Mapping[str, GivenBlocks]":
+    """Write a GGUF file as `export` does in float32, without the numbers of its blocks.
+
+    Args:
+        folder, target, progress, file: see `export`.
+
+    Returns:
+        the blocks by the names of the weights, whose places in the files are empty.
+
+    Raises:
+        ExportError: see `export`.
+    """
+    from exporters.gguf.architectures import architecture_of, config_of
+    from exporters.gguf.header import read_header
+    from exporters.gguf.weights import rename
+
+    header = read_header(choose(folder, file))
+    architecture = architecture_of(header)
+    from exporters.gguf.assemble import export_file
+    from exporters.gguf.blocks import blocks_of
+
+    given = blocks_of(header, rename(header, architecture, config_of(header, architecture)))
+    export_file(header, target, "float32", progress, given)
+    return given

@@ -1,6 +1,7 @@
 """A GGUF file to a hooked model: first a checkpoint of its config, weights and tokenizer, then its export."""
 
 import json
+from collections.abc import Container
 from pathlib import Path
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -17,22 +18,22 @@ from mionnx.machine.progress import Progress
 ENDS = ("eos", "eot", "eom")  # of a text, of a turn, of a message: each ends what a model writes
 
 
-def export_file(header: Header, target: Path, dtype: str, progress: Progress) -> None:
-    """See `exporters.gguf.export`."""
+def export_file(header: Header, target: Path, dtype: str, progress: Progress, left: Container[str] = ()) -> None:
+    """See `exporters.gguf.export`; weights that are `left` get a place and no numbers."""
     file = header.file
 
     def said(stage: str, done: int, total: int) -> None:
         progress(stage.replace(target.name, file.name), done, total)
 
     try:
-        export_checkpoint(target, target, write_checkpoint(header, target, dtype, said), said)
+        export_checkpoint(target, target, write_checkpoint(header, target, dtype, said, left), said)
     except ExportError as error:
         if str(file) in str(error):
             raise
         raise ExportError(f"{file}: {error}") from error
 
 
-def write_checkpoint(header: Header, folder: Path, dtype: str, progress: Progress) -> str:
+def write_checkpoint(header: Header, folder: Path, dtype: str, progress: Progress, left: Container[str] = ()) -> str:
     """Write a GGUF file as a transformers checkpoint: config, weights, tokenizer.
 
     Args:
@@ -40,6 +41,7 @@ def write_checkpoint(header: Header, folder: Path, dtype: str, progress: Progres
         folder: an empty or new one.
         dtype: of the weights; see `exporters.gguf.export`.
         progress: called as (stage, done, total).
+        left: see `write_weights`.
 
     Returns:
         the dtype, where "auto" was given the one that it means.
@@ -54,7 +56,7 @@ def write_checkpoint(header: Header, folder: Path, dtype: str, progress: Progres
     folder.mkdir(parents=True, exist_ok=True)
     _write_configs(header, config, dtype, folder)
     write_tokenizer(header, folder)
-    write_weights(header, tensors, folder / "model.safetensors", dtype, progress)
+    write_weights(header, tensors, folder / "model.safetensors", dtype, progress, left)
     return dtype
 
 

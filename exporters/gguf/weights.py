@@ -5,8 +5,9 @@ to the weights of norms. A tensor that no name is known for is refused.
 """
 
 import json
+import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -99,7 +100,9 @@ def own_dtype(header: Header, dtype: str) -> str:
     return dtype
 
 
-def write_weights(header: Header, tensors: list[Renamed], path: Path, dtype: str, progress: Progress) -> None:
+def write_weights(
+    header: Header, tensors: list[Renamed], path: Path, dtype: str, progress: Progress, left: Container[str] = ()
+) -> None:
     """Write tensors in a dtype, a piece of one in memory at a time.
 
     Args:
@@ -108,6 +111,7 @@ def write_weights(header: Header, tensors: list[Renamed], path: Path, dtype: str
         path: of the new safetensors file.
         dtype: "float32", "float16" or "bfloat16".
         progress: called as (stage, done, total) in bytes.
+        left: names of tensors that get a place in the file, and no numbers there.
 
     Raises:
         ExportError: a type that is not dequantised, or values beyond float16's range.
@@ -124,7 +128,12 @@ def write_weights(header: Header, tensors: list[Renamed], path: Path, dtype: str
     done = 0
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(file.tell() + total)
         for tensor in tensors:
+            if tensor.name in left:
+                done += prod(tensor.info.shape) * width
+                file.seek(prod(tensor.info.shape) * width, os.SEEK_CUR)
+                continue
             for piece in _pieces(header, tensor):
                 done += file.write(_converted(piece, numpy_dtype, tensor).tobytes())
             progress(f"dequantising {header.file.name}", done, total)
@@ -132,13 +141,13 @@ def write_weights(header: Header, tensors: list[Renamed], path: Path, dtype: str
 
 def _pieces(header: Header, tensor: Renamed) -> Iterator[NDArray[np.float32]]:
     if tensor.heads:
-        yield _in_order(read_tensor(header, tensor.info), tensor)
+        yield in_order(read_tensor(header, tensor.info), tensor)
     else:
         for piece in read_pieces(header, tensor.info):
             yield piece - np.float32(tensor.offset) if tensor.offset else piece
 
 
-def _in_order(weight: NDArray[np.float32], tensor: Renamed) -> NDArray[np.float32]:
+def in_order(weight: NDArray[Any], tensor: Renamed) -> NDArray[Any]:
     """Rows of each head so that a rotation pairs a value with the one half a head away."""
     rows = weight.shape[0]
     if rows % (2 * tensor.heads):

@@ -25,7 +25,7 @@ def playground(
     title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
     examples: Annotated[Path | None, typer.Option(metavar="FILE", help="Prepared examples, as JSON.")] = None,
     hook: Hooks = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights: float32, int8 or int4.")] = model_dtype.DEFAULT,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, int8 or int4.")] = None,
     open_: Annotated[bool, typer.Option("--open", help="Serve it on localhost and open a browser.")] = False,
     serve_: Annotated[bool, typer.Option("--serve", help="Serve it on localhost.")] = False,
     port: Annotated[int, typer.Option(help="Of the server; 0: a free one.")] = 0,
@@ -39,7 +39,7 @@ def playground(
     """
     if output is None and not (open_ or serve_):
         raise typer.BadParameter("give a folder with -o, or --open to see the page now")
-    opened = MIModel.from_pretrained(model, dtype=dtype)
+    opened = MIModel.from_pretrained(model, dtype=model_dtype.DEFAULT if dtype is None else dtype)
     given = None if spec is None else HookSpec.load(str(spec))
     with TemporaryDirectory() as scratch:
         folder = write(

@@ -15,7 +15,7 @@ from mionnx.model import MIModel
 from mionnx.quantise.quantise import quantise as quantise_hooked
 from mionnx.quantise.settings import Quantisation
 from mionnx.run import find_model
-from mionnx.verify.quantise_within import quantise_within
+from mionnx.verify.quantise_by_text import quantise_by_text
 
 COUNTS = ("matrices", "matrices_left", "bytes_in_blocks", "bytes_left")
 GLOBS = "Weights, by name or glob; may be repeated."
@@ -40,6 +40,12 @@ def quantise(
     text: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="To measure KL on; the model's own if left out.")
     ] = None,
+    importance: Annotated[
+        bool, typer.Option("--importance", help="Scales by what multiplies the weights, on the model's own text.")
+    ] = False,
+    importance_text: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="The same, on this text; may be repeated.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a model with its weights in blocks of 4 or 8 bits; it keeps all hook points.
@@ -56,11 +62,11 @@ def quantise(
         raise InputError("--text is what a budget is measured on: give --budget too")
     with bars() as progress:
         hooked = HookedModel.open(find_model.find_model(model, "float32", progress))
-        if budget is None:
+        if budget is None and not (importance or importance_text):
             quantise_hooked(hooked, output, settings, progress)
         else:
-            texts = [read_text(path) for path in text] if text else None
-            quantise_within(MIModel(hooked), output, settings, budget, texts, progress)
+            texts, read = ([read_text(path) for path in paths or ()] for paths in (text, importance_text))
+            quantise_by_text(MIModel(hooked), output, settings, budget, texts or None, read or importance, progress)
     made = HookedModel.open(output)
     sizes = [sum(file.stat().st_size for file in one.folder.glob("*.safetensors")) for one in (hooked, made)]
     counts = {name: made.metadata.quantised[name] for name in COUNTS}

@@ -13,6 +13,8 @@ from mionnx.engine.engine import Arrays, Engine, Program, inputs_of
 from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
+from mionnx.graph.contrib_shapes import DOMAIN
+from mionnx.graph.plain_products import OPERATORS, in_floats
 from mionnx.graph.validate import graphs
 
 
@@ -39,7 +41,10 @@ class ReferenceProgram(Program):
 
 
 class Reference(Engine):
-    """Slow, with its weights in memory; an oracle where others disagree."""
+    """Slow, with its weights in memory; an oracle where others disagree.
+
+    Operators of ONNX Runtime on weights in blocks are computed as standard ones, with the numbers of the blocks.
+    """
 
     name = "reference"
 
@@ -53,6 +58,8 @@ class Reference(Engine):
             for node in graph.node:
                 if node.op_type == "Scan" and any(any(item.ints) for item in node.attribute if "axes" in item.name):
                     return "onnx's ReferenceEvaluator implements Scan along axis 0 only: nothing would install it"
+                if node.domain == DOMAIN and node.op_type not in OPERATORS:
+                    return f"onnx's ReferenceEvaluator has no {node.op_type}, an operator of ONNX Runtime's own"
         return None
 
     def facts(self, options: Options) -> dict[str, str]:
@@ -70,6 +77,7 @@ class Reference(Engine):
         proto = onnx_file.parse(model) if isinstance(model, bytes) else onnx_file.read(model)
         if why := self.refuses(proto):
             raise ModelError(why)
+        in_floats(proto, folder)
         onnx_file.embed(proto, folder)
         try:
             return ReferenceProgram(ReferenceEvaluator(proto), proto)

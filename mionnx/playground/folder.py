@@ -23,6 +23,7 @@ from mionnx.spec.hook_spec import HookSpec
 HERE = Path(__file__).parent
 ENGINE, PAGE, WORKER = HERE / "engine", HERE / "page", HERE / "sw.js"
 MANIFEST, EXAMPLES, SPEC = "manifest.json", "examples.json", "spec.safetensors"
+FLOATS = "model-floats.onnx"  # the graph that unpacks weights in blocks
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 PART = 24 * 2**20  # bytes of a file: some hosts take 25 MB, GitHub 100
 LARGEST = 2**31  # bytes of weights that a page can hold beside itself in 4 GiB of WASM
@@ -102,6 +103,8 @@ def _write(
         spec.save(str(at / SPEC))
     (at / EXAMPLES).write_text(json.dumps(examples, ensure_ascii=False, indent=1))
     manifest = manifest_of(model.hooked, graph, spec, title, reference(model, graph))
+    if graph.floats is not None:
+        manifest["engine"]["floats"] = {"graph": f"model/{FLOATS}", "bytes": graph.floats_bytes}
     manifest["engine"] |= {"weights": weights, "unpacked": {f"vendor/{name}": sha for name, sha in vendored.items()}}
     written = sorted(path for path in at.rglob("*") if path.is_file() and not path.name.startswith("."))
     manifest["files"] = {path.relative_to(at).as_posix(): file_facts(path) for path in written}
@@ -112,6 +115,8 @@ def _write_model(at: Path, model: MIModel, graph: PlaygroundGraph) -> list[dict[
     """Write graph, weights in parts, and tokenizer; the parts of each weight file."""
     at.mkdir()
     (at / GRAPH).write_bytes(graph.model)
+    if graph.floats is not None:
+        (at / FLOATS).write_bytes(graph.floats)
     for name in TOKENIZER:
         source = model.hooked.folder / name
         (at / name).write_bytes(source.read_bytes() if source.is_file() else b"{}")

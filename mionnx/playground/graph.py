@@ -6,6 +6,8 @@
 2. Every such hook point is an output, after its slots, and so is every attention pattern.
 3. The head reads chosen rows of the residual stream; see `mionnx.rewrite.lens_rows`.
 4. Keys and values of the past are inputs and outputs, for generation.
+5. Weights in blocks can be unpacked when the graph is opened, where there is memory for floats: a second graph of the
+   same weight files, see `mionnx.rewrite.products_in_floats`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,6 +25,7 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.rewrite.lens_rows import lens_rows
 from mionnx.rewrite.plan import CaptureNode, Edit, Plan
+from mionnx.rewrite.products_in_floats import products_in_floats
 from mionnx.rewrite.prune import prune
 from mionnx.spec.hook_choice import HookChoice
 from mionnx.spec.hook_spec import HookSpec
@@ -61,6 +64,8 @@ class PlaygroundGraph:
         sites: hook points that can be changed and read.
         patterns: attention patterns that can be read.
         streams: residual streams that the head can read, the last layer's last.
+        floats: of weights in blocks, the graph that unpacks them when it is opened; else None.
+        floats_bytes: the memory that these take then.
     """
 
     model: bytes
@@ -68,6 +73,8 @@ class PlaygroundGraph:
     sites: Mapping[str, Site]
     patterns: Sequence[str]
     streams: Sequence[str]
+    floats: bytes | None = None
+    floats_bytes: int = 0
 
 
 def build_graph(model: HookedModel, spec: HookSpec, hooks: Sequence[str] = ()) -> PlaygroundGraph:
@@ -94,7 +101,9 @@ def build_graph(model: HookedModel, spec: HookSpec, hooks: Sequence[str] = ()) -
     lens_rows(graph, streams, report)
     prune(graph, report)
     proto = to_proto(graph, model.proto, {})
-    return PlaygroundGraph(proto.SerializeToString(), onnx_file.locations(proto), sites, patterns, streams)
+    unpacked, size = products_in_floats(proto)
+    floats = (unpacked.SerializeToString(), size) if size else (None, 0)
+    return PlaygroundGraph(proto.SerializeToString(), onnx_file.locations(proto), sites, patterns, streams, *floats)
 
 
 def _refuse_model(model: HookedModel) -> None:

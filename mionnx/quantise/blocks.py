@@ -13,29 +13,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.graph.blocks import Blocks, pack
+from mionnx.quantise.weighted_scales import weighted_scales
 
 ROWS = 2**24  # numbers that are quantised at once
 
 
-def quantise_blocks(matrix: NDArray[Any], bits: int, block_size: int, symmetric: bool) -> Blocks:
+def quantise_blocks(
+    matrix: NDArray[Any], bits: int, block_size: int, symmetric: bool, importance: NDArray[Any] | None = None
+) -> Blocks:
     """Quantise a matrix.
 
     Args:
         matrix: [rows, columns], float32 or float16, mapped from a file or in memory; read a part at a time.
         bits, block_size, symmetric: see `Quantisation`.
+        importance: [columns], of blocks of 4 bits, whose scales are then those of least weighted squares
+            (`mionnx.quantise.weighted_scales`); 8 bits are as they are without.
     """
     rows, columns = matrix.shape
     count = -(-columns // block_size)
     packed = np.empty((rows, count, block_size * bits // 8), np.uint8)
     scales = np.empty((rows, count), matrix.dtype)
     zero_points = None if symmetric else np.empty((rows, count), np.uint8)
-    step = max(1, ROWS // columns)
+    weights = None
+    if importance is not None and bits == 4:
+        weights = np.pad(importance, (0, count * block_size - columns)).reshape(count, block_size)
+    step = max(1, (ROWS if weights is None else ROWS // 8) // columns)
     for begin in range(0, rows, step):
         part = slice(begin, min(begin + step, rows))
         numbers = np.zeros((part.stop - begin, count * block_size), np.float32)
         numbers[:, :columns] = matrix[part]
         blocks = numbers.reshape(-1, count, block_size)
-        scale, zero = _symmetric(blocks, bits) if symmetric else _spread(blocks, bits)
+        if weights is not None:
+            scale, zero = weighted_scales(blocks, weights, symmetric)
+        else:
+            scale, zero = _symmetric(blocks, bits) if symmetric else _spread(blocks, bits)
         scale = scale.astype(matrix.dtype)  # the numbers are those nearest to what will be read
         held = scale.astype(np.float32)[..., None]
         steps = np.divide(blocks, held, out=np.zeros_like(blocks), where=held != 0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
@@ -59,6 +60,7 @@ def quantise_into(
     settings: Quantisation,
     progress: Progress = silent,
     given: Mapping[str, GivenBlocks] | None = None,
+    importance: Mapping[str, NDArray[Any]] | None = None,
 ) -> None:
     """Write the files of a quantised model into a folder; see `quantise`.
 
@@ -66,12 +68,13 @@ def quantise_into(
         model, folder, settings, progress: see `quantise`.
         given: a checkpoint's own blocks by the names of their weights, which are kept as they are; what the model's
             files hold in the places of these weights is not read.
+        importance: weight -> mean square of each of its inputs, [in]; see `quantise_blocks`.
     """
     model.need_weights("quantising it")
     found, given = find_weights(model), given or {}
     choice = choose(model, found, settings, given)
     proto = with_blocks(model.proto, found, choice.matrices, settings)
-    _write_weights(model, proto, choice.matrices, settings, folder, progress, given)
+    _write_weights(model, proto, choice.matrices, settings, folder, progress, given, importance or {})
     _describe(model, proto, choice, settings, folder, progress)
     (folder / GRAPH).write_bytes(proto.SerializeToString())
     for path in [path for pattern in KEPT for path in model.folder.glob(pattern) if path.is_file()]:
@@ -86,6 +89,7 @@ def _write_weights(
     folder: Path,
     progress: Progress,
     given: Mapping[str, GivenBlocks],
+    importance: Mapping[str, NDArray[Any]],
 ) -> None:
     """Write all weights of the graph into one file, and point its initializers there."""
     kept = [tensor for tensor in proto.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
@@ -105,7 +109,8 @@ def _write_weights(
             if matrix.given is not None:
                 blocks = matrix.given.read()
             else:
-                blocks = quantise_blocks(rows, matrix.bits, settings.block_size, settings.symmetric)
+                form = matrix.bits, settings.block_size, settings.symmetric
+                blocks = quantise_blocks(rows, *form, importance.get(name))
             for part, values in matrix.arrays(name, blocks).items():
                 if part in kinds:
                     file.put(part, 0, values)

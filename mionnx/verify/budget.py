@@ -22,6 +22,7 @@ from mionnx.machine.progress import Progress
 from mionnx.quantise.quantised_graph import Matrix
 from mionnx.quantise.settings import Quantisation
 from mionnx.verify.candidates import of_blocks
+from mionnx.verify.importance import Importance
 from mionnx.verify.matrix_loss import Candidate, FloatModel, MatrixLoss, matrix_losses
 from mionnx.verify.next_token import Divergence, log_probabilities
 
@@ -73,6 +74,7 @@ class Search:
         settings: of the blocks.
         bound: KL in nats.
         progress: called as (stage, done, total).
+        importance: of the inputs of matrices.
         measured: bits of all matrices -> KL, of every measurement.
         left: after each step, the sum of what the matrices that have not moved cost alone.
     """
@@ -83,6 +85,7 @@ class Search:
     settings: Quantisation
     bound: float
     progress: Progress
+    importance: Importance = field(default_factory=dict)
     measured: dict[tuple[int, ...], float] = field(default_factory=dict)
     left: list[float] = field(default_factory=list)
 
@@ -103,7 +106,8 @@ class Search:
         return self.measured[key]
 
     def _candidate(self, name: str, bits: int) -> Candidate:
-        return of_blocks(self.model, name, replace(self.matrices[name], bits=bits), self.settings)
+        matrix = replace(self.matrices[name], bits=bits)
+        return of_blocks(self.model, name, matrix, self.settings, self.importance.get(name))
 
     def run(self) -> tuple[dict[str, int], list[dict[str, int]]]:
         """Choose the bits of all matrices.

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 import onnx
+from numpy.typing import NDArray
 
 from mionnx.graph import matrices as of_graph
 from mionnx.graph import onnx_file
@@ -19,7 +21,9 @@ from mionnx.quantise.settings import Quantisation
 from mionnx.verify.matrix_loss import Candidate, FloatModel
 
 
-def of_blocks(model: FloatModel, name: str, matrix: Matrix, settings: Quantisation) -> Candidate:
+def of_blocks(
+    model: FloatModel, name: str, matrix: Matrix, settings: Quantisation, importance: NDArray[Any] | None = None
+) -> Candidate:
     """A weight in blocks: the numbers that quantising would leave.
 
     Args:
@@ -27,11 +31,12 @@ def of_blocks(model: FloatModel, name: str, matrix: Matrix, settings: Quantisati
         name: of the weight.
         matrix: how it is held, its bits among that.
         settings: of the blocks.
+        importance: of its inputs.
     """
     rows = model.own(name)
 
     def numbers() -> of_graph.Matrix:
-        blocks = quantise_blocks(rows, matrix.bits, settings.block_size, settings.symmetric)
+        blocks = quantise_blocks(rows, matrix.bits, settings.block_size, settings.symmetric, importance)
         return numbers_of(blocks, matrix.bits, rows.shape[1])
 
     size = sum(dtype.itemsize * prod(shape) for dtype, shape in matrix.kinds(name, rows.shape, rows.dtype).values())

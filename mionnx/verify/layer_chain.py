@@ -6,7 +6,7 @@
 3. Segments run one after another, all prompts in each: of all matrices those of one segment are in memory.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,17 +43,21 @@ class LayerChain:
     Attributes:
         segments: the graphs, in order.
         products: weight -> the values of its products; none of a table that is only looked up in.
+        read: weight -> what its first product reads.
         read_later: of each segment, what later ones read.
     """
 
-    def __init__(self, model: HookedModel, found: Found, options: Options) -> None:
+    def __init__(self, model: HookedModel, found: Found, options: Options, inputs: bool = False) -> None:
         model.need_weights()
         self.bound = bind(HookSpec(), model, Outputs(carried=False))
         self.products: dict[str, list[str]] = {} if found.table is None else {table_name(found.table): []}
         for product in found.products:
             self.products.setdefault(product.weight, []).append(product.node.output[0])
+        self.read: dict[str, str] = {}
+        for product in found.products if inputs else ():
+            self.read.setdefault(product.weight, product.node.input[0])
         made, report = rewrite(model.proto, self.bound.plan, model.metadata)
-        proto = _fed(onnx_file.parse(made), found, self.products)
+        proto = _fed(onnx_file.parse(made), found, self.products, self.read.values())
         cuts = tuple(name for name in model.metadata.hooks if HookPoint.parse(name).variant == "ResidPre")
         chain = open_segments(
             proto, report, self.bound.plan, cuts, model.folder, options, engine_of(options), optimised=False, cost=0
@@ -85,7 +89,7 @@ class LayerChain:
             at: its number.
             values: what it reads.
             others: matrices in the place of the model's own, by name.
-            wanted: values of products that are given too.
+            wanted: values of products, or what they read, that are given too.
 
         Returns:
             these, and what later segments read.
@@ -118,8 +122,10 @@ class LayerChain:
                     yield logits
 
 
-def _fed(proto: onnx.ModelProto, found: Found, products: Mapping[str, Sequence[str]]) -> onnx.ModelProto:
-    """Make inputs of a graph's matrices and outputs of their products."""
+def _fed(
+    proto: onnx.ModelProto, found: Found, products: Mapping[str, Sequence[str]], read: Iterable[str]
+) -> onnx.ModelProto:
+    """Make inputs of a graph's matrices, and outputs of their products and of what is read."""
     held = {tensor.name: tensor for tensor in proto.graph.initializer}
     if found.table is not None and found.lookup is not None:
         own = onnx.TensorProto.FromString(held[found.table].SerializeToString())
@@ -131,10 +137,13 @@ def _fed(proto: onnx.ModelProto, found: Found, products: Mapping[str, Sequence[s
     for name, values in products.items():
         tensor = held[name]
         proto.graph.input.append(onnx.helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims)))
-        outputs = {output.name for output in proto.graph.output}
-        proto.graph.output.extend(
-            onnx.helper.make_tensor_value_info(value, tensor.data_type, None)
-            for value in values
-            if value not in outputs
-        )
+        _give(proto, values, tensor.data_type)
+    _give(proto, read, next(value.type.tensor_type.elem_type for value in proto.graph.output))
     return proto
+
+
+def _give(proto: onnx.ModelProto, names: Iterable[str], dtype: int) -> None:
+    """Make outputs of values, once each."""
+    known = {value.name for value in (*proto.graph.output, *proto.graph.input)}
+    new = [name for name in dict.fromkeys(names) if name not in known]
+    proto.graph.output.extend(onnx.helper.make_tensor_value_info(name, dtype, None) for name in new)

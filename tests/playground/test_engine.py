@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 from importlib.util import find_spec
@@ -354,3 +356,21 @@ def test_webgpu_is_used_where_it_is_asked_for_and_agrees(
     expected = shipped.forward(PROMPT).output()[0, -1]
     assert np.abs(page.evaluate(RUN, [PROMPT, [], {}])["logits"] - expected).max() < 1e-3
     browser.close()
+
+
+def test_weights_in_blocks_are_unpacked_or_stay(shipped: MIModel, laboratory: Any, known: Any, tmp_path: Path):
+    """Where a runtime cannot open the graph that unpacks them, the other one gives the same numbers."""
+    model = MIModel.from_pretrained(shipped.quantise(tmp_path / "int8", bits=8))
+    folder = playground(model, tmp_path / "site")
+    entries, spec = known["an edge"]
+    expected = model.forward(PROMPT, spec).output()[0, -1]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for held in ("float32", "int8"):
+        page = laboratory(folder)
+        assert page.evaluate("lab.backend.weights") == held
+        assert np.abs(page.evaluate(RUN, [PROMPT, entries, {}])["logits"] - expected).max() < 1e-4
+        damaged = b"no graph"
+        (folder / "model" / "model-floats.onnx").write_bytes(damaged)
+        facts = {"bytes": len(damaged), "sha256": hashlib.sha256(damaged).hexdigest()}
+        manifest["files"]["model/model-floats.onnx"] = facts
+        (folder / "manifest.json").write_text(json.dumps(manifest))

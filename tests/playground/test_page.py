@@ -67,14 +67,12 @@ def zero_a_layer(page: Page) -> None:
 
 def patch_a_cell(page: Page) -> None:
     page.fill("#second", GERMANY)
-    page.wait_for_function("playground.answers.secondTokens.length === 5")
     idle(page)
     choose(page, "layer 1, position 3 “France”", "Patch with 3 “Germany”")
 
 
 def patch_from_the_second_lens(page: Page) -> None:
     page.fill("#second", "Peru has its capital in")
-    page.wait_for_function("playground.answers.secondTokens.length === 5")
     idle(page)
     page.locator('#view table[aria-label="Lens of the second prompt"] td[aria-label^="layer 1, position 0"]').click()
     page.select_option("#patch-target", "3")
@@ -92,8 +90,8 @@ def steer(page: Page) -> None:
     idle(page)
     page.get_by_label("strength as a number").fill("1.5")
     page.keyboard.press("Enter")
-    page.wait_for_function("playground.state.entries[0].strength === 1.5")
     idle(page)
+    assert page.evaluate("playground.state.entries[0].strength") == 1.5
 
 
 DEEDS = [
@@ -150,6 +148,33 @@ def test_texts_before_and_after_are_those_of_generate(page: Page, shipped: MIMod
     assert len(page.locator("#texts .said").first.inner_text().split()) < 10
 
 
+def test_a_page_with_a_spec_begins_with_its_entries(
+    headless: Browser, served: Callable[..., str], playground_folder: Path, shipped: MIModel, tmp_path: Path
+):
+    """All of them on; one switched off; what is downloaded; and the link."""
+    context = headless.new_context()
+    page = visit(context, served(playground_folder))
+    assert page.locator("h1").text_content() == "<b>Capitals</b>"
+    whole = HookSpec.load(playground_folder / "spec.safetensors")
+    assert page.locator(".entry").count() == len(whole.interventions) == 4
+    part = HookSpec()
+    for one in (whole.interventions[n] for n in (0, 2, 3)):
+        part.intervene(*one)
+    for spec in (whole, part):
+        expected = shipped.forward(FRANCE, spec).output()[0, -1]
+        assert np.abs(page.evaluate(LOGITS, "after") - expected).max() < 1e-4
+        found = shipped.forward(FRANCE, exported(page, tmp_path)).output()[0, -1]
+        assert np.abs(found - expected).max() < 1e-4
+        page.locator(".entry input[type=checkbox]").nth(1).uncheck()
+        idle(page)
+    logits = page.evaluate(LOGITS, "after")
+    page.wait_for_timeout(300)  # the address follows
+    page.reload()
+    assert idle(page).evaluate(LOGITS, "after") == logits
+    assert page.troubles == []
+    context.close()
+
+
 def test_an_entry_is_switched_limited_and_removed(page: Page, shipped: MIModel, tmp_path: Path):
     zero_a_head_by_keyboard(page)
     page.select_option(".entry select", "[3]")
@@ -173,7 +198,7 @@ def test_an_entry_is_switched_limited_and_removed(page: Page, shipped: MIModel, 
 def test_zeroing_each_part_in_turn_measures_its_divergence(page: Page, shipped: MIModel):
     view(page, "parts")
     page.click("#measure")
-    page.wait_for_function("document.getElementById('measure').textContent !== 'Stop'")
+    page.get_by_role("button", name="Zero each").wait_for()
     assert "KL 5.384 nats" in cell(page, "head 1 of layer 1").get_attribute("aria-label")
     assert cell(page, "head 0 of layer 1").inner_text() == "0"
 
@@ -207,6 +232,18 @@ def test_a_link_replays_what_was_made(page: Page, headless: Browser, address: st
 
 def strip(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if value is not None}
+
+
+def test_a_lens_of_a_large_vocabulary_reads_some_layers_first(page: Page):
+    page.evaluate("playground.engine.manifest.model.vocabulary = 1e6")
+    page.fill("#prompt", "The capital of Peru is")
+    idle(page)
+    rows = page.locator("#view table.lens").first.locator("th.side")
+    assert rows.all_inner_texts() == ["layer 3", "layer 1"]
+    page.get_by_role("button", name="Show all layers").click()
+    idle(page)
+    assert rows.all_inner_texts() == ["layer 3", "layer 2", "layer 1", "layer 0"]
+    page.evaluate("playground.engine.manifest.model.vocabulary = 471")
 
 
 PACK = """async (state) => {
@@ -264,7 +301,7 @@ def test_the_page_stands_before_the_model_and_a_missing_file_is_a_sentence(headl
     page.route("**/model/**", lambda route: route.abort())
     page.goto(address)
     assert page.locator("#prompt").is_visible()  # before anything of the model came
-    page.wait_for_function("document.getElementById('loading-title').textContent === 'The model did not open'")
+    page.get_by_role("heading", name="The model did not open").wait_for()
     assert page.locator("#loading-text").inner_text().endswith(".")
     assert page.get_by_role("button", name="Try again").is_visible()
     context.close()
@@ -328,6 +365,10 @@ def test_texts_stand_out_and_a_phone_scrolls_only_downwards(headless: Browser, a
 
 GROUND = "getComputedStyle(document.body).backgroundColor"
 
+ELSEWHERE = """new Promise((done) => {
+  addEventListener("securitypolicyviolation", ({ effectiveDirective }) => done(effectiveDirective));
+  fetch("https://example.com/").catch(() => null);
+})"""
 HOSTILE = """(text) => {
   const { engine } = playground, run = engine.run.bind(engine);
   engine.tokenText = () => text;
@@ -371,4 +412,5 @@ def test_tokens_titles_lessons_and_links_never_become_markup(
     assert page.locator("img").count() == 1  # the sign beside the title
     assert page.locator("script").count() == 2
     assert page.troubles == []
+    assert page.evaluate(ELSEWHERE) == "connect-src"  # the page calls nobody, whatever it is made to say
     context.close()

@@ -1,25 +1,45 @@
-"""Blocks of GGUF files: those that ONNX Runtime's operator can hold are the file's own, number for number."""
+"""Blocks of GGUF files: those that ONNX Runtime's operators can hold are the file's own, number for number."""
+
+from functools import cache
 
 import numpy as np
 import pytest
-from families import make_model
+import torch
+from families import VOCAB, make_model
+from family_batches import batch, difference, forward
 from gguf import GGMLQuantizationType as Type
 from gguf_files import write_gguf
+from gradient_oracle import gradients as by_autograd
+from oracle import run
+from transformers import AutoModelForCausalLM
 
+from exporters.gguf.assemble import write_checkpoint
+from exporters.gguf.header import read_header
+from mionnx import HookPoint, HookSpec, Intervention, Logits, MIModel
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.matrices import embedding
 from mionnx.graph.onnx_file import weight
 from mionnx.graph.quantised_weight import weight_numbers
+from mionnx.machine.progress import silent
 from mionnx.run.exporting import export
 
+TOLERANCE = 5e-5
+WIDE = {"hidden_size": 256, "intermediate_size": 512}  # rows of Q4_K are whole blocks of 256
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "dtype", "bits"), [("Q4_0", "int4", 4), ("Q8_0", "int8", 8), ("Q8_0", "int4", 8)])
-def test_blocks_of_a_file_are_kept_bit_for_bit(kind, dtype, bits, tmp_path):
+
+def kinds() -> list:
+    slow = pytest.mark.slow
+    given = [("Q4_0", "int4", 4, {}), ("Q8_0", "int8", 8, {}), ("Q8_0", "int4", 8, {}), ("Q4_K", "int4", 4, WIDE)]
+    quick = pytest.param("Q4_1", "int4", 4, {"tie_word_embeddings": True}, id="Q4_1")
+    return [quick, *(pytest.param(*one, id=f"{one[0]} {one[1]}", marks=slow) for one in given)]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "bits", "sizes"), kinds())
+def test_blocks_of_a_file_are_kept_bit_for_bit(kind, dtype, bits, sizes, tmp_path):
     """Against the numbers that the gguf package makes of the file; 8-bit weights stay so in a model of 4 bits."""
-    file = write_gguf(make_model("llama"), tmp_path / "model.gguf", Type[kind])
+    file = write_gguf(make_model("llama", **sizes), tmp_path / "model.gguf", Type[kind])
     for name in ("float32", dtype):
-        export(file, tmp_path / name, name, lambda *_: None)
+        export(file, tmp_path / name, name, silent)
     floats, made = (HookedModel.open(tmp_path / name) for name in ("float32", dtype))
     blocks = [one.name for one in made.proto.graph.initializer if one.name.endswith("_blocks")]
     assert len(blocks) == 15  # seven in each of two layers, and the unembedding
@@ -29,3 +49,75 @@ def test_blocks_of_a_file_are_kept_bit_for_bit(kind, dtype, bits, tmp_path):
     np.testing.assert_array_equal(embedding(made), embedding(floats))
     held = {entry.i for node in made.proto.graph.node for entry in node.attribute if entry.name == "bits"}
     assert held == {bits}
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """A kind -> a model of blocks with offsets, the table among them, and transformers with the file's numbers."""
+
+    @cache
+    def find(kind: str):
+        folder = tmp_path_factory.mktemp("blocks")
+        sizes = {"tie_word_embeddings": True} if kind == "Q4_1" else WIDE
+        file = write_gguf(make_model("llama", **sizes), folder / "model.gguf", Type[kind])
+        write_checkpoint(read_header(file), folder / "checkpoint", "float32", silent)
+        export(file, folder / "hooked", "int4", silent)
+        eager = AutoModelForCausalLM.from_pretrained(
+            folder / "checkpoint", attn_implementation="eager", dtype=torch.float32
+        )
+        return MIModel.from_pretrained(folder / "hooked", threads=1), eager.eval()
+
+    return find
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", pytest.param("Q4_K", marks=pytest.mark.slow)])
+def test_every_hook_point_of_blocks_with_offsets_is_that_of_eager_transformers(kind, opened):
+    model, eager = opened(kind)
+    inputs = batch("left past")
+    point, edit = HookPoint.MlpAct(0), Intervention.Scale(0.3)
+    for edits in ([], [(point, edit)]):
+        spec = HookSpec().capture(lambda name: not name.endswith("hook_result"))
+        for at, change in edits:
+            spec.intervene(at, change)
+        expected, found = run(eager, inputs, edits), forward(model, inputs, spec)
+        off = {
+            name: difference(HookPoint.parse(name), found.values[name], expected.values[name], inputs)
+            for name in found.values
+        }
+        assert {name: d for name, d in off.items() if not d < TOLERANCE} == {}
+
+
+def test_gradients_heads_matrices_and_parts_of_the_logits_have_the_offsets(opened):
+    model, eager = opened("Q4_1")
+    inputs = batch("plain")
+    seed = np.random.default_rng(0).normal(size=(*inputs.ids.shape, VOCAB))
+    expected = by_autograd(eager, inputs, seed, torch.float64)
+    spec = HookSpec().gradient("*").set_metric("seed", seed=seed)
+    grad = model.forward(inputs.ids, spec, logits=False).grad
+    assert set(grad) == set(expected)
+    off = {name: np.abs(grad[name] - value).max() / np.abs(value).max() for name, value in expected.items()}
+    assert {name: d for name, d in off.items() if not d < 1e-5} == {}
+    cache = model.forward(inputs.ids, HookSpec().capture("*hook_result").capture("*hook_attn_out"))
+    np.testing.assert_allclose(cache.stack("result").sum(axis=3), cache.stack("attn_out"), rtol=0, atol=TOLERANCE)
+    state = eager.state_dict()
+    np.testing.assert_array_equal(model.W_U, state["lm_head.weight"].numpy().T)
+    np.testing.assert_array_equal(model.W_E, state["model.embed_tokens.weight"].numpy())
+    whole = cache.output()
+    last = model.forward(inputs.ids, logits=Logits(positions=-1))
+    np.testing.assert_allclose(last.output()[:, -1], whole[:, -1], rtol=0, atol=1e-5)
+    assert {node.op_type for node in model.hooked.proto.graph.node} >= {"MatMulNBits", "ReduceSum"}
+
+
+def test_a_compiled_graph_has_the_offsets(opened, tmp_path):
+    import onnxruntime
+
+    model, _ = opened("Q4_1")
+    spec = HookSpec().intervene(HookPoint.ResidPost(0), Intervention.Scale(0.5))
+    model.compile(spec, tmp_path / "compiled")
+    session = onnxruntime.InferenceSession(tmp_path / "compiled" / "model.onnx")
+    inputs = batch("plain")
+    sizes = model.hooked.metadata.past_shapes(len(inputs.ids), 0)
+    feeds = {name: np.zeros(shape, np.float32) for name, shape in sizes.items()}
+    feeds |= {"input_ids": inputs.ids, "attention_mask": np.ones_like(inputs.ids), "position_ids": inputs.positions}
+    found = session.run(["logits"], {one.name: feeds[one.name] for one in session.get_inputs()})[0]
+    np.testing.assert_allclose(found, model.forward(inputs.ids, spec).output(), rtol=0, atol=1e-5)

@@ -16,7 +16,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ARCHITECTURE = {"gemma3_text": "gemma3"}  # llama.cpp's name where it is another than transformers'
 INTERLEAVED = ("llama", "granite", "smollm3")
 PLUS_ONE = ("gemma", "gemma2", "gemma3_text")
-F32 = GGMLQuantizationType.F32
+F32, Q4_K = GGMLQuantizationType.F32, GGMLQuantizationType.Q4_K
 
 
 def write_gguf(
@@ -78,7 +78,18 @@ def put(writer: GGUFWriter, name: str, weight: np.ndarray, kind: GGMLQuantizatio
     if kind == F32 or weight.ndim == 1:
         writer.add_tensor(name, weight)
     else:
-        writer.add_tensor(name, quantize(weight, kind), raw_dtype=kind)
+        writer.add_tensor(name, q4_k(weight) if kind == Q4_K else quantize(weight, kind), raw_dtype=kind)
+
+
+def q4_k(weight: np.ndarray) -> np.ndarray:
+    """Blocks of Q4_K with random bits, of about the weight's size: the `gguf` package makes none itself."""
+    rows, columns = weight.shape
+    random = np.random.default_rng(weight[0, :2].view(np.uint32))
+    blocks = random.integers(0, 256, (rows * columns // 256, 144), np.uint8)
+    steps = np.abs(weight).max() / random.uniform(1200, 2000, len(blocks))  # 15 times 63 of them at most
+    sizes = np.stack([steps, 7.5 * steps], axis=1)  # of scales and of offsets, about zero
+    blocks[:, :4] = sizes.astype("<f2").view(np.uint8)
+    return blocks.reshape(rows, -1)
 
 
 def facts(config: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ LOGITS = "(which) => Array.from(playground.answers[which].logits)"
 
 def idle(page: Page) -> Page:
     """Wait until the page shows what the state says."""
-    page.wait_for_function("document.body.dataset.state === 'idle'")
+    page.wait_for_selector('body[data-state="idle"]')
     return page
 
 

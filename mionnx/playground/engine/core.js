@@ -1,9 +1,9 @@
 // The engine itself, in a worker: opens a playground's folder, runs the model, looks inside and changes it.
-import { PlaygroundError, told } from "./errors.js";
+import { PlaygroundError, told, WITHOUT_FLOATS } from "./errors.js";
 import { Files } from "./files.js";
 import { edits, inputs, needed, stored, valueOf } from "./interventions.js";
 import { largest, probabilities, random } from "./numbers.js";
-import { hasGpu, loadRuntime, openSession, refuseWithoutWasm, runSession, runtimeFiles } from "./session.js";
+import { hasGpu, hasMemory, loadRuntime, openSession, refuseWithoutWasm, runSession, runtimeFiles } from "./session.js";
 import { readTensors, specBytes } from "./spec_file.js";
 import { Tokens } from "./tokens.js";
 
@@ -13,30 +13,43 @@ const TOKENIZER = ["model/tokenizer.json", "model/tokenizer_config.json"], GRAPH
 
 export class Core {
   // base: address of the folder; device: "auto", "wasm" or "webgpu"; see engine.js.
-  static async open({ base, device, onProgress }) {
+  static async open({ base, device, floats, onProgress }) {
     refuseWithoutWasm();
     const core = new Core();
     core.manifest = await json(new URL("manifest.json", base), "manifest.json");
     if (core.manifest.format !== FORMAT) throw new PlaygroundError("broken-file", `manifest.json has format ${core.manifest.format}; this page reads ${FORMAT}. Write the folder again.`);
     core.examples = (await json(new URL("examples.json", base), "examples.json")).examples;
     core.files = new Files(base, core.manifest, onProgress);
-    await core.load(device, onProgress);
+    await core.load(device, floats, onProgress);
     onProgress?.({ stage: "ready", loaded: core.files.total, total: core.files.total, file: "", cached: false });
     return core;
   }
 
-  async load(device, onProgress) {
+  async load(device, floats, onProgress) {
     const { manifest, files } = this, large = manifest.model.bytes >= LARGE;
     const gpu = device === "webgpu" || (device === "auto" && large && (await hasGpu()));
-    const parts = manifest.engine.weights.flatMap(({ parts: names }) => names);
+    const parts = manifest.engine.weights.flatMap(({ parts: names }) => names), unpacked = manifest.engine.floats;
+    const graph = floats && unpacked && !gpu && hasMemory(unpacked.bytes) ? unpacked.graph : GRAPH;
     const more = manifest.files[SPEC] ? [SPEC] : [];
-    files.expect([...runtimeFiles(gpu ? "webgpu" : "wasm"), ...TOKENIZER, ...more, GRAPH, ...parts]);
+    files.expect([...runtimeFiles(gpu ? "webgpu" : "wasm"), ...TOKENIZER, ...more, graph, ...parts]);
     await this.loadTokenizer();
     this.tensors = more.length ? readTensors(await files.bytes(SPEC, "model")) : {};
     this.captured = new Map();
     const note = gpu ? await this.tryGpu(device, onProgress) : null;
-    if (!this.session) await this.openOn("wasm", onProgress, note);
+    if (graph !== GRAPH) await this.openFloats(graph, onProgress);
+    if (!this.session) await this.openOn("wasm", GRAPH, onProgress);
     this.backend.note = note ?? this.backend.note;
+  }
+
+  // Open with weights that are floats in memory. A runtime that found too little memory is of no more use: engine.js
+  // begins again in another worker, with weights in blocks, which are slower.
+  async openFloats(graph, onProgress) {
+    try {
+      await this.openOn("wasm", graph, onProgress);
+    } catch (error) {
+      if (["network", "broken-file"].includes(error.code)) throw error;
+      throw new PlaygroundError(WITHOUT_FLOATS, error.message);
+    }
   }
 
   async loadTokenizer() {
@@ -48,7 +61,7 @@ export class Core {
   // Open on the graphics processor; why not, as a sentence, where it fails or gives other numbers.
   async tryGpu(device, onProgress) {
     try {
-      await this.openOn("webgpu", onProgress);
+      await this.openOn("webgpu", GRAPH, onProgress);
       return null;
     } catch (error) {
       if (["network", "broken-file"].includes(error.code)) throw error;
@@ -60,17 +73,18 @@ export class Core {
     }
   }
 
-  async openOn(device, onProgress) {
+  async openOn(device, graph, onProgress) {
     const { files, manifest } = this;
     const { ort, threads, isolated } = await loadRuntime(files, device);
-    const model = await files.bytes(GRAPH, "model");
+    const model = await files.bytes(graph, "model");
     const weights = [];
     for (const { path, parts } of manifest.engine.weights) weights.push({ path, data: await this.whole(parts) });
     onProgress?.({ stage: "starting", loaded: files.total, total: files.total, file: "", cached: false });
     this.ort = ort;
     this.session = await openSession(ort, model, weights, device);
     const note = isolated || device === "webgpu" ? null : "This page is not isolated (its server sends no COOP and COEP headers), so the model has one thread.";
-    this.backend = { name: device, threads, isolated, note };
+    const held = device === "wasm" && graph !== GRAPH ? "float32" : manifest.model.weights;
+    this.backend = { name: device, threads, isolated, note, weights: held };
     await this.agree();
   }
 

@@ -1,5 +1,5 @@
 // What a page imports: a playground, whose work is done in a worker, so that the page never waits.
-import { PlaygroundError } from "./errors.js";
+import { PlaygroundError, WITHOUT_FLOATS } from "./errors.js";
 export { PlaygroundError } from "./errors.js";
 export { kl, probabilities } from "./numbers.js";
 
@@ -9,9 +9,19 @@ const RELOADED = "mionnx-isolated";
 export async function open(base = "./", { onProgress = null, device = "auto" } = {}) {
   const address = new URL(base, document.baseURI).href;
   await serviceWorker(address);
+  try {
+    return await started(address, device, true, onProgress);
+  } catch (error) {
+    if (error.code !== WITHOUT_FLOATS) throw error;
+    return started(address, device, false, onProgress);
+  }
+}
+
+// floats: whether weights in blocks may be unpacked to floats, where there seems to be memory for them.
+async function started(address, device, floats, onProgress) {
   const client = new Client(new Worker(new URL("./worker.js", import.meta.url), { type: "module" }));
   try {
-    const found = await client.ask("open", { base: address, device }, { progress: onProgress });
+    const found = await client.ask("open", { base: address, device, floats }, { progress: onProgress });
     return new Playground(client, found);
   } catch (error) {
     client.close();

@@ -1,5 +1,7 @@
 // Errors that a reader sees: a sentence, and a code for the page.
 
+export const WITHOUT_FLOATS = "without-floats"; // between worker and page: open it again, weights in blocks
+
 export class PlaygroundError extends Error {
   // code: "network", "broken-file", "no-wasm", "memory", "intervention", "input", "engine" or "overtaken"
   constructor(code, message) {

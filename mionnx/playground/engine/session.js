@@ -6,7 +6,7 @@ const KINDS = {
   wasm: { script: "ort.wasm.min.mjs", loader: "ort-wasm-simd-threaded.mjs", binary: "ort-wasm-simd-threaded.wasm.gz" },
   webgpu: { script: "ort.webgpu.min.mjs", loader: "ort-wasm-simd-threaded.asyncify.mjs", binary: "ort-wasm-simd-threaded.asyncify.wasm.gz" },
 };
-const MOST_THREADS = 4;
+const MOST_THREADS = 4, LARGEST_HEAP = 3 * 2 ** 30;
 
 export function runtimeFiles(device) {
   return [RUNTIME + KINDS[device].binary];
@@ -44,6 +44,7 @@ export async function openSession(ort, model, weights, device) {
     externalData: weights.map(({ path, data }) => ({ path, data })),
     logSeverityLevel: 3,
     graphOptimizationLevel: "all",
+    extra: { session: { disable_quant_qdq: "1" } }, // weights that are to be floats are unpacked now, not in every run
   };
   try {
     return await ort.InferenceSession.create(model, options);
@@ -68,6 +69,14 @@ export async function runSession(ort, session, feeds, fetches) {
   } catch (error) {
     throw told(error, "running the model");
   }
+}
+
+// Whether there is memory for weights of so many bytes, held twice for a moment. Browsers tell the machine's memory in
+// GiB, at most 8, or not at all; a phone's pages may have little of it.
+export function hasMemory(bytes) {
+  const { deviceMemory = 4, userAgent = "", maxTouchPoints = 0 } = globalThis.navigator ?? {};
+  const phone = /Android|iPhone|iPad|Mobi/.test(userAgent) || (/Macintosh/.test(userAgent) && maxTouchPoints > 1);
+  return !phone && 2 * bytes <= Math.min((deviceMemory / 2) * 2 ** 30, LARGEST_HEAP);
 }
 
 // Whether there is a graphics processor to try: not a software one, which is slower than WASM.

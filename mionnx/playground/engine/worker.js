@@ -6,8 +6,8 @@ let core = null;
 const aborted = new Set();
 
 const VERBS = {
-  async open({ base, device }, say) {
-    core = await Core.open({ base, device, onProgress: (detail) => say("progress", detail) });
+  async open({ base, device, floats }, say) {
+    core = await Core.open({ base, device, floats, onProgress: (detail) => say("progress", detail) });
     return { manifest: core.manifest, examples: core.examples, backend: core.backend };
   },
   encode: ({ text }) => {

@@ -11,7 +11,7 @@ export function drawChanges() {
   const box = find("changes"), focus = document.activeElement?.dataset?.key;
   find("clear").hidden = find("export").hidden = !state.entries.length;
   if (!state.entries.length) {
-    box.replaceChildren(element("p", { class: "faint small" }, "None yet. Point at a cell of the lens, an edge of a pattern or a part of the model below, and choose what to do to it."));
+    box.replaceChildren(element("p", { class: "faint small" }, "None yet. Point at a cell of the lens, an edge of a pattern or a part of the model in the views, and choose what to do to it."));
     return;
   }
   box.replaceChildren(...state.entries.map(line));

@@ -21,6 +21,7 @@ export function fillGrid(table, { label, corner = "", kind = "", rows, columns, 
   });
   table.replaceChildren(element("thead", {}, head), element("tbody", {}, ...lines));
   Object.assign(table, { pick, tell });
+  table.classList.toggle("deepmodel", rows.length > 16 && !table.matches(".small, .large"));
   if (!table.listening) listen(table);
   const start = had ? [had.row, had.column] : here || table.last || [0, 0];
   enter(table, find(table, ...start) || table.querySelector("td[tabindex]"), Boolean(had));

@@ -1,13 +1,13 @@
 // The logit lens, layer by position, of the prompt and of a second prompt that cells can be patched from.
-import { element, percent, quoted, visible } from "./dom.js";
+import { button, element, percent, quoted, visible } from "./dom.js";
 import { patch, place, scale, zero } from "./entries.js";
 import { fillGrid, focusCell } from "./grid.js";
 import { openMenu } from "./menu.js";
-import { refresh, theEngine, tokenText } from "./runs.js";
+import { theEngine, tokenText } from "./runs.js";
 import { addEntry, answers, change, shownInside, state, waiting } from "./state.js";
 
 export const title = "Lens";
-let table, secondTable, second, note;
+let table, secondTable, second, note, thinned;
 
 export function build(box) {
   table = element("table", { class: "grid lens" });
@@ -15,11 +15,12 @@ export function build(box) {
   note = element("p", { class: "faint small" });
   second = element("textarea", { id: "second", rows: 1, spellcheck: "false", placeholder: "The capital of Germany is" });
   second.value = state.second;
+  thinned = element("p", { class: "faint small", hidden: true }, element("span"), button("Show all layers", () => change({ allLayers: true })));
   let pause;
   second.addEventListener("input", () => { waiting(); clearTimeout(pause); pause = setTimeout(() => change({ second: second.value }), 250); });
   box.replaceChildren(
     element("p", { class: "faint small" }, "Each cell: the token that the model would say next if this layer were its last. The deeper the colour, the surer. Point at a cell for more; press it to change what is there."),
-    element("div", { class: "scroll" }, table),
+    element("div", { class: "scroll" }, table), thinned,
     element("p", { class: "legend key", id: "changed-key" }, element("span", {}, element("b", { class: "mark" }, "●"), "another top token than before"), element("span", {}, element("b", { class: "mark square" }, "▢"), "changed by you")),
     element("h3", { class: "second" }, element("label", { for: "second" }, "Second prompt, to patch cells from")),
     second, note, element("div", { class: "scroll" }, secondTable));
@@ -30,6 +31,9 @@ export function draw() {
   if (second && document.activeElement !== second) second.value = state.second;
   if (shown?.lens) lensGrid(table, shown, answers.tokens, "Lens of the prompt", (r, c, cell) => menu(layerOf(shown, r), c, cell));
   document.getElementById("changed-key").hidden = !answers.insideAfter;
+  const all = theEngine()?.manifest.model.layers, read = shown?.lens?.layers.length;
+  thinned.hidden = !read || read === all;
+  if (!thinned.hidden) thinned.firstChild.textContent = `${read} of ${all} layers: each cell costs a product with ${theEngine().manifest.model.vocabulary} tokens. `;
   const other = answers.second;
   secondTable.hidden = !other;
   note.textContent = other ? "Press a cell to put it into the prompt at the top: same layer, and a position of your choice." : "Write a text here, best one of the same form; its cells can then replace those of the prompt.";
@@ -105,6 +109,3 @@ function secondMenu(layer, position, cell) {
     actions: [{ text: "Put it into the prompt", main: true, press: () => addEntry(patch(hook(layer), Number(target.value), text, position)) }],
   });
 }
-
-// The second prompt changed: its lens is asked for with the next answers.
-export function chosen(part) { if ("second" in part && theEngine()) refresh(); }

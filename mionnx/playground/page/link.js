@@ -130,7 +130,7 @@ function only(value, names) { return Object.keys(value).every((name) => names.in
 const FORMS = Object.assign(Object.create(null), {
   prompt: (value, kind) => kind === "replace" && only(value, ["from", "text", "positions"]) && typeof value.text === "string" && (value.positions === undefined || places(value.positions)),
   contrast: (value, kind) => kind === "add" && only(value, ["from", "more", "less", "position"]) && texts(value.more) && texts(value.less) && (value.position === undefined || value.position === "mean" || whole(value.position, -65536, 65535)),
-  spec: (value) => only(value, ["from", "tensor"]) && typeof value.tensor === "string" && value.tensor.length < 200,
+  spec: (value) => only(value, ["from", "tensor", "tensors"]) && (value.tensors === undefined ? texts([value.tensor]) : texts(value.tensors, 8)),
 });
 
 function edges(list) { return Array.isArray(list) && list.length > 0 && list.length <= 4096 && list.every((edge) => places(edge) && edge.length === 2); }

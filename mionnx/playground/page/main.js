@@ -72,7 +72,7 @@ onChange((part) => {
   if ("view" in part) { closeMenu(false); drawTabs(); }
   if ("view" in part || "layer" in part || "head" in part || "side" in part) drawView();
   if ("entries" in part && state.view === "steer" && "lesson" in part) state.entries.forEach(steering.show);
-  if (part.prompt !== undefined || part.entries || part.view || part.second !== undefined) refresh();
+  if (part.prompt !== undefined || part.entries || part.view || part.second !== undefined || part.allLayers !== undefined) refresh();
   remember();
 });
 
@@ -126,6 +126,7 @@ function introduce({ manifest, backend }) {
 
 async function start() {
   find("page").classList.add("waiting");
+  find("page").inert = true; // by keyboard too
   try {
     const engine = await open("./", { onProgress: progress });
     introduce(engine);
@@ -136,6 +137,7 @@ async function start() {
     setLessons(engine.examples);
     find("loading").hidden = true;
     find("page").classList.remove("waiting");
+    find("page").inert = false;
     window.playground = { engine, state, answers }; // for the console
     await begin(engine);
   } catch (error) {
@@ -152,7 +154,7 @@ async function begin({ examples, manifest }) {
   if (await readAddress()) return;
   if (examples.length && !manifest.spec.length) return openLesson(0);
   const example = examples[0];
-  change({ prompt: example ? example.prompt : "The", entries: manifest.spec.map((entry) => ({ on: true, ...entry })), lesson: null });
+  change({ prompt: example ? example.prompt : "The capital of France is", entries: manifest.spec.map((entry) => ({ on: true, ...entry })), lesson: null });
   return undefined;
 }
 

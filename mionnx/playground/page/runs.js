@@ -2,6 +2,7 @@
 import { clearNotice, notice, sentence } from "./dom.js";
 import { answered, answers, inForce, state } from "./state.js";
 
+const MOST_PRODUCTS = 15e6; // cells of a lens times vocabulary
 let engine = null, wanted = 0, done = 0, running = false;
 const kept = { prompt: null, entries: null, second: null, after: null, before: "" };
 
@@ -56,26 +57,34 @@ async function newEntries() {
 
 // Lens and patterns of what the open view shows.
 async function inside(current) {
-  const want = { lens: { top: 5, lens: true }, attention: { top: 5, patterns: true } }[state.view];
+  const want = { lens: { top: 5, lens: lensLayers() }, attention: { top: 5, patterns: true } }[state.view];
   if (!want) return answered("inside");
-  const tokens = answers.tokens, lacks = (found) => !found || (want.lens ? !found.lens : !Object.keys(found.patterns).length);
+  const tokens = answers.tokens, sameLayers = (found) => found.lens?.layers.length === want.lens.length;
+  const lacks = (found) => !found || (want.lens ? !sameLayers(found) : !Object.keys(found.patterns).length);
   if (lacks(answers.insideBefore)) answers.insideBefore = await engine.run({ tokens, want });
   if (!current()) return undefined;
   if (answers.after && lacks(answers.insideAfter)) {
     answers.insideAfter = await engine.run({ tokens, interventions: inForce(), want });
   }
   answered("inside");
-  if (want.lens && current()) await secondPrompt();
+  if (want.lens && current()) await secondPrompt(want.lens);
   return undefined;
 }
 
-async function secondPrompt() {
-  if (state.second === kept.second) return;
+// The layers that a lens reads: all, or every second, third, ... up to the last where a head product for each would take seconds.
+export function lensLayers() {
+  const { layers, vocabulary } = engine.manifest.model, cells = vocabulary * layers * answers.tokens.length;
+  const step = state.allLayers ? 1 : Math.max(1, Math.ceil(cells / MOST_PRODUCTS));
+  return Array.from({ length: layers }, (_, layer) => layer).filter((layer) => (layers - 1 - layer) % step === 0);
+}
+
+async function secondPrompt(layers) {
+  if (state.second === kept.second && (!answers.second || answers.second.lens.layers.length === layers.length)) return;
   const text = state.second;
   try {
     answers.secondTokens = text.trim() ? await engine.encode(text) : [];
     answers.second = answers.secondTokens.length ?
-      await engine.run({ tokens: answers.secondTokens, want: { top: 5, lens: true } }) : null;
+      await engine.run({ tokens: answers.secondTokens, want: { top: 5, lens: layers } }) : null;
     clearNotice("second");
   } catch (error) {
     Object.assign(answers, { secondTokens: [], second: null });

@@ -14,10 +14,10 @@ export function drawExport() {
 }
 
 export function python() {
-  const { model } = theEngine().manifest;
+  const { model } = theEngine().manifest, dtype = model.weights === "float32" ? "" : `, dtype="${model.weights}"`;
   return [
     "from mionnx import HookSpec, MIModel", "",
-    `model = MIModel.from_pretrained(${JSON.stringify(model.name)})`, `prompt = ${JSON.stringify(state.prompt)}`, `spec = HookSpec.load(${JSON.stringify(fileName())})`,
+    "# the model that this page was made from", `model = MIModel.from_pretrained(${JSON.stringify(model.name)}${dtype})`, `prompt = ${JSON.stringify(state.prompt)}`, `spec = HookSpec.load(${JSON.stringify(fileName())})`,
     "logits = model.forward(prompt, spec).output()[0, -1]", `print(model.generate(prompt, spec, max_new_tokens=${state.count}).texts[0])`,
   ].join("\n");
 }

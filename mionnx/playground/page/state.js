@@ -1,6 +1,6 @@
 // What the reader has chosen, and what the model answered. Views read both; `change` is the only way to choose.
 export const state = {
-  prompt: "", second: "", entries: [], view: "lens", layer: 0, head: 0, side: "after", lesson: null, count: 8,
+  prompt: "", second: "", entries: [], view: "lens", layer: 0, head: 0, side: "after", lesson: null, count: 8, allLayers: false,
 };
 
 export const answers = {

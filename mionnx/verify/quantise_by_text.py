@@ -1,4 +1,7 @@
-"""`MIModel.quantise` within a bound of KL: bits are chosen, the model written, and measured as it is."""
+"""`MIModel.quantise` by texts: scales by what matrices read, and bits within a bound of KL.
+
+The model is measured as it is written.
+"""
 
 import warnings
 from collections.abc import Sequence
@@ -24,56 +27,80 @@ from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify.budget import FLOATS, WIDE, Bits, Search, Text, text_of
 from mionnx.verify.graph_under_test import LOGITS, GraphUnderTest
+from mionnx.verify.importance import Importance, mean_squares
 from mionnx.verify.matrix_loss import FloatModel
 from mionnx.verify.next_token import Divergence
 from mionnx.verify.runtime import GraphRuntime
-from mionnx.verify.windows import calls_of, digest, own_text, windows
+from mionnx.verify.windows import Ids, calls_of, digest, own_text, windows
 
 
-def quantise_within(
+def quantise_by_text(
     model: Runner,
     folder: Path,
     settings: Quantisation,
-    budget: float,
+    budget: float | None,
     texts: str | Sequence[str] | None,
+    importance: bool | str | Sequence[str],
     progress: Progress,
 ) -> Path:
-    """Write a quantised model whose KL(floats || blocks) over a text is at most a bound.
+    """Write a quantised model by what it computes on texts.
 
     Args:
         model: of floats.
         folder: to make.
         settings: of the blocks; matrices that cost too much take more bits than these say.
-        budget: the bound in nats, the mean over the tokens.
-        texts: what is measured on; None for what the model writes by itself.
+        budget: a bound of KL(floats || blocks) in nats, the mean over the tokens; None for no bound.
+        texts: what KL is measured on; None for what the model writes by itself.
+        importance: whether scales weight columns by what multiplies them, on what the model writes by itself; texts to
+            take in its place.
         progress: called as (stage, done, total).
 
     Raises:
         InputError: no such bound, or no text.
         ModelError: the bound cannot be met, or the model cannot be quantised.
     """
-    if not (isinstance(budget, int | float) and np.isfinite(budget) and budget > 0):
+    if budget is not None and not (np.isfinite(budget) and budget > 0):
         raise InputError(f"budget must be a number of nats above 0, got {budget!r}")
     if folder.exists():
         raise ModelError(f"{folder} exists already")
+    if importance and settings.bits == WIDE:
+        raise InputError("importance has no effect on 8 bits: it weights the scales of blocks of 4")
     model.hooked.need_weights("quantising it")
-    ids = own_text(model) if texts is None else windows(model, texts)
-    floats = FloatModel(model.hooked, Options(threads=model.options.threads, prepack=False))
+    weights, told = Importance(), dict[str, Any]()
+    options = Options(threads=model.options.threads, prepack=False)
+    if importance:
+        ids = own_text(model) if importance is True else windows(model, importance)
+        weights = mean_squares(model.hooked, calls_of(model, ids), options, progress)
+        told = {"importance": _text(ids, importance is True)}
+    if budget is None:
+        with new_folder(folder, ModelError) as partial:
+            quantise_into(model.hooked, partial, settings, progress, importance=weights)
+            _record(HookedModel.open(partial, check="none"), told)
+        return folder
+    floats = FloatModel(model.hooked, options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FewBlocksWarning)  # it is said when the model is written
         matrices = choose(model.hooked, floats.found, settings).matrices
+    ids = own_text(model) if texts is None else windows(model, texts)
     with text_of(floats, calls_of(model, ids), progress) as text:
-        search = Search(floats, text, matrices, settings, budget, progress)
-        bits, more = search.run()
-        known: dict[str, Any] = {
-            "bound": budget,
-            "kl_without": search.kl({name: matrix.bits for name, matrix in matrices.items()}),
-        }
-        known |= {"text_sha256": digest(ids), "text": "own" if texts is None else "given"}
-        for one in (bits, *more):
-            if _written(model, folder, settings, one, text, known, progress):
-                return folder
-    raise ModelError(f"budget={budget:g} is not met by the model as it is written, whatever the bits")
+        search = Search(floats, text, matrices, settings, budget, progress, weights)
+        return _within(model, folder, search, told, _text(ids, texts is None))
+
+
+def _text(ids: Sequence[Ids], own: bool) -> dict[str, Any]:
+    """A text in a model's metadata."""
+    return {"text": "own" if own else "given", "text_sha256": digest(ids), "tokens": sum(one.size for one in ids)}
+
+
+def _within(model: Runner, folder: Path, search: Search, told: dict[str, Any], text: dict[str, Any]) -> Path:
+    """Choose bits and write the model; the next bits if it turns out to be above the bound."""
+    bits, more = search.run()
+    without = search.kl({name: matrix.bits for name, matrix in search.matrices.items()})
+    known = {"bound": search.bound, "kl_without": without, **text}
+    for one in (bits, *more):
+        if _written(model, folder, search, one, told, known):
+            return folder
+    raise ModelError(f"budget={search.bound:g} is not met by the model as it is written, whatever the bits")
 
 
 class _AboveError(Exception):
@@ -81,26 +108,22 @@ class _AboveError(Exception):
 
 
 def _written(
-    model: Runner,
-    folder: Path,
-    settings: Quantisation,
-    bits: Bits,
-    text: Text,
-    known: dict[str, Any],
-    progress: Progress,
+    model: Runner, folder: Path, search: Search, bits: Bits, told: dict[str, Any], known: dict[str, Any]
 ) -> bool:
     """Write a model, unless it turns out to be above the bound."""
+    settings = search.settings
     try:
         with new_folder(folder, ModelError) as partial:
-            quantise_into(model.hooked, partial, _settings(settings, bits), progress)
-            made = HookedModel.open(partial, check="none")
-            found = _measured(made, text, model.options.threads, progress)
-            if found.mean > known["bound"]:
+            made = _settings(settings, bits)
+            quantise_into(model.hooked, partial, made, search.progress, importance=search.importance)
+            opened = HookedModel.open(partial, check="none")
+            found = _measured(opened, search.text, model.options.threads, search.progress)
+            if found.mean > search.bound:
                 raise _AboveError
             wide = [name for name, one in bits.items() if one == WIDE and settings.bits_of(name) != WIDE]
             kept = [name for name, one in bits.items() if one == FLOATS]
-            reached = {"kl": found.mean, "top_1": found.top_1, "tokens": found.positions}
-            _record(made, known | reached | {"moved_to_8_bits": wide, "moved_to_floats": kept})
+            reached = {"kl": found.mean, "top_1": found.top_1, "moved_to_8_bits": wide, "moved_to_floats": kept}
+            _record(opened, {**told, "budget": known | reached})
     except _AboveError:
         return False
     return True
@@ -123,9 +146,9 @@ def _measured(made: HookedModel, text: Text, threads: int, progress: Progress) -
 
 
 def _record(made: HookedModel, entry: dict[str, Any]) -> None:
-    """Write what was chosen and reached into the model's metadata."""
+    """Write what was measured into the model's metadata."""
     proto = onnx_file.read(made.folder / GRAPH)
-    metadata = replace(made.metadata, quantised={**made.metadata.quantised, "budget": entry})
+    metadata = replace(made.metadata, quantised={**made.metadata.quantised, **entry})
     del proto.metadata_props[:]
     for key, value in metadata.to_props().items():
         proto.metadata_props.add(key=key, value=value)

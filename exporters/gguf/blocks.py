@@ -1,0 +1,108 @@
+"""Matrices of a GGUF file as blocks of ONNX Runtime's operators: no number is rounded.
+
+Each type has blocks of 32 neighbours with a scale. Q4_0: w = (q - 8) d. Q8_0: w = q d, q signed. Q4_1: w = q d + m, and
+Q4_K, of 256 with scales and offsets of 6 bits for each 32: w = q (d s) - (e m). The last two become (q - 8) times the
+scale, plus an offset of 8 scales and theirs, which is one float32 (the layouts are those of ggml-common.h and of the
+`gguf` package).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import Q4_K
+from numpy.typing import NDArray
+
+from exporters.gguf.header import Header
+from exporters.gguf.weights import Renamed, in_order
+from mionnx.graph.blocks import Blocks, GivenBlocks, of_integers
+
+SIZE, MIDDLE = 32, 8
+EMBEDDING, UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class Held(NamedTuple):
+    """Integers [rows, columns] with scales and offsets [rows, blocks]."""
+
+    integers: NDArray[np.uint8]
+    scales: NDArray[np.float32]
+    offsets: NDArray[np.float32] | None = None
+
+
+def _halves(data: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
+    """The halves of bytes [n, bytes]: of `count` bytes the lower ones, then the upper ones."""
+    parts = data.reshape(len(data), -1, 1, count) >> np.array([0, 4], np.uint8).reshape(1, 1, 2, 1)
+    integers: NDArray[np.uint8] = (parts & np.uint8(15)).reshape(len(data), -1)
+    return integers
+
+
+def _float(data: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Numbers of 2 bytes."""
+    return np.ascontiguousarray(data).view("<f2").astype(np.float32)
+
+
+def _q4_0(data: NDArray[np.uint8]) -> Held:
+    return Held(_halves(data[:, 2:], SIZE // 2), _float(data[:, :2]))
+
+
+def _q4_1(data: NDArray[np.uint8]) -> Held:
+    scales = _float(data[:, :2])
+    return Held(_halves(data[:, 4:], SIZE // 2), scales, _float(data[:, 2:4]) + MIDDLE * scales)
+
+
+def _q8_0(data: NDArray[np.uint8]) -> Held:
+    return Held(data[:, 2:] ^ np.uint8(128), _float(data[:, :2]))
+
+
+def _q4_k(data: NDArray[np.uint8]) -> Held:
+    steps, offsets = Q4_K.get_scale_min(data[:, 4:16])
+    scales = _float(data[:, :2]) * steps.astype(np.float32)
+    lowest = _float(data[:, 2:4]) * offsets.astype(np.float32)
+    return Held(_halves(data[:, 16:], SIZE), scales, MIDDLE * scales - lowest)
+
+
+READERS: dict[Kind, tuple[int, Callable[[NDArray[np.uint8]], Held]]] = {
+    Kind.Q4_0: (4, _q4_0),
+    Kind.Q4_1: (4, _q4_1),
+    Kind.Q8_0: (8, _q8_0),
+    Kind.Q4_K: (4, _q4_k),
+}
+OFFSETS = (Kind.Q4_1, Kind.Q4_K)
+
+
+def blocks_of(header: Header, tensors: list[Renamed]) -> dict[str, GivenBlocks]:
+    """The matrices of a file in blocks, by transformers' names; a tied table by both names.
+
+    Args:
+        header: of the file.
+        tensors: see `weights.rename`.
+    """
+    found = {one.name: _given(header, one) for one in tensors if one.info.kind in READERS and len(one.info.shape) == 2}
+    if UNEMBEDDING not in {one.name for one in tensors} and EMBEDDING in found:
+        found[UNEMBEDDING] = found[EMBEDDING]
+    return found
+
+
+def _given(header: Header, tensor: Renamed) -> GivenBlocks:
+    info = tensor.info
+    (rows, columns), (bits, _) = info.shape, READERS[info.kind]
+    return GivenBlocks(
+        rows, columns, bits, SIZE, False, info.kind in OFFSETS, None, lambda: _read(header, tensor, bits)
+    )
+
+
+def _read(header: Header, tensor: Renamed, bits: int) -> Blocks:
+    info = tensor.info
+    _, bytes_of_block = GGML_QUANT_SIZES[info.kind]
+    data = np.fromfile(header.file, np.uint8, info.length, offset=info.offset).reshape(-1, bytes_of_block)
+    held = READERS[info.kind][1](data)
+
+    def whole(array: NDArray[Any]) -> NDArray[Any]:
+        rows = array.reshape(info.shape[0], -1)
+        return in_order(rows, tensor) if tensor.heads else rows
+
+    blocks = of_integers(whole(held.integers), whole(held.scales), None, bits, SIZE)
+    offsets = None if held.offsets is None else whole(held.offsets)
+    return Blocks(blocks.packed, blocks.scales, None, offsets)

@@ -1,0 +1,54 @@
+"""Importance of the inputs of a model's matrices: their mean squares over a text."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.engine.options import Options
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.inputs.token_batch import TokenBatch
+from mionnx.machine.progress import Progress, silent
+from mionnx.quantise.matrices import find_weights
+from mionnx.verify.layer_chain import LayerChain
+
+Importance = dict[str, NDArray[np.float64]]
+
+
+def mean_squares(
+    model: HookedModel, calls: Sequence[TokenBatch], options: Options, progress: Progress = silent
+) -> Importance:
+    """Measure what the products of a model read.
+
+    Args:
+        model: of floats.
+        calls: prompts without padding.
+        options: of the engine.
+        progress: called as (stage, done, total) in layers.
+
+    Returns:
+        weight -> the mean square of each of its inputs over all tokens, [in].
+    """
+    chain = LayerChain(model, find_weights(model), options, inputs=True)
+    states, tokens, found = (
+        [chain.feeds(call) for call in calls],
+        sum(call.input_ids.size for call in calls),
+        Importance(),
+    )
+    for at, segment in enumerate(chain.segments):
+        progress("what matrices read", at, len(chain))
+        here = {name: value for name, value in chain.read.items() if chain.place(name) == at}
+        wanted = {value for value in here.values() if value in segment.outputs}
+        for state in states:
+            made = chain.step(at, state, {}, wanted)
+            squares = {value: _squares((made if value in made else state)[value]) for value in {*here.values()}}
+            for name, value in here.items():
+                found[name] = found.get(name, np.zeros(1)) + squares[value] / tokens
+            state |= {name: value for name, value in made.items() if name in chain.read_later[at]}
+    return found
+
+
+def _squares(value: NDArray[np.floating]) -> NDArray[np.float64]:
+    """The sum of squares over all axes but the last."""
+    rows = value.reshape(-1, value.shape[-1])
+    return np.asarray(np.square(rows, dtype=np.float64).sum(axis=0))
