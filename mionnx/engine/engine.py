@@ -68,7 +68,7 @@ class Program(ABC):
         return dict(self.run(outputs, feeds))
 
     def rolling(self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], present: Mapping[str, str]) -> Any:
-        """A `RollingCache` of this program, for decoding in calls of one shape; None where that gains nothing.
+        """A `RollingCache` of this program, for decoding in calls of one shape; or None.
 
         Args:
             outputs: names to fetch.
