@@ -157,7 +157,7 @@ def test_a_page_with_a_spec_begins_with_its_entries(
     page = visit(context, served(playground_folder))
     assert page.locator("h1").text_content() == "<b>Capitals</b>"
     whole = HookSpec.load(playground_folder / "spec.safetensors")
-    assert page.locator(".entry").count() == len(whole.interventions) == 4
+    assert page.locator(".entry").count() == len(whole.interventions) == 5
     part = HookSpec()
     for one in (whole.interventions[n] for n in (0, 2, 3)):
         part.intervene(*one)
