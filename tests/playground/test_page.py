@@ -148,6 +148,7 @@ def test_texts_before_and_after_are_those_of_generate(page: Page, shipped: MIMod
     assert len(page.locator("#texts .said").first.inner_text().split()) < 10
 
 
+@pytest.mark.slow
 def test_a_page_with_a_spec_begins_with_its_entries(
     headless: Browser, served: Callable[..., str], playground_folder: Path, shipped: MIModel, tmp_path: Path
 ):
@@ -282,6 +283,7 @@ def test_a_broken_link_is_a_sentence(name: str, page: Page):
     page.locator("#notices button").click()
 
 
+@pytest.mark.slow
 def test_a_reload_without_network_works(headless: Browser, address: str, shipped: MIModel):
     context = headless.new_context()
     page = visit(context, address)
@@ -339,6 +341,7 @@ CONTRASTS = """() => {
 }"""
 
 
+@pytest.mark.slow
 def test_texts_stand_out_and_a_phone_scrolls_only_downwards(headless: Browser, address: str):
     """In both schemes of colours, in every view; then with the colours that the reader chooses, which are kept."""
     context = headless.new_context(viewport={"width": 360, "height": 740}, has_touch=True)
