@@ -4,7 +4,8 @@ One graph so gives next tokens, a lens of all layers or of one, and never comput
 
 1. The given residual streams, [batch, seq, hidden] each, stand one after the other: row `layer * seq + position`.
 2. What read the last of them on the way to the logits, the final norm and the head, reads the rows in the input `ROWS`,
-   int64 [n]; `logits` are those of the rows whose places in it the input `WHOLE` has, int64 [m].
+   int64 [n]; a reshape to the shape that a value has already is removed, as it names the length of the text. `logits`
+   are those of the rows whose places in `ROWS` the input `WHOLE` has, int64 [m].
 3. Every row gives its `K` (int64 [1]) largest log-probabilities, `TOP`, and their tokens, `TOP_IDS`, [batch, n, k]; and
    the log-probabilities of the tokens in the input `TRACKED`, int64 [t]: `TRACKED_LOG_PROBS`, [batch, n, t].
 """
@@ -41,8 +42,8 @@ def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report) -> None:
     rows = op.input(ROWS, np.int64, 1)
     stack = op.Concat(*(tensors[name] for name in streams), axis=1, name="stack")
     chosen = op.Gather(stack, rows, axis=1, name="chosen", dtype=last.dtype)
-    for node in readers:
-        node.inputs = [chosen if entry is last else entry for entry in node.inputs]
+    _replace(last, chosen, readers)
+    _bypass_reshapes(graph, chosen)
     logits = tensors[LOGITS]
     if not _reaches(logits, chosen):
         raise ModelError(f"the logits are not computed from {streams[-1]} alone: a lens of rows cannot be built")
@@ -50,6 +51,25 @@ def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report) -> None:
     _largest(graph, op, logits)
     _cut(graph, op, logits)
     graph.toposort()
+
+
+def _replace(old: gs.Tensor, new: gs.Tensor, readers: Sequence[gs.Node]) -> None:
+    for node in readers:
+        node.inputs = [new if entry is old else entry for entry in node.inputs]
+
+
+def _bypass_reshapes(graph: gs.Graph, value: gs.Variable) -> None:
+    """Remove what reshapes a text to the shape that it has: exporters write the text's length into it."""
+    for node in list(value.outputs):
+        for output in list(node.outputs):
+            if node.op == "Reshape" and value.shape is not None and value.shape == output.shape:
+                _replace(output, value, list(output.outputs))
+                graph.nodes.remove(node)
+                node.inputs.clear()
+                node.outputs.clear()
+                return _bypass_reshapes(graph, value)
+            _bypass_reshapes(graph, output)
+    return None
 
 
 def _forget_shapes(value: gs.Variable) -> None:
