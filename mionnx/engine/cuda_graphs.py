@@ -25,9 +25,15 @@ class CudaGraphs:
 
     def __init__(self, session: onnxruntime.InferenceSession, place: Device) -> None:
         self.session, self.place = session, place
-        self._calls: dict[Any, _Replay] = {}
+        self._calls: dict[Any, Replay] = {}
         self._number = 0
         self._alone = Lock()
+
+    def next_id(self) -> int:
+        """An id for a CUDA graph of this session."""
+        with self._alone:
+            self._number += 1
+            return self._number
 
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
         """Replay a call, or record it first; results are arrays."""
@@ -43,7 +49,7 @@ class CudaGraphs:
         try:
             if call is None:
                 self._number += 1
-                call = _Replay(self.session, outputs, arrays, self.place, self._number)
+                call = Replay(self.session, outputs, arrays, self.place, self._number)
             self._calls[key] = call  # last in the order of the dictionary: the one used most recently
             while len(self._calls) > self.LIMIT:
                 del self._calls[next(iter(self._calls))]
@@ -54,8 +60,12 @@ class CudaGraphs:
             raise ModelError(f"ONNX Runtime failed while replaying a CUDA graph: {error}") from error
 
 
-class _Replay:
-    """All calls of one shape: fixed buffers, and the graph that reads and writes them."""
+class Replay:
+    """All calls of one shape: fixed buffers, and the graph that reads and writes them.
+
+    Attributes:
+        inputs, outputs: name -> buffer.
+    """
 
     def __init__(
         self,
@@ -75,11 +85,22 @@ class _Replay:
         for name, value in self.outputs.items():
             self.binding.bind_ortvalue_output(name, value)
 
-    def run(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    def run(self, arrays: Mapping[str, NDArray[Any]], outputs: Sequence[str] | None = None) -> dict[str, NDArray[Any]]:
+        """Write into the input buffers and run.
+
+        Args:
+            arrays: of the inputs that change.
+            outputs: names of those to copy to the CPU; all if left out.
+        """
+        self.write(arrays)
+        self.session.run_with_iobinding(self.binding, self.options)
+        names = self.outputs if outputs is None else outputs
+        return {name: fetch(self.outputs[name], self.place).copy() for name in names}
+
+    def write(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Write into the input buffers."""
         for name, array in arrays.items():
             if array.dtype == ml_dtypes.bfloat16:
                 copied(put(array, CPU), self.place, self.inputs[name])
             else:
                 self.inputs[name].update_inplace(np.asarray(array, order="C"))
-        self.session.run_with_iobinding(self.binding, self.options)
-        return {name: fetch(value, self.place).copy() for name, value in self.outputs.items()}

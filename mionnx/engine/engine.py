@@ -39,11 +39,13 @@ class Program(ABC):
         native: the engine's own object.
         inputs: everything that can be fed, by name.
         shares_weights: whether other programs use the same memory for their weights.
+        rolls: whether `rolling` gives anything.
     """
 
     native: Any
     inputs: Mapping[str, Input]
     shares_weights: bool = False
+    rolls: bool = False
 
     @abstractmethod
     def run(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> Arrays:
@@ -64,6 +66,16 @@ class Program(ABC):
     def compute(self, outputs: Sequence[str], feeds: Mapping[str, Any]) -> dict[str, Any]:
         """As `run` where the engine computes on the CPU; on another device as `run_on_device`."""
         return dict(self.run(outputs, feeds))
+
+    def rolling(self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], present: Mapping[str, str]) -> Any:
+        """A `RollingCache` of this program, for decoding in calls of one shape; or None.
+
+        Args:
+            outputs: names to fetch.
+            feeds: arrays of one step, the past padded on the left.
+            present: output -> the input that takes it in the next step.
+        """
+        return None
 
     def resident(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
         """Arrays put where the engine computes, once for many runs."""

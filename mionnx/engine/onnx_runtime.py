@@ -1,7 +1,7 @@
 """The engine ONNX Runtime: the one place that opens its sessions."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from mionnx.engine.cuda_graphs import CudaGraphs
 from mionnx.engine.engine import Arrays, Engine, Input, Program
 from mionnx.engine.options import ONNX_RUNTIME, PROVIDERS, Options
 from mionnx.engine.placement import RECORD, providers_of
+from mionnx.engine.rolling_cache import RollingCache
 from mionnx.engine.session import FOLDING, UNSTABLE_FUSIONS, open_session
 from mionnx.errors import ModelError, RuntimeMissingError
 from mionnx.machine import memory
@@ -56,6 +57,8 @@ class OrtProgram(Program):
         dtypes = [entry.dtype for entry in self.inputs.values()]
         dtypes += [_dtype(entry.type) for entry in session.get_outputs()]
         self._bfloat16 = ml_dtypes.bfloat16 in dtypes
+        self.rolls = options.cuda_graphs
+        self._rolling: dict[Any, list[RollingCache]] = {}
         self.shares_weights = bool(getattr(session, "weights", None))
 
     def _read(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,6 +90,23 @@ class OrtProgram(Program):
         if self.options.cuda_graphs:
             return dict(self.cuda_graphs.run(outputs, self._read(feeds)))
         return dict(self.run(outputs, feeds) if self.place == device.CPU else self.run_on_device(outputs, feeds))
+
+    def rolling(
+        self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], present: Mapping[str, str]
+    ) -> RollingCache:
+        """See `Program.rolling`."""
+        arrays = self._read(feeds)
+        shapes = (tuple(outputs), *sorted((name, array.shape, array.dtype.str) for name, array in arrays.items()))
+        free = self._rolling.setdefault(shapes, [])
+        try:
+            with suppress(IndexError):
+                found = free.pop()  # of a generation that is over: its CUDA graph is there
+                found.replay.write(arrays)
+                return found
+            number = self.cuda_graphs.next_id()
+            return RollingCache(self.native, outputs, arrays, present, self.place, number, free)
+        except Exception as error:  # ONNX Runtime's errors share no base class
+            raise ModelError(f"ONNX Runtime failed while decoding with CUDA graphs: {error}") from error
 
     def resident(self, arrays: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
         """See `Program.resident`."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.bind.bound_spec import BoundSpec
+from mionnx.engine.engine import Program
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.past import past_inputs, present_names, present_to_past, take_present
@@ -24,6 +25,7 @@ from mionnx.run.graph_pool import GraphPool
 from mionnx.run.growing_texts import GrowingTexts
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_functions import Hook, HookFunction, Where, register
+from mionnx.run.rolling_steps import Rolling, rolls
 from mionnx.run.segment_chain import SegmentChain
 
 LOGITS = HookPoint.Logits.name
@@ -44,6 +46,7 @@ class Passes:
     ) -> None:
         """Prepare the first pass; `checked` where `check_steps` has seen the spec already."""
         self.functions = functions
+        self.program: Program | None = None  # none where functions cut the graph
         all_logits = keeps_logits or bound.touches(HookPoint.Logits) or LOGITS in (functions.names if functions else ())
         self.bound = bound.with_outputs(Outputs(last=not all_logits))
         self.batch, self.keeps_logits = batch, keeps_logits
@@ -52,12 +55,14 @@ class Passes:
             plan = with_fused(self.bound.plan, bound.model, pool.options, batch, names, continues=True)
             program = pool.get(plan).program
             self.weights, self.run = program.resident(bound.weights), program.run_on_device
+            self.program = program
         else:
             chain = pool.chain(self.bound.plan, functions.names)
             self.weights, self.run = bound.weights, partial(self._segments, chain, functions)
         self.past: dict[str, Value] = past_inputs(bound.model, past, batch)
         self.present_to_past = present_to_past(bound.model)
         self.steady: dict[str, NDArray[Any]] | None = None
+        self.rolling: Rolling | None = None
         self.step = 0
         self.caches: list[HookCache] = []
         if not checked:
@@ -72,8 +77,15 @@ class Passes:
 
     def _pass(self) -> NDArray[Any]:
         inputs = self.bound.step_inputs(self.batch, self.past, {**self._values(), **self.weights})
-        results = self.run(self.bound.outputs(True), inputs)
-        self.past = {name: results[present] for present, name in self.present_to_past.items()}
+        names = self.bound.outputs(True)
+        if self.step == 1 and self.program is not None and rolls(self.program, self.bound, self.batch):
+            self.rolling = Rolling(self.program, names, inputs, self.present_to_past, self.batch)
+            self.past = {}
+        if self.rolling is None:
+            results = self.run(names, inputs)
+            self.past = {name: results[present] for present, name in self.present_to_past.items()}
+        else:
+            results = self.rolling.step(inputs, self.batch)
         logits = np.asarray(results["logits"])
         nodes = [capture.node for capture in self.bound.captures]
         if nodes or self.keeps_logits:
@@ -99,7 +111,8 @@ class Passes:
 
     def cache(self) -> Past:
         """Keys and values, or the state, after the passes so far."""
-        results = {present: self.past[name] for present, name in self.present_to_past.items()}
+        past = self.past if self.rolling is None else self.rolling.past(self.batch)
+        results = {present: past[name] for present, name in self.present_to_past.items()}
         kv_cache, state = take_present(self.bound.model, results, self.batch, True)
         cache = state if kv_cache is None else kv_cache
         assert cache is not None  # a pass that keeps its past has one of the two

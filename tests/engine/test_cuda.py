@@ -195,6 +195,26 @@ def test_cuda_graphs_give_what_runs_give(family, opened, provider, monkeypatch):
             assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
+@only_cuda
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_generation_by_cuda_graphs(family, provider, opened, models):
+    """Steps are replays: the same texts, twice, with captures and steering; patterns take the other way."""
+    vector = np.cos(np.arange(models(family).hidden_size)) / 2
+    spec = HookSpec().capture("*.hook_resid_post").intervene(HookPoint.ResidPost(0), Intervention.Add(vector))
+    settings = {"max_new_tokens": 6, "eos_token_id": [], "output_logits": True}
+    model, ids = opened(family, cuda_graphs=True), [[3, 4, 5, 6, 7], [8, 9, 10]]
+    expected = models(family).generate(ids, spec, **settings)
+    for _ in range(2):
+        found = model.generate(ids, spec, **settings)
+        assert [row.tolist() for row in found.new_ids] == [row.tolist() for row in expected.new_ids]
+        for ours, theirs in zip(found.steps, expected.steps, strict=True):
+            assert_close(ours, theirs)
+    patterns = HookSpec().capture("*.hook_pattern")
+    found, expected = (one.generate(ids, patterns, **settings) for one in (model, models(family)))
+    for ours, theirs in zip(found.steps, expected.steps, strict=True):
+        assert_close(ours, theirs)
+
+
 def _replayed(program, outputs, feeds):
     return program.cuda_graphs.run(outputs, {name: value for name, value in feeds.items() if name in program.inputs})
 

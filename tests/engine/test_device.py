@@ -8,9 +8,10 @@ import pytest
 from onnx import helper
 
 from mionnx import HookPoint, HookSpec, InputError, Intervention, KVCache, MIModel, ModelError, Options
-from mionnx.engine.cuda_graphs import CudaGraphs
+from mionnx.engine.cuda_graphs import CudaGraphs, Replay
 from mionnx.engine.device import CPU, DeviceArray, copied, empty, fetch, put
 from mionnx.engine.onnx_runtime import OrtProgram
+from mionnx.run.rolling_steps import rolls
 
 BF16, F32 = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
 
@@ -149,3 +150,43 @@ def test_cuda_graphs_are_refused_where_there_are_none(models):
     assert Options("cuda", provider_options={"use_tf32": 1}).of_provider == {"use_tf32": "1"}
     assert Options("cuda", fast=True).of_provider == Options().of_provider == {}
     assert graphs.place == ("cuda", 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_steps_of_one_shape_give_what_growing_ones_give(name, models, monkeypatch):
+    """Rows of unequal length, captures, steering by phase and position, a cache to go on from: as on CUDA graphs."""
+    model, shapes = models(name), set()
+    ids, vector = [[3, 4, 5, 6, 7], [8, 9, 10]], np.cos(np.arange(model.hidden_size)) / 2
+    spec = HookSpec().capture("*.hook_resid_post").intervene(HookPoint.ResidPost(0), Intervention.Add(vector))
+    spec.intervene(HookPoint.MlpOut(1), Intervention.Scale(0.5, positions=[6, -1]))
+    spec.intervene(HookPoint.MlpOut(0), Intervention.Zero(positions="generated", rows=1))
+    settings = {"max_new_tokens": 9, "eos_token_id": [], "output_logits": True}
+    plain = model.generate(ids, spec, **settings)
+    monkeypatch.setattr("mionnx.run.decoding.rolls", lambda program, *rest: _always(program) and rolls(program, *rest))
+    run = Replay.run
+
+    def seen(replay, arrays, outputs=None):
+        shapes.add(replay.inputs["attention_mask"].shape()[1])
+        return run(replay, arrays, outputs)
+
+    monkeypatch.setattr(Replay, "run", seen)
+    for _ in range(2):  # the second on the buffers of the first
+        rolled = model.generate(ids, spec, **settings)
+    assert shapes == {64}
+    assert [row.tolist() for row in rolled.new_ids] == [row.tolist() for row in plain.new_ids]
+    assert len(rolled.steps) == len(plain.steps)
+    for one, other in zip(rolled.steps, plain.steps, strict=True):
+        assert all(np.abs(one[hook] - other[hook]).max() < 5e-5 for hook in other)
+        assert np.abs(one.output() - other.output()).max() < 5e-5
+    assert rolled.cache.attention_mask.tolist() == plain.cache.attention_mask.tolist()
+    again = [
+        model.generate([[11], [12]], cache=one.cache, max_new_tokens=3, eos_token_id=[]) for one in (rolled, plain)
+    ]
+    assert [row.tolist() for row in again[0].new_ids] == [row.tolist() for row in again[1].new_ids]
+    model.generate(ids, HookSpec().capture("*.hook_pattern"), max_new_tokens=3, eos_token_id=[])
+    assert shapes == {64}
+
+
+def _always(program):
+    program.rolls = True
+    return True
