@@ -69,7 +69,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Found:
-    """Products with weights, stacks of experts, and the Gather of the token table with that table's name."""
+    """Products with weights, stacks of experts, and the look-up of the token table."""
 
     products: list[Product]
     lookup: onnx.NodeProto | None
@@ -94,7 +94,7 @@ def find_weights(model: HookedModel) -> Found:
 
 
 def _stack(node: onnx.NodeProto, held: dict[str, onnx.TensorProto]) -> Stack | None:
-    """The stack that a Scan runs over, if it is such a one; see `exporters.transformers.grouped`."""
+    """The stack of experts of a Scan, see `exporters.transformers.grouped`; None for others."""
     if node.op_type != "Scan" or len(node.input) != 3 or len(getattr(held.get(node.input[0]), "dims", ())) != 3:
         return None
     body = next(entry.g for entry in node.attribute if entry.name == "body")

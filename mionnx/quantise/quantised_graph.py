@@ -229,7 +229,7 @@ class _Writer:
         return [f"{value}.of{number}" for number in range(count)]
 
     def _places(self, begin: str, end: str, slots: str) -> str:
-        """Which of the joined rows stands at each place of each expert, [experts, places]; the row of zeros if none."""
+        """Numbers of the joined rows at the places of each expert, [experts, places]."""
         key = (begin, (end, slots))
         if key not in self._shared:
             rows = self._add("Sub", [end, begin], f"{begin}.counts")
