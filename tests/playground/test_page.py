@@ -30,7 +30,10 @@ def cut_an_edge(page: Page) -> None:
 
 def cut_an_edge_of_one_head(page: Page) -> None:
     view(page, "attention")
-    cell(page, "layer 2, head 3").click()
+    cell(page, "layer 1, head 3").focus()
+    for key in ("ArrowDown", "Enter"):
+        page.keyboard.press(key)
+    assert idle(page).inner_text("#which-head") == "Layer 2, head 3"
     choose(page, "4 “is” reads 3 “France”", "Cut it in head 3 of layer 2")
 
 
@@ -157,10 +160,11 @@ def test_a_page_with_a_spec_begins_with_its_entries(
     page = visit(context, served(playground_folder))
     assert page.locator("h1").text_content() == "<b>Capitals</b>"
     whole = HookSpec.load(playground_folder / "spec.safetensors")
-    assert page.locator(".entry").count() == len(whole.interventions) == 5
+    assert page.locator(".entry").count() == len(whole.interventions) > 3
     part = HookSpec()
-    for one in (whole.interventions[n] for n in (0, 2, 3, 4)):
-        part.intervene(*one)
+    for n, one in enumerate(whole.interventions):
+        if n != 1:
+            part.intervene(*one)
     for spec in (whole, part):
         expected = shipped.forward(FRANCE, spec).output()[0, -1]
         assert np.abs(page.evaluate(LOGITS, "after") - expected).max() < 1e-4
