@@ -2,8 +2,8 @@
 
 Each model's folder is written and served on localhost, with the headers that threads need. An intervention is an edge
 cut in the middle layer at "The capital of France is"; before anything is timed its logits are compared with those of
-`forward`. Times are medians as the page sees them, worker and messages included; the second opening is a reload, from
-the browser's cache.
+`forward`, which sums in another order where weights are blocks. Times are medians as the page sees them, worker and
+messages included; the second opening is a reload, from the browser's cache.
 
     python benchmarks/playground_speed.py [--model world-llama --model smollm2=int8] [--runs 9] [--save]
 """
@@ -25,7 +25,7 @@ from mionnx.playground import playground, serve
 PROMPT, NEW = "The capital of France is", 8
 MODELS = ("world-llama", "smollm2=int8", "smollm2=int4")
 HEAD = (
-    *("model", "folder, MB", "difference of logits", "opening, s", "again, s"),
+    *("model", "folder, MB", "difference of logits, of the largest", "opening, s", "again, s"),
     *("intervention, ms", "with all patterns, ms", "with a lens too, ms", "a token, ms"),
 )
 OPEN = """async () => {
@@ -87,7 +87,7 @@ def timed(model: MIModel, address: str, runs: int, browser: Any) -> list[str]:
     steps = page.evaluate(GENERATE, [PROMPT, cut, NEW])
     context.close()
     token = f"{median(steps):.0f}" if steps else "-"
-    difference = f"{np.abs(logits - expected).max():.1e}"
+    difference = f"{np.abs(logits - expected).max():.1e} of {np.abs(expected).max():.0f}"
     return [difference, *(f"{one / 1000:.1f}" for one in opened), *(f"{one:.0f}" for one in found), token]
 
 

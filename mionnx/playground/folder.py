@@ -18,6 +18,7 @@ from mionnx.playground.graph import PlaygroundGraph, build_graph
 from mionnx.playground.manifest import file_facts, manifest_of
 from mionnx.playground.npm_files import vendor
 from mionnx.playground.reference import reference
+from mionnx.run.shipped_models import shipped_models
 from mionnx.spec.hook_spec import HookSpec
 
 HERE = Path(__file__).parent
@@ -27,6 +28,15 @@ FLOATS = "model-floats.onnx"  # the graph that unpacks weights in blocks
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 PART = 24 * 2**20  # bytes of a file: some hosts take 25 MB, GitHub 100
 LARGEST = 2**31  # bytes of weights that a page can hold beside itself in 4 GiB of WASM
+
+
+def lessons(model: MIModel) -> Path | None:
+    """The prepared examples of a shipped model; None of any other, or if it has none."""
+    for name, folder in shipped_models().items():
+        path = HERE / "examples" / f"{name}.json"
+        if model.hooked.folder.resolve() == folder.resolve() and path.exists():
+            return path
+    return None
 
 
 @typed()
@@ -49,7 +59,7 @@ def playground(
         folder: path of a folder that does not exist yet.
         spec: interventions that the page lists from the start, each of which can be switched off.
         title: of the page; the model's name if left out.
-        examples: a JSON file of prepared examples; see `mionnx.playground.examples`.
+        examples: a JSON file of prepared examples; see `mionnx.playground.examples`. A shipped model's own if left out.
         hooks: names or globs of hook points to be changed besides the usual ones.
 
     Returns:
@@ -71,7 +81,7 @@ def playground(
         warnings.warn("captures, gradients and metrics of a spec are no part of a playground", stacklevel=2)
     graph = build_graph(model.hooked, spec, [hooks] if isinstance(hooks, str) else hooks)
     _refuse_files(model, graph)
-    shown = read_examples(examples, model, graph)
+    shown = read_examples(lessons(model) if examples is None else examples, model, graph)
     remove_leftovers(target.parent, holding=(MANIFEST,))
     with new_folder(target, ModelError) as partial:
         _write(partial, model, graph, spec, title or model.hooked.name, shown)

@@ -122,3 +122,16 @@ def test_a_compiled_file_in_onnxruntime_web(pair, web, tmp_path):
     assert ran.returncode == 0, ran.stderr
     value = json.loads((tmp_path / "out.json").read_text())["logits"]
     near(np.array(value["data"]).reshape(value["dims"]), twin.forward(PROMPT, spec).output())
+
+
+@pytest.mark.slow
+def test_every_hook_point_of_float16_activations(checkpoint, tmp_path):
+    """A model of float16: scales and activations are too."""
+    half = MIModel.from_pretrained(checkpoint("llama"), dtype="float16", threads=1)
+    made = half.quantise(tmp_path / "made", block_size=16, in_8_bits=["*.1.mlp*"], importance=True)
+    blocks = MIModel.from_pretrained(made, threads=1, accuracy_level=0)
+    twin = float_twin(half.hooked.folder, blocks.hooked, tmp_path / "twin")
+    ids = np.random.default_rng(0).integers(3, half.vocab_size, (2, 9))
+    found = blocks.verify([ids], ["ort-cpu"], other=twin, hooks="*", greedy=0, local=False)
+    assert found.besides[0].worst.relative < 5e-3
+    assert {blocks.hooked.metadata.dtype, twin.hooked.metadata.dtype} == {"float16"}

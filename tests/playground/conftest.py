@@ -25,7 +25,8 @@ def made_spec() -> HookSpec:
     spec = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Scale(0.9, positions=[1, -1]))
     spec.intervene("blocks.1.hook_resid_post", Intervention.Clamp(-0.8, 1.1))
     spec.intervene("blocks.1.hook_resid_post", Intervention.ProjectOut([float(i % 7) - 2 for i in range(128)]))
-    return spec.intervene("blocks.2.attn.hook_pattern", Intervention.Scale(0.7, heads=[1, 5]))
+    spec.intervene("blocks.2.attn.hook_pattern", Intervention.Scale(0.7, heads=[1, 5]))
+    return spec.intervene("blocks.0.mlp.hook_act", Intervention.Scale([0.2, 3.0], neurons=[200, 3], positions=2))
 
 
 @pytest.fixture(scope="session")

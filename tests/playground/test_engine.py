@@ -166,7 +166,7 @@ def test_the_entries_of_a_spec_run_alone_and_together(lab: Page, shipped: MIMode
     entries = lab.evaluate("lab.spec")
     spec = HookSpec.load(playground_folder / "spec.safetensors")
     more = entry("blocks.1.hook_resid_post", "scale", value=1.25)
-    chosen = [[0], [1], [2], [3], [0, 1, 2, 3]]
+    chosen = [[0], [1], [2], [3], [4], [0, 1, 2, 3, 4]]
     for numbers in chosen:
         part = HookSpec()
         for n in numbers:
@@ -374,3 +374,50 @@ def test_weights_in_blocks_are_unpacked_or_stay(shipped: MIModel, laboratory: An
         facts = {"bytes": len(damaged), "sha256": hashlib.sha256(damaged).hexdigest()}
         manifest["files"]["model/model-floats.onnx"] = facts
         (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_mask_of_a_file_is_the_edges_that_it_cuts(lab: Page, shipped: MIModel):
+    """Dense, of all heads or of the chosen ones, in one call and with a past."""
+    mask = create_knockout_mask(KnockoutSpec().edge(4, 3).edge(2, 0), shipped.num_heads, 5)
+    found = lab.evaluate(
+        """async ([cells, count]) => {
+          const { edits, inputs } = await import("./engine/interventions.js");
+          const hook = "blocks.2.attn.hook_scores", data = Float32Array.from(cells, (cell) => (cell ? -Infinity : 0));
+          const given = (heads, value, call) => {
+            const [edit] = edits([{ hook, kind: "knockout", heads, value: { edges: [] } }], lab.manifest);
+            return Array.from(inputs([edit], [value], lab.manifest, call)[`${hook}.0.knockout.value`].data, String);
+          };
+          const dense = { shape: [1, count, 5, 5], data }, two = { shape: [1, 2, 5, 5], data: data.slice(0, 50) };
+          const edges = { edges: [[4, 3], [2, 0]] };
+          const calls = [
+            { start: 0, count: 5, prompt: 5, generating: false },
+            { start: 5, count: 1, prompt: 5, generating: true },
+          ];
+          return calls.map((call) => [
+            [given(null, dense, call), given(null, edges, call)],
+            [given([6, 1], dense, call), given([6, 1], edges, call)],
+            [given([6, 1], two, call), given([6, 1], edges, call)],
+          ]);
+        }""",
+        [np.isinf(mask).ravel().tolist(), shipped.num_heads],
+    )
+    for call, number in zip(found, (2, 0), strict=True):
+        for (one, other), heads in zip(call, (8, 2, 2), strict=True):
+            assert one == other
+            assert one.count("-Infinity") == number * heads
+
+
+def test_no_memory_and_no_webassembly_are_sentences(bare: Any, playground_folder: Path):
+    page = bare(playground_folder)
+    found = page.evaluate("""async () => {
+      const { told } = await import("./engine/errors.js");
+      const { refuseWithoutWasm } = await import("./engine/session.js");
+      const said = [new RangeError("Array buffer allocation failed"), new Error("std::bad_alloc"), new Error("x")];
+      const all = said.map((error) => told(error, "opening the model")).map(({ code, message }) => [code, message]);
+      globalThis.WebAssembly = undefined;
+      try { refuseWithoutWasm(); } catch ({ code, message }) { all.push([code, message]); }
+      return all;
+    }""")
+    assert [code for code, _ in found] == ["memory", "memory", "engine", "no-wasm"]
+    assert found[0][1].startswith("This browser has not enough memory for opening the model.")
+    assert "does not run WebAssembly" in found[3][1]

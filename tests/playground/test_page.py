@@ -30,7 +30,10 @@ def cut_an_edge(page: Page) -> None:
 
 def cut_an_edge_of_one_head(page: Page) -> None:
     view(page, "attention")
-    cell(page, "layer 2, head 3").click()
+    cell(page, "layer 1, head 3").focus()
+    for key in ("ArrowDown", "Enter"):
+        page.keyboard.press(key)
+    assert idle(page).inner_text("#which-head") == "Layer 2, head 3"
     choose(page, "4 “is” reads 3 “France”", "Cut it in head 3 of layer 2")
 
 
@@ -148,6 +151,7 @@ def test_texts_before_and_after_are_those_of_generate(page: Page, shipped: MIMod
     assert len(page.locator("#texts .said").first.inner_text().split()) < 10
 
 
+@pytest.mark.slow
 def test_a_page_with_a_spec_begins_with_its_entries(
     headless: Browser, served: Callable[..., str], playground_folder: Path, shipped: MIModel, tmp_path: Path
 ):
@@ -156,10 +160,11 @@ def test_a_page_with_a_spec_begins_with_its_entries(
     page = visit(context, served(playground_folder))
     assert page.locator("h1").text_content() == "<b>Capitals</b>"
     whole = HookSpec.load(playground_folder / "spec.safetensors")
-    assert page.locator(".entry").count() == len(whole.interventions) == 4
+    assert page.locator(".entry").count() == len(whole.interventions) > 3
     part = HookSpec()
-    for one in (whole.interventions[n] for n in (0, 2, 3)):
-        part.intervene(*one)
+    for n, one in enumerate(whole.interventions):
+        if n != 1:
+            part.intervene(*one)
     for spec in (whole, part):
         expected = shipped.forward(FRANCE, spec).output()[0, -1]
         assert np.abs(page.evaluate(LOGITS, "after") - expected).max() < 1e-4
@@ -282,6 +287,7 @@ def test_a_broken_link_is_a_sentence(name: str, page: Page):
     page.locator("#notices button").click()
 
 
+@pytest.mark.slow
 def test_a_reload_without_network_works(headless: Browser, address: str, shipped: MIModel):
     context = headless.new_context()
     page = visit(context, address)
@@ -339,6 +345,7 @@ CONTRASTS = """() => {
 }"""
 
 
+@pytest.mark.slow
 def test_texts_stand_out_and_a_phone_scrolls_only_downwards(headless: Browser, address: str):
     """In both schemes of colours, in every view; then with the colours that the reader chooses, which are kept."""
     context = headless.new_context(viewport={"width": 360, "height": 740}, has_touch=True)

@@ -30,7 +30,7 @@ def float_twin(source: Path, blocks: HookedModel, folder: Path) -> MIModel:
             continue
         array = numbers if turned.get(name, True) else numbers.T
         place = places[name]
-        file = np.memmap(folder / place["location"], np.float32, "r+", int(place.get("offset", 0)), array.shape)
+        file = np.memmap(folder / place["location"], array.dtype, "r+", int(place.get("offset", 0)), array.shape)
         file[:] = array
         file.flush()
     return MIModel.from_pretrained(folder, threads=1, check="none")

@@ -5,7 +5,7 @@ import { theEngine } from "./runs.js";
 import { addEntry, answers } from "./state.js";
 
 export const title = "Steer";
-let more, less, hook, mean, spot, made;
+let more, less, hook, mean, spot, made, wanted = null;
 
 export function build(box) {
   more = texts("more", "The capital of Germany is");
@@ -17,7 +17,7 @@ export function build(box) {
   box.replaceChildren(
     element("p", { class: "faint small" }, "A direction: the mean activation of the first texts less that of the second ones, at one hook point. Adding it to the stream pulls the prediction towards the first. Its strength gets a slider in the list."),
     element("div", { class: "steer" }, field("towards, one text a line", more), field("away from, one text a line", less)),
-    element("div", { class: "bar" }, field("hook point", hook), field("read at", mean), field("added at", spot)), element("div", { class: "bar" }, made));
+    element("div", { class: "steer three" }, field("hook point", hook), field("read at", mean), field("added at", spot)), element("div", { class: "bar" }, made));
 }
 
 function texts(name, example) { return element("textarea", { id: "steer-" + name, rows: 2, spellcheck: "false", placeholder: example }); }
@@ -30,11 +30,12 @@ export function draw() {
     const streams = hooks.map(([name]) => name).filter((name) => name.endsWith("hook_resid_post"));
     hook.value = streams[Math.max(0, Math.ceil(streams.length / 2) - 1)] || hooks[0]?.[0] || "";
   }
-  const now = spot.value || "null";
+  const now = wanted ?? (spot.value || "null");
   spot.replaceChildren(element("option", { value: "null" }, "every position"), element("option", { value: "[-1]" }, "the prompt's last position"),
     ...answers.tokens.map((_, i) => element("option", { value: `[${i}]` }, place(i))));
   spot.value = now;
-  if (!spot.value) spot.value = "null";
+  if (spot.value) wanted = null; // else the prompt that has this position is still to come
+  else spot.value = "null";
 }
 
 // Fills the form from an entry, so that a lesson's vector can be changed.
@@ -43,7 +44,8 @@ export function show(entry) {
   more.value = entry.value.more.join("\n");
   less.value = entry.value.less.join("\n");
   hook.value = entry.hook;
-  mean.value = String(entry.value.position);
+  mean.value = String(entry.value.position ?? -1);
+  wanted = JSON.stringify(entry.positions ?? null);
 }
 
 function lines(area) { return area.value.split("\n").map((line) => line.trim()).filter(Boolean); }
