@@ -5,6 +5,7 @@ One graph so gives next tokens, a lens of all layers or of one, and never comput
 1. The given residual streams, [batch, seq, hidden] each, stand one after the other: row `layer * seq + position`.
 2. What read the last of them on the way to the logits, the final norm and the head, reads the rows in the input `ROWS`,
    int64 [n]; `logits` are those of the rows whose places in it the input `WHOLE` has, int64 [m].
+   Where the head asks for the shape of the token ids, it gets that of the rows.
 3. Every row gives its `K` (int64 [1]) largest log-probabilities, `TOP`, and their tokens, `TOP_IDS`, [batch, n, k]; and
    the log-probabilities of the tokens in the input `TRACKED`, int64 [t]: `TRACKED_LOG_PROBS`, [batch, n, t].
 """
@@ -19,7 +20,7 @@ from mionnx.graph.builder import Builder
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
 
-PREFIX = "mionnx.rows"
+PREFIX, TOKENS = "mionnx.rows", "input_ids"
 ROWS, WHOLE, K, TRACKED = PREFIX, f"{PREFIX}.whole", f"{PREFIX}.k", f"{PREFIX}.tracked"
 TOP, TOP_IDS, TRACKED_LOG_PROBS = f"{PREFIX}.top", f"{PREFIX}.top_ids", f"{PREFIX}.tracked_log_probs"
 
@@ -44,12 +45,85 @@ def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report) -> None:
     for node in readers:
         node.inputs = [chosen if entry is last else entry for entry in node.inputs]
     logits = tensors[LOGITS]
-    if not _reaches(logits, chosen):
-        raise ModelError(f"the logits are not computed from {streams[-1]} alone: a lens of rows cannot be built")
+    _Head(op, chosen, last.name).follow(logits)
     _forget_shapes(chosen)
     _largest(graph, op, logits)
     _cut(graph, op, logits)
     graph.toposort()
+
+
+class _Head:
+    """The nodes from the chosen rows to the logits, made to read those rows alone.
+
+    Attributes:
+        op: adds nodes.
+        chosen: the rows.
+        last: name of the stream in whose place they are.
+    """
+
+    def __init__(self, op: Builder, chosen: gs.Variable, last: str) -> None:
+        self.op, self.chosen, self.last = op, chosen, last
+        self._known: dict[int, gs.Tensor] = {}
+        self._tokens: gs.Variable | None = None
+
+    def follow(self, logits: gs.Variable) -> None:
+        """Follow the logits back to the rows.
+
+        Raises:
+            ModelError: they are computed from anything else than the rows, weights, and the shape of the token ids.
+        """
+        if not self._from_rows(logits):
+            raise self._refusal()
+        self._read(logits)
+
+    def _refusal(self) -> ModelError:
+        return ModelError(f"the logits are not computed from {self.last} alone: a lens of rows cannot be built")
+
+    def _from_rows(self, value: gs.Tensor) -> bool:
+        """Whether a value is computed from the rows."""
+        seen, waiting = {id(value)}, [value]
+        while waiting:
+            one = waiting.pop()
+            if one is self.chosen:
+                return True
+            fresh = [entry for node in one.inputs for entry in node.inputs if id(entry) not in seen]
+            seen |= {id(entry) for entry in fresh}
+            waiting += fresh
+        return False
+
+    def _read(self, value: gs.Tensor) -> gs.Tensor:
+        """The value that the head reads in the place of one: itself, or one of the rows' number."""
+        if id(value) not in self._known:
+            self._known[id(value)] = self._value(value)
+        return self._known[id(value)]
+
+    def _value(self, value: gs.Tensor) -> gs.Tensor:
+        if value is self.chosen or isinstance(value, gs.Constant) or value.is_empty():
+            return value
+        if not value.inputs:
+            raise self._refusal()
+        (node,) = value.inputs
+        if node.op == "Shape" and node.inputs[0].name == TOKENS:
+            return self._copy(node, [self._row_tokens()], value)
+        inputs = [self._read(entry) for entry in node.inputs]
+        if self._from_rows(value):
+            node.inputs = inputs
+            return value
+        same = all(one is other for one, other in zip(inputs, node.inputs, strict=True))
+        return value if same else self._copy(node, inputs, value)
+
+    def _copy(self, node: gs.Node, inputs: list[gs.Tensor], value: gs.Tensor) -> gs.Tensor:
+        """A value's node once more, with other inputs."""
+        place = next(i for i, output in enumerate(node.outputs) if output is value)
+        dtypes = [output.dtype for output in node.outputs]
+        made = getattr(self.op, node.op)(*inputs, outputs=len(dtypes), dtype=dtypes[place], **node.attrs)
+        return made[place] if isinstance(made, tuple) else made
+
+    def _row_tokens(self) -> gs.Variable:
+        """Numbers of the shape that the token ids of the rows would have, [batch, n]."""
+        if self._tokens is None:
+            self._tokens = self.op.ReduceSum(self.chosen, [2], keepdims=0, name="tokens")
+        return self._tokens
 
 
 def _forget_shapes(value: gs.Variable) -> None:
@@ -58,22 +132,6 @@ def _forget_shapes(value: gs.Variable) -> None:
     for node in value.outputs:
         for output in node.outputs:
             _forget_shapes(output)
-
-
-def _reaches(value: gs.Tensor, source: gs.Tensor) -> bool:
-    """Whether a value is computed from a source alone, constants aside."""
-    seen: set[int] = set()
-    open_, found = [value], False
-    while open_:
-        one = open_.pop()
-        if one is source:
-            found = True
-        elif id(one) not in seen and not isinstance(one, gs.Constant):
-            seen.add(id(one))
-            if not one.inputs:
-                return False
-            open_ += [entry for node in one.inputs for entry in node.inputs]
-    return found
 
 
 def _largest(graph: gs.Graph, op: Builder, logits: gs.Tensor) -> None:

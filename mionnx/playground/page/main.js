@@ -72,7 +72,10 @@ onChange((part) => {
   if ("view" in part) { closeMenu(false); drawTabs(); }
   if ("view" in part || "layer" in part || "head" in part || "side" in part) drawView();
   if ("entries" in part && state.view === "steer" && "lesson" in part) state.entries.forEach(steering.show);
-  if (part.prompt !== undefined || part.entries || part.view || part.second !== undefined || part.allLayers !== undefined) refresh();
+  if (part.prompt !== undefined || part.entries || part.view || part.second !== undefined || part.allLayers !== undefined) {
+    waiting();
+    refresh();
+  }
   remember();
 });
 
@@ -87,7 +90,6 @@ onAnswer((kind) => {
 // The address follows what the reader makes.
 let pause;
 function remember() {
-  waiting();
   if (!ready) return;
   clearTimeout(pause);
   pause = setTimeout(async () => {
