@@ -6,7 +6,7 @@ have one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -116,7 +116,8 @@ def infer(node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[
             return [of_shape(onnx.TensorProto.INT64, sized.shape, inputs[0].constant, sized)]
     if node.domain == DOMAIN:
         typed = [None if known is None else (known.dtype, known.shape) for known in inputs]
-        return [of_shape(*made, constant) for made in contrib_outputs(node, typed)]
+        made = [of_shape(*one, constant) for one in contrib_outputs(node, typed)]
+        return [_rows_of_blocks(node, known, inputs[0]) for known in made]
     types = _types(node, inputs, opsets)
     found = [_of_type(node, types.get(name), constant) for name in node.output]
     found = [_bounded(node, known, inputs) for known in found]
@@ -125,6 +126,14 @@ def infer(node: onnx.NodeProto, inputs: Sequence[Known | None], opsets: Mapping[
         known if array is None else of_shape(known.dtype, array.shape, constant, array)
         for known, array in zip(found, content, strict=True)
     ]
+
+
+def _rows_of_blocks(node: onnx.NodeProto, made: Known, read: Known | None) -> Known:
+    """The output of a MatMulNBits with a bound, where only the bound of its rows is known."""
+    if node.op_type != "MatMulNBits" or made.most is not None or read is None or read.most is None:
+        return made
+    sizes = {entry.name: entry.i for entry in node.attribute}
+    return replace(made, most=read.most // max(1, sizes["K"]) * sizes["N"])
 
 
 def _sizes(node: onnx.NodeProto, value: Known) -> NDArray[Any] | None:

@@ -12,12 +12,13 @@ from mionnx.graph.blocks import GivenBlocks
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.brief import count
 from mionnx.machine.caller import caller_level
-from mionnx.quantise.matrices import FLOATS, Found, rows_of
+from mionnx.quantise.matrices import FLOATS, Found, Stack, rows_of
 from mionnx.quantise.quantised_graph import Matrix
 from mionnx.quantise.settings import Quantisation
 
 ASKED = "as asked"
-OTHER = "no product with a matrix reads it (a router, stacked experts, a convolution)"
+MOST_NODES = 30_000  # of a graph whose experts have nodes of their own
+OTHER = "no product with a matrix reads it (a router, a convolution)"
 
 
 class FewBlocksWarning(UserWarning):
@@ -30,12 +31,14 @@ class Choice:
 
     Attributes:
         matrices: weight -> how it is held in blocks.
+        stacks: of experts, whose matrices are among these.
         left: weight of two or more axes that stays in floats -> the reason.
         bytes_in_blocks, bytes_left: of both in the model of floats.
     """
 
     matrices: dict[str, Matrix] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+    stacks: list[str] = field(default_factory=list)
     bytes_in_blocks: int = 0
     bytes_left: int = 0
 
@@ -70,6 +73,8 @@ def choose(
             known = choice.matrices.setdefault(product.weight, made)
             if known.turned != product.turned:
                 raise ModelError(f"{product.weight} is read as it is and turned: it cannot be blocks of either")
+    for stack in found.stacks:
+        _add_stack(model, stack, settings, choice)
     unread = _add_table(model, found, settings, choice, given)
     _count(model, choice)
     if not choice.matrices:
@@ -85,6 +90,22 @@ def _matrix(name: str, turned: bool, settings: Quantisation, given: Mapping[str,
     if own is not None:
         return Matrix(turned, own.bits, own.block_size, own.zero_points, given=own)
     return Matrix(turned, settings.bits_of(name), settings.block_size, not settings.symmetric)
+
+
+def _add_stack(model: HookedModel, stack: Stack, settings: Quantisation, choice: Choice) -> None:
+    """Choose the matrices of experts, all of a stack or none."""
+    width = rows_of(model, stack.experts[0], stack.turned).shape[1]
+    nodes = len(model.proto.graph.node) + 2 * len(choice.matrices)
+    if settings.keeps(stack.weight):
+        choice.left[stack.weight] = ASKED
+    elif width < settings.block_size:
+        choice.left[stack.weight] = f"{width} numbers in a row, a block has {settings.block_size}"
+    elif nodes + 2 * stack.count > MOST_NODES:
+        choice.left[stack.weight] = f"its {stack.count} experts would make more than {MOST_NODES:,} nodes of the graph"
+    else:
+        made = _matrix(stack.weight, stack.turned, settings, {})
+        choice.matrices |= dict.fromkeys(stack.experts, made)
+        choice.stacks.append(stack.weight)
 
 
 def _why_none(model: HookedModel, choice: Choice) -> str:
@@ -128,7 +149,7 @@ def _count(model: HookedModel, choice: Choice) -> None:
     for tensor in model.proto.graph.initializer:
         if tensor.data_type in FLOATS and len(tensor.dims) > 1:
             size = prod(tensor.dims) * onnx_file.weight(model.proto, model.folder, tensor.name).dtype.itemsize
-            if tensor.name in choice.matrices:
+            if tensor.name in choice.matrices or tensor.name in choice.stacks:
                 choice.bytes_in_blocks += size
             else:
                 choice.left.setdefault(tensor.name, OTHER)
@@ -137,10 +158,14 @@ def _count(model: HookedModel, choice: Choice) -> None:
 
 def _refuse_unused(found: Found, settings: Quantisation, choice: Choice) -> None:
     """Refuse a pattern of no weight that could be blocks."""
-    could = {one.weight for one in found.products} | ({found.table} if found.table is not None else set())
+    could = (
+        {one.weight for one in found.products}
+        | {one.weight for one in found.stacks}
+        | ({found.table} if found.table is not None else set())
+    )
     for what, patterns, names in (
         ("keep", settings.keep, sorted(could)),
-        ("in_8_bits", settings.in_8_bits, sorted(choice.matrices)),
+        ("in_8_bits", settings.in_8_bits, sorted([*choice.matrices, *choice.stacks])),
     ):
         for pattern in patterns:
             only = replace(settings, keep=(pattern,), in_8_bits=())

@@ -5,7 +5,7 @@ router of a mixture of experts stays as it is: a rounded one chooses other exper
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
@@ -19,6 +19,8 @@ from mionnx.graph.weight_value import product_of
 FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
 PASSING = ("Identity", "Reshape", "Cast", "Add")  # between a product and the hook point that it gives
 ROUTER = ".hook_router_logits"
+EXPERT = ".expert"  # behind the name of a stack, before the number of one of its matrices
+STEPS = [("Slice", product, "Concat", "Sub", "Min", "Gather") for product in ("Gemm", "MatMul")]  # of a Scan of experts
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,40 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """The products of rows with the matrices that they chose: a Scan over a stack of experts.
+
+    Attributes:
+        node: its node.
+        weight: the initializer, [experts, out, in] or [experts, in, out].
+        turned: whether a matrix is [out, in].
+        count: of the experts.
+        rows, slots, nobody: what its body takes from outside: the rows by expert, places of an expert's rows, and the
+            row of zeros.
+    """
+
+    node: onnx.NodeProto
+    weight: str
+    turned: bool
+    count: int
+    rows: str
+    slots: str
+    nobody: str
+
+    @property
+    def experts(self) -> list[str]:
+        """The names of its matrices."""
+        return [f"{self.weight}{EXPERT}{number}" for number in range(self.count)]
+
+
+@dataclass(frozen=True)
 class Found:
-    """Products with weights, and the Gather of the token table with that table's name."""
+    """Products with weights, stacks of experts, and the look-up of the token table."""
 
     products: list[Product]
     lookup: onnx.NodeProto | None
     table: str | None
+    stacks: list[Stack] = field(default_factory=list)
 
 
 def find_weights(model: HookedModel) -> Found:
@@ -59,7 +89,34 @@ def find_weights(model: HookedModel) -> Found:
             products.append(Product(node, *found, head=node.output[0] in heads))
     lookups = [node for node in flow.nodes if node.op_type == "Gather" and _reads_tokens(flow, node)]
     table = lookups[0] if len(lookups) == 1 and lookups[0].input[0] in held else None
-    return Found(products, table, None if table is None else table.input[0])
+    stacks = [stack for node in flow.nodes if (stack := _stack(node, held)) is not None]
+    return Found(products, table, None if table is None else table.input[0], stacks)
+
+
+def _stack(node: onnx.NodeProto, held: dict[str, onnx.TensorProto]) -> Stack | None:
+    """The stack of experts of a Scan, see `exporters.transformers.grouped`; None for others."""
+    if node.op_type != "Scan" or len(node.input) != 3 or len(getattr(held.get(node.input[0]), "dims", ())) != 3:
+        return None
+    body = next(entry.g for entry in node.attribute if entry.name == "body")
+    if tuple(one.op_type for one in body.node) not in STEPS:
+        return None
+    matrix, begin, end = (value.name for value in body.input)
+    cut, product, padded, count, picked, made = body.node
+    turned = product.op_type == "Gemm"
+    fits = (
+        list(cut.input[1:]) == [begin, end],
+        list(product.input) == [cut.output[0], matrix],
+        not turned
+        or [(entry.name, entry.i) for entry in product.attribute if entry.name[:5] == "trans"] == [("transB", 1)],
+        padded.input[0] == product.output[0],
+        list(count.input) == [end, begin],
+        picked.input[1] == count.output[0],
+        list(made.input) == [padded.output[0], picked.output[0]],
+        body.output[0].name == made.output[0],
+    )
+    outside = (cut.input[0], picked.input[0], padded.input[1])
+    count_of = held[node.input[0]].dims[0]
+    return Stack(node, node.input[0], turned, count_of, *outside) if all(fits) else None
 
 
 def _product(flow: Dataflow, node: onnx.NodeProto, held: dict[str, onnx.TensorProto]) -> tuple[str, bool] | None:
@@ -119,5 +176,9 @@ def shape_of(model: HookedModel, name: str) -> tuple[int, ...]:
 
 def rows_of(model: HookedModel, name: str, turned: bool) -> np.ndarray:
     """A weight as [out, in], mapped from its file."""
-    weight = onnx_file.weight(model.proto, model.folder, name)
+    stack, _, number = name.rpartition(EXPERT)
+    if number.isdigit():
+        weight = onnx_file.weight(model.proto, model.folder, stack)[int(number)]
+    else:
+        weight = onnx_file.weight(model.proto, model.folder, name)
     return weight if turned else weight.T

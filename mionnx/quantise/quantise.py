@@ -33,7 +33,7 @@ def quantise(model: HookedModel, target: Path, settings: Quantisation, progress:
     """Write a hooked model whose weights are blocks.
 
     Products with weights become `MatMulNBits`, the table of the tokens `GatherBlockQuantized`, both operators of ONNX
-    Runtime; norms, biases, routers and stacked experts stay as they are.
+    Runtime; norms, biases and routers stay as they are.
 
     Args:
         model: of float32 or float16.

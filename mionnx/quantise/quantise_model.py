@@ -50,8 +50,8 @@ def quantise_model(
 ) -> Path:
     """Write the model with its weights quantised, as a hooked model with all of its hook points.
 
-    Products become ONNX Runtime's `MatMulNBits`, the token table `GatherBlockQuantized`. Norms, biases, routers and
-    stacked experts keep their floats. `from_pretrained(..., dtype="int4")` does the same with the defaults, into the
+    Products become ONNX Runtime's `MatMulNBits`, the token table `GatherBlockQuantized`. Norms, biases and
+    routers keep their floats. `from_pretrained(..., dtype="int4")` does the same with the defaults, into the
     store.
 
     Args:

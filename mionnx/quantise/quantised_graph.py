@@ -18,7 +18,7 @@ from mionnx.errors import ModelError
 from mionnx.graph.blocks import Blocks, GivenBlocks
 from mionnx.graph.contrib_shapes import DOMAIN
 from mionnx.machine.streamed_file import Kind
-from mionnx.quantise.matrices import Found, Product
+from mionnx.quantise.matrices import Found, Product, Stack
 from mionnx.quantise.settings import Quantisation
 
 OPSET = 1  # of ONNX Runtime's operators
@@ -125,11 +125,14 @@ def with_blocks(
         for one in read
         if settings.unembedding or not one.head or matrices[one.weight].given is not None
     }
+    stacks = {one.node.output[0]: one for one in found.stacks if one.experts[0] in matrices}
     lookup = found.lookup.output[0] if found.lookup is not None and found.table in matrices else None
     writer = _Writer(made.graph, settings, _ranks(proto, matrices))
     for node in proto.graph.node:
         name = node.output[0] if node.output else ""
-        if name in products:
+        if name in stacks:
+            writer.multiply_chosen(stacks[name], matrices, proto)
+        elif name in products:
             writer.multiply(node, products[name], matrices[products[name].weight], proto)
         elif name and name == lookup and found.table is not None and matrices[found.table].table:
             writer.look_up(node, found.table, matrices[found.table])
@@ -188,6 +191,57 @@ class _Writer:
         if offset:
             sums = self._sums(read, matrix.block_size)
             self._add("Add", [made, self._add("MatMul", [sums, parts.offsets], f"{y}.of_offsets")], y)
+
+    def multiply_chosen(self, stack: Stack, matrices: Mapping[str, Matrix], proto: onnx.ModelProto) -> None:
+        """A Scan over experts as a MatMulNBits of each: one without rows costs nothing.
+
+        Their rows are joined, and taken apart again into as many places for each expert as the most popular one has.
+        """
+        begin, end, y = stack.node.input[1], stack.node.input[2], stack.node.output[0]
+        begins, ends, made = self._apart(begin, stack.count), self._apart(end, stack.count), []
+        dims = next(tensor.dims for tensor in proto.graph.initializer if tensor.name == stack.weight)[1:]
+        outputs, inputs = dims if stack.turned else dims[::-1]
+        for number, name in enumerate(stack.experts):
+            rows = self._add("Slice", [stack.rows, begins[number], ends[number]], f"{y}.rows{number}")
+            made.append(self._product(name, rows, f"{y}.expert{number}", matrices[name], (outputs, inputs)))
+        joined = self._add("Concat", [*made, stack.nobody], f"{y}.joined", axis=0)
+        self._add("Gather", [joined, self._places(begin, end, stack.slots)], y, axis=0)
+        dtype = next(tensor.data_type for tensor in proto.graph.initializer if tensor.name == stack.weight)
+        shapes = {name: [None, outputs] for name in (*made, joined)} | {y: [stack.count, None, outputs]}
+        known = {value.name for value in self.graph.value_info}
+        new = {name: shape for name, shape in shapes.items() if name not in known}
+        self.graph.value_info.extend(onnx.helper.make_tensor_value_info(name, dtype, new[name]) for name in new)
+
+    def _product(self, name: str, x: str, y: str, matrix: Matrix, sizes: tuple[int, int]) -> str:
+        parts, level = Parts.of(name), self.settings.accuracy_level
+        reads = [x, parts.packed, parts.scales] + ([parts.zero_points] if matrix.zero_points else [])
+        given = {"K": sizes[1], "N": sizes[0], "bits": matrix.bits, "block_size": matrix.block_size}
+        return self._add("MatMulNBits", reads, y, DOMAIN, **given, **({"accuracy_level": level} if level else {}))
+
+    def _apart(self, value: str, count: int) -> list[str]:
+        """The numbers [count, 1], each as a value [1]."""
+        if (value, count) not in self._shared:
+            flat = self._add("Reshape", [value, self._constant(f"{value}.flat", [-1])], f"{value}.in_row")
+            names = [f"{value}.of{number}" for number in range(count)]
+            node = onnx.helper.make_node("Split", [flat], names, f"{value}.Split", axis=0, num_outputs=count)
+            self.graph.node.append(node)
+            self._shared[value, count] = f"{value}.of"
+        return [f"{value}.of{number}" for number in range(count)]
+
+    def _places(self, begin: str, end: str, slots: str) -> str:
+        """Numbers of the joined rows at the places of each expert, [experts, places]."""
+        key = (begin, (end, slots))
+        if key not in self._shared:
+            rows = self._add("Sub", [end, begin], f"{begin}.counts")
+            axis = self._constant(f"{begin}.axis", [0])
+            first = self._add("CumSum", [rows, axis], f"{begin}.firsts", exclusive=1)
+            total = self._add("ReduceSum", [rows, axis], f"{begin}.total")
+            own, place = (
+                self._add("Less", [slots, rows], f"{begin}.own"),
+                self._add("Add", [first, slots], f"{begin}.at"),
+            )
+            self._shared[key] = self._add("Where", [own, place, total], f"{begin}.places")
+        return self._shared[key]
 
     def look_up(self, node: onnx.NodeProto, table: str, matrix: Matrix) -> None:
         """A Gather of rows as a GatherBlockQuantized."""

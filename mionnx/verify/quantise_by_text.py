@@ -80,7 +80,9 @@ def quantise_by_text(
     floats = FloatModel(model.hooked, options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FewBlocksWarning)  # it is said when the model is written
-        matrices = choose(model.hooked, floats.found, settings).matrices
+        chosen = choose(model.hooked, floats.found, settings)
+    experts = {name for stack in floats.found.stacks for name in stack.experts}  # none is measured alone
+    matrices = {name: matrix for name, matrix in chosen.matrices.items() if name not in experts}
     ids = own_text(model) if texts is None else windows(model, texts)
     with text_of(floats, calls_of(model, ids), progress) as text:
         search = Search(floats, text, matrices, settings, budget, progress, weights)
