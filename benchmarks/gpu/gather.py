@@ -23,7 +23,7 @@ REPOSITORY = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(REPOSITORY)]
 
 import parts  # noqa: E402
-from shapes import DTYPES, shapes  # noqa: E402
+from shapes import dtypes_of, shapes  # noqa: E402
 from slim_wheel import slim  # noqa: E402
 
 GPU = "onnxruntime-gpu"
@@ -63,7 +63,7 @@ def export_graphs(folder: Path, tiny: bool) -> None:
     from exporters.transformers import export_graph
 
     for name, (family, config) in shapes(tiny).items():
-        for dtype in DTYPES[name]:
+        for dtype in dtypes_of(tiny)[name]:
             source, made = folder / "configs" / name, folder / f"{name}-{dtype}"
             AutoConfig.for_model(family, **config).save_pretrained(source)
             export_graph(source, made, dtype)

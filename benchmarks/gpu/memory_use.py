@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
+from shapes import dtypes_of
 
 from mionnx import HookPoint, HookSpec, Intervention
 from models import Place, ids_of, ours
@@ -23,7 +24,7 @@ def on_device(place: Place) -> float:
 def table(place: Place, emit: Callable[[Sequence[Any]], None]) -> None:
     """Rows: weights, one variant, eight, their ratio."""
     for name, dtype in (("gpt2", "float32"), ("1B", "bfloat16"), ("4B", "bfloat16")):
-        if dtype not in place.dtypes((dtype,)):
+        if dtype not in dtypes_of(place.tiny)[name]:
             continue
         folder, before = place.folder(name, dtype), on_device(place)
         weights = sum(one.stat().st_size for one in folder.glob("*.safetensors")) / 2**30

@@ -104,6 +104,7 @@ def ours(folder: Path, place: Place, **options: Any) -> MIModel:
 @contextmanager
 def theirs(folder: Path, place: Place, attention: str, dtype: str) -> Iterator[PreTrainedModel]:
     """The same weights in transformers."""
+    free(place.device)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation=attention)
     model = model.to(place.device).eval()
     model.generation_config.eos_token_id = None

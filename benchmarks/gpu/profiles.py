@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from shapes import dtypes_of
 
 from mionnx import FallbackWarning, MIModel
 from mionnx.engine.placement import providers_of
@@ -22,7 +23,7 @@ def table(place: Place, emit: Emit) -> None:
     """Rows: model, call, kind, what, count, milliseconds, share of the call."""
     pairs = (("gpt2", "float32"), ("1B", "bfloat16"), ("4B", "bfloat16"))
     for name, dtype in pairs:
-        if dtype not in place.dtypes((dtype,)):
+        if dtype not in dtypes_of(place.tiny)[name]:
             continue
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")

@@ -52,7 +52,8 @@ STEPS: dict[str, Step] = {
         "Forward passes, milliseconds",
         ("model", "dtype", "batch x tokens", "case", "mionnx", "CUDA graphs", *SPEEDS, "logits apart"),
         300,
-        "Captures and logits stay on the device, in mionnx without CUDA graphs and in torch. `every` is all of "
+        "Captures and logits stay on the device, in mionnx and in torch; with CUDA graphs they are copied to the CPU, "
+        "all logits too, and that is timed. `every` is all of "
         "mionnx' hook points, and the output of every module (with eager, attention patterns too) in torch.",
     ),
     "sweeps": Step(

@@ -49,6 +49,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 DTYPES = {"gpt2": ("float32", "bfloat16"), "1B": ("float32", "bfloat16"), "4B": ("bfloat16",)}
 
 
+def dtypes_of(tiny: bool) -> dict[str, tuple[str, ...]]:
+    """Name -> its dtypes, the important one first; tiny ones are for the CPU."""
+    return dict.fromkeys(DTYPES, ("float32",)) if tiny else DTYPES
+
+
 def shapes(tiny: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     """Name -> family and config."""
     return TINY if tiny else SHAPES

@@ -19,7 +19,7 @@ import memory_use  # noqa: E402
 import numpy as np  # noqa: E402
 import profiles  # noqa: E402
 import torch  # noqa: E402
-from shapes import DTYPES  # noqa: E402
+from shapes import dtypes_of  # noqa: E402
 from torch_side import CASES, Patching, forward, generate  # noqa: E402
 
 from mionnx import HookPoint, HookSpec, Intervention, MIModel  # noqa: E402
@@ -54,9 +54,8 @@ def direction_of(hidden: int) -> np.ndarray:
 
 def measured(place: Place) -> list[tuple[str, str]]:
     """(model, dtype): the first dtype of each model, then the second ones."""
-    pairs = [
-        (name, dtype) for number in (0, 1) for name, kinds in DTYPES.items() for dtype in kinds[number : number + 1]
-    ]
+    known = dtypes_of(place.tiny).items()
+    pairs = [(name, dtype) for number in (0, 1) for name, kinds in known for dtype in kinds[number : number + 1]]
     return [pair for pair in pairs if place.dtypes((pair[1],))]
 
 
@@ -72,7 +71,7 @@ def _forward_rows(place: Place, emit: Emit, name: str, dtype: str, folder: Path,
     found: dict[str, dict[str, float]] = {case: {} for case in CASES}
     last: dict[str, np.ndarray] = {}
     for program, cases in (("mionnx", CASES), ("graphs", ("plain", "streams", "steered"))):
-        if program == "mionnx" or place.provider == "cuda":
+        if program == "mionnx" or (place.provider == "cuda" and size[0] == 1):  # results are copied to the CPU
             _forward_ours(place, folder, size, program, cases, found, last)
     apart = dict.fromkeys(CASES, "")
     for kind in ATTENTION:
@@ -170,7 +169,7 @@ def sweep_table(place: Place, emit: Emit) -> None:
     """Patching sweeps at 64 tokens."""
     length, sample = (64, 60) if not place.tiny else (8, 6)
     for name, dtype in (("gpt2", "float32"), ("1B", "float32"), ("4B", "bfloat16")):
-        if dtype not in place.dtypes((dtype,)):
+        if dtype not in dtypes_of(place.tiny)[name]:
             continue
         folder = place.folder(name, dtype)
         clean = ids_of(100, 1, length)[0]

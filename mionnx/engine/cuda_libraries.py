@@ -31,7 +31,8 @@ def load() -> None:
         for folder in folders():
             onnxruntime.preload_dlls(directory=str(folder))
     state = onnxruntime.capi.onnxruntime_pybind11_state
-    state.set_arena_extend_strategy(state.ArenaExtendStrategy.kSameAsRequested)  # by default up to twice as much
+    if hasattr(state, "set_arena_extend_strategy"):  # by default an arena takes up to twice as much
+        state.set_arena_extend_strategy(state.ArenaExtendStrategy.kSameAsRequested)
 
 
 def trouble() -> str | None:

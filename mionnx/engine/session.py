@@ -59,7 +59,8 @@ def open_session(
     if options.provider_name() == PROVIDERS["cuda"]:
         cuda_libraries.load()
         move_positions(proto)
-        keep_transposed(proto)
+        if not settings.optimized_model_filepath:  # a file for others has no inputs but the model's
+            keep_transposed(proto)
     session = _elsewhere(proto, folder, settings, options, [one for one in without if one != FOLDING])
     warn_of_fallback(session, proto, folder, options.provider_name())
     return session
@@ -74,7 +75,7 @@ def _elsewhere(
 ) -> onnxruntime.InferenceSession:
     """Open a session on another provider than the CPU, and on no other."""
     name, cuda = options.provider_name(), options.provider_name() == PROVIDERS["cuda"]
-    weights = _weights(proto, folder, options) if cuda else {}
+    weights = _weights(proto, folder, options) if cuda and not settings.optimized_model_filepath else {}
     for weight, value in weights.items():
         settings.add_initializer(weight, value)
     try:

@@ -305,6 +305,20 @@ def test_weights_in_blocks(bits, models, provider, tmp_path):
     assert made[0] == made[1]
 
 
+def test_a_compiled_model_runs_by_itself(models, provider, tmp_path):
+    """A file that ONNX Runtime optimised for the provider: the model's own inputs, the steered model's logits."""
+    model, spec = models("llama"), HookSpec().intervene(HookPoint.ResidPost(0), Intervention.Scale(0.5))
+    model.compile(spec, tmp_path / "made", target=f"ort-{provider}")
+    name = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}[provider]
+    session = onnxruntime.InferenceSession(tmp_path / "made" / "model.onnx", providers=[name])
+    feeds = {"input_ids": IDS, "attention_mask": np.ones_like(IDS), "position_ids": np.arange(IDS.shape[1])[None]}
+    shapes = model.hooked.metadata.past_shapes(1, 0)
+    assert {one.name for one in session.get_inputs()} == {*feeds, *shapes}
+    assert not session.get_overridable_initializers()
+    found = session.run(["logits"], feeds | {one: np.zeros(shape, np.float32) for one, shape in shapes.items()})[0]
+    assert np.abs(found - model.forward(IDS, spec).output()).max() < 2e-3  # by itself it computes in TF32 on a GPU
+
+
 def test_memory_is_given_back_and_models_open_again(opened):
     model = opened("llama")
     first = model.forward(IDS).output()

@@ -72,7 +72,7 @@ def test_every_step_runs_on_tiny_shapes(tmp_path):
 
     run("gather.py", "--tiny", "--no-wheels", "--no-test-models", "--parts", tmp_path / "parts")
     run("run.py", "install", "--parts", tmp_path / "parts", "--work", work)
-    steps = ["environment", "verify", "generation", "forward", "sweeps", "opening", "memory", "profile"]
+    steps = ["verify", "generation", "forward", "sweeps", "memory", "profile"]
     run("run.py", "--provider", "cpu", "--tiny", "--work", work, "--out", out, "--only", *steps)
     found = json.loads((out / "rows.json").read_text())
     assert {step: end.partition(" (")[0] for step, end in found["ends"].items()} == dict.fromkeys(steps, "done")

@@ -51,7 +51,7 @@ def layers() -> dict[str, dict]:
         return {name: json.loads(config) for name, config in file.metadata().items()}
 
 
-@pytest.mark.parametrize("name", layers())
+@pytest.mark.parametrize("name", sorted(layers()))
 def test_a_layer_that_a_package_packed_has_its_numbers(name, tmp_path):
     found = {
         key.removeprefix(f"{name}."): value for key, value in load_file(LAYERS).items() if key.startswith(f"{name}.")

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from nasty import NASTY
 from playground_pages import LOGITS, cell, choose, idle, view, visit
+from repository import REPOSITORY
 
 from mionnx import AblationResult, HookSpec, MIModel
+from mionnx.playground import playground
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -285,6 +287,24 @@ def test_a_broken_link_is_a_sentence(name: str, page: Page):
     assert said.inner_text().endswith(".")
     assert page.input_value("#prompt") == FRANCE
     page.locator("#notices button").click()
+
+
+@pytest.mark.slow
+def test_gpt2_has_a_page_too(headless: Browser, served: Callable[..., str], tmp_path: Path):
+    """Learned positions, biases, tied embeddings: logits and lens before and after a part is zeroed."""
+    model = MIModel.from_pretrained(REPOSITORY / "models" / "world-gpt2", threads=1)
+    context = headless.new_context()
+    page = visit(context, served(playground(model, tmp_path / "site")))
+    assert page.input_value("#prompt") == FRANCE
+    tops = [model.to_string(int(token)) for token in model.logit_lens(FRANCE).top_ids[:, -1, 0]]
+    shown = [cell(page, f"layer {layer}, position 4").inner_text() for layer in range(4)]
+    assert shown == tops
+    zero_attention(page)
+    spec = exported(page, tmp_path)
+    for which, hooks in (("before", None), ("after", spec)):
+        assert np.abs(page.evaluate(LOGITS, which) - model.forward(FRANCE, hooks).output()[0, -1]).max() < 1e-4
+    assert page.troubles == []
+    context.close()
 
 
 @pytest.mark.slow
