@@ -229,18 +229,18 @@ class _Writer:
         return [f"{value}.of{number}" for number in range(count)]
 
     def _places(self, begin: str, end: str, slots: str) -> str:
-        """Numbers of the joined rows at the places of each expert, [experts, places]."""
+        """Numbers of the joined rows at the places of each expert, [experts, places].
+
+        Nobody reads the places behind an expert's own rows; any row may stand there.
+        """
         key = (begin, (end, slots))
         if key not in self._shared:
             rows = self._add("Sub", [end, begin], f"{begin}.counts")
             axis = self._constant(f"{begin}.axis", [0])
             first = self._add("CumSum", [rows, axis], f"{begin}.firsts", exclusive=1)
             total = self._add("ReduceSum", [rows, axis], f"{begin}.total")
-            own, place = (
-                self._add("Less", [slots, rows], f"{begin}.own"),
-                self._add("Add", [first, slots], f"{begin}.at"),
-            )
-            self._shared[key] = self._add("Where", [own, place, total], f"{begin}.places")
+            place = self._add("Add", [first, slots], f"{begin}.at")
+            self._shared[key] = self._add("Min", [place, total], f"{begin}.places")
         return self._shared[key]
 
     def look_up(self, node: onnx.NodeProto, table: str, matrix: Matrix) -> None:

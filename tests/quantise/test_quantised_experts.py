@@ -35,7 +35,9 @@ def pair(tmp_path_factory):
     @cache
     def find(family: str):
         folder = tmp_path_factory.mktemp("experts")
-        make_checkpoint(family, folder / "checkpoint", **({} if family == "mixtral" else tiny_config(family)))
+        more = {"num_experts": 128} if family == "qwen3_moe" else {}  # as many as its models have
+        config = {} if family == "mixtral" else {**tiny_config(family), **more}
+        make_checkpoint(family, folder / "checkpoint", **config)
         export(folder / "checkpoint", folder / "floats", "float32", silent)
         floats = HookedModel.open(folder / "floats")
         small = MIModel.from_pretrained(quantise(floats, folder / "made", Quantisation(block_size=16)), threads=1)
