@@ -1,6 +1,7 @@
 """The command `mionnx playground`: a model in the reader's browser, as a static folder or on localhost."""
 
 import json
+import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -13,6 +14,7 @@ from mionnx.playground import playground as write
 from mionnx.playground import serve
 from mionnx.playground.server import run
 from mionnx.run import model_dtype
+from mionnx.run.accuracy import SlowBlocksWarning
 from mionnx.spec.hook_spec import HookSpec
 
 Hooks = Annotated[list[str] | None, typer.Option("--hook", metavar="HOOK", help="Also change this; globs allowed.")]
@@ -43,7 +45,9 @@ def playground(
     """
     if output is None and not (open_ or serve_):
         raise typer.BadParameter("give a folder with -o, or --open to see the page now")
-    opened = MIModel.from_pretrained(model, dtype=model_dtype.DEFAULT if dtype is None else dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SlowBlocksWarning)  # the page has other kernels
+        opened = MIModel.from_pretrained(model, dtype=model_dtype.DEFAULT if dtype is None else dtype)
     given = None if spec is None else HookSpec.load(str(spec))
     with TemporaryDirectory() as scratch:
         folder = write(
