@@ -147,11 +147,15 @@ def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """The pattern; each row lacks the share of its head's sink [n_heads], a score of no key."""
+    """The pattern; each row lacks the share of its head's sink [n_heads], a score of no key.
+
+    In float32 at least, as transformers computes it; of float64, whose mask is no number in float32, in float64.
+    """
+    dtype = torch.promote_types(scores.dtype, torch.float32)
     if sinks is None:
-        return torch.softmax(scores, dim=-1, dtype=torch.float32)
+        return torch.softmax(scores, dim=-1, dtype=dtype)
     column = sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], -1)
-    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
+    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1, dtype=dtype)[..., :-1]
 
 
 def _mask(local_size: int | None = None, **options: Any) -> Tensor:
