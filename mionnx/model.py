@@ -24,10 +24,9 @@ from mionnx.analysis.steering import dose_response as dosing
 from mionnx.analysis.sweep import ablating, patching
 from mionnx.compile import compile_model
 from mionnx.machine.once import once_property
-from mionnx.quantise import quantise_model
 from mionnx.run import generation, notebook
 from mionnx.run.runner import Runner
-from mionnx.verify import quantise_by_text as by_text
+from mionnx.verify import quantise_model
 from mionnx.verify import verbs as comparing
 
 
@@ -115,6 +114,5 @@ class MIModel(Runner):
     # deployment, reproducibility
     compile = compile_model.compile_model
     quantise = quantise_model.quantise_model
-    _quantise_by_text = by_text.quantise_by_text
     verify = comparing.verify
     bisect = comparing.bisect

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from repository import REPOSITORY
 from typer.testing import CliRunner
+from worker_processes import processes
 
 from mionnx import (
     Activations,
@@ -73,11 +74,6 @@ def noted_shards(folder: Path) -> dict[str, int]:
     """Those of the shards that are finished: what was renamed a moment before a kill may have no note yet."""
     noted = {f"shard-{number:05}" for number in finished(folder)}
     return {name: written for name, written in shards(folder).items() if Path(name).stem in noted}
-
-
-def processes(name: str, of: int | None = None) -> list[psutil.Process]:
-    """The processes of a cluster that was begun by a process, this one by default, that do something."""
-    return [one for one in psutil.Process(of).children(recursive=True) if name in " ".join(one.cmdline())]
 
 
 @pytest.mark.slow

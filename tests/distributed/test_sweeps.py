@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from worker_processes import processes
 
 from mionnx import InputError, MIModel, distributed
 
@@ -20,7 +21,7 @@ def test_pairs_of_two_workers_are_those_of_one_process(shipped: MIModel, tmp_pat
     killed: list[psutil.Process] = []
 
     def kill(stage: str, done: int, total: int) -> None:
-        workers = [one for one in psutil.Process().children(recursive=True) if "_Worker" in " ".join(one.cmdline())]
+        workers = processes("_Worker")
         if not killed and workers:
             killed.append(workers[0])
             workers[0].send_signal(signal.SIGKILL)

@@ -422,9 +422,9 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     yield from _edges_between(model, folder)
     compared = model.verify(PROMPT, ["ort-cpu", "ort-cpu:none"], hooks="hook_embed", greedy=0, local=False)
     yield from _methods("Verification", lambda: compared, {"table": {}, "beside": {"title": "ort-cpu:none"}})
-    other = MIModel.from_pretrained(model.hooked.folder)
+    other = MIModel.from_pretrained(model.quantise(folder / "int4"))
     losses = model.verify(PROMPT, ["ort-cpu"], hooks="*.hook_resid_p*", greedy=0, other=other)
-    yield from _methods("Verification", lambda: losses, {"loss_table": {}})
+    yield from _methods("Verification", lambda: losses, {"loss_table": {}, "matrix_table": {}})
     yield from _stored(folder, compared)
 
 

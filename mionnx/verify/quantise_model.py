@@ -4,36 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from mionnx.errors import InputError
-from mionnx.graph.hooked_model import HookedModel
-from mionnx.machine.progress import Progress, bars
+from mionnx.machine.progress import bars
 from mionnx.machine.typed import typed
 from mionnx.quantise.quantise import quantise
 from mionnx.quantise.settings import Quantisation
-
-
-class Hooked(Protocol):
-    """Anything that has a hooked model, such as `MIModel`."""
-
-    hooked: HookedModel
-
-    def _quantise_by_text(
-        self,
-        folder: Path,
-        settings: Quantisation,
-        budget: float | None,
-        texts: str | Sequence[str] | None,
-        importance: bool | str | Sequence[str],
-        progress: Progress,
-    ) -> Path:
-        """Choose scales and bits by what the model computes; see `mionnx.verify.quantise_by_text`."""
+from mionnx.run.runner import Runner
+from mionnx.verify.quantise_by_text import quantise_by_text
 
 
 @typed()
 def quantise_model(
-    model: Hooked,
+    model: Runner,
     folder: str | Path,
     *,
     bits: int = 4,
@@ -90,5 +73,5 @@ def quantise_model(
         raise InputError("texts= is what a budget is measured on: give budget= too")
     with bars() as progress:
         if budget is not None or importance:
-            return model._quantise_by_text(Path(folder), settings, budget, texts, importance, progress)
+            return quantise_by_text(model, Path(folder), settings, budget, texts, importance, progress)
         return quantise(model.hooked, Path(folder), settings, progress)
