@@ -10,9 +10,8 @@ import pytest
 import torch
 from command_line import succeeded
 from families import VOCAB
-from family_batches import batch, difference, forward
+from family_batches import batch, differences
 from gradient_oracle import gradients as by_autograd
-from oracle import run
 from packed_files import Form, write_packed
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -20,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from exporters.checkpoint_tensors import read_tensors
 from exporters.packed.tensors import unpacked_tensors
 from exporters.transformers import missing_eagerly
-from mionnx import HookPoint, HookSpec, MIModel
+from mionnx import HookSpec, MIModel
 from mionnx.errors import ExportError
 from mionnx.graph.quantised_weight import weight_numbers
 from mionnx.machine.progress import silent
@@ -87,13 +86,7 @@ def test_every_hook_point_is_that_of_eager_transformers(name, opened):
     _, model, reference = opened(name)
     form = FORMS[name][0]
     assert model.hooked.metadata.weight_dtype == f"int{form.bits}"
-    inputs = batch("left past")
-    expected = run(reference, inputs)
-    found = forward(model, inputs, HookSpec().capture(lambda name: not name.endswith("hook_result")))
-    off = {
-        name: difference(HookPoint.parse(name), found.values[name], expected.values[name], inputs)
-        for name in found.values
-    }
+    off = differences(model, reference, batch("left past"))
     assert {name: d for name, d in off.items() if not d < TOLERANCE} == {}
     state = reference.state_dict()
     blocks = [one.name for one in model.hooked.proto.graph.initializer if one.name.endswith("_blocks")]

@@ -5,7 +5,8 @@ from itertools import product
 
 import numpy as np
 from families import VOCAB, WINDOW
-from oracle import Inputs, Outcome
+from oracle import Edits, Inputs, Outcome, run
+from transformers import PreTrainedModel
 
 from mionnx import HookPoint, HookSpec, Intervention, MIModel
 
@@ -47,6 +48,19 @@ def difference(point: HookPoint, one: np.ndarray, other: np.ndarray, inputs: Inp
     one, other = (np.moveaxis(array, axis, 1)[inputs.real] for array in (one, other))
     seen = (one > MASKED) | (other > MASKED)
     return float(np.abs(one[seen] - other[seen]).max())
+
+
+def differences(model: MIModel, reference: PreTrainedModel, inputs: Inputs, edits: Edits = ()) -> dict[str, float]:
+    """The largest difference from transformers in eager mode at each hook point, all of them."""
+    spec = HookSpec().capture(lambda name: not name.endswith("hook_result"))
+    for point, edit in edits:
+        spec.intervene(point, edit)
+    expected, found = run(reference, inputs, edits), forward(model, inputs, spec)
+    assert {*found.values} == {*expected.values}
+    return {
+        name: difference(HookPoint.parse(name), value, expected.values[name], inputs)
+        for name, value in found.values.items()
+    }
 
 
 def interventions(point: HookPoint, shape: tuple[int, ...], whole: bool = True) -> Iterator[Intervention]:
