@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from generation_speed import torch_hooks
 from gpt2_shape import options_parser, set_threads
+from gpu.shapes import SHAPES
 from model_memory import measure as measure_memory
 from rich.progress import track
 from tables import present
@@ -34,20 +35,7 @@ from turns import Work, alternate, ratio
 from exporters.transformers import export
 from mionnx import HookPoint, HookSpec, Intervention, MIModel
 
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("gpt2", {}),
-    "llama 1B": (
-        "llama",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 5632,
-            "num_hidden_layers": 22,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "vocab_size": 32000,
-        },
-    ),
-}
+NAMES = {"gpt2": "gpt2", "llama 1B": "1B"}  # in the table and among the shapes
 LENGTHS, PROMPT = (16, 64, 256), 16
 KINDS = ("eager", "sdpa")
 SIZES = ("model", "weights", "MB", "opened in, s", "peak memory, MB", "three variants, MB")
@@ -137,8 +125,8 @@ class Variants:
 
 def measure(name: str, folder: Path, options: argparse.Namespace, threads: int) -> list[list[list[str]]]:
     """The rows of the three tables of one model."""
-    if name in SHAPES:
-        kind, given = SHAPES[name]
+    if name in NAMES:
+        kind, given = SHAPES[NAMES[name]]
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given)).save_pretrained(folder / "checkpoint")
         export(folder / "checkpoint", folder / "hooked")
@@ -164,7 +152,7 @@ def measure(name: str, folder: Path, options: argparse.Namespace, threads: int) 
 def main() -> None:
     """Measure every model and print the tables."""
     parser = options_parser(__doc__.splitlines()[0], repeats=5)
-    parser.add_argument("--models", nargs="+", default=["smollm2", *SHAPES])
+    parser.add_argument("--models", nargs="+", default=["smollm2", *NAMES])
     parser.add_argument("--new", type=int, default=32, help="tokens to generate")
     options = parser.parse_args()
     threads = set_threads(options.threads)
