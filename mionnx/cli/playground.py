@@ -34,7 +34,7 @@ def playground(
     dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, int8 or int4.")] = None,
     open_: Annotated[bool, typer.Option("--open", help="Serve it on localhost and open a browser.")] = False,
     serve_: Annotated[bool, typer.Option("--serve", help="Serve it on localhost.")] = False,
-    port: Annotated[int, typer.Option(help="Of the server; 0: a free one.")] = 0,
+    port: Annotated[int | None, typer.Option(help="Of the server; else a free one.")] = None,
     as_json: Json = False,
 ) -> None:
     """Write a page that runs the model in the browser, shows its inside, and changes it.
@@ -45,6 +45,8 @@ def playground(
     """
     if output is None and not (open_ or serve_):
         raise typer.BadParameter("give a folder with -o, or --open to see the page now")
+    if port is not None and not (open_ or serve_):
+        raise typer.BadParameter("--port is of the server, which --open or --serve starts")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SlowBlocksWarning)  # the page has other kernels
         opened = MIModel.from_pretrained(model, dtype=model_dtype.DEFAULT if dtype is None else dtype)
@@ -55,7 +57,7 @@ def playground(
         )
         _say(folder, as_json)
         if open_ or serve_:
-            server = serve(folder, port)
+            server = serve(folder, port or 0)
             typer.echo(f"http://localhost:{server.server_address[1]}/ (Ctrl-C ends it)", err=as_json)
             run(server, browser=open_)
 

@@ -119,3 +119,10 @@ def test_compile_and_export_give_json(tmp_path):
     found = json.loads(succeeded(*words))
     assert found["folder"] == str(tmp_path / "zero")
     assert found["interventions"] == 1
+
+
+def test_a_port_without_a_server_is_refused(tmp_path):
+    refused = mionnx("playground", LLAMA, "-o", tmp_path / "site", "--port", 8123)
+    assert refused.returncode == 2
+    assert "--serve" in refused.stderr
+    assert not (tmp_path / "site").exists()
