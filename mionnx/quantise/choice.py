@@ -103,8 +103,9 @@ def _add_stack(model: HookedModel, stack: Stack, settings: Quantisation, choice:
     elif nodes + 2 * stack.count > MOST_NODES:
         choice.left[stack.weight] = f"its {stack.count} experts would make more than {MOST_NODES:,} nodes of the graph"
     else:
-        made = _matrix(stack.weight, stack.turned, settings, {})
-        choice.matrices |= dict.fromkeys(stack.experts, made)
+        whole = _matrix(stack.weight, stack.turned, settings, {})
+        for name in stack.experts:
+            choice.matrices[name] = replace(whole, bits=max(whole.bits, settings.bits_of(name)))
         choice.stacks.append(stack.weight)
 
 
