@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 
 from mionnx.graph import onnx_file
+from mionnx.graph.blocks import EXPERT
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.packed_weight import attributes
@@ -19,7 +20,6 @@ from mionnx.graph.weight_value import product_of
 FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
 PASSING = ("Identity", "Reshape", "Cast", "Add")  # between a product and the hook point that it gives
 ROUTER = ".hook_router_logits"
-EXPERT = ".expert"  # behind the name of a stack, before the number of one of its matrices
 STEPS = [("Slice", product, "Concat", "Sub", "Min", "Gather") for product in ("Gemm", "MatMul")]  # of a Scan of experts
 
 
