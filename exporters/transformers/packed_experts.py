@@ -26,7 +26,7 @@ def keep_packed(mapped: Mapped) -> None:
 
 
 def _stack(conversion: Conversion) -> Stack | None:
-    """The stack that a conversion makes; None if it does something else, or some expert is not packed."""
+    """The stack that a conversion makes; None if it does more, or an expert is not packed."""
     rule, layers = conversion.converter, [source.packed for source in conversion.sources]
     steps = [(type(step), getattr(step, "dim", None)) for step in rule.operations]
     if steps != STEPS[: len(steps)] or len(steps) < len(rule.source_patterns) or len(rule.target_patterns) > 1:

@@ -109,7 +109,8 @@ def _add_stack(
     else:
         form = _matrix(stack.weight, stack.turned, settings, {})
         for name in stack.experts:
-            choice.matrices[name] = _matrix(name, stack.turned, settings, given) if own else form
+            made = replace(form, bits=max(form.bits, settings.bits_of(name)))
+            choice.matrices[name] = _matrix(name, stack.turned, settings, given) if own else made
         choice.stacks.append(stack.weight)
 
 
