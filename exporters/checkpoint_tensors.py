@@ -3,7 +3,7 @@
 import json
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
@@ -30,19 +30,20 @@ DTYPES: dict[str, torch.dtype] = {
     "I8": torch.int8,
     "BOOL": torch.bool,
 }
+BYTES = {"U8": torch.uint8}  # of packed numbers, which are no weights before they are unpacked
 # What a model can be exported as.
 EXPORTED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MAX_HEADER = 100_000_000
 
 
 class Packed(Protocol):
-    """A weight that a checkpoint holds as integers, see `exporters.packed`."""
+    """A weight that a checkpoint holds as integers, or a stack of them, see `exporters.packed`."""
 
     def numbers(self) -> NDArray[np.float32]:
-        """The numbers that the integers stand for, [outputs, inputs]."""
+        """The numbers of the integers: [outputs, inputs], or a stack as its parameter is."""
 
-    def blocks(self) -> GivenBlocks:
-        """The same as blocks."""
+    def named_blocks(self, weight: str) -> dict[str, GivenBlocks]:
+        """The same as blocks, by the name of the weight, or by those of a stack's matrices."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,20 @@ class Stored:
         data = np.fromfile(self.file, np.uint8, self.length, offset=self.offset)
         return torch.from_numpy(data).view(self.dtype).reshape(self.shape)
 
+    def entry(self, index: int) -> "Stored":
+        """One entry along the first axis of a tensor as it is."""
+        length = self.length // self.shape[0]
+        return replace(self, shape=self.shape[1:], offset=self.offset + index * length, length=length)
 
-def read_tensors(folder: Path, staging: Path) -> list[Stored]:
+
+def read_tensors(folder: Path, staging: Path, with_bytes: bool = False) -> list[Stored]:
     """Read the tensors of a checkpoint folder.
 
     A `pytorch_model.bin` is first rewritten as safetensors into `staging`.
+
+    Args:
+        folder, staging: see above.
+        with_bytes: read tensors of bytes too, which are refused otherwise.
 
     Raises:
         ExportError: no weights, a missing shard, or a damaged file.
@@ -84,7 +94,7 @@ def read_tensors(folder: Path, staging: Path) -> list[Stored]:
         files = _shards(folder, stem)
         if files:
             files = [convert(file, staging) for file in files] if convert else files
-            return [tensor for file in files for tensor in _read_header(file)]
+            return [tensor for file in files for tensor in _read_header(file, with_bytes)]
     raise ExportError(f"{folder} holds no weights: neither model.safetensors nor pytorch_model.bin, single or sharded")
 
 
@@ -143,7 +153,7 @@ def to_safetensors(file: Path, staging: Path) -> Path:
     return target
 
 
-def _read_header(file: Path) -> list[Stored]:
+def _read_header(file: Path, with_bytes: bool) -> list[Stored]:
     size = file.stat().st_size
     try:
         with safe_open(file, framework="np"):  # its own checks: offsets in order, no holes, the right file size
@@ -154,17 +164,18 @@ def _read_header(file: Path) -> list[Stored]:
     except (SafetensorError, ValueError, struct.error) as error:
         raise ExportError(f"{file} is no intact safetensors file: {error}") from error
     header.pop("__metadata__", None)
-    return [_stored(name, entry, file, 8 + length) for name, entry in header.items()]
+    known = DTYPES | BYTES if with_bytes else DTYPES
+    return [_stored(name, entry, file, 8 + length, known) for name, entry in header.items()]
 
 
-def _stored(name: str, entry: dict[str, Any], file: Path, base: int) -> Stored:
-    if entry["dtype"] not in DTYPES:
+def _stored(name: str, entry: dict[str, Any], file: Path, base: int, known: dict[str, torch.dtype]) -> Stored:
+    if entry["dtype"] not in known:
         raise ExportError(
-            f"{file.name}: tensor {name} is {entry['dtype']}; of quantised checkpoints those of GPTQ, AWQ and "
-            "compressed-tensors are read, and GGUF files"
+            f"{file.name}: tensor {name} is {entry['dtype']}; of quantised checkpoints those of GPTQ, AWQ, "
+            "compressed-tensors and MXFP4 are read, and GGUF files"
         )
     start, end = entry["data_offsets"]
-    return Stored(name, file, DTYPES[entry["dtype"]], tuple(entry["shape"]), base + start, end - start)
+    return Stored(name, file, known[entry["dtype"]], tuple(entry["shape"]), base + start, end - start)
 
 
 def same_bytes(one: Stored, other: Stored) -> bool:

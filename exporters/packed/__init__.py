@@ -1,4 +1,4 @@
-"""Checkpoints whose matrices are integers of 4 or 8 bits: GPTQ, AWQ, compressed-tensors.
+"""Checkpoints whose matrices are integers of 4 or 8 bits: GPTQ, AWQ, compressed-tensors, MXFP4.
 
 `config.json` names the format in its `quantization_config`; a layer's integers, scales and zero points are tensors of
 its own. Here they become `Stored` tensors of transformers' names, whose numbers are made when they are loaded, and
@@ -11,7 +11,7 @@ from typing import Any
 from mionnx.errors import ModelError
 from mionnx.graph.folder_file import read_json
 
-METHODS = ("gptq", "awq", "compressed-tensors")  # values of quant_method
+METHODS = ("gptq", "awq", "compressed-tensors", "mxfp4")  # values of quant_method
 CONFIG = "quantization_config"
 
 
@@ -28,7 +28,9 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
 
 
 def bits_of(found: dict[str, Any]) -> int | None:
-    """The bits of most of its numbers, as it says; None if it does not."""
+    """The bits of the blocks of most of its numbers, as it says; None if it does not."""
+    if found.get("quant_method") == "mxfp4":
+        return 8  # see `mxfp4`
     groups = found.get("config_groups")
     if isinstance(groups, dict):
         said = [group.get("weights") for group in groups.values() if isinstance(group, dict)]

@@ -63,6 +63,14 @@ class Linear:
         has_zeros = self.zeros is not None
         return GivenBlocks(self.outputs, self.inputs, self.bits, size, has_zeros, False, order, read)
 
+    def named_blocks(self, weight: str) -> dict[str, GivenBlocks]:
+        """The blocks by the name that the weight has in a graph.
+
+        Raises:
+            ExportError: see `blocks`.
+        """
+        return {weight: self.blocks()}
+
     def _block_size(self) -> int:
         """The largest size of blocks that make up a group, or the row of a single group."""
         if self.group_size >= self.inputs:

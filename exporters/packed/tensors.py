@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from exporters.checkpoint_tensors import Stored
-from exporters.packed import awq, compressed, gptq
+from exporters.packed import awq, compressed, gptq, mxfp4
 from exporters.packed.linear import Linear
 from exporters.weight_files import some
 from mionnx.errors import ExportError
@@ -16,16 +16,19 @@ FORMATS: dict[str, Any] = {"gptq": gptq, "awq": awq, "compressed-tensors": compr
 FIRST = ("qweight", "weight_packed", "weight_scale")  # one of these makes a module a packed layer
 
 
-def unpacked_tensors(tensors: list[Stored], given: Mapping[str, Any]) -> list[Stored]:
+def unpacked_tensors(tensors: list[Stored], given: Mapping[str, Any], family: str | None = None) -> list[Stored]:
     """Replace the parts of packed layers by their weights, which are made when they are loaded.
 
     Args:
         tensors: of the checkpoint.
         given: its quantization_config.
+        family: its model_type; None where nobody says.
 
     Raises:
         ExportError: layers that are not read, or none.
     """
+    if given["quant_method"] == "mxfp4":
+        return mxfp4.unpacked_stacks(tensors, family)
     kind = FORMATS[given["quant_method"]]
     if kind is compressed:
         compressed.check(given)

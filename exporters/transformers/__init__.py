@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mionnx.graph.blocks import GivenBlocks
 
 
+DEQUANTISED = ("mxfp4",)  # values of quant_method of which transformers makes floats by itself
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # or the index of their shards
 
 
@@ -134,7 +135,8 @@ def missing_eagerly(folder: Path) -> str | None:
         return f"{' and '.join(absent)} not installed"
     if not _has_weights(folder):
         return f"{folder} has no weights that transformers reads"
-    if (found := quantization_of(folder)) is not None:
+    found = quantization_of(folder)
+    if found is not None and found["quant_method"] not in DEQUANTISED:
         return f"transformers runs {found['quant_method']} by kernels of other packages: compare with a float32 export"
     return None
 

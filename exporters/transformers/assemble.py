@@ -54,7 +54,7 @@ def export_checkpoint(
     config = native_config(folder)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target, prefix=".mionnx-") as staging:
-        tensors = _unpacked(read_tensors(folder, Path(staging)), folder, config)
+        tensors = _read(folder, Path(staging), config)
         files = {tensor.file for tensor in tensors}
         file_digest.start(files)  # read while the model is traced
         kind = export_dtype(dtype, tensors)
@@ -74,14 +74,15 @@ def export_checkpoint(
     return given
 
 
-def _unpacked(tensors: list[Stored], folder: Path, config: Any) -> list[Stored]:
-    """The tensors and config of a checkpoint of integers as those of one of floats."""
+def _read(folder: Path, staging: Path, config: Any) -> list[Stored]:
+    """The tensors of a checkpoint; those and the config of one of integers as of one of floats."""
     given = quantization_of(folder)
     if given is None:
-        return tensors
+        return read_tensors(folder, staging)
+    tensors = read_tensors(folder, staging, with_bytes=given["quant_method"] == "mxfp4")
     del config.quantization_config
     try:
-        return unpacked_tensors(tensors, given)
+        return unpacked_tensors(tensors, given, config.model_type)
     except ExportError as error:
         raise ExportError(f"{folder}: {error}") from error
 

@@ -40,7 +40,7 @@ def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
     with _without_bars():
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
-            config=native_config(folder),
+            config=_in_floats(native_config(folder)),
             attn_implementation="eager",
             dtype=getattr(torch, dtype),
             output_loading_info=True,
@@ -56,6 +56,14 @@ def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
             _run(model, inputs, listen)
 
     return run
+
+
+def _in_floats(config: Any) -> Any:
+    """Ask transformers for the floats of a checkpoint of MXFP4, not for its kernels."""
+    given = getattr(config, "quantization_config", None)
+    if isinstance(given, dict) and given.get("quant_method") == "mxfp4":
+        given["dequantize"] = True
+    return config
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from exporters.checkpoint_tensors import Stored, same_bytes
 from exporters.transformers.checkpoint import Mapped, aliases
+from exporters.transformers.packed_experts import keep_packed
 from exporters.weight_files import place, some
 from mionnx.errors import ExportError
 from mionnx.graph.blocks import GivenBlocks
@@ -36,15 +37,16 @@ def bind_weights(
         leave: leave out the numbers of weights that are blocks in the checkpoint.
 
     Returns:
-        the blocks of the weights that were left out, by name.
+        the blocks of the weights that were left out, by name; of a stack of experts, by the names of its matrices.
 
     Raises:
         ExportError: an unfed parameter, an unread checkpoint tensor, or a tensor of another shape.
     """
+    keep_packed(mapped)
     stored = _stored(parameters, mapped, model)
-    given = {name: one.packed.blocks() for name, one in stored.items() if one.packed is not None} if leave else {}
-    place(parameters, stored, _converted(mapped, model), folder, progress, given)
-    return given
+    left = {name: one.packed.named_blocks(name) for name, one in stored.items() if one.packed is not None and leave}
+    place(parameters, stored, _converted(mapped, model), folder, progress, left)
+    return {name: blocks for named in left.values() for name, blocks in named.items()}
 
 
 def _stored(parameters: list[ir.Value], mapped: Mapped, model: PreTrainedModel) -> dict[str, Stored]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+EXPERT = ".expert"  # behind the name of a stack of experts, before the number of one of its matrices
 SIZES = (256, 128, 64, 32, 16)  # of blocks that ONNX Runtime's kernels take
 
 

@@ -74,7 +74,7 @@ def choose(
             if known.turned != product.turned:
                 raise ModelError(f"{product.weight} is read as it is and turned: it cannot be blocks of either")
     for stack in found.stacks:
-        _add_stack(model, stack, settings, choice)
+        _add_stack(model, stack, settings, choice, given)
     unread = _add_table(model, found, settings, choice, given)
     _count(model, choice)
     if not choice.matrices:
@@ -92,19 +92,25 @@ def _matrix(name: str, turned: bool, settings: Quantisation, given: Mapping[str,
     return Matrix(turned, settings.bits_of(name), settings.block_size, not settings.symmetric)
 
 
-def _add_stack(model: HookedModel, stack: Stack, settings: Quantisation, choice: Choice) -> None:
+def _add_stack(
+    model: HookedModel, stack: Stack, settings: Quantisation, choice: Choice, given: Mapping[str, GivenBlocks]
+) -> None:
     """Choose the matrices of experts, all of a stack or none."""
     width = rows_of(model, stack.experts[0], stack.turned).shape[1]
     nodes = len(model.proto.graph.node) + 2 * len(choice.matrices)
-    if settings.keeps(stack.weight):
+    own = stack.experts[0] in given
+    each = 3 if own and any(given[name].order is not None for name in stack.experts) else 2
+    if settings.keeps(stack.weight) and not own:
         choice.left[stack.weight] = ASKED
-    elif width < settings.block_size:
+    elif width < settings.block_size and not own:
         choice.left[stack.weight] = f"{width} numbers in a row, a block has {settings.block_size}"
-    elif nodes + 2 * stack.count > MOST_NODES:
+    elif nodes + each * stack.count > MOST_NODES:
         choice.left[stack.weight] = f"its {stack.count} experts would make more than {MOST_NODES:,} nodes of the graph"
     else:
-        made = _matrix(stack.weight, stack.turned, settings, {})
-        choice.matrices |= dict.fromkeys(stack.experts, made)
+        form = _matrix(stack.weight, stack.turned, settings, {})
+        for name in stack.experts:
+            made = replace(form, bits=max(form.bits, settings.bits_of(name)))
+            choice.matrices[name] = _matrix(name, stack.turned, settings, given) if own else made
         choice.stacks.append(stack.weight)
 
 

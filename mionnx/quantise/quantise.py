@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
-from mionnx.graph.blocks import GivenBlocks
+from mionnx.graph.blocks import EXPERT, GivenBlocks
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
 from mionnx.graph.metadata import Attention
 from mionnx.graph.weight_record import describe_export
@@ -74,7 +74,8 @@ def quantise_into(
     found, given = find_weights(model), given or {}
     choice = choose(model, found, settings, given)
     proto = with_blocks(model.proto, found, choice.matrices, settings)
-    _write_weights(model, proto, choice.matrices, settings, folder, progress, given, importance or {})
+    turned = {stack.weight: stack.turned for stack in found.stacks}
+    _write_weights(model, proto, choice.matrices, settings, folder, progress, given, importance or {}, turned)
     _describe(model, proto, choice, settings, folder, progress)
     (folder / GRAPH).write_bytes(proto.SerializeToString())
     for path in [path for pattern in KEPT for path in model.folder.glob(pattern) if path.is_file()]:
@@ -90,8 +91,12 @@ def _write_weights(
     progress: Progress,
     given: Mapping[str, GivenBlocks],
     importance: Mapping[str, NDArray[Any]],
+    turned: Mapping[str, bool],
 ) -> None:
-    """Write all weights of the graph into one file, and point its initializers there."""
+    """Write all weights of the graph into one file, and point its initializers there.
+
+    `turned` says of each stack of experts whether its matrices are [out, in].
+    """
     kept = [tensor for tensor in proto.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
     floats = {tensor.name: onnx_file.weight(model.proto, model.folder, tensor.name) for tensor in kept}
     kinds: dict[str, Kind] = {name: (array.dtype, array.shape) for name, array in floats.items()}
@@ -100,8 +105,7 @@ def _write_weights(
         kinds |= matrix.kinds(name, rows.shape, rows.dtype)
     with streamed(folder / WEIGHTS, kinds, ModelError) as file:
         for name, array in floats.items():
-            numbers = given[name].numbers() if name in given else array
-            file.put(name, 0, numbers if numbers.shape == array.shape else numbers.T)
+            _put_floats(file, name, array, given, turned)
         total = sum(rows_of(model, name, True).size for name in matrices)
         done = 0
         for name, matrix in matrices.items():
@@ -117,6 +121,21 @@ def _write_weights(
             done += rows.size
             progress(f"quantising to {settings.bits} bits", done, total)
         _point(proto, kept, matrices, file)
+
+
+def _put_floats(
+    file: StreamedFile, name: str, array: NDArray[Any], given: Mapping[str, GivenBlocks], turned: Mapping[str, bool]
+) -> None:
+    """Write a weight that stays in floats, or the numbers of a checkpoint's own blocks of it."""
+    if f"{name}{EXPERT}0" in given:
+        if name not in turned:
+            raise ModelError(f"{name} is blocks in the checkpoint, and the graph reads it as no stack of experts")
+        for number in range(len(array)):
+            matrix = given[f"{name}{EXPERT}{number}"].numbers()
+            file.put(name, number, (matrix if turned[name] else matrix.T)[None])
+        return
+    numbers = given[name].numbers() if name in given else array
+    file.put(name, 0, numbers if numbers.shape == array.shape else numbers.T)
 
 
 def _point(
