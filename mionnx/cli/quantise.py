@@ -1,7 +1,7 @@
 """The command `mionnx quantise`: a model with its weights in 4 or 8 bits."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from mionnx.run import find_model
 from mionnx.verify.quantise_by_text import quantise_by_text
 
 COUNTS = ("matrices", "matrices_left", "bytes_in_blocks", "bytes_left")
+SHOWN = 20  # matrices that are named
 GLOBS = "Weights, by name or glob; may be repeated."
 
 
@@ -85,7 +86,17 @@ def quantise(
 
 
 def _reached(found: Mapping[str, Any]) -> str:
-    """A line on what a budget led to."""
-    moved = f"{len(found['moved_to_8_bits'])} of them moved to 8 bits, {len(found['moved_to_floats'])} to floats"
+    """Describe the result of a budget: KL, bytes, and the matrices that moved."""
+    moved = {"8 bits": found["moved_to_8_bits"], "floats": found["moved_to_floats"]}
+    counts = ", ".join(
+        f"{len(names)} {'of them moved ' * (not at)}to {to}" for at, (to, names) in enumerate(moved.items())
+    )
     kl = f"KL {found['kl']:.4g} nats (at most {found['bound']:g}; {found['kl_without']:.4g} without a bound)"
-    return f"{kl}, the same top token at {found['top_1']:.1%} of {found['tokens']:,} tokens: {moved}"
+    bytes_ = f"{found['bytes']:,} bytes of matrices ({found['bytes_without']:,} without a bound)"
+    told = f"{kl}, the same top token at {found['top_1']:.1%} of {found['tokens']:,} tokens; {bytes_}: {counts}"
+    return "\n".join([told, *(f"to {to}: {_named(names)}" for to, names in moved.items() if names)])
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more (all with --json)" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more

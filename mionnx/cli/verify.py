@@ -46,6 +46,7 @@ def verify(
     checkpoint: Annotated[Path | None, typer.Option(help="Checkpoint folder for the torch runtime.")] = None,
     text: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="A text, in windows of 256 tokens.")] = None,
     matrices: Annotated[bool | None, typer.Option(help="Measure each quantised matrix by itself.")] = None,
+    experts: Annotated[bool, typer.Option("--experts", help="Measure each matrix of a stack of experts too.")] = False,
     html: Html = None,
     png: Png = None,
     save: Save = None,
@@ -87,6 +88,7 @@ def verify(
             progress=progress,
             texts=[read_text(path) for path in text or ()],
             matrices=matrices,
+            experts=experts,
         )
     deliver(result, lambda: _shown(result), html, png, as_json, save)
     if not as_json:

@@ -169,16 +169,19 @@ def _reads_tokens(flow: Dataflow, node: onnx.NodeProto) -> bool:
     return name == "input_ids" and attributes(node).get("axis", 0) == 0
 
 
+def expert_of(name: str) -> tuple[str, int] | None:
+    """The stack and the number of an expert's matrix; None of other weights."""
+    stack, _, number = name.rpartition(EXPERT)
+    return (stack, int(number)) if stack and number.isdigit() else None
+
+
 def shape_of(model: HookedModel, name: str) -> tuple[int, ...]:
     """The shape of a weight."""
     return onnx_file.weight(model.proto, model.folder, name).shape
 
 
 def rows_of(model: HookedModel, name: str, turned: bool) -> np.ndarray:
-    """A weight as [out, in], mapped from its file."""
-    stack, _, number = name.rpartition(EXPERT)
-    if number.isdigit():
-        weight = onnx_file.weight(model.proto, model.folder, stack)[int(number)]
-    else:
-        weight = onnx_file.weight(model.proto, model.folder, name)
-    return weight if turned else weight.T
+    """A weight as [out, in], a stack of experts as [experts, out, in], mapped from its file."""
+    stack, number = expert_of(name) or (name, ...)
+    weight = onnx_file.weight(model.proto, model.folder, stack)[number]
+    return weight if turned else weight.swapaxes(-1, -2)

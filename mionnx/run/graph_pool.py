@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock, RLock, get_ident
+from threading import Lock, RLock
 from typing import Any, TypeVar
 
 from mionnx.engine.engine import Program
@@ -20,6 +20,8 @@ from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan, Report, rewrite
 from mionnx.rewrite.plan import NONE, STOCK, Outputs
 from mionnx.run import find_model, prepacked
+from mionnx.run.graph_uses import count_use
+from mionnx.run.lean_opening import opened_lean
 from mionnx.run.segment_chain import SegmentChain, open_segments
 
 UNPACKED = 512  # tokens from which on packing the weights gains little (measured: 1.06 at 8 x 64)
@@ -27,18 +29,6 @@ SHARING = 2**23  # approximate bytes of a session on a device that shares its we
 SESSION, NODE = 2**19, 2**13  # approximate bytes of a session, and of each of its nodes, besides weights that it shares
 REWRITING = ("mionnx.rewrite", "mionnx.graph", "mionnx.spec.kinds")  # a change there may change a rewritten graph
 WHEN = ("auto", "always", "ready", "never")
-_threads: set[int] = set()  # those that have used a graph
-_uses = [0]  # how often any model's graph was asked for
-
-
-def one_thread() -> bool:
-    """Whether no other thread has used a graph of any model, and so none opens or closes one."""
-    return _threads <= {get_ident()}
-
-
-def uses() -> int:
-    """Count of graphs asked for, of all models."""
-    return _uses[0]
 
 
 class OpenGraph:
@@ -132,8 +122,7 @@ class GraphPool:
     def _recent(self, key: Key, make: Callable[[], Open], tokens: int) -> Open:
         self.model.need_weights()
         self._need_operators()
-        _threads.add(get_ident())
-        _uses[0] += 1
+        count_use()
         with self._lock:
             if self.options.prepack is None and self.engine.prepacks:
                 self.options = replace(self.options, prepack=self.packs(tokens))
@@ -142,12 +131,21 @@ class GraphPool:
         with self._opening.of(key):
             if found := self._used(key):  # another thread has opened it meanwhile
                 return found
-            graph = make()
+            lean = self._packs_blocks() and self.weights >= prepacked.WORTHWHILE
+            graph = opened_lean(make, self.engine.release, self.weight_files()) if lean else make()
             with self._lock:
                 self.open[key] = graph
                 self._lately.add(key)
                 self._close_beyond_limits()
         return graph
+
+    def _packs_blocks(self) -> bool:
+        """Whether the next graph packs blocks for itself."""
+        return self.model.in_blocks and bool(self.options.prepack) and self.base is None
+
+    def weight_files(self) -> list[Path]:
+        """The files that the graphs map."""
+        return [self.model.folder / name for name in self.locations] + ([self.base.data] if self.base else [])
 
     def _need_operators(self) -> None:
         """Refuse a dtype that the engine does not compute in, before a graph is rewritten.
@@ -171,9 +169,13 @@ class GraphPool:
             return not self.engine.prepacks or self.options.prepack == prepack
 
     def packs(self, tokens: int) -> bool:
-        """Whether a graph that a call of so many tokens opens has its weights packed."""
-        chosen = self.options.prepack
-        return self.engine.prepacks and (tokens < UNPACKED if chosen is None else chosen)
+        """Whether a graph that a call of so many tokens opens has its weights packed.
+
+        Blocks are, unless refused: unpacked, every product makes floats of all its blocks first, and a step of decoding
+        takes 40 to 80 times as long.
+        """
+        chosen, few = self.options.prepack, tokens < UNPACKED or self.model.in_blocks
+        return self.engine.prepacks and (few if chosen is None else chosen)
 
     def _used(self, key: Key) -> Any:
         """An open graph, or None; it goes last in the dictionary, as the one used most recently."""

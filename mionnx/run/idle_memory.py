@@ -13,14 +13,14 @@
 
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from threading import RLock, Timer
 from typing import Any, Protocol
 
 from mionnx.errors import InputError
 from mionnx.machine import memory
 from mionnx.machine.typed import typed
-from mionnx.run.graph_pool import GraphPool, one_thread, uses
+from mionnx.run.graph_pool import GraphPool
+from mionnx.run.graph_uses import one_thread, uses
 
 SHARE = 8  # the part of the weights' size that may lie idle: an eighth
 LEAST = 2**25  # bytes that may, however small the model
@@ -110,9 +110,4 @@ def give_back(model: OpenModel, *, later: bool = False) -> None:
         one.close_idle(allowed)
     model.idle.release(allowed, pool.engine.release, PAUSE if later else 0.0)
     if one_thread():  # another one might close a graph, and something else be mapped at its address
-        memory.release_mapped(weight_files(pool), int(MAPPED * pool.weights))
-
-
-def weight_files(pool: GraphPool) -> list[Path]:
-    """The files that a model's graphs map."""
-    return [pool.model.folder / name for name in pool.locations] + ([pool.base.data] if pool.base else [])
+        memory.release_mapped(pool.weight_files(), int(MAPPED * pool.weights))

@@ -5,6 +5,8 @@
 2. Where it is too large and 8 bits for all would do, matrices take 8 bits one after another: those first that save most
    KL, each alone, for a byte. Else all take 8 bits, and those that cost most for a byte go back to floats.
 3. The smallest number of them for which KL over all of the text is within the bound is found by interpolation.
+4. The last of them may have saved more than was needed. Sets of fewer bytes are measured too, each the smallest for
+   what the others cost, added up: a sum that a few measurements bring to the bound (`mionnx.verify.moves`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,20 +18,22 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.errors import ModelError
+from mionnx.errors import InputError, ModelError
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress
+from mionnx.quantise.matrices import expert_of
 from mionnx.quantise.quantised_graph import Matrix
 from mionnx.quantise.settings import Quantisation
 from mionnx.verify.candidates import of_blocks
 from mionnx.verify.importance import Importance
-from mionnx.verify.matrix_loss import Candidate, FloatModel, MatrixLoss, matrix_losses
+from mionnx.verify.matrix_loss import Candidate, FloatModel, matrix_losses
+from mionnx.verify.moves import Bits, Moves
 from mionnx.verify.next_token import Divergence, log_probabilities
 
 WIDE = 8  # bits of the matrices that cost too much in 4
 FLOATS = 0  # in the place of a number of bits
-
-Bits = Mapping[str, int]
+MORE = 5  # measurements that make the model smaller
+CLOSE = 0.97  # share of the bound at which it is small enough
 
 
 class Text:
@@ -63,6 +67,20 @@ def text_of(model: FloatModel, calls: Sequence[TokenBatch], progress: Progress) 
         yield Text(model, calls, Path(folder), progress)
 
 
+def whole_stacks(matrices: Mapping[str, Matrix]) -> dict[str, Matrix]:
+    """Matrices with those of a stack of experts as one: it moves as a whole.
+
+    Raises:
+        InputError: experts of a stack have different bits.
+    """
+    found = dict[str, Matrix]()
+    for name, matrix in matrices.items():
+        stack, _ = expert_of(name) or (name, None)
+        if found.setdefault(stack, matrix).bits != matrix.bits:
+            raise InputError(f"a budget moves the experts of {stack!r} together: name it in in_8_bits, not {name!r}")
+    return found
+
+
 @dataclass
 class Search:
     """The matrices of a model and what is known of them.
@@ -70,13 +88,12 @@ class Search:
     Attributes:
         model: of floats.
         text: to measure on.
-        matrices: weight -> how it is held, at the bits asked for.
+        matrices: weight, or stack of experts -> how it is held, at the bits asked for.
         settings: of the blocks.
         bound: KL in nats.
         progress: called as (stage, done, total).
         importance: of the inputs of matrices.
         measured: bits of all matrices -> KL, of every measurement.
-        left: after each step, the sum of what the matrices that have not moved cost alone.
     """
 
     model: FloatModel
@@ -87,7 +104,6 @@ class Search:
     progress: Progress
     importance: Importance = field(default_factory=dict)
     measured: dict[tuple[int, ...], float] = field(default_factory=dict)
-    left: list[float] = field(default_factory=list)
 
     def kl(self, bits: Bits) -> float:
         """KL with all matrices at these bits, over all of the text."""
@@ -123,53 +139,71 @@ class Search:
         if self.kl(asked) <= self.bound:
             return asked, []
         if asked != wide and self.kl(wide) <= self.bound:
-            return self._along(self._steps(asked, wide))
-        steps = self._steps(wide, dict.fromkeys(asked, FLOATS))[:-1]  # one of them is in blocks
-        if self.kl(steps[-1]) > self.bound:
-            best = min(steps[-1].items(), key=lambda one: -one[1])[0]
+            return self._along(self._moves(asked, wide))
+        moves = self._moves(wide, dict.fromkeys(asked, FLOATS))
+        fewest = moves.steps[-2]  # one of them is in blocks
+        if self.kl(fewest) > self.bound:
+            best = min(fewest.items(), key=lambda one: -one[1])[0]
             raise ModelError(
                 f"budget={self.bound:g}: KL is {self.kl(asked):.3g} nats as asked, {self.kl(wide):.3g} with all "
-                f"matrices in 8 bits, and {self.kl(steps[-1]):.3g} with all but {best} in floats: nothing is left to "
+                f"matrices in 8 bits, and {self.kl(fewest):.3g} with all but {best} in floats: nothing is left to "
                 "quantise within the bound"
             )
-        return self._along(steps)
+        return self._along(moves, 1)
 
-    def _steps(self, begin: Bits, end: Bits) -> list[dict[str, int]]:
-        """The bits after each matrix has gone from its first to its last, those that pay most first."""
+    def bytes(self, bits: Bits) -> int:
+        """Bytes of all matrices at these bits."""
+        return sum(self._bytes(name, count) for name, count in bits.items())
+
+    def _moves(self, begin: Bits, end: Bits) -> Moves:
+        """Measure the cost of each matrix at its first bits, beside the bytes that its last take."""
         moving = [name for name in begin if begin[name] != end[name]]
-        losses = matrix_losses(
-            self.model, [self._candidate(name, begin[name]) for name in moving], self.text.calls, self.progress
-        )
+        made = [self._candidate(name, begin[name]) for name in moving]
+        losses = matrix_losses(self.model, made, self.text.calls, self.progress)
         more = {name: self._bytes(name, end[name]) - self._bytes(name, begin[name]) for name in moving}
-        order = sorted(losses, key=lambda loss: (-loss.kl / more[loss.name], loss.name))
-        steps = [dict(begin)]
-        for loss in order:
-            steps.append({**steps[-1], loss.name: end[loss.name]})
-        self.left = _left(order)
-        return steps
+        return Moves.of(begin, end, losses, more)
 
     def _bytes(self, name: str, bits: int) -> int:
         own = self.model.own(name)
         return own.nbytes if bits == FLOATS else self._candidate(name, bits).bytes
 
-    def _along(self, steps: Sequence[dict[str, int]]) -> tuple[dict[str, int], list[dict[str, int]]]:
-        """Find the first step within the bound; the last one of them is."""
-        low, high, turn = 0, len(steps) - 1, 0
+    def _along(self, moves: Moves, without: int = 0) -> tuple[dict[str, int], list[dict[str, int]]]:
+        """Find the first step within the bound, then smaller sets; the last steps may be left out."""
+        low, high, turn = 0, len(moves.steps) - 1 - without, 0
         while high - low > 1:
-            guess = self._between(low, high, steps) if turn % 2 == 0 else (low + high) // 2
-            low, high = (low, guess) if self.kl(steps[guess]) <= self.bound else (guess, high)
+            guess = self._between(low, high, moves) if turn % 2 == 0 else (low + high) // 2
+            low, high = (low, guess) if self.kl(moves.steps[guess]) <= self.bound else (guess, high)
             turn += 1
-        return steps[high], list(steps[high + 1 :])
+        best, *others = [*self._smaller(moves, low, high), *moves.steps[high : len(moves.steps) - without]]
+        return best, others
 
-    def _between(self, low: int, high: int, steps: Sequence[dict[str, int]]) -> int:
+    def _between(self, low: int, high: int, moves: Moves) -> int:
         """Guess the step at which KL is the bound, from the sums of single matrices' KL."""
-        top, bottom = self.kl(steps[low]), self.kl(steps[high])
-        share = (self.bound - bottom) / max(top - bottom, 1e-30)
-        wanted = self.left[high] + share * (self.left[low] - self.left[high])
-        found = next((at for at in range(low, high) if self.left[at] <= wanted), high)
+        within, above = ((moves.left[at], self.kl(moves.steps[at])) for at in (high, low))
+        wanted = self._left(within, above)
+        found = next((at for at in range(low, high) if moves.left[at] <= wanted), high)
         return min(max(found, low + 1), high - 1)
 
+    def _left(self, within: tuple[float, float], above: tuple[float, float]) -> float:
+        """The sum of single matrices' KL at which KL is the bound, between two pairs of both."""
+        share = (self.bound - within[1]) / max(above[1] - within[1], 1e-30)
+        return within[0] + share * (above[0] - within[0])
 
-def _left(order: Sequence[MatrixLoss]) -> list[float]:
-    """The sum of what is left after each step."""
-    return [sum(loss.kl for loss in order[at:]) for at in range(len(order) + 1)]
+    def _smaller(self, moves: Moves, low: int, high: int) -> list[dict[str, int]]:
+        """Bits within the bound that take fewer bytes than a step, the fewest first."""
+        found, best = list[dict[str, int]](), moves.steps[high]
+        within, above = ((moves.left[at], self.kl(moves.steps[at])) for at in (high, low))
+        last = len(self.measured) + MORE
+        for turn in range(4 * MORE):
+            if self.kl(best) >= CLOSE * self.bound or len(self.measured) == last:
+                break
+            left = self._left(within, above) if turn % 2 == 0 else (within[0] + above[0]) / 2
+            bits = moves.fewest(left)
+            if bits is None or moves.bytes(bits) >= moves.bytes(best):
+                within = left, within[1]
+            elif self.kl(bits) <= self.bound:
+                best, within = bits, (left, self.kl(bits))
+                found.insert(0, bits)
+            else:
+                above = left, self.kl(bits)
+        return found

@@ -1,9 +1,10 @@
 """Matrices in the place of a model's own: those of a quantised model, and those that blocks would give."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
 import onnx
 from numpy.typing import NDArray
 
@@ -12,8 +13,7 @@ from mionnx.graph import onnx_file
 from mionnx.graph.blocks import numbers_of
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.packed_weight import attributes
-from mionnx.graph.quantised_weight import weight_numbers
+from mionnx.graph.packed_weight import attributes, matmul_nbits
 from mionnx.quantise.blocks import quantise_blocks
 from mionnx.quantise.matrices import Found
 from mionnx.quantise.quantised_graph import Matrix, Parts, table_name
@@ -35,25 +35,42 @@ def of_blocks(
     """
     rows = model.own(name)
 
-    def numbers() -> of_graph.Matrix:
-        blocks = quantise_blocks(rows, matrix.bits, settings.block_size, settings.symmetric, importance)
-        return numbers_of(blocks, matrix.bits, rows.shape[1])
+    def made(part: of_graph.Matrix) -> of_graph.Matrix:
+        blocks = quantise_blocks(part, matrix.bits, settings.block_size, settings.symmetric, importance)
+        return numbers_of(blocks, matrix.bits, part.shape[1])
 
-    size = sum(dtype.itemsize * prod(shape) for dtype, shape in matrix.kinds(name, rows.shape, rows.dtype).values())
+    def numbers() -> of_graph.Matrix:
+        return made(rows) if rows.ndim == 2 else np.stack([made(one) for one in rows])
+
+    *stacked, outputs, inputs = rows.shape
+    kinds = matrix.kinds(name, (outputs, inputs), rows.dtype).values()
+    size = prod(stacked) * sum(dtype.itemsize * prod(shape) for dtype, shape in kinds)
     return Candidate(name, matrix.bits, size, numbers, matrix.product, matrix.table)
 
 
-def of_model(found: Found, other: HookedModel) -> list[Candidate]:
+def of_model(found: Found, other: HookedModel, experts: bool = False) -> list[Candidate]:
     """The matrices of a quantised model, by the names that they have in the model of floats.
 
     Args:
         found: the matrices of the model of floats.
         other: the quantised model.
+        experts: whether each expert of a stack is one too, besides the stack.
     """
     flow = Dataflow(other.proto)
     held = {tensor.name: tensor for tensor in other.proto.graph.initializer}
     names = dict.fromkeys([one.weight for one in found.products] + ([found.table] if found.table else []))
-    return [one for name in names if (one := _held(other, flow, held, name, name == found.table)) is not None]
+    made = [one for name in names if (one := _held(other, flow, held, name, name == found.table)) is not None]
+    for stack in found.stacks:
+        of_stack = [one for name in stack.experts if (one := _held(other, flow, held, name, False)) is not None]
+        if len(of_stack) == stack.count:
+            made += [_together(stack.weight, of_stack), *(of_stack if experts else ())]
+    return made
+
+
+def _together(name: str, experts: Sequence[Candidate]) -> Candidate:
+    """All matrices of a stack as one."""
+    bits, size = max(one.bits for one in experts), sum(one.bytes for one in experts)
+    return Candidate(name, bits, size, lambda: np.stack([one.numbers() for one in experts]))
 
 
 def _held(
@@ -69,6 +86,6 @@ def _held(
     size = sum(onnx_file.weight(other.proto, other.folder, part).nbytes for part in parts)
 
     def numbers() -> of_graph.Matrix:
-        return weight_numbers(other.proto, other.folder, packed) if product else of_graph.embedding(other)
+        return matmul_nbits(flow, other.folder, reader) if product else of_graph.embedding(other)
 
     return Candidate(name, attributes(reader).get("bits", 4), size, numbers, product, looked_up)

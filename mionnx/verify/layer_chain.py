@@ -42,7 +42,7 @@ class LayerChain:
 
     Attributes:
         segments: the graphs, in order.
-        products: weight -> the values of its products; none of a table that is only looked up in.
+        products: weight, or stack of experts -> the values of its products; none of a table that is only looked up in.
         read: weight -> what its first product reads.
         read_later: of each segment, what later ones read.
     """
@@ -53,6 +53,7 @@ class LayerChain:
         self.products: dict[str, list[str]] = {} if found.table is None else {table_name(found.table): []}
         for product in found.products:
             self.products.setdefault(product.weight, []).append(product.node.output[0])
+        self.products |= {stack.weight: [stack.node.output[0]] for stack in found.stacks}
         self.read: dict[str, str] = {}
         for product in found.products if inputs else ():
             self.read.setdefault(product.weight, product.node.input[0])

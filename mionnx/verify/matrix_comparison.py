@@ -7,6 +7,7 @@ from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress
+from mionnx.quantise.matrices import expert_of
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify.candidates import of_model
 from mionnx.verify.matrix_loss import FloatModel, MatrixLoss, matrix_losses, sample
@@ -20,6 +21,7 @@ def losses(
     asked: bool | None,
     progress: Progress,
     notes: list[str],
+    experts: bool = False,
 ) -> list[MatrixLoss]:
     """Measure the matrices of the quantised one of two models, those that cost most first.
 
@@ -30,6 +32,7 @@ def losses(
         asked: None: where one of the two is quantised, and nothing intervenes.
         progress: called as (stage, done, total).
         notes: is told on how many tokens.
+        experts: whether each expert's matrix is measured too; it is asked for then.
 
     Raises:
         InputError: it was asked for, and cannot be.
@@ -40,16 +43,24 @@ def losses(
         why = "other= must be the floats of a model that mionnx quantised, or the reverse"
     elif spec.num_interventions():
         why = "matrices are measured without interventions"
-    if not calls or asked is False or (why and asked is None):
+    if experts and asked is False:
+        raise InputError("experts=True with matrices=False: experts are measured with the other matrices")
+    if not calls or asked is False or (why and asked is None and not experts):
         return []
     if why or pair is None:
-        raise InputError(f"matrices=True: {why}")
+        raise InputError(f"{'experts' if experts else 'matrices'}=True: {why}")
     floats, blocks = pair
     model = FloatModel(floats, Options(prepack=False))
-    candidates = of_model(model.found, blocks)
+    candidates = of_model(model.found, blocks, experts)
+    if experts and not any(expert_of(one.name) for one in candidates):
+        raise InputError(f"experts=True: {blocks.name} has no stack of experts in blocks")
     tokens = sum(call.input_ids.size for call in sample(calls, floats))
     notes.append(f"{len(candidates)} matrices of {blocks.name}, one at a time in {floats.name}: over {tokens} tokens")
-    return sorted(matrix_losses(model, candidates, calls, progress), key=lambda loss: (-loss.kl, loss.name))
+    found = sorted(matrix_losses(model, candidates, calls, progress), key=lambda loss: (-loss.kl, loss.name))
+    idle = sum(loss.output_error == 0 < loss.weight_error and expert_of(loss.name) is not None for loss in found)
+    if idle:
+        notes.append(f"{idle} of the experts' matrices were chosen by no token: nothing is known of their cost")
+    return found
 
 
 def _pair(one: HookedModel, other: HookedModel | None) -> tuple[HookedModel, HookedModel] | None:

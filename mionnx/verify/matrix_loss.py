@@ -2,6 +2,7 @@
 
 The error of a product's output is measured on what it reads in the model of floats; KL(floats || floats with this one
 matrix) over the tokens of some prompts. A matrix that is both the table and the unembedding is put in at both places.
+The matrices of a stack of experts are put in together, or one of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.stored import Storable
-from mionnx.quantise.matrices import find_weights, rows_of
+from mionnx.quantise.matrices import Product, Stack, expert_of, find_weights, rows_of
 from mionnx.quantise.quantised_graph import table_name
 from mionnx.verify.layer_chain import Arrays, LayerChain
 from mionnx.verify.next_token import Divergence, log_probabilities
@@ -24,7 +25,7 @@ from mionnx.verify.next_token import Divergence, log_probabilities
 TOKENS = 256  # over which a single matrix is measured
 LENGTH = 128  # tokens of a prompt that are used for it
 
-Numbers = Callable[[], NDArray[Any]]  # of a matrix as [out, in], made when they are needed
+Numbers = Callable[[], NDArray[Any]]  # of a matrix as [out, in], of a stack [experts, out, in], made when needed
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class MatrixLoss(Storable):
     """The cost of one matrix by itself.
 
     Attributes:
-        name: of the weight.
+        name: of the weight; of a stack of experts; of one of its matrices, with ".expert" and its number behind it.
         layer: None of the table and the unembedding.
-        shape: (out, in).
-        bits: of its numbers.
+        shape: (out, in); (experts, out, in) of a stack.
+        bits: of its numbers; the most of a stack's.
         bytes: that it takes, scales included.
         weight_error: length of the difference of the numbers, as a share of theirs in floats.
         output_error: the same of the product's output on what it reads in the model of floats; of the table, that of
@@ -77,7 +78,8 @@ class Candidate:
     @property
     def inputs(self) -> list[str]:
         """The inputs of a `LayerChain` that it is fed to."""
-        return [self.name] * self.product + [table_name(self.name)] * self.table
+        expert = expert_of(self.name)
+        return [expert[0] if expert else self.name] * self.product + [table_name(self.name)] * self.table
 
 
 class FloatModel:
@@ -99,15 +101,23 @@ class FloatModel:
 
     def turned(self, name: str) -> bool:
         """Whether a weight is held [out, in]."""
-        return next((one.turned for one in self.found.products if one.weight == name), True)
+        stack, _ = expert_of(name) or (name, None)
+        products: list[Product | Stack] = [*self.found.products, *self.found.stacks]
+        return next((one.turned for one in products if one.weight == stack), True)
 
     def own(self, name: str) -> NDArray[Any]:
-        """A weight [out, in], mapped from its file."""
+        """A weight [out, in], a stack of experts [experts, out, in], mapped from its file."""
         return rows_of(self.hooked, name, self.turned(name))
 
     def held(self, name: str, numbers: NDArray[Any]) -> NDArray[Any]:
-        """Numbers [out, in] as the graph holds the weight."""
-        return np.ascontiguousarray(numbers if self.turned(name) else numbers.T)
+        """Numbers as the graph holds the weight; those of an expert within a copy of its stack."""
+        made = numbers if self.turned(name) else numbers.swapaxes(-1, -2)
+        expert = expert_of(name)
+        if expert is None:
+            return np.ascontiguousarray(made)
+        stack = np.array(rows_of(self.hooked, expert[0], turned=True))
+        stack[expert[1]] = made
+        return stack
 
     def with_all(
         self, candidates: Mapping[str, Candidate], calls: Sequence[TokenBatch], told: Callable[[int], None]
@@ -163,7 +173,7 @@ def matrix_losses(
     states, first, found = [chain.feeds(call) for call in calls], _own(model, calls), dict[str, MatrixLoss]()
     for at in range(len(chain)):
         here = [one for one in candidates if places[one.name] == at]
-        wanted = [value for one in here for value in chain.products.get(one.name, [])]
+        wanted = [value for one in here for name in one.inputs for value in chain.products.get(name, [])]
         wanted = [value for value in wanted if value in chain.segments[at].outputs]
         own = [chain.step(at, state, {}, wanted) for state in states]
         for candidate in here:
@@ -191,16 +201,26 @@ def _loss(
     chain, numbers = model.chain, candidate.numbers()
     given = dict.fromkeys(candidate.inputs, model.held(candidate.name, numbers))
     error = _share(model.own(candidate.name), numbers)
-    values = [value for value in chain.products.get(candidate.name, []) if value in own[0]]
+    stack, rows = expert_of(candidate.name) or (candidate.name, ...)
+    values = [value for value in chain.products.get(stack, []) if value in own[0]]
     outputs = [chain.step(at, state, given, values) for state in states] if values and not candidate.table else []
-    apart = [_parts(one[value], other[value]) for one, other in zip(own, outputs, strict=False) for value in values]
-    divergence = Divergence()
-    for logits, beside in zip(chain.run(states, lambda _: given, at), first, strict=True):
-        divergence.add(beside, logits)
+    pairs = [
+        (one[value][rows], other[value][rows]) for one, other in zip(own, outputs, strict=False) for value in values
+    ]
+    kl, top_1 = 0.0, 1.0
+    if rows is ... or not all(np.array_equal(*pair) for pair in pairs):  # an expert that nobody chose costs nothing
+        kl, top_1 = _divergence(chain.run(states, lambda _: given, at), first)
     layer = None if candidate.table or model.is_head(candidate.name) else chain.layer(at)
-    out, width = numbers.shape
-    return MatrixLoss(candidate.name, layer, (out, width), candidate.bits, candidate.bytes, error,
-                      _ratio(apart) if apart else error, divergence.mean, divergence.top_1)  # fmt: skip
+    apart = _ratio([_parts(*pair) for pair in pairs]) if pairs else error
+    return MatrixLoss(candidate.name, layer, numbers.shape, candidate.bits, candidate.bytes, error, apart, kl, top_1)
+
+
+def _divergence(logits: Iterator[NDArray[Any]], first: Sequence[NDArray[np.float32]]) -> tuple[float, float]:
+    """KL and the share of equal top tokens over all prompts."""
+    found = Divergence()
+    for one, beside in zip(logits, first, strict=True):
+        found.add(beside, one)
+    return found.mean, found.top_1
 
 
 def _share(own: NDArray[Any], other: NDArray[Any]) -> float:

@@ -25,10 +25,11 @@ from mionnx.quantise.settings import Quantisation
 from mionnx.run.accuracy import at_level
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.verify.budget import FLOATS, WIDE, Bits, Search, Text, text_of
+from mionnx.verify.budget import FLOATS, WIDE, Search, Text, text_of, whole_stacks
 from mionnx.verify.graph_under_test import LOGITS, GraphUnderTest
 from mionnx.verify.importance import Importance, mean_squares
 from mionnx.verify.matrix_loss import FloatModel
+from mionnx.verify.moves import Bits
 from mionnx.verify.next_token import Divergence
 from mionnx.verify.runtime import GraphRuntime
 from mionnx.verify.windows import Ids, calls_of, digest, own_text, windows
@@ -81,8 +82,7 @@ def quantise_by_text(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FewBlocksWarning)  # it is said when the model is written
         chosen = choose(model.hooked, floats.found, settings)
-    experts = {name for stack in floats.found.stacks for name in stack.experts}  # none is measured alone
-    matrices = {name: matrix for name, matrix in chosen.matrices.items() if name not in experts}
+    matrices = whole_stacks(chosen.matrices)
     ids = own_text(model) if texts is None else windows(model, texts)
     with text_of(floats, calls_of(model, ids), progress) as text:
         search = Search(floats, text, matrices, settings, budget, progress, weights)
@@ -97,8 +97,9 @@ def _text(ids: Sequence[Ids], own: bool) -> dict[str, Any]:
 def _within(model: Runner, folder: Path, search: Search, told: dict[str, Any], text: dict[str, Any]) -> Path:
     """Choose bits and write the model; the next bits if it turns out to be above the bound."""
     bits, more = search.run()
-    without = search.kl({name: matrix.bits for name, matrix in search.matrices.items()})
-    known = {"bound": search.bound, "kl_without": without, **text}
+    asked = {name: matrix.bits for name, matrix in search.matrices.items()}
+    without = search.kl(asked)
+    known = {"bound": search.bound, "kl_without": without, "bytes_without": search.bytes(asked), **text}
     for one in (bits, *more):
         if _written(model, folder, search, one, told, known):
             return folder
@@ -124,7 +125,8 @@ def _written(
                 raise _AboveError
             wide = [name for name, one in bits.items() if one == WIDE and settings.bits_of(name) != WIDE]
             kept = [name for name, one in bits.items() if one == FLOATS]
-            reached = {"kl": found.mean, "top_1": found.top_1, "moved_to_8_bits": wide, "moved_to_floats": kept}
+            moved = {"moved_to_8_bits": wide, "moved_to_floats": kept}
+            reached = {"kl": found.mean, "top_1": found.top_1, "bytes": search.bytes(bits), **moved}
             _record(opened, {**told, "budget": known | reached})
     except _AboveError:
         return False

@@ -47,6 +47,7 @@ def verify(
     progress: Progress = silent,
     texts: str | Sequence[str] = (),
     matrices: bool | None = None,
+    experts: bool = False,
 ) -> Verification:
     """Run this model in several runtimes and compare them hook point by hook point.
 
@@ -81,7 +82,10 @@ def verify(
         progress: called as (stage, done, total).
         texts: run besides, cut into windows of 256 tokens; nothing is then continued (`greedy` is 0).
         matrices: measure each matrix of a quantised model by itself, put into its floats, over at most 256 tokens:
-            `Verification.matrices`. If left out, where one of the two models is what `quantise` made of floats.
+            `Verification.matrices`. If left out, where one of the two models is what `quantise` made of floats. All
+            matrices of a stack of experts are put in together.
+        experts: measure each expert's matrix by itself too: as many runs as there are, less those of experts that no
+            token chose.
 
     Raises:
         InputError: an unknown runtime, no prompts, a tolerance that is none.
@@ -100,7 +104,7 @@ def verify(
         runtimes = RUNTIMES[:1]
     request = Request(
         runtimes, hooks, spec, other.hooked if other else None, _path(against), _path(record), tolerance, local,
-        greedy, positions, repeat, _path(checkpoint), matrices,
+        greedy, positions, repeat, _path(checkpoint), matrices, experts,
     )  # fmt: skip
     calls = [_call(model, prompt) for prompt in given]
     shown = [_shown(prompt, call) for prompt, call in zip(given, calls, strict=True)]

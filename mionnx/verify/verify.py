@@ -48,6 +48,7 @@ class Request:
         repeat: whether to look for bits that differ when a run is repeated.
         checkpoint: where torch finds the weights.
         matrices: whether each quantised matrix is measured by itself; None where one model is the floats of the other.
+        experts: whether each matrix of a stack of experts is measured too.
     """
 
     runtimes: Sequence[str]
@@ -63,6 +64,7 @@ class Request:
     repeat: bool = False
     checkpoint: Path | None = None
     matrices: bool | None = None
+    experts: bool = False
 
 
 def names_of(model: HookedModel, hooks: str | HookPoint | Sequence[str | HookPoint], spec: HookSpec) -> list[str]:
@@ -127,7 +129,7 @@ def verify(
         besides, failed = _all_compared(first, rest, Path(scratch), settings)
         if request.record:
             notes.append(keep(first, request.record, prompts, hashed, where, settings))
-    matrices = losses(model, request.other, calls, spec, request.matrices, progress, notes)
+    matrices = losses(model, request.other, calls, spec, request.matrices, progress, notes, request.experts)
     again = runtimes if request.repeat else []
     found = [one for runtime in again for one in _repeats(runtime, graph, request, failed, settings)]
     title = _title(model, request.other, graph)

@@ -6,6 +6,7 @@ from mionnx.engine.options import Options
 from mionnx.inputs.token_batch import make_token_batch
 from mionnx.quantise import Quantisation
 from mionnx.quantise.choice import choose
+from mionnx.verify.budget import whole_stacks
 from mionnx.verify.candidates import of_blocks
 from mionnx.verify.importance import mean_squares
 from mionnx.verify.matrix_loss import FloatModel, matrix_losses
@@ -21,9 +22,7 @@ def test_a_chain_gives_the_models_logits_and_every_matrix_changes_them(family, m
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=5e-5 * max(1, np.abs(other).max()))
     settings = Quantisation(block_size=16)
-    experts = {name for stack in floats.found.stacks for name in stack.experts}  # of which none is measured alone
-    chosen = choose(model.hooked, floats.found, settings).matrices
-    matrices = {name: matrix for name, matrix in chosen.items() if name not in experts}
+    matrices = whole_stacks(choose(model.hooked, floats.found, settings).matrices)
     candidates = [of_blocks(floats, name, matrix, settings) for name, matrix in matrices.items()]
     losses = matrix_losses(floats, candidates, calls)
     assert [one.name for one in losses] == [*matrices]

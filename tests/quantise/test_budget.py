@@ -1,14 +1,18 @@
 """Quantising within a bound of KL: measured on the written model, cheap matrices first, the same bytes each time."""
 
 import json
+from itertools import product
 
 import numpy as np
 import pytest
 from command_line import mionnx, succeeded
+from quantised_files import bits_of
 from repository import REPOSITORY
 from scipy.special import log_softmax, softmax
 
 from mionnx import InputError, MIModel, ModelError
+from mionnx.verify.matrix_loss import MatrixLoss
+from mionnx.verify.moves import Moves
 
 FLOATS = REPOSITORY / "models" / "world-llama"
 TEXT = "The capital of France is Paris . The capital of Japan is Tokyo . The capital of Spain is Madrid . " * 30
@@ -21,16 +25,6 @@ def kl(floats: MIModel, blocks: MIModel, text: str, width: int = 256) -> float:
         one, other = (model.forward(ids[at : at + width]).output()[0].astype(np.float64) for model in (floats, blocks))
         found.append((softmax(one, -1) * (log_softmax(one, -1) - log_softmax(other, -1))).sum(-1))
     return float(np.concatenate(found).mean())
-
-
-def bits_of(model: MIModel) -> dict[str, int]:
-    return {
-        node.input[1].removesuffix("_blocks"): entry.i
-        for node in model.hooked.proto.graph.node
-        if node.op_type == "MatMulNBits"
-        for entry in node.attribute
-        if entry.name == "bits"
-    }
 
 
 @pytest.mark.parametrize("bound", [0.05, 0.004, 2e-5])
@@ -55,13 +49,42 @@ def test_the_written_model_is_within_the_bound_and_fewer_moves_are_not(bound, sh
         assert len(moved[0]) < len(found), "not all of them"
 
 
-def test_matrices_that_cost_most_for_a_byte_move_first(shipped, tmp_path):
+def test_fewer_bytes_than_by_moving_what_pays_most_first(shipped, tmp_path):
+    """The shortest row of moves within the bound, by files that are written, is beside it the larger one."""
     made = MIModel.from_pretrained(shipped.quantise(tmp_path / "made", budget=0.004, texts=TEXT), threads=1)
     plain = MIModel.from_pretrained(shipped.quantise(tmp_path / "plain"), threads=1)
     losses = shipped.verify(other=plain, texts=TEXT, local=False).matrices
-    order = sorted(losses, key=lambda one: (-one.kl / np.prod(one.shape), one.name))
-    moved = made.hooked.metadata.quantised["budget"]["moved_to_8_bits"]
-    assert {*moved} == {one.name for one in order[: len(moved)]}
+    four_more = {one.name: int(np.prod(one.shape)) // 2 for one in losses}  # bytes, of as many numbers
+    order = [one.name for one in sorted(losses, key=lambda one: (-one.kl / np.prod(one.shape), one.name))]
+
+    def within(count: int) -> bool:
+        folder = shipped.quantise(tmp_path / str(count), in_8_bits=order[:count])
+        return kl(shipped, MIModel.from_pretrained(folder, threads=1), TEXT) <= 0.004
+
+    low, high = 0, len(order)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if within(middle) else (middle, high)
+    said = made.hooked.metadata.quantised["budget"]
+    grown = [sum(four_more[name] for name in names) for names in (said["moved_to_8_bits"], order[:high])]
+    assert 0 < grown[0] < grown[1]
+    assert said["bytes"] - said["bytes_without"] == grown[0]
+
+
+def test_a_set_of_moves_is_the_smallest_there_is():
+    """Against all sets of eight matrices."""
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        kls, sizes = random.exponential(size=8), random.integers(1, 40, 8).tolist()
+        names = [f"m{at}" for at in range(8)]
+        losses = [MatrixLoss(name, 0, (1, 1), 4, 1, 0.0, 0.0, kl, 1.0) for name, kl in zip(names, kls, strict=True)]
+        moves = Moves.of(dict.fromkeys(names, 4), dict.fromkeys(names, 8), losses, dict(zip(names, sizes, strict=True)))
+        left = random.uniform(0, kls.sum())
+        every = [np.array(one, bool) for one in product((0, 1), repeat=8)]
+        least = min(int(np.dot(sizes, one)) for one in every if kls[~one].sum() <= left)
+        found = moves.fewest(left)
+        assert moves.bytes(found) == least
+        assert kls[[found[name] == 4 for name in names]].sum() <= left * (1 + 1e-6)
 
 
 def test_the_same_text_gives_the_same_bytes_and_the_models_own_text_serves(shipped, tmp_path):
@@ -109,7 +132,9 @@ def test_the_command_says_what_it_reached(tmp_path):
     found = json.loads(succeeded("quantise", FLOATS, "-o", tmp_path / "made", *given, "--json"))
     assert found["budget"]["kl"] <= found["budget"]["bound"] == 0.004
     said = " ".join(succeeded("quantise", FLOATS, "-o", tmp_path / "again", *given).split())
-    assert f"{len(found['budget']['moved_to_8_bits'])} of them moved to 8 bits" in said
+    moved = found["budget"]["moved_to_8_bits"]
+    assert f"{len(moved)} of them moved to 8 bits, 0 to floats to 8 bits: {', '.join(moved)}" in said
+    assert f"{found['budget']['bytes']:,} bytes of matrices" in said
     refused = mionnx("quantise", FLOATS, "-o", tmp_path / "third", "--text", tmp_path / "text.txt")
     assert refused.returncode == 1
     assert "give --budget too" in " ".join(refused.stderr.split())

@@ -9,6 +9,7 @@ from onnxruntime.quantization import QuantFormat, quantize_dynamic
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from repository import REPOSITORY
 
+from mionnx import MIModel
 from mionnx.graph import onnx_file
 
 KINDS = ("plain", "int4", "int8", "qdq", "dynamic")
@@ -47,3 +48,14 @@ def foreign_file(folder: Path, kind: str = "int4", model: str = "world-llama") -
         proto = quantiser.model.model
     onnx.save(proto, folder / "model.onnx")
     return folder
+
+
+def bits_of(model: MIModel) -> dict[str, int]:
+    """Weight -> bits, of the products with blocks of a model."""
+    return {
+        node.input[1].removesuffix("_blocks"): entry.i
+        for node in model.hooked.proto.graph.node
+        if node.op_type == "MatMulNBits"
+        for entry in node.attribute
+        if entry.name == "bits"
+    }

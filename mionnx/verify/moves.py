@@ -1,0 +1,75 @@
+"""`Moves`: matrices that may take more bits, in order of KL for a byte, and the smallest sets of them.
+
+The costs of single matrices are added up: it is the order of sets of matrices that they tell, not their KL.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from mionnx.verify.matrix_loss import MatrixLoss
+
+NODES = 10_000  # of the search for a set: a number, not a time, so that the same costs give the same set
+
+Bits = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The matrices of a model that may move.
+
+    Attributes:
+        begin, end: bits of all matrices before and after all of them have moved.
+        losses: what each matrix that may move costs alone before it does, those that pay most for a byte first.
+        more: bytes that each takes more when it has moved, in that order.
+    """
+
+    begin: Bits
+    end: Bits
+    losses: Sequence[MatrixLoss]
+    more: Sequence[int]
+
+    @classmethod
+    def of(cls, begin: Bits, end: Bits, losses: Sequence[MatrixLoss], more: Mapping[str, int]) -> "Moves":
+        """The moves in order: those that save most KL for a byte first."""
+        order = sorted(losses, key=lambda loss: (-loss.kl / more[loss.name], loss.name))
+        return cls(begin, end, order, [more[loss.name] for loss in order])
+
+    @cached_property
+    def steps(self) -> list[dict[str, int]]:
+        """Bits of all matrices after none, one, two .. have moved."""
+        made = [dict(self.begin)]
+        for loss in self.losses:
+            made.append({**made[-1], loss.name: self.end[loss.name]})
+        return made
+
+    @cached_property
+    def left(self) -> list[float]:
+        """Sum of the single costs of the matrices left, after each step."""
+        return [sum(loss.kl for loss in self.losses[at:]) for at in range(len(self.losses) + 1)]
+
+    def bytes(self, bits: Bits) -> int:
+        """Bytes more than before any has moved."""
+        pairs = zip(self.losses, self.more, strict=True)
+        return sum(more for loss, more in pairs if bits[loss.name] != self.begin[loss.name])
+
+    def fewest(self, left: float) -> dict[str, int] | None:
+        """Find the bits of fewest bytes for a sum of single costs.
+
+        Args:
+            left: the most that the matrices cost which have not moved, added up.
+
+        Returns:
+            the bits of all matrices; None where the search found none.
+        """
+        costs = np.array([loss.kl for loss in self.losses]) / max(left, 1e-300)
+        sizes, whole = np.array(self.more) / max(self.more), np.ones(len(costs))
+        enough = LinearConstraint(costs[None], lb=costs.sum() - 1)
+        found = milp(sizes, constraints=enough, bounds=Bounds(0, 1), integrality=whole, options={"node_limit": NODES})
+        if found.x is None:
+            return None
+        moved = {loss.name for loss, one in zip(self.losses, found.x, strict=True) if one > 0.5}
+        return {name: self.end[name] if name in moved else bits for name, bits in self.begin.items()}
