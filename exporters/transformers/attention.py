@@ -143,8 +143,8 @@ def _pattern(
 def _per_group(left: Tensor, right: Tensor) -> Tensor:
     """The product of each head with the keys, or the values, that its group of heads shares.
 
-    left is [batch, n_heads, seq_q, n], right [batch, n_kv_heads, n, m]; the heads of a group are rows of one product, so
-    that nothing is repeated.
+    left is [batch, n_heads, seq_q, n], right [batch, n_kv_heads, n, m]; the heads of a group are rows of one product,
+    and nothing is repeated.
     """
     groups = left.shape[1] // right.shape[1]
     if groups == 1:
