@@ -77,7 +77,7 @@ def with_merged(model: Path | bytes) -> Path | bytes:
 
 
 def _mentioned(file: BinaryIO) -> bool:
-    """Whether a file of any size has the operator's name; it is mapped, as its weights may lie inside."""
+    """Whether a file has the operator's name; mapped, as its weights may lie inside."""
     if not os.fstat(file.fileno()).st_size:
         return False
     with mmap(file.fileno(), 0, access=ACCESS_READ) as mapped:
