@@ -1,12 +1,13 @@
 """A stack of experts that are packed one by one, and the blocks of each."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from exporters.packed.linear import Linear
-from mionnx.graph.blocks import EXPERT, GivenBlocks
+from exporters.packed.linear import INSTEAD, Linear
+from mionnx.errors import ExportError
+from mionnx.graph.blocks import EXPERT, Blocks, GivenBlocks, pack
 
 
 @dataclass(frozen=True)
@@ -39,5 +40,43 @@ class Stack:
         return found
 
     def named_blocks(self, weight: str) -> dict[str, GivenBlocks]:
-        """The blocks of each expert, by the names that its matrices have in a graph."""
-        return {f"{weight}{EXPERT}{number}": layers[0].blocks() for number, layers in enumerate(self.experts)}
+        """The blocks of each expert, by the names that its matrices have in a graph.
+
+        Raises:
+            ExportError: those of layers of one expert are of different kinds; see `Linear.blocks`.
+        """
+        return {f"{weight}{EXPERT}{number}": _joined(layers) for number, layers in enumerate(self.experts)}
+
+
+def _joined(layers: tuple[Linear, ...]) -> GivenBlocks:
+    """The blocks of layers whose outputs follow each other.
+
+    Raises:
+        ExportError: blocks of different kinds.
+    """
+    parts = [layer.blocks() for layer in layers]
+    first, has_zeros = parts[0], any(part.zero_points for part in parts)
+    forms = {(part.bits, part.block_size, None if part.order is None else part.order.tobytes()) for part in parts}
+    if len(forms) > 1:
+        raise ExportError(
+            f"{' and '.join(layer.name for layer in layers)} are one matrix of the graph, and differ in their bits, "
+            f"the size of their groups or the order of their inputs; {INSTEAD}"
+        )
+
+    def read() -> Blocks:
+        found = [part.read() for part in parts]
+        points = [_points(blocks, first.bits) for blocks in found] if has_zeros else None
+        return Blocks(
+            np.concatenate([blocks.packed for blocks in found]),
+            np.concatenate([blocks.scales for blocks in found]),
+            None if points is None else np.concatenate(points),
+        )
+
+    return replace(first, rows=sum(part.rows for part in parts), zero_points=has_zeros, read=read)
+
+
+def _points(blocks: Blocks, bits: int) -> NDArray[np.uint8]:
+    """Packed zero points, of blocks without any too."""
+    if blocks.zero_points is not None:
+        return blocks.zero_points
+    return pack(np.full(blocks.scales.shape, 2 ** (bits - 1), np.uint8), bits)

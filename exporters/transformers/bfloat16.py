@@ -1,21 +1,33 @@
-"""Arithmetic in bfloat16 inside of models of other dtypes, in a form for every runtime.
+"""Arithmetic in bfloat16 inside of models of other dtypes, in a form for every runtime, and what ONNX lacks in it.
 
 Falcon rounds its ALiBi biases so. Sums and products of two bfloat16 numbers, computed in float32 and rounded once more,
 are the numbers that bfloat16 arithmetic gives (float32 has more than twice its digits), and ONNX Runtime has kernels.
+Models of bfloat16 keep it, but for operators that ONNX defines for other numbers alone.
 """
+
+from collections.abc import Container
 
 import onnx_ir as ir
 
 NARROW, WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+LACKING = ("TopK",)  # operators without bfloat16, in the opsets before 24
 
 
-def widen(model: ir.Model) -> int:
+def widen(model: ir.Model, only: Container[str] | None = None) -> int:
     """Compute in float32 what is computed in bfloat16, and round, in place.
+
+    Args:
+        model: whose nodes are changed.
+        only: names of operators; None for all of them.
 
     Returns:
         how many operators there were.
     """
-    nodes = [node for node in model.graph if node.op_type != "Cast" and any(map(_is_narrow, node.outputs))]
+    nodes = [
+        node
+        for node in model.graph
+        if node.op_type != "Cast" and (only is None or node.op_type in only) and any(map(_is_narrow, node.outputs))
+    ]
     for node in nodes:
         for place, value in enumerate(node.inputs):
             if value is not None and _is_narrow(value):

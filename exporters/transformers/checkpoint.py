@@ -29,11 +29,19 @@ class Mapped:
 
 @dataclass
 class Conversion:
-    """Checkpoint tensors that become parameters of another shape (experts stacked, say)."""
+    """Checkpoint tensors that become parameters of another shape (experts stacked, say).
+
+    Attributes:
+        target: the first of these parameters.
+        converter: transformers' rule.
+        sources: the tensors.
+        patterns: of each, the one of the rule's source patterns that its name has.
+    """
 
     target: str
     converter: WeightConverter
     sources: list[Stored] = field(default_factory=list)
+    patterns: list[str] = field(default_factory=list)
 
     def run(self, model: PreTrainedModel) -> dict[str, Tensor]:
         """The parameters, by name."""
@@ -61,6 +69,7 @@ def map_tensors(tensors: list[Stored], model: PreTrainedModel) -> Mapped:
         else:
             conversion = mapped.converted.setdefault(target, Conversion(target, deepcopy(by_pattern[pattern])))
             conversion.sources.append(tensor)
+            conversion.patterns.append(pattern)
             conversion.converter.add_tensor(target, tensor.name, pattern, tensor.load)
     ignored = [re.compile(pattern) for pattern in _ignored(model)]
     mapped.unknown = [name for name in mapped.unknown if not any(pattern.search(name) for pattern in ignored)]

@@ -75,8 +75,7 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
         stage(f"tracing {len(kinds.hooked)} of {sizes.num_layers} layers")
         traced = trace(skeleton, past, kinds)
         stage("simplifying")
-        if dtype != torch.bfloat16:
-            bfloat16.widen(traced.model)
+        bfloat16.widen(traced.model, bfloat16.LACKING if dtype == torch.bfloat16 else None)
         parameters = simplify_traced(traced.model, buffers)
         stage("naming")
         graph = traced.model.graph

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from exporters.checkpoint_tensors import Stored, same_bytes
 from exporters.transformers.checkpoint import Mapped, aliases
+from exporters.transformers.packed_experts import keep_packed
 from exporters.weight_files import place, some
 from mionnx.errors import ExportError
 from mionnx.graph.blocks import GivenBlocks
@@ -41,6 +42,7 @@ def bind_weights(
     Raises:
         ExportError: an unfed parameter, an unread checkpoint tensor, or a tensor of another shape.
     """
+    keep_packed(mapped)
     stored = _stored(parameters, mapped, model)
     left = {name: one.packed.named_blocks(name) for name, one in stored.items() if one.packed is not None and leave}
     place(parameters, stored, _converted(mapped, model), folder, progress, left)

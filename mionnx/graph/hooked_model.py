@@ -186,6 +186,11 @@ class HookedModel:
         return bool(self.metadata.attention[point.layer].output_projection)
 
     @cached_property
+    def in_blocks(self) -> bool:
+        """Whether products read weights in blocks (MatMulNBits)."""
+        return any(node.op_type == "MatMulNBits" for node in self.proto.graph.node)
+
+    @cached_property
     def rounds_by_call(self) -> bool:
         """Whether activations are rounded with one scale for all tokens of a call.
 

@@ -99,11 +99,12 @@ def _add_stack(
     width = rows_of(model, stack.experts[0], stack.turned).shape[1]
     nodes = len(model.proto.graph.node) + 2 * len(choice.matrices)
     own = stack.experts[0] in given
+    each = 3 if own and any(given[name].order is not None for name in stack.experts) else 2
     if settings.keeps(stack.weight) and not own:
         choice.left[stack.weight] = ASKED
     elif width < settings.block_size and not own:
         choice.left[stack.weight] = f"{width} numbers in a row, a block has {settings.block_size}"
-    elif nodes + 2 * stack.count > MOST_NODES:
+    elif nodes + each * stack.count > MOST_NODES:
         choice.left[stack.weight] = f"its {stack.count} experts would make more than {MOST_NODES:,} nodes of the graph"
     else:
         form = _matrix(stack.weight, stack.turned, settings, {})

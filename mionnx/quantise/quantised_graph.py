@@ -214,6 +214,8 @@ class _Writer:
 
     def _product(self, name: str, x: str, y: str, matrix: Matrix, sizes: tuple[int, int]) -> str:
         parts, level = Parts.of(name), self.settings.accuracy_level
+        if matrix.given is not None and matrix.given.order is not None:
+            x = self._in_order(x, parts.order, matrix.given.order)
         reads = [x, parts.packed, parts.scales] + ([parts.zero_points] if matrix.zero_points else [])
         given = {"K": sizes[1], "N": sizes[0], "bits": matrix.bits, "block_size": matrix.block_size}
         return self._add("MatMulNBits", reads, y, DOMAIN, **given, **({"accuracy_level": level} if level else {}))

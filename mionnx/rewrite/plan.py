@@ -194,6 +194,7 @@ class Gradients:
 
 
 LOGIT_COLUMNS, LOGIT_TOKENS, TOP_K = "mionnx.logits.columns", "mionnx.logits.tokens", "mionnx.logits.top_k"
+LOGIT_BEGIN = "mionnx.logits.begin"
 TOP_IDS = "mionnx.logits.top_ids"
 NONE, PADDED, ALL, STOCK = "none", "padded", "all", "stock"  # fused operators that may stand
 
@@ -210,6 +211,7 @@ class Outputs:
         only_these: and the head is computed for these tokens alone, which may change the last bits.
         ranked: the largest only, as many as the input `TOP_K` says, int64 [1]; `TOP_IDS` has their tokens.
         carried: whether keys, values and states are given, for a call that goes on.
+        begins: of the columns from the input `LOGIT_BEGIN` on, int64 [1]: 0 for all, -1 for the last.
     """
 
     logits: bool = True
@@ -219,6 +221,7 @@ class Outputs:
     only_these: bool = False
     ranked: bool = False
     carried: bool = True
+    begins: bool = False
 
 
 @dataclass(frozen=True)

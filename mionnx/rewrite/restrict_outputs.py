@@ -16,7 +16,7 @@ from mionnx.graph.builder import Builder
 from mionnx.graph.io_names import KEYS_AND_VALUES, STATE
 from mionnx.graph.output_head import LOGITS, feed_head, find_head, head_and_tail
 from mionnx.graph.report import Report
-from mionnx.rewrite.plan import LOGIT_COLUMNS, LOGIT_TOKENS, TOP_IDS, TOP_K, Plan
+from mionnx.rewrite.plan import LOGIT_BEGIN, LOGIT_COLUMNS, LOGIT_TOKENS, TOP_IDS, TOP_K, Plan
 
 HOOKED = "hook_logits"
 END = np.iinfo(np.int64).max  # of a slice: up to the last entry
@@ -35,6 +35,9 @@ def restrict(graph: gs.Graph, plan: Plan, report: Report) -> None:
     op = Builder(graph, LOGITS, "mionnx.logits", report)
     if wanted.last:
         _positions(graph, plan, lambda value: op.Slice(value, [-1], [END], [1]))
+    if wanted.begins:
+        begin = op.input(LOGIT_BEGIN, np.int64, 1)
+        _positions(graph, plan, lambda value: op.Slice(value, begin, [END], [1]))
     if wanted.at_positions:
         at = op.Unsqueeze(op.input(LOGIT_COLUMNS, np.int64, 2), [2])
         _positions(graph, plan, lambda value: op.GatherND(value, at, batch_dims=1))

@@ -27,6 +27,7 @@ from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_functions import Hook, HookFunction, Where, register
 from mionnx.run.rolling_steps import Rolling, rolls
 from mionnx.run.segment_chain import SegmentChain
+from mionnx.run.shared_head import with_shared_head
 
 LOGITS = HookPoint.Logits.name
 
@@ -53,8 +54,9 @@ class Passes:
         names = present_names(bound.model, True)
         if functions is None:
             plan = with_fused(self.bound.plan, bound.model, pool.options, batch, names, continues=True)
+            plan, head = with_shared_head(plan, bound.model, pool.options)
             program = pool.get(plan).program
-            self.weights, self.run = program.resident(bound.weights), program.run_on_device
+            self.weights, self.run = program.resident({**bound.weights, **head}), program.run_on_device
             self.program = program
         else:
             chain = pool.chain(self.bound.plan, functions.names)

@@ -16,6 +16,7 @@ from mionnx.run.hook_cache import HookCache, collect
 from mionnx.run.metric_feeds import metric_feeds
 from mionnx.run.nan_logits import checked, refuse_nan
 from mionnx.run.pass_memory import refuse_too_large
+from mionnx.run.shared_head import with_shared_head
 from mionnx.spec.hook_spec import HookSpec
 
 
@@ -71,8 +72,9 @@ def run_pass(
     refuse_too_large(bound, batch)
     names = [name for name in bound.outputs(use_cache) if logits or name != LOGITS]
     plan = with_fused(bound.plan, model.hooked, model.options, batch, names)
+    plan, head = with_shared_head(plan, model.hooked, model.options)
     graph = model.variants.get(plan, batch.batch * batch.seq)
-    results = graph.run(names, inputs)
+    results = graph.run(names, {**inputs, **head})
     if logits:
         lengths = None if batch.prompt_lengths is None else batch.prompt_lengths.tolist()
         same: dict[str, Any] = {"attention_mask": batch.attention_mask, "cache": past, "prompt_length": lengths}

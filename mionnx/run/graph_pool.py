@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock, RLock, get_ident
+from threading import Lock, RLock
 from typing import Any, TypeVar
 
 from mionnx.engine.engine import Program
@@ -20,6 +20,8 @@ from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan, Report, rewrite
 from mionnx.rewrite.plan import NONE, STOCK, Outputs
 from mionnx.run import find_model, prepacked
+from mionnx.run.graph_uses import count_use
+from mionnx.run.lean_opening import opened_lean
 from mionnx.run.segment_chain import SegmentChain, open_segments
 
 UNPACKED = 512  # tokens from which on packing the weights gains little (measured: 1.06 at 8 x 64)
@@ -27,18 +29,6 @@ SHARING = 2**23  # approximate bytes of a session on a device that shares its we
 SESSION, NODE = 2**19, 2**13  # approximate bytes of a session, and of each of its nodes, besides weights that it shares
 REWRITING = ("mionnx.rewrite", "mionnx.graph", "mionnx.spec.kinds")  # a change there may change a rewritten graph
 WHEN = ("auto", "always", "ready", "never")
-_threads: set[int] = set()  # those that have used a graph
-_uses = [0]  # how often any model's graph was asked for
-
-
-def one_thread() -> bool:
-    """Whether no other thread has used a graph of any model, and so none opens or closes one."""
-    return _threads <= {get_ident()}
-
-
-def uses() -> int:
-    """Count of graphs asked for, of all models."""
-    return _uses[0]
 
 
 class OpenGraph:
@@ -85,6 +75,8 @@ class GraphPool:
         if options.base not in WHEN:
             raise InputError(f"base {options.base!r}; one of {', '.join(WHEN)}{nearest(options.base, WHEN)}")
         self.model, self.options, self.engine = model, options, ready_engine(options)
+        if self.engine.prepacks and model.in_blocks:
+            self.options = replace(options, prepack=True)  # see `packs`
         self._stock = replace(options, fast=True)  # as ONNX Runtime opens a file by itself
         self.open: dict[Key, OpenGraph | SegmentChain] = {}
         self._lock = RLock()  # of the dictionary and the numbers here; held for no longer than they are read
@@ -132,8 +124,7 @@ class GraphPool:
     def _recent(self, key: Key, make: Callable[[], Open], tokens: int) -> Open:
         self.model.need_weights()
         self._need_operators()
-        _threads.add(get_ident())
-        _uses[0] += 1
+        count_use()
         with self._lock:
             if self.options.prepack is None and self.engine.prepacks:
                 self.options = replace(self.options, prepack=self.packs(tokens))
@@ -142,12 +133,17 @@ class GraphPool:
         with self._opening.of(key):
             if found := self._used(key):  # another thread has opened it meanwhile
                 return found
-            graph = make()
+            graph = self._opened_lean(make) if self.model.in_blocks and self.base is None else make()
             with self._lock:
                 self.open[key] = graph
                 self._lately.add(key)
                 self._close_beyond_limits()
         return graph
+
+    def _opened_lean(self, make: Callable[[], Open]) -> Open:
+        lean = self.engine.prepacks and self.weights >= prepacked.WORTHWHILE
+        files = [self.model.folder / name for name in self.locations]
+        return opened_lean(make, self.engine.release, files) if lean else make()
 
     def _need_operators(self) -> None:
         """Refuse a dtype that the engine does not compute in, before a graph is rewritten.
@@ -168,10 +164,14 @@ class GraphPool:
         with self._lock:
             if self.options.prepack is None and self.engine.prepacks:
                 self.options = replace(self.options, prepack=prepack)
-            return not self.engine.prepacks or self.options.prepack == prepack
+            return not self.engine.prepacks or self.model.in_blocks or self.options.prepack == prepack
 
     def packs(self, tokens: int) -> bool:
-        """Whether a graph that a call of so many tokens opens has its weights packed."""
+        """Whether a graph that a call of so many tokens opens has its weights packed.
+
+        Blocks always are: unpacked, products make floats of all their blocks first, at any accuracy level, and a step
+        of decoding takes 40 to 80 times as long.
+        """
         chosen = self.options.prepack
         return self.engine.prepacks and (tokens < UNPACKED if chosen is None else chosen)
 

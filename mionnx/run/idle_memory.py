@@ -20,7 +20,8 @@ from typing import Any, Protocol
 from mionnx.errors import InputError
 from mionnx.machine import memory
 from mionnx.machine.typed import typed
-from mionnx.run.graph_pool import GraphPool, one_thread, uses
+from mionnx.run.graph_pool import GraphPool
+from mionnx.run.graph_uses import one_thread, uses
 
 SHARE = 8  # the part of the weights' size that may lie idle: an eighth
 LEAST = 2**25  # bytes that may, however small the model

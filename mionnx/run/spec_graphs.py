@@ -14,6 +14,7 @@ from mionnx.rewrite import Report, rewrite
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.fused_plan import with_fused
 from mionnx.run.graph_pool import NODE, SESSION, GraphPool, OpenGraph
+from mionnx.run.shared_head import with_shared_head
 from mionnx.spec.hook_spec import HookSpec
 
 SECONDS, PACKED = 2e-4, 2**29  # of opening a node, and bytes packed a second: one core of 2026, GPT-2's shape
@@ -53,7 +54,8 @@ def warm(model: OpenModel, hooks: HookSpec, logits: bool | Logits = True) -> Non
     needed = logits or (hooks.metric is not None and hooks.metric.at is None)
     outputs = part.outputs(carried) if needed else Outputs(logits=False, carried=False)
     plan = model.binder.bind(hooks, outputs, differentiated=True).plan
-    model.variants.get(with_fused(plan, model.binder.model, model.variants.options))
+    hooked, options = model.binder.model, model.variants.options
+    model.variants.get(with_shared_head(with_fused(plan, hooked, options), hooked, options)[0])
 
 
 def prepare(model: OpenModel) -> bool:

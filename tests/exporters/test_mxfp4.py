@@ -130,14 +130,16 @@ def test_every_hook_point_is_that_of_eager_transformers(edits, opened, reference
 
 
 @pytest.mark.slow
-def test_floats_are_made_where_they_are_asked_for(checkpoint, reference, tmp_path):
-    export(checkpoint, tmp_path / "hooked", "float32", silent)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_floats_are_made_where_they_are_asked_for(dtype, checkpoint, reference, tmp_path):
+    export(checkpoint, tmp_path / "hooked", dtype, silent)
     made, state = HookedModel.open(tmp_path / "hooked"), reference.state_dict()
-    assert made.metadata.weight_dtype == "float32"
+    assert made.metadata.weight_dtype == dtype
     stacks = [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]
     assert len(stacks) == STACKS
     for name in stacks:
-        np.testing.assert_array_equal(onnx_file.weight(made.proto, made.folder, name), state[name].numpy())
+        found = onnx_file.weight(made.proto, made.folder, name).astype(np.float32)
+        np.testing.assert_array_equal(found, state[name].numpy())
 
 
 @pytest.mark.slow

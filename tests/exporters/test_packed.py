@@ -17,10 +17,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from exporters.checkpoint_tensors import read_tensors
+from exporters.packed.linear import Linear
+from exporters.packed.stack import Stack
 from exporters.packed.tensors import unpacked_tensors
 from exporters.transformers import missing_eagerly
 from mionnx import HookSpec, MIModel
 from mionnx.errors import ExportError
+from mionnx.graph.blocks import EXPERT
 from mionnx.graph.quantised_weight import weight_numbers
 from mionnx.machine.progress import silent
 from mionnx.run.exporting import export
@@ -36,7 +39,11 @@ FORMS = {
     "awq gemv": (Form("awq", "gemv", group=32), "llama"),
     "compressed": (Form("compressed-tensors", "pack-quantized", group=32, shuffled=True), "llama"),
     "compressed int8": (Form("compressed-tensors", "int-quantized", 8, -1, symmetric=True), "llama"),
+    "gptq, experts, desc_act": (Form("gptq", "gptq", group=16, shuffled=True), "mixtral"),
+    "awq, experts": (Form("awq", "gemm"), "qwen3_moe"),
+    "compressed, experts": (Form("compressed-tensors", "pack-quantized", symmetric=True), "qwen3_moe"),
 }
+MATRICES = {"gpt2": 8, "llama": 14, "mixtral": 24, "qwen3_moe": 24}  # of two layers, with four experts each
 QUICK = ("gptq, desc_act", "awq")
 
 
@@ -84,23 +91,23 @@ def opened(tmp_path_factory):
 )
 def test_every_hook_point_is_that_of_eager_transformers(name, opened):
     _, model, reference = opened(name)
-    form = FORMS[name][0]
+    form, family = FORMS[name]
     assert model.hooked.metadata.weight_dtype == f"int{form.bits}"
     off = differences(model, reference, batch("left past"))
     assert {name: d for name, d in off.items() if not d < TOLERANCE} == {}
     state = reference.state_dict()
     blocks = [one.name for one in model.hooked.proto.graph.initializer if one.name.endswith("_blocks")]
-    assert len(blocks) == (8 if form.layout == "gptq_v2" else 14)
+    assert len(blocks) == MATRICES[family]
     for held in blocks:
-        numbers, own = (
-            weight_numbers(model.hooked.proto, model.hooked.folder, held),
-            state[held.removesuffix("_blocks")],
-        )
-        np.testing.assert_array_equal(numbers, own.numpy().T if form.layout == "gptq_v2" else own.numpy())
+        stack, _, number = held.removesuffix("_blocks").rpartition(EXPERT)
+        own = state[stack][int(number)] if number.isdigit() else state[held.removesuffix("_blocks")]
+        numbers = weight_numbers(model.hooked.proto, model.hooked.folder, held)
+        np.testing.assert_array_equal(numbers, own.numpy().T if family == "gpt2" else own.numpy())
 
 
-def test_matrices_heads_and_gradients_follow_the_order_of_the_inputs(opened):
-    _, model, reference = opened("gptq, desc_act")
+@pytest.mark.parametrize("name", ["gptq, desc_act", pytest.param("gptq, experts, desc_act", marks=pytest.mark.slow)])
+def test_matrices_heads_and_gradients_follow_the_order_of_the_inputs(name, opened):
+    _, model, reference = opened(name)
     assert {node.op_type for node in model.hooked.proto.graph.node} >= {"Gather", "MatMulNBits"}
     projection = reference.model.layers[1].self_attn.o_proj.weight.detach().numpy()
     np.testing.assert_array_equal(model.W_O[1].reshape(-1, projection.shape[0]), projection.T)
@@ -118,8 +125,9 @@ def test_matrices_heads_and_gradients_follow_the_order_of_the_inputs(opened):
     assert {name: d for name, d in off.items() if not d < 1e-5} == {}
 
 
-def test_floats_are_made_where_they_are_asked_for_and_other_bits_are_refused(opened, tmp_path):
-    checkpoint, model, _ = opened("awq")
+@pytest.mark.parametrize("name", ["awq", pytest.param("awq, experts", marks=pytest.mark.slow)])
+def test_floats_are_made_where_they_are_asked_for_and_other_bits_are_refused(name, opened, tmp_path):
+    checkpoint, model, _ = opened(name)
     shutil.copytree(checkpoint, tmp_path / "copy")
     succeeded("export", tmp_path / "copy", "-o", tmp_path / "floats", "--dtype", "float32")
     floats, ids = MIModel.from_pretrained(tmp_path / "floats", threads=1), batch("plain").ids
@@ -154,6 +162,21 @@ def test_what_no_blocks_are_is_refused_with_what_is(config, tensors, said, tmp_p
     said_by_config = {"quant_method": "gptq", "bits": 4, "group_size": 32, **config}
     with pytest.raises(ExportError, match=said):
         [weight.packed.blocks() for weight in unpacked_tensors(read_tensors(tmp_path, tmp_path), said_by_config)]
+
+
+def test_layers_of_an_expert_whose_inputs_stand_in_other_orders_are_refused():
+    def linear(groups: list[int], zeros: np.ndarray | None) -> Linear:
+        made = np.arange(32, dtype=np.uint8)[None] % 16, np.ones((1, 2), np.float32)
+        return Linear("w", 32, 1, 4, 16, np.array(groups), zeros, lambda: made)
+
+    straight, turned = linear([0] * 16 + [1] * 16, None), linear([1, 0] * 16, None)
+    with pytest.raises(ExportError, match=r"w and w are one matrix .*the order of their inputs; .*--dtype float32"):
+        Stack(((straight, turned),), turned=False).named_blocks("x")
+    shifted = linear([0] * 16 + [1] * 16, np.array([[3, 8]], np.uint8))
+    both = Stack(((straight, shifted),), turned=False)
+    (blocks,) = both.named_blocks("x").values()
+    np.testing.assert_array_equal(blocks.numbers(), both.numbers()[0])
+    np.testing.assert_array_equal(both.numbers()[0, 1] - both.numbers()[0, 0], [5] * 16 + [0] * 16)
 
 
 def test_integers_of_activations_are_refused(tmp_path):

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from families import make_model
+from families import CONFIGS, make_model
 from safetensors.torch import save_file
+from tiny_configs import tiny_config
 from transformers.pytorch_utils import Conv1D
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # awq/modules/linear/gemm.py: `order_map`
@@ -49,9 +50,17 @@ class Form:
         return {**said, "checkpoint_format": self.layout, "desc_act": self.shuffled, "sym": self.symmetric}
 
 
+# Names of an expert's layers in the files of a family; those of the first one are gate and up.
+EXPERTS = {
+    "mixtral": (("w1", "w3"), ("w2",)),
+    "qwen3_moe": (("gate_proj", "up_proj"), ("down_proj",)),
+}
+
+
 def write_packed(form: Form, folder: Path, family: str = "llama") -> Any:
     """Write a tiny model of a family packed; returns it with the numbers of its integers, in float32."""
-    model, random = make_model(family), np.random.default_rng(0)
+    config = {} if family in CONFIGS else tiny_config(family)
+    model, random = make_model(family, **config), np.random.default_rng(0)
     tensors = {name: value.to(torch.float16) for name, value in model.state_dict().items()}
     state, packed = model.state_dict(), {}
     for name, module in model.named_modules():
@@ -63,6 +72,8 @@ def write_packed(form: Form, folder: Path, family: str = "llama") -> Any:
         del tensors[f"{name}.weight"]
         packed |= {f"{name}.{part}": torch.from_numpy(np.ascontiguousarray(array)) for part, array in parts.items()}
         state[f"{name}.weight"].copy_(torch.from_numpy(numbers.T if turned else numbers))
+    if family in EXPERTS:
+        packed |= _experts(form, family, state, tensors, random)
     for name, value in tensors.items():
         state[name].copy_(value)
     if model.config.tie_word_embeddings:
@@ -74,8 +85,30 @@ def write_packed(form: Form, folder: Path, family: str = "llama") -> Any:
     return model
 
 
-def _layer(form: Form, inputs: int, outputs: int, random: Any) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Tensors of a layer, and its numbers [outputs, inputs]."""
+def _experts(form: Form, family: str, state: dict, tensors: dict, random: Any) -> dict[str, torch.Tensor]:
+    """Tensors of the layers of all experts; their numbers go into the stacks of `state`."""
+    found = {}
+    for stack in [name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+        parts = EXPERTS[family][stack.endswith("down_proj")]
+        module = stack.rpartition(".")[0].replace(".mlp.", ".block_sparse_moe." if family == "mixtral" else ".mlp.")
+        del tensors[stack]
+        for number, matrix in enumerate(state[stack]):
+            outputs, inputs = matrix.shape[0] // len(parts), matrix.shape[1]
+            order = random.permutation(inputs)  # gate and up read the same inputs, in the same order
+            for place, part in enumerate(parts):
+                layer, numbers = _layer(form, inputs, outputs, random, order)
+                matrix[place * outputs : (place + 1) * outputs].copy_(torch.from_numpy(numbers))
+                found |= {
+                    f"{module}.{number}.{part}.{key}": torch.from_numpy(np.ascontiguousarray(array))
+                    for key, array in layer.items()
+                }
+    return found
+
+
+def _layer(
+    form: Form, inputs: int, outputs: int, random: Any, order: np.ndarray | None = None
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Tensors of a layer, and its numbers [outputs, inputs]; shuffled in a given order, or a random one."""
     size, middle = form.group if form.group > 0 else inputs, 2 ** (form.bits - 1)
     groups = -(-inputs // size)
     q = random.integers(0, 2**form.bits, (outputs, inputs))
@@ -84,7 +117,7 @@ def _layer(form: Form, inputs: int, outputs: int, random: Any) -> tuple[dict[str
     zeros = np.full((outputs, groups), middle) if form.symmetric else random.integers(low, 2**form.bits, scales.shape)
     of_input = np.arange(inputs) // size
     if form.shuffled:
-        of_input = random.permutation(of_input)
+        of_input = random.permutation(of_input) if order is None else of_input[order]
     numbers = (q - zeros[:, of_input]).astype(np.float32) * scales[:, of_input].astype(np.float32)
     return pack(form, q, scales, zeros, of_input), numbers
 

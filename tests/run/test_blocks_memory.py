@@ -1,0 +1,83 @@
+"""Blocks are packed once for passes and generations, and pages that packing has read are not kept."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from mionnx import HookPoint, HookSpec, Intervention, Logits, MIModel, Options
+from mionnx.machine import memory
+from mionnx.run import graph_uses, prepacked, shared_head
+
+IDS = np.array([[5, 9, 13, 2, 7], [3, 3, 8, 1, 4]])
+MASK = np.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+STEERED = HookSpec().intervene("blocks.1.hook_mlp_out", Intervention.Scale(0.5))
+
+
+@pytest.fixture(scope="module")
+def blocks(shipped, tmp_path_factory):
+    """The shipped Llama in 4 bits."""
+    return MIModel.from_pretrained(shipped.quantise(tmp_path_factory.mktemp("memory") / "int4"), threads=1).hooked
+
+
+def every_call(model: MIModel) -> list[np.ndarray]:
+    """Logits of passes of many kinds and of generations, plain and steered."""
+    found = []
+    for spec in (HookSpec(), STEERED):
+        first = model.forward(IDS[:, :3], spec, use_cache=True)
+        rest = model.forward(IDS[:, 3:], spec, cache=first.kv_cache)
+        padded = model.forward(IDS, spec, attention_mask=MASK)
+        last = model.forward(IDS, spec, logits=Logits(positions=-1))
+        made = model.generate(IDS, spec, attention_mask=MASK, max_new_tokens=4, eos_token_id=[], output_logits=True)
+        model.generate(IDS, spec, max_new_tokens=2, eos_token_id=[])
+        model.warm(spec)
+        found += [one.output() for one in (first, rest, padded, last, *made.steps)]
+        found += [np.array(model.generate(IDS, spec, max_new_tokens=4, eos_token_id=[]).new_ids)]
+    return found
+
+
+@pytest.mark.parametrize("level", [0, 4])
+def test_passes_and_generations_share_a_graph_and_every_bit_stays(blocks, level, monkeypatch):
+    shared, apart = (MIModel(blocks, Options(threads=1, base="never", accuracy_level=level)) for _ in range(2))
+    found = every_call(shared)
+    monkeypatch.setattr(shared_head, "SHARED", ())
+    expected = every_call(apart)
+    assert (len(shared.compiled), len(apart.compiled)) == (2, 4), "one session for each structure, not two"
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_changes_the_logits_or_has_floats_keeps_its_own_graph(blocks, shipped):
+    model = MIModel(blocks, Options(threads=1, base="never", accuracy_level=0))
+    tripled = HookSpec().intervene(HookPoint.Logits, Intervention.Scale(3.0))
+    plain = model.forward(IDS).output()
+    np.testing.assert_allclose(model.forward(IDS, tripled).output(), 3 * plain, rtol=1e-6)
+    assert [plan.outputs.begins for plan in model.compiled] == [True, False]
+    floats = MIModel(shipped.hooked, Options(threads=1, base="never"))
+    floats.forward(IDS)
+    assert [plan.empty for plan in floats.compiled] == [True]
+
+
+@pytest.mark.parametrize("prepack", [None, False])
+def test_blocks_are_packed_however_long_the_first_text_is(blocks, prepack):
+    """Unpacked ones are made floats at every step, whatever the level."""
+    expected = MIModel(blocks, Options(threads=1, base="never", accuracy_level=4)).forward(IDS).output()
+    model = MIModel(blocks, Options(threads=1, base="never", accuracy_level=4, prepack=prepack))
+    model.forward(np.full((8, 64), 7))
+    np.testing.assert_array_equal(model.forward(IDS).output(), expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_pages_that_packing_read_are_given_back(blocks, monkeypatch):
+    """The scales stay mapped at level 4, beside packed blocks that hold them too."""
+    monkeypatch.setattr(graph_uses, "_threads", set())  # another test may have used graphs in several
+    held = {}
+    for worthwhile in (2**30, 1):
+        monkeypatch.setattr(prepacked, "WORTHWHILE", worthwhile)
+        model = MIModel(blocks, Options(threads=1, base="never", accuracy_level=4))
+        model.warm(HookSpec())
+        files = {str((blocks.folder / name).resolve()) for name in model.variants.locations}
+        held[worthwhile] = sum(size for _, _, file, size in memory._mappings() if file in files)
+        assert np.isfinite(model.forward(IDS).output()).all()
+        model.variants.open.clear()
+    assert held[1] == 0 < held[2**30]
