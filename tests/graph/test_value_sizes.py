@@ -17,6 +17,7 @@ from onnx.numpy_helper import from_array
 from mionnx import HookSpec, Intervention, MIError, ModelError
 from mionnx.graph.fragment import Fragment
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.known_value import Known, infer
 from mionnx.graph.value_sizes import check_sizes
 
 MEMORY = 3 * 2**30  # bytes of address space that opening a hostile model may take besides what Python has
@@ -246,3 +247,16 @@ def test_a_graph_of_too_many_nodes_is_refused_at_once(copy):
     ((message, seconds),) = in_a_child(copy)
     assert "nodes: refused" in message
     assert seconds < 5
+
+
+def test_an_axis_that_no_shape_says_is_as_long_as_an_input_has_it():
+    """Places of the rows of 128 experts: 128 times the slots, in each of three operators."""
+    slots, experts, one = Known(7, (None,), 144), Known(7, (128, 1), 128), Known(7, (1,), 1)
+    add, less = (helper.make_node(operator, ["slots", "experts"], ["y"]) for operator in ("Add", "Less"))
+    (place,), (own,) = (infer(node, [slots, experts], {"": 21}) for node in (add, less))
+    (places,) = infer(helper.make_node("Where", ["own", "place", "one"], ["y"]), [own, place, one], {"": 21})
+    assert [(each.shape, each.most) for each in (place, own, places)] == [((128, None), 128 * 144)] * 3
+    both = [Known(1, (None, 4), 40), Known(1, (1, 15, 1), 15)]
+    assert infer(helper.make_node("Mul", ["a", "b"], ["y"]), both, {"": 21})[0].most == 60
+    two = [Known(1, (None, None), 40), Known(1, (1, 15), 15)]  # an axis may be none, the other then of any length
+    assert infer(helper.make_node("Mul", ["a", "b"], ["y"]), two, {"": 21})[0].most == 600
