@@ -111,7 +111,7 @@ def _attention(
             taps.read[layer] = key, value
         pattern = _pattern(taps, layer, query, key, attention_mask, scaling, softcap, options.get("s_aux"))
         taps.patterns[layer] = query, pattern
-    z = torch.matmul(pattern, _repeated(value, query)).transpose(1, 2)
+    z = _per_group(pattern, value).transpose(1, 2)
     if not taps.layout.z_at_projection:
         z = taps.at(HookPoint.AttnZ(layer), z)
     return z.contiguous(), pattern
@@ -132,7 +132,7 @@ def _pattern(
     elif taps.layout.rotates_part:
         query = taps.at(HookPoint.AttnRotQ(layer), query)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = torch.matmul(query, _repeated(key, query).transpose(2, 3)) * scale
+    scores = _per_group(query, key.transpose(2, 3)) * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = taps.at(HookPoint.AttnScores(layer), scores + mask)
@@ -140,10 +140,18 @@ def _pattern(
     return taps.at(HookPoint.AttnPattern(layer), pattern)
 
 
-def _repeated(tensor: Tensor, query: Tensor) -> Tensor:
-    """Keys or values, one for each head of the query."""
-    groups = query.shape[1] // tensor.shape[1]
-    return tensor.repeat_interleave(groups, dim=1) if groups > 1 else tensor
+def _per_group(left: Tensor, right: Tensor) -> Tensor:
+    """The product of each head with the keys, or the values, that its group of heads shares.
+
+    left is [batch, n_heads, seq_q, n], right [batch, n_kv_heads, n, m]; the heads of a group are rows of one product,
+    and nothing is repeated.
+    """
+    groups = left.shape[1] // right.shape[1]
+    if groups == 1:
+        return torch.matmul(left, right)
+    batch, heads, seq, _ = left.shape
+    rows = left.reshape(batch, right.shape[1], groups * seq, left.shape[3])
+    return torch.matmul(rows, right).reshape(batch, heads, seq, right.shape[3])
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:

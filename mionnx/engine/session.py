@@ -13,6 +13,7 @@ import onnxruntime
 from mionnx.engine import cuda_libraries
 from mionnx.engine.device_graph import keep_transposed, move_positions
 from mionnx.engine.device_weights import weights_of
+from mionnx.engine.merged_products import with_merged
 from mionnx.engine.options import CUDA_GRAPH, PROVIDERS, Options
 from mionnx.engine.placement import warn_of_fallback, why_no_cuda_graph
 from mionnx.errors import ModelError, RuntimeMissingError
@@ -54,7 +55,8 @@ def open_session(
         RuntimeMissingError: the provider does not start on this machine.
     """
     if options.provider_name() == PROVIDERS["cpu"]:
-        return _session(model if isinstance(model, bytes) else str(model), folder, settings, options, without)
+        given = model if options.level == "none" else with_merged(model)
+        return _session(given if isinstance(given, bytes) else str(given), folder, settings, options, without)
     proto = onnx_file.parse(model) if isinstance(model, bytes) else onnx_file.read(model)
     if options.provider_name() == PROVIDERS["cuda"]:
         cuda_libraries.load()

@@ -105,7 +105,7 @@ def _write_weights(
         rows = rows_of(model, name, matrix.turned)
         parts = matrix.kinds(name, rows.shape, rows.dtype)
         kinds |= {part: kind for part, kind in parts.items() if part != Parts.of(name).order or part in read}
-    with streamed(folder / WEIGHTS, kinds, ModelError) as file:
+    with streamed(folder / WEIGHTS, _part_by_part(kinds, matrices), ModelError) as file:
         for name, array in floats.items():
             _put_floats(file, name, array, given, turned)
         total = sum(rows_of(model, name, True).size for name in matrices)
@@ -123,6 +123,17 @@ def _write_weights(
             done += rows.size
             progress(f"quantising to {settings.bits} bits", done, total)
         _point(proto, kept, matrices, file)
+
+
+def _part_by_part(kinds: Mapping[str, Kind], matrices: Iterable[str]) -> dict[str, Kind]:
+    """The same entries, parts of one kind together.
+
+    Blocks of products of one value then lie one after another; see `mionnx.engine.merged_products`.
+    """
+    parts = [part for same in zip(*map(Parts.of, matrices), strict=True) for part in same if part in kinds]
+    held = {*parts}
+    others = [name for name in kinds if name not in held]
+    return {name: kinds[name] for name in (*others, *parts)}
 
 
 def _put_floats(

@@ -250,17 +250,18 @@ class _Writer:
     def _places(self, begin: str, end: str, slots: str) -> str:
         """Numbers of the joined rows at the places of each expert, [experts, places].
 
-        Nobody reads the places behind an expert's own rows; any row may stand there.
+        Nobody reads the places behind an expert's own rows; the row of zeros stands there, as the Scan has it, so that
+        the value is the same in both graphs.
         """
         key = (begin, (end, slots))
         if key not in self._shared:
             rows = self._add("Sub", [end, begin], f"{begin}.counts")
-            axis = self._constant(f"{begin}.axis", [0])
-            along = self._constant(f"{begin}.along", 0)  # the standard wants a number here, no list
+            along = self._constant(f"{begin}.along", 0)
             first = self._add("CumSum", [rows, along], f"{begin}.firsts", exclusive=1)
-            total = self._add("ReduceSum", [rows, axis], f"{begin}.total")
+            total = self._add("ReduceSum", [rows, self._constant(f"{begin}.axis", [0])], f"{begin}.total")
             place = self._add("Add", [first, slots], f"{begin}.at")
-            self._shared[key] = self._add("Min", [place, total], f"{begin}.places")
+            own = self._add("Less", [slots, rows], f"{begin}.own")
+            self._shared[key] = self._add("Where", [own, place, total], f"{begin}.places")
         return self._shared[key]
 
     def look_up(self, node: onnx.NodeProto, table: str, matrix: Matrix) -> None:
@@ -298,7 +299,7 @@ class _Writer:
             raise ModelError(f"the rank of {name!r} is not known: blocks with offsets cannot multiply it")
         return self.ranks[name]
 
-    def _constant(self, name: str, values: list[int] | int) -> str:
+    def _constant(self, name: str, values: int | list[int]) -> str:
         self.graph.initializer.append(onnx.numpy_helper.from_array(np.array(values, np.int64), name))
         return name
 

@@ -69,5 +69,6 @@ class GrowingTexts:
             raise InputError(f"the logits of row {row} have NaN after {len(self.new[row])} new tokens")
         if len(self.new[row]) < self.stopping.min_new_tokens:
             logits[list(self.stopping.eos_token_ids)] = -np.inf
-        text = np.concatenate([self.prompts[row], np.array(self.new[row], np.int64)])
-        return self.sampling.choose(logits, text, self.random[row])
+        penalised = self.sampling.repetition_penalty != 1
+        text = [*self.prompts[row].tolist(), *self.new[row]] if penalised else []
+        return self.sampling.choose(logits, np.array(text, np.int64), self.random[row])

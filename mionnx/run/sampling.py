@@ -51,7 +51,7 @@ class Sampling:
 
         Args:
             logits: [vocab].
-            text: the ids of the row so far, padding left out.
+            text: the ids of the row so far, padding left out; read for a repetition penalty only.
         """
         scores = penalised(logits, text, self.repetition_penalty)
         if not self.do_sample:
