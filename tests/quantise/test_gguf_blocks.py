@@ -120,6 +120,7 @@ def steered_by_torch(eager, ids: np.ndarray, strength: float) -> tuple[np.ndarra
         kept.append((value.detach() + vector).requires_grad_())
         return kept[0]
 
+    eager.set_attn_implementation("eager")  # another test has traced it
     handle = eager.model.layers[0].register_forward_hook(steer)
     logits = eager(torch.from_numpy(ids)).logits
     logits[:, -1, 7].sum().backward()
