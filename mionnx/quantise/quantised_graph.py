@@ -113,7 +113,7 @@ class Parts(NamedTuple):
 
 
 def order_of_all(blocks: Sequence[GivenBlocks | None]) -> NDArray[np.int64] | None:
-    """The order that the blocks of several matrices have in common; None if they have no such order."""
+    """The order that the blocks of several matrices have in common; None if they have none."""
     orders = [None if one is None else one.order for one in blocks]
     first = orders[0]
     same = first is not None and all(order is not None and np.array_equal(order, first) for order in orders)
