@@ -12,7 +12,7 @@ from mionnx.graph.blocks import EXPERT, Blocks, GivenBlocks, pack
 
 
 class Layer(Protocol):
-    """What a stack is made of."""
+    """A layer of an expert."""
 
     name: str
     inputs: int
