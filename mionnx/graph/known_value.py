@@ -36,10 +36,11 @@ NO_MORE = frozenset(
     "ReduceSumSquare Relu Reshape Round ScatterElements ScatterND Sigmoid Sign Slice Softmax Split Sqrt Squeeze Tanh "
     "TopK Transpose Trilu Unique Unsqueeze".split()
 )
-BROADCAST = frozenset(
-    "Add And Div Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mod Mul Or Pow Sub Sum Where Xor".split()  # noqa: SIM905
+NO_MORE_THAN_PRODUCT = frozenset(
+    "Add And Div Equal Gather GatherElements GatherND Gemm Greater GreaterOrEqual Less LessOrEqual MatMul Max Min Mod "  # noqa: SIM905
+    "Mul Or Pow Sub Sum Where Xor".split()
 )
-NO_MORE_THAN_PRODUCT = BROADCAST | {"Gather", "GatherElements", "GatherND", "Gemm", "MatMul"}
+ELEMENTWISE = NO_MORE_THAN_PRODUCT - {"Gather", "GatherElements", "GatherND", "Gemm", "MatMul"}
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def _bounded(node: onnx.NodeProto, made: Known, inputs: Sequence[Known | None]) 
         most = counts[0] * max(0, int(inputs[1].data.reshape(-1)[0]))
     elif node.op_type == "NonZero" and counts[0] is not None and inputs[0] is not None:
         most = counts[0] * (len(inputs[0].shape) if inputs[0].shape is not None else 64)
-    elif (tighter := _by_shapes(node, made, inputs)) is not None:
+    elif (tighter := _by_shapes(node, inputs)) is not None or (tighter := _by_axis(node, made, inputs)) is not None:
         most = tighter
     elif node.op_type in NO_MORE and counts:
         most = counts[0]
@@ -202,10 +203,8 @@ def _bounded(node: onnx.NodeProto, made: Known, inputs: Sequence[Known | None]) 
     return Known(made.dtype, made.shape, most, None, made.constant)
 
 
-def _by_shapes(node: onnx.NodeProto, made: Known, inputs: Sequence[Known | None]) -> int | None:
-    """An upper bound of elementwise values, gathered rows and rows times a matrix, where enough axes are known."""
-    if node.op_type in BROADCAST:
-        return _broadcast(made, inputs)
+def _by_shapes(node: onnx.NodeProto, inputs: Sequence[Known | None]) -> int | None:
+    """An upper bound of gathered rows and of rows times a matrix, where enough axes are known."""
     if len(node.input) != 2 or inputs[0] is None or inputs[1] is None or not inputs[0].shape:
         return None
     attributes = {attribute.name: attribute.i for attribute in node.attribute}
@@ -220,24 +219,19 @@ def _by_shapes(node: onnx.NodeProto, made: Known, inputs: Sequence[Known | None]
     return None
 
 
-def _broadcast(made: Known, inputs: Sequence[Known | None]) -> int | None:
-    """An upper bound where one axis is not known: it is as long as in one of the inputs."""
-    if made.shape is None or made.shape.count(None) != 1:
+def _by_axis(node: onnx.NodeProto, made: Known, inputs: Sequence[Known | None]) -> int | None:
+    """An upper bound of an elementwise operator's output, one of whose axes is not known."""
+    if node.op_type not in ELEMENTWISE or made.shape is None or made.shape.count(None) != 1:
         return None
-    axis, longest = made.shape.index(None) - len(made.shape), 1
-    for known in inputs:
-        if known is None or known.shape is None:
+    place, longest = made.shape.index(None) - len(made.shape), 1
+    for known in (known for known in inputs if known is not None):
+        if known.shape is None or known.most is None:
             return None
-        dim = known.shape[axis] if -axis <= len(known.shape) else 1
-        if dim is None:
-            beside = [*known.shape]
-            del beside[axis]
-            each = 0 if None in beside else prod(size or 0 for size in beside)
-            if known.most is None or not each:  # beside an axis of none, any other may be long
-                return None
-            dim = known.most // each
-        longest = max(longest, dim)
-    return longest * prod(size for size in made.shape if size is not None)
+        if len(known.shape) >= -place:
+            length = known.shape[place]
+            beside = prod(max(1, dim) for dim in known.shape if dim is not None)
+            longest = max(longest, known.most // beside if length is None else length)
+    return longest * prod(dim for dim in made.shape if dim is not None)
 
 
 def _content(

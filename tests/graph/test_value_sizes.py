@@ -17,7 +17,6 @@ from onnx.numpy_helper import from_array
 from mionnx import HookSpec, Intervention, MIError, ModelError
 from mionnx.graph.fragment import Fragment
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.known_value import Known, infer
 from mionnx.graph.value_sizes import check_sizes
 
 MEMORY = 3 * 2**30  # bytes of address space that opening a hostile model may take besides what Python has
@@ -239,6 +238,19 @@ def test_loops_branches_and_large_weights_that_have_a_bound_pass():
     check_sizes(proto, {"x": (2, 3, 128)}, 0)
 
 
+def test_values_of_one_length_that_nobody_knows_stay_so_long():
+    """As many as numbers above 0: a choice among such rows is a row again, not the product of all."""
+    text = """found = NonZero(x) more = Add(found, found) own = Less(found, more) a = Where(own, found, more)
+    b = Where(own, a, more) c = Where(own, a, b) d = Where(own, b, c) z = Cast <to = 1> (d)
+    sum = ReduceSum <keepdims = 0> (z) y = Add(x, sum)"""
+    check_sizes(model(text), {"x": (2, 3, 128)}, 0)
+    grown = model(
+        text.replace("Add(found, found)", "MatMul(turned, found)").replace("more", "turned = Transpose(found) more", 1)
+    )
+    with pytest.raises(ModelError, match="elements: refused"):
+        check_sizes(grown, {"x": (20, 30, 128)}, 0)
+
+
 def test_a_graph_of_too_many_nodes_is_refused_at_once(copy):
     proto = onnx.load(copy / "model.onnx", load_external_data=False)
     nodes = [helper.make_node("Identity", [f"n{n}" if n else "logits"], [f"n{n + 1}"]) for n in range(200_000)]
@@ -247,16 +259,3 @@ def test_a_graph_of_too_many_nodes_is_refused_at_once(copy):
     ((message, seconds),) = in_a_child(copy)
     assert "nodes: refused" in message
     assert seconds < 5
-
-
-def test_an_axis_that_no_shape_says_is_as_long_as_an_input_has_it():
-    """Places of the rows of 128 experts: 128 times the slots, in each of three operators."""
-    slots, experts, one = Known(7, (None,), 144), Known(7, (128, 1), 128), Known(7, (1,), 1)
-    add, less = (helper.make_node(operator, ["slots", "experts"], ["y"]) for operator in ("Add", "Less"))
-    (place,), (own,) = (infer(node, [slots, experts], {"": 21}) for node in (add, less))
-    (places,) = infer(helper.make_node("Where", ["own", "place", "one"], ["y"]), [own, place, one], {"": 21})
-    assert [(each.shape, each.most) for each in (place, own, places)] == [((128, None), 128 * 144)] * 3
-    both = [Known(1, (None, 4), 40), Known(1, (1, 15, 1), 15)]
-    assert infer(helper.make_node("Mul", ["a", "b"], ["y"]), both, {"": 21})[0].most == 60
-    two = [Known(1, (None, None), 40), Known(1, (1, 15), 15)]  # an axis may be none, the other then of any length
-    assert infer(helper.make_node("Mul", ["a", "b"], ["y"]), two, {"": 21})[0].most == 600
