@@ -57,7 +57,7 @@ def anonymous() -> int:
 
 
 def use_large_pages() -> int:
-    """Move memory of no file to pages of 2 MiB, where at least four lie side by side and are in use.
+    """Move memory of no file to pages of 2 MiB, where at least four in use lie side by side.
 
     What is read from end to end again and again, as packed weights are at every token, is read faster so. Takes some
     0.8 s a gigabyte, and Linux from 6.1 on; elsewhere nothing happens.
@@ -106,7 +106,7 @@ def _mappings() -> Iterator[tuple[int, int, str, int]]:
 
 
 def _parts() -> Iterator[tuple[int, int, str, dict[str, int]]]:
-    """Start, length, file ("" for none) and sizes in KiB of private mappings that may be written to."""
+    """Start, length, file or "", and sizes in KiB, of private mappings that may be written to."""
     try:
         parts = (PROCESS / "smaps").read_text().split("VmFlags:")
     except OSError:  # another system
