@@ -10,9 +10,7 @@ import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self")
-DONT_NEED, COLLAPSE = 4, 25  # Linux' MADV_DONTNEED and MADV_COLLAPSE
-LARGE_PAGE = 2**21  # bytes of a large page
-FULL = 0.95  # the part of a mapping that is in use, of those that are moved: the rest of it would be in use too
+DONT_NEED = 4  # Linux' MADV_DONTNEED
 PRIVATE = "rw-p"  # access to a mapping that this process alone may write to
 
 
@@ -56,27 +54,6 @@ def anonymous() -> int:
         return int(psutil.Process().memory_info().rss)
 
 
-def use_large_pages() -> int:
-    """Move memory of no file to pages of 2 MiB, where at least four in use lie side by side.
-
-    What is read from end to end again and again, as packed weights are at every token, is read faster so. Takes some
-    0.8 s a gigabyte, and Linux from 6.1 on; elsewhere nothing happens.
-
-    Returns:
-        bytes moved, or in such pages already.
-    """
-    if sys.platform != "linux":
-        return 0
-    advise, moved = ctypes.CDLL(None).madvise, 0
-    for start, length, path, sizes in _parts():
-        begin, end = -(-start // LARGE_PAGE) * LARGE_PAGE, (start + length) // LARGE_PAGE * LARGE_PAGE
-        full = not path and sizes["Anonymous"] * 1024 >= FULL * length
-        if full and end - begin >= 4 * LARGE_PAGE:
-            failed = advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), COLLAPSE)
-            moved += 0 if failed else end - begin
-    return moved
-
-
 def release_mapped(files: Collection[Path], keep: int) -> int:
     """Return pages of mapped files to the page cache if more than `keep` bytes are held.
 
@@ -100,13 +77,6 @@ def release_mapped(files: Collection[Path], keep: int) -> int:
 
 def _mappings() -> Iterator[tuple[int, int, str, int]]:
     """Start, length, file and bytes (PSS) of private mappings of files, never written to."""
-    for start, length, path, sizes in _parts():
-        if path and sizes.get("Pss") and not sizes.get("Anonymous"):
-            yield start, length, path, sizes["Pss"] * 1024
-
-
-def _parts() -> Iterator[tuple[int, int, str, dict[str, int]]]:
-    """Start, length, file or "", and sizes in KiB, of private mappings that may be written to."""
     try:
         parts = (PROCESS / "smaps").read_text().split("VmFlags:")
     except OSError:  # another system
@@ -117,12 +87,10 @@ def _parts() -> Iterator[tuple[int, int, str, dict[str, int]]]:
         if first is None:
             continue
         address, access, _, _, _, *path = lines[first].split(maxsplit=5)
-        if access == PRIVATE:
-            sizes = {
-                key: int(value.split()[0]) for key, _, value in (line.partition(":") for line in lines[first + 1 :])
-            }
+        sizes = {key: int(value.split()[0]) for key, _, value in (line.partition(":") for line in lines[first + 1 :])}
+        if access == PRIVATE and path and sizes.get("Pss") and not sizes.get("Anonymous"):
             start, end = (int(number, 16) for number in address.split("-"))
-            yield start, end - start, "".join(path), sizes
+            yield start, end - start, path[0], sizes["Pss"] * 1024
 
 
 def format_bytes(size: int) -> str:

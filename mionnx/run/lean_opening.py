@@ -14,20 +14,17 @@ def opened_lean(make: Callable[[], Open], release: Callable[[], None], files: Co
     """Open a graph, with free memory and pages of weights given back around it.
 
     The scales of blocks stay mapped beside the packed ones that hold them too. Pages that are read again are found in
-    the system's page cache. Where another thread uses graphs, nothing is given back. The packed blocks then move to
-    large pages: a step of decoding reads all of them.
+    the system's page cache. Where another thread uses graphs, nothing is given back.
 
     Args:
         make: opens it.
         release: returns the engine's free memory.
         files: of the weights.
     """
-    alone = one_thread()
-    if alone:
-        release()
-        memory.release_mapped(files, 0)
+    if not one_thread():
+        return make()
+    release()
+    memory.release_mapped(files, 0)
     graph = make()
-    if alone:
-        memory.release_mapped(files, 0)
-    memory.use_large_pages()
+    memory.release_mapped(files, 0)
     return graph

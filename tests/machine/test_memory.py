@@ -1,11 +1,8 @@
 """Memory that a process gives back."""
 
 import ctypes
-import platform
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -54,28 +51,3 @@ def test_bytes_of_no_file_are_counted():
     kept = np.ones(8_000_000)  # above 32 MiB no freed memory of the C library is used again
     assert 60_000_000 < memory.anonymous() - before < 80_000_000
     assert kept.any()
-
-
-def _large_pages_here() -> bool:
-    """Whether Linux moves memory to large pages when it is asked to."""
-    release = tuple(int(number) for number in re.findall(r"\d+", platform.release())[:2])
-    return sys.platform == "linux" and release >= (6, 1) and Path("/sys/kernel/mm/transparent_hugepage").exists()
-
-
-@pytest.mark.skipif(not _large_pages_here(), reason="needs Linux 6.1 with large pages")
-def test_memory_in_use_moves_to_large_pages_and_keeps_its_bytes():
-    """In a process of its own: mappings beside others of their kind would be one with these."""
-    program = (
-        "import mmap; import numpy as np; from mionnx.machine import memory\n"
-        "size, kind = 2**25, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS\n"
-        "apart = [mmap.mmap(-1, memory.LARGE_PAGE, flags=kind, prot=mmap.PROT_READ)]\n"
-        "used = np.frombuffer(mmap.mmap(-1, size, flags=kind), np.uint32)\n"
-        "apart.append(mmap.mmap(-1, memory.LARGE_PAGE, flags=kind, prot=mmap.PROT_READ))\n"
-        "untouched = mmap.mmap(-1, size, flags=kind)\n"
-        "used[:] = np.arange(used.size)\n"
-        "held = memory.anonymous()\n"
-        "assert memory.use_large_pages() >= size - 2 * memory.LARGE_PAGE\n"
-        "assert np.array_equal(used, np.arange(used.size))\n"
-        "assert memory.anonymous() - held < size // 2, 'what is not in use is not fetched'"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
