@@ -3,9 +3,10 @@
     python benchmarks/model_memory.py FOLDER [--level 0|4] [--variants] [--transformers]
 
 prints JSON: "peak", bytes of the resident set at its largest less what it is after the imports, over opening, a forward
-pass of 256 tokens and 16 tokens generated; "variants", bytes of the proportional set (private memory, and the share of
-mapped files) less the same, three seconds after three structures have run: the model itself, one steered, and one with
-all residual streams captured.
+pass of 256 tokens and 16 tokens generated; "anonymous" and "mapped", the same of what is held after them: memory of no
+file, and pages of files, which the system can take back; "variants", bytes of the proportional set (private memory, and
+the share of mapped files) less the same, three seconds after three structures have run: the model itself, one steered,
+and one with all residual streams captured.
 """
 
 import argparse
@@ -30,6 +31,12 @@ def peak() -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
+def held() -> dict[str, int]:
+    """Bytes of the resident set: of no file, and of files."""
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: 1024 * int(fields[key].split()[0]) for name, key in (("anonymous", "RssAnon"), ("mapped", "RssFile"))}
+
+
 def proportional() -> int:
     """Bytes of this process: private ones, and its share of mapped files."""
     return int(psutil.Process().memory_full_info().pss)
@@ -39,12 +46,12 @@ def of_mionnx(folder: Path, level: int | None, variants: bool) -> dict[str, int]
     """Measure a hooked model in this process."""
     from mionnx import HookPoint, HookSpec, Intervention, MIModel
 
-    before, begin = peak(), proportional()
+    before, begin, start = peak(), proportional(), held()
     model = MIModel.from_pretrained(folder, accuracy_level=level)
     ids = np.arange(TOKENS)[None] + 100
     model.forward(ids).output()
     model.generate(ids[:, :NEW], max_new_tokens=NEW, eos_token_id=[])
-    found = {"peak": peak() - before}
+    found = {"peak": peak() - before} | {kind: bytes_held - start[kind] for kind, bytes_held in held().items()}
     if variants:
         vector, layer = np.full(model.hidden_size, 0.1, np.float32), model.num_layers // 2
         model.forward(ids[:, :NEW], HookSpec().intervene(HookPoint.ResidPost(layer), Intervention.Add(vector)))

@@ -30,7 +30,7 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
 def bits_of(found: dict[str, Any]) -> int | None:
     """The bits of the blocks of most of its numbers, as it says; None if it does not."""
     if found.get("quant_method") == "mxfp4":
-        return 8  # see `mxfp4`
+        return 4  # see `mxfp4`
     groups = found.get("config_groups")
     if isinstance(groups, dict):
         said = [group.get("weights") for group in groups.values() if isinstance(group, dict)]

@@ -5,30 +5,30 @@
 2. NAME_scales uint8 [experts, outputs, blocks]: exponents e8m0; w = number * 2^(e - 127). 255 is no number.
 3. The module's parameter NAME is [experts, inputs, outputs] (`transformers.integrations.mxfp4`,
    `convert_moe_packed_tensors`), gate and up interleaved, as they stand in the file.
-4. Twice the numbers are integers of at most 12: symmetric blocks of 8 bits with the scale 2^(e - 128) hold them
-   exactly; those of 4 bits end at 7. The sign of a zero is lost.
+4. Twice the numbers are integers of at most 12, and the scale is then 2^(e - 128). Integers of 4 bits are -8 to 7: each
+   is the sum of two, which stand in one block of 64 for the 32 numbers, the inputs twice. The sign of a zero is lost.
 5. Both formats: OCP Microscaling Formats (MX) Specification, version 1.0.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from exporters.checkpoint_tensors import Stored
-from exporters.packed.linear import Linear
 from exporters.packed.stack import Stack
 from exporters.weight_files import some
 from mionnx.errors import ExportError
-from mionnx.graph.blocks import EXPERT, unpack
+from mionnx.graph.blocks import EXPERT, Blocks, GivenBlocks, pack, unpack
 
 FAMILY = "gpt_oss"
 PARTS = ("blocks", "scales")
 SIZE = 32  # of a block
-DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.uint8)
-INTEGERS = np.concatenate([128 + DOUBLED, 128 - DOUBLED])  # of each number of 4 bits
+DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # the 16 numbers, times two
+FIRST = np.clip(DOUBLED, -8, 7)
+HALVES = np.stack([FIRST, DOUBLED - FIRST]) + np.int8(8)  # two integers that add up to each, 8 more of either
 BIAS = 127
 LARGEST = 252  # exponent with which float32 holds 6
 
@@ -74,21 +74,62 @@ def _stack(name: str, parts: Mapping[str, Stored]) -> Stored:
             f"{list(scales.shape)}; MXFP4 is uint8 [experts, outputs, blocks, {SIZE // 2}], without the last axis for "
             "the scales"
         )
-    stack = Stack(tuple((_expert(name, n, blocks, scales),) for n in range(blocks.shape[0])), turned=True)
+    order = np.arange(blocks.shape[2] * SIZE).reshape(-1, 1, SIZE).repeat(2, axis=1).reshape(-1)
+    experts = [Expert(f"{name}{EXPERT}{n}", blocks.entry(n), scales.entry(n), order) for n in range(blocks.shape[0])]
+    stack = Stack(tuple((one,) for one in experts), turned=True)
     return replace(blocks, name=name, dtype=torch.float32, shape=stack.shape, packed=stack)
 
 
-def _expert(name: str, number: int, blocks: Stored, scales: Stored) -> Linear:
-    _, outputs, count, _ = blocks.shape
+@dataclass(frozen=True)
+class Expert:
+    """One matrix of a stack.
 
-    def read() -> tuple[Any, Any]:
-        integers = INTEGERS[unpack(blocks.entry(number).load().numpy(), 4)]
-        exponents = scales.entry(number).load().numpy()
+    Attributes:
+        name: of it.
+        packed, exponents: its parts of the tensors, [outputs, blocks, 16] and [outputs, blocks].
+        order: int64 [2 * inputs], which input each number of a row of its blocks belongs to.
+    """
+
+    name: str
+    packed: Stored
+    exponents: Stored
+    order: NDArray[np.int64]
+
+    @property
+    def outputs(self) -> int:
+        """The outputs of the layer."""
+        return self.packed.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        """The inputs of the layer."""
+        return self.packed.shape[1] * SIZE
+
+    def numbers(self) -> NDArray[np.float32]:
+        """The numbers, [outputs, inputs]."""
+        made = DOUBLED[self._codes()].astype(np.float32) * self._scales()[..., None]
+        return made.reshape(self.outputs, self.inputs)
+
+    def blocks(self) -> GivenBlocks:
+        """The same in blocks of 64 integers of 4 bits, two for each number."""
+
+        def read() -> Blocks:
+            halves = HALVES[:, self._codes()].astype(np.uint8)  # [2, outputs, blocks, 32]
+            both = np.moveaxis(halves, 0, 2).reshape(self.outputs, -1, 2 * SIZE)
+            return Blocks(pack(both, 4), self._scales(), None)
+
+        return GivenBlocks(self.outputs, self.inputs, 4, 2 * SIZE, False, False, self.order, read)
+
+    def _codes(self) -> NDArray[np.uint8]:
+        """The numbers as the file has them, [outputs, blocks, 32]."""
+        return unpack(self.packed.load().numpy(), 4)
+
+    def _scales(self) -> NDArray[np.float32]:
+        """Halves of the powers of two, [outputs, blocks]."""
+        exponents = self.exponents.load().numpy()
         if exponents.max() > LARGEST:
             raise ExportError(
-                f"{scales.name}: expert {number} has the exponent {exponents.max()}; 255 is no number, and float32 "
+                f"{self.exponents.name}: {self.name} has the exponent {exponents.max()}; 255 is no number, and float32 "
                 f"holds the numbers of exponents up to {LARGEST}"
             )
-        return integers.reshape(outputs, count * SIZE), np.ldexp(np.float32(1), exponents.astype(np.int32) - BIAS - 1)
-
-    return Linear(f"{name}{EXPERT}{number}", count * SIZE, outputs, 8, SIZE, None, None, read)
+        return np.ldexp(np.float32(1), exponents.astype(np.int32) - BIAS - 1)

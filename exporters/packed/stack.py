@@ -1,13 +1,28 @@
 """A stack of experts that are packed one by one, and the blocks of each."""
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from exporters.packed.linear import INSTEAD, Linear
+from exporters.packed.linear import INSTEAD
 from mionnx.errors import ExportError
 from mionnx.graph.blocks import EXPERT, Blocks, GivenBlocks, pack
+
+
+class Layer(Protocol):
+    """A layer of an expert."""
+
+    name: str
+    inputs: int
+    outputs: int
+
+    def numbers(self) -> NDArray[np.float32]:
+        """Its numbers, [outputs, inputs]."""
+
+    def blocks(self) -> GivenBlocks:
+        """The same as blocks."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +34,7 @@ class Stack:
         turned: whether a matrix of the parameter is [inputs, outputs].
     """
 
-    experts: tuple[tuple[Linear, ...], ...]
+    experts: tuple[tuple[Layer, ...], ...]
     turned: bool
 
     @property
@@ -48,7 +63,7 @@ class Stack:
         return {f"{weight}{EXPERT}{number}": _joined(layers) for number, layers in enumerate(self.experts)}
 
 
-def _joined(layers: tuple[Linear, ...]) -> GivenBlocks:
+def _joined(layers: tuple[Layer, ...]) -> GivenBlocks:
     """The blocks of layers whose outputs follow each other.
 
     Raises:

@@ -7,10 +7,13 @@
 3. Decoding a small model is bound by the number of calls: SmolLM2 has 121 products in place of 211.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import onnx
@@ -63,11 +66,22 @@ def with_merged(model: Path | bytes) -> Path | bytes:
     Args:
         model: a file, or the bytes of a model.
     """
-    written = model if isinstance(model, bytes) else model.read_bytes()
-    if PRODUCT.encode() not in written:
+    if isinstance(model, Path):
+        with model.open("rb") as file:
+            if not _mentioned(file):
+                return model
+    elif PRODUCT.encode() not in model:
         return model
-    proto = onnx_file.parse(written)
+    proto = onnx_file.read(model) if isinstance(model, Path) else onnx_file.parse(model)
     return proto.SerializeToString() if merge_products(proto) else model
+
+
+def _mentioned(file: BinaryIO) -> bool:
+    """Whether a file has the operator's name; mapped, as its weights may lie inside."""
+    if not os.fstat(file.fileno()).st_size:
+        return False
+    with mmap(file.fileno(), 0, access=ACCESS_READ) as mapped:
+        return mapped.find(PRODUCT.encode()) >= 0
 
 
 def merge_products(model: onnx.ModelProto) -> int:

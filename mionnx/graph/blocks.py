@@ -3,7 +3,8 @@
 1. A number is (q - z) s + o: q of `bits` bits, s the scale of its block, z its zero point, 2^(bits - 1) where there are
    none, and o the offset of its block, 0 where there are none.
 2. A byte holds 8 / bits integers, the first in its lowest bits. A row's last block is filled up with z.
-3. Where a weight has an `order`, its column i stands at place k of the blocks with order[k] = i.
+3. Where a weight has an `order`, its column i stands at place k of the blocks with order[k] = i. It may stand at
+   several places, at as many as any other: then it is the sum of what stands there.
 4. `GivenBlocks` are a checkpoint's own: integers, scales, zero points and offsets are those of its file, in the wider
    dtype of the graph, and nothing is rounded.
 """
@@ -44,7 +45,8 @@ class GivenBlocks:
         rows, columns: outputs and inputs of its product.
         bits, block_size: of its blocks.
         zero_points, offsets: whether it has some.
-        order: int64 [columns]: which input each place of a row of blocks belongs to; None where they stand in order.
+        order: int64 [places]: which input each place of a row of blocks belongs to, each input as often as any other;
+            None where they stand in order.
         read: reads the blocks from the file, scales and offsets in float32.
     """
 
@@ -57,9 +59,14 @@ class GivenBlocks:
     order: NDArray[np.int64] | None
     read: Callable[[], Blocks]
 
+    @property
+    def places(self) -> int:
+        """The numbers of a row of blocks."""
+        return self.columns if self.order is None else len(self.order)
+
     def numbers(self) -> NDArray[np.float32]:
         """The numbers that the blocks stand for, [rows, columns]."""
-        return in_order(numbers_of(self.read(), self.bits, self.columns), self.order)
+        return in_order(numbers_of(self.read(), self.bits, self.places), self.order)
 
 
 def numbers_of(blocks: Blocks, bits: int, columns: int) -> NDArray[Any]:
@@ -76,8 +83,11 @@ def numbers_of(blocks: Blocks, bits: int, columns: int) -> NDArray[Any]:
 
 
 def in_order(matrix: NDArray[Any], order: NDArray[np.int64] | None) -> NDArray[Any]:
-    """The columns of a matrix in the order of the inputs."""
-    return matrix if order is None else matrix[:, np.argsort(order)]
+    """The columns of a matrix in the order of the inputs; those of the same input are added."""
+    if order is None:
+        return matrix
+    found, times = matrix[:, np.argsort(order, kind="stable")], len(order) // (int(order.max()) + 1)
+    return found if times == 1 else found.reshape(len(found), -1, times).sum(axis=-1, dtype=matrix.dtype)
 
 
 def of_integers(

@@ -40,6 +40,7 @@ NO_MORE_THAN_PRODUCT = frozenset(
     "Add And Div Equal Gather GatherElements GatherND Gemm Greater GreaterOrEqual Less LessOrEqual MatMul Max Min Mod "  # noqa: SIM905
     "Mul Or Pow Sub Sum Where Xor".split()
 )
+ELEMENTWISE = NO_MORE_THAN_PRODUCT - {"Gather", "GatherElements", "GatherND", "Gemm", "MatMul"}
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def _bounded(node: onnx.NodeProto, made: Known, inputs: Sequence[Known | None]) 
         most = counts[0] * max(0, int(inputs[1].data.reshape(-1)[0]))
     elif node.op_type == "NonZero" and counts[0] is not None and inputs[0] is not None:
         most = counts[0] * (len(inputs[0].shape) if inputs[0].shape is not None else 64)
-    elif (tighter := _by_shapes(node, inputs)) is not None:
+    elif (tighter := _by_shapes(node, inputs)) is not None or (tighter := _by_axis(node, made, inputs)) is not None:
         most = tighter
     elif node.op_type in NO_MORE and counts:
         most = counts[0]
@@ -216,6 +217,21 @@ def _by_shapes(node: onnx.NodeProto, inputs: Sequence[Known | None]) -> int | No
         inner, out = matrix[::-1] if attributes.get("transB", 0) else matrix
         return None if not inner or out is None or inputs[0].most is None else inputs[0].most // inner * out
     return None
+
+
+def _by_axis(node: onnx.NodeProto, made: Known, inputs: Sequence[Known | None]) -> int | None:
+    """An upper bound of an elementwise operator's output, one of whose axes is not known."""
+    if node.op_type not in ELEMENTWISE or made.shape is None or made.shape.count(None) != 1:
+        return None
+    place, longest = made.shape.index(None) - len(made.shape), 1
+    for known in (known for known in inputs if known is not None):
+        if known.shape is None or known.most is None:
+            return None
+        if len(known.shape) >= -place:
+            length = known.shape[place]
+            beside = prod(max(1, dim) for dim in known.shape if dim is not None)
+            longest = max(longest, known.most // beside if length is None else length)
+    return longest * prod(dim for dim in made.shape if dim is not None)
 
 
 def _content(

@@ -3,7 +3,8 @@
 1. y = MatMulNBits(x, ...) + MatMul(ReduceSum(Reshape(x)), o): to each number of a block its offset is added; o is
    [blocks, outputs], what is summed are the inputs of each block.
 2. Rows of a table: y = GatherBlockQuantized(...) + Reshape(Expand(Unsqueeze(Gather(o, ids)))), o being [rows, blocks].
-3. x = Gather(inputs, order) along the last axis, order being each input once: the weight's columns stand in that order.
+3. x = Gather(inputs, order) along the last axis, each input as often as any other: the weight's columns stand in that
+   order, and those of one input are added. Rows of x, a Slice of the first axis, may stand between.
 
 They are recognised by what the nodes compute, not by names.
 """
@@ -20,6 +21,7 @@ from mionnx.graph.dataflow import Dataflow
 
 CHAIN = ("MatMul", "ReduceSum", "Reshape")  # the offsets' share, from its end to x
 
+ROWS_ALONE = 3  # inputs of a Slice that names no axes: it begins with the first
 ROWS = ("Reshape", "Expand", "Unsqueeze", "Gather")  # the offsets of picked rows
 
 
@@ -68,6 +70,8 @@ def _parts(flow: Dataflow, node: onnx.NodeProto) -> tuple[onnx.NodeProto, str] |
 def order_of(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> NDArray[np.int64] | None:
     """The order of a MatMulNBits' inputs, int64 [inputs]; None if they stand as they come."""
     maker = flow.producer(node.input[0])
+    if maker is not None and maker.op_type == "Slice" and len(maker.input) == ROWS_ALONE:
+        maker = flow.producer(maker.input[0])
     if maker is None or maker.op_type != "Gather" or flow.producer(maker.input[1]) is not None:
         return None
     if maker.input[1] not in {tensor.name for tensor in flow.proto.graph.initializer}:
@@ -75,7 +79,10 @@ def order_of(flow: Dataflow, folder: Path, node: onnx.NodeProto) -> NDArray[np.i
     order = onnx_file.weight(flow.proto, folder, maker.input[1])
     axis = next((entry.i for entry in maker.attribute if entry.name == "axis"), 0)
     width = next(entry.i for entry in node.attribute if entry.name == "K")
-    if axis != -1 or order.shape != (width,) or not np.array_equal(np.sort(order), np.arange(width)):
+    if axis != -1 or order.shape != (width,):
+        return None
+    inputs = int(order.max()) + 1
+    if inputs < 1 or width % inputs or not np.array_equal(np.sort(order), np.arange(width) // (width // inputs)):
         return None
     return order.astype(np.int64)
 
@@ -96,6 +103,8 @@ def offset_nodes(node: Node) -> list[Node]:
 def order_node(node: Node) -> Node | None:
     """The Gather that puts the inputs of a MatMulNBits in order; None without one."""
     maker = node.inputs[0].inputs[0] if node.inputs[0].inputs else None
+    if maker is not None and maker.op == "Slice" and len(maker.inputs) == ROWS_ALONE:
+        maker = maker.inputs[0].inputs[0] if maker.inputs[0].inputs else None
     if maker is None or maker.op != "Gather" or maker.attrs.get("axis", 0) != -1:
         return None
     order = maker.inputs[1]

@@ -63,6 +63,21 @@ def describe_export(
     return combined(filter(None, digests)) if all(digests) else "", found
 
 
+def digest_of(files: Iterable[Path], progress: Progress = silent) -> str:
+    """The hash of a checkpoint, waited for.
+
+    Args:
+        files: that its weights are in.
+        progress: called as (stage, done, total) in bytes.
+
+    Raises:
+        OSError: one cannot be read, or changes meanwhile.
+    """
+    files = sorted(files)
+    file_digest.start(files)
+    return combined([file_digest.wait(file, progress) for file in files])
+
+
 def combined(digests: Iterable[str]) -> str:
     """Make one hash of those of several files, in their order; of one file it is its own."""
     digests = list(digests)

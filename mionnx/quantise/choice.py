@@ -13,7 +13,7 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.brief import count
 from mionnx.machine.caller import caller_level
 from mionnx.quantise.matrices import FLOATS, Found, Stack, rows_of
-from mionnx.quantise.quantised_graph import Matrix
+from mionnx.quantise.quantised_graph import Matrix, order_of_all
 from mionnx.quantise.settings import Quantisation
 
 ASKED = "as asked"
@@ -99,7 +99,8 @@ def _add_stack(
     width = rows_of(model, stack.experts[0], stack.turned).shape[1]
     nodes = len(model.proto.graph.node) + 2 * len(choice.matrices)
     own = stack.experts[0] in given
-    each = 3 if own and any(given[name].order is not None for name in stack.experts) else 2
+    blocks = [given[name] for name in stack.experts] if own else []
+    each = 3 if any(one.order is not None for one in blocks) and order_of_all(blocks) is None else 2
     if settings.keeps(stack.weight) and not own:
         choice.left[stack.weight] = ASKED
     elif width < settings.block_size and not own:

@@ -99,10 +99,12 @@ def _write_weights(
     """
     kept = [tensor for tensor in proto.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
     floats = {tensor.name: onnx_file.weight(model.proto, model.folder, tensor.name) for tensor in kept}
+    read = {name for node in proto.graph.node for name in node.input}
     kinds: dict[str, Kind] = {name: (array.dtype, array.shape) for name, array in floats.items()}
     for name, matrix in matrices.items():
         rows = rows_of(model, name, matrix.turned)
-        kinds |= matrix.kinds(name, rows.shape, rows.dtype)
+        parts = matrix.kinds(name, rows.shape, rows.dtype)
+        kinds |= {part: kind for part, kind in parts.items() if part != Parts.of(name).order or part in read}
     with streamed(folder / WEIGHTS, _part_by_part(kinds, matrices), ModelError) as file:
         for name, array in floats.items():
             _put_floats(file, name, array, given, turned)

@@ -3,10 +3,11 @@
 1. A product becomes a MatMulNBits, the look-up of tokens a GatherBlockQuantized.
 2. Blocks with offsets o: y = MatMulNBits(x) + sums(x) o, where sums(x) are those of each block's inputs. Products that
    read the same value share its sums.
-3. Blocks in another order than their inputs: the product reads Gather(x, order); it too is shared.
+3. Blocks in another order than their inputs, or with several numbers for each: the product reads Gather(x, order); it
+   too is shared, and experts of one order share it before their rows are taken.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,9 +54,13 @@ class Matrix:
     table: bool = False
     given: GivenBlocks | None = None
 
+    def places(self, columns: int) -> int:
+        """The numbers of a row of its blocks, for so many inputs."""
+        return columns if self.given is None else self.given.places
+
     def kinds(self, name: str, shape: tuple[int, int], scales: np.dtype[Any]) -> dict[str, Kind]:
         """Dtypes and shapes of its parts, by name; `shape` is [out, in]."""
-        rows, count = shape[0], -(-shape[1] // self.block_size)
+        rows, count = shape[0], -(-self.places(shape[1]) // self.block_size)
         parts = Parts.of(name)
         kinds: dict[str, Kind] = {
             parts.packed: (BYTES, (rows, count, self.block_size * self.bits // 8)),
@@ -105,6 +110,14 @@ class Parts(NamedTuple):
         """The names of a weight's parts."""
         names = ("blocks", "scales", "zero_points", "offsets", "row_offsets", "order")
         return cls(*(f"{weight}_{name}" for name in names))
+
+
+def order_of_all(blocks: Sequence[GivenBlocks | None]) -> NDArray[np.int64] | None:
+    """The order that the blocks of several matrices have in common; None if they have none."""
+    orders = [None if one is None else one.order for one in blocks]
+    first = orders[0]
+    same = first is not None and all(order is not None and np.array_equal(order, first) for order in orders)
+    return first if same else None
 
 
 def table_name(weight: str) -> str:
@@ -177,7 +190,7 @@ class _Writer:
             reads += ["", node.input[2]]
         while not reads[-1]:
             reads.pop()
-        sizes = {"K": inputs, "N": outputs, "bits": matrix.bits, "block_size": matrix.block_size}
+        sizes = {"K": matrix.places(inputs), "N": outputs, "bits": matrix.bits, "block_size": matrix.block_size}
         level = self.settings.accuracy_level
         offset = given is not None and given.offsets
         made = self._add(
@@ -201,9 +214,15 @@ class _Writer:
         begins, ends, made = self._apart(begin, stack.count), self._apart(end, stack.count), []
         dims = next(tensor.dims for tensor in proto.graph.initializer if tensor.name == stack.weight)[1:]
         outputs, inputs = dims if stack.turned else dims[::-1]
+        order = order_of_all([matrices[name].given for name in stack.experts])
+        read = stack.rows
+        if order is not None:
+            read = self._in_order(read, Parts.of(stack.experts[0]).order, order)
         for number, name in enumerate(stack.experts):
-            rows = self._add("Slice", [stack.rows, begins[number], ends[number]], f"{y}.rows{number}")
-            made.append(self._product(name, rows, f"{y}.expert{number}", matrices[name], (outputs, inputs)))
+            matrix, rows = matrices[name], self._add("Slice", [read, begins[number], ends[number]], f"{y}.rows{number}")
+            if order is None and matrix.given is not None and matrix.given.order is not None:
+                rows = self._in_order(rows, Parts.of(name).order, matrix.given.order)
+            made.append(self._product(name, rows, f"{y}.expert{number}", matrix, (outputs, inputs)))
         joined = self._add("Concat", [*made, stack.nobody], f"{y}.joined", axis=0)
         self._add("Gather", [joined, self._places(begin, end, stack.slots)], y, axis=0)
         dtype = next(tensor.data_type for tensor in proto.graph.initializer if tensor.name == stack.weight)
@@ -214,10 +233,8 @@ class _Writer:
 
     def _product(self, name: str, x: str, y: str, matrix: Matrix, sizes: tuple[int, int]) -> str:
         parts, level = Parts.of(name), self.settings.accuracy_level
-        if matrix.given is not None and matrix.given.order is not None:
-            x = self._in_order(x, parts.order, matrix.given.order)
         reads = [x, parts.packed, parts.scales] + ([parts.zero_points] if matrix.zero_points else [])
-        given = {"K": sizes[1], "N": sizes[0], "bits": matrix.bits, "block_size": matrix.block_size}
+        given = {"K": matrix.places(sizes[1]), "N": sizes[0], "bits": matrix.bits, "block_size": matrix.block_size}
         return self._add("MatMulNBits", reads, y, DOMAIN, **given, **({"accuracy_level": level} if level else {}))
 
     def _apart(self, value: str, count: int) -> list[str]:
@@ -233,16 +250,18 @@ class _Writer:
     def _places(self, begin: str, end: str, slots: str) -> str:
         """Numbers of the joined rows at the places of each expert, [experts, places].
 
-        Nobody reads the places behind an expert's own rows; any row may stand there.
+        Nobody reads the places behind an expert's own rows; the row of zeros stands there, as the Scan has it, so that
+        the value is the same in both graphs.
         """
         key = (begin, (end, slots))
         if key not in self._shared:
             rows = self._add("Sub", [end, begin], f"{begin}.counts")
-            axis = self._constant(f"{begin}.axis", [0])
-            first = self._add("CumSum", [rows, axis], f"{begin}.firsts", exclusive=1)
-            total = self._add("ReduceSum", [rows, axis], f"{begin}.total")
+            along = self._constant(f"{begin}.along", 0)
+            first = self._add("CumSum", [rows, along], f"{begin}.firsts", exclusive=1)
+            total = self._add("ReduceSum", [rows, self._constant(f"{begin}.axis", [0])], f"{begin}.total")
             place = self._add("Add", [first, slots], f"{begin}.at")
-            self._shared[key] = self._add("Min", [place, total], f"{begin}.places")
+            own = self._add("Less", [slots, rows], f"{begin}.own")
+            self._shared[key] = self._add("Where", [own, place, total], f"{begin}.places")
         return self._shared[key]
 
     def look_up(self, node: onnx.NodeProto, table: str, matrix: Matrix) -> None:
@@ -280,7 +299,7 @@ class _Writer:
             raise ModelError(f"the rank of {name!r} is not known: blocks with offsets cannot multiply it")
         return self.ranks[name]
 
-    def _constant(self, name: str, values: list[int]) -> str:
+    def _constant(self, name: str, values: int | list[int]) -> str:
         self.graph.initializer.append(onnx.numpy_helper.from_array(np.array(values, np.int64), name))
         return name
 

@@ -6,7 +6,8 @@
 3. Behind an operator of 8-bit integers stands a DequantizeLinear with the scales and zero points of that operator.
 4. Behind a MatMulNBits the bytes are divided into their numbers (the first in the lowest bits), less the zero points,
    times the scales of the blocks, without the numbers that fill up the last block: [N, K]; offsets are added, and
-   columns that stand in another order than the inputs are put in theirs (`mionnx.graph.offset_products`).
+   columns that stand in another order than the inputs, or several for one, are put in theirs and added
+   (`mionnx.graph.offset_products`).
 
 All of it follows from weights: a runtime computes it once, while it opens the graph.
 """
@@ -97,8 +98,10 @@ def _of_blocks(op: Builder, node: Node) -> Tensor:
     rows = op.Slice(op.Reshape(whole, [count, -1]), [0], [width], [1])
     if order is None:
         return rows
-    places = op.ScatterElements(order.inputs[1], order.inputs[1], op.constant(np.arange(width)))
-    return op.Gather(rows, places, axis=1)
+    inputs = op.Add(op.ReduceMax(order.inputs[1], keepdims=1), [1])
+    none = op.Expand(op.constant(np.array(0, scale.dtype)), op.Concat(inputs, [count], axis=0))
+    places = op.Unsqueeze(order.inputs[1], [1])
+    return op.Transpose(op.ScatterND(none, places, op.Transpose(rows, perm=[1, 0]), reduction="add"), perm=[1, 0])
 
 
 def _divided(op: Builder, packed: Tensor, bits: int, shape: list[int]) -> Tensor:

@@ -75,6 +75,8 @@ class GraphPool:
         if options.base not in WHEN:
             raise InputError(f"base {options.base!r}; one of {', '.join(WHEN)}{nearest(options.base, WHEN)}")
         self.model, self.options, self.engine = model, options, ready_engine(options)
+        if self.engine.prepacks and model.in_blocks:
+            self.options = replace(options, prepack=True)  # see `packs`
         self._stock = replace(options, fast=True)  # as ONNX Runtime opens a file by itself
         self.open: dict[Key, OpenGraph | SegmentChain] = {}
         self._lock = RLock()  # of the dictionary and the numbers here; held for no longer than they are read
@@ -131,21 +133,17 @@ class GraphPool:
         with self._opening.of(key):
             if found := self._used(key):  # another thread has opened it meanwhile
                 return found
-            lean = self._packs_blocks() and self.weights >= prepacked.WORTHWHILE
-            graph = opened_lean(make, self.engine.release, self.weight_files()) if lean else make()
+            graph = self._opened_lean(make) if self.model.in_blocks and self.base is None else make()
             with self._lock:
                 self.open[key] = graph
                 self._lately.add(key)
                 self._close_beyond_limits()
         return graph
 
-    def _packs_blocks(self) -> bool:
-        """Whether the next graph packs blocks for itself."""
-        return self.model.in_blocks and bool(self.options.prepack) and self.base is None
-
-    def weight_files(self) -> list[Path]:
-        """The files that the graphs map."""
-        return [self.model.folder / name for name in self.locations] + ([self.base.data] if self.base else [])
+    def _opened_lean(self, make: Callable[[], Open]) -> Open:
+        lean = self.engine.prepacks and self.weights >= prepacked.WORTHWHILE
+        files = [self.model.folder / name for name in self.locations]
+        return opened_lean(make, self.engine.release, files) if lean else make()
 
     def _need_operators(self) -> None:
         """Refuse a dtype that the engine does not compute in, before a graph is rewritten.
@@ -166,16 +164,16 @@ class GraphPool:
         with self._lock:
             if self.options.prepack is None and self.engine.prepacks:
                 self.options = replace(self.options, prepack=prepack)
-            return not self.engine.prepacks or self.options.prepack == prepack
+            return not self.engine.prepacks or self.model.in_blocks or self.options.prepack == prepack
 
     def packs(self, tokens: int) -> bool:
         """Whether a graph that a call of so many tokens opens has its weights packed.
 
-        Blocks are, unless refused: unpacked, every product makes floats of all its blocks first, and a step of decoding
-        takes 40 to 80 times as long.
+        Blocks always are: unpacked, products make floats of all their blocks first, at any accuracy level, and a step
+        of decoding takes 40 to 80 times as long.
         """
-        chosen, few = self.options.prepack, tokens < UNPACKED or self.model.in_blocks
-        return self.engine.prepacks and (few if chosen is None else chosen)
+        chosen = self.options.prepack
+        return self.engine.prepacks and (tokens < UNPACKED if chosen is None else chosen)
 
     def _used(self, key: Key) -> Any:
         """An open graph, or None; it goes last in the dictionary, as the one used most recently."""

@@ -13,6 +13,7 @@
 
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from threading import RLock, Timer
 from typing import Any, Protocol
 
@@ -110,4 +111,9 @@ def give_back(model: OpenModel, *, later: bool = False) -> None:
         one.close_idle(allowed)
     model.idle.release(allowed, pool.engine.release, PAUSE if later else 0.0)
     if one_thread():  # another one might close a graph, and something else be mapped at its address
-        memory.release_mapped(pool.weight_files(), int(MAPPED * pool.weights))
+        memory.release_mapped(weight_files(pool), int(MAPPED * pool.weights))
+
+
+def weight_files(pool: GraphPool) -> list[Path]:
+    """The files that a model's graphs map."""
+    return [pool.model.folder / name for name in pool.locations] + ([pool.base.data] if pool.base else [])

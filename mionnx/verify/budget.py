@@ -199,7 +199,7 @@ class Search:
                 break
             left = self._left(within, above) if turn % 2 == 0 else (within[0] + above[0]) / 2
             bits = moves.fewest(left)
-            if bits is None or moves.bytes(bits) >= moves.bytes(best):
+            if moves.bytes(bits) >= moves.bytes(best):
                 within = left, within[1]
             elif self.kl(bits) <= self.bound:
                 best, within = bits, (left, self.kl(bits))

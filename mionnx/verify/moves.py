@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from mionnx.verify.matrix_loss import MatrixLoss
 
-NODES = 10_000  # of the search for a set: a number, not a time, so that the same costs give the same set
+GRAINS, TABLE = 2**18, 2**26  # parts that a sum of costs is counted in; of those, with all matrices, the most
 
 Bits = Mapping[str, int]
 
@@ -56,20 +55,28 @@ class Moves:
         pairs = zip(self.losses, self.more, strict=True)
         return sum(more for loss, more in pairs if bits[loss.name] != self.begin[loss.name])
 
-    def fewest(self, left: float) -> dict[str, int] | None:
+    def fewest(self, left: float) -> dict[str, int]:
         """Find the bits of fewest bytes for a sum of single costs.
 
         Args:
             left: the most that the matrices cost which have not moved, added up.
 
         Returns:
-            the bits of all matrices; None where the search found none.
+            the bits of all matrices: those that stay save most bytes, with costs in whole grains of the sum (a knapsack
+            by dynamic programming; scipy's `milp` prints lines of its solver between those of a command).
         """
-        costs = np.array([loss.kl for loss in self.losses]) / max(left, 1e-300)
-        sizes, whole = np.array(self.more) / max(self.more), np.ones(len(costs))
-        enough = LinearConstraint(costs[None], lb=costs.sum() - 1)
-        found = milp(sizes, constraints=enough, bounds=Bounds(0, 1), integrality=whole, options={"node_limit": NODES})
-        if found.x is None:
-            return None
-        moved = {loss.name for loss, one in zip(self.losses, found.x, strict=True) if one > 0.5}
+        grains = min(GRAINS, TABLE // max(1, len(self.losses)))
+        costs = [int(min(np.ceil(loss.kl / max(left, 1e-300) * grains), grains + 1)) for loss in self.losses]
+        saved, stays = np.zeros(grains + 1, np.int64), np.zeros((len(costs), grains + 1), bool)
+        for at, (cost, more) in enumerate(zip(costs, self.more, strict=True)):
+            if cost <= grains:
+                other = saved[: grains + 1 - cost] + more
+                stays[at, cost:] = other > saved[cost:]
+                saved[cost:] = np.maximum(saved[cost:], other)
+        moved, free = set[str](), grains
+        for at in range(len(costs) - 1, -1, -1):
+            if stays[at, free]:
+                free -= costs[at]
+            else:
+                moved.add(self.losses[at].name)
         return {name: self.end[name] if name in moved else bits for name, bits in self.begin.items()}

@@ -7,8 +7,9 @@ import sys
 import numpy as np
 import onnx
 import pytest
+from node_runner import run_in_web
 from onnx.reference import ReferenceEvaluator
-from repository import REPOSITORY, SHARED
+from repository import REPOSITORY
 
 from mionnx import GradientError, HookSpec, Intervention, MIModel, RWKVState
 from mionnx.errors import InputError
@@ -107,17 +108,9 @@ def test_onnxruntime_web_gives_the_gradients(name, web, tmp_path):
     hooks = ["blocks.1.hook_mlp_out", "blocks.1.rwkv.hook_k" if "rwkv" in name else "blocks.1.attn.hook_z"]
     spec = HookSpec().gradient(hooks).set_metric("logit", answer=7)
     folder = model.compile(spec, tmp_path / "compiled", target="web")
-    text = {
-        name: {"type": str(array.dtype), "dims": array.shape, "data": array.ravel().tolist()}
-        for name, array in feeds_of(model, TEXTS[:1]).items()
-    }
-    (tmp_path / "feeds.json").write_text(json.dumps(text))
-    files = [str(folder / "model.onnx"), str(tmp_path / "feeds.json"), str(tmp_path / "out.json")]
-    ran = subprocess.run(["node", str(SHARED / "web_runner.mjs"), *files], cwd=web, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    out = json.loads((tmp_path / "out.json").read_text())
+    found = run_in_web(web, folder / "model.onnx", feeds_of(model, TEXTS[:1]), tmp_path)
     compare(
-        {name: np.array(value["data"], np.float32).reshape(value["dims"]) for name, value in out.items()},
+        found,
         model.forward(TEXTS[0], spec),
         hooks,
     )

@@ -1,6 +1,5 @@
 """Compiled graphs in the hands of others: optimum, onnxruntime-web under Node, OpenVINO. None of them has mionnx."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from repository import REPOSITORY, SHARED
+from node_runner import run_in_web
+from repository import REPOSITORY
 
 from mionnx import HookPoint, HookSpec, Intervention, MIModel, RWKVState, StateKnockoutSpec
 
@@ -104,19 +104,7 @@ def test_onnxruntime_web_gives_the_same_logits(changed, web, tmp_path):
     model, spec, point = changed
     spec.capture(point)
     folder = model.compile(spec, tmp_path / "steered", target="web")
-    text = {
-        name: {"type": str(array.dtype), "dims": array.shape, "data": array.ravel().tolist()}
-        for name, array in feeds_of(model).items()
-    }
-    (tmp_path / "feeds.json").write_text(json.dumps(text))
-    files = [folder / "model.onnx", tmp_path / "feeds.json", tmp_path / "out.json"]
-    script = SHARED / "web_runner.mjs"
-    ran = subprocess.run(["node", str(script), *map(str, files)], cwd=web, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    found = {
-        name: np.array(value["data"], np.float32).reshape(value["dims"])
-        for name, value in json.loads((tmp_path / "out.json").read_text()).items()
-    }
+    found = run_in_web(web, folder / "model.onnx", feeds_of(model), tmp_path)
     expected = model.forward(PROMPT, spec)
     scale = np.abs(expected.output()).max()
     assert np.abs(found["logits"] - expected.output()).max() / scale < TOLERANCE

@@ -106,9 +106,13 @@ def test_what_does_not_fit_stays(blocks):
     assert [count(change) for change in (in_floats, apart, packed, narrow)] == [0, 0, 0, 0]
 
 
-def test_models_without_blocks_are_passed_on(shipped):
-    path = shipped.hooked.folder / "model.onnx"
+def test_models_without_blocks_are_passed_on(shipped, blocks, tmp_path):
+    path, empty = shipped.hooked.folder / "model.onnx", tmp_path / "empty.onnx"
+    empty.write_bytes(b"")
     assert with_merged(path) is path
+    assert with_merged(empty) is empty
+    in_floats = blocks[0] / "model.onnx"  # its products say nothing of a level
+    assert with_merged(in_floats) is in_floats
 
 
 def test_sessions_compute_merged_products_and_those_that_optimise_nothing_do_not(blocks, shipped, tmp_path):

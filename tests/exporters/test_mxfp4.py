@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import make_model
+from families import VOCAB, make_model
 from family_batches import batch, differences
+from gradient_oracle import gradients as by_autograd
 from safetensors.torch import save_file
 from tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM, Mxfp4Config
@@ -16,7 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from exporters.checkpoint_tensors import read_tensors
 from exporters.packed.tensors import unpacked_tensors
 from exporters.transformers import export_packed
-from mionnx import HookPoint, Intervention, MIModel
+from mionnx import HookPoint, HookSpec, Intervention, MIModel
 from mionnx.errors import ExportError
 from mionnx.graph import onnx_file
 from mionnx.graph.blocks import EXPERT
@@ -116,8 +117,8 @@ def test_weights_and_metadata_are_those_of_the_file(opened, reference):
         stack, _, number = name.removesuffix("_blocks").rpartition(EXPERT)
         np.testing.assert_array_equal(weight_numbers(graph, folder, name), state[stack][int(number)].numpy().T)
     np.testing.assert_array_equal(onnx_file.weight(graph, folder, FLOATS), state[FLOATS].numpy())
-    assert (facts.family, facts.weight_dtype, facts.dtype) == ("gpt_oss", "int8", "float32")
-    assert (facts.quantised["block_size"], facts.quantised["matrices"]) == (32, len(blocks))
+    assert (facts.family, facts.weight_dtype, facts.dtype) == ("gpt_oss", "int4", "float32")
+    assert (facts.quantised["block_size"], facts.quantised["matrices"]) == (64, len(blocks))
 
 
 STEERED = HookPoint.MlpExpertOut(0), Intervention.Add(np.linspace(-1, 1, 64, dtype=np.float32), experts=[1])
@@ -144,8 +145,19 @@ def test_floats_are_made_where_they_are_asked_for(dtype, checkpoint, reference, 
 
 @pytest.mark.slow
 def test_verify_runs_transformers_on_the_same_file(checkpoint, opened):
-    found = opened.verify(batch("plain").ids[:1], runtimes=("torch", "ort-cpu"), checkpoint=checkpoint)
-    assert found.agrees
+    runtimes = "torch", "ort-cpu", "reference"
+    assert opened.verify(batch("plain").ids[:1], runtimes=runtimes, checkpoint=checkpoint).agrees
+
+
+@pytest.mark.slow
+def test_every_gradient_is_that_of_autograd(opened, reference):
+    inputs = batch("plain")
+    seed = np.random.default_rng(0).normal(size=(*inputs.ids.shape, VOCAB))
+    expected = by_autograd(reference, inputs, seed, torch.float64)
+    grad = opened.forward(inputs.ids, HookSpec().gradient("*").set_metric("seed", seed=seed), logits=False).grad
+    assert set(grad) == set(expected)
+    off = {name: np.abs(grad[name] - value).max() / np.abs(value).max() for name, value in expected.items()}
+    assert {name: d for name, d in off.items() if not d < 5e-6} == {}
 
 
 @pytest.mark.slow
@@ -166,8 +178,8 @@ def test_stacks_stay_in_floats_where_the_graph_would_be_too_large(checkpoint, re
 
 
 def test_other_bits_are_refused(checkpoint, tmp_path):
-    with pytest.raises(ExportError, match="holds int8 already"):
-        export(checkpoint, tmp_path / "other", "int4", silent)
+    with pytest.raises(ExportError, match="holds int4 already"):
+        export(checkpoint, tmp_path / "other", "int8", silent)
 
 
 BLOCKS, SCALES = np.zeros((2, 6, 3, 16), np.uint8), np.zeros((2, 6, 3), np.uint8)
@@ -185,7 +197,7 @@ BLOCKS, SCALES = np.zeros((2, 6, 3, 16), np.uint8), np.zeros((2, 6, 3), np.uint8
         ({"x_blocks": BLOCKS[0]}, "gpt_oss", r"x_blocks is torch.uint8 \[6, 3, 16\]"),
         ({"x_blocks": BLOCKS.astype(np.int8)}, "gpt_oss", "x_blocks is torch.int8"),
         ({"x_scales": SCALES[:, :5]}, "gpt_oss", r"x_scales torch.uint8 \[2, 5, 3\]"),
-        ({"x_scales": SCALES + np.uint8(255)}, "gpt_oss", "x_scales: expert 0 has the exponent 255"),
+        ({"x_scales": SCALES + np.uint8(255)}, "gpt_oss", "x_scales: x.expert0 has the exponent 255"),
         ({"x_scales": SCALES + np.uint8(253)}, "gpt_oss", "exponents up to 252"),
     ],
 )

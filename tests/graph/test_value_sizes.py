@@ -238,6 +238,19 @@ def test_loops_branches_and_large_weights_that_have_a_bound_pass():
     check_sizes(proto, {"x": (2, 3, 128)}, 0)
 
 
+def test_values_of_one_length_that_nobody_knows_stay_so_long():
+    """As many as numbers above 0: a choice among such rows is a row again, not the product of all."""
+    text = """found = NonZero(x) more = Add(found, found) own = Less(found, more) a = Where(own, found, more)
+    b = Where(own, a, more) c = Where(own, a, b) d = Where(own, b, c) z = Cast <to = 1> (d)
+    sum = ReduceSum <keepdims = 0> (z) y = Add(x, sum)"""
+    check_sizes(model(text), {"x": (2, 3, 128)}, 0)
+    grown = model(
+        text.replace("Add(found, found)", "MatMul(turned, found)").replace("more", "turned = Transpose(found) more", 1)
+    )
+    with pytest.raises(ModelError, match="elements: refused"):
+        check_sizes(grown, {"x": (20, 30, 128)}, 0)
+
+
 def test_a_graph_of_too_many_nodes_is_refused_at_once(copy):
     proto = onnx.load(copy / "model.onnx", load_external_data=False)
     nodes = [helper.make_node("Identity", [f"n{n}" if n else "logits"], [f"n{n + 1}"]) for n in range(200_000)]

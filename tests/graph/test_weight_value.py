@@ -57,6 +57,18 @@ def blocks(bits: int, zero: str, width: int = 40, count: int = 6, block: int = 1
     return microsoft("MatMulNBits", ["x", *weights], **given), weights
 
 
+def several_places(times: int, rows: bool = False) -> Case:
+    """A MatMulNBits whose inputs stand at so many places each, in any order; `rows`: some rows alone read them."""
+    (product,), weights = blocks(4, "packed", width=40 * times)
+    weights["order"] = RANDOM.permutation(np.tile(np.arange(40), times))
+    nodes = [helper.make_node("Gather", ["x", "order"], ["placed"], axis=-1)]
+    if rows:
+        weights |= {"begin": np.array([0]), "end": np.array([1000])}
+        nodes.append(helper.make_node("Slice", ["placed", "begin", "end"], ["of_rows"]))
+    product.input[0] = nodes[-1].output[0]
+    return [*nodes, product], weights
+
+
 def dynamic() -> Case:
     weights = {"b": integers((40, 6), np.int8), "s": scales(6), "z": integers((6,), np.int8), "c": scales(6)}
     return microsoft("DynamicQuantizeMatMul", ["x", *weights]), weights
@@ -94,6 +106,9 @@ LINEAR = {
     **{f"{bits} bits, {zero}": blocks(bits, zero) for bits in (4, 8) for zero in ("none", "packed")},
     "4 bits, float": blocks(4, "float"),
     "whole blocks": blocks(4, "packed", width=32),
+    "inputs in another order": several_places(1),
+    "each input twice": several_places(2),
+    "each input three times, rows": several_places(3, rows=True),
     "DynamicQuantizeMatMul": dynamic(),
     "MatMulInteger": integer_product("MatMulInteger"),
     "MatMulIntegerToFloat": integer_product("MatMulIntegerToFloat"),

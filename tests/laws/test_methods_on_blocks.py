@@ -1,13 +1,11 @@
 """Every method on a model of blocks gives what it gives on its float twin: the same numbers in weights of floats."""
 
-import json
-import subprocess
-
 import numpy as np
 import onnxruntime
 import pytest
 from float_twin import float_twin
-from repository import REPOSITORY, SHARED
+from node_runner import run_in_web
+from repository import REPOSITORY
 from saelens_fixture import random_weights
 
 from mionnx import SAE, HookPoint, HookSpec, Intervention, MIModel
@@ -112,16 +110,8 @@ def test_a_compiled_file_in_onnxruntime_web(pair, web, tmp_path):
     blocks, twin = pair
     spec = steering(twin)
     folder = blocks.compile(spec, tmp_path / "steered", target="web")
-    text = {
-        name: {"type": str(array.dtype), "dims": array.shape, "data": array.ravel().tolist()}
-        for name, array in feeds_of(blocks).items()
-    }
-    (tmp_path / "feeds.json").write_text(json.dumps(text))
-    files = [str(path) for path in (folder / "model.onnx", tmp_path / "feeds.json", tmp_path / "out.json")]
-    ran = subprocess.run(["node", str(SHARED / "web_runner.mjs"), *files], cwd=web, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    value = json.loads((tmp_path / "out.json").read_text())["logits"]
-    near(np.array(value["data"]).reshape(value["dims"]), twin.forward(PROMPT, spec).output())
+    found = run_in_web(web, folder / "model.onnx", feeds_of(blocks), tmp_path)
+    near(found["logits"], twin.forward(PROMPT, spec).output())
 
 
 @pytest.mark.slow

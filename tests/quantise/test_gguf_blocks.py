@@ -1,8 +1,11 @@
 """Blocks of GGUF files: those that ONNX Runtime's operators can hold are the file's own, number for number."""
 
 from functools import cache
+from pathlib import Path
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import torch
 from families import VOCAB, make_model
@@ -10,11 +13,14 @@ from family_batches import batch, differences
 from gguf import GGMLQuantizationType as Type
 from gguf_files import write_gguf
 from gradient_oracle import gradients as by_autograd
+from node_runner import run_in_web
 from transformers import AutoModelForCausalLM
 
 from exporters.gguf.assemble import write_checkpoint
 from exporters.gguf.header import read_header
 from mionnx import HookPoint, HookSpec, Intervention, Logits, MIModel
+from mionnx.engine.options import Options
+from mionnx.engine.reference import Reference
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.matrices import embedding
 from mionnx.graph.onnx_file import weight
@@ -100,16 +106,80 @@ def test_gradients_heads_matrices_and_parts_of_the_logits_have_the_offsets(opene
     assert {node.op_type for node in model.hooked.proto.graph.node} >= {"MatMulNBits", "ReduceSum"}
 
 
-def test_a_compiled_graph_has_the_offsets(opened, tmp_path):
-    import onnxruntime
+def steering(hidden: int) -> np.ndarray:
+    return np.random.default_rng(3).normal(size=hidden).astype(np.float32)
 
-    model, _ = opened("Q4_1")
-    spec = HookSpec().intervene(HookPoint.ResidPost(0), Intervention.Scale(0.5))
-    model.compile(spec, tmp_path / "compiled")
-    session = onnxruntime.InferenceSession(tmp_path / "compiled" / "model.onnx")
+
+def steered_by_torch(eager, ids: np.ndarray, strength: float) -> tuple[np.ndarray, np.ndarray]:
+    """Logits with a vector added behind layer 0 at positions 2 and 3, and logit 7's gradient there."""
+    kept = []
+
+    def steer(module, given, value):
+        vector = torch.zeros_like(value)
+        vector[:, 2:4] = strength * torch.from_numpy(steering(value.shape[-1]))
+        kept.append((value.detach() + vector).requires_grad_())
+        return kept[0]
+
+    eager.set_attn_implementation("eager")  # another test has traced it
+    handle = eager.model.layers[0].register_forward_hook(steer)
+    logits = eager(torch.from_numpy(ids)).logits
+    logits[:, -1, 7].sum().backward()
+    handle.remove()
+    return logits.detach().numpy(), kept[0].grad.numpy()
+
+
+def in_onnxruntime(file: Path, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # a knob's default
+    session = onnxruntime.InferenceSession(file, options)
+    names = [one.name for one in session.get_outputs()]
+    return dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def in_the_evaluator(file: Path, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    names = [one.name for one in onnx.load(file, load_external_data=False).graph.output]
+    return Reference().open(file, file.parent, Options(engine="reference")).run(names, feeds)
+
+
+@pytest.mark.parametrize(
+    ("target", "run"), [("generic", in_onnxruntime), ("ort-cpu", in_onnxruntime), ("generic", in_the_evaluator)]
+)
+@pytest.mark.parametrize("kind", ["Q4_1", pytest.param("Q4_K", marks=pytest.mark.slow)])
+def test_a_compiled_graph_with_offsets_is_steered_as_transformers_is(kind, target, run, opened, tmp_path):
+    """The strength is an input; gradients go through the products of offsets too."""
+    model, eager = opened(kind)
+    file, feeds = compiled(model, tmp_path / "steered", target)
+    for strength in (1.0, 0.25):
+        found = run(file, feeds | {"strength": np.array(strength, np.float32)})
+        same_as_torch(found, eager, feeds["input_ids"], strength)
+
+
+@pytest.mark.slow
+def test_a_compiled_graph_with_offsets_in_onnxruntime_web(opened, web, tmp_path):
+    model, eager = opened("Q4_1")
+    file, feeds = compiled(model, tmp_path / "steered", "web")
+    same_as_torch(run_in_web(web, file, feeds, tmp_path), eager, feeds["input_ids"], 1.0)
+
+
+def compiled(model: MIModel, folder: Path, target: str) -> tuple[Path, dict[str, np.ndarray]]:
+    """A steered model with a knob and a gradient, and what it is fed."""
+    add = Intervention.Add(steering(model.hidden_size), positions=[2, 3])
+    spec = HookSpec().intervene("blocks.0.hook_resid_post", add).gradient("blocks.0.hook_resid_post")
+    spec.set_metric("logit", answer=7)
+    model.compile(spec, folder, target=target, knobs={"strength": None})
     inputs = batch("plain")
-    sizes = model.hooked.metadata.past_shapes(len(inputs.ids), 0)
+    ids = inputs.ids[:1]
+    sizes = model.hooked.metadata.past_shapes(1, 0)
     feeds = {name: np.zeros(shape, np.float32) for name, shape in sizes.items()}
-    feeds |= {"input_ids": inputs.ids, "attention_mask": np.ones_like(inputs.ids), "position_ids": inputs.positions}
-    found = session.run(["logits"], {one.name: feeds[one.name] for one in session.get_inputs()})[0]
-    np.testing.assert_allclose(found, model.forward(inputs.ids, spec).output(), rtol=0, atol=1e-5)
+    return folder / "model.onnx", feeds | {
+        "input_ids": ids,
+        "attention_mask": np.ones_like(ids),
+        "position_ids": np.arange(ids.shape[1])[None],
+    }
+
+
+def same_as_torch(found: dict[str, np.ndarray], eager, ids: np.ndarray, strength: float) -> None:
+    logits, grad = steered_by_torch(eager, ids, strength)
+    np.testing.assert_allclose(found["logits"], logits, rtol=0, atol=TOLERANCE * np.abs(logits).max())
+    own = found["blocks.0.hook_resid_post.gradient"]
+    np.testing.assert_allclose(own, grad, rtol=0, atol=TOLERANCE * np.abs(grad).max())

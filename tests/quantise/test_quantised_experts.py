@@ -191,3 +191,32 @@ def test_a_bound_moves_whole_stacks_and_a_name_one_expert(pair, tmp_path):
     assert [name for name, bits in bits_of(single).items() if bits == 8] == [one]
     with pytest.raises(InputError, match="a budget moves the experts of"):
         floats.quantise(tmp_path / "both", in_8_bits=[one], budget=0.002, block_size=16)
+
+
+def test_models_of_experts_part_at_the_products_that_differ(pair, tmp_path):
+    """Beside the Scan of floats nothing but the rounding: places that no row stands at are zeros in both."""
+    _, hooked, _ = pair("mixtral")
+    floats = MIModel.from_pretrained(hooked.folder, threads=1)
+    ids = np.random.default_rng(1).integers(3, VOCAB, (1, 9))
+    kept = {"keep": ["*self_attn*", "*layers.0*"], "embedding": False, "unembedding": False, "block_size": 16}
+    expert = "model.layers.1.mlp.experts.down_proj.expert2"
+    made, other = (
+        MIModel.from_pretrained(floats.quantise(tmp_path / str(number), **kept, **more), threads=1)
+        for number, more in enumerate(({}, {"in_8_bits": [expert]}))
+    )
+    for one, beside in ((floats, made), (made, floats)):
+        found = one.bisect(ids, ["ort-cpu"], other=beside)
+        assert found.value == "model.layers.1.mlp.experts.gate_up_proj.grouped.steps"
+        assert 0.01 < found.relative < 0.1
+    found = made.bisect(ids, ["ort-cpu"], other=other)
+    assert len(found.nodes) == 1
+    assert "down_proj.grouped.steps.expert2" in found.nodes[0]
+
+
+@pytest.mark.parametrize("runtime", ["reference", pytest.param("onnxruntime-web", marks=pytest.mark.slow)])
+def test_other_runtimes_compute_experts_in_blocks(runtime, pair, request, monkeypatch):
+    if runtime == "onnxruntime-web":
+        monkeypatch.setenv("MIONNX_NODE", str(request.getfixturevalue("web")))
+    model, _, _ = pair("mixtral")
+    (beside,) = model.verify([batch("plain").ids], ["ort-cpu", runtime], hooks="*", greedy=0, local=False).besides
+    assert beside.worst.relative < 5e-6

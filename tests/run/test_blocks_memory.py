@@ -58,11 +58,13 @@ def test_what_changes_the_logits_or_has_floats_keeps_its_own_graph(blocks, shipp
     assert [plan.empty for plan in floats.compiled] == [True]
 
 
-def test_blocks_are_packed_however_long_the_first_text_is(blocks):
-    """Unpacked ones are made floats at every step, and other bits."""
-    model = MIModel(blocks, Options(threads=1, base="never", accuracy_level=0))
+@pytest.mark.parametrize("prepack", [None, False])
+def test_blocks_are_packed_however_long_the_first_text_is(blocks, prepack):
+    """Unpacked ones are made floats at every step, whatever the level."""
+    expected = MIModel(blocks, Options(threads=1, base="never", accuracy_level=4)).forward(IDS).output()
+    model = MIModel(blocks, Options(threads=1, base="never", accuracy_level=4, prepack=prepack))
     model.forward(np.full((8, 64), 7))
-    assert model.variants.options.prepack is True
+    np.testing.assert_array_equal(model.forward(IDS).output(), expected)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

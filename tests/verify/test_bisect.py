@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from repository import REPOSITORY
 
 from exporters.transformers import export
 from mionnx import HookSpec, InputError, Intervention, MIModel, ModelError
+from mionnx.graph.quantised_weight import weight_numbers
 
 PROMPT = "The capital of France is"
 
@@ -108,3 +110,43 @@ def test_runtimes_that_agree_have_no_such_part(llama):
 def test_torch_runs_no_part_of_a_graph(llama):
     with pytest.raises(InputError, match="as a whole"):
         llama.bisect(PROMPT, ["ort-cpu", "torch"])
+
+
+@pytest.fixture(scope="module")
+def blocks(llama, tmp_path_factory):
+    """Settings -> world-llama in blocks of 4 bits, its token table in floats."""
+
+    @cache
+    def find(**settings) -> MIModel:
+        folder = tmp_path_factory.mktemp("blocks") / "made"
+        return MIModel.from_pretrained(llama.quantise(folder, embedding=False, **settings), threads=1)
+
+    return find
+
+
+def test_blocks_and_their_floats_part_at_the_first_product_in_blocks(llama, blocks, tmp_path):
+    """From either side; the report runs both models."""
+    made = blocks(keep=("*layers.[013]*", "*self_attn*", "*gate_proj*", "*up_proj*", "lm_head*"))
+    for one, other in ((llama, made), (made, llama)):
+        found = one.bisect(PROMPT, ["ort-cpu"], other=other)
+        assert found.value == "blocks.2.mlp.hook_post"
+        operators = [node.split(" ")[1] for node in found.nodes]
+        assert operators == (["(MatMulNBits)"] if other is made else ["(Transpose)", "(MatMul)"])
+    found = llama.bisect(PROMPT, ["ort-cpu"], other=made, folder=tmp_path / "report")
+    shown = reproduced(tmp_path / "report")
+    assert shown["ort-cpu, this model and expected.npz"] == shown["ort-cpu, other model and found.npz"] == 0
+    assert shown["ort-cpu, other model and expected.npz"] == pytest.approx(found.max_abs, rel=1e-2)
+    assert llama.bisect(PROMPT, ["ort-cpu"], other=made, tolerance=0.5).hook is None
+
+
+def test_two_models_of_blocks_part_where_their_bits_do(llama, blocks):
+    """By what numpy makes of the two matrices' numbers."""
+    name = "model.layers.2.mlp.down_proj.weight"
+    one, other = blocks(), blocks(in_8_bits=(name,))
+    found = one.bisect(PROMPT, ["ort-cpu"], other=other)
+    assert (found.value, found.after) == ("blocks.2.mlp.hook_post", ["blocks.2.mlp.hook_act"])
+    assert [node.split(" ")[1] for node in found.nodes] == ["(MatMulNBits)"]
+    act = one.forward(PROMPT, HookSpec().capture("blocks.2.mlp.hook_act"))["blocks.2.mlp.hook_act"].astype(np.float64)
+    here, there = (weight_numbers(each.hooked.proto, each.hooked.folder, f"{name}_blocks") for each in (one, other))
+    assert found.max_abs == pytest.approx(np.abs(act @ (here - there).T).max(), rel=1e-4)
+    assert one.bisect(PROMPT, ["ort-cpu"], other=one).hook is None
