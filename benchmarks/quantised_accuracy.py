@@ -3,8 +3,8 @@
 The text is the README files of this repository, 2,000 tokens in windows of 250. Each setting beside the model of floats
 that it was made from: the mean of KL(floats || quantised) over tokens in nats, the share of tokens with the same top
 token, the perplexity of the text, and of all hook points of one window the one with the largest relative error. A bound
-of KL is one over this text, in windows of `verify`; importance is of what the model writes by itself, without this text. The second table: the
-matrices that cost most KL alone, in 4 bits (`verify`).
+of KL is one over this text, in windows of `verify`; importance is of what the model writes by itself, without this
+text. The second table: the matrices that cost most KL alone, in 4 bits (`verify`).
 
     python benchmarks/quantised_accuracy.py [--model smollm2] [--save]
 """
