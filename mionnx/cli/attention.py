@@ -3,9 +3,22 @@
 from rich.markup import escape
 
 from mionnx.analysis.attention.attention_patterns import AttentionPatterns
-from mionnx.cli.options import Heads, Html, Json, Layers, Model, Png, Position, Prompt, Provider, Save, chosen, deliver
+from mionnx.cli.options import (
+    Heads,
+    Html,
+    Json,
+    Layers,
+    Model,
+    Png,
+    Position,
+    Prompt,
+    Provider,
+    Save,
+    chosen,
+    deliver,
+    open_once,
+)
 from mionnx.machine.decimals import decimal
-from mionnx.model import MIModel
 from mionnx.view import Table
 
 
@@ -27,7 +40,7 @@ def attention(
 
     Example: mionnx attention models/world-llama "The capital of France is" --html attention.html
     """
-    opened = MIModel.from_pretrained(model, provider=provider, prepack=False)
+    opened = open_once(model, provider)
     result = opened.attention(opened.tokenize(prompt), chosen("layers", layers), chosen("heads", heads))
     index = result.at(position)
     deliver(result, lambda: attention_table(result, index), html, png, as_json, save)

@@ -7,9 +7,8 @@ from rich.markup import escape
 from rich.table import Column
 
 from mionnx.analysis.attribution.attribution import Attribution
-from mionnx.cli.options import Html, Json, Model, Png, Position, Prompt, Provider, Save, deliver
+from mionnx.cli.options import Html, Json, Model, Png, Position, Prompt, Provider, Save, deliver, open_once
 from mionnx.machine.decimals import decimal
-from mionnx.model import MIModel
 from mionnx.view import Table
 
 
@@ -30,7 +29,7 @@ def attribute(
 
     Example: mionnx attribute models/world-llama "The capital of France is" --answer Paris --versus Berlin
     """
-    opened = MIModel.from_pretrained(model, provider=provider, prepack=False)
+    opened = open_once(model, provider)
     result = opened.attribute(opened.tokenize(prompt), answer, versus, position=position)
     deliver(result, lambda: attribution_table(result, top), html, png, as_json, save)
 

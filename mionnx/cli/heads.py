@@ -5,9 +5,8 @@ from typing import Annotated
 import typer
 
 from mionnx.analysis.attention.repeated_sequences import KINDS
-from mionnx.cli.options import Html, Json, Model, Png, Provider, Save, deliver
+from mionnx.cli.options import Html, Json, Model, Png, Provider, Save, deliver, open_once
 from mionnx.machine.progress import bars
-from mionnx.model import MIModel
 
 
 def heads(
@@ -27,7 +26,7 @@ def heads(
 
     Example: mionnx heads models/world-llama --html heads.html
     """
-    opened = MIModel.from_pretrained(model, provider=provider, prepack=False)
+    opened = open_once(model, provider)
     with bars() as progress:
         scores = opened.head_scores(kind or KINDS, batch=batch, period=period, seed=seed, progress=progress)
     deliver(scores, lambda: scores.table(top), html, png, as_json, save)

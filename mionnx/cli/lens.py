@@ -8,9 +8,21 @@ from rich.markup import escape
 from rich.table import Column
 
 from mionnx.analysis.lens.lens_result import LensResult, label_of
-from mionnx.cli.options import Html, Json, Layers, Model, Png, Position, Prompt, Provider, Save, chosen, deliver
+from mionnx.cli.options import (
+    Html,
+    Json,
+    Layers,
+    Model,
+    Png,
+    Position,
+    Prompt,
+    Provider,
+    Save,
+    chosen,
+    deliver,
+    open_once,
+)
 from mionnx.machine.decimals import decimal
-from mionnx.model import MIModel
 from mionnx.view import Table
 
 
@@ -33,7 +45,7 @@ def lens(
 
     Example: mionnx lens models/world-llama "The capital of France is" --token Berlin --html lens.html
     """
-    opened = MIModel.from_pretrained(model, provider=provider, prepack=False)
+    opened = open_once(model, provider)
     result = opened.logit_lens(opened.tokenize(prompt), k=top, layers=chosen("layers", layers), tokens=token or ())
     index = result.at(position)
     deliver(result, lambda: lens_table(result, index), html, png, as_json, save)

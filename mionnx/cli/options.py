@@ -1,4 +1,4 @@
-"""Options that several commands share, comma-separated numbers, and delivery of a result."""
+"""Options that several commands share, a model opened for one, and delivery of a result."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +9,7 @@ from rich.console import Console, RenderableType
 
 from mionnx.errors import InputError
 from mionnx.machine.stored import ENDING
+from mionnx.model import MIModel
 from mionnx.view import Shown
 
 SOME = "Only these, as 0,3; may be repeated."
@@ -26,6 +27,13 @@ Png = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture.
 Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a .safetensors file to load in Python.")]
 BatchSize = Annotated[str, typer.Option(metavar="N", help="Rows of one pass, or auto: as many as run well and fit.")]
 Number = TypeVar("Number", int, float)
+
+
+def open_once(model: str, provider: str) -> MIModel:
+    """Open a model whose graphs run once each: weights are not packed, but for blocks."""
+    opened = MIModel.from_pretrained(model, provider=provider)
+    opened.variants.settle(prepack=False)
+    return opened
 
 
 def numbers(option: str, text: str, kind: type[Number]) -> list[Number]:

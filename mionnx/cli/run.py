@@ -13,7 +13,7 @@ from rich.table import Column
 
 from mionnx.analysis.ablation import AblationResult
 from mionnx.cli.intervention_options import Interventions, takes_interventions
-from mionnx.cli.options import Captures, Json, Model, Prompt, Provider
+from mionnx.cli.options import Captures, Json, Model, Prompt, Provider, open_once
 from mionnx.machine.decimals import decimal
 from mionnx.machine.softmax import softmax
 from mionnx.model import MIModel
@@ -54,7 +54,7 @@ def run(
 
     mionnx run models/world-rwkv7 "The capital of France is" --state-knockout "positions=3;layers=1"
     """
-    opened = MIModel.from_pretrained(model, provider=provider, prepack=False)  # each graph runs once
+    opened = open_once(model, provider)
     tokens = opened.tokenize(prompt)
     spec = interventions.spec(opened.num_heads, len(tokens))
     changes = spec.num_interventions() + len(spec.state_knockouts) + len(spec.state_steerings)

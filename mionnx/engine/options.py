@@ -48,7 +48,7 @@ class Options:
         prepack: let sessions pack their weights. Without, a graph opens several times faster and runs slower on fewer
             than some 500 tokens: for structures that run once each, and for large batches. None lets the first call
             decide: packed, unless it has 512 tokens or more. The last bits differ between the two, so one model object
-            uses one of them for all. A model of blocks is always packed, its products would be floats' otherwise.
+            uses one of them for all. Blocks are always packed; False is refused for them.
         base: open graphs from a prepared base (see `mionnx.run.prepacked`): "auto" uses one that is there, and makes
             one for the second rewritten graph of a model with more than 64 MiB of weights; "always"; "ready" makes
             none, and uses one that is there; "never".

@@ -48,6 +48,19 @@ def warn_of_slow_blocks(hooked: HookedModel, options: Options) -> None:
         )
 
 
+def refuse_unpacked_blocks(hooked: HookedModel, options: Options) -> None:
+    """Refuse blocks that are not packed: each product would make floats of all of them, at any level.
+
+    Raises:
+        InputError: `prepack=False`, for a model of blocks.
+    """
+    if hooked.in_blocks and options.prepack is False and options.engine == ONNX_RUNTIME:
+        raise InputError(
+            f"prepack=False has no effect on {hooked.name}: its weights are blocks, which are always packed (unpacked, "
+            "every product would make floats of them first, and a token take 40 to 80 times as long); leave it out"
+        )
+
+
 class Rounding:
     """A model of blocks at the level that generates.
 

@@ -69,6 +69,7 @@ class Runner:
 
     def __init__(self, hooked: HookedModel, options: Options | None = None) -> None:
         self.options = options or Options()
+        accuracy.refuse_unpacked_blocks(hooked, self.options)
         self.hooked = accuracy.at_level(hooked, self.options.accuracy_level)
         self.variants = GraphPool(self.hooked, self.options)
         self.binder = Binder(self.hooked)

@@ -5,7 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from mionnx import HookPoint, HookSpec, Intervention, Logits, MIModel, Options
+from mionnx import HookPoint, HookSpec, InputError, Intervention, Logits, MIModel, Options
+from mionnx.cli.options import open_once
 from mionnx.machine import memory
 from mionnx.run import graph_uses, prepacked, shared_head
 
@@ -58,13 +59,19 @@ def test_what_changes_the_logits_or_has_floats_keeps_its_own_graph(blocks, shipp
     assert [plan.empty for plan in floats.compiled] == [True]
 
 
-@pytest.mark.parametrize("prepack", [None, False])
-def test_blocks_are_packed_however_long_the_first_text_is(blocks, prepack):
+def test_blocks_are_packed_however_long_the_first_text_is(blocks):
     """Unpacked ones are made floats at every step, whatever the level."""
     expected = MIModel(blocks, Options(threads=1, base="never", accuracy_level=4)).forward(IDS).output()
-    model = MIModel(blocks, Options(threads=1, base="never", accuracy_level=4, prepack=prepack))
+    model = MIModel(blocks, Options(threads=1, base="never", accuracy_level=4))
     model.forward(np.full((8, 64), 7))
     np.testing.assert_array_equal(model.forward(IDS).output(), expected)
+
+
+def test_unpacked_blocks_are_refused_and_commands_pack_them(blocks, shipped):
+    with pytest.raises(InputError, match=r"prepack=False has no effect on .*leave it out"):
+        MIModel(blocks, Options(prepack=False))
+    assert open_once(str(blocks.folder), "cpu").variants.options.prepack
+    assert open_once(str(shipped.hooked.folder), "cpu").variants.options.prepack is False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
