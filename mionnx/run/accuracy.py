@@ -49,7 +49,7 @@ def warn_of_slow_blocks(hooked: HookedModel, options: Options) -> None:
 
 
 def refuse_unpacked_blocks(hooked: HookedModel, options: Options) -> None:
-    """Refuse blocks that are not packed: each product would make floats of all of them, at any level.
+    """Refuse to open blocks unpacked: each product would make floats of all of them.
 
     Raises:
         InputError: `prepack=False`, for a model of blocks.
