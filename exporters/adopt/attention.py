@@ -78,10 +78,15 @@ def find_attention(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> Atte
 
 
 def _pattern(flow: Flow, layer: int, softmax: ir.Node) -> tuple[ir.Value, ir.Node]:
-    """The weights of a softmax, [batch, heads, seq_q, seq_k], and their product with the values."""
+    """The weights of a softmax, [batch, heads, seq_q, seq_k], and their product with the values.
+
+    The product may read them with other axes: batch and heads as one, or queries and the heads that share keys.
+    """
     value = weights = softmax.outputs[0]
+    reshaped = False
     while True:
-        weights = weights if rank(value) == MERGED and rank(weights) == MERGED + 1 else value
+        reshaped |= rank(weights) == MERGED + 1 and value.producer().op_type == "Reshape"
+        weights = weights if reshaped else value
         users = [user for user in flow.readers(value) if flow.is_text(user.outputs[0]) and user.op_type != "IsNaN"]
         product = next((user for user in users if user.op_type == "MatMul"), None)
         if product is not None:

@@ -8,6 +8,7 @@ from exporters.adopt.rotation import TURNED
 from mionnx.errors import ExportError
 
 SCALES = frozenset(("Mul", "Div"))
+WIDENING = frozenset(("Expand", "Tile"))
 LARGEST = 4  # axes of a product of heads
 
 
@@ -38,7 +39,7 @@ def add_past(op: OpWriter, layer: int, part: str, heads: ir.Value, groups: int, 
 def read_joined(
     op: OpWriter, flow: Flow, product: ir.Node, heads: ir.Value, joined: ir.Value, count: int, groups: int, width: int
 ) -> None:
-    """Let a product read heads with their past, repeated, turned and scaled as before.
+    """Let a product read heads with their past, repeated (if they were), turned and scaled as before.
 
     Args:
         op: writes the nodes.
@@ -50,7 +51,7 @@ def read_joined(
     Raises:
         ExportError: something else is done to the heads on the way.
     """
-    replayed, turned, value = list[ir.Node](), False, product.inputs[1]
+    replayed, turned, widened, value = list[ir.Node](), False, False, product.inputs[1]
     while value is not heads:
         node = None if value is None else value.producer()
         text = [] if node is None else flow.text(node)
@@ -60,12 +61,14 @@ def read_joined(
             replayed.append(_scalar(node, text[0]))
         elif node.op_type == "Transpose":
             turned ^= perm_of(node) in TURNED
+        elif node.op_type in WIDENING:
+            widened = True
         elif node.op_type not in PASSING:
             raise ExportError(f"{node.op_type} changes keys or values on their way to {product.op_type}")
         value = text[0]
     if rank(product.inputs[0]) not in (LARGEST, None):
         raise ExportError(f"{product.op_type} {product.name!r} multiplies heads and rows of a batch as one axis")
-    made = op.repeated(joined, count // groups, count, width)
+    made = op.repeated(joined, count // groups, count, width) if widened else joined
     made = op.Transpose(made, perm=[0, 1, 3, 2]) if turned else made
     for node in reversed(replayed):
         inputs = [made if flow.is_text(entry) else entry for entry in node.inputs]

@@ -13,12 +13,13 @@ import numpy as np
 import onnx
 import pytest
 from command_line import mionnx
-from family_batches import KINDS, batch, difference, forward, interventions
+from family_batches import KINDS, batch, difference, differences, forward, interventions
 from onnx import TensorProto, helper, parser
 from quantised_files import foreign_file
 
 from exporters.adopt import adopt, check, recognises
 from mionnx import ExportError, HookPoint, HookSpec, Intervention, MIModel, ModelError
+from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import HookedModel
 
 FOREIGN = Path(__file__).parents[1] / "shared" / "foreign"
@@ -56,6 +57,22 @@ def test_every_hook_point_of_a_llama_is_found(adopted, models):
     known = [str(point) for point in models("llama").hook_points()]
     for kind in (*EXACT, "genai-int4"):
         assert [str(point) for point in adopted(kind).hook_points()] == known
+
+
+def test_heads_that_share_keys_may_be_rows_of_one_product(tmp_path, hooked, references):
+    """As mionnx itself writes attention: nothing is repeated, and the pattern is reshaped for its product."""
+    proto = onnx_file.read(hooked("llama") / "model.onnx")
+    patterns = [node.output[0] for node in proto.graph.node if node.op_type == "Softmax"]
+    readers = {name: [node.op_type for node in proto.graph.node if name in node.input] for name in patterns}
+    assert {*map(tuple, readers.values())} == {("Reshape",)}
+    onnx_file.embed(proto, hooked("llama"))
+    del proto.metadata_props[:]
+    (tmp_path / "file").mkdir()
+    onnx.save(proto, tmp_path / "file" / "model.onnx")
+    adopt(tmp_path / "file", tmp_path / "adopted")
+    model = MIModel.from_pretrained(tmp_path / "adopted", threads=1)
+    off = differences(model, references("llama"), batch("left past"))
+    assert {name: d for name, d in off.items() if not d < TOLERANCE} == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)
