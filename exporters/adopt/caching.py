@@ -39,7 +39,7 @@ def add_past(op: OpWriter, layer: int, part: str, heads: ir.Value, groups: int, 
 def read_joined(
     op: OpWriter, flow: Flow, product: ir.Node, heads: ir.Value, joined: ir.Value, count: int, groups: int, width: int
 ) -> None:
-    """Let a product read heads with their past, repeated (if they were), turned and scaled as before.
+    """Let a product read heads with their past, repeated, turned and scaled as before.
 
     Args:
         op: writes the nodes.
