@@ -165,6 +165,7 @@ def test_code_in_a_bin_is_refused(llama, tmp_path, how):
     assert not (tmp_path / "sentinel").exists()
 
 
+@pytest.mark.slow
 def test_devices_and_pipes_in_a_checkpoint(tmp_path):
     """None of them is read: a process that did would not end."""
     folders = []

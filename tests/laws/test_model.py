@@ -81,6 +81,7 @@ def test_help_shows_the_documentation_of_verbs_and_properties() -> None:
         assert doc.splitlines()[0] in text, name
 
 
+@pytest.mark.slow
 def test_type_checkers_see_the_parameters_of_a_verb(tmp_path) -> None:
     (tmp_path / "snippet.py").write_text(SNIPPET)
     command = [sys.executable, "-m", "mypy", "--follow-imports", "silent", str(tmp_path / "snippet.py")]

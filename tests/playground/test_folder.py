@@ -182,6 +182,7 @@ def test_a_runtime_with_other_numbers_is_refused(playground_folder: Path, bare: 
 NEXT = "async () => (await lab.run({ tokens: await lab.encode('The capital of France is') })).next[0].text"
 
 
+@pytest.mark.slow
 def test_a_second_visit_needs_no_network_and_a_plain_server_gets_threads(
     headless: Browser, playground_folder: Path, served: Callable[..., str], opening: str
 ):

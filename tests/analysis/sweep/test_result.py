@@ -85,6 +85,7 @@ def test_a_table_says_which_hook_point_it_is_of(llama, over):
     assert "Zero ablation of blocks.*.attn.hook_z" in " ".join(table.split())
 
 
+@pytest.mark.slow
 def test_tokens_are_shown_and_never_executed(chromium, tmp_path):
     numbers = np.random.default_rng(0).normal(size=(24, 16, 40))
     labels = {"layer": [str(i) for i in range(24)], "head": [str(i) for i in range(16)], "position": [NASTY, "\n"] * 20}
