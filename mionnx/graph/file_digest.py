@@ -4,6 +4,7 @@
    another. It is read once a process, in a thread that ends with the process.
 2. A blob of the Hugging Face Hub's cache is called by its SHA-256: it is not read at all.
 3. The digest of a file that changes while it is read is that of no file: it is never given out.
+4. A failure is that of one path at one time: a hard link of a file that is gone is read again.
 """
 
 import hashlib
@@ -67,7 +68,7 @@ def start(files: Iterable[Path]) -> None:
     with _lock:
         for file in files:
             key = identity(file)
-            if key not in _digests:
+            if key not in _digests or _digests[key].error is not None:
                 _digests[key] = _Digest(file)
                 begun.append(_digests[key])
     waiting = [digest for digest in begun if not digest.ready.is_set()]
@@ -97,13 +98,13 @@ def wait(file: Path, progress: Callable[[str, int, int], None] = lambda stage, d
     Raises:
         OSError: it cannot be read, or changes meanwhile.
     """
-    start([file])
-    with _lock:
-        digest = _digests[identity(file)]
-    while not digest.ready.wait(PAUSE):
-        progress("hashing weights", digest.done, digest.identity[2])
-    if digest.value is None:
+    while True:
+        start([file])
         with _lock:
-            _digests.pop(digest.identity, None)
-        raise digest.error or OSError(f"{file} cannot be read")
-    return digest.value
+            digest = _digests[identity(file)]
+        while not digest.ready.wait(PAUSE):
+            progress("hashing weights", digest.done, digest.identity[2])
+        if digest.value is not None:
+            return digest.value
+        if digest.file == file:
+            raise digest.error or OSError(f"{file} cannot be read")

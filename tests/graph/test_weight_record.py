@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Timer
 
 import onnx
 import pytest
@@ -94,6 +95,31 @@ def test_a_compiled_model_waits_for_the_hash(pending, tmp_path):
     MIModel.from_pretrained(pending).compile(HookSpec(), tmp_path / "compiled")
     (props,) = (onnx.load(tmp_path / "compiled" / "model.onnx", load_external_data=False).metadata_props,)
     assert any(digest(pending) in entry.value for entry in props)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_link_is_read_where_the_file_that_was_read_is_gone(when, tmp_path):
+    gone, later = tmp_path / "gone", tmp_path / "later"
+    gone.write_bytes(b"weights")
+    os.link(gone, later)
+    failing = file_digest._digests[file_digest.identity(gone)] = file_digest._Digest(gone)
+    gone.unlink()
+    reading = Timer(0.3 if when == "meanwhile" else 0, failing.run)
+    reading.start()
+    if when == "before":
+        reading.join()
+    assert file_digest.wait(later) == hashlib.sha256(b"weights").hexdigest()
+    assert isinstance(failing.error, FileNotFoundError)
+
+
+def test_a_failed_reading_is_told_and_tried_again(tmp_path, monkeypatch):
+    file = tmp_path / "weights"
+    file.write_bytes(b"weights")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda *_: (_ for _ in ()).throw(OSError("a disk of no sense")))
+        with pytest.raises(OSError, match="of no sense"):
+            file_digest.wait(file)
+    assert file_digest.wait(file) == hashlib.sha256(b"weights").hexdigest()
 
 
 CHILD = """
