@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from families import VOCAB
-from family_batches import batch, difference, forward
+from family_batches import batch, difference, differences, forward
 from onnx import helper
 
 from exporters.adopt import adopt
@@ -39,11 +39,11 @@ def torch_file(checkpoint, tmp_path_factory) -> Callable[..., Path]:
     return find
 
 
-def _export(source: Path, folder: Path, masked: bool) -> Path:
+def _export(source: Path, folder: Path, masked: bool, attention: str = "eager") -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
-    inner = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager", dtype=torch.float32).eval()
+    inner = AutoModelForCausalLM.from_pretrained(source, attn_implementation=attention, dtype=torch.float32).eval()
     if hasattr(inner.config, "_experts_implementation"):
         inner.config._experts_implementation = "batched_mm"
 
@@ -106,6 +106,53 @@ def test_an_added_cache_holds_what_the_checkpoints_own_would(family, adopted, re
     for (keys, values), (own_keys, own_values) in zip(found.cache, expected.cache, strict=True):
         assert np.abs((keys - own_keys) * seen).max() < TOLERANCE
         assert np.abs((values - own_values) * seen).max() < TOLERANCE
+
+
+@pytest.fixture
+def grouped():
+    """The name of an attention in transformers whose heads of a group are rows of one product."""
+    import torch
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+
+    def attend(module, query, key, value, attention_mask, scaling, **_):
+        batch, heads, seq, width = query.shape
+        groups = key.shape[1]
+        assert groups < heads
+        rows = query.reshape(batch, groups, heads // groups * seq, width)
+        scores = torch.matmul(rows, key.transpose(2, 3)).reshape(batch, heads, seq, key.shape[2])
+        pattern = torch.softmax(scores * scaling + attention_mask, dim=-1)
+        z = torch.matmul(pattern.reshape(batch, groups, heads // groups * seq, key.shape[2]), value)
+        return z.reshape(batch, heads, seq, width).transpose(1, 2).contiguous(), pattern
+
+    AttentionInterface.register("grouped", attend)
+    AttentionMaskInterface.register("grouped", eager_mask)
+    return "grouped"
+
+
+def _infer_last_axis(path: Path) -> None:
+    """Let reshapes of scores and patterns infer how many keys there are: torch's exporter writes that of queries."""
+    proto = onnx.load(path, load_external_data=False)
+    made_by = {output: node for node in proto.graph.node for output in node.output}
+    seq = next(made_by[node.input[1]].input[1] for node in proto.graph.node if node.name == "node_view")
+    shapes = [made_by.get(node.input[1]) for node in proto.graph.node if node.op_type == "Reshape"]
+    squares = [shape for shape in shapes if shape is not None and shape.input[-1] == seq]
+    assert len({id(shape) for shape in squares}) == 2
+    for shape in squares:
+        shape.input[-1] = "inferred"
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array([-1]), "inferred"))
+    onnx.save(proto, path)
+
+
+def test_keys_that_are_not_repeated_stay_so_behind_a_past(checkpoint, references, grouped, tmp_path):
+    (tmp_path / "file").mkdir()
+    _infer_last_axis(_export(checkpoint("mistral"), tmp_path / "file", True, grouped) / "model.onnx")
+    adopt(tmp_path / "file", tmp_path / "adopted")
+    model = MIModel.from_pretrained(tmp_path / "adopted", threads=1)
+    expands = [node for node in model.hooked.proto.graph.node if node.op_type == "Expand"]
+    assert not [node for node in expands if node.input[0].startswith("adopted.")]
+    off = differences(model, references("mistral"), batch("left past"))
+    assert {name: d for name, d in off.items() if not d < TOLERANCE} == {}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
