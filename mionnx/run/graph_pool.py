@@ -160,7 +160,7 @@ class GraphPool:
             )
 
     def settle(self, prepack: bool) -> bool:
-        """Settle the packing of weights, unless options or a call have; True if it is as asked."""
+        """Settle the packing of weights, unless it is settled; True if it is as asked, or of blocks."""
         with self._lock:
             if self.options.prepack is None and self.engine.prepacks:
                 self.options = replace(self.options, prepack=prepack)
