@@ -32,7 +32,12 @@ from mionnx.run import find_model
 
 GRAPH, DATA = "base.onnx", "base.data"
 # A change there may change a base.
-PREPARING = ("mionnx.run.prepacked", "mionnx.engine.onnx_runtime", "mionnx.engine.merged_products")
+PREPARING = (
+    "mionnx.run.prepacked",
+    "mionnx.engine.onnx_runtime",
+    "mionnx.engine.merged_products",
+    "mionnx.engine.merged_heads",
+)
 ROOM = 2.3  # of a base, in sizes of the weights
 WORTHWHILE = 64 * 2**20  # bytes of weights: below, packing them again is quicker than looking for a base
 
