@@ -6,8 +6,9 @@
 SmolLM2 as its package holds it, and GPT-2's and a 1.1B Llama's shape with random weights. Programs run by turns in one
 process with the same threads; ratios are medians of ratios of neighbouring runs, above 1 where the quantised model is
 faster. Prefill: a forward pass at level 0 (floats), and at level 4 (what products read in 8 bits). Decoding: greedy,
-after a prompt of 16 tokens, at level 4: plain, with a steering vector, and with all residual streams captured. Opening
-includes a first pass of 16 tokens; memory is measured in processes of their own (`model_memory.py`).
+after a prompt of 16 tokens, which is counted in, at level 4: plain, with a steering vector, and with all residual
+streams captured, each beside a plain one of int4 (what hooks cost). Opening includes a first pass of 16 tokens; memory
+is measured in processes of their own (`model_memory.py`).
 """
 
 import argparse
@@ -41,7 +42,8 @@ KINDS = ("eager", "sdpa")
 SIZES = ("model", "weights", "MB", "opened in, s", "peak memory, MB", "three variants, MB")
 BIG = 2**31  # bytes of floats of whose variants none is measured: their base takes twice as many
 PREFILL = ("model", "tokens", "float32, ms", "int4", "int4, level 4", "int8, level 4", "eager", "sdpa")
-DECODING = ("model", "case", "float32, ms a token", "int4, ms a token", "float32 / int4", "int8", "eager", "sdpa")
+TIMES = ("float32, ms a token", "int4, ms a token")
+DECODING = ("model", "case", *TIMES, "float32 / int4", "beside plain", "int8", "eager", "sdpa")
 
 
 class Variants:
@@ -115,10 +117,14 @@ class Variants:
                 options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
                 model.generate(torch.from_numpy(ids), attention_mask=mask, **options)
 
-        names = {"float32": "float32", "int4": "int4, level 4", "int8": "int8, level 4"}
+        level = "int4, level 4"
+        asked = {"float32": ("float32", spec), "int4": (level, spec), "plain": (level, HookSpec())}
+        asked["int8"] = "int8, level 4", spec
         own: dict[str, Work] = {
-            name: lambda one=self.models[held]: one.generate(ids, spec, max_new_tokens=new, eos_token_id=[])
-            for name, held in names.items()
+            name: lambda one=self.models[held], hooks=hooks: one.generate(
+                ids, hooks, max_new_tokens=new, eos_token_id=[]
+            )
+            for name, (held, hooks) in asked.items()
         }
         return own | {kind: lambda kind=kind: theirs(kind) for kind in KINDS}
 
@@ -144,7 +150,8 @@ def measure(name: str, folder: Path, options: argparse.Namespace, threads: int) 
     for case in track(("plain", "steered", "captured"), f"{name}: decoding"):
         times = alternate(variants.decodings(case, options.new), options.repeats)
         shown = [f"{median(times[one]) * 1000 / options.new:.1f}" for one in ("float32", "int4")]
-        over = [ratio(times["float32"], times[one], 2) for one in ("int4", "int8")]
+        pairs = ("float32", "int4"), ("int4", "plain"), ("float32", "int8")
+        over = [ratio(times[one], times[other], 2) for one, other in pairs]
         decoding.append([name, case, *shown, *over, *(ratio(times[kind], times["int4"], 2) for kind in KINDS)])
     return [[[name, *row] for row in variants.sizes], prefill, decoding]
 
@@ -165,7 +172,8 @@ def main() -> None:
     title = f"{threads} threads, {platform.machine()}; medians of {options.repeats}, {options.new} new tokens"
     said = (
         "Prefill: float32 in milliseconds, then how many times as fast the others are, then transformers' time over "
-        "float32's. Decoding: int8 is float32's time over int8's at level 4, eager and sdpa are their time over int4's."
+        "float32's. Decoding: beside plain is int4's time over that of int4 without hooks, int8 is float32's time over "
+        "int8's at level 4, eager and sdpa are their time over int4's."
     )
     columns = (SIZES, PREFILL, DECODING)
     present(
