@@ -29,7 +29,7 @@ class SlowBlocksWarning(UserWarning):
 def warn_of_slow_blocks(hooked: HookedModel, options: Options) -> None:
     """Warn of products with much more time than float32's, when a model is opened.
 
-    ONNX Runtime 1.31 has fast kernels on the CPU for 4 bits at both levels, for 8 bits only at level 4.
+    ONNX Runtime (1.31, 1.32) has fast kernels on the CPU for 4 bits at both levels, for 8 bits only at level 4.
     """
     level = options.accuracy_level
     slow = sum(
@@ -41,22 +41,27 @@ def warn_of_slow_blocks(hooked: HookedModel, options: Options) -> None:
     if slow and _on_cpu(options):
         warnings.warn(
             f"{hooked.name} has {slow} products with weights in 8 bits that are computed in floats: ONNX Runtime has "
-            "no fast kernel for them on a CPU, they take 7 to 35 times float32's time; from_pretrained(..., "
+            "no fast kernel for them on a CPU, they take many times float32's time; from_pretrained(..., "
             "accuracy_level=4) rounds what they read to 8 bits and is fast",
             SlowBlocksWarning,
             stacklevel=caller_level(),
         )
 
 
-def refuse_unpacked_blocks(hooked: HookedModel, options: Options) -> None:
+def refuse_unpacked_blocks(model: str, in_blocks: bool, options: Options) -> None:
     """Refuse to open blocks unpacked: each product would make floats of all of them.
+
+    Args:
+        model: its name, for the message.
+        in_blocks: whether it has weights in blocks, or would have once it is exported.
+        options: how it is opened.
 
     Raises:
         InputError: `prepack=False`, for a model of blocks.
     """
-    if hooked.in_blocks and options.prepack is False and options.engine == ONNX_RUNTIME:
+    if in_blocks and options.prepack is False and options.engine == ONNX_RUNTIME:
         raise InputError(
-            f"prepack=False has no effect on {hooked.name}: its weights are blocks, which are always packed (unpacked, "
+            f"prepack=False has no effect on {model}: its weights are blocks, which are always packed (unpacked, "
             "every product would make floats of them first, and a token take 40 to 80 times as long); leave it out"
         )
 

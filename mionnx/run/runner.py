@@ -69,7 +69,7 @@ class Runner:
 
     def __init__(self, hooked: HookedModel, options: Options | None = None) -> None:
         self.options = options or Options()
-        accuracy.refuse_unpacked_blocks(hooked, self.options)
+        accuracy.refuse_unpacked_blocks(hooked.name, hooked.in_blocks, self.options)
         self.hooked = accuracy.at_level(hooked, self.options.accuracy_level)
         self.variants = GraphPool(self.hooked, self.options)
         self.binder = Binder(self.hooked)
@@ -136,8 +136,9 @@ class Runner:
             fused=fused,
             accuracy_level=accuracy_level,
         )
-        model_dtype.check_name(dtype)
-        lacking = ready_engine(options).lacks(options)  # refused before a checkpoint is exported
+        model_dtype.check_name(dtype)  # refused before a checkpoint is exported, as what follows
+        accuracy.refuse_unpacked_blocks(str(source), dtype in model_dtype.BLOCKS, options)
+        lacking = ready_engine(options).lacks(options)
         where = f"{options.engine} on {options.provider}" if options.engine == ONNX_RUNTIME else options.engine
         refuse = partial(model_dtype.refuse_uncomputed, dtype=dtype, lacking=lacking, where=where)
         with bars() as progress:

@@ -74,6 +74,13 @@ def test_unpacked_blocks_are_refused_and_commands_pack_them(blocks, shipped):
     assert open_once(str(shipped.hooked.folder), "cpu").variants.options.prepack is False
 
 
+def test_unpacked_blocks_are_refused_before_they_are_made(shipped, monkeypatch, tmp_path):
+    monkeypatch.setenv("MIONNX_CACHE", str(tmp_path / "store"))
+    with pytest.raises(InputError, match=r"prepack=False has no effect on .*world-llama.*leave it out"):
+        MIModel.from_pretrained(shipped.hooked.folder, dtype="int4", prepack=False)
+    assert not (tmp_path / "store").exists()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_pages_that_packing_read_are_given_back(blocks, monkeypatch):
     """The scales stay mapped at level 4, beside packed blocks that hold them too."""
