@@ -2,9 +2,11 @@
 
 Queries, keys and values of one product are split, reshaped to heads of the same width and turned alike. Here the
 product is reshaped and turned once, and the `Split` comes last, along the heads: 4 nodes less in each layer, and the
-same numbers. Decoding a small model is bound by the number of nodes.
+same numbers. Decoding a small model is bound by the number of nodes. The names of hook points say that the values are
+heads of the tokens that the product reads, [batch, heads, seq, width]: what else a foreign graph makes is left alone.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +18,10 @@ from onnx import numpy_helper
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.packed_weight import attributes
 
+COLUMNS = 2  # axis of what a product makes: batch, seq, columns
 HEADS, AXES = 2, 4  # before heads are turned: batch, seq, heads, width
+TURN = [0, 2, 1, 3]
+NAMES = re.compile(r"blocks\.\d+\.attn\.hook_[qkv]")
 INFERRED = -1  # in a shape: as many as there are
 
 
@@ -46,8 +51,9 @@ def merge_heads(model: onnx.ModelProto) -> int:
         the number of products whose heads are moved together now.
     """
     flow, tensors = Dataflow(model), {tensor.name: tensor for tensor in model.graph.initializer}
+    ranks = {entry.name: len(entry.type.tensor_type.shape.dim) for entry in model.graph.value_info}
     splits = [at for at, node in enumerate(flow.nodes) if node.op_type == "Split"]
-    found = [turned for at in splits if (turned := _turned(flow, at, tensors)) is not None]
+    found = [turned for at in splits if (turned := _turned(flow, at, tensors, ranks)) is not None]
     made = {min(one.reshapes): _together(flow.nodes, one) for one in found}
     gone = {at for one in found for at in (one.split, *one.reshapes, *one.transposes)}
     nodes = [new for at, node in enumerate(flow.nodes) for new in made.get(at, () if at in gone else (node,))]
@@ -61,20 +67,22 @@ def merge_heads(model: onnx.ModelProto) -> int:
     return len(found)
 
 
-def _turned(flow: Dataflow, at: int, tensors: dict[str, onnx.TensorProto]) -> Turned | None:
-    """A `Split` of columns whose outputs become heads and nothing else; None of any other."""
+def _turned(flow: Dataflow, at: int, tensors: dict[str, onnx.TensorProto], ranks: dict[str, int]) -> Turned | None:
+    """A `Split` of [batch, seq, columns] whose outputs become heads only; None of any other."""
     split = flow.nodes[at]
     columns = _array(split.input[1], tensors) if len(split.input) > 1 else np.zeros(0, np.int64)
-    if columns is None or attributes(split).get("axis", 0) not in (-1, HEADS):
+    known = {ranks[name] for name in split.output if name in ranks}
+    if columns is None or known != {COLUMNS + 1} or attributes(split).get("axis", 0) not in (-1, COLUMNS):
         return None
     reshapes = [_only_reader(flow, name, "Reshape") for name in split.output]
     transposes = [None if i is None else _only_reader(flow, flow.nodes[i].output[0], "Transpose") for i in reshapes]
     pairs = [(i, j) for i, j in zip(reshapes, transposes, strict=True) if i is not None and j is not None]
     ways = {(flow.nodes[i].input[1], *(str(one) for k in (i, j) for one in flow.nodes[k].attribute)) for i, j in pairs}
-    if len(pairs) < len(split.output) or len(ways) > 1:
+    if len(pairs) < len(split.output) or len(ways) > 1 or _perm(flow.nodes[pairs[0][1]]) != TURN:
         return None
     heads, width = _end(flow, flow.nodes[pairs[0][0]].input[1], tensors)
-    if len(_perm(flow.nodes[pairs[0][1]])) != AXES or heads != INFERRED or width < 1:
+    named = all(NAMES.fullmatch(flow.nodes[j].output[0]) for _, j in pairs)
+    if not named or heads != INFERRED or width < 1:
         return None
     sizes = tuple(int(count) // width for count in columns)
     return Turned(at, tuple(i for i, _ in pairs), tuple(j for _, j in pairs), sizes)
@@ -120,5 +128,5 @@ def _together(nodes: Sequence[onnx.NodeProto], turned: Turned) -> tuple[onnx.Nod
     split.output[:] = [nodes[at].output[0] for at in turned.transposes]
     for attribute in split.attribute:
         if attribute.name == "axis":
-            attribute.i = _perm(transpose).index(HEADS)
+            attribute.i = TURN.index(HEADS)
     return reshape, transpose, split

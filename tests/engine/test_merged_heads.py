@@ -100,9 +100,20 @@ def test_what_others_read_or_is_moved_another_way_stays(blocks):
     def turned_otherwise(graph, transpose, reshape):
         transpose.attribute[0].ints[:] = [0, 2, 3, 1]
 
+    def of_another_name(graph, transpose, reshape):
+        for node in graph.node:
+            node.input[:] = ["some.heads" if name == transpose.output[0] else name for name in node.input]
+        transpose.output[0] = "some.heads"
+
     def of_other_shape(graph, transpose, reshape):
         graph.initializer.append(numpy_helper.from_array(np.array([1, -1, 2, 4]), "other"))
         reshape.input[1] = "other"
+
+    def columns_of_each_head(graph, transpose, reshape):
+        """As where the last axis is that of one head: [batch, seq, heads, 3 * width]."""
+        for entry in graph.value_info:
+            if entry.name == reshape.input[0]:
+                entry.type.tensor_type.shape.dim.add().dim_value = 1
 
     def of_known_heads(graph, transpose, reshape):
         """All parts have a shape that says how many heads there are."""
@@ -114,6 +125,15 @@ def test_what_others_read_or_is_moved_another_way_stays(blocks):
 
     layers = model.num_layers
     assert count(lambda *_: None) == layers
-    changes = captured, part_captured, read_again, read_in_a_branch, turned_otherwise, of_other_shape
+    changes = (
+        captured,
+        part_captured,
+        read_again,
+        read_in_a_branch,
+        turned_otherwise,
+        of_other_shape,
+        of_another_name,
+        columns_of_each_head,
+    )
     assert [count(change) for change in changes] == [layers - 1] * len(changes)
     assert count(of_known_heads) == 0
