@@ -23,22 +23,22 @@ SLIDING = ["sliding_attention"]
 PATTERN = [*(SLIDING * 5), "full_attention"]
 EXPERTS = {**TINY, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LINES = {"n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 101}
-# family -> what differs from its tiny config; eight layers where kinds alternate, four where there is one
+# family -> what differs from its tiny config; six to eight layers where kinds alternate, three where there is one
 DEEP: dict[str, dict[str, Any]] = {
-    **{family: {"num_hidden_layers": 4} for family in CONFIGS},
+    **{family: {"num_hidden_layers": 3} for family in CONFIGS},
     "gemma2": {"num_hidden_layers": 6},
-    "gemma3_text": {"num_hidden_layers": 13, "layer_types": [*PATTERN, *PATTERN, *SLIDING]},
+    "gemma3_text": {"num_hidden_layers": 8, "layer_types": [*PATTERN, *SLIDING, *SLIDING]},
     "qwen3_moe": {**EXPERTS, "num_hidden_layers": 6, "mlp_only_layers": [0, 2]},
     "jetmoe": {
         **{"hidden_size": 64, "intermediate_size": 48, "num_key_value_heads": 2, "kv_channels": 16, "vocab_size": 101},
-        **{"num_local_experts": 4, "num_hidden_layers": 4},
+        **{"num_local_experts": 4, "num_hidden_layers": 3},
     },
-    "longcat_flash": {**tiny_config("longcat_flash"), "num_layers": 4},  # two layers in each
-    "smollm3": {**TINY, "num_hidden_layers": 9},
-    "cohere2": {**TINY, "num_hidden_layers": 9},
-    **{family: {**LINES, "n_layer": 4, "rotary_dim": 8} for family in ("gptj", "ctrl", "openai-gpt")},
-    "falcon": {**NO_GROUPS, "num_hidden_layers": 4},
-    "gpt_neox_japanese": {**NO_GROUPS, "num_hidden_layers": 5},  # a bias in the last one
+    "longcat_flash": {**tiny_config("longcat_flash"), "num_layers": 3},  # two layers in each
+    "smollm3": {**TINY, "num_hidden_layers": 6},
+    "cohere2": {**TINY, "num_hidden_layers": 6},
+    **{family: {**LINES, "n_layer": 3, "rotary_dim": 8} for family in ("gptj", "ctrl", "openai-gpt")},
+    "falcon": {**NO_GROUPS, "num_hidden_layers": 3},
+    "gpt_neox_japanese": {**NO_GROUPS, "num_hidden_layers": 4},  # a bias in the last one
     "gpt_neo": {
         **{"hidden_size": 64, "num_heads": 4, "num_layers": 6, "intermediate_size": 96, "vocab_size": 101},
         **{"max_position_embeddings": 64, "attention_types": [[["global", "local"], 3]], "window_size": 8},
@@ -48,9 +48,9 @@ ALTERNATING = {
     "llama": ({"num_hidden_layers": 4}, [0, 0, 0, 0], [0]),
     "gpt2": ({"n_layer": 4}, [0, 0, 0, 0], [0]),
     "gemma2": ({**GEMMA, "num_hidden_layers": 6}, [0, 1, 0, 1, 0, 1], [0, 1]),
-    "gemma3_text": (DEEP["gemma3_text"], [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0], [0, 5]),
+    "gemma3_text": (DEEP["gemma3_text"], [0, 0, 0, 0, 0, 1, 0, 0], [0, 5]),
     "qwen3_moe": (DEEP["qwen3_moe"], [0, 1, 0, 1, 1, 1], [0, 1]),
-    "smollm3": (DEEP["smollm3"], [0, 0, 0, 1, 0, 0, 0, 1, 0], [0, 3]),
+    "smollm3": (DEEP["smollm3"], [0, 0, 0, 1, 0, 0], [0, 3]),
 }
 
 
