@@ -97,7 +97,8 @@ def theirs(model: PreTrainedModel, tokens: int) -> Run:
         with torch.no_grad():
             if past is None:
                 return model(ids, use_cache=False).logits.numpy()
-            past.crop(PAST)
+            if past.get_seq_length() > PAST:  # what the last run appended
+                past.crop(PAST - past.get_seq_length())
             return model(ids[:, -1:], past_key_values=past, use_cache=True).logits.numpy()
 
     return run
