@@ -112,7 +112,8 @@ def options() -> argparse.Namespace:
 def main() -> None:
     given = options()
     if given.one:
-        print(json.dumps(measured(*json.loads(given.one), given)))
+        name, size = json.loads(given.one)
+        print(json.dumps(measured(name, size, given)))
         return
     ways = [(name, size) for name in given.model or MODELS for size in SIZES]
     rows = []

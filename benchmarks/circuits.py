@@ -81,22 +81,16 @@ def row(name: str, told: tuple[float, int] | None, circuit: Circuit, seconds: fl
 
 
 def exact_row(
-    model: MIModel,
-    clean: str,
-    corrupted: str,
-    like: EdgeAttribution,
-    direction: str,
-    sizes: list[int],
-    lines: list[str],
-) -> EdgeAttribution:
-    """The exact effects of all edges, with a line of the table."""
+    model: MIModel, clean: str, corrupted: str, like: EdgeAttribution, direction: str, sizes: list[int]
+) -> tuple[EdgeAttribution, str]:
+    """The exact effects of all edges, and a line of the table."""
     begin = time.process_time()
     truth = exact(model, clean, corrupted, like, direction)
     seconds = time.process_time() - begin
     circuit = model.circuit(clean, corrupted, sizes, scores=truth)
-    lines.append(row(f"path_patch, {direction}", None, circuit, seconds))
-    print(lines[-1], flush=True)
-    return truth
+    line = row(f"path_patch, {direction}", None, circuit, seconds)
+    print(line, flush=True)
+    return truth, line
 
 
 def table(name: str, picture: Path | None) -> list[str]:

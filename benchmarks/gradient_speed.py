@@ -126,10 +126,10 @@ def heads(model: MIModel, peers: Peers, repeats: int) -> list[list[str]]:
     """(b): attribution patching of every head."""
     rows = []
     for length in track(LENGTHS, "attribution patching"):
-        pair = prompts(length, model.vocab_size)
+        one, two = prompts(length, model.vocab_size)
         programs = {
-            "mionnx": lambda pair=pair: model.attribute_patch(*pair, "z", ("layer", "head"), **PAIR).effect,
-            "lens": lambda pair=pair: by_hooks(peers.bridge, *pair),
+            "mionnx": lambda one=one, two=two: model.attribute_patch(one, two, "z", ("layer", "head"), **PAIR).effect,
+            "lens": lambda one=one, two=two: by_hooks(peers.bridge, one, two),
         }
         difference = apart(programs["mionnx"](), programs["lens"]())
         times = alternate(programs, repeats)
