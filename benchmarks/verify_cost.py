@@ -56,9 +56,13 @@ def verified(folder: Path, runtime: str, tokens: int, local: bool) -> dict[str, 
 
     model = MIModel.from_pretrained(folder)
     ids = prompt(model.vocab_size, tokens)
-    found = model.verify(
-        [ids], [FIRST, runtime], hooks="*", local=local, greedy=0, tolerance=1e-3, checkpoint=folder.parent
-    )
+    asked = {
+        "local": local,
+        "greedy": 0,
+        "tolerance": 1e-3,
+        "checkpoint": folder.parent if runtime == "torch" else None,
+    }
+    found = model.verify([ids], [FIRST, runtime], hooks="*", **asked)
     assert not found.failed, found.failed
     (beside,) = found.besides
     return {"relative": beside.worst.relative, "hooks": len(beside.rows)}
