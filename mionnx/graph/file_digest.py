@@ -101,7 +101,9 @@ def wait(file: Path, progress: Callable[[str, int, int], None] = lambda stage, d
     while True:
         start([file])
         with _lock:
-            digest = _digests[identity(file)]
+            digest = _digests.get(identity(file))
+        if digest is None:  # it has changed since it was begun
+            continue
         while not digest.ready.wait(PAUSE):
             progress("hashing weights", digest.done, digest.identity[2])
         if digest.value is not None:

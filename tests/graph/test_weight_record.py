@@ -112,6 +112,19 @@ def test_a_link_is_read_where_the_file_that_was_read_is_gone(when, tmp_path):
     assert isinstance(failing.error, FileNotFoundError)
 
 
+def test_a_file_that_changes_after_it_was_begun_is_begun_again(tmp_path, monkeypatch):
+    file, begin = tmp_path / "weights", file_digest.start
+    file.write_bytes(b"weights")
+
+    def change(files):
+        begin(files)
+        monkeypatch.setattr(file_digest, "start", begin)
+        file.write_bytes(b"other weights")
+
+    monkeypatch.setattr(file_digest, "start", change)
+    assert file_digest.wait(file) == hashlib.sha256(b"other weights").hexdigest()
+
+
 def test_a_failed_reading_is_told_and_tried_again(tmp_path, monkeypatch):
     file = tmp_path / "weights"
     file.write_bytes(b"weights")
