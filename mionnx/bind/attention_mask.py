@@ -1,10 +1,29 @@
-"""Causal and sliding-window masks, and the refusal of knockouts that leave a query without a key."""
+"""Causal and sliding-window masks, those of padding, and the refusal of knockouts that leave a query without a key."""
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InterventionError
+from mionnx.graph.axes import KEYS, SEQUENCE_AXES
 from mionnx.inputs.token_batch import TokenBatch
+
+
+def of_texts(batch: TokenBatch, axes: Sequence[str]) -> NDArray[np.bool_]:
+    """What is no padding, along the axes of a value that have an entry for each token: bool, of the value's rank.
+
+    Args:
+        batch: the token batch.
+        axes: the names of the value's axes, of which the first is the batch.
+    """
+    tokens = {KEYS: batch.attention_mask.astype(bool), **dict.fromkeys(SEQUENCE_AXES, batch.real)}
+    found = np.ones((1,) * len(axes), np.bool_)
+    for at, axis in enumerate(axes):
+        if axis in tokens:
+            shape = [batch.batch, *(-1 if n == at else 1 for n in range(1, len(axes)))]
+            found = found & tokens[axis].reshape(shape)
+    return found
 
 
 def visible_keys(batch: TokenBatch, window: int | None) -> NDArray[np.bool_]:

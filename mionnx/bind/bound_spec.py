@@ -15,8 +15,9 @@ from mionnx.bind.knockout_mask import end_of
 from mionnx.bind.logit_selection import Logits
 from mionnx.bind.plan import BoundCapture, Chosen, bind_captures, edits_of, in_order
 from mionnx.bind.rwkv_gates import gates_of
+from mionnx.bind.selection import reads_keys
 from mionnx.bind.state_effect import refuse_idle_states, states_of
-from mionnx.bind.values import capture_inputs, edit_inputs, selections_of, weight_inputs
+from mionnx.bind.values import capture_inputs, columns, edit_inputs, selections_of, weight_inputs
 from mionnx.graph.axes import dynamic_sizes
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
@@ -66,6 +67,24 @@ class BoundSpec:
     def weights(self) -> dict[str, NDArray[Any]]:
         """Inputs with the weights of splices, the same in every pass."""
         return weight_inputs(self.edits)
+
+    def on(self, batch: TokenBatch) -> "BoundSpec":
+        """The same spec, in the structure that a batch needs.
+
+        1. Where there is padding, an input says which scores and pattern entries are of texts: all others stay as they
+           are. Batches of any shape share that structure, and those without padding have nothing of it.
+        2. Logits of position -1 are the last column's, or where a text ends before it, those of chosen columns.
+        """
+        bound = self.sparing_padding() if batch.padded else self
+        outputs, part = self.plan.outputs, self.logits
+        if outputs.last and part is not None and (columns("logits", part.positions_, batch) != batch.seq - 1).any():
+            return bound.with_outputs(replace(outputs, last=False, at_positions=True))
+        return bound
+
+    def sparing_padding(self) -> "BoundSpec":
+        """The same spec, with an input at scores and patterns that says which of them are of texts."""
+        edits = [replace(edit, masked=edit.masked or reads_keys(edit, one)) for edit, one in self.edits]
+        return replace(self, plan=replace(self.plan, edits=tuple(edits)))
 
     def with_outputs(self, outputs: Outputs) -> "BoundSpec":
         """The same spec with other outputs of the model."""

@@ -68,8 +68,6 @@ class Logits:
             if not chosen:
                 raise InputError("logits of no positions would be empty")
             feeds[LOGIT_COLUMNS] = columns("logits", chosen, call)
-            if self.positions_ == [-1] and (feeds[LOGIT_COLUMNS] != call.seq - 1).any():
-                raise InputError("logits of position -1 are the last column's, and a row is padded on the right")
         if self.tokens is not None:
             tokens = naturals("token", _listed(self.tokens))
             if not tokens or max(tokens) >= size:

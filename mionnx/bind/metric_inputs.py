@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.bind.attention_mask import of_texts
 from mionnx.bind.logit_selection import Logits
 from mionnx.bind.values import columns
 from mionnx.errors import GradientError
@@ -80,14 +81,20 @@ def metric_inputs(metric: MetricSpec, batch: TokenBatch, logits: Logits | None, 
     return feeds
 
 
-def seed_inputs(metric: MetricSpec, shape: Sequence[int]) -> Feeds:
+def seed_inputs(metric: MetricSpec, shape: Sequence[int], axes: Sequence[str], batch: TokenBatch) -> Feeds:
     """Make the inputs of a metric that sums the value at a hook point times numbers.
+
+    Args:
+        metric: the metric.
+        shape, axes: of the value.
+        batch: the tokens; the numbers count for nothing at padding.
 
     Raises:
         GradientError: numbers that do not broadcast to the value's shape.
     """
     try:
-        return {METRIC_SEED: np.broadcast_to(np.asarray(metric.seed, np.float32), shape)}
+        seed = np.broadcast_to(np.asarray(metric.seed, np.float32), shape)
+        return {METRIC_SEED: np.where(of_texts(batch, axes), seed, np.float32(0)) if batch.padded else seed}
     except ValueError:
         given = [] if metric.seed is None else list(metric.seed.shape)
         raise GradientError(f"seed is {given}, and the value at {metric.at} is {list(shape)}") from None
@@ -105,7 +112,7 @@ def _places(logits: Logits | None) -> list[int] | None:
 def _weights(metric: MetricSpec, batch: TokenBatch, places: Sequence[int] | None) -> NDArray[np.float32]:
     """[batch, n]: 1 at the position that is read, 0 elsewhere."""
     if metric.position is None:
-        return np.ones((batch.batch, batch.seq if places is None else len(places)), np.float32)
+        return batch.real.astype(np.float32) if places is None else np.ones((batch.batch, len(places)), np.float32)
     if places is None:
         weights = np.zeros((batch.batch, batch.seq), np.float32)
         np.put_along_axis(weights, columns("metric", [metric.position], batch), 1, axis=1)

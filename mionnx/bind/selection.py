@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from mionnx.bind.attention_mask import of_texts
 from mionnx.bind.knockout_mask import KnockoutMask, end_of, first_position
 from mionnx.bind.selected_part import Chosen, SelectedPart
 from mionnx.errors import InterventionError
-from mionnx.graph.axes import EXPERTS, format_shape, heads_axis, neurons_axis, sequence_axis
+from mionnx.graph.axes import EXPERTS, KEYS, format_shape, heads_axis, neurons_axis, sequence_axis
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.rewrite.plan import Edit
 from mionnx.spec.intervention import Intervention
@@ -126,8 +127,14 @@ class Selection:
         return any(at >= self.call.lengths[row] for row, chosen in positions.items() for at in chosen)
 
     def mask(self) -> NDArray[np.bool_]:
-        """Selected heads, experts, neurons and rows: a mask of the activation's rank, else 1 wide."""
+        """Selected heads, experts, neurons and rows: a mask of the activation's rank, else 1 wide.
+
+        Of scores and patterns in a batch with padding, what is no padding: alone, a row has no such keys, and whatever
+        else stood there (a zero in place of the lowest score) would let queries read them.
+        """
         mask = self._along(0, self.rows())
+        if self.call.padded and reads_keys(self.edit, self.intervention):
+            mask = mask & of_texts(self.call, self.edit.axes)
         for axis, indices in self._counted().items():
             mask = mask & self._along(axis, indices)
         return mask
@@ -296,6 +303,11 @@ class Selection:
         if (value != np.floor(value)).any() or value.min() < 0 or value.max() >= self.experts:
             wrong = value[(value != np.floor(value)) | (value < 0) | (value >= self.experts)].flat[0]
             raise self._refuse(f"{wrong:g} is no expert; the model has {self.experts} (0 to {self.experts - 1})")
+
+
+def reads_keys(edit: Edit, intervention: Intervention) -> bool:
+    """Whether an intervention may let queries read keys that a mask hides; a knockout hides more of them."""
+    return KEYS in edit.axes and intervention.rules.shape is not ValueShape.ATTENTION_MASK
 
 
 def refuse_unread(places: Sequence[Selection]) -> None:

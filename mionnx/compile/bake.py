@@ -6,8 +6,9 @@
    positions count from its end, "prompt" means its tokens, and "generated" those of every later call.
 3. A knockout mask holds for the positions of each row's text that it was made for; beyond them nothing is knocked out.
 4. State interventions of a recurrent model take the place of the gates' defaults; see `mionnx.compile.bake_gates`.
-5. A knob stays an input, with a default: it multiplies what is added or removed, or is the factor itself.
-6. The inputs of a metric likewise; see `mionnx.compile.bake_metric`. Those of captures in part: `bake_parts`.
+5. Scores and patterns of padding stay as they are, whatever batch the graph is called with.
+6. A knob stays an input, with a default: it multiplies what is added or removed, or is the factor itself.
+7. The inputs of a metric likewise; see `mionnx.compile.bake_metric`. Those of captures in part: `bake_parts`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.bind.bound_spec import BoundSpec
-from mionnx.bind.selection import Selection
+from mionnx.bind.selection import Selection, reads_keys
 from mionnx.compile.bake_gates import bake_gates
 from mionnx.compile.bake_metric import bake_metric
 from mionnx.compile.token_facts import TokenFacts, replace_input
@@ -96,7 +97,7 @@ def _edit(
     tensors = graph.tensors()
     place = _place(edit, intervention, shape)
     if edit.masked:
-        _become(graph, tensors[edit.mask_input], place.mask())
+        _where(graph, edit, place, calls)
     if edit.at_experts is not None:
         _become(graph, tensors[edit.experts_input], np.array(intervention.experts))
     given: Any = intervention.positions
@@ -112,6 +113,16 @@ def _edit(
         replace_input(graph, inputs[0], _mask(graph, edit, place.knockout_mask.value, calls, report))
     else:
         _values(graph, place, inputs, knob, report)
+
+
+def _where(graph: Graph, edit: Edit, place: Selection, calls: TokenFacts) -> None:
+    """Say which heads, neurons and experts an edit changes, and of scores and patterns which are of texts."""
+    variable, mask = graph.tensors()[edit.mask_input], place.mask()
+    texts = calls.of_texts(edit.axes) if reads_keys(edit, place.intervention) else None
+    if texts is None:
+        _become(graph, variable, mask)
+    else:
+        replace_input(graph, variable, texts if mask.all() else calls.op.And(mask, texts))
 
 
 def _values(graph: Graph, place: Selection, inputs: Sequence[Variable], knob: Constant | None, report: Report) -> None:

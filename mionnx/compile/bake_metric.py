@@ -2,7 +2,8 @@
 
 1. Tokens, a reference and the numbers of a seed become constants, the same for every row.
 2. The position that is read is worked out in the graph, in each row's own text; in a call without it the metric is 0.
-3. The targets of the loss are the call's own next tokens; padding, and the last token, predict nothing.
+3. Numbers at a hook point count for nothing at padding.
+4. The targets of the loss are the call's own next tokens; padding, and the last token, predict nothing.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,10 @@ def bake_metric(graph: Graph, bound: BoundSpec, calls: TokenFacts, report: Repor
     op = Builder(graph, METRIC, f"{METRIC}.baked", report)
     by: dict[str, Tensor] = {}
     if metric.at is not None:
-        by[METRIC_SEED] = op.constant(_of_value(metric, bound.hooks.dims(HookPoint.parse(metric.at))))
+        point = HookPoint.parse(metric.at)
+        seed = op.constant(_of_value(metric, bound.hooks.dims(point)))
+        texts = calls.of_texts(bound.hooks.axes(point))
+        by[METRIC_SEED] = seed if texts is None else op.Mul(seed, op.Cast(texts, to=np.float32))
     elif metric.name in WHOLE:
         _refuse_last(bound.plan.outputs.last, metric)
         by[METRIC_ANSWER], by[METRIC_WEIGHTS] = _next_tokens(op, calls)

@@ -114,7 +114,7 @@ def compile_spec(
     if target.exists():
         raise ModelError(f"{target} exists already")
     wanted = spec if captures else _without_captures(spec)
-    bound = Binder(model).bind(wanted, Outputs(last=last_logits), differentiated=True)
+    bound = Binder(model).bind(wanted, Outputs(last=last_logits), differentiated=True).sparing_padding()
     proto = _with_fused(_compiled(bound, _indices(bound, knobs or {})), model, packaging.fused)
     remove_leftovers(target.parent, holding=(GRAPH,))
     with new_folder(target, ModelError) as partial:

@@ -1,13 +1,16 @@
 """Facts of a call inside a compiled graph: positions of its tokens, and whether it is the prompt's."""
 
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 
+from mionnx.graph.axes import KEYS, SEQUENCE_AXES
 from mionnx.graph.builder import Builder, Graph, Tensor
 from mionnx.graph.report import Report
 from mionnx.rewrite.intervene import TOKEN_POSITIONS, token_positions
 
+TOKENS = (*SEQUENCE_AXES, KEYS)
 NOWHERE = -2  # no token stands there; padding stands at -1
 
 
@@ -49,6 +52,20 @@ class TokenFacts:
             last = self.op.ReduceMax(self.positions, [1], keepdims=1)
             self._known["length"] = self.op.Add(last, 1)
         return self._known["length"]
+
+    def of_texts(self, axes: Sequence[str]) -> Tensor | None:
+        """What is no padding, along the axes of a value that have an entry for each token: bool, of the value's rank.
+
+        None for a value without such axes, and in a graph without a mask, whose calls have no padding.
+        """
+        if "attention_mask" not in self.graph.tensors():
+            return None
+        tokens = [(at, self.keys if axis == KEYS else self.positions) for at, axis in enumerate(axes) if axis in TOKENS]
+        parts = [
+            self.op.Unsqueeze(self.op.GreaterOrEqual(here, 0), [n for n in range(1, len(axes)) if n != at])
+            for at, here in tokens
+        ]
+        return reduce(self.op.And, parts) if parts else None
 
     @property
     def is_prompt(self) -> Tensor:

@@ -32,7 +32,7 @@ def refuse_padding(model: HookedModel, batch: TokenBatch) -> None:
     Raises:
         InputError: a row of the batch is padded, and the graph does not heed its attention mask.
     """
-    if ATTENDS_TO_PADDING in model.metadata.exporter and not batch.attention_mask.all():
+    if ATTENDS_TO_PADDING in model.metadata.exporter and batch.padded:
         raise InputError(
             f"the graph of {model.folder} attends to padding, which its file gave no mask for: give texts of one length"
         )

@@ -56,6 +56,11 @@ class TokenBatch:
         return self.attention_mask.shape[1]
 
     @property
+    def padded(self) -> bool:
+        """Whether any row has padding, in the past or here."""
+        return not bool(self.attention_mask.all())
+
+    @property
     def real(self) -> NDArray[np.bool_]:
         """[batch, seq] bool: tokens that are no padding."""
         return self.attention_mask[:, self.total - self.seq :].astype(bool)

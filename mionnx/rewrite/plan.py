@@ -45,7 +45,8 @@ class Edit:
         index: which of the interventions at this hook point it is, from 0.
         axes: the names of the value's axes.
         at_positions: whether an input says at which token positions it applies.
-        masked: whether an input says at which heads, rows, columns of router logits and neurons it applies.
+        masked: whether an input says at which heads, rows, columns of router logits and neurons it applies, and
+            which scores are not of padding.
         fit: of a splice, its fragment's structure.
         reads: of a splice, the hook point that it reads besides.
         at_experts: the hook point that holds the choice, where an input says at which chosen experts it applies.

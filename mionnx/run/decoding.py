@@ -49,7 +49,7 @@ class Passes:
         self.functions = functions
         self.program: Program | None = None  # none where functions cut the graph
         all_logits = keeps_logits or bound.touches(HookPoint.Logits) or LOGITS in (functions.names if functions else ())
-        self.bound = bound.with_outputs(Outputs(last=not all_logits))
+        self.bound = bound.on(batch).with_outputs(Outputs(last=not all_logits))
         self.batch, self.keeps_logits = batch, keeps_logits
         names = present_names(bound.model, True)
         if functions is None:

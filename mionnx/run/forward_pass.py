@@ -68,6 +68,7 @@ def run_pass(
         logits: whether logits are.
         effective: whether the interventions are known to have an effect.
     """
+    bound = bound.on(batch)
     inputs = {**bound.inputs(batch, past, use_cache, effective), **metric_feeds(model, bound, batch)}
     refuse_too_large(bound, batch)
     names = [name for name in bound.outputs(use_cache) if logits or name != LOGITS]

@@ -5,7 +5,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.bind.attention_mask import of_texts
 from mionnx.errors import InterventionError
+from mionnx.graph.axes import KEYS
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.arrays import to_array
@@ -19,6 +21,8 @@ def apply_functions(
 ) -> NDArray[Any]:
     """Call the functions at one hook point in order, each on the result of the one before.
 
+    Scores and patterns of padding stay as they are, whatever a function leaves there.
+
     Args:
         model: the hooked model.
         batch: the tokens.
@@ -29,10 +33,15 @@ def apply_functions(
     Raises:
         InterventionError: a result that cannot replace the value: another shape or dtype, NaN, infinities.
     """
+    spared = None
+    if batch.padded and KEYS in (axes := hook.point.axes or ()):  # a text alone has no keys of padding to read
+        spared = ~of_texts(batch, axes), value.copy()
     for function in functions:
         returned = function(value, hook=hook)
         if returned is not None and returned is not value:
             value = replacement(model, hook, function, returned, value)
+        if spared is not None:
+            value = np.where(spared[0], spared[1], value)
         _refuse_numbers(model, batch, hook, function, value)
     return value
 

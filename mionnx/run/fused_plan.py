@@ -91,4 +91,4 @@ def kind_of(batch: TokenBatch) -> int | None:
 def _attends(batch: TokenBatch) -> bool:
     """Whether fused attention is right for a call."""
     past = batch.total - batch.seq
-    return bool(batch.attention_mask.all()) and (past == 0 or batch.seq == 1 or batch.batch == 1)
+    return not batch.padded and (past == 0 or batch.seq == 1 or batch.batch == 1)

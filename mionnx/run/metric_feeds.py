@@ -23,5 +23,6 @@ def metric_feeds(model: Vocabulary, bound: BoundSpec, batch: TokenBatch) -> dict
         return {}
     if metric.at is not None:
         sizes = dynamic_sizes(batch.batch, batch.seq, batch.total)
-        return seed_inputs(metric, shape_of(bound.hooks.dims(HookPoint.parse(metric.at)), sizes))
+        point = HookPoint.parse(metric.at)
+        return seed_inputs(metric, shape_of(bound.hooks.dims(point), sizes), bound.hooks.axes(point), batch)
     return metric_inputs(with_ids(metric, model), batch, bound.logits, bound.model.metadata.sizes)

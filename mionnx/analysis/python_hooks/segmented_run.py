@@ -92,9 +92,8 @@ def run_segments(
     if not functions:
         return inputs.forward(model, spec, logits)
     hooked, batch = model.hooked, inputs.batch(model)
-    bound = model.binder.bind(
-        spec, Outputs(logits=logits, carried=logits and hooked.metadata.recurrent), cuts=functions
-    )
+    outputs = Outputs(logits=logits, carried=logits and hooked.metadata.recurrent)
+    bound = model.binder.bind(spec, outputs, cuts=functions).on(batch)
     feeds = bound.inputs(batch, choose_past(hooked, inputs.cache, inputs.initial_state))
     chain = model.variants.chain(bound.plan, tuple(functions), batch.batch * batch.seq)
     hooks = {} if hooks is None else hooks
