@@ -1,14 +1,16 @@
 """Random specs on random batches, continuations and generations, beside references in float64.
 
-    python benchmarks/random_specs.py [--specs 1000] [--seed 0] [--families llama,rwkv7] [--save]
+    python benchmarks/random_specs.py [--specs 1820] [--seed 0] [--families llama,rwkv7] [--pieces FOLDER] [--save]
 
 Each spec is run by mionnx in float32 and by a reference that was written on its own, shares no code with the exporter
 or the rewriter, and runs each row's text alone and whole: decoders in torch (`tests/shared/decoder_reference.py`),
-RWKV-7 in numpy (`tests/shared/rwkv_loop.py`). Logits and captures are compared, and RWKV's states. What mionnx refuses
-must be an MIError, and is counted; a difference prints the seed. `--save` writes benchmarks/results/random_specs.md.
+RWKV in numpy (`tests/shared/rwkv_loop.py`). Logits and captures are compared, and RWKV's states. What mionnx refuses
+must be an MIError, and is counted; a difference prints the seed. With `--pieces`, hundred after hundred of them is
+kept in a folder, and what is there already is not run again. `--save` writes benchmarks/results/random_specs.md.
 """
 
 import argparse
+import json
 import platform
 import sys
 import tempfile
@@ -26,14 +28,15 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "shared"))
 
 from families import make_checkpoint  # noqa: E402
-from random_specs import Draw, points_of  # noqa: E402
+from random_specs import draw  # noqa: E402
 from rwkv_checkpoints import write  # noqa: E402
-from spec_reference import TOLERANCE, Reference, check, decoder, rwkv7  # noqa: E402
+from spec_reference import TOLERANCE, Reference, check, decoder, recurrent  # noqa: E402
 
 from exporters import rwkv, transformers  # noqa: E402
 from mionnx import MIModel  # noqa: E402
 
-FAMILIES = ("llama", "gpt2", "gemma2", "qwen3", "rwkv7")
+FAMILIES = ("llama", "gpt2", "gemma2", "qwen3", "mistral", "qwen2", "phi3", "olmo2", "gpt_neox", "rwkv6", "rwkv7")
+PIECE = 100  # specs of a piece
 COLUMNS = ("family", "tried", "agree", "refused", "differ", "worst relative difference", "in rounding", "minutes")
 CONSOLE = Console(stderr=True)
 
@@ -48,6 +51,18 @@ class Counts:
     worst: float = 0.0
     minutes: float = 0.0
 
+    def __add__(self, other: "Counts") -> "Counts":
+        outcomes, refusals = self.outcomes + other.outcomes, self.refusals + other.refusals
+        worst, minutes = max(self.worst, other.worst), self.minutes + other.minutes
+        return Counts(self.family, outcomes, refusals, worst, minutes)
+
+    @classmethod
+    def read(cls, path: Path) -> "Counts":
+        """What `measure` has written."""
+        stored = json.loads(path.read_text())
+        counters = {name: Counter(stored[name]) for name in ("outcomes", "refusals")}
+        return cls(**{**stored, **counters})
+
     def row(self) -> tuple[str, ...]:
         """One row of the table."""
         kinds = (str(self.outcomes[kind]) for kind in ("agree", "refused", "differ"))
@@ -59,28 +74,42 @@ class Counts:
 def opened(family: str, folder: Path) -> tuple[MIModel, Reference]:
     """A random checkpoint of a family in mionnx, and in float64."""
     checkpoint, hooked = folder / "checkpoint", folder / "hooked"
-    if family == "rwkv7":
-        tensors = write("7-pth", checkpoint)
+    if family.startswith("rwkv"):
+        version = int(family.removeprefix("rwkv"))
+        tensors = write(f"{version}-pth", checkpoint)
         rwkv.export(checkpoint, hooked)
         model = MIModel.from_pretrained(hooked, threads=1)
-        return model, rwkv7(tensors, model)
+        return model, recurrent(version, tensors, model)
     make_checkpoint(family, checkpoint)
     transformers.export(checkpoint, hooked)
     model = MIModel.from_pretrained(hooked, threads=1)
     return model, decoder(checkpoint, model)
 
 
-def measure(family: str, specs: int, seed: int, folder: Path) -> Counts:
-    """Run the specs of one family."""
-    (model, reference), counts, start = opened(family, folder), Counts(family), perf_counter()
-    points, recurrent = points_of(model), model.hooked.metadata.recurrent
-    for number in track(range(seed, seed + specs), family, console=CONSOLE):
-        calls = Draw(Random(f"{family} {number}"), points, model.num_layers, recurrent).all_calls()
+def measure(family: str, seeds: range, pieces: Path) -> Counts:
+    """Run the specs of one family, or read what became of them."""
+    starts = [*seeds[::PIECE]]
+    files = {start: pieces / f"{family} {start} {min(start + PIECE, seeds.stop)}.json" for start in starts}
+    if not all(path.exists() for path in files.values()):
+        with tempfile.TemporaryDirectory() as folder:
+            model, reference = opened(family, Path(folder))
+            for start, path in track(files.items(), family, console=CONSOLE):
+                if not path.exists():
+                    counts = piece(family, model, reference, range(start, min(start + PIECE, seeds.stop)))
+                    path.write_text(json.dumps(vars(counts)))
+    return sum(map(Counts.read, files.values()), Counts(family))
+
+
+def piece(family: str, model: MIModel, reference: Reference, seeds: range) -> Counts:
+    """Run some specs."""
+    counts, start = Counts(family), perf_counter()
+    for number in seeds:
+        calls = draw(model, Random(f"{family} {number}"))
         try:
             outcome = check(model, reference, calls)
         except Exception as error:  # an error that is none of mionnx' own is a difference too
             counts.outcomes["differ"] += 1
-            CONSOLE.print(f"{family} {number}: {type(error).__name__}: {error}\n{calls}")
+            CONSOLE.print(f"{family} {number}: {type(error).__name__}: {error}\n{calls}", markup=False)
             continue
         if outcome.refused:
             counts.outcomes["refused"] += 1
@@ -90,7 +119,7 @@ def measure(family: str, specs: int, seed: int, folder: Path) -> Counts:
         counts.outcomes["within rounding"] += outcome.agrees and outcome.worst > TOLERANCE
         counts.worst = max(counts.worst, outcome.worst)
         if not outcome.agrees:
-            CONSOLE.print(f"{family} {number}: {outcome}\n{calls}")
+            CONSOLE.print(f"{family} {number}: {outcome}\n{calls}", markup=False)
     counts.minutes = (perf_counter() - start) / 60
     return counts
 
@@ -98,27 +127,29 @@ def measure(family: str, specs: int, seed: int, folder: Path) -> Counts:
 def main() -> None:
     """Run, print, and save if asked."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--specs", type=int, default=1000, help="of each family")
+    parser.add_argument("--specs", type=int, default=1820, help="of each family")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--pieces", type=Path, help="the folder of those that ran, made if it is not there")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    found = []
-    for family in options.families.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            found.append(measure(family, options.specs, options.seed, Path(folder)))
+    seeds, families = range(options.seed, options.seed + options.specs), options.families.split(",")
+    with tempfile.TemporaryDirectory() as folder:
+        pieces = options.pieces or Path(folder)
+        pieces.mkdir(parents=True, exist_ok=True)
+        found = [measure(family, seeds, pieces) for family in families]
     refusals = sum((counts.refusals for counts in found), Counter())
     named = ", ".join(f"{count} {name}" for name, count in refusals.most_common())
     present(
         "random_specs",
         "Random specs beside references in float64",
-        f"random small models, fp32, seed {options.seed}; {platform.machine()}",
+        f"{len(found) * len(seeds)} specs on random small models, fp32, seed {options.seed}; {platform.machine()}",
         [(COLUMNS, [counts.row() for counts in found])],
         options.save,
         said="Differences of logits and captures, relative to the largest number of each array.",
         notes=[
             f"agree: within {TOLERANCE:.0e}; or, counted besides under *in rounding*, within 30 times of what "
-            "rounding every value at a hook point to float32 changes in the reference itself.",
+            "rounding every value at a hook point to float32 changes in the same part of the reference itself.",
             f"refused, each with an MIError: {named or 'none'}.",
         ],
     )

@@ -1,5 +1,7 @@
 """The part of the logits that a pass computes: its structure, its inputs, and what is refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from toy import IDS, VOCAB, reference, run, toy
@@ -40,6 +42,25 @@ def test_positions_are_columns_of_the_batch():
     assert feeds[LOGIT_COLUMNS].tolist() == [[1, 2], [0, 2]]
     assert feeds[LOGIT_TOKENS].tolist() == [2]
     assert feeds[TOP_K].tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("mask", "prompts", "columns"),
+    [
+        ([[1, 1, 1], [1, 1, 0]], None, [2, 1]),  # padded on the right
+        ([[1, 1, 1], [1, 1, 1]], [2, 3], [1, 2]),  # a prompt that ends before its text
+        ([[1, 1, 1], [0, 1, 1]], None, [2, 2]),  # the last column is the last of every text
+    ],
+)
+def test_the_last_logits_are_those_of_each_rows_own_text(mask, prompts, columns):
+    """FINDINGS, part 1, defect 6; where that is the last column, the head is computed for it alone, as ever."""
+    part, whole = Logits(positions=-1), reference()["hook_logits"]
+    batch = make_token_batch(IDS, mask, None, SIZES, prompts)
+    bound = replace(bind(HookSpec(), toy(), part.outputs(carried=False)), logits=part).on(batch)
+    assert bound.plan.outputs.last == (columns == [2, 2])
+    assert np.array_equal(
+        run(bound.plan, ["logits"], **part.feeds(batch, SIZES))[0][:, 0], whole[np.arange(2), columns]
+    )
 
 
 @pytest.mark.parametrize(

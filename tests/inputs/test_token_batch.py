@@ -1,9 +1,13 @@
 """Token inputs: ids, masks, lengths, and what is refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from mionnx import InputError
+from mionnx.graph.metadata import Sizes
+from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 
 IDS = np.arange(3, 13)[None]
 
@@ -52,3 +56,44 @@ def test_more_tokens_than_learned_positions(models, family):
     models(family).forward(np.full((1, 64), 5))
     with pytest.raises(InputError, match=r"65 tokens.*64"):
         models(family).forward(np.full((1, 65), 5))
+
+
+SIZES = Sizes(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=4, hidden_size=4, vocab_size=99)
+MASK = np.array([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+
+
+def call(**changes: object) -> TokenBatch:
+    """Texts of 6, 4 and 3 tokens, padded on either side."""
+    return replace(make_token_batch(np.full((3, 6), 7), MASK, None, SIZES), **changes)
+
+
+def test_positions_are_counted_in_each_rows_own_text():
+    assert [call().absolute(position, 1) for position in (0, 3, -1, -4)] == [0, 3, 3, 0]
+    assert [call().columns([0, -1], row) for row in range(3)] == [[0, 5], [2, 5], [0, 2]]
+    for position, row in ((4, 1), (-5, 1), (3, 2)):
+        with pytest.raises(LookupError, match=f"position {position} does not exist in row {row}"):
+            call().absolute(position, row)
+
+
+def test_negative_positions_are_counted_from_the_end_of_the_prompt_and_not_of_the_text():
+    some = call(prompt_lengths=np.array([4, 4, 1]))
+    assert [some.absolute(-1, row) for row in range(3)] == [3, 3, 0]
+    assert some.absolutes([-1, 5, "generated"], 0) == [3, 5, 4]
+    assert [some.columns([-1], row) for row in range(3)] == [[3], [5], [0]]
+    with pytest.raises(LookupError, match="position -2 does not exist in row 2"):
+        some.absolute(-2, 2)
+
+
+def test_a_generation_counts_from_its_prompt_at_every_step():
+    first = call(prompt_lengths=np.array([6, 4, 3]), final_lengths=np.array([9, 7, 6]))
+    later = first.next_step(np.array([5, 5, 5]))
+    for step in (first, later):
+        assert [step.absolute(-1, row) for row in range(3)] == [5, 3, 2]
+        assert step.absolute(8, 0) == 8
+    assert [later.columns([-1, 6], 0), later.columns("generated", 0)] == [[None, 0], [0]]
+
+
+def test_it_is_known_whether_there_is_padding():
+    assert call().padded
+    assert call().next_step(np.array([5, 5, 5])).padded
+    assert not make_token_batch([[3, 4]], None, None, SIZES).padded

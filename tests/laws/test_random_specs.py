@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_specs import Call, Draw, Edit, points_of
+from random_specs import Call, Edit, draw, points_of
 from rwkv_checkpoints import blinkdl
-from spec_reference import Reference, check, decoder, rwkv7
+from spec_reference import Reference, check, decoder, recurrent
 
 from mionnx import Intervention, MIModel
 from mionnx.spec.kinds import KINDS
@@ -32,14 +32,11 @@ def beside(models, checkpoint, rwkv) -> Callable[[str], Beside]:
     def find(family: str) -> Beside:
         if family not in made:
             model = rwkv("7-pth") if family == "rwkv7" else models(family)
-            made[family] = model, rwkv7(blinkdl(7), model) if family == "rwkv7" else decoder(checkpoint(family), model)
+            alike = recurrent(7, blinkdl(7), model) if family == "rwkv7" else decoder(checkpoint(family), model)
+            made[family] = model, alike
         return made[family]
 
     return find
-
-
-def drawn(model: MIModel, random: Random) -> list[Call]:
-    return Draw(random, points_of(model), model.num_layers, model.hooked.metadata.recurrent).all_calls()
 
 
 COUNTS = [pytest.param(20, id="few"), pytest.param(300, id="many", marks=pytest.mark.slow)]
@@ -56,7 +53,7 @@ def test_random_specs_agree_with_the_reference_or_are_refused(beside, family, co
     @settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(RANDOMS)
     def every(random: Random) -> None:
-        calls = drawn(model, random)
+        calls = draw(model, random)
         outcome = check(model, reference, calls)
         assert outcome.refused or outcome.agrees, (outcome, calls)
         refused.append(outcome.refused is not None)
@@ -71,7 +68,7 @@ def test_what_is_drawn_has_everything(beside):
     seen: dict[str, set[str]] = {}
     for family in ("llama", "rwkv7"):
         model, _ = beside(family)
-        seen[family] = {what for seed in range(100) for what in features(drawn(model, Random(seed)))}
+        seen[family] = {what for seed in range(100) for what in features(draw(model, Random(seed)))}
     common = {"ragged", "cache", "generation", "prompts", "generated", "several", "before", "rows", "heads"}
     common |= {"order", "by row", "uneven", "negative", "reads", "in part"}
     assert common | {*KINDS} <= seen["llama"]

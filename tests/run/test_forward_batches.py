@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_specs import Call, Draw, points_of
+from random_specs import Call, draw
 
 from mionnx import HookCache, HookCaches, HookError, HookSpec, InputError, Intervention, Logits, MIError, MIModel
 from mionnx.machine import memory
@@ -104,7 +104,7 @@ def result(run: Callable[..., Any], *arguments: Any, **named: Any) -> tuple[Any,
 def compare(model: MIModel, random: Random, counts: Counter[str]) -> None:
     """Run the calls of a random draw as one batch and in batches."""
     past = None
-    for call in Draw(random, points_of(model), model.num_layers, model.hooked.metadata.recurrent).all_calls():
+    for call in draw(model, random):
         seen = np.zeros((len(call.ids), 0)) if past is None else past.attention_mask
         given = {"attention_mask": call.mask, "prompt_length": call.prompts, "logits": call.logits, "cache": past}
         if call.new or not (call.logits or call.captures):

@@ -151,6 +151,13 @@ def points_of(model: MIModel) -> list[Point]:
     return [Point(point.name, tuple(point.axes or ()), tuple(model.hooked.axes(point))) for point in points]
 
 
+def draw(model: MIModel, rng: Random) -> list[Call]:
+    """Random calls of a model."""
+    facts = model.hooked.metadata
+    removal = ("erase",) if facts.has_removal else ()
+    return Draw(rng, points_of(model), model.num_layers, facts.recurrent, removal).all_calls()
+
+
 def rows_of(calls: Sequence[Call]) -> list[list[Row]]:
     """Per call, each row's text in it."""
     found, lengths = [], np.zeros(len(calls[0].ids), int)
@@ -171,6 +178,7 @@ class Draw:
     points: Sequence[Point]
     layers: int
     recurrent: bool
+    removal: Sequence[str] = ("erase",)  # RWKV-6 removes nothing
     calls: list[Call] = field(default_factory=list)
 
     def chance(self, share: float) -> bool:
@@ -248,10 +256,6 @@ class DrawSpec:
         self.rng, self.chance, self.some = self.draw.rng, self.draw.chance, self.draw.some
         calls = [*self.draw.calls[:-1], self.call]
         self.total = sum(one.ids.shape[1] for one in calls)
-        padded = not all(one.mask.all() for one in calls)
-        # A value at masked keys (0 in place of the lowest score, 0.1 added to a pattern) lets queries read padding,
-        # and while texts grow, keys of later tokens too: what then is read depends on the batch, not on the text.
-        self.mask_may_go = not padded and not self.call.new
 
     def edits(self) -> list[Edit]:
         """A few interventions, some of them at one hook point."""
@@ -265,12 +269,12 @@ class DrawSpec:
         return found
 
     def kinds(self, point: Point) -> list[str]:
+        kinds = ["add", "scale", "zero", "replace", "clamp"]
+        if point.axes[-1] != "seq_k":  # keys are no features, which always is refused
+            kinds.append("project_out")
         if point.short == "scores":
-            return ["knockout"] * 4 + ["add", "scale", "clamp"] + ["replace", "zero"] * self.mask_may_go
-        if point.short == "pattern":
-            return ["scale", "zero", "clamp"] + ["replace", "add"] * self.mask_may_go
-        kinds = ["add", "scale", "zero", "replace", "clamp", "project_out"]
-        return kinds if point.short == "state" or not self.chance(0.3) else [*kinds, "splice"]
+            kinds += ["knockout"] * 4
+        return [*kinds, "splice"] if self.chance(0.3) else kinds
 
     def edit(self, point: Point) -> Edit:
         kind, heads, rows, positions = self.rng.choice(self.kinds(point)), None, None, None
@@ -328,20 +332,15 @@ class DrawSpec:
             return (self.mask(edit),)
         width = edit.point.dims[-1]
         if edit.kind == "splice":
-            return (self.draw.numbers([int(width)]),)
+            return (self.draw.numbers([width if isinstance(width, int) else 1]),)
         if edit.kind == "project_out":
             shape = [int(width)] if self.chance(0.5) else [self.rng.randint(1, 2), int(width)]
             return (self.draw.numbers(shape, 1.0),)
-        masked, decays = edit.point.short in ("scores", "pattern"), edit.point.short == "decay"
         if edit.kind == "clamp":
             low = self.value(edit)
-            low, high = -np.abs(low), self.draw.numbers(np.shape(low) if self.chance(0.5) else ()) ** 2
+            high = np.max(low) + self.draw.numbers(np.shape(low) if self.chance(0.5) else ()) ** 2
             return (None, high) if self.chance(0.2) else (low, None) if self.chance(0.2) else (low, high)
-        if edit.kind == "scale":  # a mask times a negative number would be the largest score
-            value = self.value(edit)
-            return (np.abs(value) + np.float32(0.1) if masked or decays else value,)
-        value = self.value(edit)
-        return (1 / (1 + np.exp(-4 * value)) if decays and edit.kind == "replace" else value,)
+        return (self.value(edit),)
 
     def value(self, edit: Edit) -> Array | float:
         """Numbers with one entry for all, one for each chosen, or one for each index, along each axis."""
@@ -378,8 +377,8 @@ class DrawSpec:
         batch = self.rng.choice([1, len(self.rows), len(edit.rows or [0])])
         shape = (batch, heads, queries, longest)
         cut = np.random.default_rng(self.rng.getrandbits(32)).random(shape) < self.rng.choice([0.15, 0.4])
-        if queries == longest:
-            cut &= np.tri(longest, k=-1, dtype=bool)
+        if queries == longest:  # of its own key at times, of which some query may have no other
+            cut &= np.tri(longest, k=-int(self.chance(0.8)), dtype=bool)
         else:
             cut[..., -1 - longest // 2 :] = False
         mask = np.where(cut, -np.inf, 0).astype(np.float32)
@@ -391,12 +390,12 @@ class DrawSpec:
             positions = [self.rng.choice(["prompt", "generated"] if self.call.prompts or self.call.new else ["prompt"])]
         layers = tuple(self.some(range(self.draw.layers)))
         if self.chance(0.5):
-            terms = tuple(self.some(["write", "erase", "decay", "token_shift"]))
+            terms = tuple(self.some(["write", *self.draw.removal, "decay", "token_shift"]))
             return StateEdit(tuple(positions), layers, terms)
         heads = int(next(point.dims[point.heads] for point in self.draw.points if point.heads is not None))
         chosen = tuple(self.some(range(heads))) if self.chance(0.5) else None
         scale = self.rng.choice([0.0, 0.5, 2.0, -1.0])
-        return StateEdit(tuple(positions), layers, tuple(self.some(["write", "erase"])), scale, chosen)
+        return StateEdit(tuple(positions), layers, tuple(self.some(["write", *self.draw.removal])), scale, chosen)
 
     def captures(self) -> list[Capture]:
         found: dict[str, Capture] = {}

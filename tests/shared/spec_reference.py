@@ -19,7 +19,9 @@ from mionnx import MIError, MIModel
 from mionnx.run.hook_cache import HookCache
 
 Array = np.ndarray
-MASKED = -1e30  # scores below it are masked
+UNMASKED = 1e30  # scores beyond it, on either side, are masked, or were before they were scaled
+CLAMPED = -1e19  # scores below it are masked for a clamp
+FLOAT32 = np.finfo(np.float32)
 SMALLEST = 1e-3  # differences are relative to an array's largest number, or to this
 TOLERANCE = 1e-5
 # Sums of 64 to 256 products in float32 are 6 to 16 times as far off as values rounded once at each hook point.
@@ -42,6 +44,11 @@ class Batch:
             return None
         by_row = isinstance(edit.positions, list) and isinstance(edit.positions[0], list)
         return self.rows[index].resolved(edit.positions[index] if by_row else edit.positions)
+
+    def seen(self, index: int, t: int) -> int:
+        """Keys of one row's text in the call, or the step of a generation, that computes a position."""
+        row = self.rows[index]
+        return max(row.end, t + 1) if self.call.new else row.stop
 
     def ordered(self, edit: Edit, index: int) -> list[int] | None:
         """The same, if values may have an entry for each: as many positions in every row that the edit is for."""
@@ -99,12 +106,14 @@ class Text:
         for t in inside:
             for head in heads:
                 where: dict[int | None, Any] = {point.seq: at.index(t), point.heads: head}
-                where[len(point.axes) - 1] = slice(0, row.stop) if point.axes[-1] == "seq_k" else slice(None)
+                where[len(point.axes) - 1] = (
+                    slice(0, batch.seen(self.index, t)) if point.axes[-1] == "seq_k" else slice(None)
+                )
                 entry = tuple(where.get(axis, slice(None)) for axis in range(1, len(point.axes)))
                 given = [self.given(one, edit, batch, t, head) for one in edit.values]
                 read = None if edit.reads is None else self.values[edit.reads][entry]
                 value[entry] = changed(edit, value[entry], given, read)
-        return value
+        return in_float32(value) if point.short == "scores" else value
 
     def given(self, value: Any, edit: Edit, batch: Batch, t: int, head: int | None) -> Any:
         """The part of a value that belongs to one position and head."""
@@ -123,7 +132,7 @@ class Text:
             entry[point.seq] = along(value.shape[point.seq], ordered, t, column)
         value = value[tuple(entry)]
         if point.axes[-1] == "seq_k" and value.shape[-1] > 1:
-            return value[batch.keys[self.index][: batch.rows[self.index].stop]]
+            return value[batch.keys[self.index][: batch.seen(self.index, t)]]
         return value
 
     def cut(self, mask: Array, edit: Edit, batch: Batch, t: int, head: int | None) -> Array:
@@ -143,7 +152,7 @@ class Text:
         if query < queries:
             line = mask[along(rows, edit.rows, self.index, self.index), along(heads, edit.heads, head, head), query]
             found[: len(line) if keys > 1 else None] = line[: row.stop]
-        return found
+        return found[: batch.seen(self.index, t)]
 
 
 def along(size: int, limit: Sequence[Any] | None, wanted: Any, index: Any) -> Any:
@@ -158,12 +167,15 @@ def changed(edit: Edit, old: Array, given: Sequence[Any], read: Array | None) ->
     if edit.kind in ("add", "knockout"):
         return old + given[0]
     if edit.kind == "scale":
-        return old * given[0]
+        with np.errstate(invalid="ignore"):  # a knocked out score times 0
+            scaled = old * given[0]
+        return np.maximum(scaled, FLOAT32.min) if edit.point.short == "scores" else scaled
     if edit.kind == "replace":
         return np.broadcast_to(given[0], old.shape)
     if edit.kind == "clamp":
         low, high = (np.inf * sign if one is None else one for one, sign in zip(given, (-1, 1), strict=True))
-        return np.where(old == -np.inf, old, np.minimum(np.maximum(old, low), high))
+        masked = old < CLAMPED if edit.point.short == "scores" else False
+        return np.where(masked, old, np.minimum(np.maximum(old, low), high))
     if edit.kind == "project_out":
         directions = np.atleast_2d(given[0]).astype(np.float64)
         return old - np.linalg.lstsq(directions.T, old.T, rcond=None)[0].T @ directions
@@ -171,6 +183,11 @@ def changed(edit: Edit, old: Array, given: Sequence[Any], read: Array | None) ->
         return old * given[0].astype(np.float64) + np.tanh(old) + (0 if read is None else read / 2)
     assert edit.kind == "zero"
     return np.zeros_like(old)
+
+
+def in_float32(value: Array) -> Array:
+    """Infinities in place of numbers beyond float32: a masked score scaled up is one in mionnx."""
+    return np.where(np.abs(value) > FLOAT32.max, np.copysign(np.inf, value), value)
 
 
 class Reference:
@@ -255,24 +272,23 @@ class Outcome:
 
 @dataclass
 class Comparison:
-    """Differences between mionnx and the texts of the reference."""
+    """Arrays of mionnx beside those of texts of the reference, row by row, each with its name."""
 
     texts: list[Text]
-    worst: float = 0.0
-    where: str = ""
+    seen: list[tuple[str, Sequence[Array], Sequence[Array]]] = field(default_factory=list)
 
     def see(self, what: str, found: Sequence[Array], expected: Sequence[Array]) -> None:
         """One array, row by row."""
-        largest, difference = SMALLEST, 0.0
-        for one, other in zip(found, expected, strict=True):
-            assert one.shape == other.shape, (what, one.shape, other.shape)
-            masked = other < MASKED
-            assert np.array_equal(one < MASKED, masked), what
-            if not masked.all():
-                difference = max(difference, float(np.abs(one[~masked] - other[~masked]).max()))
-                largest = max(largest, float(np.abs(other[~masked]).max()))
-        if not difference / largest <= self.worst:
-            self.worst, self.where = difference / largest, what
+        self.seen.append((what, found, expected))
+
+    def apart(self) -> list[float]:
+        """How far each array is from the reference's."""
+        return [apart(*one) for one in self.seen]
+
+    def rounded(self, other: "Comparison", number: int) -> float:
+        """How far the part of the texts that one array was compared with is from the same part of other texts."""
+        (what, _, expected), (_, _, again) = self.seen[number], other.seen[number]
+        return apart(what, again, expected)
 
     def cache(self, cache: HookCache, batch: Batch, at: Sequence[Sequence[int]], columns: Sequence[Any]) -> None:
         """What one pass has returned, of tokens at these positions of each row, which stand in these columns."""
@@ -320,8 +336,23 @@ def check(model: MIModel, reference: Reference, calls: Sequence[Call]) -> Outcom
             past = cache if call.new else cache.state if model.hooked.metadata.recurrent else cache.kv_cache
     except MIError as error:
         return Outcome(refused=f"{type(error).__name__}: {error}")
-    texts = [reference.text(batches, row, ids) for row, ids in enumerate(_ids(calls, results))]
-    comparison = Comparison(texts)
+    comparison = _compared(reference, batches, results)
+    off = comparison.apart()
+    if not off:
+        return Outcome()
+    at = int(np.argmax(off))
+    outcome = Outcome(worst=off[at], where=comparison.seen[at][0])
+    if outcome.worst > TOLERANCE:
+        outcome.rounding = comparison.rounded(_compared(reference, batches, results, rounded=True), at)
+    return outcome
+
+
+def _compared(
+    reference: Reference, batches: Sequence[Batch], results: Sequence[Any], rounded: bool = False
+) -> Comparison:
+    """The results beside the reference's texts."""
+    ids = _ids([batch.call for batch in batches], results)
+    comparison = Comparison([reference.text(batches, row, one, rounded) for row, one in enumerate(ids)])
     for batch, result in zip(batches, results, strict=True):
         at, columns = [[*each] for each in batch.columns], [[*each.values()] for each in batch.columns]
         if not batch.call.new:
@@ -331,24 +362,26 @@ def check(model: MIModel, reference: Reference, calls: Sequence[Call]) -> Outcom
             if step:
                 at, columns = [[row.end + step - 1] for row in batch.rows], [[0] for _ in at]
             comparison.cache(cache, batch, at, columns)
-        _check_greedy(texts, batch, result.ids)
-    outcome = Outcome(worst=comparison.worst, where=comparison.where)
-    if outcome.worst > TOLERANCE:
-        again = [reference.text(batches, row, ids, rounded=True) for row, ids in enumerate(_ids(calls, results))]
-        outcome.rounding = _apart(texts, again, outcome.where)
-    return outcome
+        if not rounded:
+            _check_greedy(comparison.texts, batch, result.ids)
+    return comparison
 
 
-def _apart(texts: Sequence[Text], others: Sequence[Text], name: str) -> float:
-    """How far one array of some texts is from another, relative to its largest number."""
-    name, difference, largest = "hook_logits" if name == "logits" else name, 0.0, SMALLEST
-    for one, other in zip(texts, others, strict=True):
-        states = [key for key in one.states if key[0] == name]
-        pairs = [(one.states[key], other.states[key]) for key in states] or [(one.values[name], other.values[name])]
-        for value, rounded in pairs:
-            seen = value > MASKED
-            difference = max(difference, float(np.abs(value[seen] - rounded[seen]).max(initial=0)))
-            largest = max(largest, float(np.abs(value[seen]).max(initial=0)))
+def apart(what: str, found: Sequence[Array], expected: Sequence[Array]) -> float:
+    """The largest difference of some arrays, relative to the largest number of all that are expected.
+
+    Raises:
+        AssertionError: other shapes, or other scores that are masked.
+    """
+    largest, difference = SMALLEST, 0.0
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape, (what, one.shape, other.shape)
+        usual = np.abs(other) < UNMASKED  # not where it is NaN
+        assert np.array_equal(np.abs(one) < UNMASKED, usual), what
+        assert np.array_equal(np.sign(one[~usual]), np.sign(other[~usual]), equal_nan=True), what
+        if usual.any():
+            difference = max(difference, float(np.abs(one[usual] - other[usual]).max()))
+            largest = max(largest, float(np.abs(other[usual]).max()))
     return difference / largest
 
 
@@ -391,6 +424,7 @@ def decoder(folder: Path, model: MIModel) -> Reference:
     return Reference(Decoder.of(folder), model)
 
 
-def rwkv7(tensors: dict[str, Any], model: MIModel) -> Reference:
-    """The reference of an RWKV-7 under BlinkDL's names."""
-    return Reference(Loop({name: tensor.numpy().astype(np.float64) for name, tensor in tensors.items()}, 7), model)
+def recurrent(version: int, tensors: dict[str, Any], model: MIModel) -> Reference:
+    """The reference of an RWKV-6 or 7 under BlinkDL's names."""
+    doubles = {name: tensor.numpy().astype(np.float64) for name, tensor in tensors.items()}
+    return Reference(Loop(doubles, version), model)

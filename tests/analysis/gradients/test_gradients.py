@@ -90,6 +90,44 @@ def test_the_loss_is_that_of_the_texts_own_tokens_and_padding_counts_for_nothing
         assert not cache.grad["mlp_out", 1][row, : -len(ids)].any()
 
 
+RIGHT = [[5, 6, 7, 8], [5, 6, 9, 9]], np.array([[1, 1, 1, 1], [1, 1, 0, 0]])
+READINGS = {
+    "logit": {"metric": "logit", "answer": 7},
+    "top": {"metric": "logit"},
+    "before the last": {"metric": "log_probability", "answer": 7, "position": -2},
+    "kl": {"metric": "kl", "reference": np.linspace(0, 9, 471)},
+    "seed": {"seed": lambda logits: np.tanh(logits)},
+    "loss": {"metric": "loss"},
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_a_batch_padded_on_the_right_is_read_at_the_end_of_each_rows_own_text(shipped, name):
+    """FINDINGS, part 1, defect 6: the metric and its gradients are those of each row alone."""
+    (ids, mask), hook = RIGHT, "blocks.1.hook_resid_post"
+    cache = shipped.gradients(ids, hook, attention_mask=mask, **READINGS[name])
+    for row, length in enumerate(mask.sum(axis=1)):
+        alone = shipped.gradients(ids[row][:length], hook, **READINGS[name])
+        np.testing.assert_allclose(cache.metric[row], alone.metric[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(cache.grad[hook][row, :length], alone.grad[hook][0], rtol=1e-3, atol=2e-6)
+        assert not cache.grad[hook][row, length:].any()
+        if name != "loss":
+            np.testing.assert_allclose(cache.output()[row], alone.output()[0], atol=5e-5)
+
+
+def test_a_gradient_of_a_row_padded_on_the_right_is_the_quotient_of_its_logit(shipped):
+    """FINDINGS, part 1, defect 6: beside finite differences of `Logits(positions=-1)`, refused there too."""
+    (ids, mask), hook = RIGHT, "blocks.1.hook_resid_post"
+    grad = shipped.gradients(ids, hook, "logit", answer=7, attention_mask=mask).grad[hook]
+    direction = np.random.default_rng(1).normal(size=grad.shape)
+    ends = []
+    for step in (0.01, -0.01):
+        moved = HookSpec().intervene(hook, Intervention.Add(step * direction))
+        ends.append(shipped.forward(ids, moved, attention_mask=mask, logits=Logits(positions=-1)).output()[:, 0, 7])
+    quotients = (ends[0].astype(float) - ends[1]) / 0.02
+    np.testing.assert_allclose((grad * direction).sum(axis=(1, 2)), quotients, rtol=2e-2, atol=1e-3)
+
+
 VECTOR = np.random.default_rng(2).normal(size=128).astype(np.float32)
 INTERVENTIONS = {
     "zero": ("blocks.2.attn.hook_z", Intervention.Zero(heads=[1, 3])),
