@@ -11,7 +11,7 @@ from mionnx.inputs.token_batch import TokenBatch
 
 
 def of_texts(batch: TokenBatch, axes: Sequence[str]) -> NDArray[np.bool_]:
-    """What is no padding, along the axes of a value that have an entry for each token: bool, of the value's rank.
+    """Entries of a value that are not of padding: bool, of its rank, 1 wide along axes without tokens.
 
     Args:
         batch: the token batch.

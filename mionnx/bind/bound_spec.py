@@ -82,7 +82,7 @@ class BoundSpec:
         return bound
 
     def sparing_padding(self) -> "BoundSpec":
-        """The same spec, with an input at scores and patterns that says which of them are of texts."""
+        """The same spec with an input at scores and patterns: their entries that are not of padding."""
         edits = [replace(edit, masked=edit.masked or reads_keys(edit, one)) for edit, one in self.edits]
         return replace(self, plan=replace(self.plan, edits=tuple(edits)))
 

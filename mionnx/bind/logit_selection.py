@@ -22,8 +22,9 @@ class Logits:
     """A part of the logits, computed inside the graph.
 
     Attributes:
-        positions: of these positions of each row's own text, negative ones from its end; all if left out. The head's
-            matrix product is computed for these alone.
+        positions: of these positions of each row's own text, negative ones from its end (with a `prompt_length`, from
+            the prompt's), whichever side is padded; all if left out. The head's matrix product is computed for these
+            alone.
         tokens: of these tokens, in this order; of all if left out.
         top_k: only the largest k, in descending order; `HookCache.top_ids` has their tokens (places in `tokens`, if
             these were given too).

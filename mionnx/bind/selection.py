@@ -129,8 +129,8 @@ class Selection:
     def mask(self) -> NDArray[np.bool_]:
         """Selected heads, experts, neurons and rows: a mask of the activation's rank, else 1 wide.
 
-        Of scores and patterns in a batch with padding, what is no padding: alone, a row has no such keys, and whatever
-        else stood there (a zero in place of the lowest score) would let queries read them.
+        In a batch with padding, none of its scores and pattern entries: alone, a row has no such keys, and whatever
+        stood there (a zero in place of the lowest score) would let queries read them.
         """
         mask = self._along(0, self.rows())
         if self.call.padded and reads_keys(self.edit, self.intervention):
@@ -306,7 +306,7 @@ class Selection:
 
 
 def reads_keys(edit: Edit, intervention: Intervention) -> bool:
-    """Whether an intervention may let queries read keys that a mask hides; a knockout hides more of them."""
+    """Whether an intervention may let queries read keys of padding; a knockout cannot."""
     return KEYS in edit.axes and intervention.rules.shape is not ValueShape.ATTENTION_MASK
 
 

@@ -116,7 +116,7 @@ def _edit(
 
 
 def _where(graph: Graph, edit: Edit, place: Selection, calls: TokenFacts) -> None:
-    """Say which heads, neurons and experts an edit changes, and of scores and patterns which are of texts."""
+    """Select heads, neurons and experts, and scores and pattern entries that are not of padding."""
     variable, mask = graph.tensors()[edit.mask_input], place.mask()
     texts = calls.of_texts(edit.axes) if reads_keys(edit, place.intervention) else None
     if texts is None:

@@ -54,7 +54,7 @@ class TokenFacts:
         return self._known["length"]
 
     def of_texts(self, axes: Sequence[str]) -> Tensor | None:
-        """What is no padding, along the axes of a value that have an entry for each token: bool, of the value's rank.
+        """Entries of a value that are not of padding: bool, of its rank, 1 wide along axes without tokens.
 
         None for a value without such axes, and in a graph without a mask, whose calls have no padding.
         """

@@ -123,6 +123,26 @@ def test_a_compiled_graph_gives_the_same_bits(family, models, tmp_path):
     assert np.array_equal(ours, theirs)
 
 
+OPENED = {
+    "zero": ("blocks.1.attn.hook_scores", Intervention.Zero()),
+    "scale": ("blocks.1.attn.hook_scores", Intervention.Scale(-0.5, heads=[0, 2], positions=-1)),
+    "add": ("blocks.1.attn.hook_pattern", Intervention.Add(0.1, positions="generated")),
+}
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_a_row_of_a_compiled_graph_gives_what_its_text_gives_alone(models, name, tmp_path):
+    """Where the mask is undone, padding is not read, in the prompts' call and in those after it."""
+    model, (ids, mask) = models("llama"), batch(3)
+    spec = HookSpec().intervene(*OPENED[name])
+    found = model.compile(spec, tmp_path / "out") / "model.onnx"
+    together = run_alone(found, feeds_of(model, ids, mask), tmp_path)
+    for row, real in enumerate(mask == 1):
+        alone = model.generate(ids[row, real], spec, max_new_tokens=NEW + 1, eos_token_id=[], output_logits=True)
+        for step, cache in enumerate(alone.steps):
+            assert np.abs(together[f"{step}/logits"][row, -1] - cache.output()[0, -1]).max() < 5e-5, (row, step)
+
+
 @pytest.mark.parametrize("name", ["blocks.1.hook_resid_post", "blocks.1.attn.hook_q", "blocks.2.attn.hook_pattern"])
 def test_a_replacement_without_limits_has_the_shape_of_what_it_replaces(shipped, name, tmp_path):
     """In a batch of texts and in every later step, though the constant has one entry for all of them."""

@@ -87,7 +87,8 @@ def run_with_hooks(
       functions at one hook point share during this call. `hook.positions` [batch, seq] has each column's position in
       its row's text, -1 for padding; `hook.rows` [batch] the rows' numbers, where a list runs in batches.
 
-    Rows of unequal length are padded on the left, and functions see the padding too.
+    Rows of unequal length are padded on the left, and functions see the padding too. What they leave there in
+    scores and patterns is not read: a text alone has no such keys.
 
     Functions written for TransformerLens get arrays instead of tensors, and some axes and meanings differ: `hook_q`,
     `hook_k` and `hook_v` are [batch, head, seq, head_dim] here and [batch, seq, head, head_dim] there; `mlp.hook_pre`
