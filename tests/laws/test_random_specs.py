@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_specs import Call, Edit, draw, points_of
+from random_specs import Call, Capture, Edit, Point, draw, points_of
 from rwkv_checkpoints import blinkdl
-from spec_reference import Reference, check, decoder, recurrent
+from spec_reference import Comparison, Reference, Text, batches_of, check, decoder, recurrent
 
 from mionnx import Intervention, MIModel
 from mionnx.spec.kinds import KINDS
 
 FAMILIES = ("llama", "gpt2", "gemma2", "rwkv7")
+OTHERS = ("qwen3", "mistral", "qwen2", "phi3", "olmo2", "gpt_neox", "rwkv6")
 MOST_REFUSED = 0.3  # of the specs: more, and the rest would say little
 Beside = tuple[MIModel, Reference]
 
@@ -31,8 +32,11 @@ def beside(models, checkpoint, rwkv) -> Callable[[str], Beside]:
 
     def find(family: str) -> Beside:
         if family not in made:
-            model = rwkv("7-pth") if family == "rwkv7" else models(family)
-            alike = recurrent(7, blinkdl(7), model) if family == "rwkv7" else decoder(checkpoint(family), model)
+            version = int(family.removeprefix("rwkv")) if "rwkv" in family else None
+            model = models(family) if version is None else rwkv(f"{version}-pth")
+            alike = (
+                decoder(checkpoint(family), model) if version is None else recurrent(version, blinkdl(version), model)
+            )
             made[family] = model, alike
         return made[family]
 
@@ -45,7 +49,7 @@ RANDOMS = st.integers(0, 2**32 - 1).map(Random)
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("family", [*FAMILIES, pytest.param("qwen3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)])
 def test_random_specs_agree_with_the_reference_or_are_refused(beside, family, count):
     model, reference = beside(family)
     refused: list[bool] = []
@@ -64,12 +68,13 @@ def test_random_specs_agree_with_the_reference_or_are_refused(beside, family, co
 
 
 def test_what_is_drawn_has_everything(beside):
-    """Kinds, limits, phases, ragged batches, caches, generations: a hundred seeds draw all of it."""
+    """Kinds, limits, phases, ragged batches, caches, generations: three hundred seeds draw all of it."""
     seen: dict[str, set[str]] = {}
     for family in ("llama", "rwkv7"):
         model, _ = beside(family)
-        seen[family] = {what for seed in range(100) for what in features(draw(model, Random(seed)))}
+        seen[family] = {what for seed in range(300) for what in features(draw(model, Random(seed)))}
     common = {"ragged", "cache", "generation", "prompts", "generated", "several", "before", "rows", "heads"}
+    assert {"mask undone beside padding", "mask undone in a generation", "own key cut"} <= seen["llama"]
     common |= {"order", "by row", "uneven", "negative", "reads", "in part"}
     assert common | {*KINDS} <= seen["llama"]
     assert common | {*KINDS} - {"knockout"} | {"state knockout", "state steering"} <= seen["rwkv7"]
@@ -89,12 +94,23 @@ def features(calls: list[Call]) -> set[str]:
         found |= {"state knockout" if state.scale is None else "state steering" for state in call.states}
         for edit in call.edits:
             found |= {edit.kind, *features_of(edit)}
+        if any(undoes_a_mask(edit) for edit in call.edits):
+            found |= {"mask undone in a generation"} if call.new else set()
+            found |= {"mask undone beside padding"} if not call.mask.all() else set()
     return found
+
+
+def undoes_a_mask(edit: Edit) -> bool:
+    """Whether queries may read keys behind it that are hidden before it."""
+    opening = {"scores": ("zero", "replace", "splice"), "pattern": ("add", "replace", "clamp", "splice")}
+    return edit.kind in opening.get(edit.point.short, ())
 
 
 def features_of(edit: Edit) -> set[str]:
     positions = edit.positions
-    found = {name for name in ("rows", "heads", "reads") if getattr(edit, name) is not None}
+    own = edit.kind == "knockout" and np.diagonal(edit.values[0], axis1=-2, axis2=-1)
+    found = {"own key cut"} if np.isneginf(own).any() else set()
+    found |= {name for name in ("rows", "heads", "reads") if getattr(edit, name) is not None}
     if positions == "generated":
         found.add("generated")
     if isinstance(positions, list):
@@ -137,3 +153,16 @@ def test_a_spec_that_mionnx_took_otherwise_is_found(beside, meant, agrees):
     outcome = check(model, reference, calls)
     assert outcome.refused is None
     assert outcome.agrees == agrees
+
+
+def test_a_difference_and_its_rounding_are_of_the_same_part():
+    """A capture of one position beside a larger number at another: rounding is measured at that position too."""
+    point = Point("x", ("batch", "seq", "hidden"), ("batch", "seq", 1))
+    texts, again = (Text({"x": point}, [], 0, values={"x": np.array([[one], [1000.0]])}) for one in (1.0, 1.001))
+    call = Call(np.array([[3, 4]]), np.ones((1, 2), int), logits=False, captures=[Capture(point, positions=(0,))])
+    (batch,), compared = batches_of([call]), []
+    for text in (texts, again):
+        compared.append(Comparison([text]))
+        compared[-1].cache({"x": np.array([[[1.002]]])}, batch, [[0, 1]], [[0, 1]])
+    assert np.isclose(compared[0].apart()[0], 2e-3)
+    assert np.isclose(compared[0].rounded(compared[1], 0), 1e-3)
