@@ -54,10 +54,18 @@ def manifest_of(
             "axes": {name: list(site.axes) for name, site in graph.sites.items()},
             "layers": [_layer(name) for name in graph.patterns],
             "windows": _windows(model),
+            "leads": _leads(model, graph),
             "past": _past(model),
             "check": check,
         },
     }
+
+
+def _leads(model: HookedModel, graph: PlaygroundGraph) -> dict[str, list[str]]:
+    """Hook point -> those that its value flows into with none between, and "logits"."""
+    sites = frozenset(graph.sites)
+    reached = {name: model.influence.of(name, sites - {name}).arrives for name in graph.sites}
+    return {name: sorted(found & (sites | {"logits"})) for name, found in reached.items()}
 
 
 def _windows(model: HookedModel) -> dict[str, int]:
