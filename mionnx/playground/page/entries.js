@@ -53,6 +53,9 @@ function point(entry) {
   return named ? named(at) : entry.hook;
 }
 
+// A hook point in words.
+export function pointInWords(hook) { return hook === "hook_embed" ? "the embedding" : point({ hook }); }
+
 function where(entry) {
   if (!entry.positions) return "";
   if (entry.positions === "prompt") return " in the prompt";
