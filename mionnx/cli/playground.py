@@ -64,8 +64,12 @@ def playground(
 
 def _say(folder: Path, as_json: bool) -> None:
     files = [path for path in folder.rglob("*") if path.is_file()]
-    size = sum(path.stat().st_size for path in files)
+    size, manifest = sum(path.stat().st_size for path in files), json.loads((folder / "manifest.json").read_text())
+    download, bits, asked = manifest["download"], manifest["model"]["bits"], manifest["model"]["source"]["dtype"]
     if as_json:
-        typer.echo(json.dumps({"folder": str(folder), "bytes": size, "files": len(files)}, indent=1))
+        facts = {"folder": str(folder), "bytes": size, "files": len(files), "download": download, "bits": bits}
+        typer.echo(json.dumps(facts, indent=1))
         return
-    typer.echo(f"{folder}: {len(files)} files, {size / 2**20:.1f} MiB")
+    held = f", {' and '.join(map(str, bits))}-bit weights" if bits else ""
+    kept = f" ({asked} was asked for: blocks of the model's own file are kept)" if asked == "int8" and 4 in bits else ""
+    typer.echo(f"{folder}: {download / 1e6:.1f} MB to download{held}{kept}; {len(files)} files, {size / 1e6:.1f} MB")

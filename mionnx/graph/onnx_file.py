@@ -56,12 +56,13 @@ def properties(proto: onnx.ModelProto) -> dict[str, str]:
 
 
 def locations(proto: onnx.ModelProto) -> dict[str, int]:
-    """The weight files that a graph reads, and how many bytes of each."""
-    sizes: dict[str, int] = {}
-    for tensor in proto.graph.initializer:
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            entry = {item.key: item.value for item in tensor.external_data}
-            sizes[entry["location"]] = sizes.get(entry["location"], 0) + int(entry["length"])
+    """The weight files that a graph reads, and how many bytes of each; bytes that two tensors share count once."""
+    external = [one for one in proto.graph.initializer if one.data_location == onnx.TensorProto.EXTERNAL]
+    entries = [{item.key: item.value for item in one.external_data} for one in external]
+    parts = {(entry["location"], entry.get("offset", "0"), int(entry["length"])) for entry in entries}
+    sizes = dict.fromkeys((entry["location"] for entry in entries), 0)
+    for location, _, length in parts:
+        sizes[location] += length
     return sizes
 
 

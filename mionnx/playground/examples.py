@@ -7,6 +7,7 @@ a number of tokens. Interventions are entries of a spec's file with a "value", s
 """
 
 import json
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def read_examples(path: str | Path | None, model: MIModel, graph: PlaygroundGrap
         _check_fields(where, example)
         _check_texts(where, example, model)
         for entry in example.get("interventions", []):
-            _check_entry(f"{where} ({example['name']!r})", entry, graph)
+            _check_entry(f"{where} ({example['name']!r})", entry, graph, model.hooked.order)
     return found
 
 
@@ -78,7 +79,7 @@ def _check_texts(where: str, example: dict[str, Any], model: MIModel) -> None:
                 raise InputError(f"{where}: {name} has {len(ids)} tokens, and the model is made for {longest}")
 
 
-def _check_entry(where: str, entry: Any, graph: PlaygroundGraph) -> None:
+def _check_entry(where: str, entry: Any, graph: PlaygroundGraph, names: Iterable[str]) -> None:
     if not isinstance(entry, dict) or not isinstance(entry.get("hook"), str) or "kind" not in entry:
         raise InputError(f'{where}: an intervention needs "hook" and "kind", got {entry!r:.80}')
     for name in entry.keys() - {*ENTRY}:
@@ -86,6 +87,9 @@ def _check_entry(where: str, entry: Any, graph: PlaygroundGraph) -> None:
     sites = [name for name in graph.sites if fnmatchcase(name, entry["hook"])]
     if not sites:
         raise InputError(f"{where}: nothing to change at {entry['hook']!r}{nearest(entry['hook'], graph.sites)}")
+    other = [name for name in names if fnmatchcase(name, entry["hook"]) and name not in graph.sites]
+    if other:
+        raise InputError(f"{where}: {entry['hook']!r} means {other[0]} too, which the page cannot change (hooks=)")
     for name in sites:
         if entry["kind"] not in graph.sites[name].kinds:
             raise InputError(f"{where}: {entry['kind']!r} at {name}; there are {', '.join(graph.sites[name].kinds)}")

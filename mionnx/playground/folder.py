@@ -13,6 +13,7 @@ from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import bars
 from mionnx.machine.typed import typed
 from mionnx.model import MIModel
+from mionnx.playground.chat import chat_of
 from mionnx.playground.examples import read_examples
 from mionnx.playground.graph import PlaygroundGraph, build_graph
 from mionnx.playground.manifest import file_facts, manifest_of
@@ -26,17 +27,21 @@ ENGINE, PAGE, WORKER = HERE / "engine", HERE / "page", HERE / "sw.js"
 MANIFEST, EXAMPLES, SPEC = "manifest.json", "examples.json", "spec.safetensors"
 FLOATS = "model-floats.onnx"  # the graph that unpacks weights in blocks
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+RUNTIME = "vendor/onnxruntime-web/ort-wasm-simd-threaded.wasm.gz"
 PART = 24 * 2**20  # bytes of a file: some hosts take 25 MB, GitHub 100
 LARGEST = 2**31  # bytes of weights that a page can hold beside itself in 4 GiB of WASM
 
 
 def lessons(model: MIModel) -> Path | None:
     """The prepared examples of a shipped model; None of any other, or if it has none."""
-    for name, folder in shipped_models().items():
-        path = HERE / "examples" / f"{name}.json"
-        if model.hooked.folder.resolve() == folder.resolve() and path.exists():
-            return path
-    return None
+    path = HERE / "examples" / f"{_shipped(model)}.json"
+    return path if path.exists() else None
+
+
+def _shipped(model: MIModel) -> str | None:
+    """The name of a shipped model; None of any other."""
+    here = model.hooked.folder.resolve()
+    return next((name for name, folder in shipped_models().items() if folder.resolve() == here), None)
 
 
 @typed()
@@ -112,13 +117,25 @@ def _write(
     if spec.interventions:
         spec.save(str(at / SPEC))
     (at / EXAMPLES).write_text(json.dumps(examples, ensure_ascii=False, indent=1))
-    manifest = manifest_of(model.hooked, graph, spec, title, reference(model, graph))
+    shipped = _shipped(model)
+    opened_as = model._source if shipped is None else (shipped, None)
+    manifest = manifest_of(model.hooked, graph, spec, title, reference(model, graph), opened_as, chat_of(model))
     if graph.floats is not None:
         manifest["engine"]["floats"] = {"graph": f"model/{FLOATS}", "bytes": graph.floats_bytes}
     manifest["engine"] |= {"weights": weights, "unpacked": {f"vendor/{name}": sha for name, sha in vendored.items()}}
     written = sorted(path for path in at.rglob("*") if path.is_file() and not path.name.startswith("."))
     manifest["files"] = {path.relative_to(at).as_posix(): file_facts(path) for path in written}
+    manifest["download"] = sum(manifest["files"][name]["bytes"] for name in _downloaded(manifest))
     (at / MANIFEST).write_text(json.dumps(manifest, ensure_ascii=False, indent=1))
+
+
+def _downloaded(manifest: dict[str, Any]) -> list[str]:
+    """The files that the engine fetches: runtime, tokenizer, graph, weights; see `Core.load` of engine/core.js."""
+    engine, files = manifest["engine"], manifest["files"]
+    graph = engine["floats"]["graph"] if "floats" in engine else f"model/{GRAPH}"
+    parts = [part for weights in engine["weights"] for part in weights["parts"]]
+    spec = [SPEC] if SPEC in files else []
+    return [RUNTIME, *(f"model/{name}" for name in TOKENIZER), *spec, graph, *parts]
 
 
 def _write_model(at: Path, model: MIModel, graph: PlaygroundGraph) -> list[dict[str, Any]]:

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-
 from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import HookError, InterventionError, ModelError, nearest
 from mionnx.graph import onnx_file
 from mionnx.graph.builder import to_proto
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.packed_weight import attributes
 from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.rewrite.lens_rows import lens_rows
 from mionnx.rewrite.plan import CaptureNode, Edit, Plan
@@ -35,6 +35,7 @@ OFFERED = ("Embed", "ResidPre", "AttnScores", "AttnZ", "AttnOut", "ResidMid", "M
 AFFINE = ("add", "replace", "scale", "zero")
 MASK = ("add", "knockout")  # kinds at scores
 EXTRA = ("clamp", "project_out")
+BLOCKS = ("MatMulNBits", "GatherBlockQuantized")
 AT_ROWS = ("FinalNorm", "Logits")  # behind the rows that the head reads
 
 
@@ -66,6 +67,7 @@ class PlaygroundGraph:
         streams: residual streams that the head can read, the last layer's last.
         floats: of weights in blocks, the graph that unpacks them when it is opened; else None.
         floats_bytes: the memory that these take then.
+        bits: of the weights in blocks, each number of bits once; a file's own blocks keep theirs, whatever is asked.
     """
 
     model: bytes
@@ -75,6 +77,7 @@ class PlaygroundGraph:
     streams: Sequence[str]
     floats: bytes | None = None
     floats_bytes: int = 0
+    bits: Sequence[int] = ()
 
 
 def build_graph(model: HookedModel, spec: HookSpec, hooks: Sequence[str] = ()) -> PlaygroundGraph:
@@ -103,7 +106,9 @@ def build_graph(model: HookedModel, spec: HookSpec, hooks: Sequence[str] = ()) -
     proto = to_proto(graph, model.proto, {})
     unpacked, size = products_in_floats(proto)
     floats = (unpacked.SerializeToString(), size) if size else (None, 0)
-    return PlaygroundGraph(proto.SerializeToString(), onnx_file.locations(proto), sites, patterns, streams, *floats)
+    bits = sorted({attributes(node).get("bits", 4) for node in proto.graph.node if node.op_type in BLOCKS})
+    files = onnx_file.locations(proto)
+    return PlaygroundGraph(proto.SerializeToString(), files, sites, patterns, streams, *floats, bits)
 
 
 def _refuse_model(model: HookedModel) -> None:

@@ -14,7 +14,13 @@ FORMAT = 1
 
 
 def manifest_of(
-    model: HookedModel, graph: PlaygroundGraph, spec: HookSpec, title: str, check: dict[str, Any]
+    model: HookedModel,
+    graph: PlaygroundGraph,
+    spec: HookSpec,
+    title: str,
+    check: dict[str, Any],
+    opened_as: tuple[str, str | None] | None = None,
+    chat: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """The manifest, its files left out.
 
@@ -23,6 +29,8 @@ def manifest_of(
         spec: interventions that the page offers.
         title: of the page.
         check: see `mionnx.playground.reference`.
+        opened_as: name and dtype that `from_pretrained` opens the model by; its folder if left out.
+        chat: what the model's chat template puts before and after a message.
     """
     sizes = model.metadata.sizes
     return {
@@ -31,7 +39,10 @@ def manifest_of(
         "model": {
             "name": model.name,
             "family": model.metadata.family,
+            "chat": chat,
+            "source": dict(zip(("name", "dtype"), opened_as or (str(model.folder), None), strict=True)),
             "weights": model.metadata.weight_dtype,
+            "bits": list(graph.bits),
             "bytes": sum(graph.weights.values()),
             "layers": sizes.num_layers,
             "heads": sizes.num_heads,
@@ -54,10 +65,18 @@ def manifest_of(
             "axes": {name: list(site.axes) for name, site in graph.sites.items()},
             "layers": [_layer(name) for name in graph.patterns],
             "windows": _windows(model),
+            "leads": _leads(model, graph),
             "past": _past(model),
             "check": check,
         },
     }
+
+
+def _leads(model: HookedModel, graph: PlaygroundGraph) -> dict[str, list[str]]:
+    """Hook point -> those that its value flows into with none between, and "logits"."""
+    sites = frozenset(graph.sites)
+    reached = {name: model.influence.of(name, sites - {name}).arrives for name in graph.sites}
+    return {name: sorted(found & (sites | {"logits"})) for name, found in reached.items()}
 
 
 def _windows(model: HookedModel) -> dict[str, int]:

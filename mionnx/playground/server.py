@@ -1,10 +1,26 @@
-"""A file server on this machine alone, whose headers let a page use several threads."""
+"""A file server on this machine alone, whose headers let a page use several threads.
 
+1. It answers requests for its own name alone, 127.0.0.1 or localhost and its port: a page elsewhere whose name is led
+   here gets 421, and cannot read the folder.
+2. It gives regular files of the folder by their plain paths. No link is followed, no folder is listed, no name that
+   begins with a dot is served. What else is asked for is a 404.
+3. It has so many threads and no more; a connection that says nothing is closed.
+"""
+
+import os
 import webbrowser
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http import HTTPStatus
+from http.client import HTTP_PORT
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from io import BufferedIOBase
+from itertools import accumulate
+from mimetypes import guess_type
 from pathlib import Path
+from shutil import copyfileobj
+from threading import BoundedSemaphore
 from typing import Any
+from urllib.parse import unquote
 
 from mionnx.errors import ModelError
 
@@ -14,22 +30,72 @@ ISOLATING = {
     "Cross-Origin-Embedder-Policy": "require-corp",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+ALWAYS = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
+KINDS = {".js": "text/javascript", ".mjs": "text/javascript", ".wasm": "application/wasm", ".json": "application/json"}
+OWN = ("localhost", "127.0.0.1")
+UNKNOWN = "application/octet-stream"
+PAGE, FORBIDDEN = "/index.html", frozenset("\0\\:")
+FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+THREADS = 32
+SECONDS = 20  # that a connection may be silent
 
 
-class _Files(SimpleHTTPRequestHandler):
+class _Files(BaseHTTPRequestHandler):
     """Files of a folder."""
 
-    extensions_map = {  # noqa: RUF012
-        **SimpleHTTPRequestHandler.extensions_map,
-        ".js": "text/javascript",
-        ".mjs": "text/javascript",
-        ".wasm": "application/wasm",
-        ".gz": "application/octet-stream",
-    }
-    headers_added: dict[str, str] = ISOLATING
+    timeout = SECONDS
+    server: "_Server"
+
+    def __init__(self, *given: Any, folder: Path, isolated: bool) -> None:
+        self.folder, self.added = folder, ISOLATING if isolated else {}
+        super().__init__(*given)
+
+    def do_GET(self) -> None:
+        """Send a file."""
+        self._answer(True)
+
+    def do_HEAD(self) -> None:
+        """Say how long a file is."""
+        self._answer(False)
+
+    def _answer(self, whole: bool) -> None:
+        if [name.lower() for name in self.headers.get_all("Host", [])] not in self.server.names:
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
+            return
+        try:
+            path = self._path()
+            opened = os.open(path, FLAGS)
+        except OSError:  # not there, not readable, no name
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return
+        with os.fdopen(opened, "rb") as file:
+            self._send(file, path.suffix, whole)
+
+    def _path(self) -> Path:
+        """The regular file that a request's path names.
+
+        Raises:
+            OSError: it names none.
+        """
+        where = unquote(self.path.partition("?")[0].partition("#")[0])
+        parts = (PAGE if where == "/" else where).split("/")
+        if parts.pop(0) or any(not part or part[0] == "." or {*part} & FORBIDDEN for part in parts):
+            raise FileNotFoundError(where)
+        paths = [*accumulate(parts, Path.__truediv__, initial=self.folder)][1:]
+        if any(path.is_symlink() for path in paths) or not paths[-1].is_file():
+            raise FileNotFoundError(where)
+        return paths[-1]
+
+    def _send(self, file: BufferedIOBase, suffix: str, whole: bool) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", KINDS.get(suffix) or guess_type(f"a{suffix}")[0] or UNKNOWN)
+        self.send_header("Content-Length", str(os.fstat(file.fileno()).st_size))
+        self.end_headers()
+        if whole:
+            copyfileobj(file, self.wfile)
 
     def end_headers(self) -> None:
-        for name, value in {**self.headers_added, "Cache-Control": "no-cache"}.items():
+        for name, value in {**self.added, **ALWAYS}.items():
             self.send_header(name, value)
         super().end_headers()
 
@@ -37,17 +103,36 @@ class _Files(SimpleHTTPRequestHandler):
         """Print nothing."""
 
 
-class _Plain(_Files):
-    """Without the headers, as most file servers are."""
-
-    headers_added: dict[str, str] = {}  # noqa: RUF012
-
-
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    block_on_close = False
+    request_queue_size = THREADS
+
+    def __init__(self, *given: Any) -> None:
+        self._free = BoundedSemaphore(THREADS)
+        super().__init__(*given)
+        port = self.server_address[1]
+        self.names = [[f"{name}:{port}"] for name in OWN] + [[name] for name in OWN if port == HTTP_PORT]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._free.acquire()  # the next connection waits until a thread is free
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that breaks is its client's matter."""
 
 
-def serve(folder: str | Path, port: int = 0, *, isolated: bool = True) -> ThreadingHTTPServer:
+def serve(folder: str | Path, port: int = 0, *, isolated: bool = True) -> HTTPServer:
     """Open a server of a folder on localhost; `serve_forever` runs it.
 
     Args:
@@ -65,13 +150,14 @@ def serve(folder: str | Path, port: int = 0, *, isolated: bool = True) -> Thread
     """
     if not (Path(folder) / "manifest.json").is_file():
         raise ModelError(f"{folder} is no playground: it has no manifest.json")
+    handler = partial(_Files, folder=Path(folder).resolve(), isolated=isolated)
     try:
-        return _Server(("127.0.0.1", port), partial(_Files if isolated else _Plain, directory=str(folder)))
+        return _Server(("127.0.0.1", port), handler)
     except (OSError, OverflowError) as error:
         raise ModelError(f"cannot serve {folder} on port {port}: {error}") from error
 
 
-def run(server: ThreadingHTTPServer, *, browser: bool) -> None:
+def run(server: HTTPServer, *, browser: bool) -> None:
     """Serve until the user interrupts.
 
     Args:

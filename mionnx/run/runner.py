@@ -74,6 +74,7 @@ class Runner:
         self.variants = GraphPool(self.hooked, self.options)
         self.binder = Binder(self.hooked)
         self._opened: Once[Any, Any] = Once()
+        self._source: tuple[str, str | None] | None = None  # what `from_pretrained` was asked for, and the dtype
         self.idle = idle_memory.IdleMemory()
 
     @classmethod
@@ -146,7 +147,9 @@ class Runner:
         model_dtype.refuse_other(hooked, dtype)
         warn_of_dynamic_rounding(hooked)
         accuracy.warn_of_slow_blocks(hooked, options)
-        return cls(hooked, options)
+        made = cls(hooked, options)
+        made._source = str(source), None if isinstance(dtype, model_dtype.Unsaid) else dtype
+        return made
 
     @property
     def num_layers(self) -> int:

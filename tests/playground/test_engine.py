@@ -381,7 +381,7 @@ def test_a_mask_of_a_file_is_the_edges_that_it_cuts(lab: Page, shipped: MIModel)
     mask = create_knockout_mask(KnockoutSpec().edge(4, 3).edge(2, 0), shipped.num_heads, 5)
     found = lab.evaluate(
         """async ([cells, count]) => {
-          const { edits, inputs } = await import("./engine/interventions.js");
+          const { edits } = await import("./engine/interventions.js"), { inputs } = await import("./engine/feeds.js");
           const hook = "blocks.2.attn.hook_scores", data = Float32Array.from(cells, (cell) => (cell ? -Infinity : 0));
           const given = (heads, value, call) => {
             const [edit] = edits([{ hook, kind: "knockout", heads, value: { edges: [] } }], lab.manifest);
@@ -390,8 +390,8 @@ def test_a_mask_of_a_file_is_the_edges_that_it_cuts(lab: Page, shipped: MIModel)
           const dense = { shape: [1, count, 5, 5], data }, two = { shape: [1, 2, 5, 5], data: data.slice(0, 50) };
           const edges = { edges: [[4, 3], [2, 0]] };
           const calls = [
-            { start: 0, count: 5, prompt: 5, generating: false },
-            { start: 5, count: 1, prompt: 5, generating: true },
+            { start: 0, count: 5, prompt: 5, length: 5, generating: false },
+            { start: 5, count: 1, prompt: 5, length: 8, generating: true },
           ];
           return calls.map((call) => [
             [given(null, dense, call), given(null, edges, call)],

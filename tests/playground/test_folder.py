@@ -6,18 +6,16 @@ import gzip
 import hashlib
 import json
 import shutil
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.request import urlopen
 
 import pytest
 from command_line import succeeded
 
 from mionnx import HookSpec, InputError, Intervention, MIModel, ModelError
 from mionnx.errors import HookError, InterventionError, MIError, RuntimeMissingError
-from mionnx.playground import npm_files, playground, serve
+from mionnx.playground import npm_files, playground
 from mionnx.playground.graph import build_graph
 
 if TYPE_CHECKING:
@@ -207,21 +205,3 @@ def test_a_second_visit_needs_no_network_and_a_plain_server_gets_threads(
     assert page.evaluate("seen.filter((step) => step.total > 0 && step.cached).length") > 3
     assert page.evaluate(NEXT) == " Paris"
     context.close()
-
-
-def test_the_server_is_of_this_machine_alone_and_isolates_its_pages(playground_folder: Path, tmp_path: Path):
-    server = serve(playground_folder)
-    host, port = server.server_address[:2]
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    assert host == "127.0.0.1"
-    for name, kind in (("engine/core.js", "text/javascript"), ("manifest.json", "application/json")):
-        with urlopen(f"http://localhost:{port}/{name}") as found:
-            assert found.headers["Content-Type"].split(";")[0] == kind
-            assert found.headers["Cross-Origin-Opener-Policy"] == "same-origin"
-            assert found.headers["Cross-Origin-Embedder-Policy"] == "require-corp"
-    with pytest.raises(ModelError, match="cannot serve"):
-        serve(playground_folder, port)
-    server.shutdown()
-    server.server_close()
-    with pytest.raises(ModelError, match="no playground"):
-        serve(tmp_path)

@@ -1,7 +1,8 @@
 // The engine itself, in a worker: opens a playground's folder, runs the model, looks inside and changes it.
 import { PlaygroundError, told, WITHOUT_FLOATS } from "./errors.js";
 import { Files } from "./files.js";
-import { edits, inputs, needed, stored, valueOf } from "./interventions.js";
+import { inputs, stored } from "./feeds.js";
+import { edits, needed, valueOf } from "./interventions.js";
 import { largest, probabilities, random } from "./numbers.js";
 import { hasGpu, hasMemory, loadRuntime, openSession, refuseWithoutWasm, runSession, runtimeFiles } from "./session.js";
 import { readTensors, specBytes } from "./spec_file.js";
@@ -146,14 +147,14 @@ export class Core {
     return Object.fromEntries(hooks.map((hook) => [hook, { shape: [...found[hook].dims], data: Float32Array.from(found[hook].data) }]));
   }
 
-  // One pass: {rows, whole, k, tracked} as the graph's inputs; past: {start, prompt, feeds} of a generation.
+  // One pass: {rows, whole, k, tracked} as the graph's inputs; past: {start, prompt, length, feeds} of a generation.
   async pass(tokens, { all, values }, { rows, whole, k = 1, tracked = [] }, fetches = [], past = null) {
     const start = past?.start ?? 0, count = tokens.length;
-    const call = { start, count, prompt: past?.prompt ?? count, generating: Boolean(past) };
+    const call = { start, count, prompt: past?.prompt ?? count, length: past?.length ?? count, generating: Boolean(past) };
     const whole64 = (numbers) => ({ type: "int64", dims: [numbers.length], data: BigInt64Array.from(numbers, BigInt) });
     const row64 = (numbers) => ({ ...whole64(numbers), dims: [1, numbers.length] });
     const feeds = {
-      ...inputs(all, values, this.manifest, call, this.manifest.engine.windows),
+      ...inputs(all, values, this.manifest, call),
       input_ids: row64(tokens),
       attention_mask: row64(Array(start + count).fill(1)),
       position_ids: row64(Array.from({ length: count }, (_, i) => start + i)),
@@ -225,8 +226,9 @@ export class Core {
     this.tokens.check(tokens, this.manifest.model.context);
     const prepared = await this.prepared(interventions), next = random(seed), { context, end_tokens: ends } = this.manifest.model;
     const ids = [], outputs = this.manifest.engine.past.map(({ output }) => output);
-    let past = { start: 0, prompt: tokens.length, feeds: null }, given = tokens, stopped = "count";
-    while (ids.length < count && (!context || tokens.length + ids.length < context)) {
+    const most = Math.min(count, (context ?? Infinity) - tokens.length), length = tokens.length + Math.max(most, 1) - 1; // the last token is not read
+    let past = { start: 0, prompt: tokens.length, length, feeds: null }, given = tokens, stopped = "count";
+    while (ids.length < most) {
       if (aborted()) { stopped = "aborted"; break; }
       const rows = [this.lastRow(given.length)];
       const found = await this.pass(given, prepared, { rows, whole: [0] }, outputs, past);
@@ -235,7 +237,7 @@ export class Core {
       ids.push(id);
       onToken({ id, text: this.continuation(tokens, ids), index: ids.length - 1 });
       const feeds = Object.fromEntries(this.manifest.engine.past.map(({ input, output }) => [input, { dims: found[output].dims, data: found[output].data }]));
-      past = { start: past.start + given.length, prompt: tokens.length, feeds };
+      past = { ...past, start: past.start + given.length, feeds };
       given = [id];
       await new Promise((done) => setTimeout(done)); // let a message to abort come in
     }
@@ -248,25 +250,31 @@ export class Core {
     return both.startsWith(before) ? both.slice(before.length) : this.tokens.decode(ids);
   }
 
-  // For every entry null, or why it cannot apply.
+  // For every entry null, or why it cannot apply: by itself, or, where it is on, together with the others that are.
   async check({ interventions, tokens = null }) {
-    const found = [];
-    for (const entry of interventions) {
+    const found = interventions.map(() => null), count = tokens?.length;
+    const tried = async (entries) => {
+      const { all, values } = await this.prepared(entries), generating = entries.some((entry) => entry?.positions === "generated");
+      if (tokens) inputs(all, values, this.manifest, { start: 0, count, prompt: count, length: count + generating, generating });
+    };
+    const together = () => interventions.filter((entry, i) => entry?.on !== false && !found[i]);
+    for (const [i, entry] of interventions.entries()) found[i] = await tried([{ ...entry, on: true }]).then(() => null, (error) => told(error, "checking").message);
+    for (let wrong = -1; ; ) {
       try {
-        const prepared = await this.prepared([{ ...entry, on: true }]);
-        if (tokens) inputs(prepared.all, prepared.values, this.manifest, { start: 0, count: tokens.length, prompt: tokens.length, generating: entry?.positions === "generated" }, this.manifest.engine.windows);
-        found.push(null);
+        await tried(together());
+        return found;
       } catch (error) {
-        found.push(told(error, "checking").message);
+        wrong = interventions.indexOf(error.entry);
+        if (wrong < 0) throw error;
+        found[wrong] = error.message;
       }
     }
-    return found;
   }
 
   async exportSpec({ interventions, tokens }) {
     const { all, values } = await this.prepared(interventions), entries = [], tensors = {};
     all.forEach((edit, n) => {
-      const [entry, parts] = stored(edit, values[n], tokens.length, this.manifest.model.heads);
+      const [entry, parts] = stored(edit, values[n], tokens.length);
       entries.push(entry);
       for (const [name, tensor] of Object.entries(parts)) tensors[`interventions.${n}.${name}`] = tensor;
     });

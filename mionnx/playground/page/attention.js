@@ -8,19 +8,44 @@ import { addEntry, answers, change, removeEntries, shownInside, state } from "./
 
 export const title = "Attention";
 const LARGE = 48; // tokens that the large pattern shows: the last ones
-let small, large, named, note, deeds;
+let small, large, named, said, note, deeds;
 
 export function build(box) {
   small = element("table", { class: "grid small" });
   large = element("table", { class: "grid large" });
   named = element("h3", { id: "which-head", "aria-live": "polite" });
   note = element("p", { class: "faint small" });
+  said = element("p", { class: "small", id: "strongest" });
   deeds = element("div", { class: "bar deeds" }, button("Zero this head", () => addEntry(zero(part(state.layer, state.head)))),
     button("Scale this head", () => addEntry(scale(part(state.layer, state.head)))));
   box.replaceChildren(
-    element("p", { class: "faint small" }, "Rows are queries, columns keys: a row is what its token reads, and adds up to 100 %. Press a small pattern to see it large; press one of its cells to cut that edge."),
-    element("div", { class: "attention" }, element("div", { class: "main" }, named, element("div", { class: "scroll" }, large), note, deeds),
+    element("p", { class: "faint small" }, "Rows are queries, columns keys: a row is what its token reads, and adds up to 100 %. Press a small pattern to see it large."),
+    element("div", { class: "attention" }, element("div", { class: "main" }, named, said, element("div", { class: "scroll" }, large), note, deeds),
       element("div", { class: "all" }, element("h3", {}, "All heads"), element("div", { class: "scroll tall" }, small))));
+}
+
+// The head whose last token reads another one most, its own and the first left out: [layer, head].
+function telling(shown, layers, heads, size) {
+  let best = [layers[0], 0], most = -1;
+  for (const layer of layers) {
+    for (let head = 0; head < heads; head++) {
+      const start = (head * size + size - 1) * size, row = shown.patterns[layer].subarray(start + 1, start + size - 1), weight = Math.max(0, ...row);
+      if (weight > most) [best, most] = [[layer, head], weight];
+    }
+  }
+  return best;
+}
+
+// What a head does here, in a word: the mean weight of one kind of edge is above a half.
+function role(shown, layer, head, size) {
+  const ids = answers.tokens, sums = { "previous token": [0, 0], induction: [0, 0] };
+  for (let query = 1; query < size; query++) {
+    const row = (key) => shown.patterns[layer][(head * size + query) * size + key], before = ids.lastIndexOf(ids[query], query - 1);
+    sums["previous token"][0] += row(query - 1);
+    sums["previous token"][1]++;
+    if (before >= 0 && before + 1 < query) { sums.induction[0] += row(before + 1); sums.induction[1]++; }
+  }
+  return Object.keys(sums).find((name) => sums[name][1] && sums[name][0] / sums[name][1] > 0.5) ?? "";
 }
 
 export function draw() {
@@ -29,11 +54,12 @@ export function draw() {
   const size = answers.tokens.length, heads = shown.patterns[layers[0]].length / (size * size);
   if (!layers.includes(state.layer)) state.layer = layers[0];
   state.head = Math.min(state.head, heads - 1);
+  if (!state.picked) [state.layer, state.head] = telling(shown, layers, heads, size);
   fillGrid(small, {
     label: "Attention of all heads: layers down, heads across", corner: "layer", rows: layers.map(String), columns: Array.from({ length: heads }, (_, head) => String(head)),
     cell: (r, head) => thumbnail(shown, layers[r], head, size),
-    pick: (r, head) => { change({ layer: layers[r], head }); focusCell(small, r, head); },
-    tell: (r, head) => `layer ${layers[r]}, head ${head}`, here: small.last ? undefined : [layers.indexOf(state.layer), state.head],
+    pick: (r, head) => { change({ layer: layers[r], head, picked: true }); focusCell(small, r, head); },
+    tell: (r, head) => [`layer ${layers[r]}, head ${head}`, role(shown, layers[r], head, size)].filter(Boolean).join("\n"), here: small.last ? undefined : [layers.indexOf(state.layer), state.head],
   });
   small.style.setProperty("--heads", heads);
   pattern(shown, size);
@@ -69,14 +95,16 @@ function ink(name) {
 function pattern(shown, size) {
   const { layer, head } = state, first = Math.max(0, size - LARGE), names = answers.tokens.slice(first).map((id) => visible(tokenText(id)).trim());
   const weight = (q, k) => shown.patterns[layer][(head * size + q + first) * size + k + first];
-  named.textContent = `Layer ${layer}, head ${head}`;
+  const last = names.map((_, k) => weight(names.length - 1, k)), strongest = last.indexOf(Math.max(...last)), kind = role(shown, layer, head, size);
+  named.textContent = `Layer ${layer}, head ${head}` + (kind ? ` · ${kind}` : "");
+  said.textContent = `The last token reads ${place(strongest + first)} most, with ${percent(last[strongest])}. Press any cell to cut its edge.`;
   note.textContent = first ? `The last ${LARGE} of ${size} tokens.` : "";
   fillGrid(large, {
     label: `Attention pattern of layer ${layer}, head ${head}`, corner: "", kind: "token", rows: names, columns: names,
-    here: large.last ? undefined : [names.length - 1, 0], pick: (q, k, cell) => menu(q + first, k + first, weight(q, k), cell),
-    cell: (q, k) => k > q ? null : { text: size <= 16 ? (100 * weight(q, k)).toFixed(0) : "", share: weight(q, k), mark: isCut(q + first, k + first) ? "cut" : "",
+    here: large.last ? undefined : [names.length - 1, strongest], pick: (q, k, cell) => menu(q + first, k + first, weight(q, k), cell),
+    cell: (q, k) => k > q ? null : { text: size <= 16 ? (100 * weight(q, k)).toFixed(0) : "", share: weight(q, k), mark: isCut(q + first, k + first) ? "cut" : q === names.length - 1 && k === strongest ? "strongest" : "",
       name: `${place(q + first)} reads ${place(k + first)}: ${percent(weight(q, k))}` + (isCut(q + first, k + first) ? ", cut" : "") },
-    tell: (q, k) => `${place(q + first)}\nreads ${place(k + first)}: ${percent(weight(q, k))}`,
+    tell: (q, k) => `${place(q + first)}\nreads ${place(k + first)}: ${percent(weight(q, k))}\n` + (isCut(q + first, k + first) ? "cut: press to restore it" : "press to cut it"),
   });
   large.classList.toggle("dense", size > 16);
   large.closest(".attention").classList.toggle("wide", size > 16);

@@ -53,6 +53,9 @@ function point(entry) {
   return named ? named(at) : entry.hook;
 }
 
+// A hook point in words.
+export function pointInWords(hook) { return hook === "hook_embed" ? "the embedding" : point({ hook }); }
+
 function where(entry) {
   if (!entry.positions) return "";
   if (entry.positions === "prompt") return " in the prompt";
@@ -68,7 +71,7 @@ export function describe(entry) {
     return `Cut ${edges} in ${at}, ` + (entry.heads ? list(entry.heads, "head", "heads") : "all heads");
   }
   const verb = steps[entry.kind] || entry.kind, target = point(entry) + where(entry), value = entry.value;
-  if (entry.kind === "replace" && value?.from === "prompt") return `Patch ${target} from “${value.text}”, position ${value.positions.join(", ")}`;
+  if (entry.kind === "replace" && value?.from === "prompt") return `Patch ${target} from “${value.text}”` + (value.positions ? `, position ${value.positions.join(", ")}` : "");
   if (entry.kind === "add" && value?.from === "contrast") {
     return `Steer ${target} towards “${value.more.join(" / ")}”` + (value.less.length ? `, away from “${value.less.join(" / ")}”` : "");
   }

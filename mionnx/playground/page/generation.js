@@ -1,6 +1,7 @@
 // Continues the prompt token by token, without and with the interventions, and stops when asked.
 import { element, find, notice, sentence } from "./dom.js";
 import { theEngine } from "./runs.js";
+import { typed } from "./starts.js";
 import { answers, change, inForce, state } from "./state.js";
 
 let stopping = null, estimated = false;
@@ -25,6 +26,7 @@ export function clearTexts() {
   stopping?.abort();
   find("texts").hidden ||= !find("auto").checked;
   find("texts").classList.add("old");
+  find("strip-text").textContent = "";
 }
 
 // All else is shown: texts follow where the reader wants them at every change, and at first where the model is fast.
@@ -37,12 +39,13 @@ export function follow() {
 
 async function generate() {
   stopping?.abort();
-  const mine = stopping = new AbortController(), interventions = inForce();
+  const mine = stopping = new AbortController(), interventions = inForce(), asked = typed(state.prompt);
   const lines = [["before", []], ...(interventions.length ? [["after", interventions]] : [])];
-  const said = lines.map(([kind]) => element("div", { class: "said " + kind }, element("span", { class: "faint" }, state.prompt.length > 160 ? "… " + state.prompt.slice(-100) : state.prompt)));
+  const said = lines.map(([kind]) => element("div", { class: "said " + kind }, element("span", { class: "faint" }, asked.length > 160 ? "… " + asked.slice(-100) : asked)));
   find("texts").replaceChildren(...lines.flatMap(([kind], i) => [element("div", { class: "which" }, lines.length > 1 ? kind : "text"), said[i]]));
   find("texts").hidden = find("stop").hidden = false;
   find("texts").classList.remove("old");
+  find("strip-text").textContent = "";
   find("continue").disabled = true;
   const temperature = Number(find("temperature").value), seed = Math.floor(Math.random() * 2 ** 31);
   try {
@@ -64,8 +67,8 @@ async function stream(box, asked) {
   box.append(made);
   box.classList.add("running");
   try {
-    const joint = (text) => (/\s$/.test(state.prompt) || /^\s/.test(text) ? text : " " + text);
-    const found = await theEngine().generate({ ...asked, onToken: ({ text }) => { made.textContent = joint(text); } });
+    const joint = (text) => (typed(state.prompt) !== state.prompt ? "\n" + text : /\s$/.test(state.prompt) || /^\s/.test(text) ? text : " " + text);
+    const found = await theEngine().generate({ ...asked, onToken: ({ text }) => { made.textContent = joint(text); if (asked.interventions.length) find("strip-text").textContent = "… " + made.textContent.trim(); } });
     if (found.stopped === "end") box.append(element("span", { class: "faint small" }, "  (the model ended here)"));
   } finally {
     box.classList.remove("running");

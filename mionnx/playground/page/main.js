@@ -12,7 +12,8 @@ import * as next from "./next.js";
 import * as parts from "./parts.js";
 import { refresh, setEngine, theEngine, tokenText } from "./runs.js";
 import { drawExport, listenShare } from "./share.js";
-import { answers, change, onAnswer, onChange, state, waiting } from "./state.js";
+import { asPrompt, drawTyped, listenStarts, showStarts } from "./starts.js";
+import { answers, change, forgetPast, onAnswer, onChange, state, waiting } from "./state.js";
 import * as steering from "./steering.js";
 import { listenTheme } from "./theme.js";
 
@@ -64,11 +65,11 @@ function drawTokens() {
 }
 
 onChange((part) => {
-  if ("prompt" in part && find("prompt").value !== state.prompt) find("prompt").value = state.prompt;
+  if ("prompt" in part) drawTyped();
   if ("prompt" in part || "entries" in part) clearTexts();
   if ("entries" in part || "prompt" in part) { drawChanges(); if (theEngine()) drawExport(); }
   if ("count" in part) showCount();
-  if ("lesson" in part) drawLesson();
+  if ("lesson" in part || "prompt" in part || "second" in part) drawLesson();
   if ("view" in part) { closeMenu(false); drawTabs(); }
   if ("view" in part || "layer" in part || "head" in part || "side" in part) drawView();
   if ("entries" in part && state.view === "steer" && "lesson" in part) state.entries.forEach(steering.show);
@@ -81,7 +82,7 @@ onChange((part) => {
 
 onAnswer((kind) => {
   if (kind === "tokens") { drawTokens(); drawChanges(); }
-  if (kind === "next") { next.drawNext(); drawChanges(); drawView(); }
+  if (kind === "next") { next.drawNext(); drawChanges(); drawExport(); drawView(); }
   if (kind === "inside") drawView();
   document.body.dataset.state = kind === "idle" ? "idle" : "busy";
   if (kind === "idle") follow();
@@ -101,7 +102,7 @@ function remember() {
 async function readAddress() {
   if (location.hash.length < 2 || location.hash === written) return false;
   try {
-    change({ ...(await readLink(location.hash.slice(1), theEngine().manifest)), lesson: null, side: "after" });
+    change({ ...(await readLink(location.hash.slice(1), theEngine().manifest)), lesson: null, side: "after", picked: true });
     clearNotice("link");
     return true;
   } catch (error) {
@@ -119,9 +120,9 @@ function progress({ stage, loaded, total, cached }) {
 }
 
 function introduce({ manifest, backend }) {
-  const { model } = manifest, weights = { int4: "4-bit weights", int8: "8-bit weights" }[model.weights] || "float32";
+  const { model } = manifest, weights = model.bits.length ? `${model.bits.join("- and ")}-bit weights` : "float32";
   find("title").textContent = document.title = manifest.title;
-  find("facts").textContent = `${model.layers} layers, ${model.heads} heads, ${bytes(model.bytes)}, ${weights}; runs on this device`;
+  find("facts").textContent = `${model.layers} layers, ${model.heads} heads, ${bytes(manifest.download)}, ${weights}; runs on this device`;
   const threads = backend.threads === 1 ? "1 thread" : backend.threads + " threads";
   find("backend").textContent = backend.name === "webgpu" ? "It runs by WebGPU." : `It runs by WebAssembly, ${threads}.` + (backend.note ? " " + backend.note : "");
 }
@@ -136,6 +137,7 @@ async function start() {
     drawTabs();
     next.setMeasures({ probabilities, kl });
     parts.setMeasures({ kl });
+    steering.setMeasures({ kl });
     setLessons(engine.examples);
     find("loading").hidden = true;
     find("page").classList.remove("waiting");
@@ -152,16 +154,19 @@ async function start() {
 }
 
 async function begin({ examples, manifest }) {
+  const first = await showStarts(examples.length);
   ready = true;
-  if (await readAddress()) return;
-  if (examples.length && !manifest.spec.length) return openLesson(0);
-  const example = examples[0];
-  change({ prompt: example ? example.prompt : "The capital of France is", entries: manifest.spec.map((entry) => ({ on: true, ...entry })), lesson: null });
-  return undefined;
+  if (await readAddress()) return forgetPast();
+  if (examples.length && !manifest.spec.length) {
+    openLesson(0);
+    return forgetPast();
+  }
+  change({ prompt: examples.length ? examples[0].prompt : first, entries: manifest.spec.map((entry) => ({ on: true, ...entry })), lesson: null });
+  return forgetPast();
 }
 
 let typing;
-find("prompt").addEventListener("input", () => { waiting(); clearTimeout(typing); typing = setTimeout(() => change({ prompt: find("prompt").value }), 200); });
+find("prompt").addEventListener("input", () => { waiting(); clearTimeout(typing); typing = setTimeout(() => change({ prompt: asPrompt(find("prompt").value) }), 200); });
 find("tabs").addEventListener("keydown", tabKeys);
 for (const made of find("side").children) made.addEventListener("click", () => change({ side: made.dataset.side }));
 addEventListener("hashchange", () => { if (theEngine()) readAddress(); });
@@ -169,5 +174,6 @@ listenTheme(() => { if (theEngine()) drawView(); });
 listenChanges();
 listenGeneration();
 listenShare();
+listenStarts();
 drawTabs();
 start();

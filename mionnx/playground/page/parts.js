@@ -7,7 +7,8 @@ import { measure, theEngine } from "./runs.js";
 import { addEntry, answers, removeEntries, state } from "./state.js";
 
 export const title = "Parts";
-let table, press, note, divergence, effects = null, running = false;
+let table, press, note, divergence, effects = null, running = false, offered = null;
+const AT_ONCE = 1500; // milliseconds of measuring that nobody asked for
 
 export function setMeasures(found) { divergence = found.kl; }
 
@@ -16,8 +17,9 @@ export function build(box) {
   press = button("Zero each in turn and measure", () => (running ? stop() : start()), { id: "measure" });
   note = element("span", { class: "faint small", role: "status" });
   box.replaceChildren(
-    element("p", { class: "faint small" }, "What each layer is made of. Press a part to zero or scale what it writes into the stream. Measured numbers are KL divergences in nats: how far the prediction moves without that part."),
-    element("div", { class: "scroll" }, table), element("div", { class: "bar" }, press, note));
+    element("p", { class: "faint small" }, "What each layer is made of. A number is how far the prediction moves without that part: a KL divergence in nats. Press a part to zero or scale what it writes into the stream."),
+    element("div", { class: "bar measure" }, press, note), element("div", { class: "scroll" }, table));
+  offered = null;
 }
 
 // The parts that a layer has and this page can change.
@@ -38,14 +40,17 @@ export function draw() {
     cell: (layer, c) => cell(layer, columns[c], known?.values[layer * columns.length + c], most), pick: (layer, c, at) => menu(layer, columns[c], at),
   });
   table.classList.toggle("many", columns.length > 14);
-  if (known && !running) note.textContent = "KL divergence in nats when that part alone is zeroed" + (known.over ? ", on top of the interventions in the list then." : ".");
-  if (!known && !running) note.textContent = "";
+  if (!known && !running && answers.before && offered !== answers.before) {
+    offered = answers.before;
+    start(Math.max(1, Math.floor(AT_ONCE / (answers.before.ms * columns.length))));
+  }
+  if (known && !running) note.textContent = known.values.length < layers * columns.length ? `The first layers are measured; ${layers * columns.length - known.values.length} parts are left.` : "KL divergence in nats when that part alone is zeroed" + (known.over ? ", on top of the interventions in the list then." : ".");
 }
 
 function said(layer, name) { return typeof name === "number" ? `head ${name} of layer ${layer}` : name === "layer" ? `all of layer ${layer}` : `${name} of layer ${layer}`; }
 
 function cell(layer, name, effect, most) {
-  const entry = inList(part(layer, name)), text = entry ? (entry.kind === "zero" ? "× 0" : "× " + entry.value) : effect !== undefined ? brief(effect) : "";
+  const entry = inList(part(layer, name)), text = entry ? (entry.kind === "zero" ? "× 0" : "× " + entry.value) : effect !== undefined ? brief(effect) : "·";
   return { text, mark: [entry ? "touched" : "", typeof name === "number" ? "" : "block"].join(" ").trim(), share: effect === undefined ? 0 : Math.max(0, effect) / most,
     name: said(layer, name) + (entry ? ", " + text : "") + (effect === undefined ? "" : `, KL ${nats(effect)} nats`) };
 }
@@ -63,22 +68,24 @@ function menu(layer, name, at) {
 
 function stop() { running = false; }
 
-async function start() {
-  const columns = names(), { layers } = theEngine().manifest.model, list = [];
+// rows: how many layers are measured, the first ones; all of them when the reader asks.
+async function start(rows = Infinity) {
+  const columns = names(), layers = Math.min(rows, theEngine().manifest.model.layers), list = [], asked = rows === Infinity;
   for (let layer = 0; layer < layers; layer++) for (const name of columns) list.push(zero(part(layer, name)));
-  running = true;
-  press.textContent = "Stop";
+  running = asked;
+  if (asked) press.textContent = "Stop";
   const mine = effects = { tokens: answers.tokens, values: [], over: Boolean(answers.after) };
   try {
     await measure(list, divergence, (index, value) => {
       mine.values[index] = value;
-      note.textContent = `${index + 1} of ${list.length} parts`;
-      if (index % columns.length === columns.length - 1) draw();
-    }, () => !running || mine !== effects);
+      if (asked) note.textContent = `${index + 1} of ${list.length} parts`;
+      if (index % columns.length === columns.length - 1 && press.isConnected) draw();
+    }, () => (asked && !running) || mine !== effects);
   } catch (error) {
     note.textContent = error.message;
   }
+  if (mine !== effects) return;
   running = false;
   press.textContent = "Zero each in turn and measure";
-  draw();
+  if (press.isConnected) draw();
 }

@@ -50,7 +50,7 @@ async function newEntries() {
   const problems = entries.length ? await engine.check(entries, tokens) : [];
   answers.problems = problems;
   kept.entries = entries;
-  const active = entries.filter((entry, i) => entry.on !== false && !problems[i]);
+  const active = entries.filter((entry, i) => entry.on !== false && !problems[i] && inPrompt(entry));
   answers.insideAfter = null;
   answers.after = active.length ? await engine.run({ tokens, interventions: active, want: { top: 10 } }) : null;
 }
@@ -64,7 +64,7 @@ async function inside(current) {
   if (lacks(answers.insideBefore)) answers.insideBefore = await engine.run({ tokens, want });
   if (!current()) return undefined;
   if (answers.after && lacks(answers.insideAfter)) {
-    answers.insideAfter = await engine.run({ tokens, interventions: inForce(), want });
+    answers.insideAfter = await engine.run({ tokens, interventions: inForce().filter(inPrompt), want });
   }
   answered("inside");
   if (want.lens && current()) await secondPrompt(want.lens);
@@ -96,18 +96,27 @@ async function secondPrompt(layers) {
 
 // Zeroes each part in turn and tells how far the prediction moves; `told(index, nats)` as it goes.
 export async function measure(parts, divergence, told, stopped) {
-  const tokens = answers.tokens, active = inForce(), base = answers.after || answers.before;
+  const tokens = answers.tokens, active = inForce().filter(inPrompt), base = answers.after || answers.before;
   for (const [index, part] of parts.entries()) {
     if (stopped() || tokens !== answers.tokens) return;
-    let value; // stays open for a part that the interventions in force have taken away already
-    try {
-      value = divergence(base.logits, (await engine.run({ tokens, interventions: [...active, part], want: { top: 1 } })).logits);
-    } catch (error) {
-      if (error.code !== "intervention") throw error;
-    }
-    told(index, value);
+    const found = await without([...active, part], tokens);
+    told(index, found ? divergence(base.logits, found.logits) : undefined); // open where others have taken the part away already
   }
 }
+
+// A run with the last of some entries; those before it that it overwrites are left out. null where it is idle itself.
+async function without(entries, tokens) {
+  const problems = await engine.check(entries, tokens);
+  return problems.at(-1) ? null : engine.run({ tokens, interventions: entries.filter((_, i) => !problems[i]), want: { top: 1 } });
+}
+
+// A run of the prompt with the entries in force and one more, instead of one of them; null where that cannot apply.
+export function tried(entry, instead) {
+  return without([...inForce().filter((one) => one !== instead), entry].filter(inPrompt), answers.tokens);
+}
+
+// What holds for generated tokens alone is no part of the prompt's run.
+function inPrompt({ positions }) { return positions !== "generated"; }
 
 export function tokenText(id) { return engine.tokenText(id); }
 export function theEngine() { return engine; }

@@ -2,10 +2,10 @@
 import { button, copy, element, find, notice, sentence } from "./dom.js";
 import { writeLink } from "./link.js";
 import { theEngine } from "./runs.js";
-import { answers, state } from "./state.js";
+import { answers, inForce, state } from "./state.js";
 
 export function drawExport() {
-  const box = find("export"), on = state.entries.filter((entry) => entry.on !== false);
+  const box = find("export"), on = inForce();
   const opened = box.querySelector("details")?.open;
   const lines = element("pre", { tabindex: 0, "aria-label": "Python that uses the spec file" }, python());
   const save = button("Download spec file", () => download(on), { id: "download", disabled: !on.length });
@@ -14,11 +14,14 @@ export function drawExport() {
 }
 
 export function python() {
-  const { model } = theEngine().manifest, dtype = model.weights === "float32" ? "" : `, dtype="${model.weights}"`;
+  const { source, bits } = theEngine().manifest.model, on = inForce(), text = JSON.stringify;
+  const options = (source.dtype ? `, dtype=${text(source.dtype)}` : "") + (bits.length ? ", accuracy_level=0" : ""); // which rounds nothing else
   return [
     "from mionnx import HookSpec, MIModel", "",
-    "# the model that this page was made from", `model = MIModel.from_pretrained(${JSON.stringify(model.name)}${dtype})`, `prompt = ${JSON.stringify(state.prompt)}`, `spec = HookSpec.load(${JSON.stringify(fileName())})`,
-    "logits = model.forward(prompt, spec).output()[0, -1]", `print(model.generate(prompt, spec, max_new_tokens=${state.count}).texts[0])`,
+    "# the model, as it was opened when this page was made", `model = MIModel.from_pretrained(${text(source.name)}${options})`, `prompt = ${text(state.prompt)}`,
+    on.length ? `spec = HookSpec.load(${text(fileName())})  # the downloaded file` : "spec = HookSpec()  # nothing is switched on",
+    ...(on.some(({ positions }) => positions === "generated") ? [] : ["logits = model.forward(prompt, spec).output()[0, -1]"]),
+    `print(model.generate(prompt, spec, max_new_tokens=${state.count}).texts[0])`,
   ].join("\n");
 }
 

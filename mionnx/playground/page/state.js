@@ -1,6 +1,7 @@
 // What the reader has chosen, and what the model answered. Views read both; `change` is the only way to choose.
 export const state = {
   prompt: "", second: "", entries: [], view: "lens", layer: 0, head: 0, side: "after", lesson: null, count: 8, allLayers: false,
+  picked: false, // whether somebody chose the head; else the page opens a telling one
 };
 
 export const answers = {
@@ -11,14 +12,34 @@ export const answers = {
   busy: false,
 };
 
-const choosing = [], answering = [];
+const choosing = [], answering = [], past = [];
+const UNDONE = ["prompt", "second", "entries", "lesson"], MOST_STEPS = 50, TOGETHER = 400; // what an undo brings back; milliseconds within which changes are one, a slider's for one
+let last = 0;
 export function onChange(listener) { choosing.push(listener); }
 export function onAnswer(listener) { answering.push(listener); }
 
 export function change(part) {
+  const before = Object.fromEntries(UNDONE.map((name) => [name, state[name]]));
+  if (UNDONE.some((name) => name in part && part[name] !== state[name])) {
+    if (performance.now() - last > TOGETHER) past.push(before);
+    last = performance.now();
+  }
+  if (past.length > MOST_STEPS) past.shift();
+  choose(part);
+}
+
+function choose(part) {
   Object.assign(state, part);
   for (const listener of choosing) listener(part);
 }
+
+export function canUndo() { return past.length > 0; }
+
+// Back to what stood before the last change of prompt or interventions.
+export function undo() { if (past.length) choose(past.pop()); }
+
+// The page's first state is nothing to go back from.
+export function forgetPast() { past.length = 0; }
 
 export function answered(kind) { for (const listener of answering) listener(kind); }
 

@@ -2,7 +2,7 @@
 import { find } from "./dom.js";
 
 const NEXT = { "": "dark", dark: "light", light: "" }, NAMES = { "": "Colours: as the system", dark: "Colours: dark", light: "Colours: light" };
-const SIGNS = { "": "◐", dark: "☾", light: "☀" };
+const SIGNS = { "": "◐ Auto", dark: "☾ Dark", light: "☀ Light" };
 
 export function listenTheme(changed) {
   const root = document.documentElement, press = find("theme");
