@@ -170,7 +170,7 @@ class CacheEntry:
         return faults
 
     def clear(self) -> None:
-        """Remove its folder from the store, the mark last: what a killed process leaves of it is still known.
+        """Remove its folder from the store, the mark last, by which what a killed process leaves is known.
 
         Raises:
             OSError: it cannot be removed.
@@ -203,7 +203,7 @@ def bytes_kept(stats: Iterable[os.stat_result]) -> int:
 
 
 def files_in(path: Path) -> Iterator[Path]:
-    """The files of a folder, or the file itself; none where nothing can be read. Links are not followed."""
+    """The files of a folder, or the file itself; links are left out, and what cannot be read."""
     if path.is_symlink():
         return
     try:
@@ -220,7 +220,7 @@ def unlinked(path: Path) -> Path:
 
 
 def small_file(path: Path) -> bytes | None:
-    """The bytes of a small regular file; None for anything else: a link, a pipe, a device, what cannot be read."""
+    """The bytes of a small regular file; None for a link, a pipe, a device."""
     try:
         found = path.lstat()
         return path.read_bytes() if stat.S_ISREG(found.st_mode) and found.st_size <= SMALL else None
@@ -258,7 +258,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def digest(manifest: dict[str, Any]) -> str:
+def digest(manifest: Mapping[str, Any]) -> str:
     """SHA-256 of a manifest without its own."""
     text = json.dumps({key: value for key, value in manifest.items() if key != "sha256"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

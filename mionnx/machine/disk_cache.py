@@ -1,6 +1,6 @@
 """Disk cache: folders that are built atomically, checked before use, and rebuilt when damaged.
 
-An entry is `{root}/{kind}/{key}/` with its files and `manifest.json`: their sizes and sha256, its kind and key, and what
+An entry is `{root}/{kind}/{key}/` with its files and `manifest.json`: their sizes and sha256, kind and key, and what
 the entry is.
 
 1. It is built in a folder of another name and moved into place. What a killed process leaves of it is removed when the
@@ -219,7 +219,7 @@ class DiskCache:
         return sorted((entry for entry in found if entry.made_for == entry.address), key=lambda entry: entry.used)
 
     def _in(self, kind: str) -> list[Path]:
-        """What lies in the folder of a kind; nothing if that is a link."""
+        """The paths in the folder of a kind; none if that is a link."""
         folder = self.root / kind
         return [] if folder.is_symlink() else [*folder.glob("*")]
 

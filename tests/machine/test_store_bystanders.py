@@ -154,16 +154,19 @@ def test_links_among_entries_leave_nothing_outside_and_nothing_behind(place, roo
     assert tree(tmp_path / "home") == before
 
 
-@pytest.mark.parametrize("kind", ["graphs", "models"])
+MAKING: dict[str, Callable[[DiskCache], object]] = {
+    "graphs": lambda entries: entries.get("graphs", "key", built("new")),
+    "models": lambda entries: entries.folder("models", "key", lambda to: None, "it is done without"),
+}
+
+
+@pytest.mark.parametrize("kind", MAKING)
 def test_a_folder_that_stands_where_an_entry_would(kind, root):
     """One of an earlier layout, or a user's own: neither used nor removed."""
     file(root / kind / "key" / "value.txt")
     entries, before = DiskCache(root, limit=0), tree(root)
     with pytest.warns(StoreWarning, match="mionnx did not make"):
-        if kind == "graphs":
-            assert entries.get(kind, "key", built("new")) is None
-        else:
-            assert entries.folder(kind, "key", lambda to: None, "it is done without") is None
+        assert MAKING[kind](entries) is None
     assert {name: tree(root).get(name) for name in before} == before
 
 
