@@ -24,6 +24,7 @@ from exporters.adopt.self_check import (
     INT8,
     LawResult,
     Probe,
+    check_bounded,
     check_laws,
     compare,
     open_session,
@@ -31,7 +32,7 @@ from exporters.adopt.self_check import (
     rounds_activations,
     run,
 )
-from exporters.adopt.source_file import Source, open_source, tell_types
+from exporters.adopt.source_file import Source, check_source, open_source, tell_types
 from exporters.adopt.stock_graph import Interface, copied, keep_stock
 from exporters.adopt.value_types import infer_types
 from exporters.adopt.write_model import config_of, other_windows, windows_of, write_model
@@ -78,6 +79,7 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     progress("reading", 0, STAGES)
     source = open_source(file)
     _link_weights(source, target)
+    check_source(source, target)
     with hashed_beside(target, source.weight_files) as hashes:  # nobody waits for gigabytes to be hashed
         return _adopted(source, target, hashes, progress)
 
@@ -105,6 +107,7 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
     progress("running once", 2, STAGES)
     lacks = {lack for lack, has in (("mask", padding), ("cache", cached)) if not has}
     proto, windows = _clean(source.model), windows_of(config_of(file), len(found.attention))
+    check_bounded(proto, target)
     probed = probe(proto, target, names)
     adds, counts = any(one.name == "MultiHeadAttention" for one in fused), positions is not None
     plain = Plain(source.model, proto, target, found, probed, windows, frozenset(lacks), counts, adds=adds)
@@ -208,9 +211,10 @@ def _as_stock(
         notes: told why nothing was compared.
     """
     try:
-        session = open_session(source.stock, target, [])
         feeds = {} if source.flag is None else {source.flag: np.array([False])}
         feeds |= {renamed[name]: value for name, value in found.feeds.items() if name in renamed}
+        check_source(source, target, {name: value.shape for name, value in feeds.items()})
+        session = open_session(source.stock, target, [])
         feeds = {entry.name: _like(entry, feeds) for entry in session.get_inputs()}
         (expected,) = run(session, [logits], feeds)
     except ExportError as error:

@@ -5,6 +5,7 @@ without its bias.
 """
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from exporters.adopt.recognise import sum_of
-from mionnx.errors import ExportError
+from mionnx.errors import ExportError, ModelError
+from mionnx.graph import validate
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.extract import extract
 from mionnx.graph.stock_graph import difference
@@ -96,6 +98,18 @@ def probe(proto: onnx.ModelProto, folder: Path, names: list[str]) -> Probe:
     return Probe(dict(zip(wanted, run(session, wanted, feeds), strict=True)), dtypes, feeds)
 
 
+def check_bounded(proto: onnx.ModelProto, folder: Path) -> None:
+    """Check that every value has a bound and every loop an end, before a graph is run.
+
+    Raises:
+        ExportError: one has none.
+    """
+    try:
+        validate.check(proto, folder, [validate.input_shapes(proto, BATCH, SEQ, 0)])
+    except ModelError as error:
+        raise ExportError(f"the graph is refused: {error}") from error
+
+
 def open_session(proto: onnx.ModelProto, folder: Path, values: list[str]) -> onnxruntime.InferenceSession:
     """A session without optimisations, in which values of the graph are outputs too.
 
@@ -128,9 +142,20 @@ def run(session: onnxruntime.InferenceSession, names: list[str], feeds: Mapping[
         ExportError: it fails.
     """
     try:
-        return session.run(names, dict(feeds))
+        return interruptible(session, names, feeds)
     except Exception as error:  # its errors share no base class
         raise ExportError(f"ONNX Runtime does not run the graph: {error}") from error
+
+
+def interruptible(session: onnxruntime.InferenceSession, names: list[str], feeds: Mapping[str, Array]) -> list[Array]:
+    """Run a session in another thread: ONNX Runtime does not hear Ctrl-C."""
+    options = onnxruntime.RunOptions()
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            return pool.submit(session.run, names, dict(feeds), options).result()
+        except BaseException:
+            options.terminate = True
+            raise
 
 
 def feed_of(entry: Any, batch: int = BATCH, seq: int = SEQ, past: int = 0) -> Array:

@@ -4,7 +4,7 @@ Weights beside the file are external data already. Those inside the file become 
 their file, at the offset of their bytes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -16,8 +16,11 @@ from exporters.adopt.branches import inline_branch
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.embedded_weights import read_light, read_properties
 from mionnx.graph.folder_file import inside
+from mionnx.graph.known_value import Dims
 from mionnx.graph.metadata import PREFIX
 from mionnx.graph.onnx_file import tensors_of
+from mionnx.graph.stock_graph import checkable
+from mionnx.graph.validate import check, check_counts
 
 SUBFOLDER = "onnx"  # of the Hub's layout
 PREFERRED = ("model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx", "decoder_model.onnx")
@@ -121,6 +124,7 @@ def open_source(file: Path) -> Source:
     """
     try:
         stock, files = read_light(file), dict[str, Path]()
+        check_counts(stock)
         for tensor in tensors_of(stock.graph):
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
                 _place(tensor, file, files)
@@ -133,6 +137,25 @@ def open_source(file: Path) -> Source:
     except (DecodeError, ValueError, RuntimeError, OSError, KeyError, IndexError) as error:  # protobuf's and onnx_ir's
         raise ExportError(f"{file} cannot be read as an ONNX model: {error}") from error
     return Source(file, model, files, stock, flag)
+
+
+def check_source(source: Source, folder: Path, shapes: Mapping[str, Dims] | None = None) -> None:
+    """Check a file as a hooked model is checked, before anything follows or runs its graph.
+
+    Args:
+        source: the file.
+        folder: with its weights by the names that the graph has for them.
+        shapes: of its inputs, for which every value must have a bound; if left out, what is made of constants alone.
+
+    Raises:
+        ExportError: a value has no bound, or the file is no valid ONNX.
+    """
+    model = ir.from_proto(source.stock)
+    try:
+        model.graph.sort()  # ONNX Runtime takes nodes in any order
+        check(checkable(ir.to_proto(model)), folder, [] if shapes is None else [shapes])
+    except (ModelError, ValueError) as error:  # the latter: nodes in a circle
+        raise ExportError(f"{source.file} is refused: {error}") from error
 
 
 def _place(tensor: onnx.TensorProto, file: Path, files: dict[str, Path]) -> None:

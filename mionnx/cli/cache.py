@@ -1,6 +1,7 @@
 """The commands `mionnx cache ls|info|verify|prune|clear`: the disk cache, exported models among it."""
 
 import json
+from collections import Counter
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from mionnx.cli.options import Json
 from mionnx.errors import MIError, ModelError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.cache_entry import MODELS, CacheEntry
-from mionnx.machine.disk_cache import DiskCache, size_of
+from mionnx.machine.disk_cache import IN_USE, DiskCache, size_of
 from mionnx.machine.memory import format_bytes
 from mionnx.run.find_model import cache_folder
 from mionnx.view import Table
@@ -36,7 +37,7 @@ def _facts(entry: CacheEntry) -> dict[str, Any]:
         "shared_bytes": entry.shared,
         "used": datetime.fromtimestamp(entry.used, UTC).isoformat(timespec="seconds"),
         "in_use": entry.in_use,
-        "what": entry.manifest.get("what", {}),
+        "what": entry.what,
     }
 
 
@@ -126,8 +127,8 @@ def clear() -> None:
     """
     cache = _cache()
     unfinished, before = cache.tidy(), cache.all()
-    removed = sum(cache.remove(entry) for entry in before)
-    said = [f"removed {removed} entries"]
-    said += [f"{len(before) - removed} are in use"] * (removed < len(before))
+    kept = Counter(cache.remove(entry) for entry in before)
+    said = [f"removed {kept.pop('', 0)} entries"]
+    said += [f"{count} are in use" if why == IN_USE else f"{count} stay: {why}" for why, count in kept.items()]
     said += [f"{unfinished} left by killed processes removed too"] * bool(unfinished)
     typer.echo("; ".join(said))

@@ -8,6 +8,7 @@ import mmap
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import onnx
@@ -16,6 +17,8 @@ from mionnx.errors import ModelError
 from mionnx.graph.folder_file import check_regular
 
 SMALL = 1024  # bytes up to which a weight stays inside the graph
+LONGEST = 10  # bytes of a number of variable length
+FIELDS = 2**19  # of one message; a graph's are its nodes, weights and notes on values
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
 GRAPH = onnx.ModelProto.GRAPH_FIELD_NUMBER
 METADATA = onnx.ModelProto.METADATA_PROPS_FIELD_NUMBER
@@ -111,9 +114,13 @@ def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[Field]:
     """The fields of a message.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: it is damaged, or has more fields than a model.
     """
-    while at < end:
+    for number in count():
+        if at >= end:
+            return
+        if number > FIELDS:
+            raise ValueError(f"it has more than {FIELDS:,} fields")
         first = at
         key, at = _varint(data, at)
         begin, kind = at, key & 7
@@ -133,11 +140,10 @@ def _fields(data: mmap.mmap, at: int, end: int) -> Iterator[Field]:
 
 def _varint(data: mmap.mmap, at: int) -> tuple[int, int]:
     """A number of variable length, and the place after it."""
-    number = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        number |= (byte & 0x7F) << shift
+    number = 0
+    for place in range(LONGEST):
+        byte = data[at + place]
+        number |= (byte & 0x7F) << 7 * place
         if byte < 0x80:
-            return number, at
-        shift += 7
+            return number, at + place + 1
+    raise ValueError(f"the number at byte {at} does not end after {LONGEST} bytes")

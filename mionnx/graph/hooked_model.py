@@ -101,6 +101,7 @@ class HookedModel:
             InputError: another `check`.
         """
         proto = onnx_file.read(folder / GRAPH, LARGEST)
+        validate.check_counts(proto)
         metadata = Metadata.from_props(onnx_file.properties(proto))
         read_fused(Dataflow(proto), metadata.fused)
         known = validate.check(proto, folder, [validate.input_shapes(proto, *tokens) for tokens in TOKENS])

@@ -6,7 +6,7 @@ Checked when a hooked model is opened, before a session is made; in subgraphs an
    length inside the file, and the length what dtype and shape say. Two weights have the same bytes or none in common.
 2. A tensor in the graph has as much data as its dtype and shape say.
 3. The graph is valid ONNX by onnx's own checker: known operators, in an order that can run, each value made once.
-4. No value grows without bound, see `mionnx.graph.value_sizes`; a graph has at most `NODES` nodes.
+4. No value grows without bound, see `mionnx.graph.value_sizes`; there are at most `NODES` nodes and `TENSORS` weights.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +25,7 @@ from mionnx.graph.value_sizes import Scope, check_sizes
 
 UNBOUNDED = 2**63  # bytes of a file that does not exist, in a graph without weights
 NODES = 2**15  # a layer has some 50 to 300
+TENSORS = 2**17  # 60 layers of 256 experts have some 50,000
 PACKED: dict[int, int] = {onnx.TensorProto.INT4: 2, onnx.TensorProto.UINT4: 2, onnx.TensorProto.FLOAT4E2M1: 2}
 
 
@@ -53,9 +54,8 @@ def check(proto: onnx.ModelProto, folder: Path, batches: Sequence[Mapping[str, D
     Raises:
         ModelError: the first thing that is wrong.
     """
+    check_counts(proto)
     root, sizes, spans = folder.resolve(), dict[str, int](), list[Span]()
-    if sum(len(graph.node) for graph in graphs(proto)) > NODES:
-        raise ModelError(f"the graph has more than {NODES:,} nodes: refused")
     for graph in graphs(proto):
         for tensor in tensors(graph):
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
@@ -68,6 +68,20 @@ def check(proto: onnx.ModelProto, folder: Path, batches: Sequence[Mapping[str, D
     weights += sum(len(tensor.raw_data) for tensor in proto.graph.initializer)
     found = [check_sizes(proto, shapes, weights, whole=bool(batches)) for shapes in batches or [{}]]
     return found[-1]
+
+
+def check_counts(proto: onnx.ModelProto) -> None:
+    """Check how many nodes and tensors a graph has, before anything is done for each of them.
+
+    Raises:
+        ModelError: there are too many.
+    """
+    nodes = held = 0
+    for graph in graphs(proto):
+        nodes += len(graph.node)
+        held += len(graph.initializer) if isinstance(graph, onnx.GraphProto) else 0
+        if nodes > NODES or held > TENSORS:
+            raise ModelError(f"the graph has more than {NODES:,} nodes, or {TENSORS:,} weights: refused")
 
 
 def _check_valid(proto: onnx.ModelProto) -> None:

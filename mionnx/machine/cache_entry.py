@@ -3,10 +3,13 @@
 import hashlib
 import json
 import os
+import re
+import shutil
 import socket
+import stat
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +17,15 @@ from typing import Any
 
 import psutil
 
+from mionnx.errors import MIError
+from mionnx.machine.tensor_file import read_metadata
+
 MANIFEST = "manifest.json"
+MARK = ".mionnx.entry"  # of a folder that mionnx made in the store; holds the address that it was made for
+SWEEP_MARK = "mionnx_sweep"  # key in the metadata of a sweep's file: the sweep
+SWEEP_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
+PIN = re.compile(r".+@\d+@[\d.]+")  # host, number and beginning of a process
+SMALL = 2**24  # bytes of a mark or manifest that is read
 MODELS, SWEEPS = "models", "sweeps"  # kinds without a manifest
 LARGE = 2**28
 A_DAY = 86400.0
@@ -33,12 +44,43 @@ class CacheEntry:
         return self.path.parent.name
 
     @property
+    def address(self) -> str:
+        """Kind and key."""
+        return f"{self.kind}/{self.path.name}"
+
+    @property
+    def made_for(self) -> str | None:
+        """The address that mionnx made it for; None if mionnx did not make it, or if it is a link."""
+        if self.path.is_symlink():
+            return None
+        if self.kind == SWEEPS:
+            return self._swept_for
+        data = small_file(self.path / MARK)
+        return None if data is None else data.decode(errors="replace").strip()
+
+    @property
+    def _swept_for(self) -> str | None:
+        if SWEEP_NAME.fullmatch(self.path.name) is None or not self.path.is_file():
+            return None
+        try:
+            key = read_metadata(self.path, "").get(SWEEP_MARK)
+        except MIError:
+            return None
+        return None if key is None else f"{SWEEPS}/{key[:32]}.safetensors"
+
+    @property
     def manifest(self) -> dict[str, Any]:
         """Content of `manifest.json`; empty if it cannot be read."""
         try:
-            found = json.loads((self.path / MANIFEST).read_text())
-        except (OSError, ValueError):
+            found = json.loads(small_file(self.path / MANIFEST) or b"")
+        except (ValueError, RecursionError):
             return {}
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def what(self) -> dict[str, Any]:
+        """Facts about its content, as its manifest says."""
+        found = self.manifest.get("what")
         return found if isinstance(found, dict) else {}
 
     @property
@@ -89,7 +131,7 @@ class CacheEntry:
         Raises:
             OSError: the store cannot be written.
         """
-        self.pins.mkdir(exist_ok=True)
+        unlinked(self.pins).mkdir(exist_ok=True)
         me = psutil.Process()
         (self.pins / f"{socket.gethostname()}@{me.pid}@{me.create_time():.2f}").touch()
         os.utime(self.path)
@@ -103,13 +145,20 @@ class CacheEntry:
             thorough: hash large files too, even if their size and time of change are as they were.
         """
         if self.kind in (MODELS, SWEEPS):
-            return []
-        manifest = self.manifest
+            return [] if self.made_for == self.address else [f"it was made for {self.made_for}"]
+        try:
+            return self._faults(self.manifest, thorough)
+        except (LookupError, TypeError, AttributeError, OSError):  # numbers and lists where texts are written
+            return [f"{MANIFEST} is damaged"]
+
+    def _faults(self, manifest: Mapping[str, Any], thorough: bool) -> list[str]:
         files = manifest.get("files")
         if not isinstance(files, dict):
             return [f"{MANIFEST} is missing or damaged"]
         if manifest.get("sha256") != digest(manifest):
             return [f"{MANIFEST} was changed"]
+        if manifest.get("of") != self.address:
+            return [f"it was made for {manifest.get('of')}"]
         found = {str(file.relative_to(self.path)) for file in files_in(self.path)} - {MANIFEST}
         faults = [f"{name} is missing" for name in files.keys() - found]
         faults += [f"{name} does not belong to it" for name in found - files.keys()]
@@ -119,6 +168,27 @@ class CacheEntry:
             if at.st_size != fact["size"] or not (untouched or sha256(self.path / name) == fact["sha256"]):
                 faults.append(f"{name} was changed")
         return faults
+
+    def clear(self) -> None:
+        """Remove its folder from the store, the mark last, by which what a killed process leaves is known.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        for path in [path for path in self.path.iterdir() if path.name != MARK]:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        shutil.rmtree(self.path)
+
+    def clear_pins(self) -> None:
+        """Remove the marks of use."""
+        for mark in files_in(unlinked(self.pins)):
+            if PIN.fullmatch(mark.name):
+                mark.unlink(missing_ok=True)
+        with suppress(OSError):  # none, or what mionnx did not put there
+            self.pins.rmdir()
 
 
 def bytes_kept(stats: Iterable[os.stat_result]) -> int:
@@ -133,11 +203,29 @@ def bytes_kept(stats: Iterable[os.stat_result]) -> int:
 
 
 def files_in(path: Path) -> Iterator[Path]:
-    """The files of a folder, or the file itself; none where nothing can be read."""
+    """The files of a folder, or the file itself; links are left out, and what cannot be read."""
+    if path.is_symlink():
+        return
     try:
-        yield from (file for file in [path, *sorted(path.rglob("*"))] if file.is_file())
+        yield from (file for file in [path, *sorted(path.rglob("*"))] if file.is_file() and not file.is_symlink())
     except OSError:
         return
+
+
+def unlinked(path: Path) -> Path:
+    """A path in the store of mionnx' own, where a link is removed."""
+    if path.is_symlink():
+        path.unlink()
+    return path
+
+
+def small_file(path: Path) -> bytes | None:
+    """The bytes of a small regular file; None for a link, a pipe, a device."""
+    try:
+        found = path.lstat()
+        return path.read_bytes() if stat.S_ISREG(found.st_mode) and found.st_size <= SMALL else None
+    except OSError:
+        return None
 
 
 def _stats(path: Path) -> Iterator[os.stat_result]:
@@ -148,6 +236,8 @@ def _stats(path: Path) -> Iterator[os.stat_result]:
 
 def _alive(mark: Path) -> bool:
     """Whether the process of a mark still runs; one of another machine counts for a day."""
+    if PIN.fullmatch(mark.name) is None:
+        return False
     host, _, rest = mark.name.partition("@")
     pid, _, begun = rest.partition("@")
     try:
@@ -168,7 +258,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def digest(manifest: dict[str, Any]) -> str:
+def digest(manifest: Mapping[str, Any]) -> str:
     """SHA-256 of a manifest without its own."""
     text = json.dumps({key: value for key, value in manifest.items() if key != "sha256"}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,6 +1,7 @@
 """Disk cache: folders that are built atomically, checked before use, and rebuilt when damaged.
 
-An entry is `{root}/{kind}/{key}/` with its files and `manifest.json`: their sizes and sha256, and what the entry is.
+An entry is `{root}/{kind}/{key}/` with its files and `manifest.json`: their sizes and sha256, kind and key, and what
+the entry is.
 
 1. It is built in a folder of another name and moved into place. What a killed process leaves of it is removed when the
    next entry is built, or by `mionnx cache prune|clear` (`leftovers`).
@@ -14,15 +15,18 @@ An entry is `{root}/{kind}/{key}/` with its files and `manifest.json`: their siz
    it is checked when the sweep goes on, and a sweep that runs writes it again if it is removed.
 7. An exported model, `{root}/models/{name}-{key}/`, is an entry without a manifest: its graph has hashes of its files.
 8. Where the store cannot be written, mionnx runs without it, and says so once.
+9. The folder may hold what others put there. An entry has the file `.mionnx.entry` (a sweep its metadata) with the kind
+   and key that it was made for. What has none, or lies elsewhere than it says, is never listed, counted or removed; nor
+   is what a link leads to: a kind's folder or an entry that is one. Where an entry is to stand, one that says another
+   key is made again, and anything else is left, and done without.
 """
 
 import json
 import os
-import shutil
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from threading import Lock
@@ -31,10 +35,23 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from mionnx.errors import InputError
-from mionnx.machine.cache_entry import MANIFEST, MODELS, SWEEPS, CacheEntry, bytes_kept, digest, files_in, sha256
+from mionnx.machine.cache_entry import (
+    MANIFEST,
+    MARK,
+    MODELS,
+    SWEEP_NAME,
+    SWEEPS,
+    CacheEntry,
+    bytes_kept,
+    digest,
+    files_in,
+    sha256,
+    unlinked,
+)
 from mionnx.machine.leftovers import LOCK, new_folder, partial_path, remove_leftovers
 
 KINDS = (MODELS, "bases", "graphs", "npm")
+IN_USE = "in use"
 DEFAULT_LIMIT = 20 * 2**30
 UNITS = {"KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40, "B": 1, "": 1}
 UNUSABLE = (OSError, Timeout, NotImplementedError)  # the last: a file system without locks
@@ -62,7 +79,7 @@ class DiskCache:
         """Find an undamaged entry; a damaged one is removed with a warning."""
         entry = CacheEntry(self.root / kind / key)
         try:
-            if not entry.path.is_dir():
+            if not entry.path.is_dir() or entry.path.parent.is_symlink():
                 return None
             with self._lock(entry):
                 return entry if self._usable(entry) else None
@@ -79,7 +96,7 @@ class DiskCache:
         """
         entry = CacheEntry(self.root / kind / key)
         try:
-            entry.path.parent.mkdir(parents=True, exist_ok=True)
+            self.kind_folder(kind)
             with self._lock(entry):
                 if not self._usable(entry):
                     self._build(entry, build)
@@ -104,16 +121,16 @@ class DiskCache:
         """
         entry, made = CacheEntry(self.root / kind / key), False
         try:
-            entry.path.parent.mkdir(parents=True, exist_ok=True)
+            self.kind_folder(kind)
             with self._lock(entry):
-                if not entry.path.is_dir():
+                if not self._usable(entry):
                     self.tidy()
-                    with new_folder(entry.path, OSError) as partial:
+                    with _new_entry(entry) as partial:
                         make(partial)
                     made = True
-                entry.mark()
+                    entry.mark()
         except UNUSABLE as error:
-            there = entry.path.is_dir()
+            there = self._holds(entry)
             self.say_unusable(error, "what is in it is used as it is" if there else otherwise)
             return entry.path if there else None
         if made:
@@ -143,18 +160,36 @@ class DiskCache:
         known = f"{self.root} {number} {subject}" if number else ""
         _say(f"the store {self.root} cannot be used ({error}): {otherwise}", known)
 
-    def _lock(self, entry: CacheEntry) -> FileLock:
-        return FileLock(f"{entry.path}.lock")
+    def kind_folder(self, kind: str) -> Path:
+        """The folder of the entries of a kind, made if it is not there.
+
+        Raises:
+            OSError: it cannot be made, or is a link.
+        """
+        folder = self.root / kind
+        if folder.is_symlink():
+            raise OSError(f"{folder} is a link, which is not followed: set MIONNX_CACHE, or link the whole store")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _lock(self, entry: CacheEntry, timeout: float = -1) -> FileLock:
+        return FileLock(unlinked(entry.path.with_name(f"{entry.path.name}.lock")), timeout=timeout)
 
     def _usable(self, entry: CacheEntry) -> bool:
-        """Whether the entry is there and undamaged; marks it as used."""
-        if not entry.path.is_dir():
+        """Whether the entry is there and undamaged; marks it as used.
+
+        Raises:
+            OSError: something that mionnx did not make is in its place.
+        """
+        if not os.path.lexists(entry.path):
             return False
+        if entry.made_for is None:
+            raise OSError(f"mionnx did not make {entry.path}: it is left as it is")
         if entry.path not in self._checked:
             faults = entry.faults()
             if faults:
-                _say(f"the store's entry {entry.kind}/{entry.path.name} is damaged ({faults[0]}): it is made again")
-                shutil.rmtree(entry.path)
+                _say(f"the store's entry {entry.address} is damaged ({faults[0]}): it is made again")
+                entry.clear()
                 return False
             self._checked.add(entry.path)
         entry.mark()
@@ -162,7 +197,7 @@ class DiskCache:
 
     def _build(self, entry: CacheEntry, build: Build) -> None:
         self.tidy()
-        with new_folder(entry.path, OSError) as partial:
+        with _new_entry(entry) as partial:
             facts = build(partial)
             files = {
                 str(file.relative_to(partial)): {
@@ -173,17 +208,20 @@ class DiskCache:
                 for file in files_in(partial)
                 if file.name != LOCK
             }
-            manifest: dict[str, Any] = {"what": facts, "files": files, "made": time.time()}
+            manifest: dict[str, Any] = {"of": entry.address, "what": facts, "files": files, "made": time.time()}
             manifest["sha256"] = digest(manifest)
             (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
             _sync(partial)
 
     def all(self) -> list[CacheEntry]:
         """Every entry, the one used longest ago first."""
-        folders = [path for kind in KINDS for path in (self.root / kind).glob("*") if path.is_dir()]
-        found = [CacheEntry(path) for path in folders if not path.name.startswith(".") and path.suffix != ".pins"]
-        found += [CacheEntry(path) for path in (self.root / SWEEPS).glob("*.safetensors") if path.is_file()]
-        return sorted(found, key=lambda entry: entry.used)
+        found = [CacheEntry(path) for kind in (*KINDS, SWEEPS) for path in self._in(kind)]
+        return sorted((entry for entry in found if entry.made_for == entry.address), key=lambda entry: entry.used)
+
+    def _in(self, kind: str) -> list[Path]:
+        """The paths in the folder of a kind; none if that is a link."""
+        folder = self.root / kind
+        return [] if folder.is_symlink() else [*folder.glob("*")]
 
     @property
     def size(self) -> int:
@@ -205,7 +243,7 @@ class DiskCache:
         for entry in [*kept]:
             if bytes_kept(chain(*kept.values())) <= limit:
                 break
-            if self.remove(entry):
+            if not self.remove(entry):
                 removed.append(entry)
                 del kept[entry]
         return removed
@@ -216,7 +254,8 @@ class DiskCache:
         Returns:
             how many folders and files.
         """
-        return sum(remove_leftovers(self.root / kind) for kind in (*KINDS, SWEEPS))
+        folders = [self.root / kind for kind in (*KINDS, SWEEPS)]
+        return sum(remove_leftovers(one, (MARK,), SWEEP_NAME) for one in folders if not one.is_symlink())
 
     def discard(self, folder: Path, reason: str) -> bool:
         """Remove an entry that turned out to be damaged, and say so.
@@ -227,15 +266,16 @@ class DiskCache:
             whether it was removed.
         """
         entry = CacheEntry(folder.resolve())
-        if not self._holds(entry) or not self.remove(entry, mine=True):
+        if not self._holds(entry) or self.remove(entry, mine=True):
             return False
-        _say(f"the store's entry {entry.kind}/{entry.path.name} is damaged ({reason}): it is made again")
+        _say(f"the store's entry {entry.address} is damaged ({reason}): it is made again")
         return True
 
     def _holds(self, entry: CacheEntry) -> bool:
-        return entry.path.parent.parent == self.root.resolve() and entry.kind in KINDS
+        inside = entry.path.resolve().parent.parent == self.root.resolve() and entry.kind in KINDS
+        return inside and entry.made_for == entry.address
 
-    def remove(self, entry: CacheEntry, mine: bool = False) -> bool:
+    def remove(self, entry: CacheEntry, mine: bool = False) -> str:
         """Remove an entry, unless a live process uses it.
 
         Args:
@@ -243,23 +283,34 @@ class DiskCache:
             mine: remove it even if this process uses it.
 
         Returns:
-            whether it was removed.
+            why it stays; "" if it was removed.
         """
         try:
             if entry.kind == SWEEPS:
                 entry.path.unlink()
-                return True
-            with FileLock(f"{entry.path}.lock", timeout=0):
+                return ""
+            with self._lock(entry, timeout=0):
                 if entry.used_by_others if mine else entry.in_use:
-                    return False
-                doomed = partial_path(entry.path)
-                entry.path.rename(doomed)  # at once: nobody finds half of it
-                shutil.rmtree(doomed, ignore_errors=True)
-                shutil.rmtree(entry.pins, ignore_errors=True)
-        except UNUSABLE:
-            return False
+                    return IN_USE
+                doomed = CacheEntry(partial_path(entry.path))
+                entry.path.rename(doomed.path)  # at once: nobody finds half of it
+                with suppress(OSError):  # what is left of it goes with `tidy`
+                    doomed.clear()
+                entry.clear_pins()
+        except Timeout:
+            return IN_USE
+        except UNUSABLE as error:
+            return str(getattr(error, "strerror", None) or error)
         self._checked.discard(entry.path)
-        return True
+        return ""
+
+
+@contextmanager
+def _new_entry(entry: CacheEntry) -> Iterator[Path]:
+    """A new folder with the mark of an entry."""
+    with new_folder(entry.path, OSError) as partial:
+        (partial / MARK).write_text(entry.address)
+        yield partial
 
 
 def _sync(folder: Path) -> None:

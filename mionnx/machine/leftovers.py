@@ -25,7 +25,7 @@ from filelock import FileLock
 from mionnx.machine.cache_entry import CLOCK, files_in
 
 LOCK = ".mionnx.lock"
-PARTIAL = re.compile(r"\..*\.(?P<pid>\d+)\.partial", re.DOTALL)
+PARTIAL = re.compile(r"\.(?P<name>.*)\.(?P<pid>\d+)\.partial", re.DOTALL)
 AN_HOUR = 3600.0
 A_MOMENT = 5.0  # seconds; a live process takes the lock of a folder that it makes in less
 
@@ -60,7 +60,7 @@ def partial_path(target: Path) -> Path:
     return target.with_name(f".{target.name}.{token_hex(3)}.{os.getpid()}.partial")
 
 
-def remove_leftovers(folder: Path, holding: Collection[str] | None = None) -> int:
+def remove_leftovers(folder: Path, holding: Collection[str] | None = None, files: re.Pattern[str] | None = None) -> int:
     """Remove the partial folders and files in a folder that no process works on any more.
 
     A partial file has no lock: it has to be an hour old besides.
@@ -68,6 +68,7 @@ def remove_leftovers(folder: Path, holding: Collection[str] | None = None) -> in
     Args:
         folder: where they lie.
         holding: in a folder that is not mionnx' own, names of which a partial folder without a lock has to hold one.
+        files: there, the names that files are given when they are complete; without it, they stay.
 
     Returns:
         how many were removed.
@@ -78,8 +79,7 @@ def remove_leftovers(folder: Path, holding: Collection[str] | None = None) -> in
         return 0
     removed = 0
     for path in found:
-        foreign = holding is not None and not any((path / name).exists() for name in [LOCK, *holding])
-        if foreign or not _abandoned(path):
+        if (holding is not None and not _ours(path, holding, files)) or not _abandoned(path):
             continue
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -87,6 +87,15 @@ def remove_leftovers(folder: Path, holding: Collection[str] | None = None) -> in
             path.unlink(missing_ok=True)
         removed += not path.exists()
     return removed
+
+
+def _ours(path: Path, holding: Collection[str], files: re.Pattern[str] | None) -> bool:
+    """Whether mionnx made it, in a folder where others may write too."""
+    if path.is_dir():
+        begun = files is not None and not any(path.iterdir())  # killed before it had a lock
+        return begun or any((path / name).exists() for name in [LOCK, *holding])
+    found = PARTIAL.fullmatch(path.name)
+    return files is not None and found is not None and files.fullmatch(found["name"]) is not None
 
 
 def _own(path: Path) -> bool:

@@ -122,16 +122,16 @@ def test_other_damage_is_found(entries, damage):
 
 
 def test_large_files_are_hashed_when_they_changed(entries, monkeypatch):
-    monkeypatch.setattr(cache_entry, "LARGE", 100)
+    monkeypatch.setattr(cache_entry, "LARGE", 1000)  # the mark is smaller
     path = entries.get("graphs", "key", writer()).path
     hashed: list[str] = []
     plain = cache_entry.sha256
     monkeypatch.setattr(cache_entry, "sha256", lambda file: hashed.append(file.name) or plain(file))
     assert DiskCache(entries.root).find("graphs", "key")
-    assert hashed == []
+    assert hashed == [cache_entry.MARK]
     (path / "1.bin").write_bytes((path / "1.bin").read_bytes())  # another time of change, the same bytes
     assert DiskCache(entries.root).find("graphs", "key")
-    assert hashed == ["1.bin"]
+    assert sorted(hashed) == [cache_entry.MARK, cache_entry.MARK, "1.bin"]
     assert CacheEntry(path).faults(thorough=True) == []
 
 

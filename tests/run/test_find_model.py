@@ -20,6 +20,7 @@ from repository import REPOSITORY
 
 from mionnx import ExportError, HookSpec, MIError, MIModel, ModelError
 from mionnx.machine import disk_cache, leftovers
+from mionnx.machine.cache_entry import MARK
 from mionnx.machine.disk_cache import DiskCache, StoreWarning
 from mionnx.machine.progress import silent
 from mionnx.run import exporting, find_model
@@ -112,6 +113,7 @@ class TestTheStoreOfExports:
         for folder in (dead, alive, beside, photos):
             folder.mkdir(parents=True)
             (folder / ("a.jpg" if folder == photos else "converted.safetensors")).write_bytes(b"half")
+        (dead / MARK).write_text("models/gone-01")
         find_model.find_model(checkpoints[0], "float32", silent)
         assert (dead.exists(), alive.exists()) == (False, True)
         exporting.export(checkpoints[0], tmp_path / "out" / "new", "float32", silent)
@@ -134,14 +136,15 @@ class TestTheStoreOfExports:
         assert [one["kind"] for one in listed.values()] == ["models", "models"]
         weights = (LLAMA / "model.safetensors").stat().st_size
         rest = sum((LLAMA / name).stat().st_size for name in ("tokenizer.json", "config.json", "model.onnx"))
-        sizes = [(one["bytes"], one["shared_bytes"]) for one in listed.values()]
+        marks = [len(f"models/{one['key']}") for one in listed.values()]
+        sizes = [(one["bytes"] - mark, one["shared_bytes"]) for one, mark in zip(listed.values(), marks, strict=True)]
         assert sizes == [(rest, weights), (rest + weights, 0)]
         assert all(one["in_use"] for one in listed.values())
         assert time.time() - 60 < DiskCache(store).all()[0].used <= time.time()
         table = succeeded("cache", "ls")
         assert "first-" in table
         assert "of the checkpoint's" in table
-        assert json.loads(succeeded("cache", "info", "--json"))["bytes"] == 2 * rest + weights
+        assert json.loads(succeeded("cache", "info", "--json"))["bytes"] == 2 * rest + weights + sum(marks)
         assert "every entry is whole" in succeeded("cache", "verify")
 
     def test_a_damaged_export_is_named(self, exporter, checkpoints, store):

@@ -1,6 +1,8 @@
 """`Config`: the computation of a sparse autoencoder or transcoder, whatever file it came from."""
 
+import re
 from dataclasses import dataclass
+from reprlib import repr as brief
 from typing import Any
 
 import numpy as np
@@ -71,23 +73,26 @@ def from_saelens(cfg: dict[str, Any], names: set[str]) -> Config:
         ModelError: an architecture, activation or normalisation that is not known here.
     """
     facts = {**cfg.get("metadata", {}), **cfg}
-    version = str(facts.get("sae_lens_version") or "0")
-    old = not version.partition(".")[0].isdigit() or int(version.partition(".")[0]) < 6
+    version = re.match(r"[0-9]{1,9}(?![0-9])", str(facts.get("sae_lens_version")))
+    old = version is None or int(version[0]) < 6
     name = str(facts.get("architecture") or "standard")
     function = facts.get("activation_fn", facts.get("activation_fn_str", "relu"))
-    k = facts.get("k", (facts.get("activation_fn_kwargs") or {}).get("k"))
+    given = facts.get("activation_fn_kwargs") or {}
+    if not isinstance(given, dict):
+        raise ModelError(f"activation_fn_kwargs is {brief(given)}, and no table")
+    k = facts.get("k", given.get("k"))
     if function == "topk" and k is not None:
         name = "topk"
     if name not in ARCHITECTURES:
-        raise ModelError(f"an SAE of the architecture {name!r}; known here: {', '.join(ARCHITECTURES)}")
+        raise ModelError(f"an SAE of the architecture {brief(name)}; known here: {', '.join(ARCHITECTURES)}")
     if function not in ("relu", "topk"):
-        raise ModelError(f"an SAE with the activation {function!r}; known here: relu, topk")
+        raise ModelError(f"an SAE with the activation {brief(function)}; known here: relu, topk")
     activation, transcoder = ARCHITECTURES[name]
     hook = str(facts.get("hook_name") or facts.get("hook_point") or "")
     shape = facts.get("reshape_activations") or ("hook_z" if old and "hook_z" in hook else "none")
     largest = k if activation == "topk" else 0
-    if not isinstance(largest, int) or (activation == "topk" and largest < 1):
-        raise ModelError(f"a top-k SAE must say how many features it keeps, got k={k!r}")
+    if type(largest) is not int or (activation == "topk" and largest < 1):
+        raise ModelError(f"a top-k SAE must say how many features it keeps, got k={brief(k)}")
     return Config(
         activation,
         transcoder,
@@ -106,7 +111,7 @@ def _normalisation(name: Any) -> str:
     if isinstance(name, bool) or name is None:  # of the first versions
         name = "expected_average_only_in" if name else "none"
     if name not in NORMALISATIONS:
-        raise ModelError(f"an SAE with normalize_activations={name!r}; known here: {', '.join(NORMALISATIONS)}")
+        raise ModelError(f"an SAE with normalize_activations={brief(name)}; known here: {', '.join(NORMALISATIONS)}")
     return "none" if name == "expected_average_only_in" else name
 
 

@@ -1,6 +1,5 @@
 """Files of sparse autoencoders: SAELens' folders and Gemma Scope's `params.npz`."""
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.features.config import Config, Weights, from_saelens
+from mionnx.analysis.features.npz import read_npz
 from mionnx.errors import ModelError
 from mionnx.graph.folder_file import read_json
 from mionnx.machine.tensor_file import read_tensors
@@ -39,14 +39,20 @@ def read(path: Path, hook: str, hook_out: str) -> tuple[Config, Weights]:
     if not isinstance(cfg, dict) or not isinstance(cfg.get("metadata", {}), dict):
         raise ModelError(f"{folder / CONFIG} is no configuration of an SAE")
     weights = _unscaled(_tensors(folder / WEIGHTS), folder)
-    return from_saelens(cfg, {*weights}), weights
+    try:
+        return from_saelens(cfg, {*weights}), weights
+    except ModelError as error:
+        raise ModelError(f"{folder / CONFIG}: {error}") from error
 
 
 def _tensors(path: Path) -> Weights:
-    return {name: _floats(array) for name, array in read_tensors(path, f"{path} is damaged", ModelError)[1].items()}
+    tensors = read_tensors(path, f"{path} is damaged", ModelError)[1]
+    return {name: _floats(array, f"{path}: {name}") for name, array in tensors.items()}
 
 
-def _floats(array: NDArray[Any]) -> NDArray[np.float32]:
+def _floats(array: NDArray[Any], what: str) -> NDArray[np.float32]:
+    if array.dtype.kind != "f" and array.dtype.name != "bfloat16":
+        raise ModelError(f"{what} has numbers of the dtype {array.dtype}; weights are floating-point")
     return np.ascontiguousarray(array.astype(np.float32))
 
 
@@ -60,13 +66,11 @@ def _unscaled(weights: Weights, folder: Path) -> Weights:
 
 def _gemma_scope(path: Path, hook: str, hook_out: str) -> tuple[Config, Weights]:
     """JumpReLU, b_dec not subtracted (Lieberum et al. 2024, "Gemma Scope")."""
-    if path.exists() and not path.is_file():
-        raise ModelError(f"{path} is a device or a pipe, no file: refused")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            weights = {_cased(name): _floats(file[name]) for name in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise ModelError(f"{path} is no {PARAMS}, or a damaged one: {error}") from error
+    weights: Weights = {}
+    for name, array in read_npz(path):
+        if _cased(name) in weights:
+            raise ModelError(f"{path} has two members for {_cased(name)}: refused")
+        weights[_cased(name)] = _floats(array, f"{path}: {name}")
     return Config("jumprelu", transcoder=bool(hook_out), hook=hook, hook_out=hook_out), weights
 
 

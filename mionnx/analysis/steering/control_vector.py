@@ -15,6 +15,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from reprlib import repr as brief
 from types import ModuleType
 from typing import Any
 
@@ -29,7 +30,7 @@ ARCHITECTURE = "controlvector"
 HINT, COUNT = f"{ARCHITECTURE}.model_hint", f"{ARCHITECTURE}.layer_count"
 CHECKSUM = "mionnx.sha256"
 STREAM = "resid_post"
-NAME = re.compile(r"direction\.(\d+)")
+NAME = re.compile(r"direction\.(0|[1-9][0-9]{0,8})")
 
 
 class LayerLeftOutWarning(UserWarning):
@@ -122,7 +123,8 @@ def _layer(path: str | Path, name: str) -> int:
     match = NAME.fullmatch(name)
     if match is None or int(match[1]) == 0:
         why = "there is none after the first block" if match else "a number from 1 on must follow"
-        raise SpecFileError(f"{path}: tensor {name!r}: {why}; direction.N belongs to blocks.N.hook_{STREAM}, N >= 1")
+        where = f"direction.N belongs to blocks.N.hook_{STREAM}, N >= 1"
+        raise SpecFileError(f"{path}: tensor {brief(name)}: {why}; {where}")
     return int(match[1])
 
 

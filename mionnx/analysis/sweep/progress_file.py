@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InputError
+from mionnx.machine.cache_entry import SWEEP_MARK as MARK
 from mionnx.machine.tensor_file import read_tensors, write_tensors
 
 EVERY = 5.0  # seconds between two writes
-MARK = "mionnx_sweep"
 
 
 def key_of(facts: Mapping[str, Any]) -> str:

@@ -44,16 +44,18 @@ def _progress_file(sweep: Sweep, resume: str | Path | bool) -> Path | None:
         if key is not None:
             raise InputError(f"resume_key={key!r} has no effect without resume=True or resume=FILE")
         return None
-    folder = cache_folder() / SWEEPS
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = DiskCache(cache_folder()).kind_folder(SWEEPS)
         if not os.access(folder, os.W_OK):
             raise OSError(errno.EROFS, "it cannot be written", str(folder))
+        file = folder / f"{sweep.key[:32]}.safetensors"
+        if file.is_symlink():
+            raise OSError(errno.EEXIST, "it is a link, which is not followed", str(file))
     except OSError as error:
         lost = "an interruption would lose the cells that are computed; resume=FILE keeps them elsewhere"
         DiskCache(cache_folder()).say_unusable(error, lost, SWEEPS)
         return None
-    return folder / f"{sweep.key[:32]}.safetensors"
+    return file
 
 
 def _delete(path: Path | None) -> None:
