@@ -1,7 +1,8 @@
 """Every error that mionnx raises on purpose: one class per kind, all of them an `MIError`."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class MIError(Exception):
@@ -48,3 +49,23 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     """End of an error message with the valid choice nearest to a name; empty if none is near."""
     matches = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+@contextmanager
+def boundary(kind: type[MIError], sentence: str) -> Iterator[None]:
+    """Turn what a library throws at a file into one refusal; an `MIError` passes as it is.
+
+    Args:
+        kind: class of the refusal.
+        sentence: what cannot be done with which file; the library's own words follow.
+    """
+    try:
+        yield
+    except MIError:
+        raise
+    except BaseException as error:
+        # Rust's panics are no Exception, and neither is Ctrl-C, which goes on.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        words = str(error) if type(error) is Exception else f"{type(error).__name__}: {error}"
+        raise kind(f"{sentence}: {words}") from error

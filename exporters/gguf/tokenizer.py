@@ -156,11 +156,12 @@ def _merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[s
 
 def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], facts: dict[str, Any]) -> None:
     """Make tokens of control and of the user ones that are found in a text as they are."""
-    kinds = facts.get("token_type", ())
+    kinds, spelled = facts.get("token_type", ()), tokenizer.get_vocab(with_added_tokens=False)
     strips = any(name in str(facts["name"]).lower() for name in ("phi-3", "phi3"))
     found: dict[bool, list[AddedToken]] = {True: [], False: []}
     for token, kind in zip(tokens, kinds, strict=False):
-        if kind in (UNKNOWN, CONTROL, USER_DEFINED):
+        # Gemma's runs of spaces stand in the vocabulary as SentencePiece spells them, and merges make them of a text.
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED) and token in spelled:
             special = kind != USER_DEFINED
             rstrip = strips and token not in _NO_STRIP
             found[special].append(AddedToken(token, normalized=False, special=special, rstrip=rstrip))

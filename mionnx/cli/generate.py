@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from mionnx.cli.intervention_options import Interventions, takes_interventions
 from mionnx.cli.options import Json, Model, Provider, rows_of_pass
 from mionnx.errors import InputError, InterventionError
-from mionnx.inputs.tokens import Tokens
+from mionnx.inputs.tokens import Decoder, Tokens, decode
 from mionnx.model import MIModel
 from mionnx.run.generation import Generation
-from mionnx.run.streamer import Decoder, TextStreamer
+from mionnx.run.streamer import TextStreamer
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify.verbs import read_prompts
 
@@ -153,7 +153,7 @@ class PromptStreamer(TextStreamer):
 def _after_space(model: MIModel, tokens: Tokens) -> Callable[[str], None]:
     """A printer of text pieces; a space precedes the first where the tokenizer puts one."""
     ids = tokens.ids.tolist()
-    apart = model.tokenizer.decode([*ids, ids[-1]])[len(model.tokenizer.decode(ids)) :].startswith(" ")
+    apart = decode(model.tokenizer, [*ids, ids[-1]])[len(decode(model.tokenizer, ids)) :].startswith(" ")
     begun: list[str] = []
 
     def write(text: str) -> None:

@@ -40,6 +40,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
 from mionnx.graph.metadata import COMPILED
 from mionnx.graph.restore import restore
+from mionnx.inputs.tokens import TOKENIZER, copy_tokenizer
 from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import Progress, silent
 from mionnx.rewrite.apply_plan import apply_plan
@@ -289,7 +290,7 @@ def _write_rest(
     spec.save(str(at / SPEC))
     for pattern in KEPT:
         for file in model.folder.glob(pattern):
-            shutil.copyfile(file, at / file.name)
+            (copy_tokenizer if file.name == TOKENIZER else shutil.copyfile)(file, at / file.name)
     if packaging.layout == "optimum" and not (at / "config.json").is_file():
         raise ModelError(f"{model.folder} has no config.json, and optimum loads no model without one")
     interface = [(value, _type(value)) for value in proto.graph.input if value.name not in _initializers(proto)]

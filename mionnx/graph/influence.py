@@ -1,7 +1,7 @@
 """`Influence`: the hook points, outputs and positions that the value at a hook point can change.
 
 A token's value reaches later tokens only through what is carried from call to call: keys and values, or a recurrent
-state. What does not lead there changes its own position alone.
+state. What does not lead there changes its own position alone. Keys and values do so in a graph without a cache too.
 """
 
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ class Reach:
     @property
     def next_token_only(self) -> bool:
         """Whether what is carried goes to the next token's channel mix alone."""
-        return all(name.endswith(".ffn_shift") for name in self.passes if name.startswith(CARRIED))
+        return self.carried and all(name.endswith(".ffn_shift") for name in self.passes if name.startswith(CARRIED))
 
 
 class Influence:
@@ -78,14 +78,20 @@ class Influence:
         return frozenset((self._flow.descendants(sources, overwritten) - sources) & self._named)
 
     def _spread(self, changed: set[str], overwritten: frozenset[str]) -> frozenset[str]:
-        if not any(name.startswith(CARRIED) for name in changed):
-            return frozenset()
         mixed = [name for layer in range(self.metadata.sizes.num_layers) for name in self._keys_and_values(layer)]
         mixing = changed.intersection(mixed)
+        # A graph without a cache carries nothing out; where all keys and values have names, these tell.
+        told = self._every_layer_names_them and not mixing
+        if not any(name.startswith(CARRIED) for name in changed) and (self._has_cache or told):
+            return frozenset()
         if not mixing or not self._every_layer_names_them:
             return frozenset(changed)
         first = min(layer_of(name) or 0 for name in mixing)
         return self._after(mixing, overwritten).union(mixing).difference(self._keys_and_values(first))
+
+    @cached_property
+    def _has_cache(self) -> bool:
+        return any(name.startswith(CARRIED) for name in self._named)
 
     @cached_property
     def _every_layer_names_them(self) -> bool:

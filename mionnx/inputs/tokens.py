@@ -1,20 +1,33 @@
 """Text to tokens and back, with the offsets of every token in the text."""
 
+import json
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
-from mionnx.errors import InputError, ModelError, TokenizerError
-from mionnx.graph.folder_file import check_regular
+from mionnx.errors import InputError, ModelError, TokenizerError, boundary
+from mionnx.graph.folder_file import check_regular, read_json
+from mionnx.inputs.world_tokenizer import Encoding as WorldEncoding
 from mionnx.inputs.world_tokenizer import WorldTokenizer, find_vocabulary
 from mionnx.machine.brief import Brief, count, spelled
 from mionnx.machine.typed import typed
 
 LARGEST = 2**30  # bytes of a tokenizer.json
+TOKENIZER = "tokenizer.json"
+PROBE = "a"  # a text that has tokens
+
+
+class Decoder(Protocol):
+    """A tokenizer, as far as it turns tokens into text."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of tokens."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,7 +103,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | WorldTokenizer:
     Raises:
         TokenizerError: there is none, or it is damaged.
     """
-    path = folder / "tokenizer.json"
+    path = folder / TOKENIZER
     if not path.is_file():
         vocabulary = find_vocabulary(folder)
         if vocabulary is None:
@@ -102,10 +115,66 @@ def load_tokenizer(folder: Path) -> Tokenizer | WorldTokenizer:
         check_regular(path, LARGEST)
     except ModelError as error:
         raise TokenizerError(str(error)) from error
+    with boundary(TokenizerError, f"{path} is damaged"):
+        tokenizer = Tokenizer.from_file(str(path))
+        # A file saved while they were on holds them; transformers switches both off in every call.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        _check_post_processor(tokenizer, path)
+    return tokenizer
+
+
+def _check_post_processor(tokenizer: Tokenizer, path: Path) -> None:
+    """Refuse a post-processor that drops the text: every prompt would be the same tokens."""
+    processor, tokenizer.post_processor = tokenizer.post_processor, None
     try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise TokenizerError(f"{path} is damaged: {error}") from error
+        bare = tokenizer.encode(PROBE)
+    except Exception:  # the library's own class: a vocabulary without this text and a token for unknown ones
+        return
+    finally:
+        tokenizer.post_processor = processor
+    made = tokenizer.post_process(bare)
+    if not {*bare.ids} <= {*made.ids}:
+        raise TokenizerError(
+            f"the post_processor of {path} drops the text: of {' '.join(bare.tokens)} it makes "
+            f"{' '.join(made.tokens) or 'nothing'}"
+        )
+
+
+def copy_tokenizer(file: Path, target: Path) -> None:
+    """Copy a `tokenizer.json` without truncation and padding: other clients would obey them."""
+    try:
+        table = read_json(file, LARGEST)
+    except ModelError:
+        table = None  # no tokenizer: copied as it is
+    held = {key for key in ("truncation", "padding") if isinstance(table, dict) and table.get(key) is not None}
+    if held:
+        target.write_text(json.dumps({**table, **dict.fromkeys(held)}, ensure_ascii=False), encoding="utf-8")
+    else:
+        shutil.copyfile(file, target)
+
+
+def encode(
+    tokenizer: Tokenizer | WorldTokenizer, text: str, add_special_tokens: bool = True
+) -> Encoding | WorldEncoding:
+    """Tokenise one text, which may have no tokens.
+
+    Raises:
+        TokenizerError: the tokenizer's rules fail on the text.
+    """
+    with boundary(TokenizerError, f"the tokenizer fails on the text {spelled(text)}"):
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def decode(tokenizer: Decoder, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    """The text of tokens.
+
+    Raises:
+        TokenizerError: the tokenizer's rules fail on them.
+    """
+    with boundary(TokenizerError, f"the tokenizer does not decode the tokens {spelled([*ids])}"):
+        # A streamer's own tokenizer may know of no special tokens.
+        return tokenizer.decode([*ids]) if skip_special_tokens else tokenizer.decode([*ids], skip_special_tokens=False)
 
 
 def token_id(tokenizer: Tokenizer | WorldTokenizer, text: str) -> int:
@@ -114,10 +183,10 @@ def token_id(tokenizer: Tokenizer | WorldTokenizer, text: str) -> int:
     Raises:
         InputError: it is none, or several, or the tokenizer makes another text of it, as of an unknown word.
     """
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    ids = encode(tokenizer, text, add_special_tokens=False).ids
     if len(ids) != 1:
         raise InputError(f"{text!r} is {len(ids)} tokens, not one")
-    found = tokenizer.decode(ids, skip_special_tokens=False)
+    found = decode(tokenizer, ids, skip_special_tokens=False)
     if found.strip() != text.strip():
         raise InputError(f"{text!r} is not in the vocabulary: the tokenizer makes {found!r} of it")
     return int(ids[0])
@@ -127,9 +196,9 @@ def tokenize(tokenizer: Tokenizer | WorldTokenizer, text: str, add_special_token
     """Tokenise one text, with the special tokens that the tokenizer adds if asked for.
 
     Raises:
-        TokenizerError: the text has no tokens.
+        TokenizerError: the text has no tokens, or see `encode`.
     """
-    encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    encoding = encode(tokenizer, text, add_special_tokens)
     if not encoding.ids:
         raise TokenizerError(f"the prompt {text!r} is empty: it has no tokens")
     return Tokens(text, np.array(encoding.ids, np.int64), list(encoding.offsets), list(encoding.tokens))

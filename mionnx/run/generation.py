@@ -22,6 +22,7 @@ from mionnx.inputs.past import choose_past
 from mionnx.inputs.prompt_list import read_prompts
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, TokenBatch, count_rows, make_token_batch
+from mionnx.inputs.tokens import decode
 from mionnx.machine.brief import Brief, count, shape_of, spelled
 from mionnx.machine.stored import Stored
 from mionnx.machine.typed import typed
@@ -241,7 +242,7 @@ def _made(prompts: Sequence[NDArray[np.int64]], added: Sequence[Sequence[int]], 
     ids = [np.concatenate(pair) for pair in zip(prompts, new, strict=True)]
     if growth.tokenizer is None:
         return Generation(ids, new)
-    texts, new_texts = ([growth.tokenizer.decode(row.tolist()) for row in rows] for rows in (ids, new))
+    texts, new_texts = ([decode(growth.tokenizer, row.tolist()) for row in rows] for rows in (ids, new))
     return Generation(ids, new, texts, new_texts)
 
 

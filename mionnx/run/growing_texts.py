@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from mionnx.errors import InputError
 from mionnx.inputs.token_batch import TokenBatch
+from mionnx.inputs.tokens import Decoder
 from mionnx.run.sampling import Sampling
 from mionnx.run.stopping import Stopping
-from mionnx.run.streamer import Decoder
 
 
 @dataclass(frozen=True)

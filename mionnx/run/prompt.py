@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.errors import InputError
 from mionnx.inputs.prompt_list import read_prompts
 from mionnx.inputs.token_batch import make_token_batch
+from mionnx.inputs.tokens import decode
 from mionnx.machine.arrays import to_array
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
@@ -102,7 +103,7 @@ def each_of(given: Any, rows: int, what: str) -> list[Any]:
 
 def token_text(model: Runner, token: int) -> str:
     """The text of a token; its number where the model has no tokenizer."""
-    return model.tokenizer.decode([token], skip_special_tokens=False) if model.has_tokenizer else str(token)
+    return decode(model.tokenizer, [token], skip_special_tokens=False) if model.has_tokenizer else str(token)
 
 
 def token_of(model: Runner, token: int | str) -> int:

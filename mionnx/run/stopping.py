@@ -10,8 +10,8 @@ from mionnx.errors import InputError, InterventionError
 from mionnx.graph.hooked_model import DTYPES
 from mionnx.graph.metadata import Metadata
 from mionnx.inputs.token_batch import TokenBatch
+from mionnx.inputs.tokens import Decoder, decode
 from mionnx.machine import memory
-from mionnx.run.streamer import Decoder
 from mionnx.spec.hook_spec import HookSpec
 
 
@@ -47,7 +47,7 @@ class Stopping:
             return True
         if not self.strings or tokenizer is None:
             return False
-        text = tokenizer.decode([*new], skip_special_tokens=False)
+        text = decode(tokenizer, new, skip_special_tokens=False)
         return any(string in text for string in self.strings)
 
     def refuse_unreached(self, spec: HookSpec) -> None:

@@ -9,14 +9,8 @@ from numpy.typing import NDArray
 
 from mionnx.errors import InputError, TokenizerError
 from mionnx.inputs.token_rows import read_array
+from mionnx.inputs.tokens import Decoder, decode
 from mionnx.machine.typed import typed
-
-
-class Decoder(Protocol):
-    """A tokenizer, as far as it turns tokens into text."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of tokens."""
 
 
 class Streamer(Protocol):
@@ -63,13 +57,13 @@ class TextStreamer:
             self._ids = []  # the prompt is not printed
             return
         self._ids.append(int(ids.flat[0]))
-        text = self.tokenizer.decode(self._ids)
+        text = decode(self.tokenizer, self._ids)
         if not text.endswith("\ufffd"):  # else a part of a character, of which the rest may follow
             self._flush(text)
 
     def end(self) -> None:
         """No more tokens follow: what was held back is written."""
-        self._flush(self.tokenizer.decode(self._ids or []))
+        self._flush(decode(self.tokenizer, self._ids or []))
         self._ids, self._written = None, ""
 
     def _flush(self, text: str) -> None:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from mionnx.errors import InputError
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
+from mionnx.inputs.tokens import encode
 from mionnx.run.generation import generate
 from mionnx.run.runner import Runner
 
@@ -46,7 +47,7 @@ def _cut(model: Runner, text: str, limit: int) -> list[Ids]:
 def _parts(model: Runner, text: str) -> tuple[Ids, Ids]:
     """The special tokens before a text, and its own."""
     whole = np.asarray(model.tokenize(text).ids, np.int64)
-    bare = np.asarray(model.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+    bare = np.asarray(encode(model.tokenizer, text, add_special_tokens=False).ids, np.int64)
     at = next((at for at in range(len(whole) - len(bare) + 1) if (whole[at : at + len(bare)] == bare).all()), 0)
     return whole[:at], bare
 
@@ -58,7 +59,7 @@ def own_text(model: Runner) -> list[Ids]:
     """
     first = 0
     if model.has_tokenizer:
-        special = np.asarray(model.tokenizer.encode("").ids, np.int64)
+        special = np.asarray(encode(model.tokenizer, "").ids, np.int64)
         first = int(special[0]) if len(special) else 0
     first = first or next(iter(model.hooked.end_tokens()), 0)
     length = min(OWN_LENGTH, model.hooked.metadata.sizes.max_positions or OWN_LENGTH)

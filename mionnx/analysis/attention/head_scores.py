@@ -21,6 +21,7 @@ from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import HookError, InputError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_rows import read_array
+from mionnx.inputs.tokens import encode
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.typed import typed
 from mionnx.run.nan_logits import numbers
@@ -137,6 +138,6 @@ def special_tokens(model: Runner) -> tuple[list[int], NDArray[np.int64]]:
         return [], np.array(ends, np.int64)
     decoder = getattr(model.tokenizer, "get_added_tokens_decoder", None)  # a World tokenizer adds none
     special = [token for token, entry in decoder().items() if entry.special] if decoder else []
-    encoded = model.tokenizer.encode("a")
+    encoded = encode(model.tokenizer, "a")
     marked = zip(encoded.ids, getattr(encoded, "special_tokens_mask", ()), strict=False)
     return [token for token, _ in takewhile(itemgetter(1), marked)], np.array([*ends, *special], np.int64)

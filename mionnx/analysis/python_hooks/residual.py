@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mionnx.errors import HookError, InterventionError
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.tokens import decode
 from mionnx.machine.arrays import to_array
 from mionnx.machine.typed import typed
 from mionnx.run.generation import generate
@@ -150,7 +151,7 @@ def generate_with_hooks(
     spec.extend(_steering(model, steers or (), positions))
     result = generate(model, one_prompt(model, prompt), spec, max_new_tokens=max_new_tokens)
     ids = result.new_ids[0].tolist()
-    return model.tokenizer.decode(ids), ids
+    return decode(model.tokenizer, ids), ids
 
 
 def _ablation(model: Runner, layers: Layers) -> HookSpec:

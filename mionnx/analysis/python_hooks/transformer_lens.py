@@ -22,6 +22,7 @@ from mionnx.errors import InputError
 from mionnx.graph import matrices
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_rows import IDS, is_one_prompt, read_array, read_rows
+from mionnx.inputs.tokens import decode
 from mionnx.machine.typed import typed
 from mionnx.run.prompt import token_of
 from mionnx.run.runner import Runner
@@ -151,7 +152,7 @@ def to_string(model: Runner, tokens: ArrayLike | One) -> Any:
     ids = read_array("tokens", _ids(tokens))
     if ids.ndim == 2:
         return [to_string(model, row) for row in ids]
-    return model.tokenizer.decode(_row(model, ids), skip_special_tokens=False)
+    return decode(model.tokenizer, _row(model, ids), skip_special_tokens=False)
 
 
 @typed()

@@ -6,6 +6,7 @@ import numpy as np
 
 from mionnx.analysis.sweep.grid import Grid
 from mionnx.errors import InputError
+from mionnx.inputs.tokens import decode
 from mionnx.run.prompt import Ids, token_text
 from mionnx.run.runner import Runner
 
@@ -63,7 +64,7 @@ def axis_labels(
 
 def quote(model: Runner, ids: Ids) -> str:
     """A prompt in quotes, cut after 60 characters; its ids if the model has no tokenizer."""
-    text = model.tokenizer.decode(ids.tolist()) if model.has_tokenizer else " ".join(map(str, ids.tolist()))
+    text = decode(model.tokenizer, ids.tolist()) if model.has_tokenizer else " ".join(map(str, ids.tolist()))
     return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
