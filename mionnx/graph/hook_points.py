@@ -238,7 +238,7 @@ def layer_of(name: str) -> int | None:
 
 
 def by_layer(names: Iterable[str]) -> list[str]:
-    """Sort names of hook points by layer, embeddings first; those of one layer stay in their order."""
+    """Sort names of hook points by layer, embeddings first; stable within a layer."""
 
     def place(name: str) -> float:
         if (layer := layer_of(name)) is not None:
