@@ -1,4 +1,4 @@
-"""Answers that miss their space: a warning where the model means `" Mary"`, and `"Mary"` was given."""
+"""A warning where the answer `"Mary"` was given and the model means `" Mary"`."""
 
 import warnings
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from mionnx.machine.caller import caller_level
 
 
 class OtherSpellingWarning(UserWarning):
-    """A token given as a text, where the model gives more to the same word with or without a space before it."""
+    """The model gives more to a token's other spelling, with or without a space."""
 
 
 class Vocabulary(Protocol):
@@ -23,7 +23,11 @@ class Vocabulary(Protocol):
 
 
 def other_spelling(model: Vocabulary, text: str) -> tuple[str, int] | None:
-    """The same word with a space before it, or without: its text and id; None if that is no token of its own."""
+    """Find the same word with a space before it, or without.
+
+    Returns:
+        its text and id; None if it is no token of its own.
+    """
     other = text[1:] if text.startswith(" ") else f" {text}"
     try:
         found, token = model.token_id(other), model.token_id(text)
