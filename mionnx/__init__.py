@@ -57,6 +57,7 @@ from mionnx.run.graph_pool import OpenGraph as Compiled
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_caches import HookCaches
 from mionnx.run.hook_functions import Hook
+from mionnx.run.other_spelling import OtherSpellingWarning
 from mionnx.run.sampling import sample_token
 from mionnx.run.streamer import TextStreamer
 from mionnx.spec.attention_knockout import KnockoutSpec, create_knockout_mask
@@ -109,6 +110,7 @@ __all__ = [
     "ModelSizes",
     "Noise",
     "Options",
+    "OtherSpellingWarning",
     "ProbeResult",
     "RWKVState",
     "Report",

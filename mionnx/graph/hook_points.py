@@ -7,8 +7,10 @@ first); where TransformerLens means something else by a name, this table decides
 
 import operator
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from math import inf
 from typing import Literal
 
 from mionnx.errors import HookError
@@ -233,6 +235,17 @@ def layer_of(name: str) -> int | None:
     """Layer number in a hook point's name, splices' included; None outside the blocks."""
     match = _LAYERED.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def by_layer(names: Iterable[str]) -> list[str]:
+    """Sort names of hook points by layer, embeddings first; stable within a layer."""
+
+    def place(name: str) -> float:
+        if (layer := layer_of(name)) is not None:
+            return layer
+        return -1 if _parsed(name).variant in ("Embed", "PosEmbed") else inf
+
+    return sorted(names, key=place)
 
 
 @lru_cache(maxsize=2**14)

@@ -39,7 +39,7 @@ class Tokens(Brief):
         text: the text.
         ids: [seq], int64.
         offsets: per token (start, end) in characters of the text; (0, 0) for tokens that the tokenizer added.
-        pieces: per token the tokenizer's own spelling of it.
+        pieces: per token its text as it is decoded, " capital".
     """
 
     text: str
@@ -54,7 +54,7 @@ class Tokens(Brief):
         yield from (spelled(self.text), count(len(self), "token"))
 
     def _lines(self) -> Iterator[str]:
-        yield " ".join(f"{piece}({token})" for piece, token in zip(self.pieces, self.ids.tolist(), strict=True))
+        yield " ".join(f"{piece!r}({token})" for piece, token in zip(self.pieces, self.ids.tolist(), strict=True))
 
     def positions_of(self, part: str, occurrence: int | None = None) -> list[int]:
         """The positions of the tokens that make up a part of the text.
@@ -201,4 +201,6 @@ def tokenize(tokenizer: Tokenizer | WorldTokenizer, text: str, add_special_token
     encoding = encode(tokenizer, text, add_special_tokens)
     if not encoding.ids:
         raise TokenizerError(f"the prompt {text!r} is empty: it has no tokens")
-    return Tokens(text, np.array(encoding.ids, np.int64), list(encoding.offsets), list(encoding.tokens))
+    texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in {*encoding.ids}}
+    pieces = [texts[token] for token in encoding.ids]
+    return Tokens(text, np.array(encoding.ids, np.int64), list(encoding.offsets), pieces)

@@ -3,21 +3,26 @@
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
+
 from mionnx.bind.bound_spec import ALL, Binder, BoundSpec
 from mionnx.bind.logit_selection import Logits
+from mionnx.bind.metric_inputs import Feeds
 from mionnx.engine.options import Options
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.token_batch import Past, TokenBatch
-from mionnx.rewrite.plan import Outputs
+from mionnx.rewrite.plan import METRIC_WEIGHTS, Outputs
 from mionnx.run.fused_plan import with_fused
 from mionnx.run.graph_pool import GraphPool
 from mionnx.run.hook_cache import HookCache, collect
 from mionnx.run.metric_feeds import metric_feeds
 from mionnx.run.nan_logits import checked, refuse_nan
+from mionnx.run.other_spelling import has_text, warn_of_spellings
 from mionnx.run.pass_memory import refuse_too_large
 from mionnx.run.shared_head import with_shared_head
 from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.metric import MetricSpec
 
 
 class PassModel(Protocol):
@@ -69,7 +74,8 @@ def run_pass(
         effective: whether the interventions are known to have an effect.
     """
     bound = bound.on(batch)
-    inputs = {**bound.inputs(batch, past, use_cache, effective), **metric_feeds(model, bound, batch)}
+    feeds = metric_feeds(model, bound, batch)
+    inputs = {**bound.inputs(batch, past, use_cache, effective), **feeds}
     refuse_too_large(bound, batch)
     names = [name for name in bound.outputs(use_cache) if logits or name != LOGITS]
     plan = with_fused(bound.plan, model.hooked, model.options, batch, names)
@@ -81,4 +87,14 @@ def run_pass(
         same: dict[str, Any] = {"attention_mask": batch.attention_mask, "cache": past, "prompt_length": lengths}
         again = partial(model.forward, batch.input_ids, logits=False, **same)
         results["logits"] = checked(results["logits"], partial(refuse_nan, spec=bound.spec, again=again))
+        _look_at_spelling(model, bound.spec.metric, feeds, results["logits"])
     return collect(bound, batch, results, use_cache)
+
+
+def _look_at_spelling(model: PassModel, metric: MetricSpec | None, feeds: Feeds, logits: Any) -> None:
+    """Warn where the model gives more to another spelling of a metric's tokens."""
+    if metric is None or METRIC_WEIGHTS not in feeds or not has_text(given := (metric.answer, metric.versus)):
+        return
+    places = feeds[METRIC_WEIGHTS].argmax(axis=1)
+    read = np.asarray(logits)[np.arange(len(places)), places]
+    warn_of_spellings(model, dict(zip(("answer", "versus"), given, strict=True)), read)

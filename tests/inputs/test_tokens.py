@@ -1,7 +1,7 @@
 """Tokens of a text, and positions of a part of it."""
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
@@ -37,3 +37,11 @@ class TestTokens:
 def test_text_without_a_tokenizer(models):
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         models("llama").forward("The capital of France is")
+
+
+def test_a_token_is_spelled_as_it_is_decoded():
+    """FINDINGS, part 2, 16: 'Ġcapital', where the lens says ' capital'."""
+    tokenizer = Tokenizer(WordLevel({"The": 0, "Ġcapital": 1, "<unk>": 2}, "<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    found = tokenize(tokenizer, "The capital")
+    assert found.pieces == ["The", " capital"] and "' capital'(1)" in str(found)

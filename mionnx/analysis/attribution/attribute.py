@@ -20,6 +20,7 @@ from mionnx.machine.decimals import decimal
 from mionnx.machine.typed import typed
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.other_spelling import warn_of_spelling
 from mionnx.run.prompt import Text, each_of, one_text, texts_of, token_of, token_text
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
@@ -93,10 +94,12 @@ def attribute(
     refuse_several_streams(model.hooked, "attribution")
     texts = [one_text(model, prompt)] if batch_size is None else texts_of(model, prompt)
     places = [text.place(position) for text in texts]
-    tokens = zip(each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus"), strict=True)
-    pairs = [_pair(model, *pair) for pair in tokens]
+    asked = [each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus")]
+    pairs = [_pair(model, *pair) for pair in zip(*asked, strict=True)]
 
     def read(row: int, cache: HookCache) -> Attribution:
+        for what, tokens in zip(("answer", "versus"), asked, strict=True):
+            warn_of_spelling(model, what, tokens[row], cache.output()[0, 0])
         return _attribution(model, texts[row], places[row], cache, *pairs[row])
 
     request = ListRequest(

@@ -29,7 +29,7 @@ from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
 from mionnx.run.batching import batches_of, check_batch_size
 from mionnx.run.hook_cache import HookCache
-from mionnx.run.prompt import Ids, prompt_ids, token_text
+from mionnx.run.prompt import Ids, prompt_ids, token_of, token_text
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_choice import Hook
@@ -189,6 +189,8 @@ def _integrated(
     start = _baseline(model, baseline, value, ids, point, capture)
     if request["answer"] is None and "answer" in READS[request["metric"]]:
         request = {**request, "answer": int(first.output()[0, -1].argmax())}
+    # As ids: the first pass has looked at their spelling.
+    request |= {name: token_of(model, request[name]) for name in ("answer", "versus") if request[name] is not None}
     total = np.zeros(value.shape[1:], np.float64)
     middles = (np.arange(steps) + 0.5) / steps
     for points in batches_of([len(ids)] * steps, batch_size):

@@ -10,12 +10,13 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mionnx.errors import SpecFileError
+from mionnx.graph.hook_points import by_layer
 from mionnx.machine.files import atomic_path, make_folder, write_atomic
 
 MANIFEST, PROGRESS = "_manifest.json", "_progress"
@@ -45,7 +46,7 @@ class Manifest:
 
     Attributes:
         settings: of the harvest.
-        columns: name -> dtype and shape of one token's value.
+        columns: name -> dtype and shape of one token's value, in execution order.
         shards: in the order of the texts; none while it is not complete.
         complete: whether all texts were gone through.
         texts: number of texts; 0 while it is not complete.
@@ -72,7 +73,7 @@ class Manifest:
         """
         rows = sum(shard.rows for shard in self.shards)
         told = {FORMAT: VERSION, **asdict(self), "tokens": self.tokens, "rows": rows}
-        write_atomic(folder / MANIFEST, (json.dumps(told, indent=1, sort_keys=True) + "\n").encode())
+        write_atomic(folder / MANIFEST, (json.dumps(told, indent=1) + "\n").encode())
         if self.complete:
             shutil.rmtree(folder / PROGRESS, ignore_errors=True)
 
@@ -88,7 +89,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         told = json.loads(path.read_text())
         if told.get(FORMAT) != VERSION:
             raise SpecFileError(f"{path} is no manifest of activations of version {VERSION}")
-        columns = {name: (str(dtype), tuple(map(int, shape))) for name, (dtype, shape) in told["columns"].items()}
+        # An earlier mionnx sorted them as text: 0, 1, 10, 11, 2.
+        columns = {name: _column(*told["columns"][name]) for name in by_layer(told["columns"])}
         shards = [Shard(**entry) for entry in told["shards"]]
         return Manifest(
             told["settings"], columns, shards, told["complete"], int(told["texts"]), int(told["dropped_tokens"])
@@ -97,6 +99,10 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SpecFileError(f"{path} is damaged: {error}") from error
+
+
+def _column(dtype: str, shape: Iterable[int]) -> tuple[str, tuple[int, ...]]:
+    return str(dtype), tuple(map(int, shape))
 
 
 def finished(folder: Path) -> list[int]:

@@ -19,13 +19,13 @@ class Labelled:
 
     Attributes:
         tokens: their places in the harvest.
-        texts: the text of each.
+        groups: the group of each, which stays in one fold: its text, or what `groups=` says.
         targets: class number or value of each.
         classes: the label of each class, ascending; None for values.
     """
 
     tokens: NDArray[np.int64]
-    texts: NDArray[np.int64]
+    groups: NDArray[np.int64]
     targets: NDArray[Any]
     classes: list[Any] | None
 

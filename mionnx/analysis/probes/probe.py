@@ -83,8 +83,10 @@ def probe(
         for number, name in enumerate(names):
             fits[name] = _fit(np.asarray(activations[name])[given.tokens], given, parts, penalty)
             (progress or silent)("probes", number + 1, len(names))
-    settings = {"folds": folds, "penalty": penalty, "seed": seed, "tokens": len(given.tokens)}
-    return ProbeResult(fits, given.classes, given.baseline, {**settings, "texts": len({*given.texts.tolist()})})
+    texts = np.unique(np.asarray(activations.text_index)[given.tokens])
+    sizes = {"tokens": len(given.tokens), "texts": len(texts), "groups": len(np.unique(given.groups))}
+    settings = {"folds": folds, "penalty": penalty, "seed": seed, **sizes}
+    return ProbeResult(fits, given.classes, given.baseline, settings)
 
 
 @contextmanager
@@ -104,12 +106,12 @@ def _folds(given: Labelled, folds: int, seed: int) -> Iterator[tuple[NDArray[Any
     """
     from sklearn.model_selection import GroupKFold, StratifiedGroupKFold
 
-    texts = len({*given.texts.tolist()})
+    texts = len(np.unique(given.groups))
     if texts < folds:
         raise InputError(f"{texts} labelled texts in {folds} folds: give folds={max(2, texts)} or more texts")
     regression = given.classes is None
     split = (GroupKFold if regression else StratifiedGroupKFold)(folds, shuffle=True, random_state=seed)
-    for fit, score in split.split(np.empty(len(given.targets)), given.targets, given.texts):
+    for fit, score in split.split(np.empty(len(given.targets)), given.targets, given.groups):
         if not regression and len({*given.targets[fit].tolist()}) < len(given.classes or ()):
             raise InputError("a class is in the texts of one fold only: give more texts of each class, or fewer folds")
         yield fit, score

@@ -47,7 +47,8 @@ class ProbeResult(Shown):
         fits: hook point -> its probe.
         classes: the label of each class, ascending; None where values were predicted.
         baseline: the accuracy of the most frequent class; 0 for values.
-        settings: "folds", "penalty", "seed", and the number of labelled "tokens" and "texts".
+        settings: "folds", "penalty", "seed", and the number of labelled "tokens", of their "texts", and of the "groups"
+            that stay in one fold.
 
     Example:
         result.accuracy["blocks.2.hook_resid_post"], result.top(3)
@@ -155,18 +156,26 @@ class ProbeResult(Shown):
     def _facts(self) -> Iterator[str]:
         yield count(len(self.fits), "hook point")
         yield "values" if self.classes is None else f"{len(self.classes)} classes"
-        yield f"{count(self.settings['texts'], 'text')}, {self.settings['tokens']:,} tokens"
+        yield self._texts()
+        yield f"{self.settings['tokens']:,} tokens"
 
     def _lines(self) -> Iterator[str]:
         yield self.facts()
         for hook, score in self.top():
             yield f"{decimal(score):>5}±{decimal(self.spread()[hook])}  {hook}"
 
+    def _texts(self) -> str:
+        """Number of texts, and of groups if several texts are of one."""
+        texts = self.settings["texts"]
+        groups = self.settings.get("groups", texts)
+        return count(texts, "text") + (f" in {count(groups, 'group')}" if groups != texts else "")
+
     def facts(self) -> str:
         """One line on how the scores came about."""
         told = "" if self.classes is None else f", baseline {decimal(self.baseline)}"
         folds = self.settings["folds"]
-        return f"{self.metric} on texts held out ({folds} folds, ± is the standard deviation over them){told}"
+        held = "texts" if self.settings.get("groups", self.settings["texts"]) == self.settings["texts"] else "groups"
+        return f"{self.metric} on {held} held out ({folds} folds, ± is the standard deviation over them){told}"
 
     def to_dict(self) -> dict[str, Any]:
         """All scores by hook point, as JSON can hold them; the weights are in a .safetensors file."""
@@ -214,7 +223,7 @@ class ProbeResult(Shown):
         data: dict[str, Any] = {"over": [*labels], "labels": labels, "values": values, "shown": values - self.baseline}
         data |= {"metric": self.metric, "what": f"{self.metric} above the baseline", "n": f"{folds} folds"}
         data["spread"] = [errors, errors / np.sqrt(folds)]
-        about = f"Linear probes on {self.settings['tokens']:,} tokens of {count(self.settings['texts'], 'text')}"
+        about = f"Linear probes on {self.settings['tokens']:,} tokens of {self._texts()}"
         meaning = f"A number is {self.metric} minus {decimal(self.baseline)}, which needs no activations."
         return render("heat.html", "Linear probes", data=data, about=about, facts=self.facts(), meaning=meaning)
 

@@ -31,7 +31,7 @@ class SteeringCalibration(Stored):
     Attributes:
         hook: the short name of the hook point.
         layers: the layers.
-        stream_norms: [layers], the mean length of the value there over the prompts' tokens.
+        stream_norms: [layers], the median length of the value there over the prompts' tokens but the first of each.
         direction_norms: [layers], the lengths of the directions.
     """
 
@@ -73,7 +73,9 @@ def calibrate(
     Args:
         directions: the directions.
         prompts: texts.
-        positions: the tokens that are measured, negative ones from each text's end; all if left out, or "prompt".
+        positions: the tokens that are measured, negative ones from each text's end; all if left out, or "prompt". The
+            first of a text counts only where no other one is measured, as in prompts of one token: many models give it
+            a length a hundred times that of others (massive activations, arXiv:2402.17762), and read nothing there.
         batch_size: prompts of one pass, those of like length together; "auto": as run well and fit into memory.
 
     Raises:
@@ -93,13 +95,26 @@ def calibrate(
 def vector_norms(
     model: Runner, texts: Sequence[Tokens], points: Sequence[str], positions: Any, batch_size: int | str = AUTO
 ) -> NDArray[np.float64]:
-    """[points]: the mean length of the values at the chosen tokens."""
+    """[points]: the median length of the values at the chosen tokens.
+
+    Texts' first tokens are left out, unless nothing else was chosen.
+    """
+    each = [positions_of(positions, prompt, len(texts)) for prompt in range(len(texts))]
     if one_list_each(positions):
-        each = [(text, positions_of(positions, prompt, len(texts))) for prompt, text in enumerate(texts)]
-        lengths = [_lengths(model, [text], points, here, batch_size)[0] for text, here in each]
+        rows = zip(texts, each, strict=True)
+        lengths = [_lengths(model, [text], points, here, batch_size)[0] for text, here in rows]
     else:
         lengths = _lengths(model, texts, points, positions, batch_size)
-    return np.concatenate(lengths, axis=1).mean(axis=1)
+    later = np.concatenate([_later(len(text), here) for text, here in zip(texts, each, strict=True)])
+    pooled = np.concatenate(lengths, axis=1)
+    return np.asarray(np.median(pooled[:, later] if later.any() else pooled, axis=1))
+
+
+def _later(length: int, positions: Any) -> NDArray[np.bool_]:
+    """[tokens]: which chosen tokens of a text are not its first one."""
+    if positions is None or isinstance(positions, str):
+        return np.arange(length) > 0
+    return np.atleast_1d(positions) % length > 0
 
 
 def _lengths(

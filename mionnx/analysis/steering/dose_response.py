@@ -24,6 +24,7 @@ from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
+from mionnx.run.other_spelling import warn_of_spellings
 from mionnx.run.prompt import token_of, token_text
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
@@ -84,6 +85,7 @@ def dose_response(
     targets = _targets(model, target, len(texts))
     if targets is None:
         targets = np.array([logits.argmax() for logits in trial.logits([(i, strongest) for i in range(len(texts))])])
+    warn_of_spellings(model, {"target": target}, trial.baseline)
     answers = trial.answers(doses, targets)
     baseline = trial.baseline.argmax(axis=1)
     hit = (answers.top == targets[:, None]) & (baseline != targets)[:, None]

@@ -54,7 +54,8 @@ class DoseResponse(Shown):
             at none, and where it is the target without steering. After a bisection it lies within `tolerance` beyond
             the true one.
         tolerance: how closely, 0 if at the strengths asked for only.
-        share: the share of the stream's mean length that strength 1 adds, measured at these prompts' steered tokens.
+        share: the share of the stream's length that strength 1 adds: of the median over these prompts' steered tokens,
+            the first token of each left out as in `calibrate`.
         names: token -> its text.
     """
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mionnx.errors import InputError, nearest
 from mionnx.machine.softmax import log_softmax
+from mionnx.run.other_spelling import warn_of_spelling
 from mionnx.run.runner import Runner
 
 Numbers = NDArray[np.float64]
@@ -120,6 +121,8 @@ class MetricRequest:
             reference = log_softmax(clean.astype(np.float64))
             return Metric(self.name, None, lambda logits: _divergence(reference, logits))
         answer, *versus = self.tokens(model, pair, count, clean, other)
+        warn_of_spelling(model, "answer", _of_pair(self.answer, pair), clean)
+        warn_of_spelling(model, "versus", _of_pair(self.versus, pair), clean if other is None else other)
         if not versus:
             return Metric(self.name, None, _OF_ANSWER[self.measure](answer))
         return Metric(self.name, (answer, *versus), lambda logits: logits[:, 0] - logits[:, 1])
@@ -201,15 +204,22 @@ _OF_ANSWER: dict[str, Callable[[int], Callable[[Numbers], Numbers]]] = {
 }
 
 
+def _several(given: Tokens) -> bool:
+    return isinstance(given, Sequence | np.ndarray) and not isinstance(given, str)
+
+
+def _of_pair(given: Tokens, pair: int) -> Token | None:
+    return given[pair] if _several(given) else given  # type: ignore[index, return-value]
+
+
 def _token(model: Runner, given: Tokens, pair: int, count: int, what: str, logits: NDArray[Any] | None) -> int:
     if given is None:
         if logits is None:
             raise InputError(f"{what}= is left out, and no logits tell the top token")
         return int(logits.argmax())
-    if isinstance(given, Sequence | np.ndarray) and not isinstance(given, str):
-        if len(given) != count:
-            raise InputError(f"{what} has {len(given)} tokens for {count} prompts")
-        given = given[pair]
+    if _several(given) and len(given) != count:  # type: ignore[arg-type]
+        raise InputError(f"{what} has {len(given)} tokens for {count} prompts")  # type: ignore[arg-type]
+    given = _of_pair(given, pair)
     try:
         token = model.token_id(given) if isinstance(given, str) else operator.index(given)
     except TypeError:

@@ -281,20 +281,52 @@ def test_projecting_the_country_out_of_every_layer_removes_the_answer(model, dir
 
 def test_calibration_measures_the_stream(model, reference, directions):
     found = model.calibrate(directions, NEGATIVE, positions=-1)
-    norms = np.linalg.norm(last_states(model, reference, NEGATIVE), axis=-1).mean(axis=1)
+    norms = np.median(np.linalg.norm(last_states(model, reference, NEGATIVE), axis=-1), axis=1)
     assert np.allclose(found.stream_norms, norms, rtol=1e-4)
     assert np.isclose(found.strength(2, 0.5) * directions.norms[2], 0.5 * norms[2], rtol=1e-4)
     assert np.isclose(found.share(2, found.strength(2, 0.3)), 0.3)
     everywhere = model.calibrate(directions, NEGATIVE)
     cache = [model.forward(text, HookSpec().capture("blocks.1.hook_resid_post")) for text in NEGATIVE]
-    lengths = np.concatenate([np.linalg.norm(one["resid_post", 1][0], axis=-1) for one in cache])
-    assert np.isclose(everywhere.stream_norms[1], lengths.mean(), rtol=1e-5)
+    lengths = np.concatenate([np.linalg.norm(one["resid_post", 1][0, 1:], axis=-1) for one in cache])
+    assert np.isclose(everywhere.stream_norms[1], np.median(lengths), rtol=1e-5)
     with pytest.raises(HookError, match="0, 1, 2, 3"):
         found.share(9, 1)
     assert (model.calibrate(directions, NEGATIVE, "prompt").stream_norms == everywhere.stream_norms).all()
-    both = model.calibrate(directions, NEGATIVE[:1], [0, -1])
     ends = [np.linalg.norm(cache[0]["resid_post", 1][0, at]) for at in (0, -1)]
-    assert np.isclose(both.stream_norms[1], np.mean(ends), rtol=1e-5)
+    assert np.isclose(model.calibrate(directions, NEGATIVE[:1], [0, -1]).stream_norms[1], ends[1], rtol=1e-5)
+    assert np.isclose(model.calibrate(directions, NEGATIVE[:1], 0).stream_norms[1], ends[0], rtol=1e-5)
+
+
+def test_the_first_token_is_measured_where_there_is_no_other(model, directions):
+    """A prompt of one token counts by itself, and not beside longer ones."""
+    alone, text = model.calibrate(directions, "France").stream_norms, "France is"
+    spec = HookSpec().capture("blocks.1.hook_resid_post")
+    assert np.isclose(alone[1], np.linalg.norm(model.forward("France", spec)["resid_post", 1][0, 0]), rtol=1e-5)
+    beside = model.calibrate(directions, ["France", text]).stream_norms
+    assert (beside == model.calibrate(directions, text).stream_norms).all() and not np.isclose(beside, alone).any()
+
+
+@pytest.mark.parametrize("positions", [None, [0, 1, 4], [[0, 2, 4]]])
+def test_a_dose_is_a_share_of_the_median_length_without_the_first_token(model, reference, directions, positions):
+    with torch.no_grad():
+        states = reference(torch.tensor(model.tokenize(PROMPT).ids[None]), output_hidden_states=True).hidden_states
+    lengths = np.linalg.norm(states[3][0].numpy(), axis=-1)
+    chosen = lengths[1:] if positions is None else lengths[np.ravel(positions)[1:]]
+    dose = model.dose_response(PROMPT, directions[2], [0, 1], positions=positions)
+    assert np.isclose(dose.share, directions[2].norm / np.median(chosen), rtol=1e-4)
+    assert not np.isclose(dose.share, directions[2].norm / lengths.mean(), rtol=0.02)
+
+
+@pytest.mark.slow
+def test_a_share_of_smollm2_is_not_that_of_its_massive_first_token():
+    """FINDINGS, part 2, 6: lengths at layer 16 are 22650, 205 and 188, and strength 1 was said to add 0.3 %."""
+    smollm = MIModel.from_pretrained("smollm2")
+    found = smollm.contrast("The keys are", "The key is")
+    shares = smollm.calibrate(found, "The keys are")
+    spec = HookSpec().capture("blocks.16.hook_resid_post")
+    lengths = np.linalg.norm(smollm.forward("The keys are", spec)["resid_post", 16][0], axis=-1)
+    assert lengths[0] > 50 * lengths[1:].max()
+    assert np.isclose(shares.share(16, 1), found[16].norm / np.median(lengths[1:]), rtol=1e-4)
 
 
 @pytest.mark.parametrize("positions", ["generated", "the last", 0.5, [[0], [1]], ["prompt"]])

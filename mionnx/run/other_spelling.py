@@ -1,0 +1,74 @@
+"""A warning where the answer `"Mary"` was given and the model means `" Mary"`."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.errors import InputError, TokenizerError
+from mionnx.machine.caller import caller_level
+
+
+class OtherSpellingWarning(UserWarning):
+    """The model gives more to a token's other spelling, with or without a space."""
+
+
+class Vocabulary(Protocol):
+    """A model with a tokenizer: what is needed of `Runner`."""
+
+    def token_id(self, text: str) -> int:
+        """The id of a text that is one token."""
+
+
+def other_spelling(model: Vocabulary, text: str) -> tuple[str, int] | None:
+    """Find the same word with a space before it, or without.
+
+    Returns:
+        its text and id; None if it is no token of its own.
+    """
+    other = text[1:] if text.startswith(" ") else f" {text}"
+    try:
+        found, token = model.token_id(other), model.token_id(text)
+    except (InputError, TokenizerError):
+        return None
+    return None if found == token else (other, found)
+
+
+def has_text(given: Any) -> bool:
+    """Whether tokens, given once or once for each row, hold a text."""
+    return isinstance(given, str) or (isinstance(given, Sequence) and any(map(has_text, given)))
+
+
+def warn_of_spelling(model: Vocabulary, what: str, given: Any, logits: NDArray[Any]) -> None:
+    """Warn if the other spelling of a token has the larger logit.
+
+    Args:
+        model: for its tokenizer.
+        what: the argument, "answer" or "versus".
+        given: the token; an id is taken as it is.
+        logits: [vocab], where the next token is predicted.
+    """
+    other = other_spelling(model, given) if isinstance(given, str) else None
+    if other is not None and logits[other[1]] > logits[model.token_id(given)]:
+        warnings.warn(
+            f"{what}={given!r} is another token than {other[0]!r}, to which the model gives more here: "
+            f"{what}={other[0]!r} may be meant; an id is taken without this question",
+            OtherSpellingWarning,
+            stacklevel=caller_level(),
+        )
+
+
+def warn_of_spellings(model: Vocabulary, given: dict[str, Any], logits: NDArray[Any]) -> None:
+    """Warn of tokens that are given once for all rows, or once for each.
+
+    Args:
+        model: for its tokenizer.
+        given: argument -> tokens.
+        logits: [rows, vocab].
+    """
+    for what, tokens in given.items():
+        several = isinstance(tokens, Sequence | np.ndarray) and not isinstance(tokens, str)
+        for row, one in enumerate(logits):
+            warn_of_spelling(model, what, tokens[row] if several else tokens, one)
