@@ -145,7 +145,6 @@ class Runner:
             hooked = find_model.open_model(source, dtype, check, progress, refuse)
         model_dtype.refuse_other(hooked, dtype)
         warn_of_dynamic_rounding(hooked)
-        accuracy.warn_of_slow_blocks(hooked, options)
         return cls(hooked, options)
 
     @property
