@@ -104,7 +104,7 @@ class Variants:
         return own | {kind: lambda kind=kind: theirs(kind) for kind in KINDS}
 
     def decodings(self, case: str, new: int) -> dict[str, Work]:
-        """A generation of each; the model of int4 that measures at level 0 generates at level 4."""
+        """A generation of each; int4 at level 4."""
         ids, spec = np.arange(PROMPT)[None] + 100, HookSpec()
         if case == "steered":
             spec.intervene(HookPoint.ResidPost(self.layer), Intervention.Add(self.direction))

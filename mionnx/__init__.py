@@ -50,7 +50,6 @@ from mionnx.inputs.unknown_words import UnknownWordWarning
 from mionnx.model import MIModel
 from mionnx.quantise.choice import FewBlocksWarning
 from mionnx.rewrite import Report
-from mionnx.run.accuracy import GeneratingLevelWarning, SlowBlocksWarning
 from mionnx.run.dynamic_rounding import DynamicRoundingWarning
 from mionnx.run.generation import Generation
 from mionnx.run.graph_pool import OpenGraph as Compiled
@@ -87,7 +86,6 @@ __all__ = [
     "FeatureActivations",
     "FewBlocksWarning",
     "Fragment",
-    "GeneratingLevelWarning",
     "Generation",
     "GradientError",
     "HeadScores",
@@ -116,7 +114,6 @@ __all__ = [
     "Report",
     "RuntimeMissingError",
     "Saliency",
-    "SlowBlocksWarning",
     "SpecFileError",
     "StateAblationResult",
     "StateKnockoutSpec",

@@ -1,7 +1,6 @@
 """The command `mionnx playground`: a model in the reader's browser, as a static folder or on localhost."""
 
 import json
-import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -14,7 +13,6 @@ from mionnx.playground import playground as write
 from mionnx.playground import serve
 from mionnx.playground.server import run
 from mionnx.run import model_dtype
-from mionnx.run.accuracy import SlowBlocksWarning
 from mionnx.spec.hook_spec import HookSpec
 
 Hooks = Annotated[list[str] | None, typer.Option("--hook", metavar="HOOK", help="Also change this; globs allowed.")]
@@ -47,9 +45,7 @@ def playground(
         raise typer.BadParameter("give a folder with -o, or --open to see the page now")
     if port is not None and not (open_ or serve_):
         raise typer.BadParameter("--port is of the server, which --open or --serve starts")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SlowBlocksWarning)  # the page has other kernels
-        opened = MIModel.from_pretrained(model, dtype=model_dtype.DEFAULT if dtype is None else dtype)
+    opened = MIModel.from_pretrained(model, dtype=model_dtype.DEFAULT if dtype is None else dtype)
     given = None if spec is None else HookSpec.load(str(spec))
     with TemporaryDirectory() as scratch:
         folder = write(

@@ -19,6 +19,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from mionnx.engine.halved_products import halve_products
 from mionnx.engine.merged_heads import merge_heads
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import ROUNDING_LEVEL
@@ -62,7 +63,7 @@ class Place:
 
 
 def with_merged(model: Path | bytes) -> Path | bytes:
-    """A model with merged products and heads; as it is given where there is nothing to merge.
+    """A model with products and heads merged, or halved; as it is given where none is.
 
     Args:
         model: a file, or the bytes of a model.
@@ -74,7 +75,7 @@ def with_merged(model: Path | bytes) -> Path | bytes:
     elif PRODUCT.encode() not in model:
         return model
     proto = onnx_file.read(model) if isinstance(model, Path) else onnx_file.parse(model)
-    changes = merge_products(proto), merge_heads(proto)
+    changes = halve_products(proto), merge_products(proto), merge_heads(proto)
     return proto.SerializeToString() if any(changes) else model
 
 

@@ -13,6 +13,7 @@ import onnxruntime
 from mionnx.engine import cuda_libraries
 from mionnx.engine.device_graph import keep_transposed, move_positions
 from mionnx.engine.device_weights import weights_of
+from mionnx.engine.halved_products import HALVES
 from mionnx.engine.merged_products import with_merged
 from mionnx.engine.options import CUDA_GRAPH, PROVIDERS, Options
 from mionnx.engine.placement import warn_of_fallback, why_no_cuda_graph
@@ -56,6 +57,8 @@ def open_session(
     """
     if options.provider_name() == PROVIDERS["cpu"]:
         given = model if options.level == "none" else with_merged(model)
+        if isinstance(given, bytes) and HALVES.encode() in given:  # which folding computes once
+            without = [one for one in without if one != FOLDING]
         return _session(given if isinstance(given, bytes) else str(given), folder, settings, options, without)
     proto = onnx_file.parse(model) if isinstance(model, bytes) else onnx_file.read(model)
     if options.provider_name() == PROVIDERS["cuda"]:

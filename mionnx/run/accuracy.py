@@ -1,51 +1,18 @@
-"""The accuracy level of products with weights in blocks: floats for measuring, 8 bits for generating.
+"""The accuracy level of products with weights in blocks: floats, or 8 bits, for passes and generations alike.
 
-ONNX Runtime's MatMulNBits computes in floats at level 0. At level 4 it rounds what it reads to 8 bits, by blocks: two
-to three times as fast in decoding, and different by what the rounding costs. A model that `mionnx.quantise` made
-measures at level 0 and generates at level 4, unless `accuracy_level` says one for both. What a token reads is rounded
-by itself, so that batches and caches change last bits alone, at either level.
+ONNX Runtime's MatMulNBits computes in floats at level 0. At level 4 it rounds what it reads to 8 bits, by blocks: some
+1.5 times as fast in decoding, and different by what the rounding costs. A product computes each row by itself, with the
+same bits in any batch. But a sum of attention over padding, or over a past, has other last bits, and a value between
+two steps is then rounded to the other one: the logits of SmolLM2 move by up to 0.9 of 17 for a change of 1e-7 in its
+stream, as much as the rounding costs. At level 0 batches and pasts change last bits alone.
 """
 
-import warnings
 from dataclasses import replace
 
-from mionnx.bind.bound_spec import Binder
-from mionnx.engine.options import ONNX_RUNTIME, PROVIDERS, Options
+from mionnx.engine.options import ONNX_RUNTIME, Options
 from mionnx.errors import InputError
-from mionnx.graph.hooked_model import ROUNDING_LEVEL, HookedModel
-from mionnx.graph.packed_weight import at_accuracy_level, attributes
-from mionnx.machine.caller import caller_level
-from mionnx.run.graph_pool import GraphPool
-
-
-class GeneratingLevelWarning(UserWarning):
-    """Generating rounds activations to 8 bits where measuring does not."""
-
-
-class SlowBlocksWarning(UserWarning):
-    """Products with weights of 8 bits are computed in floats, for which there is no fast kernel."""
-
-
-def warn_of_slow_blocks(hooked: HookedModel, options: Options) -> None:
-    """Warn of products with much more time than float32's, when a model is opened.
-
-    ONNX Runtime (1.31, 1.32) has fast kernels on the CPU for 4 bits at both levels, for 8 bits only at level 4.
-    """
-    level = options.accuracy_level
-    slow = sum(
-        node.op_type == "MatMulNBits"
-        and (given := attributes(node)).get("bits", 4) == 8
-        and (given.get("accuracy_level", 0) if level is None else level) != ROUNDING_LEVEL
-        for node in hooked.proto.graph.node
-    )
-    if slow and _on_cpu(options):
-        warnings.warn(
-            f"{hooked.name} has {slow} products with weights in 8 bits that are computed in floats: ONNX Runtime has "
-            "no fast kernel for them on a CPU, they take many times float32's time; from_pretrained(..., "
-            "accuracy_level=4) rounds what they read to 8 bits and is fast",
-            SlowBlocksWarning,
-            stacklevel=caller_level(),
-        )
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.packed_weight import at_accuracy_level
 
 
 def refuse_unpacked_blocks(model: str, in_blocks: bool, options: Options) -> None:
@@ -66,28 +33,6 @@ def refuse_unpacked_blocks(model: str, in_blocks: bool, options: Options) -> Non
         )
 
 
-class Rounding:
-    """A model of blocks at the level that generates.
-
-    Attributes:
-        hooked: the same model, its products at level 4.
-        variants: its open graphs.
-        binder: binds specs to it.
-    """
-
-    def __init__(self, hooked: HookedModel, options: Options) -> None:
-        self.hooked = at_level(hooked, ROUNDING_LEVEL)
-        self.variants = GraphPool(self.hooked, replace(options, accuracy_level=ROUNDING_LEVEL))
-        self.binder = Binder(self.hooked)
-        warnings.warn(
-            f"{hooked.name} has weights of {hooked.metadata.weight_dtype}: generating rounds what its products read "
-            "to 8 bits (accuracy level 4, faster), forward does not. from_pretrained(..., accuracy_level=0) generates "
-            "in floats, accuracy_level=4 measures what is generated",
-            GeneratingLevelWarning,
-            stacklevel=caller_level(),
-        )
-
-
 def at_level(hooked: HookedModel, level: int | None) -> HookedModel:
     """The same model with all products of blocks at one level; as it is for None.
 
@@ -103,14 +48,3 @@ def at_level(hooked: HookedModel, level: int | None) -> HookedModel:
             '(MatMulNBits); from_pretrained(..., dtype="int4") makes some'
         )
     return replace(hooked, proto=proto)
-
-
-def generates_rounded(hooked: HookedModel, options: Options) -> bool:
-    """Whether a model generates at another level than it measures at: on a CPU only."""
-    made = hooked.metadata.quantised
-    unsaid = options.accuracy_level is None and _on_cpu(options)
-    return unsaid and bool(made) and made.get("accuracy_level", 0) != ROUNDING_LEVEL
-
-
-def _on_cpu(options: Options) -> bool:
-    return options.engine == ONNX_RUNTIME and options.provider in ("cpu", PROVIDERS["cpu"])

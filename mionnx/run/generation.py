@@ -27,7 +27,6 @@ from mionnx.machine.brief import Brief, count, shape_of, spelled
 from mionnx.machine.stored import Stored
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
-from mionnx.run.accuracy import Rounding, generates_rounded
 from mionnx.run.batching import BatchSize, check_batch_size, in_batches
 from mionnx.run.decoding import Passes, StepFunctions, check_steps
 from mionnx.run.forward_batches import takes_padding
@@ -219,9 +218,8 @@ def _continued(
     rows = range(batch.batch) if asked.rows is None else asked.rows
     functions = None if asked.functions is None else asked.functions.of_rows(rows)
     cuts = () if functions is None else functions.names
-    own = model.opened(Rounding) if generates_rounded(model.hooked, model.options) else model
-    bound = own.binder.bind(asked.spec, cuts=cuts)
-    passes = Passes(own.variants, bound, batch, past, asked.output_logits, asked.checked, functions)
+    bound = model.binder.bind(asked.spec, cuts=cuts)
+    passes = Passes(model.variants, bound, batch, past, asked.output_logits, asked.checked, functions)
     texts = GrowingTexts(batch, asked.growth, rows)
     if stream is not None:
         stream.put(batch.input_ids)

@@ -35,6 +35,7 @@ GRAPH, DATA = "base.onnx", "base.data"
 PREPARING = (
     "mionnx.run.prepacked",
     "mionnx.engine.onnx_runtime",
+    "mionnx.engine.halved_products",
     "mionnx.engine.merged_products",
     "mionnx.engine.merged_heads",
 )

@@ -146,7 +146,6 @@ class Runner:
             hooked = find_model.open_model(source, dtype, check, progress, refuse)
         model_dtype.refuse_other(hooked, dtype)
         warn_of_dynamic_rounding(hooked)
-        accuracy.warn_of_slow_blocks(hooked, options)
         made = cls(hooked, options)
         made._source = str(source), None if isinstance(dtype, model_dtype.Unsaid) else dtype
         return made

@@ -46,6 +46,20 @@ def lists(rows: list[np.ndarray]) -> list[list[int]]:
     return [row.tolist() for row in rows]
 
 
+def test_a_trimmed_cache_of_a_padded_batch_keeps_each_row_s_own_padding(models):
+    """What follows it is what follows the shorter prompts: FINDINGS part 1, tests that cannot fail."""
+    model, (ids, mask) = models("llama"), prompts(3)
+    cut, after = 5, np.array([[11, 12], [13, 14], [15, 16]])
+    cache = model.forward(ids, attention_mask=mask, use_cache=True).kv_cache
+    cache.trim_to(cut)
+    assert np.array_equal(cache.attention_mask, mask[:, :cut])
+    found = model.forward(after, cache=cache).output()
+    for row in range(3):
+        real = ids[row, :cut][mask[row, :cut] == 1]
+        expected = model.forward([[*real, *after[row]]]).output()[0, -2:]
+        np.testing.assert_allclose(found[row], expected, rtol=0, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("family_", ["llama", "gpt2", "gemma2", "mixtral"])
 def test_a_layer_from_a_donor_equals_torch_on_the_same_tensors(family_, models, references):
     """Recipient and donor are two prompts; the next tokens are run on the mixture in both programs."""

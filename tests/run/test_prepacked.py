@@ -16,7 +16,7 @@ from mionnx import HookPoint, HookSpec, InputError, Intervention, MIModel, Optio
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine import disk_cache
 from mionnx.machine.disk_cache import StoreWarning
-from mionnx.run import prepacked
+from mionnx.run import graph_pool, prepacked
 
 
 def spec_of(model: MIModel) -> HookSpec:
@@ -55,6 +55,25 @@ def test_a_base_changes_no_bit(family, models, own_store):
     again = MIModel(plain.hooked, Options(threads=1, base="always"))
     assert equal(again.forward(ids, spec_of(plain)), plain.forward(ids, spec_of(plain)))
     assert str(again.report(spec_of(plain))) == str(model.report(spec_of(plain)))
+
+
+def test_a_graph_that_other_sources_rewrote_is_rewritten_anew(shipped, own_store, monkeypatch):
+    """FINDINGS part 1, tests that cannot fail: a new mionnx does not read the rewritten graphs of an old one."""
+    spec = HookSpec().intervene("blocks.1.hook_mlp_out", Intervention.Zero())
+
+    def graphs_after_a_pass() -> int:
+        MIModel(shipped.hooked, Options(threads=1, base="always")).forward([3, 4], spec)
+        return len(list((own_store / "graphs").glob("*/model.onnx")))
+
+    assert [graphs_after_a_pass(), graphs_after_a_pass()] == [1, 1]
+    digest = graph_pool.source_digest
+    for count, changed in enumerate(graph_pool.REWRITING, 2):
+
+        def other(*modules: str, changed: str = changed) -> str:
+            return digest(*modules) + changed * (changed in modules)
+
+        monkeypatch.setattr(graph_pool, "source_digest", other)
+        assert graphs_after_a_pass() == count, f"{changed} was changed, and the old graph served"
 
 
 @pytest.mark.parametrize("layout", ["6-pth", "7-fla"])
@@ -104,7 +123,6 @@ def test_a_base_keeps_weights_as_the_checkpoint_has_them(models, own_store):
 
 
 def test_other_weights_have_another_base(models, hooked, tmp_path):
-    import shutil
 
     shutil.copytree(hooked("llama"), tmp_path / "copy")
     options = Options()
