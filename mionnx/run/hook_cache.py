@@ -14,6 +14,7 @@ from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.past import take_present
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.machine.brief import Brief, count, shape_of
+from mionnx.machine.dialects import Translated
 from mionnx.machine.stored import Storable, Stored
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import GRADIENT, METRIC, TOP_IDS
@@ -28,7 +29,7 @@ BEFORE = ".before"  # ends the names of values before their interventions
 
 
 @typed(InputError, leave=["hook"])
-class HookCache(Brief, Stored, Mapping[str, NDArray[Any]]):
+class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
     """Logits and captures of one forward pass.
 
     A mapping from hook names to arrays, in execution order. Besides by name, values are found by `HookPoint` and by
@@ -113,8 +114,8 @@ class HookCache(Brief, Stored, Mapping[str, NDArray[Any]]):
         """The captured array.
 
         Raises:
-            HookError: the hook point was not captured, and the message says how it is; or no such layer or name, and the
-                message names the nearest that was captured.
+            HookError: the hook point was not captured, and the message says how it is; or no such layer or name, with
+                the nearest that was captured.
         """
         self._check_layer(hook)
         name = self._name(hook)
@@ -123,7 +124,7 @@ class HookCache(Brief, Stored, Mapping[str, NDArray[Any]]):
         return np.asarray(self._captured[name])
 
     def _remedy(self, name: str) -> str:
-        """End of a message: how a hook point is captured, or, where there is none of that name, the nearest."""
+        """End of a message: how to capture a hook point, or the nearest name that was captured."""
         held = f"; captured: {', '.join(islice(self, 3))}" if self._captured else "; nothing was captured"
         held += f" and {len(self) - 3} more" * (len(self) > 3)
         whole = name.removesuffix(BEFORE)

@@ -85,7 +85,7 @@ class TestLayers:
 
     def test_a_misspelled_one_is_told_the_nearest(self, cache):
         """A name that no model has, and a layer that this one does not have."""
-        with pytest.raises(HookError, match="did you mean 'blocks.2.hook_resid_post'"):
+        with pytest.raises(HookError, match=r"did you mean 'blocks.2.hook_resid_post'"):
             cache.require("blocks.2.hook_resid_pots")
         with pytest.raises(HookError, match="the model has the layers 0 to 3"):
             cache.require("blocks.9.hook_resid_post")
