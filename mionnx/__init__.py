@@ -4,6 +4,8 @@ A Hugging Face language model becomes an ONNX graph whose activations carry thei
 capture and where to intervene; the graph is rewritten and runs in ONNX Runtime.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from mionnx.analysis.ablation import AblationResult, StateAblationResult, TokenChange
 from mionnx.analysis.attention.attention_patterns import AttentionPatterns
 from mionnx.analysis.attention.head_scores_result import HeadScores
@@ -39,6 +41,9 @@ from mionnx.errors import (
     RuntimeMissingError,
     SpecFileError,
     TokenizerError,
+    UnknownImportError,
+    UnknownKeywordError,
+    UnknownNameError,
 )
 from mionnx.graph.fragment import Fragment
 from mionnx.graph.hook_points import HookPoint
@@ -47,6 +52,7 @@ from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.tokens import Tokens
 from mionnx.inputs.unknown_words import UnknownWordWarning
+from mionnx.machine.dialects import unknown_import
 from mionnx.model import MIModel
 from mionnx.quantise.choice import FewBlocksWarning
 from mionnx.rewrite import Report
@@ -124,6 +130,9 @@ __all__ = [
     "TokenChange",
     "TokenizerError",
     "Tokens",
+    "UnknownImportError",
+    "UnknownKeywordError",
+    "UnknownNameError",
     "UnknownWordWarning",
     "Verification",
     "create_knockout_mask",
@@ -131,3 +140,8 @@ __all__ = [
     "sample_token",
     "statistics_of",
 ]
+
+if not TYPE_CHECKING:  # type checkers are to know an unknown name themselves
+
+    def __getattr__(name: str) -> Any:
+        raise unknown_import(name, __all__)

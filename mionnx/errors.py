@@ -41,6 +41,18 @@ class ExportError(MIError):
     """A checkpoint that cannot become a hooked model."""
 
 
+class UnknownNameError(MIError, AttributeError):
+    """Unknown attribute; the message translates another library's name."""
+
+
+class UnknownImportError(MIError, ImportError):
+    """Unknown name of `from mionnx import`; the message is an `UnknownNameError`'s."""
+
+
+class UnknownKeywordError(MIError, TypeError):
+    """Unknown keyword of a verb; the message translates another library's."""
+
+
 class RuntimeMissingError(MIError, ImportError):
     """ONNX Runtime, or the requested execution provider, is not installed."""
 

@@ -23,14 +23,18 @@ from mionnx.analysis.steering import contrast as contrasting
 from mionnx.analysis.steering import dose_response as dosing
 from mionnx.analysis.sweep import ablating, patching
 from mionnx.compile import compile_model
+from mionnx.machine.dialects import Translated
 from mionnx.machine.once import once_property
 from mionnx.run import generation, notebook
 from mionnx.run.runner import Runner
 from mionnx.verify import quantise_model
 from mionnx.verify import verbs as comparing
 
+# Attributes that `dir(model)` leaves out: other rooms read them.
+INSIDE = {"binder", "hooked", "idle", "opened", "options", "parts", "variants", "decomposition_hooks"}
 
-class MIModel(Runner):
+
+class MIModel(Runner, Translated):
     """A language model whose activations can be read and changed.
 
     Each verb is a function of a model, in the module that it is taken from here; `Runner` has `forward`. A model may be
@@ -102,6 +106,7 @@ class MIModel(Runner):
     # TransformerLens's names for sizes, hook points, matrices and tokens
     cfg = once_property(transformer_lens.cfg)
     hook_dict = once_property(transformer_lens.hook_dict)
+    device = transformer_lens.device
     W_E = once_property(transformer_lens.W_E)
     W_U = once_property(transformer_lens.W_U)
     b_U = once_property(transformer_lens.b_U)  # noqa: N815
@@ -116,3 +121,6 @@ class MIModel(Runner):
     quantise = quantise_model.quantise_model
     verify = comparing.verify
     bisect = comparing.bisect
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in INSIDE]

@@ -91,7 +91,8 @@ def refuse_idle_structure(edits: Pairs, plan: Plan, model: HookedModel) -> None:
             the plan depends on.
     """
     for edit, one in edits:
-        if one.rules.shape is ValueShape.ATTENTION_MASK and not np.isneginf(one.values[0]).any():
+        masks = one.rules.shape is ValueShape.ATTENTION_MASK and not one.rules.by_distance
+        if masks and not np.isneginf(one.values[0]).any():
             raise InterventionError(f"{edit.kind} at {edit.hook}: its mask has no -inf, so it knocks nothing out")
     for n, (edit, one) in enumerate(edits):
         for later, other in _overwriting(edits, n, plan):
@@ -128,6 +129,8 @@ def _chosen(selection: Selection, model: HookedModel) -> ByRow:
         if asked and not queries:
             raise _no_edge(selection, row, window)
         found[row] = queries
+    if not any(found.values()) and selection.intervention.rules.by_distance:
+        raise _unreached(selection, window)
     if not any(found.values()):
         raise InterventionError(
             f"{selection.edit.kind} at {selection.edit.hook}: it knocks nothing out; -inf must stand at a query that "
@@ -143,6 +146,15 @@ def _no_edge(selection: Selection, row: int, window: int | None) -> Intervention
         f"{selection.edit.kind} at {selection.edit.hook}: it knocks nothing out in row {row}, which has {tokens} tokens"
         f" (0 to {tokens - 1}){within}; rows and columns of a mask are positions of each row's own text: limit it by "
         "rows=, or give each row its own mask (create_knockout_mask takes a length for each row)"
+    )
+
+
+def _unreached(selection: Selection, window: int | None) -> InterventionError:
+    longest = max(end_of(selection.call, row) for row in selection.rows())
+    within = "" if window is None else f", in a layer that reads {window} keys"
+    return InterventionError(
+        f"{selection.edit.kind} at {selection.edit.hook}: it cuts nothing: no selected query has more than "
+        f"{int(selection.intervention.values[0])} tokens before it that it reads, in texts of at most {longest}{within}"
     )
 
 

@@ -163,6 +163,35 @@ class KnockoutMask:
         return queries, keys, np.broadcast_to(cut.any(axis=0), (len(queries), len(keys)))
 
 
+@dataclass(frozen=True)
+class WindowMask:
+    """A mask that follows from distances: a query reads its own position and some before it.
+
+    Attributes:
+        tokens: how many before it.
+        call: the token batch.
+        rows: selected batch rows.
+    """
+
+    tokens: int
+    call: TokenBatch
+    rows: list[int]
+
+    @cached_property
+    def in_batch(self) -> NDArray[Any]:
+        """The mask in the batch's columns, 0 at padding: [batch, 1, seq, total]."""
+        mask = self.call.attention_mask == 1
+        keys = np.where(mask, mask.cumsum(axis=1) - 1, -1)[:, None]
+        far = (self.call.token_positions[:, :, None] - keys > self.tokens) & (keys >= 0)
+        return np.where(far, np.float32(-np.inf), np.float32(0))[:, None]
+
+    def queries(self, row: int, selected: Sequence[int], window: int | None) -> list[int]:
+        """The queries among some of a row that lose an edge."""
+        if window is not None and window <= self.tokens + 1:
+            return []
+        return [query for query in selected if self.tokens < query < end_of(self.call, row)]
+
+
 def first_position(call: TokenBatch, row: int) -> int:
     """The text position of a row's first token in a batch."""
     return int(call.lengths[row] - call.real[row].sum())
@@ -194,7 +223,7 @@ def _taken(part: NDArray[Any], queries: NDArray[np.int64] | None, keys: NDArray[
 
 
 def cut_edges(
-    mask: KnockoutMask, selected: Mapping[int, Sequence[int]], limited: bool, window: int | None
+    mask: KnockoutMask | WindowMask, selected: Mapping[int, Sequence[int]], limited: bool, window: int | None
 ) -> Iterator[tuple[int, bool, list[int]]]:
     """Edges that a mask cuts in each selected row, in this call or its whole generation.
 
@@ -209,6 +238,9 @@ def cut_edges(
         of the queries that lose an edge which they would have read.
     """
     for row in mask.rows:
+        if isinstance(mask, WindowMask):  # asks for no edge by name: a short text beside a long one loses none
+            yield row, False, mask.queries(row, selected[row], window)
+            continue
         queries, keys, cut = mask.edges(row)
         here = np.isin(queries, list(selected[row]))[:, None]
         asked = cut & (keys <= queries[:, None]) & (here | (not limited))

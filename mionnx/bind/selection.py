@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mionnx.bind.attention_mask import of_texts
-from mionnx.bind.knockout_mask import KnockoutMask, end_of, first_position
+from mionnx.bind.knockout_mask import KnockoutMask, WindowMask, end_of, first_position
 from mionnx.bind.selected_part import Chosen, SelectedPart
 from mionnx.errors import InterventionError
 from mionnx.graph.axes import EXPERTS, KEYS, format_shape, heads_axis, neurons_axis, sequence_axis
@@ -218,7 +218,7 @@ class Selection:
         return np.where(selected, changed, activation)
 
     @cached_property
-    def knockout_mask(self) -> KnockoutMask:
+    def knockout_mask(self) -> KnockoutMask | WindowMask:
         """The mask of a knockout.
 
         Raises:
@@ -227,6 +227,8 @@ class Selection:
         limits = self.intervention
         if limits.value is None or limits.rules.shape is not ValueShape.ATTENTION_MASK:
             raise self._refuse("it has no mask")
+        if limits.rules.by_distance:
+            return WindowMask(int(limits.value), self.call, self.rows())
         chosen = None if isinstance(limits.positions, str) else self.positions()
         given = limits.value, self.shape, self.call, self.rows(), limits.rows is not None, self.heads(), chosen
         return KnockoutMask(f"{self.edit.kind} at {self.edit.hook}", *given)

@@ -5,6 +5,7 @@
 2. Positions are worked out in the graph. A call in which the token at position 0 stands is the prompt's: negative
    positions count from its end, "prompt" means its tokens, and "generated" those of every later call.
 3. A knockout mask holds for the positions of each row's text that it was made for; beyond them nothing is knocked out.
+   A window is worked out from positions and holds in any text.
 4. State interventions of a recurrent model take the place of the gates' defaults; see `mionnx.compile.bake_gates`.
 5. Scores and patterns of padding stay as they are, whatever batch the graph is called with.
 6. A knob stays an input, with a default: it multiplies what is added or removed, or is the factor itself.
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.bind.bound_spec import BoundSpec
+from mionnx.bind.knockout_mask import KnockoutMask
 from mionnx.bind.selection import Selection, reads_keys
 from mionnx.compile.bake_gates import bake_gates
 from mionnx.compile.bake_metric import bake_metric
@@ -108,9 +110,11 @@ def _edit(
         for name, array in intervention.fragment.weights.items():
             _become(graph, tensors[edit.weight_input(name)], array)
     inputs = [tensors[name] for name in edit.value_inputs]
-    if intervention.rules.shape is ValueShape.ATTENTION_MASK:
+    if intervention.rules.by_distance:
+        replace_input(graph, inputs[0], calls.window(int(intervention.values[0]), inputs[0].dtype))
+    elif intervention.rules.shape is ValueShape.ATTENTION_MASK:
         _refuse_mask(edit, intervention)
-        replace_input(graph, inputs[0], _mask(graph, edit, place.knockout_mask.value, calls, report))
+        replace_input(graph, inputs[0], _mask(graph, edit, _value(place), calls, report))
     else:
         _values(graph, place, inputs, knob, report)
 
@@ -193,6 +197,13 @@ def _fixed(place: Selection, dtype: Any) -> tuple[NDArray[Any], ...]:
             f"{error}; a compiled graph serves texts of any length, so a value has one entry for all tokens: give each "
             "position an intervention of its own"
         ) from None
+
+
+def _value(place: Selection) -> NDArray[Any]:
+    """The mask of a knockout, [1, n_heads or 1, seq_q or 1, seq_k or 1]."""
+    mask = place.knockout_mask
+    assert isinstance(mask, KnockoutMask)  # not one by distance
+    return mask.value
 
 
 def _mask(graph: Graph, edit: Edit, given: NDArray[Any], calls: TokenFacts, report: Report) -> Tensor:

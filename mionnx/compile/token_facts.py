@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import reduce
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mionnx.graph.axes import KEYS, SEQUENCE_AXES
 from mionnx.graph.builder import Builder, Graph, Tensor
@@ -74,6 +75,17 @@ class TokenFacts:
             first = self.op.Cast(self.op.Equal(self.positions, 0), to=np.int32)
             self._known["is_prompt"] = self.op.Cast(self.op.ReduceMax(first, [1], keepdims=1), to=np.bool_)
         return self._known["is_prompt"]
+
+    def window(self, tokens: int, dtype: DTypeLike) -> Tensor:
+        """[batch, 1, seq, total]: -inf at keys more than some tokens before a query, else 0."""
+        name = f"window_{tokens}_{np.dtype(dtype)}"
+        if name not in self._known:
+            keys = self.op.Unsqueeze(self.keys, [1])
+            far = self.op.Greater(self.op.Sub(self.op.Unsqueeze(self.positions, [2]), keys), tokens)
+            cut = self.op.Unsqueeze(self.op.And(far, self.op.GreaterOrEqual(keys, 0)), [1])
+            masked, kept = (np.array(number, dtype) for number in (-np.inf, 0))
+            self._known[name] = self.op.Where(cut, masked, kept, dtype=dtype, name=name)
+        return self._known[name]
 
     def chosen(self, prefix: str, positions: Sequence[int | str]) -> Tensor:
         """[batch or 1, n]: absolute positions in this call, NOWHERE for those outside it."""

@@ -85,13 +85,13 @@ class Single(Variant):
 VARIANTS: dict[str, Variant] = {}  # in the order in which a forward pass reaches them
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HookPoint:
     """A named location in a model's forward pass.
 
     Made by variant (`HookPoint.AttnPattern(5)`, `HookPoint.Embed`, `HookPoint.Custom("my.value")`) or from a string
-    (`HookPoint.parse("blocks.5.attn.hook_pattern")`); `str()` gives the string back. Every function of mionnx that
-    takes a hook point takes either form.
+    (`HookPoint("blocks.5.attn.hook_pattern")`, or `HookPoint.parse`, which takes a `HookPoint` too); `str()` gives the
+    string back. Every function of mionnx that takes a hook point takes either form, and a hook point equals its string.
 
     Attributes:
         variant: the name of the variant, a key of the hook point table, or "Custom".
@@ -100,8 +100,28 @@ class HookPoint:
     """
 
     variant: str
-    layer: int | None
-    name: str
+    layer: int | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name and self.variant != "Custom":  # a string alone
+            vars(self).update(vars(self._of_string()))
+
+    def _of_string(self) -> "HookPoint":
+        point, row = HookPoint.parse(self.variant), VARIANTS.get(str(self.variant))
+        if self.layer is not None or row is not None:
+            layer = "" if isinstance(row, Single) else f"({self.layer or 0})"
+            made = f"HookPoint({self.variant!r})" if row is None else f"HookPoint.{row.name}{layer}"
+            raise HookError(f"HookPoint takes a hook point's whole name alone: write {made}")
+        return point
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, HookPoint):
+            return self.name == other.name
+        return self.name == other if isinstance(other, str) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.name)  # as its string: either finds what stands under the other
 
     Embed = Single("hook_embed", RESIDUAL)
     PosEmbed = Single("hook_pos_embed", RESIDUAL)

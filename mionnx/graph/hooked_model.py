@@ -256,9 +256,16 @@ class HookedModel:
 
     def end_tokens(self) -> list[int]:
         """End-of-text tokens of `generation_config.json` or `config.json`; none if neither says."""
+        return self._tokens("eos_token_id")
+
+    def start_tokens(self) -> list[int]:
+        """Beginning-of-text tokens, of the same files."""
+        return self._tokens("bos_token_id")
+
+    def _tokens(self, key: str) -> list[int]:
         for name in ("generation_config.json", "config.json"):
             try:
-                tokens = read_json(self.folder / name).get("eos_token_id")
+                tokens = read_json(self.folder / name).get(key)
             except (ModelError, AttributeError):
                 continue
             if tokens is not None:

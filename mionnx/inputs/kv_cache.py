@@ -23,6 +23,7 @@ from mionnx.inputs.cache_file import read_cache
 from mionnx.inputs.layer_cache import LayerCache, checked_like
 from mionnx.inputs.value import Value
 from mionnx.machine.arrays import zeros
+from mionnx.machine.dialects import Translated
 from mionnx.machine.typed import typed
 
 MOST_LAYERS = 2**16
@@ -31,7 +32,7 @@ PARTS = KEYS_AND_VALUES.parts
 
 
 @typed(InputError)
-class KVCache(LayerCache[Layer]):
+class KVCache(LayerCache[Layer], Translated):
     """Keys and values of the tokens seen so far.
 
     Attributes:

@@ -25,6 +25,7 @@ import numpy as np
 from mionnx.errors import InputError, MIError
 from mionnx.machine.arrays import is_tensor, to_array
 from mionnx.machine.brief import LETTERS, cut, spelled
+from mionnx.machine.dialects import unknown_keyword
 
 T = TypeVar("T", bound=Callable[..., Any])
 Check = Callable[[Any], Any]  # gives the value to use, or REFUSED
@@ -71,9 +72,11 @@ def _decorate(error: type[MIError], leave: set[str], what: T) -> T:
 
 
 def _checked(function: Any, error: type[MIError], leave: set[str]) -> Any:
-    names = [*inspect.signature(function).parameters]
+    parameters = inspect.signature(function).parameters
+    names = [*parameters]
     if names in ([], ["self"], ["cls"]):
         return function
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     checks: dict[str, Check] = {}
     placed: list[Check | None] = []
 
@@ -94,6 +97,8 @@ def _checked(function: Any, error: type[MIError], leave: set[str]) -> Any:
                 given[place] = fitted
         for name, value in named.items():
             check = checks.get(name)
+            if check is None and name not in parameters and not takes_any:
+                raise unknown_keyword(function.__name__, name, names)
             if check is not None and (fitted := check(value)) is not value:
                 if fitted is REFUSED:
                     raise refuse(name, value)

@@ -40,6 +40,7 @@ from mionnx.run.stopping import Stopping, refuse_too_long, stop_texts
 from mionnx.run.streamer import Streamer, make_streamer
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.intervention import Intervention
 from mionnx.view import card
 
 Integers = int | Sequence[int] | None
@@ -130,6 +131,7 @@ def generate(
     output_logits: bool = False,
     batch_size: BatchSize = None,
     fwd_hooks: HookFunctions = (),
+    window: int | None = None,
 ) -> Generation:
     """Continue prompts, with a spec's interventions in force at every step.
 
@@ -160,6 +162,8 @@ def generate(
             one new token a step, [batch, 1, ...]. `hook.step` is 0, then 1, 2, ...; `hook.positions` [batch, seq] are
             the columns' positions in the texts, -1 for padding, `hook.rows` the rows' numbers. Rows that have
             ended are in it to the last step.
+        window: new tokens read their own position and so many before it, in every layer of attention; the prompt is
+            read whole, and keeps its positions. `Intervention.Window` at `hook_scores` cuts other edges too.
 
     Raises:
         InputError: prompts, cache or parameters that nothing can be generated from.
@@ -181,13 +185,28 @@ def generate(
     tokenizer = model.tokenizer if model.has_tokenizer else None
     functions = StepFunctions(model.hooked, fwd_hooks)
     growth = Growth(sampling, stopping, tokenizer, pad, seed)
-    asked = _Asked(hooks or HookSpec(), growth, output_logits, functions if functions.names else None)
+    asked = _Asked(
+        _windowed(model, hooks or HookSpec(), window), growth, output_logits, functions if functions.names else None
+    )
     stopping.refuse_unreached(asked.spec)
     check_batch_size(batch_size)
     if batch_size is not None:
         return _in_batches(model, tokens, attention_mask, cache, asked, batch_size, streamer)
     batch, past = _prompts(model, model._ids(tokens), attention_mask, cache, stopping)
     return _continued(model, batch, past, asked, make_streamer(streamer, tokenizer, batch.batch))
+
+
+def _windowed(model: Runner, spec: HookSpec, tokens: int | None) -> HookSpec:
+    """The spec, and a window of attention at every layer that reads further."""
+    if tokens is None:
+        return spec
+    layers = enumerate(model.hooked.metadata.attention)
+    wider = {layer for layer, one in layers if one.sliding_window is None or one.sliding_window > tokens + 1}
+    points = [point for point in model.hook_points() if point.variant == "AttnScores" and point.layer in wider]
+    if not points:
+        family = model.hooked.metadata.family
+        raise InputError(f"window={tokens}: no layer of this {family} model has attention that reads further back")
+    return HookSpec().extend(spec).intervene(points, Intervention.Window(tokens, positions="generated"))
 
 
 @dataclass(frozen=True)

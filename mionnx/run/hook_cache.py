@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -13,6 +14,7 @@ from mionnx.inputs.kv_cache import KVCache
 from mionnx.inputs.past import take_present
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.machine.brief import Brief, count, shape_of
+from mionnx.machine.dialects import Translated
 from mionnx.machine.stored import Storable, Stored
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import GRADIENT, METRIC, TOP_IDS
@@ -23,10 +25,11 @@ if TYPE_CHECKING:
     from mionnx.inputs.value import Value
 
 Key = HookPoint | str | tuple[str, int]
+BEFORE = ".before"  # ends the names of values before their interventions
 
 
 @typed(InputError, leave=["hook"])
-class HookCache(Brief, Stored, Mapping[str, NDArray[Any]]):
+class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
     """Logits and captures of one forward pass.
 
     A mapping from hook names to arrays, in execution order. Besides by name, values are found by `HookPoint` and by
@@ -111,14 +114,27 @@ class HookCache(Brief, Stored, Mapping[str, NDArray[Any]]):
         """The captured array.
 
         Raises:
-            HookError: the hook point was not captured, and the message names the nearest that was; or no such layer.
+            HookError: the hook point was not captured, and the message says how it is; or no such layer or name, with
+                the nearest that was captured.
         """
         self._check_layer(hook)
         name = self._name(hook)
         if name not in self._captured:
-            held = f"; captured: {len(self)} hook points" if self._captured else "; nothing was captured"
-            raise HookError(f"{name!r} was not captured{nearest(name, self._captured) or held}")
+            raise HookError(f"{name!r} was not captured{self._remedy(name)}")
         return np.asarray(self._captured[name])
+
+    def _remedy(self, name: str) -> str:
+        """End of a message: how to capture a hook point, or the nearest name that was captured."""
+        held = f"; captured: {', '.join(islice(self, 3))}" if self._captured else "; nothing was captured"
+        held += f" and {len(self) - 3} more" * (len(self) > 3)
+        whole = name.removesuffix(BEFORE)
+        point = HookPoint.parse(whole)
+        if self.num_layers is not None and point.layer is not None and point.layer >= self.num_layers:
+            return f": the model has the layers 0 to {self.num_layers - 1}"
+        if point.variant == "Custom":  # of a splice, or misspelled
+            return nearest(name, self._captured) or held
+        before = ", before=True" * (whole != name)
+        return f"{held}. HookSpec().capture({whole!r}{before}) captures it, or a names_filter of run_with_cache"
 
     def num_captures(self) -> int:
         """Number of captured arrays."""

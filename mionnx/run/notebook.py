@@ -1,13 +1,42 @@
-"""A model as a small table in a notebook: its sizes and hook points."""
+"""Small tables in a notebook: of a model, its sizes and hook points; of results, what `print` shows."""
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.inputs.tokens import Tokens
+from mionnx.machine.brief import Brief
+from mionnx.run.hook_cache import HookCache
+from mionnx.spec.hook_spec import HookSpec
 from mionnx.view import card
 
 if TYPE_CHECKING:
     from mionnx.run.runner import Runner
+
+
+ROWS = 100  # of a table
+
+
+def brief_html(result: Brief) -> str:
+    """The lines of a printed result as rows, as HTML without scripts."""
+    return _table(result, [(name, text, "") for name, _, text in (line.partition(": ") for line in result._lines())])
+
+
+def tokens_html(tokens: Tokens) -> str:
+    """The tokens of a text: position, piece and id."""
+    numbered = enumerate(zip(tokens.pieces, tokens.ids.tolist(), strict=True))
+    return _table(tokens, [(str(position), piece, str(token)) for position, (piece, token) in numbered])
+
+
+def _table(result: Brief, rows: list[tuple[str, str, str]]) -> str:
+    more = [(f"… and {len(rows) - ROWS} more", "", "")] * (len(rows) > ROWS)
+    return card(repr(result), [*islice(rows, ROWS), *more])
+
+
+# Rooms beside `view` cannot draw tables, and a model, which this file draws too, is made with the cache's.
+for _kind, _html in ((HookSpec, brief_html), (HookCache, brief_html), (Tokens, tokens_html)):
+    setattr(_kind, "_repr_html_", _html)  # noqa: B010
 
 
 def model_html(model: "Runner") -> str:

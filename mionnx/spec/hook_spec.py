@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 from mionnx.errors import GradientError, HookError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import Brief, count
+from mionnx.machine.dialects import Translated
 from mionnx.machine.files import write_atomic
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
@@ -30,7 +31,7 @@ Where = HookPoint | HookChoice
 
 @typed(HookError, leave=["intervention"])
 @dataclass(repr=False)
-class HookSpec(Brief, Storable):
+class HookSpec(Brief, Storable, Translated):
     """Captures and interventions of one forward pass or generation.
 
     Hook points are written as `HookPoint` or string; methods return the spec itself, so that they chain. Interventions

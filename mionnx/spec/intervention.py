@@ -9,7 +9,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from mionnx.errors import InterventionError, nearest
 from mionnx.machine.brief import Brief, spelled
 from mionnx.machine.typed import typed
-from mionnx.spec.kinds import KINDS, add, clamp, knockout, project_out, replace, scale, splice, zero
+from mionnx.spec.kinds import KINDS, add, clamp, knockout, project_out, replace, scale, splice, window, zero
 from mionnx.spec.kinds.kind import Array, Change, Kind, ValueShape
 from mionnx.spec.limits import LATER, LIMITS, check_indices, check_positions
 
@@ -63,8 +63,8 @@ def find_kind(name: str) -> Kind:
 class Intervention(Brief, Change, metaclass=_Constructors):
     """One modification of the value at a hook point.
 
-    Made by `Replace`, `Add`, `Knockout`, `Scale`, `Zero`, `ProjectOut`, `Splice`, `Clamp` and any other kind in
-    `mionnx.spec.kinds`, each with five optional limits:
+    Made by `Replace`, `Add`, `Knockout`, `Window`, `Scale`, `Zero`, `ProjectOut`, `Splice`, `Clamp` and any other kind
+    in `mionnx.spec.kinds`, each with five optional limits:
 
     * `positions`: token positions, counted from 0 in each row's own text (padding not counted), negative ones from the
       end of its prompt, which is all of it outside a generation; one, a list, or one list a batch row; or a phase,
@@ -115,6 +115,7 @@ class Intervention(Brief, Change, metaclass=_Constructors):
     ProjectOut = Constructor(project_out.ProjectOut.make)
     Splice = Constructor(splice.Splice.make)
     Clamp = Constructor(clamp.Clamp.make)
+    Window = Constructor(window.Window.make)
 
     @property
     def rules(self) -> Kind:

@@ -45,6 +45,31 @@ class TestHookPoint:
         assert point == HookPoint.Custom(name)
         assert (str(point), point.axes, point.layer) == (name, None, None)
 
+    def test_a_string_makes_one_and_equals_it(self):
+        """FINDINGS, part 2, friction 19."""
+        point = HookPoint("blocks.5.attn.hook_pattern")
+        assert point == HookPoint.AttnPattern(5) == "blocks.5.attn.hook_pattern" == point
+        assert point.variant == "AttnPattern"
+        assert point != "blocks.4.attn.hook_pattern"
+        assert {point: 1}["blocks.5.attn.hook_pattern"] == 1
+        assert HookPoint.AttnPattern(5) in {"blocks.5.attn.hook_pattern"}
+        assert HookPoint(point) == point
+        assert point != 5
+
+    @pytest.mark.parametrize(
+        ("given", "remedy"),
+        [
+            (("AttnPattern", 5), r"HookPoint\.AttnPattern\(5\)"),
+            (("Embed",), r"HookPoint\.Embed$"),
+            (("blocks.5.attn.hook_pattern", 5), r"HookPoint\('blocks.5.attn.hook_pattern'\)"),
+            ((3,), "got int 3"),
+            (([],), "got list"),
+        ],
+    )
+    def test_parts_of_a_hook_point_say_what_to_write(self, given, remedy):
+        with pytest.raises(HookError, match=remedy):
+            HookPoint(*given)
+
     def test_layers_are_counted_from_zero(self):
         with pytest.raises(HookError, match="counted from 0"):
             HookPoint.AttnQ(-1)

@@ -134,8 +134,8 @@ def test_a_kind_is_a_key(name: str) -> None:
 def test_a_kind_has_a_constructor_with_the_limits(name: str) -> None:
     constructor = getattr(Intervention, KINDS[name].title)
     assert KINDS[name].title in dir(Intervention)
-    limits = ["positions", "heads", "rows", *([] if name == "knockout" else ["experts"])]
-    limits += [] if name in ("knockout", "project_out") else ["neurons"]
+    limits = ["positions", "heads", "rows", *([] if name in ("knockout", "window") else ["experts"])]
+    limits += [] if name in ("knockout", "window", "project_out") else ["neurons"]
     assert [*signature(constructor).parameters][-len(limits) :] == limits
     assert constructor.__doc__ == KINDS[name].make.__doc__
     assert signature(constructor).return_annotation is Intervention

@@ -73,6 +73,23 @@ class TestLayers:
         with pytest.raises(HookError, match="does not know its model's number of layers"):
             TestHookCache.cache["pattern", -1]
 
+    @pytest.mark.parametrize("hook", ["blocks.2.attn.hook_scores", ("scores", 2), HookPoint.AttnScores(2)])
+    def test_what_was_not_captured_says_how_it_is(self, shipped, hook):
+        """FINDINGS, part 2, friction 18: no other hook point is meant, this one was left out."""
+        cache = shipped.forward("The capital", HookSpec().capture("blocks.2.attn.hook_pattern"))
+        with pytest.raises(HookError, match=r"was not captured.*capture\('blocks.2.attn.hook_scores'\)") as caught:
+            cache.require(hook)
+        assert "did you mean" not in str(caught.value)
+        with pytest.raises(HookError, match=r"capture\('blocks.2.attn.hook_scores', before=True\)"):
+            cache.require("blocks.2.attn.hook_scores.before")
+
+    def test_a_misspelled_one_is_told_the_nearest(self, cache):
+        """A name that no model has, and a layer that this one does not have."""
+        with pytest.raises(HookError, match=r"did you mean 'blocks.2.hook_resid_post'"):
+            cache.require("blocks.2.hook_resid_pots")
+        with pytest.raises(HookError, match="the model has the layers 0 to 3"):
+            cache.require("blocks.9.hook_resid_post")
+
     def test_hook_points_outside_the_layers_have_short_names(self, cache):
         assert cache["embed"] is cache["hook_embed"]
         assert "final_norm" in cache

@@ -2,7 +2,7 @@
 
 from nasty import NASTY
 
-from mionnx import HookSpec, MIModel
+from mionnx import HookSpec, Intervention, MIModel
 from mionnx.run.generation import Generation
 
 
@@ -33,3 +33,30 @@ def test_markup_in_a_text_stays_text(chromium, tmp_path):
     page = shown(Generation([], [], [NASTY + NASTY], [NASTY])._repr_html_(), chromium, tmp_path)
     assert NASTY in page.locator("td b").first.text_content()
     assert page.locator("img").count() == 0
+
+
+def test_results_that_were_plain_text_are_tables(shipped: MIModel, chromium, tmp_path):
+    """FINDINGS, part 2, section 4: `HookCache`, `HookSpec`, `Tokens`, `cfg`."""
+    spec = HookSpec().capture("blocks.*.hook_resid_post").intervene("blocks.0.attn.hook_z", Intervention.Zero(heads=1))
+    tokens = shipped.tokenize("The capital of France is")
+    shapes = [
+        (shipped.forward(tokens, spec), "blocks.{i}.hook_resid_post\tfloat32 [1, 5, 128], 4 layers"),
+        (spec, "blocks.0.attn.hook_z\tIntervention.Zero(heads=[1])"),
+        (tokens, "3\tFrance39"),
+        (shipped.cfg, "d_model\t128"),
+    ]
+    text = shown("".join(one._repr_html_() for one, _ in shapes), chromium, tmp_path).locator("body").inner_text()
+    for _, row in shapes:
+        assert row in text
+    many = HookSpec()
+    for number in range(150):
+        many.intervene("blocks.0.attn.hook_z", Intervention.Add(float(number + 1)))
+    assert many._repr_html_().count("<tr>") == 101
+    assert "… and 50 more" in many._repr_html_()
+
+
+def test_completion_lists_verbs_and_no_insides(shipped: MIModel):
+    """FINDINGS, part 2, section 4."""
+    names = {*dir(shipped)}
+    assert {"forward", "generate", "hook_points", "cfg", "W_E"} <= names
+    assert not names & {"binder", "hooked", "opened", "parts", "variants", "options", "idle", "decomposition_hooks"}

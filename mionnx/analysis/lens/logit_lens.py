@@ -13,7 +13,7 @@ from mionnx.analysis.lens.reader import LensReader
 from mionnx.analysis.lens.readout import Lens, LogitHead
 from mionnx.errors import HookError, InputError, ModelError, nearest
 from mionnx.graph.hook_points import HookPoint
-from mionnx.machine.typed import typed
+from mionnx.machine.typed import refusal, typed
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.nan_logits import ADVICE, has_nan
@@ -60,7 +60,7 @@ def logit_lens(
 ) -> list[LensResult]: ...
 
 
-@typed()
+@typed(leave=["hooks"])
 def logit_lens(
     model: Runner,
     source: Any,
@@ -101,6 +101,9 @@ def logit_lens(
         lens = model.logit_lens("The capital of France is", k=3)
         [lens.spell(token) for token, _ in lens.best(-1, -1)]  # the last layer's top tokens at the last position
     """
+    if hooks is not None and not isinstance(hooks, HookSpec):
+        given = "; k=5 asks for five tokens, layers=[5] for a layer" if isinstance(hooks, int) else ""
+        raise InputError(refusal("hooks", HookSpec | None, hooks) + given)
     if is_stream(source):
         unread = hooks is layers is positions is batch_size is None
         if not (unread and points == "resid_post" and len(tokens) == 0):

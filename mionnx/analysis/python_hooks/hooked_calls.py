@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, overload
 
 from numpy.typing import ArrayLike
@@ -11,7 +12,7 @@ from mionnx.analysis.python_hooks.backward_hooks import run_backwards
 from mionnx.analysis.python_hooks.batched_run import run_batches
 from mionnx.analysis.python_hooks.loss import check_return_type, convert_logits
 from mionnx.analysis.python_hooks.segmented_run import RunInputs, run_segments
-from mionnx.errors import GradientError, HookError
+from mionnx.errors import GradientError, HookError, InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past
@@ -162,6 +163,7 @@ def run_with_cache(
     *,
     fwd_hooks: Iterable[tuple[Where, HookFunction]] = (),
     return_type: str | None = "logits",
+    stop_at_layer: int | None = None,
     hooks: HookSpec | None = None,
     attention_mask: ArrayLike | None = None,
     cache: Past | None = None,
@@ -177,6 +179,7 @@ def run_with_cache(
     *,
     fwd_hooks: Iterable[tuple[Where, HookFunction]] = (),
     return_type: str | None = "logits",
+    stop_at_layer: int | None = None,
     hooks: HookSpec | None = None,
     attention_mask: ArrayLike | None = None,
     cache: Past | None = None,
@@ -193,6 +196,7 @@ def run_with_cache(
     *,
     fwd_hooks: Iterable[tuple[Where, HookFunction]] = (),
     return_type: str | None = "logits",
+    stop_at_layer: int | None = None,
     hooks: HookSpec | None = None,
     attention_mask: ArrayLike | None = None,
     cache: Past | None = None,
@@ -209,6 +213,8 @@ def run_with_cache(
         fwd_hooks: functions besides, as `run_with_hooks` takes them; the cache holds the values after them.
         return_type: of the first result, as for `run_with_hooks`; with None, the model runs to the last of these hook
             points only.
+        stop_at_layer: run the layers before this one only, and return the residual stream that it would read,
+            [batch, seq, hidden], in place of logits; negative from the end. The cache holds hook points up to there.
         hooks: interventions, and captures, besides.
         attention_mask, cache, initial_state, prompt_length: see `forward`.
         batch_size: run a list in batches of at most so many rows, those of like length together, or "auto".
@@ -218,7 +224,8 @@ def run_with_cache(
         `HookCaches`, a cache for each row without padding.
 
     Raises:
-        HookError, InterventionError, InputError: as `run_with_hooks`.
+        HookError, InterventionError, InputError: as `run_with_hooks`; a `stop_at_layer` that the model does not have,
+            or nothing to keep before it.
 
     Example:
         logits, cache = model.run_with_cache("The capital of France is", "blocks.*.hook_resid_post")
@@ -230,10 +237,47 @@ def run_with_cache(
     if not spec.captures:
         raise HookError("names_filter=[] keeps nothing: run_with_hooks returns logits alone")
     check_batch_size(batch_size)
+    if stop_at_layer is not None:
+        if batch_size is not None or return_type != "logits":
+            raise InputError("stop_at_layer= returns the residual stream of one batch: no batch_size=, no return_type=")
+        end = _end(model, stop_at_layer)
+        result = run_segments(
+            model, inputs, _until(model, spec, end, names_filter is None), fwd_hooks, logits=False, state=False
+        )
+        return result[end], result
     if batch_size is not None:
         return run_batches(model, inputs, spec, fwd_hooks, return_type, batch_size, state=True)
     result = run_segments(model, inputs, spec, fwd_hooks, return_type is not None, state=True)
     return convert_logits(return_type, result.output() if return_type else None, inputs.batch(model)), result
+
+
+def _end(model: Runner, layer: int) -> HookPoint:
+    """The residual stream that a layer reads, or after the last one.
+
+    Raises:
+        HookError: no such layer.
+    """
+    if not -model.num_layers <= layer <= model.num_layers:
+        raise HookError(f"stop_at_layer={layer}: the model has the layers 0 to {model.num_layers - 1}")
+    before = layer % model.num_layers if layer < 0 else layer
+    return HookPoint.ResidPost(before - 1) if before else HookPoint.ResidPre(0)
+
+
+def _until(model: Runner, spec: HookSpec, end: HookPoint, everything: bool) -> HookSpec:
+    """The captures of a spec up to a hook point, that one besides.
+
+    Raises:
+        HookError: a request that selects none up to there, unless everything was asked for.
+    """
+    points = model.hook_points()
+    reached = [point.name for point in points[: points.index(end) + 1]]
+    made = replace(spec, captures=[])
+    for request in spec.captures:
+        names = [name for name in reached if request.selects(name)]
+        if not (names or everything):
+            raise HookError(f"{request} is not computed: the model stops at {end}")
+        made.captures += [replace(request, what=HookPoint.parse(name)) for name in names]
+    return made.capture(end)
 
 
 def _capturing(model: Runner, names_filter: Where | Sequence[Where] | None) -> HookSpec:

@@ -59,8 +59,21 @@ def forward_with_capture(model: Runner, prompt: Prompt, layers: Layers) -> Strea
 
 
 @typed()
-def forward_ablate(model: Runner, prompt: Prompt, ablate_layers: Layers, capture_layers: Layers) -> Streams:
+def forward_ablate(
+    model: Runner,
+    prompt: Prompt,
+    ablate_layers: Layers,
+    capture_layers: Layers,
+    *,
+    positions: int | Sequence[int] | None = None,
+) -> Streams:
     """`capture_residuals` with the residual stream set to zero after some layers.
+
+    Args:
+        prompt: one text.
+        ablate_layers: layers after which the stream is zero.
+        capture_layers: layers after which it is returned.
+        positions: where it is zero; at every token if left out.
 
     Raises:
         HookError, InputError: as `capture_residuals`.
@@ -69,7 +82,7 @@ def forward_ablate(model: Runner, prompt: Prompt, ablate_layers: Layers, capture
     Example:
         model.forward_ablate("The capital of France is", 1, [3])
     """
-    return _last_residuals(model, prompt, _ablation(model, ablate_layers), capture_layers)
+    return _last_residuals(model, prompt, _ablation(model, ablate_layers, positions), capture_layers)
 
 
 @typed()
@@ -154,10 +167,10 @@ def generate_with_hooks(
     return decode(model.tokenizer, ids), ids
 
 
-def _ablation(model: Runner, layers: Layers) -> HookSpec:
-    spec = HookSpec()
+def _ablation(model: Runner, layers: Layers, positions: int | Sequence[int] | None = None) -> HookSpec:
+    spec, zero = HookSpec(), Intervention.Zero(positions=positions)
     for point in _points(model, layers).values():
-        spec.intervene(point, Intervention.Zero())
+        spec.intervene(point, zero)
     return spec
 
 

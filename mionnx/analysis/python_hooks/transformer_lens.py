@@ -7,6 +7,8 @@ hook_dict                    name -> hook point
 W_E, W_U, b_U, W_O           matrices, as numpy arrays
 to_tokens, to_str_tokens,    texts as ids and back
 to_string, to_single_token
+
+Words of TransformerLens that are written in another way here stand in `mionnx.machine.dialects`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from mionnx.machine.typed import typed
 from mionnx.run.prompt import token_of
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import One, Prompt
+from mionnx.view import card
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,9 @@ class ModelSizes:
     n_ctx: int | None
     dtype: str
 
+    def _repr_html_(self) -> str:
+        return card(type(self).__name__, [(name, str(value), "") for name, value in vars(self).items()])
+
 
 def cfg(model: Runner) -> ModelSizes:
     """The model's sizes: `model.cfg.n_layers`, `model.cfg.d_head`."""
@@ -76,6 +82,11 @@ def cfg(model: Runner) -> ModelSizes:
         n_ctx=model.hooked.context_length,
         dtype=metadata.dtype,
     )
+
+
+def device(model: Runner) -> str:
+    """The execution provider that the model was opened on: "cpu", "cuda"."""
+    return model.options.provider
 
 
 def hook_dict(model: Runner) -> dict[str, HookPoint]:
@@ -108,14 +119,19 @@ def W_O(model: Runner) -> NDArray[Any]:
 
 
 @typed()
-def to_tokens(model: Runner, text: str | Sequence[str]) -> NDArray[np.int64]:
+def to_tokens(model: Runner, text: str | Sequence[str], prepend_bos: bool | None = None) -> NDArray[np.int64]:
     """Tokenise a text, or texts of equal length: ids [batch, seq].
 
     The special tokens that the tokenizer adds are among them.
 
+    Args:
+        text: a text, or several.
+        prepend_bos: begin with the beginning-of-text token, whether or not the tokenizer adds it; False: never; if left
+            out, as the tokenizer does.
+
     Raises:
         InputError: texts of unequal length: padded, they would need a mask; `forward` and `run_with_hooks` take the
-            texts themselves.
+            texts themselves. No beginning-of-text token in the model's config.
         TokenizerError: no tokenizer, or a text without tokens.
 
     Example:
@@ -123,11 +139,27 @@ def to_tokens(model: Runner, text: str | Sequence[str]) -> NDArray[np.int64]:
     """
     if is_one_prompt(text) and not isinstance(text, str):
         raise InputError(f"to_tokens takes texts, got a {type(text).__name__}, which has ids already")
-    rows = [model.tokenize(one).ids for one in ([text] if isinstance(text, str) else text)]
+    rows = [_tokenised(model, one, prepend_bos) for one in ([text] if isinstance(text, str) else text)]
     lengths = {len(row) for row in rows}
     if len(lengths) != 1:
         raise InputError(f"texts of {sorted(lengths)} tokens are no [batch, seq]: give the texts to the model")
     return np.stack(rows)
+
+
+def _tokenised(model: Runner, text: str, prepend_bos: bool | None) -> NDArray[np.int64]:
+    ids = model.tokenize(text).ids
+    if prepend_bos is None:
+        return ids
+    bos = model.hooked.start_tokens()[:1]
+    if not bos:
+        if prepend_bos:
+            raise InputError(f"prepend_bos=True: the config of {model.hooked.name} names no beginning-of-text token")
+        return ids
+    plain = model.tokenizer.encode(text, add_special_tokens=False).ids
+    added = ids[:1].tolist() == bos and ids[1 : 1 + len(plain)].tolist() == plain
+    if added == prepend_bos:
+        return ids
+    return np.array([*bos, *ids]) if prepend_bos else ids[1:]
 
 
 @typed()

@@ -87,6 +87,7 @@ class Kind(ABC):
         of_prompt: whether reading the spelling needs the length of a prompt.
         has_fragment: whether an ONNX fragment takes the place of values.
         overwrites: whether nothing is left of the activation where it applies, whatever the values.
+        by_distance: whether an attention mask follows from the distances of queries and keys: the value is a number.
         has_strength: whether a compiled graph can have its strength as an input; see `strength`.
         strength_step: node whose input is multiplied by the strength, by its name; None: the value itself is.
     """
@@ -100,6 +101,7 @@ class Kind(ABC):
     of_prompt: ClassVar[bool] = False
     has_fragment: ClassVar[bool] = False
     overwrites: ClassVar[bool] = False
+    by_distance: ClassVar[bool] = False
     has_strength: ClassVar[bool] = False
     strength_step: ClassVar[str | None] = None
 

@@ -60,12 +60,11 @@ class Knockout(Kind):
     def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> Knockout:
         if recurrent:
             raise InterventionError(
-                f"knockout at {point}: a recurrent model has no attention scores; use HookSpec.set_state_knockout"
+                f"{self} at {point}: a recurrent model has no attention scores; use HookSpec.set_state_knockout"
             )
         if point.variant != "AttnScores":
             raise InterventionError(
-                f"knockout at {point}: a knockout mask is added before the softmax, at "
-                f"{HookPoint.AttnScores(point.layer or 0)}"
+                f"{self} at {point}: a mask is added before the softmax, at {HookPoint.AttnScores(point.layer or 0)}"
             )
         return self
 

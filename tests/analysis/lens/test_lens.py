@@ -273,3 +273,12 @@ def test_the_command(tmp_path):
     assert "'Paris' 1.000" in table
     saved = json.loads(succeeded("lens", LLAMA, PROMPT, "--layers", "2", "--layers", "3", "--json"))
     assert saved["points"] == ["blocks.2.hook_resid_post", "blocks.3.hook_resid_post"]
+
+
+def test_a_number_in_the_place_of_hooks_is_told_what_is_meant(shipped):
+    """FINDINGS, part 2, section 2: LARQL's `logit_lens(residual, k)` by position."""
+    for source in ("The capital of France is", np.zeros(shipped.hidden_size, np.float32)):
+        with pytest.raises(InputError, match=r"hooks must be a HookSpec, got 5.*k=5 asks for five.*layers=\[5\]"):
+            shipped.logit_lens(source, 5)
+    with pytest.raises(InputError, match=r"hooks must be a HookSpec, got 'blocks'"):
+        shipped.logit_lens("The capital of France is", "blocks")

@@ -5,9 +5,11 @@ import pytest
 import torch
 from oracle import Inputs, run
 from repository import REPOSITORY
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from mionnx import HookError, HookPoint, InputError, Intervention, InterventionError, MIModel
+from mionnx import HookError, HookPoint, InputError, Intervention, InterventionError, MIError, MIModel
 
 FRANCE, GERMANY = "The capital of France is", "The capital of Germany is"
 
@@ -71,6 +73,65 @@ def test_tokens(model):
         model.to_tokens([FRANCE, "three four five"])
 
 
+def test_a_beginning_of_text_is_put_in_front_or_left_out(model, copy):
+    """FINDINGS, part 2, friction 17; transformers' tokenizer of the same files is the oracle."""
+    assert model.to_tokens(FRANCE, prepend_bos=True).tolist() == [[1, *model.to_tokens(FRANCE)[0]]]
+    np.testing.assert_array_equal(model.to_tokens(FRANCE, prepend_bos=False), model.to_tokens(FRANCE))
+    file = copy / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    tokenizer.save(str(file))
+    adding, oracle = MIModel.from_pretrained(copy), AutoTokenizer.from_pretrained(copy)
+    for text in (FRANCE, "<eos> France is"):
+        ids = [oracle(text)["input_ids"]]
+        assert adding.to_tokens(text).tolist() == adding.to_tokens(text, prepend_bos=True).tolist() == ids
+        bare = [oracle(text, add_special_tokens=False)["input_ids"]]
+        assert adding.to_tokens(text, prepend_bos=False).tolist() == bare
+        assert ids == [[1, *bare[0]]]
+    (copy / "config.json").write_text((copy / "config.json").read_text().replace("bos_token_id", "no_such"))
+    (copy / "generation_config.json").unlink()
+    with pytest.raises(InputError, match="names no beginning-of-text token"):
+        MIModel.from_pretrained(copy).to_tokens(FRANCE, prepend_bos=True)
+
+
+def test_the_device_of_a_model(model):
+    assert model.device() == "cpu"
+
+
+def test_stopping_before_a_layer(model, reference):
+    """FINDINGS, part 2, friction 17: TransformerLens returns the stream that the layer would read."""
+    expected = streams(model, reference, FRANCE)
+    for layer in (1, 2, 4, -1):
+        stream, cache = model.run_with_cache(FRANCE, stop_at_layer=layer)
+        end = layer % 4 or 4
+        close(stream[0], expected[end - 1])
+        assert {point.layer for point in map(HookPoint.parse, cache)} == {None, *range(end)}
+        assert "hook_logits" not in cache
+    stream, cache = model.run_with_cache(FRANCE, ["*.hook_z", "hook_embed"], stop_at_layer=1)
+    assert list(cache) == ["hook_embed", "blocks.0.attn.hook_z", "blocks.0.hook_resid_post"]
+    start, _ = model.run_with_cache(FRANCE, stop_at_layer=0)
+    np.testing.assert_array_equal(start, cache["hook_embed"])
+    seen = []
+    hooks = [("blocks.0.attn.hook_z", lambda activation, hook: seen.append(hook.name) or activation * 0)]
+    changed, _ = model.run_with_cache(FRANCE, fwd_hooks=hooks, stop_at_layer=1)
+    assert seen == ["blocks.0.attn.hook_z"]
+    assert np.abs(changed - stream).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"stop_at_layer": 5}, "layers 0 to 3"),
+        ({"stop_at_layer": 1, "names_filter": "blocks.3.hook_resid_post"}, "stops at blocks.0.hook_resid_post"),
+        ({"stop_at_layer": 1, "return_type": "loss"}, "no return_type="),
+        ({"stop_at_layer": 1, "batch_size": 2}, "no batch_size="),
+    ],
+)
+def test_stopping_where_nothing_would_be_kept(model, asked, message):
+    with pytest.raises(MIError, match=message):
+        model.run_with_cache(FRANCE, **asked)
+
+
 def encodings(model):
     """One text as tokenizers give it."""
     tokenizer = AutoTokenizer.from_pretrained(model.hooked.folder)
@@ -123,6 +184,14 @@ def test_ablating(model, reference):
     for layer, stream in found.items():
         close(stream, expected[layer][-1])
     assert not found[1].any()
+
+
+def test_ablating_positions(model, reference):
+    """FINDINGS, part 2, friction 17."""
+    expected = streams(model, reference, FRANCE, [(HookPoint.ResidPost(1), Intervention.Zero(positions=3))])
+    for layer, stream in model.forward_ablate(FRANCE, 1, [2, 3], positions=3).items():
+        close(stream, expected[layer][-1])
+    assert np.abs(expected[3][-1] - streams(model, reference, FRANCE)[3][-1]).max() > 0.1
 
 
 def test_steering(model, reference):
