@@ -1,4 +1,4 @@
-"""Callers outside of mionnx: the line that a warning points to, and the verb that was called there."""
+"""Callers outside of mionnx: the line that a warning points to, and the verb called there."""
 
 import sys
 from pathlib import Path

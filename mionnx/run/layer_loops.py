@@ -13,18 +13,18 @@ VERBS = {"forward", "call", "run_with_hooks", "run_with_cache"}  # of one struct
 
 
 class LayerLoopWarning(UserWarning):
-    """Calls with structures that differ in the layer only, where one call would do."""
+    """Calls that differ in the layer only, each with a graph of its own."""
 
 
 class LayerLoops:
-    """The graphs that a user's own calls opened, by all of their structure but the layer; warns once."""
+    """Graphs opened by a user's own calls, by structure without the layer; warns once."""
 
     def __init__(self) -> None:
         self._opened: dict[str, set[str]] = defaultdict(set)
         self._told = False
 
     def opened(self, plan: Plan, functions: tuple[str, ...] = ()) -> None:
-        """Note a graph that was opened, and warn of the fifth that differs in the layer only.
+        """Note an opened graph, and warn of the fifth that differs in the layer only.
 
         Args:
             plan: its structure.
