@@ -62,6 +62,7 @@ from mionnx.run.graph_pool import OpenGraph as Compiled
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_caches import HookCaches
 from mionnx.run.hook_functions import Hook
+from mionnx.run.layer_loops import LayerLoopWarning
 from mionnx.run.other_spelling import OtherSpellingWarning
 from mionnx.run.sampling import sample_token
 from mionnx.run.streamer import TextStreamer
@@ -106,6 +107,7 @@ __all__ = [
     "InterventionError",
     "KVCache",
     "KnockoutSpec",
+    "LayerLoopWarning",
     "LensResult",
     "Logits",
     "MIError",

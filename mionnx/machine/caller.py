@@ -1,9 +1,10 @@
-"""`caller_level`: the line that a warning points to."""
+"""Callers outside of mionnx: the line that a warning points to, and the verb called there."""
 
 import sys
 from pathlib import Path
 
 PACKAGE = str(Path(__file__).parents[1])
+WRAPPERS = ("machine/typed.py", "run/tokenizing.py")  # of decorators around verbs
 
 
 def caller_level() -> int:
@@ -12,3 +13,13 @@ def caller_level() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def caller_verb() -> str:
+    """The function of mionnx that the nearest caller outside of it called."""
+    frame, verb = sys._getframe(1), ""
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        if not frame.f_code.co_filename.endswith(WRAPPERS):
+            verb = frame.f_code.co_name
+        frame = frame.f_back
+    return verb

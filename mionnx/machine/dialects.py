@@ -152,7 +152,7 @@ ROWS: dict[str, list[tuple[str, str, str]]] = {
         ("generate", "stopping_criteria", "`stop_strings=`, `eos_token_id=`"),
         ("mionnx", "HookedTransformer TransformerBridge HookedRootModule HookedEncoder", MODEL),
         ("mionnx", "ActivationCache", "`HookCache`"),
-        ("mionnx", "TransformerLensKeyValueCache HookedTransformerKeyValueCache", "`KVCache`"),
+        ("mionnx", "TransformerLensKeyValueCache", "`KVCache`"),
         ("mionnx", "HookedTransformerConfig TransformerBridgeConfig", "`model.cfg`"),
         ("mionnx", "FactoredMatrix", "numpy: keep the two factors, `np.linalg.svd(a @ b)`"),
         ("mionnx", "SVDInterpreter", "`np.linalg.svd`, and `model.project_through_unembed(vector)`"),

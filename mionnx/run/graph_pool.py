@@ -21,6 +21,7 @@ from mionnx.rewrite import Plan, Report, rewrite
 from mionnx.rewrite.plan import NONE, STOCK, Outputs
 from mionnx.run import find_model, prepacked
 from mionnx.run.graph_uses import count_use
+from mionnx.run.layer_loops import LayerLoops
 from mionnx.run.lean_opening import opened_lean
 from mionnx.run.segment_chain import SegmentChain, open_segments
 
@@ -85,6 +86,7 @@ class GraphPool:
         self.base: prepacked.PrepackedModel | None = None
         self._looked = False
         self._opened = 0
+        self._loops = LayerLoops()
         self._plain: set[Key] = set()  # opened without the base
         self._lately: set[Key] = set()  # used since `close_idle`
 
@@ -138,6 +140,7 @@ class GraphPool:
                 self.open[key] = graph
                 self._lately.add(key)
                 self._close_beyond_limits()
+        self._loops.opened(*(key if isinstance(key, tuple) else (key,)))
         return graph
 
     def _opened_lean(self, make: Callable[[], Open]) -> Open:

@@ -167,7 +167,7 @@ def test_what_means_nothing_is_refused_with_what_is_meant(shipped: MIModel, give
 def test_unknown_keywords_are_python_s_own_error_and_name_the_nearest(shipped: MIModel) -> None:
     with pytest.raises(TypeError, match=r"generate\(\) has no keyword 'max_new_token'; did you mean 'max_new_tokens'"):
         shipped.generate(PROMPT, max_new_token=3)
-    assert issubclass(UnknownKeywordError, MIError)
+    assert issubclass(mionnx.UnknownKeywordError, MIError)
 
 
 class OwnError(Exception):

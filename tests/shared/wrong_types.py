@@ -140,6 +140,7 @@ def _specs() -> Iterator[Call]:
         "Zero": {},
         "ProjectOut": {"direction": [1.0, 0.0]},
         "Knockout": {"mask": np.full((2, 2), -np.inf)},
+        "Window": {"tokens": 2},
         "Clamp": {"low": 0.0},
         "Splice": {"fragment": _fragment()},
     }.items():
