@@ -35,7 +35,7 @@ def cut_an_edge_of_one_head(page: Page) -> None:
     cell(page, "layer 1, head 3").focus()
     for key in ("ArrowDown", "Enter"):
         page.keyboard.press(key)
-    assert idle(page).inner_text("#which-head") == "Layer 2, head 3"
+    assert idle(page).inner_text("#which-head") == "Layer 2, head 3 · previous token"
     choose(page, "4 “is” reads 3 “France”", "Cut it in head 3 of layer 2")
 
 
@@ -203,7 +203,13 @@ def test_an_entry_is_switched_limited_and_removed(page: Page, shipped: MIModel, 
 
 
 def test_zeroing_each_part_in_turn_measures_its_divergence(page: Page, shipped: MIModel):
+    """The first layers at once, the others when asked."""
+    page.fill("#prompt", "The capital of Peru is")
+    idle(page)
     view(page, "parts")
+    page.locator('#view td[aria-label^="head 0 of layer 0"][aria-label*="KL"]').wait_for()
+    page.fill("#prompt", FRANCE)
+    idle(page)
     page.click("#measure")
     page.get_by_role("button", name="Zero each").wait_for()
     assert "KL 5.384 nats" in cell(page, "head 1 of layer 1").get_attribute("aria-label")
@@ -441,3 +447,93 @@ def test_tokens_titles_lessons_and_links_never_become_markup(
     assert page.troubles == []
     assert page.evaluate(ELSEWHERE) == "connect-src"  # the page calls nobody, whatever it is made to say
     context.close()
+
+
+COPIED = """async () => {
+  const { python } = await import("./share.js");
+  return python();
+}"""
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_what_copy_python_copies_runs_and_gives_the_pages_logits(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], on: bool
+):
+    """Beside the downloaded file, under its own name."""
+    cut_an_edge(page)
+    if on:
+        with page.expect_download() as found:
+            page.click("#download")
+        found.value.save_as(tmp_path / found.value.suggested_filename)
+    else:
+        page.uncheck(".entry input[type=checkbox]")
+        idle(page)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(page.evaluate(COPIED), names)
+    shown = np.array(page.evaluate(LOGITS, "after" if on else "before"))
+    assert np.abs(names["logits"] - shown).max() < 1e-4
+    assert capsys.readouterr().out.startswith(FRANCE)
+
+
+def test_an_undo_brings_back_prompt_and_interventions(page: Page):
+    page.wait_for_timeout(500)  # changes within less are one
+    cut_an_edge(page)
+    page.wait_for_timeout(500)
+    page.fill("#prompt", GERMANY)
+    idle(page)
+    assert "You have left this example" in page.inner_text("#lesson")
+    page.click("#undo")
+    assert idle(page).input_value("#prompt") == FRANCE
+    assert page.locator(".entry").count() == 1
+    assert "You have left this example" not in page.inner_text("#lesson")
+    page.locator("#tab-lens").focus()
+    page.keyboard.press("Control+z")
+    assert idle(page).locator(".entry").count() == 0
+
+
+def test_a_vector_without_effect_says_so_and_doses_are_tried(page: Page):
+    """A cell of the strip takes the place of the entry."""
+    view(page, "steer")
+    page.fill("#steer-more", GERMANY)
+    page.fill("#steer-less", FRANCE)
+    page.select_option("#steer-spot", "[3]")
+    page.select_option("#steer-mean", "-1")
+    page.click("#steer-add")
+    idle(page)
+    page.get_by_label("strength as a number").fill("0.01")
+    page.keyboard.press("Enter")
+    idle(page)
+    assert "almost none" in page.inner_text("#next .kl")
+    page.locator(".entry").get_by_role("button", name="Try layers").click()
+    page.get_by_text("Press a cell to use it").wait_for()
+    target = page.locator('#view table.doses td[aria-label*="after layer 2, strength 8"]')
+    told = target.get_attribute("aria-label")
+    target.click()
+    idle(page)
+    assert page.evaluate("playground.state.entries.map(({ hook, strength }) => [hook, strength])") == [
+        ["blocks.2.hook_resid_post", 8]
+    ]
+    assert told.endswith(page.inner_text("#next .kl b"))
+
+
+def test_what_holds_for_generated_tokens_leaves_the_next_token(page: Page, shipped: MIModel, tmp_path: Path):
+    zero_attention(page)
+    page.select_option(".entry select", '"generated"')
+    idle(page)
+    assert page.locator("#notices .problem, .entry .wrong").count() == 0
+    assert page.evaluate("playground.answers.after") is None
+    page.set_checked("#auto", False)
+    page.select_option("#count", "4")
+    page.click("#continue")
+    page.wait_for_selector("#stop", state="hidden")
+    said = page.locator("#texts .said.after").inner_text()
+    assert said.startswith(shipped.generate(FRANCE, exported(page, tmp_path), max_new_tokens=4).texts[0])
+
+
+def test_what_others_overwrite_is_left_out_with_a_sentence(page: Page, shipped: MIModel, tmp_path: Path):
+    zero_a_head_by_keyboard(page)
+    zero_attention(page)
+    assert "it would do nothing" in page.locator(".entry .wrong").inner_text()
+    expected = shipped.forward(FRANCE, exported(page, tmp_path)).output()[0, -1]
+    assert np.abs(page.evaluate(LOGITS, "after") - expected).max() < 1e-4
