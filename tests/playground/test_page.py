@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from nasty import NASTY
-from playground_pages import LOGITS, cell, choose, idle, view, visit
+from playground_deeds import (
+    DEEDS,
+    FRANCE,
+    cut_an_edge,
+    exported,
+    steer,
+    zero_a_head_by_keyboard,
+    zero_attention,
+)
+from playground_pages import LOGITS, cell, idle, view, visit
 from repository import REPOSITORY
 
 from mionnx import AblationResult, HookSpec, MIModel
@@ -20,96 +29,7 @@ from mionnx.playground import playground
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-FRANCE, GERMANY = "The capital of France is", "The capital of Germany is"
 VIEWS = ("lens", "attention", "parts", "steer")
-
-
-def cut_an_edge(page: Page) -> None:
-    view(page, "attention")
-    cell(page, "layer 2, head 3").click()
-    choose(page, "4 “is” reads 3 “France”", "Cut it in all heads of layer 2")
-
-
-def cut_an_edge_of_one_head(page: Page) -> None:
-    view(page, "attention")
-    cell(page, "layer 1, head 3").focus()
-    for key in ("ArrowDown", "Enter"):
-        page.keyboard.press(key)
-    assert idle(page).inner_text("#which-head") == "Layer 2, head 3 · previous token"
-    choose(page, "4 “is” reads 3 “France”", "Cut it in head 3 of layer 2")
-
-
-def zero_a_head_by_keyboard(page: Page) -> None:
-    page.focus("#tab-lens")
-    for key in ("ArrowRight", "ArrowRight"):
-        page.keyboard.press(key)
-    page.locator('#view td[tabindex="0"]').focus()
-    for key in ("ArrowDown", "ArrowRight", "Enter", "Enter"):  # layer 1, head 1, its menu, the first deed
-        page.keyboard.press(key)
-    idle(page)
-    assert page.evaluate("document.activeElement.ariaLabel").startswith("head 1 of layer 1")
-
-
-def scale_an_mlp(page: Page) -> None:
-    view(page, "parts")
-    choose(page, "MLP of layer 2", "Halve it")
-    page.get_by_role("slider").focus()
-    for _ in range(3):
-        page.keyboard.press("ArrowRight")
-    idle(page)
-    assert page.evaluate("playground.state.entries[0].value") == 0.8
-
-
-def zero_attention(page: Page) -> None:
-    view(page, "parts")
-    choose(page, "attention of layer 1", "Zero it")
-
-
-def zero_a_layer(page: Page) -> None:
-    view(page, "parts")
-    choose(page, "all of layer 3", "Zero it")
-
-
-def patch_a_cell(page: Page) -> None:
-    page.fill("#second", GERMANY)
-    idle(page)
-    choose(page, "layer 1, position 3 “France”", "Patch with 3 “Germany”")
-
-
-def patch_from_the_second_lens(page: Page) -> None:
-    page.fill("#second", "Peru has its capital in")
-    idle(page)
-    page.locator('#view table[aria-label="Lens of the second prompt"] td[aria-label^="layer 1, position 0"]').click()
-    page.select_option("#patch-target", "3")
-    page.get_by_role("dialog").get_by_role("button", name="Put it into the prompt").click()
-    idle(page)
-
-
-def steer(page: Page) -> None:
-    view(page, "steer")
-    page.fill("#steer-more", "The capital of Germany\nGermany")
-    page.fill("#steer-less", "The capital of France\nFrance")
-    page.select_option("#steer-mean", "-1")
-    page.select_option("#steer-spot", "[3]")
-    page.click("#steer-add")
-    idle(page)
-    page.get_by_label("strength as a number").fill("1.5")
-    page.keyboard.press("Enter")
-    idle(page)
-    assert page.evaluate("playground.state.entries[0].strength") == 1.5
-
-
-DEEDS = [
-    *(cut_an_edge, cut_an_edge_of_one_head, zero_a_head_by_keyboard, scale_an_mlp, zero_attention, zero_a_layer),
-    *(patch_a_cell, patch_from_the_second_lens, steer),
-]
-
-
-def exported(page: Page, folder: Path) -> HookSpec:
-    with page.expect_download() as found:
-        page.click("#download")
-    found.value.save_as(folder / "spec.safetensors")
-    return HookSpec.load(folder / "spec.safetensors")
 
 
 @pytest.mark.parametrize("deed", DEEDS)
@@ -447,93 +367,3 @@ def test_tokens_titles_lessons_and_links_never_become_markup(
     assert page.troubles == []
     assert page.evaluate(ELSEWHERE) == "connect-src"  # the page calls nobody, whatever it is made to say
     context.close()
-
-
-COPIED = """async () => {
-  const { python } = await import("./share.js");
-  return python();
-}"""
-
-
-@pytest.mark.parametrize("on", [True, False])
-def test_what_copy_python_copies_runs_and_gives_the_pages_logits(
-    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], on: bool
-):
-    """Beside the downloaded file, under its own name."""
-    cut_an_edge(page)
-    if on:
-        with page.expect_download() as found:
-            page.click("#download")
-        found.value.save_as(tmp_path / found.value.suggested_filename)
-    else:
-        page.uncheck(".entry input[type=checkbox]")
-        idle(page)
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    exec(page.evaluate(COPIED), names)
-    shown = np.array(page.evaluate(LOGITS, "after" if on else "before"))
-    assert np.abs(names["logits"] - shown).max() < 1e-4
-    assert capsys.readouterr().out.startswith(FRANCE)
-
-
-def test_an_undo_brings_back_prompt_and_interventions(page: Page):
-    page.wait_for_timeout(500)  # changes within less are one
-    cut_an_edge(page)
-    page.wait_for_timeout(500)
-    page.fill("#prompt", GERMANY)
-    idle(page)
-    assert "You have left this example" in page.inner_text("#lesson")
-    page.click("#undo")
-    assert idle(page).input_value("#prompt") == FRANCE
-    assert page.locator(".entry").count() == 1
-    assert "You have left this example" not in page.inner_text("#lesson")
-    page.locator("#tab-lens").focus()
-    page.keyboard.press("Control+z")
-    assert idle(page).locator(".entry").count() == 0
-
-
-def test_a_vector_without_effect_says_so_and_doses_are_tried(page: Page):
-    """A cell of the strip takes the place of the entry."""
-    view(page, "steer")
-    page.fill("#steer-more", GERMANY)
-    page.fill("#steer-less", FRANCE)
-    page.select_option("#steer-spot", "[3]")
-    page.select_option("#steer-mean", "-1")
-    page.click("#steer-add")
-    idle(page)
-    page.get_by_label("strength as a number").fill("0.01")
-    page.keyboard.press("Enter")
-    idle(page)
-    assert "almost none" in page.inner_text("#next .kl")
-    page.locator(".entry").get_by_role("button", name="Try layers").click()
-    page.get_by_text("Press a cell to use it").wait_for()
-    target = page.locator('#view table.doses td[aria-label*="after layer 2, strength 8"]')
-    told = target.get_attribute("aria-label")
-    target.click()
-    idle(page)
-    assert page.evaluate("playground.state.entries.map(({ hook, strength }) => [hook, strength])") == [
-        ["blocks.2.hook_resid_post", 8]
-    ]
-    assert told.endswith(page.inner_text("#next .kl b"))
-
-
-def test_what_holds_for_generated_tokens_leaves_the_next_token(page: Page, shipped: MIModel, tmp_path: Path):
-    zero_attention(page)
-    page.select_option(".entry select", '"generated"')
-    idle(page)
-    assert page.locator("#notices .problem, .entry .wrong").count() == 0
-    assert page.evaluate("playground.answers.after") is None
-    page.set_checked("#auto", False)
-    page.select_option("#count", "4")
-    page.click("#continue")
-    page.wait_for_selector("#stop", state="hidden")
-    said = page.locator("#texts .said.after").inner_text()
-    assert said.startswith(shipped.generate(FRANCE, exported(page, tmp_path), max_new_tokens=4).texts[0])
-
-
-def test_what_others_overwrite_is_left_out_with_a_sentence(page: Page, shipped: MIModel, tmp_path: Path):
-    zero_a_head_by_keyboard(page)
-    zero_attention(page)
-    assert "it would do nothing" in page.locator(".entry .wrong").inner_text()
-    expected = shipped.forward(FRANCE, exported(page, tmp_path)).output()[0, -1]
-    assert np.abs(page.evaluate(LOGITS, "after") - expected).max() < 1e-4
