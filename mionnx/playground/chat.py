@@ -9,7 +9,7 @@ MESSAGE = "Name the colour of the sky."
 
 
 def chat_of(model: MIModel) -> dict[str, str] | None:
-    """What stands before and after one message of a chat, the beginning of the answer included.
+    """The text before and after one message of a chat, the beginning of the answer included.
 
     None where the model has no template, where the template changes the message, or where the text around it does not
     give the ids of `tokenize_chat`: a template writes the token that begins a text, which a tokenizer adds too.
