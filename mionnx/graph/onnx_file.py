@@ -56,7 +56,7 @@ def properties(proto: onnx.ModelProto) -> dict[str, str]:
 
 
 def locations(proto: onnx.ModelProto) -> dict[str, int]:
-    """The weight files that a graph reads, and how many bytes of each; bytes that two tensors share count once."""
+    """Bytes that a graph reads of each weight file; what tensors share counts once."""
     external = [one for one in proto.graph.initializer if one.data_location == onnx.TensorProto.EXTERNAL]
     entries = [{item.key: item.value for item in one.external_data} for one in external]
     parts = {(entry["location"], entry.get("offset", "0"), int(entry["length"])) for entry in entries}

@@ -130,7 +130,7 @@ def _write(
 
 
 def _downloaded(manifest: dict[str, Any]) -> list[str]:
-    """The files that the engine fetches: runtime, tokenizer, graph, weights; see `Core.load` of engine/core.js."""
+    """The files of a first visit, as `Core.load` of engine/core.js fetches them."""
     engine, files = manifest["engine"], manifest["files"]
     graph = engine["floats"]["graph"] if "floats" in engine else f"model/{GRAPH}"
     parts = [part for weights in engine["weights"] for part in weights["parts"]]

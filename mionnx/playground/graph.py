@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
 from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import HookError, InterventionError, ModelError, nearest
 from mionnx.graph import onnx_file
@@ -105,10 +106,10 @@ def build_graph(model: HookedModel, spec: HookSpec, hooks: Sequence[str] = ()) -
     prune(graph, report)
     proto = to_proto(graph, model.proto, {})
     unpacked, size = products_in_floats(proto)
-    floats = (unpacked.SerializeToString(), size) if size else (None, 0)
+    floats = unpacked.SerializeToString() if size else None
     bits = sorted({attributes(node).get("bits", 4) for node in proto.graph.node if node.op_type in BLOCKS})
     files = onnx_file.locations(proto)
-    return PlaygroundGraph(proto.SerializeToString(), files, sites, patterns, streams, *floats, bits)
+    return PlaygroundGraph(proto.SerializeToString(), files, sites, patterns, streams, floats, size, bits)
 
 
 def _refuse_model(model: HookedModel) -> None:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mionnx import MIError, MIModel, ModelError
+from mionnx.graph.onnx_file import locations
 
 IDS = np.arange(3, 13)[None]
 
@@ -102,3 +103,17 @@ def test_a_weight_beyond_its_file(copy, entries):
     rewrite(copy, point_at("model.safetensors", **entries))
     with pytest.raises(ModelError, match="bytes"):
         MIModel.from_pretrained(copy)
+
+
+def test_bytes_that_two_weights_share_count_once(copy):
+    """A tied table: two tensors of the same bytes."""
+    proto = onnx.load(copy / "model.onnx", load_external_data=False)
+    before = locations(proto)
+    twin = proto.graph.initializer.add()
+    twin.CopyFrom(next(one for one in proto.graph.initializer if one.external_data))
+    twin.name = "twin"
+    assert locations(proto) == before
+    for entry in twin.external_data:
+        if entry.key == "offset":
+            entry.value = str(int(entry.value) + 4)
+    assert sum(locations(proto).values()) > sum(before.values())

@@ -27,8 +27,8 @@ export function drawNext() {
   if (after) legend.append(swatch("--grey", "before"), swatch("--accent", "after"));
   else legend.append(element("span", {}, "How likely each token is to come next."));
   const list = element("div", { class: "next" + (after ? "" : " alone") });
-  const lines = comparedTokens(before, after), most = after ? mover(lines) : null;
-  for (const line of lines) list.append(row(line, after, line === most));
+  const lines = comparedTokens(before, after), moved = after ? movers(lines) : [];
+  for (const line of lines) list.append(row(line, after, moved.includes(line)));
   box.replaceChildren(legend, list);
   if (after) {
     box.append(element("p", { class: "kl", title: "KL divergence of the prediction after from the prediction before, in nats" },
@@ -44,10 +44,10 @@ function swatch(colour, name) {
   return element("span", {}, dot, name);
 }
 
-// The line that moved most, if any moved by a hundredth.
-function mover(lines) {
-  const moved = ({ before, after }) => Math.abs(after - before), most = lines.reduce((a, b) => (moved(b) > moved(a) ? b : a));
-  return moved(most) >= 0.01 ? most : null;
+// The lines that moved at least half as far as the one that moved most, and by a hundredth.
+function movers(lines) {
+  const moved = ({ before, after }) => Math.abs(after - before), most = Math.max(...lines.map(moved));
+  return lines.filter((line) => moved(line) >= Math.max(0.01, most / 2));
 }
 
 function row({ id, before, after }, both, most) {
@@ -59,7 +59,7 @@ function row({ id, before, after }, both, most) {
     numbers.append(element("span", { class: kind, "aria-label": kind }, percent(value)));
   }
   const text = visible(tokenText(id));
-  const sign = most ? element("span", { class: "moved", title: "moved most" }, after > before ? "▲" : "▼") : null;
+  const sign = most ? element("span", { class: "moved", title: "moved far" }, after > before ? "▲" : "▼") : null;
   return element("div", { class: "line", dataset: { id } }, element("span", { class: "token", title: text }, text, sign), bars, numbers);
 }
 

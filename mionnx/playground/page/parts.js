@@ -44,7 +44,7 @@ export function draw() {
     offered = answers.before;
     start(Math.max(1, Math.floor(AT_ONCE / (answers.before.ms * columns.length))));
   }
-  if (known && !running) note.textContent = known.values.length < layers * columns.length ? `The first layers are measured; ${layers * columns.length - known.values.length} parts are left.` : "KL divergence in nats when that part alone is zeroed" + (known.over ? ", on top of the interventions in the list then." : ".");
+  if (known?.done) note.textContent = known.values.length < layers * columns.length ? `The first layers are measured; ${layers * columns.length - known.values.length} parts are left.` : "KL divergence in nats when that part alone is zeroed" + (known.over ? ", on top of the interventions in the list then." : ".");
 }
 
 function said(layer, name) { return typeof name === "number" ? `head ${name} of layer ${layer}` : name === "layer" ? `all of layer ${layer}` : `${name} of layer ${layer}`; }
@@ -73,18 +73,22 @@ async function start(rows = Infinity) {
   const columns = names(), layers = Math.min(rows, theEngine().manifest.model.layers), list = [], asked = rows === Infinity;
   for (let layer = 0; layer < layers; layer++) for (const name of columns) list.push(zero(part(layer, name)));
   running = asked;
+  let drawn = performance.now();
   if (asked) press.textContent = "Stop";
   const mine = effects = { tokens: answers.tokens, values: [], over: Boolean(answers.after) };
   try {
     await measure(list, divergence, (index, value) => {
       mine.values[index] = value;
-      if (asked) note.textContent = `${index + 1} of ${list.length} parts`;
-      if (index % columns.length === columns.length - 1 && press.isConnected) draw();
+      note.textContent = `${index + 1} of ${list.length} parts`;
+      if (performance.now() - drawn < 250 || !press.isConnected) return;
+      drawn = performance.now();
+      draw();
     }, () => (asked && !running) || mine !== effects);
   } catch (error) {
     note.textContent = error.message;
   }
   if (mine !== effects) return;
+  mine.done = true;
   running = false;
   press.textContent = "Zero each in turn and measure";
   if (press.isConnected) draw();

@@ -22,6 +22,7 @@ export function drawTyped() {
   find("chat-choice").hidden = !template();
   find("chat").checked = isChat(state.prompt);
   if (find("prompt").value !== typed(state.prompt)) find("prompt").value = typed(state.prompt);
+  find("continue").textContent = isChat(state.prompt) ? "Answer" : "Continue the text";
   for (const chip of find("starts").children) chip.setAttribute("aria-pressed", String(typed(state.prompt) === chip.textContent));
 }
 
