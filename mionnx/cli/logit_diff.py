@@ -1,7 +1,7 @@
 """The command `mionnx logit-diff`: how often a model gives the answer the larger logit, and by how much."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,7 +32,7 @@ def logit_diff(
     if lacking := [name for name in (prompts, "answer", "versus") if name not in found]:
         raise typer.BadParameter(f"{pairs} has no {', no '.join(lacking)}")
     opened = MIModel.from_pretrained(model, provider=provider)
-    asked = {"position": position, "batch_size": rows_of_pass(batch_size)}
+    asked: dict[str, Any] = {"position": position, "batch_size": rows_of_pass(batch_size)}
     result = opened.get_logit_diff(found[prompts], found["answer"], found["versus"], **asked)
     deliver(result, result.table, html, png, as_json, save)
     if not as_json:
