@@ -42,12 +42,18 @@ def shown(progress: bool | None = None) -> Iterator[Progress]:
     if progress is None and outer is not None:
         yield outer
         return
-    with drawn(at_once=progress is True) if progress is not False else silence() as show:
-        token = _shown.set(show)
-        try:
-            yield show
-        finally:
-            _shown.reset(token)
+    with drawn(at_once=progress is True) if progress is not False else silence() as show, reported_to(show):
+        yield show
+
+
+@contextmanager
+def reported_to(show: Progress) -> Iterator[None]:
+    """Report work inside to a function, in the place of bars and lines."""
+    token = _shown.set(show)
+    try:
+        yield
+    finally:
+        _shown.reset(token)
 
 
 @contextmanager
@@ -128,7 +134,7 @@ class InTerminal:
 
 
 class InNotebook:
-    """Bars below the cell, which stay there with what was done."""
+    """Bars below the cell, left there when the work is done."""
 
     def __init__(self) -> None:
         self.first, self.pause = SOON, OFTEN

@@ -76,12 +76,13 @@ def head_scores(
     totals = np.zeros((len(chosen), len(points), model.num_heads))
     done = 0
     with shown(progress) as show:
+        show("attention patterns", 0, batch)
         for ids in sequences.chunks(rows):
-            show("attention patterns", done, batch)
             cache = numbers(model.forward(ids, spec, logits=False))
             for layer, point in enumerate(points):
                 totals[:, layer] += [attention_to(kind, cache[point], sequences) for kind in chosen]
             done += len(ids)
+            show("attention patterns", done, batch)
     del cache
     model.give_back(later=True)
     return HeadScores(chosen, totals / batch, sequences.chance, period, batch, model.hooked.name)
