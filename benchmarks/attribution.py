@@ -62,7 +62,7 @@ def axes(kind: str, heads: bool) -> tuple[str, ...]:
 def row(model: MIModel, clean: str, corrupted: str, kind: str, heads: bool) -> list[str]:
     """One line of the table: cells, then Pearson and common cells of each method, then times."""
     over = axes(kind, heads)
-    exact, seconds = timed(lambda: model.patch_sweep(clean, corrupted, kind, over, progress=lambda *_: None))
+    exact, seconds = timed(lambda: model.patch_sweep(clean, corrupted, kind, over, progress=False))
     told = []
     for given in METHODS.values():
         try:

@@ -51,7 +51,7 @@ def exact(model: MIModel, clean: str, corrupted: str, like: EdgeAttribution, dir
         receiver = hook if head is None else (hook, head)
         for sender, over in SENDERS.items():
             first = [0] if sender == "resid_pre" else None
-            given: dict[str, Any] = {"direction": direction, "layers": first, "progress": lambda *_: None}
+            given: dict[str, Any] = {"direction": direction, "layers": first, "progress": False}
             try:
                 found = model.path_patch(clean, corrupted, [receiver], sender, over, **given)
             except InputError:  # all senders come after this receiver

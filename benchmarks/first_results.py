@@ -54,7 +54,7 @@ def head_rows(named: Any, scores: HeadScores) -> list[list[str]]:
     """The largest effects of heads, and the largest induction scores."""
     rows = []
     for (at, effect), (layer, head, score) in zip(named.top(SHOWN), scores.top("induction", SHOWN), strict=True):
-        share = named.normalized[int(at["layer"]), int(at["head"])]
+        share = named.normalized[at["layer"], at["head"]]
         rows.append(
             [f"{at['layer']}.{at['head']}", f"{effect:+.2f}", f"{share:+.2f}", f"{layer}.{head}", f"{score:.2f}"]
         )

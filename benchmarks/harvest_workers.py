@@ -30,6 +30,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from exporters.transformers import export
 from mionnx import MIModel, distributed
+from mionnx.machine.progress import reported_to
 
 CONTEXT, BATCH = 128, 8
 HOOKS = [f"blocks.{layer}.hook_resid_post" for layer in (0, 2, 5, 7, 10)]
@@ -40,7 +41,8 @@ def timed(harvest: Harvest, rows: int) -> tuple[float, float]:
     """Tokens a second from the first shard to the last, and seconds before the first."""
     seen: list[tuple[float, int]] = []
     begin = time.perf_counter()
-    harvest(progress=lambda stage, done, total: seen.append((time.perf_counter() - begin, done)))
+    with reported_to(lambda stage, done, total: seen.append((time.perf_counter() - begin, done))):
+        harvest()
     per_shard = rows * CONTEXT / len(seen)
     return per_shard * (len(seen) - 1) / (seen[-1][0] - seen[0][0]), seen[0][0]
 

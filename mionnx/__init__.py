@@ -10,6 +10,8 @@ from mionnx.analysis.ablation import AblationResult, StateAblationResult, TokenC
 from mionnx.analysis.attention.attention_patterns import AttentionPatterns
 from mionnx.analysis.attention.head_scores_result import HeadScores
 from mionnx.analysis.attribution.attribution import Attribution
+from mionnx.analysis.attribution.attributions import Attributions
+from mionnx.analysis.attribution.logit_diff import LogitDiffs
 from mionnx.analysis.circuits.circuit_result import Circuit
 from mionnx.analysis.circuits.edge_scores import EdgeAttribution
 from mionnx.analysis.features.activations import FeatureActivations
@@ -78,6 +80,7 @@ __all__ = [
     "Activations",
     "AttentionPatterns",
     "Attribution",
+    "Attributions",
     "Bisection",
     "ChatTokens",
     "Circuit",
@@ -109,6 +112,7 @@ __all__ = [
     "KnockoutSpec",
     "LayerLoopWarning",
     "LensResult",
+    "LogitDiffs",
     "Logits",
     "MIError",
     "MIModel",

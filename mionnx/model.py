@@ -6,7 +6,7 @@ A verb is a function `verb(model, ...)` in a room, and one line here makes it a 
 from mionnx.analysis.attention import attention_patterns
 from mionnx.analysis.attention import head_scores as heads
 from mionnx.analysis.attribution import attribute as attribution
-from mionnx.analysis.attribution import residual_stack, stack_attribution
+from mionnx.analysis.attribution import logit_diff, residual_stack, stack_attribution
 from mionnx.analysis.circuits import circuit as circuits
 from mionnx.analysis.circuits import edge_attribution as edges
 from mionnx.analysis.features import active_features
@@ -86,7 +86,7 @@ class MIModel(Runner, Translated):
     stack_head_results = residual_stack.stack_head_results
     apply_ln_to_stack = stack_attribution.apply_ln_to_stack
     logit_attrs = stack_attribution.logit_attrs
-    get_logit_diff = stack_attribution.get_logit_diff
+    get_logit_diff = logit_diff.get_logit_diff
     # steering, and features of sparse autoencoders
     contrast = contrasting.contrast
     calibrate = calibration.calibrate

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from mionnx.cli.options import Json
 from mionnx.errors import ExportError
-from mionnx.machine.progress import bars
+from mionnx.machine.progress import shown
 from mionnx.run import adopt as adoption
 
 
@@ -39,7 +39,7 @@ def adopt(
     if output is None:
         laws, facts = adoption.check_laws(source), dict[str, Any]()
     else:
-        with bars() as progress:
+        with shown() as progress:
             adopted = adoption.adopt(source, output, file, progress, copy)
         laws, facts = adopted.laws, _facts(adopted, output)
     tried = adoption.try_calls(source if output is None else output) if calls else {}

@@ -9,7 +9,6 @@ import typer
 
 from mionnx.cli.options import Json, Model, SpecFile
 from mionnx.cli.verify import DISAGREES, Other, Runtimes, Tolerance
-from mionnx.machine.progress import bars
 from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.view.page import plain
@@ -36,15 +35,13 @@ def bisect(
     mionnx bisect MODEL --runtimes ort-cpu --other EDITED_MODEL --prompt "The capital of France is"
     """
     opened = MIModel.from_pretrained(model)
-    with bars() as progress:
-        found = opened.bisect(
-            prompt,
-            runtimes.split(","),
-            folder=output,
-            spec=HookSpec.load(str(spec)) if spec else None,
-            other=MIModel.from_pretrained(other) if other else None,
-            tolerance=tolerance,
-            progress=progress,
-        )
+    found = opened.bisect(
+        prompt,
+        runtimes.split(","),
+        folder=output,
+        spec=HookSpec.load(str(spec)) if spec else None,
+        other=MIModel.from_pretrained(other) if other else None,
+        tolerance=tolerance,
+    )
     typer.echo(json.dumps(plain(found.to_dict(), None), indent=1, allow_nan=False) if as_json else str(found))
     sys.exit(DISAGREES if found.hook else 0)

@@ -6,7 +6,7 @@ from mionnx.cli.options import Model
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.memory import format_bytes
-from mionnx.machine.progress import bars
+from mionnx.machine.progress import shown
 from mionnx.run import find_model
 
 
@@ -17,7 +17,7 @@ def check(model: Model) -> None:
 
     Example: mionnx check models/world-llama
     """
-    with bars() as progress:
+    with shown() as progress:
         hooked = HookedModel.open(find_model.find_model(model, "float32", progress), check="full", progress=progress)
     names = sorted(onnx_file.locations(hooked.proto))
     size = sum((hooked.folder / name).stat().st_size for name in names)

@@ -6,20 +6,22 @@ import typer
 from rich.console import Console
 
 from mionnx.cli.options import Html, Json, Model, Png, Provider, Save, deliver, numbers
-from mionnx.cli.sweep_options import OTHER, Answer, Clean, Read, Versus
+from mionnx.cli.pairs_file import Pairs
+from mionnx.cli.sweep_options import OTHER, Answer, IfAny, Read, Versus, prompts
 from mionnx.model import MIModel
 
 
 def circuit(
     model: Model,
-    clean: Clean,
-    corrupted: Annotated[str, typer.Argument(help=OTHER)],
+    clean: IfAny = None,
+    corrupted: Annotated[str | None, typer.Argument(help=OTHER)] = None,
     edges: Annotated[str | None, typer.Option(help="Numbers of kept edges, as 10,50; by default up to all.")] = None,
     metric: Annotated[str, typer.Option(help="logit_diff, probability, log_probability or kl.")] = "logit_diff",
     answer: Answer = None,
     versus: Versus = None,
     steps: Annotated[int, typer.Option(min=1, help="Gradients averaged between the two prompts; 1 is plain EAP.")] = 5,
     method: Annotated[str, typer.Option(help="gradient, frozen_norm or relp.")] = "gradient",
+    pairs: Pairs = None,
     position: Read = -1,
     top: Annotated[int, typer.Option(min=0, help="Number of leading edges to list.")] = 10,
     html: Html = None,
@@ -30,12 +32,21 @@ def circuit(
 ) -> None:
     """Find the leading edges between heads and MLPs, and run the model on these alone.
 
-    Example: mionnx circuit models/world-llama "The capital of France is" "The capital of Germany is" --edges 20,50,100
+    Examples:
+
+    mionnx circuit models/world-llama "The capital of France is" "The capital of Germany is" --edges 20,50,100
+
+    mionnx circuit models/world-llama --pairs pairs.jsonl --edges 20,50,100
     """
-    options: dict[str, Any] = {"answer": answer, "versus": versus, "steps": steps, "method": method}
+    texts = prompts(clean, corrupted, pairs, answer=answer, versus=versus)
+    if "corrupted" not in texts:
+        raise typer.BadParameter("give a corrupted prompt, or one of each pair")
+    if "positions" in texts:
+        raise typer.BadParameter(f"{pairs} names positions, and edges go from all positions to all")
+    options: dict[str, Any] = {**texts, "steps": steps, "method": method}
     sizes = None if edges is None else numbers("edges", edges, int)
     opened = MIModel.from_pretrained(model, provider=provider)
-    result = opened.circuit(clean, corrupted, sizes, metric, position=position, **options)
+    result = opened.circuit(edges=sizes, metric=metric, position=position, **options)
     deliver(result, result.table, html, png, as_json, save)
     if not as_json and top:
         Console().print(result.attribution.table(top))

@@ -11,7 +11,7 @@ from mionnx.cli.intervention_options import Interventions, takes_interventions
 from mionnx.cli.options import Captures, Json, Model
 from mionnx.compile.package import Packaging, compile_spec
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.machine.progress import bars
+from mionnx.machine.progress import shown
 from mionnx.run import find_model
 from mionnx.spec.hook_spec import HookSpec
 
@@ -46,13 +46,13 @@ def compile_(
     """
     if optimum and triton:
         raise typer.BadParameter("give either --optimum or --triton")
-    with bars() as progress:
+    with shown() as progress:
         hooked = HookedModel.open(find_model.find_model(model, "float32", progress))
     spec = interventions.spec(hooked.metadata.sizes.num_heads, 1)
     for hook in capture or ():
         spec.capture(hook)
     packaging = Packaging(weights, target, "optimum" if optimum else "triton" if triton else "plain", fused)
-    with bars() as progress:
+    with shown() as progress:
         folder = compile_spec(
             hooked,
             spec,

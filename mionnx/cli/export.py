@@ -10,7 +10,7 @@ import typer
 from mionnx.cli.options import Json
 from mionnx.graph import weight_record
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.machine.progress import bars
+from mionnx.machine.progress import shown
 from mionnx.run import exporting, find_model, model_dtype
 
 DTYPES = (
@@ -43,7 +43,7 @@ def export(
         raise typer.BadParameter("give either --output FOLDER, with or without --copy, or --in-place")
     kind, begin = model_dtype.DEFAULT if dtype is None else dtype, time.monotonic()
     folder = find_model.checkpoint_folder(source, file)
-    with bars() as progress:
+    with shown() as progress:
         if output is None:
             exporting.export_in_place(folder, kind, progress)
         else:
@@ -51,7 +51,7 @@ def export(
     hooked = HookedModel.open(output or folder)
     seconds = time.monotonic() - begin
     _print(hooked, seconds, as_json)
-    with bars() as progress:  # a folder that is given away has its hashes
+    with shown() as progress:  # a folder that is given away has its hashes
         weight_record.complete(hooked.folder, hooked.metadata, progress)
 
 

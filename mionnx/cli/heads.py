@@ -6,7 +6,6 @@ import typer
 
 from mionnx.analysis.attention.repeated_sequences import KINDS
 from mionnx.cli.options import Html, Json, Model, Png, Provider, Save, deliver, open_once
-from mionnx.machine.progress import bars
 
 
 def heads(
@@ -27,6 +26,5 @@ def heads(
     Example: mionnx heads models/world-llama --html heads.html
     """
     opened = open_once(model, provider)
-    with bars() as progress:
-        scores = opened.head_scores(kind or KINDS, batch=batch, period=period, seed=seed, progress=progress)
+    scores = opened.head_scores(kind or KINDS, batch=batch, period=period, seed=seed)
     deliver(scores, lambda: scores.table(top), html, png, as_json, save)

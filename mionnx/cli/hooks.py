@@ -12,7 +12,7 @@ from mionnx.cli.options import Json, Model
 from mionnx.errors import ModelError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.machine.progress import bars
+from mionnx.machine.progress import shown
 from mionnx.run import find_model
 from mionnx.view import Table
 
@@ -28,7 +28,7 @@ def hooks(
 
     Example: mionnx hooks models/world-llama --layer 2
     """
-    with bars() as progress:
+    with shown() as progress:
         hooked = HookedModel.open(find_model.find_model(model, "float32", progress))
     last = hooked.metadata.sizes.num_layers - 1
     points = [point for point in hooked.hook_points() if layer is None or point.layer == layer]

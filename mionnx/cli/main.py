@@ -24,6 +24,7 @@ from mionnx.cli.harvest import harvest
 from mionnx.cli.heads import heads
 from mionnx.cli.hooks import hooks
 from mionnx.cli.lens import lens
+from mionnx.cli.logit_diff import logit_diff
 from mionnx.cli.playground import playground
 from mionnx.cli.probe import probe
 from mionnx.cli.quantise import quantise
@@ -35,7 +36,7 @@ from mionnx.errors import MIError
 
 COMMANDS = (
     *(export, adopt, check, hooks, run, generate, sweep, attribute_patch, circuit, lens, attention, attribute, heads),
-    *(steer, harvest, probe, quantise, compile_, playground, verify, bisect, demo),
+    *(logit_diff, steer, harvest, probe, quantise, compile_, playground, verify, bisect, demo),
 )
 
 app = typer.Typer(

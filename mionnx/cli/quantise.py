@@ -10,7 +10,7 @@ import typer
 from mionnx.cli.options import Json, Model, read_text
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.machine.progress import bars
+from mionnx.machine.progress import shown
 from mionnx.model import MIModel
 from mionnx.quantise.quantise import quantise as quantise_hooked
 from mionnx.quantise.settings import Quantisation
@@ -61,7 +61,7 @@ def quantise(
     settings = Quantisation(bits, block_size, not zero_points, accuracy_level, *patterns, embedding, unembedding)
     if text and budget is None:
         raise InputError("--text is what a budget is measured on: give --budget too")
-    with bars() as progress:
+    with shown() as progress:
         hooked = HookedModel.open(find_model.find_model(model, "float32", progress))
         if budget is None and not (importance or importance_text):
             quantise_hooked(hooked, output, settings, progress)

@@ -13,7 +13,7 @@ from mionnx.analysis.steering.directions import STREAM, Directions
 from mionnx.analysis.steering.dose_result import DoseResponse
 from mionnx.cli.options import BatchSize, Html, Json, Model, Png, Provider, deliver, numbers, rows_of_pass
 from mionnx.machine.decimals import decimal
-from mionnx.machine.progress import bars
+from mionnx.machine.progress import shown
 from mionnx.model import MIModel
 from mionnx.view import Table
 
@@ -66,8 +66,8 @@ def steer(
         raise typer.BadParameter("--hook and --method say how directions are made of --positive and --negative")
     doses, at = numbers("strengths", strengths, float), _positions(positions)
     opened = MIModel.from_pretrained(model, provider=provider)
-    with bars() as progress:
-        shared: dict[str, Any] = {"progress": progress, "batch_size": rows_of_pass(batch_size)}
+    with shown():
+        shared: dict[str, Any] = {"batch_size": rows_of_pass(batch_size)}
         if positive is not None and negative is not None:
             directions = opened.contrast(
                 positive, negative, hook or STREAM, method=method or "mean_difference", **shared

@@ -9,7 +9,6 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 
 from mionnx.cli.options import Html, Json, Model, Png, Save, SpecFile, deliver, numbers, read_text
-from mionnx.machine.progress import bars
 from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify import Verification
@@ -70,26 +69,24 @@ def verify(
     """
     opened = MIModel.from_pretrained(model)
     given: list[Any] = [*(prompt or ()), *(read_prompts(prompts) if prompts else ())]
-    with bars() as progress:
-        result = opened.verify(
-            given,
-            RUNTIMES if runtimes is None else runtimes.split(","),
-            hooks=hooks.split(",") if hooks else None,
-            spec=HookSpec.load(str(spec)) if spec else None,
-            other=MIModel.from_pretrained(other) if other else None,
-            record=record,
-            against=against,
-            tolerance=tolerance,
-            local=local,
-            greedy=greedy,
-            positions=None if positions is None else numbers("positions", positions, int),
-            repeat=repeat,
-            checkpoint=checkpoint,
-            progress=progress,
-            texts=[read_text(path) for path in text or ()],
-            matrices=matrices,
-            experts=experts,
-        )
+    result = opened.verify(
+        given,
+        RUNTIMES if runtimes is None else runtimes.split(","),
+        hooks=hooks.split(",") if hooks else None,
+        spec=HookSpec.load(str(spec)) if spec else None,
+        other=MIModel.from_pretrained(other) if other else None,
+        record=record,
+        against=against,
+        tolerance=tolerance,
+        local=local,
+        greedy=greedy,
+        positions=None if positions is None else numbers("positions", positions, int),
+        repeat=repeat,
+        checkpoint=checkpoint,
+        texts=[read_text(path) for path in text or ()],
+        matrices=matrices,
+        experts=experts,
+    )
     deliver(result, lambda: _shown(result), html, png, as_json, save)
     if not as_json:
         _tell(result)

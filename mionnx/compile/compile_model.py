@@ -9,7 +9,7 @@ from typing import Protocol
 from mionnx.bind.metric_inputs import Vocabulary, with_ids
 from mionnx.compile.package import Knobs, Packaging, compile_spec
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.machine.progress import bars
+from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.spec.hook_spec import HookSpec
 
@@ -67,7 +67,7 @@ def compile_model(
     packaging = Packaging(weights, target, layout, fused)
     if hooks.metric is not None:
         hooks = replace(hooks, metric=with_ids(hooks.metric, model))
-    with bars() as progress:
+    with shown() as progress:
         return compile_spec(
             model.hooked,
             hooks,

@@ -16,7 +16,6 @@ from mionnx.analysis.harvest.shard_maker import Groups, Made, ShardMaker
 from mionnx.analysis.harvest.texts import Source
 from mionnx.distributed.cluster import LOCAL, Workers, cluster
 from mionnx.errors import InputError
-from mionnx.machine.progress import Progress
 from mionnx.machine.typed import typed
 from mionnx.model import MIModel
 from mionnx.spec.hook_choice import Hooks
@@ -33,7 +32,7 @@ def harvest(
     address: str = LOCAL,
     workers: int | None = None,
     cpus: int = 1,
-    progress: Progress | None = None,
+    progress: bool | None = None,
     **options: Any,
 ) -> Activations:
     """Write the activations of a dataset to disk, by the processes of a Ray cluster.

@@ -51,7 +51,7 @@ def patch_sweep(
     positions: Positions | None = None,
     resume: str | Path | bool = False,
     resume_key: str | None = None,
-    progress: Progress | None = None,
+    progress: bool | None = None,
 ) -> SweepResult:
     """Activation patching over many pairs of prompts, by the processes of a Ray cluster.
 

@@ -10,7 +10,7 @@ from typing import Any
 from mionnx.errors import ModelError, SpecFileError
 from mionnx.graph.hooked_model import GRAPH
 from mionnx.machine.leftovers import new_folder, remove_leftovers
-from mionnx.machine.progress import bars
+from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.model import MIModel
 from mionnx.playground.chat import chat_of
@@ -111,7 +111,7 @@ def _write(
     for source, target in ((PAGE, at), (ENGINE, at / "engine")):
         shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copyfile(WORKER, at / WORKER.name)
-    with bars() as progress:
+    with shown() as progress:
         vendored = vendor(at / "vendor", progress)
     weights = _write_model(at / "model", model, graph)
     if spec.interventions:

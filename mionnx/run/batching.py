@@ -1,11 +1,10 @@
 """Batches of rows of unequal length: those of like length run together, results come in the order given."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import TypeVar
 
 from mionnx.errors import InputError, MIError
-from mionnx.machine.progress import Progress, bars
+from mionnx.machine.progress import shown, silence
 
 AUTO = "auto"
 TOKENS = 2048  # of a batch that is chosen here, padding included: more run no faster on a CPU
@@ -76,7 +75,7 @@ def in_batches(
     stage: str,
     padded: bool = True,
     fitting: Fitting | None = None,
-    progress: Progress | None = None,
+    progress: bool | None = None,
 ) -> list[T]:
     """Run rows in batches of like length.
 
@@ -86,7 +85,7 @@ def in_batches(
         run: runs the rows of these indices, and gives a result for each of them.
         stage: the name of this work, for its progress.
         padded, fitting: see `batches_of`.
-        progress: called with (stage, rows done, rows in all) after each batch; bars on a terminal if left out.
+        progress: see `mionnx.machine.progress.shown`; one batch shows nothing unless it is True.
 
     Returns:
         the results, in the order of `lengths`.
@@ -102,7 +101,7 @@ def in_batches(
     count = len(lengths)
     batches = [[*range(count)]] if batch_size is None else [*batches_of(lengths, batch_size, padded, fitting=fitting)]
     results: dict[int, T] = {}
-    with bars() if progress is None and len(batches) > 1 else nullcontext(progress) as shown:
+    with shown(progress) if progress or len(batches) > 1 else silence() as show:
         for rows in batches:
             try:
                 results |= zip(rows, run(rows), strict=True)
@@ -110,8 +109,7 @@ def in_batches(
                 if len(batches) == 1:
                     raise
                 raise type(error)(f"{rows_text(rows)} of {count}: {error}") from error
-            if shown is not None:
-                shown(told(stage, batches), len(results), count)
+            show(told(stage, batches), len(results), count)
     return [results[row] for row in range(count)]
 
 

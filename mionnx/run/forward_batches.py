@@ -14,7 +14,6 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING
 from mionnx.inputs.prompt_list import PromptList, read_prompts
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
-from mionnx.machine.progress import Progress
 from mionnx.run.batching import BatchSize, in_batches
 from mionnx.run.forward_pass import PassModel, bind_pass, run_pass
 from mionnx.run.hook_cache import HookCache
@@ -76,7 +75,7 @@ def map_rows(
     run: Run | None = None,
     kept: bool = False,
     batches: list[list[int]] | None = None,
-    progress: Progress | None = None,
+    progress: bool | None = None,
 ) -> list[T]:
     """Run a list of prompts in batches, and make something of the results of each.
 

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 from mionnx.errors import InputError
 from mionnx.inputs.prompt_list import read_prompts
 from mionnx.inputs.token_batch import make_token_batch
+from mionnx.inputs.token_rows import entries_of
 from mionnx.inputs.tokens import decode
 from mionnx.machine.arrays import to_array
 from mionnx.run.runner import Runner
@@ -88,22 +89,35 @@ def texts_of(model: Runner, prompts: Prompt) -> list[Text]:
     return made
 
 
+def is_list(model: Runner, prompts: Prompt) -> bool:
+    """Whether prompts are a list, or several rows of an array, rather than a single one."""
+    given = model._ids(prompts)
+    if entries_of(given) is not None:
+        return True
+    return np.ndim(given) > 1 and len(given) > 1 if hasattr(given, "shape") else len(texts_of(model, prompts)) > 1
+
+
 def each_of(given: Any, rows: int, what: str) -> list[Any]:
     """Something that is given once for all prompts of a list, or once for each, as a list.
 
     Raises:
         InputError: another number of them than there are prompts.
     """
-    if given is None or isinstance(given, str | int | np.integer):
+    if given is None or isinstance(given, str) or np.ndim(given) == 0:
         return [given] * rows
     if len(given) != rows:
-        raise InputError(f"{len(given)} {what}s for {rows} prompts: give one for all, or one for each")
+        raise InputError(f"{what}= has {len(given)} tokens for {rows} prompts: give one for all, or one for each")
     return [*given]
 
 
 def token_text(model: Runner, token: int) -> str:
     """The text of a token; its number where the model has no tokenizer."""
     return decode(model.tokenizer, [token], skip_special_tokens=False) if model.has_tokenizer else str(token)
+
+
+def prompt_text(model: Runner, ids: Ids) -> str:
+    """A prompt as a text; its ids where the model has no tokenizer."""
+    return decode(model.tokenizer, ids.tolist()) if model.has_tokenizer else " ".join(map(str, ids.tolist()))
 
 
 def token_of(model: Runner, token: int | str) -> int:

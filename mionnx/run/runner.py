@@ -20,7 +20,7 @@ from mionnx.inputs.past import choose_past
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, make_token_batch
 from mionnx.machine.once import Once, once_property
-from mionnx.machine.progress import bars
+from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.rewrite import Plan
 from mionnx.run import accuracy, find_model, idle_memory, model_dtype, spec_graphs, tokenizing
@@ -142,7 +142,7 @@ class Runner:
         lacking = ready_engine(options).lacks(options)
         where = f"{options.engine} on {options.provider}" if options.engine == ONNX_RUNTIME else options.engine
         refuse = partial(model_dtype.refuse_uncomputed, dtype=dtype, lacking=lacking, where=where)
-        with bars() as progress:
+        with shown() as progress:
             hooked = find_model.open_model(source, dtype, check, progress, refuse)
         model_dtype.refuse_other(hooked, dtype)
         warn_of_dynamic_rounding(hooked)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mionnx.errors import InputError
-from mionnx.machine.progress import bars
+from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.quantise.quantise import quantise
 from mionnx.quantise.settings import Quantisation
@@ -71,7 +71,7 @@ def quantise_model(
     )
     if budget is None and texts is not None:
         raise InputError("texts= is what a budget is measured on: give budget= too")
-    with bars() as progress:
+    with shown() as progress:
         if budget is not None or importance:
             return quantise_by_text(model, Path(folder), settings, budget, texts, importance, progress)
         return quantise(model.hooked, Path(folder), settings, progress)

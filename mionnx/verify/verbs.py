@@ -11,7 +11,7 @@ from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 from mionnx.inputs.token_rows import is_one_prompt
-from mionnx.machine.progress import Progress, silent
+from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
 from mionnx.run.stopping import refuse_too_long
@@ -44,7 +44,7 @@ def verify(
     positions: Sequence[int] | None = None,
     repeat: bool = False,
     checkpoint: str | Path | None = None,
-    progress: Progress = silent,
+    progress: bool | None = None,
     texts: str | Sequence[str] = (),
     matrices: bool | None = None,
     experts: bool = False,
@@ -79,7 +79,8 @@ def verify(
             a batch, at all positions.
         checkpoint: where "torch" finds the weights, if the hooked model's folder has not all of them; not with
             `other`.
-        progress: called as (stage, done, total).
+        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
+            a log; True at once, False for none.
         texts: run besides, cut into windows of 256 tokens; nothing is then continued (`greedy` is 0).
         matrices: measure each matrix of a quantised model by itself, put into its floats, over at most 256 tokens:
             `Verification.matrices`. If left out, where one of the two models is what `quantise` made of floats. All
@@ -107,10 +108,11 @@ def verify(
         greedy, positions, repeat, _path(checkpoint), matrices, experts,
     )  # fmt: skip
     calls = [_call(model, prompt) for prompt in given]
-    shown = [_shown(prompt, call) for prompt, call in zip(given, calls, strict=True)]
+    spelled = [_shown(prompt, call) for prompt, call in zip(given, calls, strict=True)]
     for call in calls:
         refuse_too_long("greedy", greedy, call, model.hooked.metadata)
-    found = compare_runtimes(model.hooked, calls, shown, request, progress)
+    with shown(progress) as show:
+        found = compare_runtimes(model.hooked, calls, spelled, request, show)
     model.give_back(later=True)
     return found
 
@@ -125,7 +127,7 @@ def bisect(
     spec: HookSpec | None = None,
     other: Runner | None = None,
     tolerance: float | None = None,
-    progress: Progress = silent,
+    progress: bool | None = None,
 ) -> Bisection:
     """Find the smallest part of the graph that two runtimes compute differently.
 
@@ -139,7 +141,8 @@ def bisect(
         spec: interventions, in force in both.
         other: a second model instead of a second runtime.
         tolerance: see `verify`; 0 finds the first node that does not give the same bits.
-        progress: called as (stage, done, total).
+        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
+            a log; True at once, False for none.
 
     Raises:
         InputError: a runtime that cannot run a part of a graph, or not two sides.
@@ -150,9 +153,10 @@ def bisect(
         print(model.bisect("The capital of France is", ["ort-cpu", "reference"], tolerance=0))
     """
     hooked = other.hooked if other else None
-    found = bisect_graph(
-        model.hooked, _call(model, prompt), list(runtimes), _path(folder), spec, hooked, tolerance, progress
-    )
+    with shown(progress) as show:
+        found = bisect_graph(
+            model.hooked, _call(model, prompt), list(runtimes), _path(folder), spec, hooked, tolerance, show
+        )
     model.give_back(later=True)
     return found
 

@@ -1,5 +1,6 @@
 """matplotlib figures, made without its global state: no window, no backend, safe in any thread."""
 
+from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,10 @@ def empty_figure(width: float, height: float) -> "Figure":
     """A figure of this size in inches."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=DOTS, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=DOTS, layout="constrained")
+    # A notebook that has not started pyplot's backend would show a figure of matplotlib as text.
+    figure._repr_png_ = partial(to_png, figure)  # type: ignore[attr-defined]
+    return figure
 
 
 def new_figure(width: float, height: float) -> "tuple[Figure, Axes]":

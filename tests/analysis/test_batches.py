@@ -51,7 +51,7 @@ def test_attributions(shipped, size):
         assert (one.position, one.labels) == (alone.position, alone.labels)
         assert near(one.values, alone.values)
     assert shipped.attribute(TEXTS[0], batch_size=size)[0].answer == shipped.attribute(TEXTS[0]).answer
-    with pytest.raises(InputError, match="2 answers for 5 prompts"):
+    with pytest.raises(InputError, match="answer= has 2 tokens for 5 prompts"):
         shipped.attribute(TEXTS, ["Paris", "."], batch_size=size)
 
 

@@ -27,6 +27,7 @@ from mionnx import (
 from mionnx.analysis.harvest.harvest import LOCK
 from mionnx.analysis.harvest.manifest import finished
 from mionnx.cli.main import app
+from mionnx.machine.progress import reported_to
 
 FOLDER = REPOSITORY / "models" / "world-llama"
 HOOKS = "blocks.*.hook_resid_post"
@@ -81,9 +82,8 @@ def test_two_workers_write_what_one_process_writes(
     ray: object, model: MIModel, whole: Activations, tmp_path: Path
 ) -> None:
     told: list[tuple[str, int, int]] = []
-    made = distributed.harvest(
-        model, TEXTS, HOOKS, tmp_path / "made", workers=2, progress=lambda *one: told.append(one), **OPTIONS
-    )
+    with reported_to(lambda *one: told.append(one)):
+        made = distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made", workers=2, **OPTIONS)
     assert same(made.folder, whole.folder)
     assert told[-1] == ("harvest", len(TEXTS), len(TEXTS))
     assert len(told) == len(shards(made.folder)) > 10
@@ -118,7 +118,8 @@ def test_a_killed_worker_loses_and_repeats_nothing(
             begun.update(noted_shards(tmp_path / "made"))
             found[0].send_signal(signal.SIGKILL)
 
-    distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made", workers=2, progress=kill, **OPTIONS)
+    with reported_to(kill):
+        distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made", workers=2, **OPTIONS)
     assert 0 < len(begun) < len(shards(whole.folder))
     assert same(tmp_path / "made", whole.folder)
     assert begun.items() <= shards(tmp_path / "made").items()

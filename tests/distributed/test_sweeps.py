@@ -9,6 +9,7 @@ import pytest
 from worker_processes import processes
 
 from mionnx import InputError, MIModel, distributed
+from mionnx.machine.progress import reported_to
 
 PLACES = ["France", "Japan", "Spain", "Kenya", "Egypt", "Italy", "Peru", "China"]
 CLEAN, CORRUPTED = ([f"The capital of {place} is" for place in places] for places in (PLACES, [*PLACES[1:], PLACES[0]]))
@@ -28,9 +29,10 @@ def test_pairs_of_two_workers_are_those_of_one_process(shipped: MIModel, tmp_pat
 
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        found = distributed.patch_sweep(
-            shipped, CLEAN, CORRUPTED, "z", ("layer", "head"), workers=2, progress=kill, resume=tmp_path / "pairs"
-        )
+        with reported_to(kill):
+            found = distributed.patch_sweep(
+                shipped, CLEAN, CORRUPTED, "z", ("layer", "head"), workers=2, resume=tmp_path / "pairs"
+            )
         again = distributed.patch_sweep(
             shipped, CLEAN, CORRUPTED, "z", ("layer", "head"), workers=2, resume=tmp_path / "pairs"
         )

@@ -44,4 +44,5 @@ def test_a_token_is_spelled_as_it_is_decoded():
     tokenizer = Tokenizer(WordLevel({"The": 0, "Ġcapital": 1, "<unk>": 2}, "<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     found = tokenize(tokenizer, "The capital")
-    assert found.pieces == ["The", " capital"] and "' capital'(1)" in str(found)
+    assert found.pieces == ["The", " capital"]
+    assert "' capital'(1)" in str(found)

@@ -11,8 +11,8 @@ from command_line import succeeded
 from families import make_checkpoint, single_threaded
 from filelock import FileLock
 
-from mionnx.analysis.harvest.manifest import MANIFEST
 from mionnx import Activations, HookPoint, HookSpec, MIModel, probe, statistics_of
+from mionnx.analysis.harvest.manifest import MANIFEST
 
 LAYERS = 12
 HOOKS = ["hook_embed", *(f"blocks.{layer}.hook_resid_post" for layer in range(LAYERS)), "hook_final_norm"]

@@ -185,9 +185,8 @@ def _raising(*_: Any, **__: Any) -> Any:
         lambda model: model.run_with_hooks(PROMPT, fwd_hooks=[("hook_embed", _raising)]),
         lambda model: model.generate(PROMPT, max_new_tokens=2, streamer=_raising),
         lambda model: model.patch_sweep(PROMPT, "The capital of Japan is", layers=[1], metric=_raising),
-        lambda model: model.head_scores(batch=1, period=4, progress=_raising),
     ],
-    ids=["predicate", "hook", "streamer", "metric", "progress"],
+    ids=["predicate", "hook", "streamer", "metric"],
 )
 def test_an_exception_of_the_caller_s_own_function_passes_through(shipped: MIModel, call: Any) -> None:
     with pytest.raises(OwnError):

@@ -22,7 +22,7 @@ from mionnx.errors import HookError, InputError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_rows import read_array
 from mionnx.inputs.tokens import encode
-from mionnx.machine.progress import Progress, silent
+from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
@@ -41,7 +41,7 @@ def head_scores(
     seed: int = 0,
     tokens: Iterable[int] | None = None,
     hooks: HookSpec | None = None,
-    progress: Progress = silent,
+    progress: bool | None = None,
 ) -> HeadScores:
     """Score heads as previous-token, duplicate-token and induction heads.
 
@@ -55,7 +55,8 @@ def head_scores(
         seed: of the sequences.
         tokens: the ids to draw from; by default all but special tokens.
         hooks: interventions that hold in every row alike.
-        progress: called as (stage, rows done, rows).
+        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
+            a log; True at once, False for none.
 
     Raises:
         InterventionError: `hooks` means some of the rows, or has another value for each.
@@ -74,14 +75,15 @@ def head_scores(
         spec.capture(point, positions=sequences.queries)
     rows = max(1, CAPTURED // model.estimate(spec, 1, sequences.ids.shape[1]).total)
     totals = np.zeros((len(chosen), len(points), model.num_heads))
-    progress("attention patterns", 0, batch)
     done = 0
-    for ids in sequences.chunks(rows):
-        cache = numbers(model.forward(ids, spec, logits=False))
-        for layer, point in enumerate(points):
-            totals[:, layer] += [attention_to(kind, cache[point], sequences) for kind in chosen]
-        done += len(ids)
-        progress("attention patterns", done, batch)
+    with shown(progress) as show:
+        show("attention patterns", 0, batch)
+        for ids in sequences.chunks(rows):
+            cache = numbers(model.forward(ids, spec, logits=False))
+            for layer, point in enumerate(points):
+                totals[:, layer] += [attention_to(kind, cache[point], sequences) for kind in chosen]
+            done += len(ids)
+            show("attention patterns", done, batch)
     del cache
     model.give_back(later=True)
     return HeadScores(chosen, totals / batch, sequences.chance, period, batch, model.hooked.name)

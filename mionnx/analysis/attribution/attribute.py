@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.attribution import decompose
 from mionnx.analysis.attribution.attribution import Attribution
+from mionnx.analysis.attribution.attributions import Attributions
 from mionnx.analysis.attribution.norm_graphs import NormGraphs
 from mionnx.analysis.attribution.residual_stack import decomposition_hooks, norm_before
 from mionnx.analysis.lens.unembedding import Unembedding
@@ -18,10 +19,11 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.lacking import refuse_normed_stream, refuse_several_streams
 from mionnx.machine.decimals import decimal
 from mionnx.machine.typed import typed
+from mionnx.run.batching import AUTO
 from mionnx.run.forward_batches import ListRequest, map_rows
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.other_spelling import warn_of_spelling
-from mionnx.run.prompt import Text, each_of, one_text, texts_of, token_of, token_text
+from mionnx.run.prompt import Text, each_of, is_list, texts_of, token_of, token_text
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 from mionnx.spec.hook_spec import HookSpec
@@ -36,13 +38,13 @@ ROUNDED = 2e-2  # the same where products round what they read to 8 bits
 @overload
 def attribute(
     model: Runner,
-    prompt: Prompt,
+    prompt: str,
     answer: int | str | None = None,
     versus: int | str | None = None,
     *,
     position: int = -1,
     hooks: HookSpec | None = None,
-    batch_size: None = None,
+    batch_size: int | str = AUTO,
 ) -> Attribution: ...
 @overload
 def attribute(
@@ -53,8 +55,8 @@ def attribute(
     *,
     position: int = -1,
     hooks: HookSpec | None = None,
-    batch_size: int | str,
-) -> list[Attribution]: ...
+    batch_size: int | str = AUTO,
+) -> Any: ...
 @typed()
 def attribute(
     model: Runner,
@@ -64,8 +66,8 @@ def attribute(
     *,
     position: int = -1,
     hooks: HookSpec | None = None,
-    batch_size: int | str | None = None,
-) -> Attribution | list[Attribution]:
+    batch_size: int | str = AUTO,
+) -> Attribution | Attributions:
     """Decompose a logit, or one token's lead over another, into direct contributions.
 
     The parts are the embeddings, every head, the rest of the attention outputs (biases), the MLPs, and the biases of
@@ -73,26 +75,30 @@ def attribute(
     Where a quantised head rounds what it reads to 8 bits, the parts add up to within that rounding, some 1 %.
 
     Args:
-        prompt: one text, or ids; with a `batch_size`, a list of them.
+        prompt: one text, or ids; or a list of them.
         answer: by id or text; the top token if left out; one for all prompts of a list, or one for each.
         versus: the token that the answer's lead is over; None for the answer's logit itself; for a list as `answer`.
         position: at which the next token is predicted; negative from the end.
         hooks: interventions to run the prompt with; one on the stream itself is no component, and an error, and so
             is one at `hook_final_norm` or `hook_logits`, where all components have been added up.
-        batch_size: run a list in batches of at most so many texts, or "auto"; a list of results then.
+        batch_size: prompts of one pass, those of like length together; "auto": as many as run well and fit into memory.
+
+    Returns:
+        the contributions; of a list those of each prompt, as a sequence with mean, standard error, figure and page.
 
     Raises:
-        InputError: several prompts, no such position or token, or captures among the hooks, or interventions
-            behind the stream.
+        InputError: no such position or token, or captures among the hooks, or interventions behind the stream.
         ModelError: the contributions do not add up to the model's own logit.
 
     Example:
         lead = model.attribute("The capital of France is", "Paris", versus="Berlin")
         lead.top(3), lead.heads[3]  # the largest contributions, and those of layer 3's heads
+        many = model.attribute(["The capital of France is", "The capital of Peru is"], ["Paris", "Lima"])
+        many.values, many.sem, many.by_pair.shape  # (prompts, component)
     """
     refuse_normed_stream(model.hooked, "attribution")
     refuse_several_streams(model.hooked, "attribution")
-    texts = [one_text(model, prompt)] if batch_size is None else texts_of(model, prompt)
+    texts = texts_of(model, prompt)
     places = [text.place(position) for text in texts]
     asked = [each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus")]
     pairs = [_pair(model, *pair) for pair in zip(*asked, strict=True)]
@@ -107,7 +113,7 @@ def attribute(
     )
     made = map_rows(model, request, read, "attribution")
     model.give_back(later=True)
-    return made[0] if batch_size is None else made
+    return Attributions(tuple(made)) if is_list(model, prompt) else made[0]
 
 
 def _pair(model: Runner, answer: int | str | None, versus: int | str | None) -> tuple[int | None, int | None]:

@@ -1,5 +1,6 @@
 """`Attribution`: the direct contribution of each component of a model to a logit."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,20 +13,22 @@ from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
-from mionnx.view import Shown, empty_figure, render
+from mionnx.view import Framed, empty_figure, render
 from mionnx.view.figure import token_label, write_numbers
+from mionnx.view.framed import Columns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TOLD = 6  # components of a printed result
 BARS = 24  # components that a figure shows
+_PLACE = re.compile(r"L(\d+)H(\d+)|(\d+)_")  # of a label with a layer
 WIDE = 16  # heads from which on a figure's cells are too small for numbers
 
 
 @dataclass(frozen=True, repr=False)
 @typed(InputError)
-class Attribution(Shown):
+class Attribution(Framed):
     """Direct logit attribution at one position: a logit, or a difference of two, as a sum.
 
     The final norm is taken as the linear map that it is at this position's stream (see
@@ -77,8 +80,7 @@ class Attribution(Shown):
     @property
     def heads(self) -> NDArray[np.float64] | None:
         """[layer, head]: the contributions of the heads; None where they have no shares."""
-        chosen = [value for label, value in zip(self.labels, self.values, strict=True) if label.startswith("L")]
-        return np.array(chosen).reshape(self.num_layers, self.num_heads) if chosen else None
+        return heads_of(self.labels, self.values, self.num_layers)
 
     @property
     def total(self) -> float:
@@ -119,22 +121,60 @@ class Attribution(Shown):
 
     def figure(self) -> "Figure":
         """The largest contributions as bars, and the heads as a map."""
-        shown, heads = self.top(BARS), self.heads
-        tall = max(2.2, 0.7 + 0.2 * len(shown), 0.9 + 0.3 * self.num_layers)
-        wide = 5.2 if heads is None else 5.6 + max(2.6, 0.45 * self.num_heads)
-        figure = empty_figure(wide, tall)
-        widths = [5.0] if heads is None else [5.0, wide - 5.0]
-        panels = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
-        _draw_bars(panels[0], shown, len(self.labels))
-        if heads is not None:
-            _draw_heads(figure, panels[1], heads)
-        figure.suptitle(token_label(f"{self.what}: {decimal(self.logit, 3)}"), fontsize=10)
-        return figure
+        return draw(self.top(), self.heads, f"{self.what}: {decimal(self.logit, 3)}")
+
+    def _columns(self) -> Columns:
+        """One row for each component."""
+        return {**places_of(self.labels), "contribution": self.values}
 
 
-def _draw_bars(axes: Any, shown: list[tuple[str, float]], count: int) -> None:
+def heads_of(labels: list[str], values: NDArray[np.float64], layers: int) -> NDArray[np.float64] | None:
+    """[layer, head]: the contributions of heads among those of components; None without any."""
+    chosen = [value for label, value in zip(labels, values, strict=True) if label.startswith("L")]
+    return np.array(chosen).reshape(layers, -1) if chosen else None
+
+
+def places_of(labels: list[str]) -> dict[str, list[Any]]:
+    """Component, layer and head of each label; None where it has none."""
+    found = [_PLACE.match(label) for label in labels]
+    layers = [None if one is None else int(one[1] or one[3]) for one in found]
+    heads = [None if one is None or one[2] is None else int(one[2]) for one in found]
+    return {"component": labels, "layer": layers, "head": heads}
+
+
+def draw(
+    components: list[tuple[str, float]],
+    heads: NDArray[np.float64] | None,
+    title: str,
+    errors: NDArray[np.float64] | None = None,
+) -> "Figure":
+    """Draw contributions as bars, and those of heads as a map.
+
+    Args:
+        components: label and contribution, the largest first; some of them are shown.
+        heads: [layer, head].
+        title: of the figure.
+        errors: [component], the standard error of each.
+    """
+    shown = components[:BARS]
+    tall = max(2.2, 0.7 + 0.2 * len(shown), 0.9 + 0.3 * (0 if heads is None else len(heads)))
+    wide = 5.2 if heads is None else 5.6 + max(2.6, 0.45 * heads.shape[1])
+    figure = empty_figure(wide, tall)
+    widths = [5.0] if heads is None else [5.0, wide - 5.0]
+    panels = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+    _draw_bars(panels[0], shown, len(components), None if errors is None else errors[:BARS])
+    if heads is not None:
+        _draw_heads(figure, panels[1], heads)
+    figure.suptitle(token_label(title), fontsize=10)
+    return figure
+
+
+def _draw_bars(
+    axes: Any, shown: list[tuple[str, float]], count: int, errors: NDArray[np.float64] | None = None
+) -> None:
     values = [value for _, value in shown]
-    axes.barh(range(len(shown)), values, color=["#b2182b" if value > 0 else "#2166ac" for value in values])
+    colours = ["#b2182b" if value > 0 else "#2166ac" for value in values]
+    axes.barh(range(len(shown)), values, color=colours, xerr=errors, error_kw={"elinewidth": 0.8})
     axes.set_yticks(range(len(shown)), [label for label, _ in shown], fontsize=8)
     axes.invert_yaxis()
     axes.axvline(0, color="black", linewidth=0.6)

@@ -13,16 +13,13 @@ from mionnx.analysis.attribution.decompose import PosSlice
 from mionnx.analysis.attribution.linear_norm import LinearNorm
 from mionnx.analysis.attribution.residual_stack import Source, cache_of, norm_before
 from mionnx.analysis.lens.unembedding import Unembedding
-from mionnx.bind.logit_selection import Logits
 from mionnx.errors import InputError
 from mionnx.inputs.token_rows import read_array
 from mionnx.machine.typed import typed
-from mionnx.run.prompt import one_text, streams_of, token_of
+from mionnx.run.prompt import streams_of, token_of
 from mionnx.run.runner import Runner
-from mionnx.run.tokenizing import Prompt
-from mionnx.spec.hook_spec import HookSpec
 
-TokenLike = int | str | Sequence[int] | NDArray[np.integer[Any]]
+TokenLike = int | str | Sequence[Any] | NDArray[np.integer[Any]]
 
 
 @typed()
@@ -85,7 +82,7 @@ def logit_attrs(
     Args:
         stack: [component, batch, pos, hidden], sliced already.
         source: prompts or a cache that the stack is from.
-        tokens: one token by id or text, or ids [batch], [pos] where that is another length, or [batch, pos].
+        tokens: one token by id or text, or ids or texts [batch], [pos] where that is another length, or [batch, pos].
         incorrect_tokens: the same; contributions are then to the difference.
         pos_slice: the positions that the stack has.
         weighted: with the final norm's weight; without, the numbers of TransformerLens on a raw model.
@@ -111,30 +108,6 @@ def logit_attrs(
     return norm.project(parts, direction, weighted).astype(np.float32)
 
 
-@typed()
-def get_logit_diff(
-    model: Runner,
-    prompt: Prompt,
-    answer: int | str,
-    versus: int | str,
-    *,
-    position: int = -1,
-    hooks: HookSpec | None = None,
-) -> float:
-    """The lead of a token's logit over another's at one position of one prompt.
-
-    Raises:
-        InputError: several prompts, no such position or token.
-
-    Example:
-        model.get_logit_diff("The capital of France is", "Paris", "Berlin")
-    """
-    text, pair = one_text(model, prompt), [token_of(model, token) for token in (answer, versus)]
-    cache = model.forward(text.ids, hooks, logits=Logits(positions=text.place(position), tokens=pair))
-    first, second = cache.output()[0, 0].astype(np.float64)
-    return float(first - second)
-
-
 def _checked(model: Runner, stack: ArrayLike, norm: LinearNorm) -> NDArray[Any]:
     parts = streams_of(stack, model.hidden_size, "stack")
     if parts.shape[1:-1] != norm.scale.shape[:-1]:
@@ -150,9 +123,9 @@ def _directions(model: Runner, tokens: TokenLike, shape: tuple[int, ...]) -> NDA
     unembedding = model.opened(Unembedding)
     if isinstance(tokens, int | str | np.integer):
         return unembedding.directions(np.array(token_of(model, tokens)))
-    ids = read_array("tokens", tokens)
+    ids = read_array("tokens", _as_ids(model, tokens))
     if ids.dtype.kind not in "iu" or ids.ndim > len(shape) or ids.ndim == 0:
-        raise InputError(f"tokens must be one token, or ids [batch] or [batch, pos], got {tokens!r}")
+        raise InputError(f"tokens must be one token, or ids or texts [batch] or [batch, pos], got {tokens!r}")
     for token in ids.ravel().tolist():
         token_of(model, token)
     if ids.ndim == 1 and len(shape) == 2:
@@ -160,3 +133,12 @@ def _directions(model: Runner, tokens: TokenLike, shape: tuple[int, ...]) -> NDA
     if any(size not in (1, length) for size, length in zip(ids.shape, shape, strict=True)):
         raise InputError(f"tokens are {list(np.shape(tokens))}, the stack's batch and positions {list(shape)}")
     return unembedding.directions(ids)
+
+
+def _as_ids(model: Runner, tokens: Any) -> Any:
+    """Tokens with the id of each text in its place."""
+    if isinstance(tokens, str):
+        return token_of(model, tokens)
+    if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "OUT":
+        tokens = tokens.tolist()
+    return [_as_ids(model, token) for token in tokens] if isinstance(tokens, list | tuple) else tokens

@@ -15,7 +15,8 @@ from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
-from mionnx.view import Shown, Table, empty_figure, render
+from mionnx.view import Framed, Table, empty_figure, render
+from mionnx.view.framed import Columns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,7 +28,7 @@ GOOD = 0.8  # faithfulness of the circuit that a figure draws, if a small one re
 
 @dataclass(repr=False)
 @typed(InputError)
-class Circuit(Shown):
+class Circuit(Framed):
     """The metric when only the leading edges carry what is computed now, by number of edges.
 
     Attributes:
@@ -117,6 +118,12 @@ class Circuit(Shown):
         names = ("title", "about", "metric", "clean", "corrupted", "sizes", "values", "by_pair", "cost")
         found = {name: getattr(self, name) for name in names}
         return {**found, "faithfulness": self.faithfulness, "attribution": self.attribution.to_dict()}
+
+    def _columns(self) -> Columns:
+        """One row for each pair and circuit."""
+        pairs, circuits = self.by_pair.shape
+        found = {"pair": np.repeat(np.arange(pairs), circuits), "edges": np.tile(self.sizes, pairs)}
+        return {**found, "value": self.by_pair.ravel()}
 
     def figure(self) -> "Figure":
         """Draw faithfulness over the number of edges, and the leading edges as a graph."""

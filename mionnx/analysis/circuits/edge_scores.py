@@ -9,22 +9,25 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.circuits.picture import draw_scores
 from mionnx.errors import InputError
+from mionnx.graph.hook_points import layer_of
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
-from mionnx.view import Shown, Table, render
+from mionnx.view import Framed, Table, render
+from mionnx.view.framed import Columns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TOLD = 5  # edges of a printed result
+MOST = 128  # senders, and receivers, of a page: all 70,000 edges of a model of 30 layers take 2 MB
 Edge = tuple[str, str]  # labels of sender and receiver
 
 
 @dataclass(repr=False)
 @typed(InputError)
-class EdgeAttribution(Shown):
+class EdgeAttribution(Framed):
     """Scores of edges between nodes: the change of the metric, to first order.
 
     A score is how much the metric changes when this edge alone carries the other prompt's value.
@@ -142,11 +145,40 @@ class EdgeAttribution(Shown):
         return draw_scores(self.scores, self.senders, self.receivers, f"{self.title}\n{self.about}", self.metric)
 
     def page(self) -> str:
-        """Render an HTML page: a heat map with values on hover."""
-        labels = {"sender": list(self.senders), "receiver": list(self.receivers)}
-        data = {"over": ["sender", "receiver"], "labels": labels, "values": self.scores, "shown": self.scores}
+        """Render an HTML page: a heat map with values on hover.
+
+        If there are more than 128 senders or receivers it shows those 128 of either that the leading edges have.
+        """
+        rows, columns = (self._leading(axis) for axis in (0, 1))
+        scores = self.scores[np.ix_(rows, columns)]
+        labels = {"sender": [self.senders[i] for i in rows], "receiver": [self.receivers[i] for i in columns]}
+        data = {"over": ["sender", "receiver"], "labels": labels, "values": scores, "shown": scores}
         data |= {"metric": "score", "what": f"change of {self.metric}"}
-        return render("heat.html", self.title, data=data, about=self.about, facts=self.facts(), meaning=self.meaning)
+        facts = self.facts()
+        if scores.size < self.scores.size:
+            facts += (
+                f"; of {len(self.senders)} senders and {len(self.receivers)} receivers, the {len(rows)} and "
+                f"{len(columns)} of the leading edges"
+            )
+        return render("heat.html", self.title, data=data, about=self.about, facts=facts, meaning=self.meaning)
+
+    def _leading(self, axis: int) -> list[int]:
+        """Senders (0) or receivers (1) of the leading edges, in their order."""
+        found: list[int] = [*dict.fromkeys(self.ranked()[:, axis].tolist())]
+        return sorted(found[:MOST]) if self.scores.shape[axis] > MOST else [*range(self.scores.shape[axis])]
+
+    def _columns(self) -> Columns:
+        """One row for each edge, the largest score by size first."""
+        senders, receivers = self.ranked().T.tolist()
+        found: dict[str, Any] = {}
+        for end, chosen, labels, hooks in (
+            ("sender", senders, self.senders, self.hooks),
+            ("receiver", receivers, self.receivers, self.receiving),
+        ):
+            found[end] = [labels[i] for i in chosen]
+            found[f"{end}_layer"] = [layer_of(hooks[i][0]) for i in chosen]
+            found[f"{end}_head"] = [hooks[i][1] for i in chosen]
+        return {**found, "score": self.scores[senders, receivers]}
 
     def table(self, top: int = 10) -> Table:
         """Table for a terminal: the leading edges."""

@@ -24,7 +24,7 @@ from mionnx.graph.axes import sequence_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.prompt_list import read_prompts
 from mionnx.machine.arrays import to_array
-from mionnx.machine.progress import bars
+from mionnx.machine.progress import shown
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
 from mionnx.run.batching import batches_of, check_batch_size
@@ -92,9 +92,9 @@ def integrated_gradients(
     check_batch_size(batch_size)
     point, asked = _checked(hook, metric), _plain_spec(spec)
     texts, done = prompt_ids(model, tokens), []
-    with bars() as progress:
+    with shown() as show:
         for n, ids in enumerate(texts):
-            progress("integrated gradients", n, len(texts))
+            show("integrated gradients", n, len(texts))
             given = {"answer": _of_row(answer, n, len(texts)), "versus": _of_row(versus, n, len(texts))}
             request = {"metric": metric, "position": position, **given}
             done.append(_integrated(model, ids, point, asked, request, baseline, steps, batch_size))

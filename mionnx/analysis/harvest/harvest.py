@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from mionnx.analysis.harvest.shard_writer import ShardWriter
 from mionnx.analysis.harvest.texts import Source, Texts
 from mionnx.errors import SpecFileError
 from mionnx.machine.files import make_folder
-from mionnx.machine.progress import Progress, bars
+from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.batching import AUTO
@@ -48,7 +48,7 @@ def harvest(
     batch_size: int | str = AUTO,
     shard_bytes: int = 2**28,
     column: str | None = None,
-    progress: Progress | None = None,
+    progress: bool | None = None,
 ) -> Activations:
     """Write the activations of a dataset to disk, in one pass over it.
 
@@ -74,7 +74,8 @@ def harvest(
         batch_size: rows of one pass; "auto" chooses by their length.
         shard_bytes: size of a shard, about.
         column: of tables and JSON lines, the one with the texts; "text" if left out.
-        progress: called with (stage, texts done, texts in all or 0); bars on a terminal if left out.
+        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
+            a log; True at once, False for none.
 
     Raises:
         HookError: a hook point without one value a token.
@@ -128,7 +129,7 @@ def _settled(model: Runner) -> Runner:
     return type(model)(model.hooked, replace(model.options, prepack=packed))
 
 
-def write(writer: ShardWriter, make: Make, progress: Progress | None) -> Activations:
+def write(writer: ShardWriter, make: Make, progress: bool | None) -> Activations:
     """Write the folder of a harvest.
 
     Args:
@@ -140,8 +141,8 @@ def write(writer: ShardWriter, make: Make, progress: Progress | None) -> Activat
         SpecFileError: a folder that cannot be written to, that holds another harvest, or in which one is going on.
     """
     make_folder(writer.folder)
-    with _alone(writer.folder), bars() if progress is None else nullcontext(progress) as shown:
-        writer.run(make, shown)
+    with _alone(writer.folder), shown(progress) as show:
+        writer.run(make, show)
     return Activations(writer.folder)
 
 

@@ -13,7 +13,7 @@ from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.probes.labels import Labelled, read_labels
 from mionnx.analysis.probes.probe_result import Fit, ProbeResult
 from mionnx.errors import HookError, InputError, RuntimeMissingError, nearest
-from mionnx.machine.progress import Progress, silent
+from mionnx.machine.progress import shown
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
 
@@ -35,7 +35,7 @@ def probe(
     folds: int = 5,
     penalty: float = 1.0,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: bool | None = None,
 ) -> ProbeResult:
     """Fit a linear probe at each hook point, and score it on texts that it was not fitted on.
 
@@ -54,7 +54,8 @@ def probe(
         folds: parts of the texts.
         penalty: of the squared weights of standardised values: 1/C of LogisticRegression, alpha of Ridge.
         seed: of the division into folds.
-        progress: called as (stage, hook points done, hook points).
+        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
+            a log; True at once, False for none.
 
     Raises:
         HookError: a hook point that was not harvested.
@@ -77,12 +78,12 @@ def probe(
         if name not in activations:
             raise HookError(f"{name!r} was not harvested{nearest(name, activations) or '; ' + ', '.join(activations)}")
     given = read_labels(activations, labels, per, kind, groups)
-    with _scikit_learn():
+    with _scikit_learn(), shown(progress) as show:
         parts = [*_folds(given, folds, seed)]
         fits = {}
         for number, name in enumerate(names):
             fits[name] = _fit(np.asarray(activations[name])[given.tokens], given, parts, penalty)
-            (progress or silent)("probes", number + 1, len(names))
+            show("probes", number + 1, len(names))
     texts = np.unique(np.asarray(activations.text_index)[given.tokens])
     sizes = {"tokens": len(given.tokens), "texts": len(texts), "groups": len(np.unique(given.groups))}
     settings = {"folds": folds, "penalty": penalty, "seed": seed, **sizes}

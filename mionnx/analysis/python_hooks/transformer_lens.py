@@ -24,7 +24,7 @@ from mionnx.errors import InputError
 from mionnx.graph import matrices
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_rows import IDS, is_one_prompt, read_array, read_rows
-from mionnx.inputs.tokens import decode
+from mionnx.inputs.tokens import decode, encode
 from mionnx.machine.typed import typed
 from mionnx.run.prompt import token_of
 from mionnx.run.runner import Runner
@@ -155,7 +155,7 @@ def _tokenised(model: Runner, text: str, prepend_bos: bool | None) -> NDArray[np
         if prepend_bos:
             raise InputError(f"prepend_bos=True: the config of {model.hooked.name} names no beginning-of-text token")
         return ids
-    plain = model.tokenizer.encode(text, add_special_tokens=False).ids
+    plain = encode(model.tokenizer, text, add_special_tokens=False).ids
     added = ids[:1].tolist() == bos and ids[1 : 1 + len(plain)].tolist() == plain
     if added == prepend_bos:
         return ids

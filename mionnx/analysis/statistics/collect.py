@@ -16,7 +16,7 @@ from mionnx.errors import HookError, InputError
 from mionnx.graph.axes import KEYS, sequence_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.moments import Moments
-from mionnx.machine.progress import Progress, silent
+from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO, check_batch_size
 from mionnx.run.prompt import one_prompt
@@ -39,7 +39,7 @@ def statistics(
     covariance: bool = False,
     batch_size: int | str = AUTO,
     column: str | None = None,
-    progress: Progress | None = None,
+    progress: bool | None = None,
 ) -> Statistics:
     """Count, mean, variance and covariance of hook points over a dataset, in one pass.
 
@@ -54,7 +54,8 @@ def statistics(
         covariance: of all numbers of a vector [d], as [d, d]; for one class.
         batch_size: rows of a pass; "auto" chooses by their length.
         column: of tables and JSON lines, the one with the texts.
-        progress: called with (stage, texts done, texts in all or 0).
+        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
+            a log; True at once, False for none.
 
     Raises:
         HookError: no such hook point, or one without one value a token.
@@ -72,16 +73,17 @@ def statistics(
     names = _captured(model, spec)
     source, made, done = Texts(texts, column), Statistics(by), 0
     waiting = iter(source)
-    while given := [*islice(waiting, AT_ONCE)]:
-        rows = [one_prompt(model, text) for text in given]
-        caches = model.forward(rows, spec, logits=False, batch_size=batch_size)
-        for ids, cache in zip(rows, caches, strict=True):
-            classes = classes_of(by, ids)
-            for name in names:
-                made.add(name, Moments.of(tokens_first(cache[name], name)[0], classes, covariance))
-        done += len(rows)
-        made.texts = done
-        (progress or silent)("statistics", done, source.count)
+    with shown(progress) as show:
+        while given := [*islice(waiting, AT_ONCE)]:
+            rows = [one_prompt(model, text) for text in given]
+            caches = model.forward(rows, spec, logits=False, batch_size=batch_size)
+            for ids, cache in zip(rows, caches, strict=True):
+                classes = classes_of(by, ids)
+                for name in names:
+                    made.add(name, Moments.of(tokens_first(cache[name], name)[0], classes, covariance))
+            done += len(rows)
+            made.texts = done
+            show("statistics", done, source.count)
     if not done:
         raise InputError("no texts: statistics of nothing")
     return made

@@ -13,7 +13,6 @@ from mionnx.analysis.steering.hook_template import template_of
 from mionnx.analysis.steering.prompts import Texts, texts_of
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
-from mionnx.machine.progress import Progress, silent
 from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO
 from mionnx.run.forward_batches import ListRequest, map_rows
@@ -33,7 +32,7 @@ def contrast(
     layers: Sequence[int] | None = None,
     positions: int | Sequence[int] = -1,
     method: str = "mean_difference",
-    progress: Progress = silent,
+    progress: bool | None = None,
     batch_size: int | str = AUTO,
 ) -> Directions:
     """The direction from negative to positive prompts, in every layer.
@@ -45,7 +44,8 @@ def contrast(
         positions: the tokens that are compared, negative ones from the end; the mean is taken over several.
         method: "mean_difference", or "pca": the axis along which the pairs' differences are largest, as long as
             their mean along it.
-        progress: called as (stage, done, total).
+        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
+            a log; True at once, False for none.
         batch_size: prompts of one pass, those of like length together; "auto": as run well and fit into memory.
 
     Returns:
@@ -79,7 +79,7 @@ def _activations(
     points: Sequence[str],
     positions: list[int],
     batch_size: int | str,
-    progress: Progress,
+    progress: bool | None,
 ) -> NDArray[np.float64]:
     """[layers, texts, width]: the mean over the positions."""
     spec = HookSpec()

@@ -18,7 +18,7 @@ from mionnx.errors import InputError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.tokens import Tokens
 from mionnx.machine.arrays import to_array
-from mionnx.machine.progress import Progress, silent
+from mionnx.machine.progress import shown
 from mionnx.machine.softmax import log_softmax
 from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO
@@ -48,7 +48,7 @@ def dose_response(
     target: Target = None,
     positions: Positions | None = None,
     bisect: float | None = None,
-    progress: Progress = silent,
+    progress: bool | None = None,
     batch_size: int | str = AUTO,
 ) -> DoseResponse:
     """Add a direction at several strengths and measure the answers.
@@ -64,7 +64,8 @@ def dose_response(
         positions: of the tokens that are steered; all if left out. A list for each prompt may be given.
         bisect: search for the strength at which the answer becomes the target, to within this, on both sides of 0,
             between the given strengths.
-        progress: called as (stage, done, total).
+        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
+            a log; True at once, False for none.
         batch_size: rows of one pass, a prompt at a strength each; "auto": as run well and fit into memory.
 
     Raises:
@@ -80,19 +81,22 @@ def dose_response(
     finest: float = FINEST * float(np.abs(doses).max()) or FINEST
     if bisect is not None and not bisect >= finest:
         raise InputError(f"bisect={bisect!r}: strengths are float32, and tell {finest:.1g} apart at best")
-    trial = Trial(model, [model.tokenize(text) for text in texts], direction, positions, progress, batch_size)
-    strongest = max(doses.tolist(), key=lambda dose: (abs(dose), dose))
-    targets = _targets(model, target, len(texts))
-    if targets is None:
-        targets = np.array([logits.argmax() for logits in trial.logits([(i, strongest) for i in range(len(texts))])])
-    warn_of_spellings(model, {"target": target}, trial.baseline)
-    answers = trial.answers(doses, targets)
-    baseline = trial.baseline.argmax(axis=1)
-    hit = (answers.top == targets[:, None]) & (baseline != targets)[:, None]
-    flips = trial.flips([*brackets(doses, hit)], targets, bisect)
-    tokens = sorted({*targets.tolist(), *baseline.tolist(), *answers.top.ravel().tolist()})
-    names = {token: token_text(model, token) for token in tokens}
-    share = direction.norm / float(vector_norms(model, trial.texts, [direction.hook], positions, batch_size)[0])
+    with shown(progress):
+        trial = Trial(model, [model.tokenize(text) for text in texts], direction, positions, batch_size)
+        strongest = max(doses.tolist(), key=lambda dose: (abs(dose), dose))
+        targets = _targets(model, target, len(texts))
+        if targets is None:
+            targets = np.array(
+                [logits.argmax() for logits in trial.logits([(i, strongest) for i in range(len(texts))])]
+            )
+        warn_of_spellings(model, {"target": target}, trial.baseline)
+        answers = trial.answers(doses, targets)
+        baseline = trial.baseline.argmax(axis=1)
+        hit = (answers.top == targets[:, None]) & (baseline != targets)[:, None]
+        flips = trial.flips([*brackets(doses, hit)], targets, bisect)
+        tokens = sorted({*targets.tolist(), *baseline.tolist(), *answers.top.ravel().tolist()})
+        names = {token: token_text(model, token) for token in tokens}
+        share = direction.norm / float(vector_norms(model, trial.texts, [direction.hook], positions, batch_size)[0])
     model.give_back(later=True)
     return DoseResponse(
         direction.hook, tuple(texts), doses, answers, targets, baseline, flips, bisect or 0.0, share, names
@@ -118,11 +122,10 @@ class Trial:
         texts: list[Tokens],
         direction: Direction,
         positions: Any,
-        progress: Progress,
         batch_size: int | str,
     ) -> None:
         self.model, self.texts, self.direction = model, texts, direction
-        self.positions, self.progress, self.batch_size = positions, progress, batch_size
+        self.positions, self.batch_size = positions, batch_size
         width = model.hooked.axes(HookPoint.parse(direction.hook))[-1]
         if direction.vector.shape != (width,):
             raise InterventionError(
@@ -147,7 +150,7 @@ class Trial:
             return logits
 
         request = ListRequest(texts, spec, self.batch_size, logits=Logits(positions=-1))
-        return map_rows(self.model, request, read, "steering", progress=self.progress)
+        return map_rows(self.model, request, read, "steering")
 
     def answers(self, doses: NDArray[np.float64], targets: NDArray[np.int64]) -> Answers:
         """The answer of every prompt at every strength."""

@@ -19,7 +19,6 @@ from mionnx.analysis.sweep.running import Before, run_sweep
 from mionnx.analysis.sweep.sweep import Donors, Sweep, SweepSetting
 from mionnx.errors import InputError, nearest
 from mionnx.graph.hook_points import HookPoint
-from mionnx.machine.progress import Progress
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.run.prompt import prompt_ids
@@ -51,7 +50,7 @@ def ablation_sweep(
     resume: str | Path | bool = False,
     resume_key: str | None = None,
     before: Before | None = None,
-    progress: Progress | None = None,
+    progress: bool | None = None,
     shortcuts: Shortcuts | None = None,
 ) -> SweepResult:
     """Ablation of every cell of a grid: zeros, means or resampled values replace its value.

@@ -219,11 +219,11 @@ def _token(model: Runner, given: Tokens, pair: int, count: int, what: str, logit
         return int(logits.argmax())
     if _several(given) and len(given) != count:  # type: ignore[arg-type]
         raise InputError(f"{what} has {len(given)} tokens for {count} prompts")  # type: ignore[arg-type]
-    given = _of_pair(given, pair)
+    one = _of_pair(given, pair)
     try:
-        token = model.token_id(given) if isinstance(given, str) else operator.index(given)
+        token = model.token_id(one) if isinstance(one, str) else operator.index(one)  # type: ignore[arg-type]
     except TypeError:
-        raise InputError(f"{what} {given!r}: a token is a text, or an integer") from None
+        raise InputError(f"{what} {one!r}: a token is a text, or an integer") from None
     if not 0 <= token < model.vocab_size:
         raise InputError(f"{what} {token}; the vocabulary is 0 to {model.vocab_size - 1}")
     return token

@@ -19,7 +19,6 @@ from mionnx.analysis.sweep.running import Before, run_sweep
 from mionnx.analysis.sweep.sweep import Sweep, SweepSetting
 from mionnx.errors import InputError, nearest
 from mionnx.graph.hook_points import HookPoint
-from mionnx.machine.progress import Progress
 from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
@@ -45,7 +44,7 @@ def patch_sweep(
     resume: str | Path | bool = False,
     resume_key: str | None = None,
     before: Before | None = None,
-    progress: Progress | None = None,
+    progress: bool | None = None,
     shortcuts: Shortcuts | None = None,
 ) -> SweepResult:
     """Activation patching of every cell of a grid: values of one run are put into another.
@@ -77,7 +76,8 @@ def patch_sweep(
         resume_key: a name for a metric that is a function; needed to resume, since two functions cannot be compared.
             A sweep continues only a file with the same name in it: change the name when the function changes.
         before: called with the sweep before it starts; its `estimate()` tells time and memory.
-        progress: called as (stage, done, total); by default bars on the terminal.
+        progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
+            a log; True at once, False for none.
         shortcuts: see `mionnx.analysis.sweep.patched_runs`; by default all of them.
 
     Raises:
@@ -113,7 +113,7 @@ def path_patch(
     resume: str | Path | bool = False,
     resume_key: str | None = None,
     before: Before | None = None,
-    progress: Progress | None = None,
+    progress: bool | None = None,
 ) -> SweepResult:
     """Path patching: the effect of each sender's patch through chosen receivers only.
 

@@ -6,8 +6,7 @@ import numpy as np
 
 from mionnx.analysis.sweep.grid import Grid
 from mionnx.errors import InputError
-from mionnx.inputs.tokens import decode
-from mionnx.run.prompt import Ids, token_text
+from mionnx.run.prompt import Ids, prompt_text, token_text
 from mionnx.run.runner import Runner
 
 
@@ -49,22 +48,24 @@ def axis_labels(
 ) -> dict[str, list[str]]:
     """Name the entries of a grid's axes.
 
-    A position is named by its token if all prompts have the same one there, or as `names` says.
+    A position is named by its tokens, "France/Germany" where prompts have two there and "France/Germany/…" where they
+    have more; or as `names` says.
     """
-    columns = list(zip(*prompts, strict=False))
-    tokens = [
-        token_text(model, int(ids[0])) if len({*map(int, ids)}) == 1 else f"[{position}]"
-        for position, ids in enumerate(columns)
-    ]
+    tokens = [_tokens_there(model, ids) for ids in zip(*prompts, strict=False)]
     labels = {name: list(map(str, range(size))) for name, size in zip(grid.over, grid.sizes, strict=True)}
     positions = tokens if names is None else [*names]
     named = {"layer": [str(layer) for layer in grid.layers], "position": positions, "source": tokens}
     return labels | {name: named[name] for name in grid.over if name in named}
 
 
+def _tokens_there(model: Runner, ids: Iterable[np.integer]) -> str:
+    first, *others = [token_text(model, int(token)) for token in dict.fromkeys(ids)]
+    return "/".join([first, *others[:1], *(["…"] if len(others) > 1 else [])])
+
+
 def quote(model: Runner, ids: Ids) -> str:
     """A prompt in quotes, cut after 60 characters; its ids if the model has no tokenizer."""
-    text = decode(model.tokenizer, ids.tolist()) if model.has_tokenizer else " ".join(map(str, ids.tolist()))
+    text = prompt_text(model, ids)
     return repr(text if len(text) <= 60 else text[:57] + "...")
 
 

@@ -15,7 +15,8 @@ from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
-from mionnx.view import Shown, Table, render
+from mionnx.view import Framed, Table, render
+from mionnx.view.framed import Columns
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,7 +29,7 @@ TOKENS = ("position", "source")  # axes whose labels are tokens
 
 @dataclass(repr=False)
 @typed(InputError)
-class SweepResult(Shown):
+class SweepResult(Framed):
     """Values of a sweep.
 
     Attributes:
@@ -43,6 +44,7 @@ class SweepResult(Shown):
         title, about: a short and a longer line for pictures.
         cost: numbers of "cells", of cells "without effect", and "seconds".
         clean_by_pair, corrupted_by_pair: the metric of each pair without any patch, [pairs].
+        named: whether positions were given by names, which are their labels then.
     """
 
     values: Numbers
@@ -59,6 +61,7 @@ class SweepResult(Shown):
     cost: dict[str, float] = field(default_factory=dict)
     clean_by_pair: Numbers | None = None
     corrupted_by_pair: Numbers | None = None
+    named: bool = False
 
     @property
     def n(self) -> int:
@@ -154,14 +157,35 @@ class SweepResult(Shown):
             f"{self.base:.4g} to {other:.4g}); 0: none of it; below 0: it goes the other way."
         )
 
-    def top(self, k: int = 10) -> list[tuple[dict[str, str], float]]:
-        """The k cells with the largest effect: their labels by axis, and the effect.
+    def top(self, k: int = 10) -> list[tuple[dict[str, int | str], float]]:
+        """The k cells with the largest effect: their layer, head, position by axis, and the effect.
+
+        A position is its name where positions were named.
 
         Raises:
             InputError: k is negative.
         """
         at_least("k", k, 0)
-        return [(self._named(cell), float(self.effect[cell])) for cell in self._largest(k)]
+        return [
+            ({name: self._entry(name, at) for name, at in zip(self.over, cell, strict=True)}, float(self.effect[cell]))
+            for cell in self._largest(k)
+        ]
+
+    def _entry(self, axis: str, index: int) -> int | str:
+        """Layer, head, position or neuron of an entry; a position's name if it has one."""
+        if axis in TOKENS:
+            return self.labels[axis][index] if self.named and axis == "position" else index
+        return int(self.labels[axis][index])
+
+    def _columns(self) -> Columns:
+        """One row for each pair and cell; a position has its token beside it."""
+        places = np.unravel_index(np.arange(self.values.size), self.values.shape)
+        found: dict[str, Any] = {"pair": np.repeat(np.arange(self.n), self.values.size)}
+        for axis, indices in zip(self.over, places, strict=True):
+            found[axis] = np.tile([self._entry(axis, index) for index in indices.tolist()], self.n)
+            if axis in TOKENS and not (self.named and axis == "position"):
+                found[f"{axis}_token"] = np.tile([self.labels[axis][index] for index in indices.tolist()], self.n)
+        return {**found, "value": self.by_pair.ravel(), "effect": self.effect_by_pair.ravel()}
 
     def _largest(self, k: int) -> list[tuple[int, ...]]:
         order = np.argsort(-np.abs(self.effect), axis=None, kind="stable")[:k]
@@ -188,7 +212,8 @@ class SweepResult(Shown):
     def _places(self, cell: tuple[int, ...]) -> Iterator[str]:
         for name, index in zip(self.over, cell, strict=True):
             label = self.labels[name][index]
-            yield f"{name} {index} {label!r}" if name in TOKENS else f"{name} {label}"
+            token = name in TOKENS and not (self.named and name == "position")
+            yield f"{name} {index} {label!r}" if token else f"{name} {label}"
 
     def _named(self, cell: tuple[int, ...]) -> dict[str, str]:
         return {name: self.labels[name][index] for name, index in zip(self.over, cell, strict=True)}

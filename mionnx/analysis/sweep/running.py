@@ -3,7 +3,6 @@
 import errno
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 from mionnx.analysis.sweep.result import SweepResult
@@ -11,21 +10,21 @@ from mionnx.analysis.sweep.sweep import Sweep
 from mionnx.errors import InputError
 from mionnx.machine.cache_entry import SWEEPS
 from mionnx.machine.disk_cache import DiskCache
-from mionnx.machine.progress import Progress, bars
+from mionnx.machine.progress import shown
 from mionnx.run.find_model import cache_folder
 
 Before = Callable[[Sweep], None]
 
 
-def run_sweep(sweep: Sweep, progress: Progress | None, resume: str | Path | bool, before: Before | None) -> SweepResult:
+def run_sweep(sweep: Sweep, progress: bool | None, resume: str | Path | bool, before: Before | None) -> SweepResult:
     """Run a sweep as its verb was asked to; see `patch_sweep`."""
     sweep.file = _progress_file(sweep, resume)
     temporary = sweep.file if resume is True else None
     if before is not None:
         before(sweep)
     try:
-        with bars() if progress is None else nullcontext(progress) as shown:
-            result = sweep.run(shown)
+        with shown(progress) as show:
+            result = sweep.run(show)
     except Exception:  # an interruption is none: its file stays
         _delete(temporary)
         raise

@@ -245,6 +245,7 @@ class Sweep:
             cost,
             clean_by_pair=bases[1] if setting.direction == "denoising" else bases[0],
             corrupted_by_pair={"denoising": bases[0], "noising": bases[1], "ablation": None}[setting.direction],
+            named=self.pairs[0].places is not None,
         )
 
     @cached_property

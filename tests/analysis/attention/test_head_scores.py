@@ -14,6 +14,7 @@ from mionnx import HeadScores, HookError, HookPoint, HookSpec, InputError, Inter
 from mionnx.analysis.attention import head_scores
 from mionnx.analysis.attention.repeated_sequences import KINDS, repeat_sequences
 from mionnx.cli.main import app
+from mionnx.machine.progress import reported_to
 
 LLAMA = REPOSITORY / "models" / "world-llama"
 
@@ -51,9 +52,8 @@ def test_scores_are_means_of_the_eager_models_attention(models, references, fami
     assert np.abs(found.values - expected).max() < 5e-6
     monkeypatch.setattr(head_scores, "CAPTURED", 1)
     seen = []
-    single = model.head_scores(
-        batch=3, period=period, seed=5, tokens=range(3, 60), progress=lambda *state: seen.append(state)
-    )
+    with reported_to(lambda *state: seen.append(state)):
+        single = model.head_scores(batch=3, period=period, seed=5, tokens=range(3, 60))
     assert seen == [("attention patterns", done, 3) for done in range(4)]
     assert np.abs(single.values - found.values).max() < 1e-6
 

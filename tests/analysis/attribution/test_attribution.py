@@ -264,7 +264,12 @@ def test_interventions_behind_the_stream_are_refused(models, family, point):
     [
         (lambda model: model.attribute(PROMPT, "Paris", "Paris"), InputError, "difference is 0"),
         (lambda model: model.attribute(PROMPT, "Pari"), InputError, "not in the vocabulary"),
-        (lambda model: model.attribute([PROMPT, PROMPT]), InputError, "one prompt"),
+        (lambda model: model.attribute([PROMPT, PROMPT], ["Paris"]), InputError, "answer= has 1 tokens for 2 prompts"),
+        (
+            lambda model: model.get_logit_diff(PROMPT, "Paris", ["a", "b"]),
+            InputError,
+            "versus= has 2 tokens for 1",
+        ),
         (lambda model: model.attribute(PROMPT, position=5), InputError, "position 5"),
         (lambda model: model.attribute(PROMPT, hooks=HookSpec().capture("hook_embed")), InputError, "interventions"),
         (

@@ -39,6 +39,7 @@ from mionnx.analysis.harvest.shard_writer import DamagedShardWarning
 from mionnx.analysis.harvest.shuffled import shuffled
 from mionnx.analysis.harvest.token_array import TokenArray
 from mionnx.cli.main import app
+from mionnx.machine.progress import reported_to
 
 STREAM = "blocks.2.hook_resid_post"
 HOOKS = ["hook_embed", STREAM, "blocks.1.attn.hook_k"]
@@ -177,8 +178,8 @@ def test_an_interrupted_harvest_goes_on_and_gives_the_same_bytes(model: MIModel,
 
     options = {"shard_bytes": 10_000, "batch_size": 2}
     whole = model.harvest(TEXTS, HOOKS, tmp_path / "whole", **options)
-    with pytest.raises(StopError):
-        model.harvest(TEXTS, HOOKS, tmp_path / "made", progress=stop, **options)
+    with pytest.raises(StopError), reported_to(stop):
+        model.harvest(TEXTS, HOOKS, tmp_path / "made", **options)
     with pytest.raises(SpecFileError, match=r"was not finished: .* shards; harvest again"):
         Activations(tmp_path / "made")
     begun = {path: path.stat().st_mtime_ns for path in (tmp_path / "made").glob("shard*")}

@@ -83,7 +83,8 @@ def test_no_text_is_in_both_parts(models, tmp_path):
     groups = [number for number in range(20) for _ in range(4)]
     told = probe(ends, labels, groups=groups)
     assert "80 texts in 20 groups, 80 tokens" in repr(told)  # FINDINGS, part 2, 13: it said 20 texts
-    assert "groups held out" in str(told) and "80 texts in 20 groups" in told.page()
+    assert "groups held out" in str(told)
+    assert "80 texts in 20 groups" in told.page()
     assert "80 texts, 80 tokens" in repr(probe(ends, labels))
     assert np.mean([probe(ends, labels, groups=groups, seed=seed).accuracy[HOOKS[1]] for seed in range(3)]) < 0.7
 

@@ -303,7 +303,8 @@ def test_the_first_token_is_measured_where_there_is_no_other(model, directions):
     spec = HookSpec().capture("blocks.1.hook_resid_post")
     assert np.isclose(alone[1], np.linalg.norm(model.forward("France", spec)["resid_post", 1][0, 0]), rtol=1e-5)
     beside = model.calibrate(directions, ["France", text]).stream_norms
-    assert (beside == model.calibrate(directions, text).stream_norms).all() and not np.isclose(beside, alone).any()
+    assert (beside == model.calibrate(directions, text).stream_norms).all()
+    assert not np.isclose(beside, alone).any()
 
 
 @pytest.mark.parametrize("positions", [None, [0, 1, 4], [[0, 2, 4]]])

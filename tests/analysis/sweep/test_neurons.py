@@ -97,7 +97,7 @@ def test_pictures_show_the_leading_neurons(shipped, chromium, tmp_path):
     assert found.save(tmp_path / "neurons.png").stat().st_size > 1000
     loaded = type(found).load(found.save(tmp_path / "neurons.safetensors"))
     assert (loaded.values == found.values).all()
-    assert loaded.top(1) == [({"layer": "0", "neuron": "165"}, loaded.effect[0, 165])]
+    assert loaded.top(1) == [({"layer": 0, "neuron": 165}, loaded.effect[0, 165])]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from mionnx.analysis.sweep.patched_runs import Shortcuts
 from mionnx.cli.main import app
 from mionnx.errors import InputError
+from mionnx.machine.progress import reported_to
 
 CLEAN, CORRUPTED = prompts(14)
 
@@ -26,10 +27,11 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(models, tmp_path):
         if len(seen) == 4:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        model.patch_sweep(clean, corrupted, progress=stop, **kwargs)
+    with pytest.raises(KeyboardInterrupt), reported_to(stop):
+        model.patch_sweep(clean, corrupted, **kwargs)
     again = []
-    found = model.patch_sweep(clean, corrupted, progress=lambda stage, done, total: again.append(done), **kwargs)
+    with reported_to(lambda stage, done, total: again.append(done)):
+        found = model.patch_sweep(clean, corrupted, **kwargs)
     assert again[0] == seen[-1] + 1
     assert again[-1] == 2 * SEQ
     assert (found.values == model.patch_sweep(clean, corrupted, **{**kwargs, "resume": False}).values).all()
@@ -48,8 +50,8 @@ def test_the_store_keeps_an_interrupted_sweep_and_forgets_a_finished_one(models,
         raise KeyboardInterrupt
 
     kwargs = {"answer": 5, "versus": 9, "shortcuts": Shortcuts(batch=False), "resume": True}
-    with pytest.raises(KeyboardInterrupt):
-        model.patch_sweep(clean, corrupted, progress=stop, **kwargs)
+    with pytest.raises(KeyboardInterrupt), reported_to(stop):
+        model.patch_sweep(clean, corrupted, **kwargs)
     assert len(list((tmp_path / "sweeps").iterdir())) == 1
     assert np.isfinite(model.patch_sweep(clean, corrupted, **kwargs).values).all()
     assert list((tmp_path / "sweeps").iterdir()) == []
@@ -62,8 +64,8 @@ def test_a_sweep_that_fails_leaves_nothing_in_the_store(models, tmp_path, monkey
     def fail(stage, done, total):
         raise KeyError("mine")
 
-    with pytest.raises(KeyError, match="mine"):
-        model.patch_sweep(clean, corrupted, metric=of_token(4), progress=fail, resume=True, resume_key="mine")
+    with pytest.raises(KeyError, match="mine"), reported_to(fail):
+        model.patch_sweep(clean, corrupted, metric=of_token(4), resume=True, resume_key="mine")
     assert list((tmp_path / "sweeps").iterdir()) == []
 
 
@@ -75,8 +77,8 @@ def test_the_store_knows_interrupted_sweeps(models, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     def interrupted() -> Path:
-        with pytest.raises(KeyboardInterrupt):
-            model.patch_sweep(clean, corrupted, metric=of_token(4), progress=stop, resume=True, resume_key="mine")
+        with pytest.raises(KeyboardInterrupt), reported_to(stop):
+            model.patch_sweep(clean, corrupted, metric=of_token(4), resume=True, resume_key="mine")
         (file,) = (tmp_path / "sweeps").iterdir()
         return file
 
@@ -148,8 +150,8 @@ def test_the_estimate_counts_the_vocabulary_and_what_is_kept(shipped, tmp_path):
         shipped.patch_sweep(CLEAN, CORRUPTED, before=take, **metric)
     assert estimates[0][1] - estimates[1][1] == (shipped.vocab_size - 2) * (4 + 4 * 8)
     assert estimates[0][0].memory > estimates[1][0].memory
-    with pytest.raises(KeyboardInterrupt):
-        shipped.patch_sweep(CLEAN, CORRUPTED, answer=5, versus=9, progress=stop, before=take, **kept)
+    with pytest.raises(KeyboardInterrupt), reported_to(stop):
+        shipped.patch_sweep(CLEAN, CORRUPTED, answer=5, versus=9, before=take, **kept)
     shipped.patch_sweep(CLEAN, CORRUPTED, answer=5, versus=9, before=take, **kept)
     shipped.patch_sweep(CLEAN, CORRUPTED, answer=5, versus=9, before=take, **kept)
     computed = [estimate.computed for estimate, _ in estimates[2:]]

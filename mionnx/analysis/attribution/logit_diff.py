@@ -1,0 +1,213 @@
+"""`get_logit_diff`: the lead of one token's logit over another's, on a prompt or over many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.bind.logit_selection import Logits
+from mionnx.errors import InputError
+from mionnx.machine.brief import count
+from mionnx.machine.decimals import decimal
+from mionnx.machine.typed import typed
+from mionnx.run.batching import AUTO
+from mionnx.run.forward_batches import ListRequest, map_rows
+from mionnx.run.hook_cache import HookCache
+from mionnx.run.other_spelling import warn_of_spelling
+from mionnx.run.prompt import each_of, is_list, prompt_text, texts_of, token_of, token_text
+from mionnx.run.runner import Runner
+from mionnx.run.tokenizing import Prompt
+from mionnx.spec.hook_spec import HookSpec
+from mionnx.spec.metric import Token, Tokens
+from mionnx.view import Framed, Table, new_figure, render
+from mionnx.view.figure import token_label
+from mionnx.view.framed import Columns
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Numbers = NDArray[np.float64]
+TWO = 2  # prompts from which on there is a spread
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+@typed(InputError)
+class LogitDiffs(Framed):
+    """The lead of an answer's logit over another token's, prompt by prompt.
+
+    Attributes:
+        prompts: [prompts], texts up to the position that is read.
+        answers, versus: [prompts], texts of the tokens.
+        logits: [prompts, 2], of the answer and of the other token.
+    """
+
+    prompts: tuple[str, ...]
+    answers: tuple[str, ...]
+    versus: tuple[str, ...]
+    logits: Numbers
+
+    @property
+    def by_pair(self) -> Numbers:
+        """[prompts]: the differences."""
+        return np.asarray(self.logits[:, 0] - self.logits[:, 1])
+
+    @property
+    def n(self) -> int:
+        """Number of prompts."""
+        return len(self.logits)
+
+    @property
+    def mean(self) -> float:
+        """The mean difference."""
+        return float(self.by_pair.mean())
+
+    @property
+    def std(self) -> float:
+        """The standard deviation over prompts (n - 1 in the denominator); NaN for one."""
+        return float("nan") if self.n < TWO else float(self.by_pair.std(ddof=1))
+
+    @property
+    def sem(self) -> float:
+        """The standard error of the mean."""
+        return self.std / float(np.sqrt(self.n))
+
+    @property
+    def accuracy(self) -> float:
+        """The share of prompts at which the answer has the larger logit."""
+        return float((self.by_pair > 0).mean())
+
+    def _facts(self) -> Iterator[str]:
+        yield f"mean {decimal(self.mean)}±{decimal(self.sem)}"
+        yield f"right {int((self.by_pair > 0).sum())} of {count(self.n, 'prompt')}"
+
+    def _lines(self) -> Iterator[str]:
+        yield f"standard deviation {decimal(self.std)}, ± is the standard error; the smallest differences:"
+        for row in np.argsort(self.by_pair, kind="stable").tolist():
+            answer, versus = self.answers[row], self.versus[row]
+            yield f"{decimal(self.by_pair[row], sign=True):>8}  {answer!r} over {versus!r} after {self.prompts[row]!r}"
+
+    def facts(self) -> str:
+        """One line with accuracy, mean and spread."""
+        return (
+            f"accuracy {decimal(100 * self.accuracy, 1)} % of {count(self.n, 'prompt')}, mean difference of the logits "
+            f"{decimal(self.mean, 3)} ± {decimal(self.sem, 3)} (standard error; standard deviation "
+            f"{decimal(self.std, 3)})"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything."""
+        names = ("n", "accuracy", "mean", "std", "sem", "by_pair", "prompts", "answers", "versus", "logits")
+        return {name: getattr(self, name) for name in names}
+
+    def _columns(self) -> Columns:
+        """One row for each prompt."""
+        found: dict[str, Any] = {"pair": np.arange(self.n), "prompt": self.prompts, "answer": self.answers}
+        return {**found, "versus": self.versus, "difference": self.by_pair}
+
+    def figure(self) -> Figure:
+        """Draw the differences in ascending order, and their mean."""
+        figure, axes = new_figure(6, 3.2)
+        ascending = np.sort(self.by_pair)
+        axes.bar(range(self.n), ascending, color=["#b2182b" if one > 0 else "#2166ac" for one in ascending])
+        axes.axhline(self.mean, color="black", linewidth=0.8, linestyle=":")
+        axes.set_xlabel("prompt, the smallest difference first")
+        axes.set_ylabel("difference of the logits")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(token_label(self.facts()), fontsize=7)
+        return figure
+
+    def page(self) -> str:
+        """A map of the differences, a cell a prompt."""
+        rows = zip(self.prompts, self.answers, self.versus, strict=True)
+        labels = [f"{prompt} …{answer} over{versus}" for prompt, answer, versus in rows]
+        data = {"over": ["prompt"], "labels": {"prompt": labels}, "values": self.by_pair, "shown": self.by_pair}
+        data |= {"metric": "logit_diff", "what": "difference of the logits"}
+        meaning = "A number is the answer's logit minus the other token's; above 0 the answer is right."
+        return render("heat.html", "Differences of logits", data=data, about="", facts=self.facts(), meaning=meaning)
+
+    def table(self) -> Table:
+        """Table for a terminal: every prompt, and the mean as the footer."""
+        table = Table("prompt", "answer", "versus", "difference", title=self.facts())
+        for row in range(self.n):
+            told = (self.prompts[row], repr(self.answers[row]), repr(self.versus[row]))
+            table.add_row(*told, decimal(self.by_pair[row], 3, sign=True))
+        return table
+
+
+@overload
+def get_logit_diff(
+    model: Runner,
+    prompt: str,
+    answer: Token,
+    versus: Token,
+    *,
+    position: int = -1,
+    hooks: HookSpec | None = None,
+    batch_size: int | str = AUTO,
+) -> float: ...
+@overload
+def get_logit_diff(
+    model: Runner,
+    prompt: Prompt,
+    answer: Tokens,
+    versus: Tokens,
+    *,
+    position: int = -1,
+    hooks: HookSpec | None = None,
+    batch_size: int | str = AUTO,
+) -> Any: ...
+@typed(leave=["answer", "versus"])
+def get_logit_diff(
+    model: Runner,
+    prompt: Prompt,
+    answer: Tokens,
+    versus: Tokens,
+    *,
+    position: int = -1,
+    hooks: HookSpec | None = None,
+    batch_size: int | str = AUTO,
+) -> float | LogitDiffs:
+    """The lead of a token's logit over another's, on a prompt or each of a list.
+
+    Args:
+        prompt: a text, or ids; or a list of them.
+        answer, versus: tokens, as ids or texts, one for all prompts or one a prompt.
+        position: at which the next token is predicted; negative from the end.
+        hooks: interventions to run the prompts with.
+        batch_size: prompts of one pass; "auto": as many as run well and fit into memory.
+
+    Returns:
+        a number; of a list the number of each prompt, with accuracy, mean and spread.
+
+    Raises:
+        InputError: no such position or token, or another number of tokens than prompts.
+
+    Example:
+        model.get_logit_diff("The capital of France is", "Paris", "Berlin")
+        both = model.get_logit_diff(["The capital of France is", "The capital of Peru is"], ["Paris", "Lima"], "Berlin")
+        both.mean, both.sem, both.accuracy
+    """
+    texts = texts_of(model, prompt)
+    asked = [each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus")]
+    pairs = np.array([[token_of(model, token) for token in tokens] for tokens in asked]).T
+
+    def read(row: int, cache: HookCache) -> NDArray[np.float64]:
+        logits = cache.output()[0, 0]
+        for what, tokens in zip(("answer", "versus"), asked, strict=True):
+            warn_of_spelling(model, what, tokens[row], logits)
+        return np.asarray(logits[pairs[row]].astype(np.float64))
+
+    places = [text.place(position) for text in texts]
+    request = ListRequest(
+        [text.ids for text in texts], hooks or HookSpec(), batch_size, logits=Logits(positions=position)
+    )
+    logits = np.stack(map_rows(model, request, read, "logits"))
+    if not is_list(model, prompt):
+        return float(logits[0, 0] - logits[0, 1])
+    answers, others = (tuple(token_text(model, token) for token in column) for column in pairs.T.tolist())
+    shown = tuple(prompt_text(model, text.ids[: place + 1]) for text, place in zip(texts, places, strict=True))
+    return LogitDiffs(shown, answers, others, logits)
