@@ -225,3 +225,16 @@ def test_the_server_is_of_this_machine_alone_and_isolates_its_pages(playground_f
     server.server_close()
     with pytest.raises(ModelError, match="no playground"):
         serve(tmp_path)
+
+
+def test_a_disk_that_fills_up_is_a_sentence(shipped: MIModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Finding 12: it was shutil's list of files and reasons."""
+
+    def full(*paths: object, **_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    with pytest.raises(ModelError, match=r"cannot write .*site: .*No space left") as refused:
+        playground(shipped, tmp_path / "site")
+    assert "[(" not in str(refused.value)
+    assert [*tmp_path.iterdir()] == []
