@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from mionnx.errors import InputError, ModelError, TokenizerError
 from mionnx.graph.folder_file import check_regular
+from mionnx.inputs.text_growth import check_growth
 from mionnx.inputs.world_tokenizer import WorldTokenizer, find_vocabulary
 from mionnx.machine.brief import Brief, count, spelled
 from mionnx.machine.typed import typed
@@ -103,9 +104,11 @@ def load_tokenizer(folder: Path) -> Tokenizer | WorldTokenizer:
     except ModelError as error:
         raise TokenizerError(str(error)) from error
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise TokenizerError(f"{path} is damaged: {error}") from error
+    check_growth(tokenizer, path)
+    return tokenizer
 
 
 def token_id(tokenizer: Tokenizer | WorldTokenizer, text: str) -> int:
