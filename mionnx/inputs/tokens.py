@@ -13,6 +13,7 @@ from tokenizers import Encoding, Tokenizer
 
 from mionnx.errors import InputError, ModelError, TokenizerError, boundary
 from mionnx.graph.folder_file import check_regular, read_json
+from mionnx.inputs.text_growth import check_growth
 from mionnx.inputs.world_tokenizer import Encoding as WorldEncoding
 from mionnx.inputs.world_tokenizer import WorldTokenizer, find_vocabulary
 from mionnx.machine.brief import Brief, count, spelled
@@ -120,6 +121,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | WorldTokenizer:
         # A file saved while they were on holds them; transformers switches both off in every call.
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        check_growth(tokenizer, path)
         _check_post_processor(tokenizer, path)
     return tokenizer
 

@@ -170,7 +170,7 @@ class CacheEntry:
         return faults
 
     def clear(self) -> None:
-        """Remove its folder from the store, the mark last, by which what a killed process leaves is known.
+        """Remove its folder, the mark last: what a killed process leaves still has it.
 
         Raises:
             OSError: it cannot be removed.

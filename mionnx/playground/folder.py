@@ -108,8 +108,11 @@ def _refuse_files(model: MIModel, graph: PlaygroundGraph) -> None:
 def _write(
     at: Path, model: MIModel, graph: PlaygroundGraph, spec: HookSpec, title: str, examples: dict[str, Any]
 ) -> None:
-    for source, target in ((PAGE, at), (ENGINE, at / "engine")):
-        shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    try:
+        for source, target in ((PAGE, at), (ENGINE, at / "engine")):
+            shutil.copytree(source, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    except shutil.Error as error:  # a list of (from, to, reason), one for each file
+        raise OSError(error.args[0][0][2]) from error
     shutil.copyfile(WORKER, at / WORKER.name)
     with shown() as progress:
         vendored = vendor(at / "vendor", progress)

@@ -17,7 +17,7 @@ from mionnx.graph.blocks import EXPERT, GivenBlocks
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
 from mionnx.graph.metadata import Attention
 from mionnx.graph.weight_record import describe_export
-from mionnx.machine.leftovers import new_folder
+from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import Progress, silent
 from mionnx.machine.streamed_file import Kind, StreamedFile, streamed
 from mionnx.quantise.blocks import quantise_blocks
@@ -49,6 +49,7 @@ def quantise(model: HookedModel, target: Path, settings: Quantisation, progress:
     """
     if target.exists():
         raise ModelError(f"{target} exists already")
+    remove_leftovers(target.parent, holding=())
     with new_folder(target, ModelError) as partial:
         quantise_into(model, partial, settings, progress)
     return target

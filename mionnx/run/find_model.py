@@ -1,5 +1,6 @@
 """Find a model: a hooked folder, a checkpoint (exported once into the store), or a Hugging Face Hub id."""
 
+import errno
 import hashlib
 import json
 import os
@@ -10,7 +11,7 @@ from types import ModuleType
 
 from platformdirs import user_cache_path
 
-from mionnx.errors import ExportError, ModelError
+from mionnx.errors import ExportError, MIError, ModelError
 from mionnx.graph.folder_file import inside
 from mionnx.graph.hooked_model import GRAPH, KEY, HookedModel
 from mionnx.graph.weight_record import complete_beside
@@ -180,7 +181,16 @@ def _kept(name: str, make: Callable[[Path], None]) -> Path:
         ExportError: neither can be written.
     """
     otherwise = "the model goes into a temporary folder that lasts as long as this process"
-    found = DiskCache(cache_folder()).folder(MODELS, name, make, otherwise)
+
+    def into_the_store(folder: Path) -> None:
+        try:
+            make(folder)
+        except MIError as error:
+            if _disk_is_full(error):
+                raise OSError(errno.ENOSPC, str(error)) from error
+            raise
+
+    found = DiskCache(cache_folder()).folder(MODELS, name, into_the_store, otherwise)
     if found is not None:
         return found
     with _temporarily:
@@ -193,6 +203,13 @@ def _kept(name: str, make: Callable[[Path], None]) -> Path:
             problem = f"neither the store {cache_folder()} nor a temporary folder can be written"
             raise ExportError(f"{problem}: {error}") from error
     return target
+
+
+def _disk_is_full(error: BaseException | None) -> bool:
+    """Whether an error came of one of the system that says so."""
+    while error is not None and getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _linked(folder: Path) -> Path:

@@ -17,7 +17,7 @@ from mionnx.engine.options import Options
 from mionnx.errors import InputError, ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.hooked_model import GRAPH, HookedModel
-from mionnx.machine.leftovers import new_folder
+from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import Progress
 from mionnx.quantise.choice import FewBlocksWarning, choose
 from mionnx.quantise.quantise import quantise_into
@@ -64,6 +64,7 @@ def quantise_by_text(
         raise InputError(f"budget must be a number of nats above 0, got {budget!r}")
     if folder.exists():
         raise ModelError(f"{folder} exists already")
+    remove_leftovers(folder.parent, holding=())
     if importance and settings.bits == WIDE:
         raise InputError("importance has no effect on 8 bits: it weights the scales of blocks of 4")
     model.hooked.need_weights("quantising it")

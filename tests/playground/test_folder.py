@@ -205,3 +205,16 @@ def test_a_second_visit_needs_no_network_and_a_plain_server_gets_threads(
     assert page.evaluate("seen.filter((step) => step.total > 0 && step.cached).length") > 3
     assert page.evaluate(NEXT) == " Paris"
     context.close()
+
+
+def test_a_disk_that_fills_up_is_a_sentence(shipped: MIModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Finding 12: it was shutil's list of files and reasons."""
+
+    def full(*paths: object, **_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    with pytest.raises(ModelError, match=r"cannot write .*site: .*No space left") as refused:
+        playground(shipped, tmp_path / "site")
+    assert "[(" not in str(refused.value)
+    assert [*tmp_path.iterdir()] == []

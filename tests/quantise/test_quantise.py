@@ -22,6 +22,7 @@ from mionnx import FewBlocksWarning, HookPoint, HookSpec, InputError, Interventi
 from mionnx.graph import matrices
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.quantised_weight import weight_numbers
+from mionnx.machine.leftovers import LOCK
 from mionnx.quantise import Quantisation, quantise
 from mionnx.quantise.blocks import quantise_blocks
 from mionnx.quantise.matrices import EXPERT
@@ -265,3 +266,14 @@ def test_the_command_says_what_it_made(tmp_path):
     printed = succeeded("quantise", source, "-o", tmp_path / "made", "--bits", 8, "--keep", "lm_head*", "--json")
     assert json.loads(printed)["dtype"] == "int8"
     assert json.loads(printed)["bytes"] < 0.5 * json.loads(printed)["bytes_before"]
+
+
+@pytest.mark.parametrize("options", [{}, {"importance": "The capital of France is Paris ."}])
+def test_what_a_killed_quantise_left_goes_with_the_next(options, tmp_path):
+    """Finding 12: of a folder that another program made nothing goes."""
+    left, other = (tmp_path / f".{name}.0a1b2c.4000000.partial" for name in ("small", "other"))
+    for folder, file in ((left, LOCK), (left, "quantised.safetensors"), (other, "quantised.safetensors")):
+        folder.mkdir(exist_ok=True)
+        (folder / file).touch()
+    MIModel.from_pretrained(REPOSITORY / "models" / "world-llama", threads=1).quantise(tmp_path / "small", **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "small"]

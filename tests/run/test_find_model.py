@@ -304,6 +304,24 @@ class TestWithoutAStore:
         exporter.fails = None
         assert MIModel.from_pretrained(checkpoints[0]).forward([5]).output().size
 
+    def test_a_full_store_is_done_without(self, exporter, checkpoints, store, monkeypatch, tmp_path):
+        """Finding 12: it was an ExportError, and not the temporary folder that machine's README promises."""
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setattr(leftovers, "_temporary", {})
+        plain = exporter.export
+
+        def export(folder: Path, target: Path, dtype: str, progress: object) -> None:
+            exporter.fails = OSError(28, "No space left on device") if target.is_relative_to(store) else None
+            plain(folder, target, dtype, progress)
+
+        monkeypatch.setattr(exporter, "export", export)
+        with pytest.warns(StoreWarning, match=r"No space left .*temporary folder that lasts as long as this process"):
+            model = MIModel.from_pretrained(checkpoints[0], threads=1)
+        assert model.forward([5]).output().size
+        assert not model.hooked.folder.is_relative_to(store)
+        assert [path.suffix for path in (store / "models").iterdir()] == [".lock"]
+        leftovers._remove_temporary()
+
 
 EXPORT = "import sys; from mionnx import MIModel; MIModel.from_pretrained(sys.argv[1], dtype='float16')"
 
@@ -353,11 +371,13 @@ print(model.hooked.folder, model.forward([5, 6], HookSpec().capture("hook_embed"
 """
 FILLS = """
 import sys
+import tempfile
 from pathlib import Path
 from mionnx import ExportError
 from mionnx.machine.progress import silent
 from mionnx.run import exporting, find_model
 try:
+    tempfile.tempdir = str(find_model.cache_folder().parent)  # as full
     find_model.find_model(sys.argv[1], "float32", silent)
 except ExportError as error:
     print(error, [path.name for path in find_model.cache_folder().rglob("*") if path.is_file()])
@@ -377,3 +397,4 @@ def test_disks_that_are_read_only_or_full(checkpoint, tmp_path):
     assert filled.returncode == 0, filled.stderr
     assert "No space left" in filled.stdout
     assert filled.stdout.count(".lock'") == filled.stdout.count(", '") + 1 == 1  # a lock, and nothing else
+    assert filled.stderr.count("temporary folder that lasts as long as this process") == 1
