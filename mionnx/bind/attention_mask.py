@@ -11,7 +11,7 @@ from mionnx.inputs.token_batch import TokenBatch
 
 
 def of_texts(batch: TokenBatch, axes: Sequence[str]) -> NDArray[np.bool_]:
-    """Entries of a value that are not of padding: bool, of its rank, 1 wide where it has no tokens.
+    """Entries of a value outside of padding: bool, 1 wide along axes without tokens.
 
     Args:
         batch: the token batch.

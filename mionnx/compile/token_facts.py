@@ -55,7 +55,7 @@ class TokenFacts:
         return self._known["length"]
 
     def of_texts(self, axes: Sequence[str]) -> Tensor | None:
-        """Entries of a value that are not of padding: bool, of its rank, 1 wide where it has no tokens.
+        """Entries of a value outside of padding: bool, 1 wide along axes without tokens.
 
         None for a value without such axes, and in a graph without a mask, whose calls have no padding.
         """

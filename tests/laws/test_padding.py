@@ -108,7 +108,7 @@ def test_what_a_text_goes_on_from_stays_padded(shipped):
 
 
 def muted(value: np.ndarray, hook: object) -> None:
-    """Write into it."""
+    """Write into a value."""
     value[:] = 0.1
 
 
@@ -188,3 +188,23 @@ def test_the_numbers_of_a_seed_count_for_nothing_at_padding(models, by):
         alone = model.gradients(ids[row, real], by, seed=np.ones((1, real.sum(), VOCAB)))
         assert worst(logits.grad[by][row][own], alone.grad[by][0]) < TOLERANCE
         assert abs(logits.metric[row] - alone.metric[0]) < TOLERANCE * max(1, abs(alone.metric[0]))
+
+
+def test_what_functions_leave_in_a_gradient_counts_for_nothing_at_padding(shipped):
+    """Ones in the gradient of a pattern go back to earlier hook points from a text's own queries and keys alone."""
+    ids, mask = padded(left=True)
+    by = "blocks.0.hook_mlp_out"
+
+    def gradient(ids: np.ndarray, **given: np.ndarray) -> np.ndarray:
+        seen = []
+
+        def flood(value: np.ndarray, hook: object) -> None:
+            value[:] = 1
+
+        hooks = [(by, lambda value, hook: seen.append(value.copy())), ("blocks.2.attn.hook_scores", flood)]
+        shipped.run_with_hooks(ids, bwd_hooks=hooks, metric="logit", answer=7, **given)
+        return seen[0]
+
+    together = gradient(ids, attention_mask=mask)
+    for row, real in enumerate(mask == 1):
+        assert worst(together[row, real], gradient(ids[row][real][None])[0]) < TOLERANCE

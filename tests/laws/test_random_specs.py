@@ -32,12 +32,12 @@ def beside(models, checkpoint, rwkv) -> Callable[[str], Beside]:
 
     def find(family: str) -> Beside:
         if family not in made:
-            version = int(family.removeprefix("rwkv")) if "rwkv" in family else None
-            model = models(family) if version is None else rwkv(f"{version}-pth")
-            alike = (
-                decoder(checkpoint(family), model) if version is None else recurrent(version, blinkdl(version), model)
-            )
-            made[family] = model, alike
+            if family.startswith("rwkv"):
+                version = int(family.removeprefix("rwkv"))
+                model = rwkv(f"{version}-pth")
+                made[family] = model, recurrent(version, blinkdl(version), model)
+            else:
+                made[family] = models(family), decoder(checkpoint(family), models(family))
         return made[family]
 
     return find

@@ -40,7 +40,7 @@ class Splice(Kind):
 
         Values of it whose names begin with `hook_` become hook points, `{hook}.{name}`, which can be captured and
         intervened on in the same spec. Its weights are fed at every call, so that fragments that differ in them share
-        one graph.
+        one graph. A fragment sees the padding of a batch: one that mixes tokens (a mean over the text) reads it.
 
         Args:
             fragment: a file, the bytes of one, or a model, with one input and one output of the value's shape.
