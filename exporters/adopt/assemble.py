@@ -76,6 +76,7 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
         ExportError: it is no such model, or a law does not hold; nothing is named on a guess.
     """
     progress("reading", 0, STAGES)
+    config_of(file)  # what lies beside is refused before anything is read
     source = open_source(file)
     _link_weights(source, target)
     with hashed_beside(target, source.weight_files) as hashes:  # nobody waits for gigabytes to be hashed

@@ -40,7 +40,7 @@ from mionnx.errors import HookError, ModelError, nearest
 from mionnx.graph import onnx_file, validate, weight_check, weight_record
 from mionnx.graph.contrib_shapes import DOMAIN
 from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.folder_file import read_json
+from mionnx.graph.folder_file import inside, read_json
 from mionnx.graph.fused_operators import read_fused
 from mionnx.graph.hook_points import HookPoint, layer_of
 from mionnx.graph.influence import Influence
@@ -257,7 +257,7 @@ class HookedModel:
         """End-of-text tokens of `generation_config.json` or `config.json`; none if neither says."""
         for name in ("generation_config.json", "config.json"):
             try:
-                tokens = read_json(self.folder / name).get("eos_token_id")
+                tokens = read_json(inside(self.folder, name)).get("eos_token_id")
             except (ModelError, AttributeError):
                 continue
             if tokens is not None:
@@ -275,7 +275,7 @@ class HookedModel:
         if known is not None:
             return known
         try:
-            config = read_json(self.folder / "config.json")
+            config = read_json(inside(self.folder, "config.json"))
         except ModelError:
             return None
         return context_length(config) if isinstance(config, dict) else None
