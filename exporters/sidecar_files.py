@@ -5,10 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mionnx.errors import ExportError, ModelError
-from mionnx.graph.folder_file import check_regular, inside
+from mionnx.graph.folder_file import files_beside
 from mionnx.graph.hooked_model import KEPT
-
-LARGEST = 2**30  # bytes
 
 
 def find_files(folder: Path) -> list[Path]:
@@ -17,13 +15,10 @@ def find_files(folder: Path) -> list[Path]:
     Raises:
         ExportError: one of them is no regular file, lies outside the folder, or is larger than any vocabulary.
     """
-    files = [file for pattern in KEPT for file in folder.glob(pattern)]
-    for file in files:
-        try:
-            check_regular(inside(folder, file.name), LARGEST)
-        except ModelError as error:
-            raise ExportError(str(error)) from error
-    return files
+    try:
+        return files_beside(folder, KEPT)
+    except ModelError as error:
+        raise ExportError(str(error)) from error
 
 
 def keep_files(files: Iterable[Path], target: Path) -> None:

@@ -176,6 +176,8 @@ def _write(file: BinaryIO, value: ir.Value, tensor: Tensor, place: Placed) -> No
     dtype, shape = _TORCH_DTYPE[value.dtype], tuple(value.shape.numpy())
     if tuple(tensor.shape) != shape:
         raise ExportError(f"{value.name} is {list(tensor.shape)} after conversion, the graph reads {list(shape)}")
+    if dtype.is_floating_point and not tensor.is_floating_point():
+        raise ExportError(f"{value.name} is {tensor.dtype} in the checkpoint, where the model has fractions")
     converted = tensor.to(dtype)
     if dtype == torch.float16 and not torch.isfinite(converted).all() and torch.isfinite(tensor).all():
         raise ExportError(f"{value.name} has values beyond float16's range; use bfloat16 or float32")

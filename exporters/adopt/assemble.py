@@ -77,6 +77,7 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
         ExportError: it is no such model, or a law does not hold; nothing is named on a guess.
     """
     progress("reading", 0, STAGES)
+    config_of(file)  # what lies beside is refused before anything is read
     source = open_source(file)
     _link_weights(source, target)
     check_source(source, target)

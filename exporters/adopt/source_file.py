@@ -4,6 +4,7 @@ Weights beside the file are external data already. Those inside the file become 
 their file, at the offset of their bytes.
 """
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -35,7 +36,7 @@ def onnx_files(folder: Path) -> list[Path]:
         return [folder] if folder.suffix == ".onnx" else []
     found = [*folder.glob("*.onnx"), *(folder / SUBFOLDER).glob("*.onnx")]
     paths = {str(path.relative_to(folder)): path for path in found}
-    return [paths[name] for name in in_order([*paths]) if paths[name].is_file() and not _is_hooked(paths[name])]
+    return [paths[name] for name in in_order([*paths]) if paths[name].is_file() and not _is_hooked(folder, name)]
 
 
 def in_order(names: Sequence[str]) -> list[str]:
@@ -68,9 +69,9 @@ def pick(names: Sequence[str], file: str | None, where: str) -> str:
     return named[0]
 
 
-def _is_hooked(path: Path) -> bool:
+def _is_hooked(folder: Path, name: str) -> bool:
     try:
-        return not read_properties(path).keys().isdisjoint((f"{PREFIX}format", f"{PREFIX}hooks"))
+        return not read_properties(inside(folder, name)).keys().isdisjoint((f"{PREFIX}format", f"{PREFIX}hooks"))
     except (ModelError, DecodeError):
         return False
 
@@ -83,17 +84,23 @@ def choose(folder: Path, file: str | None = None) -> Path:
         file: the name of one of its files, where it is not to be the first of `onnx_files`.
 
     Raises:
-        ExportError: there is none, or none of that name.
+        ExportError: there is none, none of that name, or it lies outside the folder.
     """
     if folder.is_file():
         return folder / pick([folder.name], file, str(folder)) if folder.suffix != ".onnx" else folder
-    return folder / pick([str(path.relative_to(folder)) for path in onnx_files(folder)], file, str(folder))
+    name = pick([str(path.relative_to(folder)) for path in onnx_files(folder)], file, str(folder))
+    try:
+        inside(folder, name)
+    except ModelError as error:
+        raise ExportError(str(error)) from error
+    return folder / name
 
 
 def config_folder(file: Path) -> Path:
     """The folder of the config and the tokenizer of a file: its own, or the one above `onnx`."""
     own = file.parent
-    above = own.name == SUBFOLDER and not (own / "config.json").is_file() and (own.parent / "config.json").is_file()
+    held, other = (os.path.lexists(folder / "config.json") for folder in (own, own.parent))
+    above = own.name == SUBFOLDER and other and not held
     return own.parent if above else own
 
 

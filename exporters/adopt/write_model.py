@@ -1,6 +1,5 @@
 """An adopted model on disk: the graph with its metadata, config and tokenizer."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -14,9 +13,10 @@ from exporters.adopt.recognise import Recognised
 from exporters.adopt.self_check import Probe
 from exporters.adopt.source_file import Source, config_folder
 from exporters.hook_axes import axes_of
+from exporters.sidecar_files import find_files, keep_files
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import read_json
-from mionnx.graph.hooked_model import GRAPH, KEPT
+from mionnx.graph.hooked_model import GRAPH
 from mionnx.graph.metadata import DTYPE_NAMES, Attention, Metadata, Sizes, context_length
 from mionnx.graph.weight_check import Hashes
 
@@ -63,18 +63,25 @@ def write_model(
     for key, value in metadata.to_props().items():
         proto.metadata_props.add(key=key, value=value)
     (target / GRAPH).write_bytes(proto.SerializeToString())
-    folder = config_folder(source.file)
-    for path in [path for pattern in KEPT for path in folder.glob(pattern) if path.is_file()]:
-        shutil.copyfile(path, target / path.name)
+    keep_files(find_files(config_folder(source.file)), target)
 
 
 def config_of(file: Path) -> dict[str, Any]:
-    """The table of the config beside a file; empty if there is none."""
-    try:
-        config = read_json(config_folder(file) / "config.json")
-    except ModelError:
+    """The table of the config beside a file; empty if there is none.
+
+    Raises:
+        ExportError: it is damaged, or lies outside the folder.
+    """
+    path = config_folder(file) / "config.json"
+    if path not in find_files(path.parent):
         return {}
-    return config if isinstance(config, dict) else {}
+    try:
+        config = read_json(path)
+    except ModelError as error:
+        raise ExportError(str(error)) from error
+    if not isinstance(config, dict):
+        raise ExportError(f"{path} is damaged: it holds no table")
+    return config
 
 
 def sizes_of(values: Mapping[str, np.ndarray], found: Recognised) -> Sizes:

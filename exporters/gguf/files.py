@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from mionnx.errors import ExportError, nearest
+from mionnx.errors import ExportError, ModelError, nearest
+from mionnx.graph.folder_file import inside
 
 SUFFIX = ".gguf"
 
@@ -22,9 +23,14 @@ def choose(folder: Path, file: str | None = None) -> Path:
         file: the name of one, where the folder has several.
 
     Raises:
-        ExportError: there is none, none of that name, or several and no choice.
+        ExportError: there is none, none of that name, several and no choice, or one that lies outside the folder.
     """
     found = gguf_files(folder)
+    try:
+        for path in found if folder.is_dir() else ():
+            inside(folder, path.name)
+    except ModelError as error:
+        raise ExportError(str(error)) from error
     names = [path.name for path in found]
     if file is not None:
         named = [path for path in found if file in (path.name, path.stem)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mionnx.errors import ModelError
-from mionnx.graph.folder_file import read_json
+from mionnx.graph.folder_file import inside, read_json
 
 METHODS = ("gptq", "awq", "compressed-tensors", "mxfp4")  # values of quant_method
 CONFIG = "quantization_config"
@@ -21,7 +21,7 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
     Cheap: torch is not imported.
     """
     try:
-        found = read_json(folder / "config.json").get(CONFIG)
+        found = read_json(inside(folder, "config.json")).get(CONFIG)
     except (ModelError, AttributeError):
         return None
     return found if isinstance(found, dict) and found.get("quant_method") in METHODS else None

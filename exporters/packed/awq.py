@@ -18,6 +18,7 @@ PARTS = ("qweight", "qzeros", "scales")
 VERSIONS = ("gemm", "gemv")
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of neighbouring outputs in a word of gemm
 BITS = 4
+GROUP = 128  # where the config says none, as in transformers' AwqConfig
 
 
 def layer(name: str, parts: Mapping[str, Stored], given: Mapping[str, Any]) -> Linear:
@@ -42,7 +43,7 @@ def _gemm(name: str, parts: Mapping[str, Stored], given: Mapping[str, Any]) -> L
     outputs = scales[-1]
     if words * len(PLACES) != outputs:
         raise ExportError(f"{name}: qweight {[inputs, words]} has no {BITS} bits for each of {outputs} outputs")
-    if scales != (groups, outputs) or columns != words or not groups or inputs % groups:
+    if scales != (groups, outputs) or columns != words or not groups or not inputs or inputs % groups:
         raise ExportError(f"{name}: scales {list(scales)} and qzeros {[groups, columns]} do not fit {inputs} inputs")
 
     def in_order(words: Any) -> Any:
@@ -59,8 +60,11 @@ def _gemm(name: str, parts: Mapping[str, Stored], given: Mapping[str, Any]) -> L
 
 def _gemv(name: str, parts: Mapping[str, Stored], given: Mapping[str, Any]) -> Linear:
     (outputs, words), points, scales = (parts[part].shape for part in PARTS)
-    inputs, said = words * 32 // BITS, given.get("group_size", given.get("q_group_size"))
-    size = inputs if said in (None, -1) else int(said)
+    inputs, stated = words * 32 // BITS, (given.get(key) for key in ("group_size", "q_group_size"))
+    said = next((size for size in stated if size is not None), GROUP)
+    size = inputs if said == -1 else said
+    if type(size) is not int or not 0 < size <= inputs:
+        raise ExportError(f"{name}: a group_size of {said!r} is none of {inputs} inputs")
     groups = -(-inputs // size)
     if points[0] != outputs or scales[0] != outputs or points[1] * 8 < groups or scales[1] < groups:
         raise ExportError(f"{name}: scales {list(scales)} and qzeros {list(points)} do not fit {inputs} inputs")

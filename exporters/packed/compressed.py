@@ -21,6 +21,7 @@ from exporters.packed.linear import Linear, check_bits, split_words, without_mid
 from mionnx.errors import ExportError
 
 PARTS = ("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+ORDERS = frozenset(("true", "group", "dynamic"))  # values of actorder that leave the groups out of order
 FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 
 
@@ -66,7 +67,7 @@ def layer(name: str, parts: Mapping[str, Stored], given: Mapping[str, Any]) -> L
     outputs, inputs = (int(size) for size in parts["weight_shape"].load()) if packed else held.shape
     bits = check_bits(name, _width(held.shape[1], inputs) if packed else 8)
     scale = _rows(parts["weight_scale"], outputs)
-    groups, of_input = scale.shape[1], _groups(name, parts, inputs, scale.shape[1])
+    groups, of_input = scale.shape[1], _groups(name, parts, inputs, scale.shape[1], _orders(given))
     size = next((size for size in _sizes(given) if -(-inputs // size) == groups), -(-inputs // groups))
     if len(scale) != outputs or held.shape[0] != outputs or -(-inputs // size) != groups:
         raise ExportError(f"{name}: weight_scale {list(scale.shape)} does not fit a weight {[outputs, inputs]}")
@@ -98,8 +99,18 @@ def _rows(stored: Stored, outputs: int) -> NDArray[np.float32]:
     return np.broadcast_to(scale.reshape(1, 1), (outputs, 1)) if scale.size == 1 else scale.reshape(len(scale), -1)
 
 
-def _groups(name: str, parts: Mapping[str, Stored], inputs: int, groups: int) -> NDArray[np.int64] | None:
+def _orders(given: Mapping[str, Any]) -> set[str]:
+    """What the config says of the order of inputs."""
+    groups = given.get("config_groups")
+    return {str((group.get("weights") or {}).get("actorder")).lower() for group in (groups or {}).values()}
+
+
+def _groups(
+    name: str, parts: Mapping[str, Stored], inputs: int, groups: int, orders: set[str]
+) -> NDArray[np.int64] | None:
     if "weight_g_idx" not in parts:
+        if groups > 1 and not ORDERS.isdisjoint(orders):
+            raise ExportError(f"{name} has no weight_g_idx, and actorder says that its groups are out of order")
         return None
     found = parts["weight_g_idx"].load().numpy().astype(np.int64)
     if (found == -1).all():

@@ -45,6 +45,8 @@ def layer(name: str, parts: Mapping[str, Stored], given: Mapping[str, Any]) -> L
     zeros = split_words(parts["qzeros"].load().numpy(), bits)
     if kind == "gptq":
         zeros = zeros + np.uint8(1) & np.uint8(2**bits - 1)
+    if given.get("desc_act") and "g_idx" not in parts and groups > 1:
+        raise ExportError(f"{name} has no g_idx, and desc_act says that its {groups} groups of inputs are out of order")
     of_input = parts["g_idx"].load().numpy().astype(np.int64) if "g_idx" in parts else None
     if of_input is not None and not (of_input.shape == (inputs,) and ((of_input >= 0) & (of_input < groups)).all()):
         raise ExportError(f"{name}: g_idx {list(of_input.shape)} names no groups of {inputs} inputs, of {groups}")

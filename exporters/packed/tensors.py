@@ -10,9 +10,17 @@ from exporters.checkpoint_tensors import Stored
 from exporters.packed import awq, compressed, gptq, mxfp4
 from exporters.packed.linear import Linear
 from exporters.weight_files import some
-from mionnx.errors import ExportError
+from mionnx.errors import ExportError, boundary
 
 FORMATS: dict[str, Any] = {"gptq": gptq, "awq": awq, "compressed-tensors": compressed}
+INDICES, FLOATS = (torch.int32, torch.int64), (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = {  # part -> what the packages write it as; other numbers would become integers and scales by a cast
+    **dict.fromkeys(("qweight", "qzeros", "weight_packed"), (torch.int32,)),
+    **dict.fromkeys(("g_idx", "weight_g_idx", "weight_shape"), INDICES),
+    **dict.fromkeys(("scales", "weight_scale"), FLOATS),
+    "weight_zero_point": (torch.int32, torch.int8),
+    "weight": (torch.int8,),
+}
 FIRST = ("qweight", "weight_packed", "weight_scale")  # one of these makes a module a packed layer
 
 
@@ -45,14 +53,21 @@ def unpacked_tensors(tensors: list[Stored], given: Mapping[str, Any], family: st
     return [tensor for tensor in tensors if tensor.name not in inside] + made
 
 
+def _spelled(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _weight(name: str, parts: Mapping[str, Stored], kind: Any, given: Mapping[str, Any]) -> Stored:
-    try:
-        linear: Linear = kind.layer(name, parts, given)
-    except KeyError as error:
-        raise ExportError(f"{name} has {some(sorted(parts))}, and no {error.args[0]}") from error
-    except ValueError as error:  # axes that a part lacks
-        shapes = {part: list(tensor.shape) for part, tensor in parts.items()}
-        raise ExportError(f"{name}: tensors of other shapes than the format has: {shapes}") from error
+    for part, tensor in parts.items():
+        if tensor.dtype not in DTYPES[part]:
+            wanted, has = (" or ".join(map(_spelled, dtypes)) for dtypes in (DTYPES[part], [tensor.dtype]))
+            raise ExportError(f"{tensor.name} is {has}; {given['quant_method']} writes {wanted}")
+    shapes = {part: list(tensor.shape) for part, tensor in parts.items()}
+    with boundary(ExportError, f"{name}: tensors of other shapes than the format has: {shapes}"):
+        try:
+            linear: Linear = kind.layer(name, parts, given)
+        except KeyError as error:
+            raise ExportError(f"{name} has {some(sorted(parts))}, and no {error.args[0]}") from error
     first = next(parts[part] for part in (*FIRST, "weight") if part in parts)
     shape = (linear.outputs, linear.inputs)
     return Stored(f"{name}.weight", first.file, torch.float32, shape, first.offset, first.length, linear)

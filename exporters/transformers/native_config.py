@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mionnx.errors import ExportError, ModelError
-from mionnx.graph.folder_file import read_json
+from mionnx.graph.folder_file import inside, read_json
 
 CONFIG = "config.json"
 
@@ -24,7 +24,7 @@ def native_config(folder: Path) -> Any:
         ExportError: the checkpoint needs its own code, or transformers does not read the config.
     """
     try:
-        table = read_json(folder / CONFIG)
+        table = read_json(inside(folder, CONFIG))
     except ModelError as error:
         raise ExportError(str(error)) from error
     if not isinstance(table, dict):

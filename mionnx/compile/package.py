@@ -35,6 +35,7 @@ from mionnx.errors import InputError, InterventionError, ModelError, nearest
 from mionnx.graph import onnx_file
 from mionnx.graph.builder import to_proto
 from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.folder_file import files_beside
 from mionnx.graph.fused_operators import UNPADDED, read_fused
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
@@ -288,9 +289,8 @@ def _write_rest(
 ) -> None:
     facts = json.loads(next(entry.value for entry in proto.metadata_props if entry.key == COMPILED))
     spec.save(str(at / SPEC))
-    for pattern in KEPT:
-        for file in model.folder.glob(pattern):
-            (copy_tokenizer if file.name == TOKENIZER else shutil.copyfile)(file, at / file.name)
+    for file in files_beside(model.folder, KEPT):
+        (copy_tokenizer if file.name == TOKENIZER else shutil.copyfile)(file, at / file.name)
     if packaging.layout == "optimum" and not (at / "config.json").is_file():
         raise ModelError(f"{model.folder} has no config.json, and optimum loads no model without one")
     interface = [(value, _type(value)) for value in proto.graph.input if value.name not in _initializers(proto)]

@@ -6,12 +6,14 @@ the `blobs` beside `snapshots`. Devices, pipes and sockets are refused before a 
 
 import json
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from mionnx.errors import ModelError
 
 LARGEST_JSON = 64 * 2**20  # bytes
+LARGEST_BESIDE = 2**30  # bytes of a file beside a graph: a vocabulary, a config
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -23,6 +25,18 @@ def inside(folder: Path, name: str) -> Path:
     path = resolve(folder, name)
     check_regular(path)
     return path
+
+
+def files_beside(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    """Small files of a folder by patterns of their names.
+
+    Raises:
+        ModelError: one of them is no regular file, lies outside the folder, or is larger than any vocabulary.
+    """
+    files = [file for pattern in patterns for file in sorted(folder.glob(pattern))]
+    for file in files:
+        check_regular(inside(folder, file.name), LARGEST_BESIDE)
+    return files
 
 
 def resolve(folder: Path, name: str) -> Path:

@@ -40,7 +40,7 @@ from mionnx.errors import HookError, ModelError, nearest
 from mionnx.graph import onnx_file, validate, weight_check, weight_record
 from mionnx.graph.contrib_shapes import DOMAIN
 from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.folder_file import read_json
+from mionnx.graph.folder_file import inside, read_json
 from mionnx.graph.fused_operators import read_fused
 from mionnx.graph.hook_points import HookPoint, layer_of
 from mionnx.graph.influence import Influence
@@ -265,7 +265,7 @@ class HookedModel:
     def _tokens(self, key: str) -> list[int]:
         for name in ("generation_config.json", "config.json"):
             try:
-                tokens = read_json(self.folder / name).get(key)
+                tokens = read_json(inside(self.folder, name)).get(key)
             except (ModelError, AttributeError):
                 continue
             if tokens is not None:
@@ -283,7 +283,7 @@ class HookedModel:
         if known is not None:
             return known
         try:
-            config = read_json(self.folder / "config.json")
+            config = read_json(inside(self.folder, "config.json"))
         except ModelError:
             return None
         return context_length(config) if isinstance(config, dict) else None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mionnx.errors import InputError, ModelError, TokenizerError, nearest
-from mionnx.graph.folder_file import check_regular, read_json
+from mionnx.graph.folder_file import check_regular, files_beside, read_json
 from mionnx.inputs.chat_renderer import chats
 
 FILE, CONFIG, OLDER = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
@@ -79,7 +79,7 @@ def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate:
         TokenizerError: there is none, or it is damaged.
     """
     try:
-        config, older = _settings(folder / CONFIG), _settings(folder / OLDER)
+        config, older = _settings(folder, CONFIG), _settings(folder, OLDER)
         source = chosen if chosen is not None else _source(folder, config)
     except (ModelError, OSError, UnicodeError) as error:
         raise TokenizerError(f"the chat template of {folder} cannot be read: {error}") from error
@@ -88,8 +88,7 @@ def load_chat_template(folder: Path, chosen: str | None = None) -> ChatTemplate:
 
 
 def _source(folder: Path, config: Mapping[str, Any]) -> str:
-    path = folder / FILE
-    if path.is_file():
+    for path in files_beside(folder, [FILE]):
         check_regular(path, LARGEST)
         return path.read_text("utf-8")
     found = config.get("chat_template")
@@ -106,8 +105,9 @@ def _source(folder: Path, config: Mapping[str, Any]) -> str:
     return found
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    found = read_json(path) if path.is_file() else {}
+def _settings(folder: Path, name: str) -> dict[str, Any]:
+    path = next(iter(files_beside(folder, [name])), None)
+    found = {} if path is None else read_json(path)
     if not isinstance(found, dict):
         raise ModelError(f"{path} holds {type(found).__name__}, no settings")
     return found

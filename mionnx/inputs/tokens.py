@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from mionnx.errors import InputError, ModelError, TokenizerError, boundary
-from mionnx.graph.folder_file import check_regular, read_json
+from mionnx.graph.folder_file import LARGEST_BESIDE, files_beside, read_json
 from mionnx.inputs.text_growth import check_growth
 from mionnx.inputs.world_tokenizer import Encoding as WorldEncoding
 from mionnx.inputs.world_tokenizer import WorldTokenizer, find_vocabulary
 from mionnx.machine.brief import Brief, count, spelled
 from mionnx.machine.typed import typed
 
-LARGEST = 2**30  # bytes of a tokenizer.json
 TOKENIZER = "tokenizer.json"
 PROBE = "a"  # a text that has tokens
 
@@ -113,7 +112,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | WorldTokenizer:
             )
         return WorldTokenizer.from_file(vocabulary)
     try:
-        check_regular(path, LARGEST)
+        files_beside(folder, [TOKENIZER])
     except ModelError as error:
         raise TokenizerError(str(error)) from error
     with boundary(TokenizerError, f"{path} is damaged"):
@@ -146,7 +145,7 @@ def _check_post_processor(tokenizer: Tokenizer, path: Path) -> None:
 def copy_tokenizer(file: Path, target: Path) -> None:
     """Copy a `tokenizer.json` without truncation and padding: other clients would obey them."""
     try:
-        table = read_json(file, LARGEST)
+        table = read_json(file, LARGEST_BESIDE)
     except ModelError:
         table = None  # no tokenizer: copied as it is
     held = {key for key in ("truncation", "padding") if isinstance(table, dict) and table.get(key) is not None}

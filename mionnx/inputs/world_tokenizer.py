@@ -11,7 +11,8 @@ import ast
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mionnx.errors import TokenizerError
+from mionnx.errors import ModelError, TokenizerError
+from mionnx.graph.folder_file import files_beside
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -136,11 +137,16 @@ def _entry(line: str, number: int, path: Path) -> tuple[int, bytes]:
 
 
 def find_vocabulary(folder: Path) -> Path | None:
-    """The World vocabulary in a model's folder: `rwkv_vocab*.txt`, or a `vocab.txt` that is one."""
-    for path in [*sorted(folder.glob("rwkv_vocab*.txt")), folder / "vocab.txt"]:
-        if path.is_file() and _is_vocabulary(path):
-            return path
-    return None
+    """The World vocabulary in a model's folder: `rwkv_vocab*.txt`, or a `vocab.txt` that is one.
+
+    Raises:
+        TokenizerError: a file of that name is no regular one, or lies outside the folder.
+    """
+    try:
+        found = files_beside(folder, ["rwkv_vocab*.txt", "vocab.txt"])
+    except ModelError as error:
+        raise TokenizerError(str(error)) from error
+    return next((path for path in found if _is_vocabulary(path)), None)
 
 
 def _is_vocabulary(path: Path) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mionnx.errors import ModelError, SpecFileError
+from mionnx.graph.folder_file import files_beside
 from mionnx.graph.hooked_model import GRAPH
 from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import shown
@@ -148,8 +149,8 @@ def _write_model(at: Path, model: MIModel, graph: PlaygroundGraph) -> list[dict[
     if graph.floats is not None:
         (at / FLOATS).write_bytes(graph.floats)
     for name in TOKENIZER:
-        source = model.hooked.folder / name
-        (at / name).write_bytes(source.read_bytes() if source.is_file() else b"{}")
+        found = files_beside(model.hooked.folder, [name])
+        (at / name).write_bytes(found[0].read_bytes() if found else b"{}")
     return [
         {"path": name, "parts": _write_parts(model.hooked.folder / name, at, f"weights-{n}")}
         for n, name in enumerate(graph.weights)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.blocks import EXPERT, GivenBlocks
+from mionnx.graph.folder_file import files_beside
 from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
 from mionnx.graph.metadata import Attention
 from mionnx.graph.weight_record import describe_export
@@ -79,7 +80,7 @@ def quantise_into(
     _write_weights(model, proto, choice.matrices, settings, folder, progress, given, importance or {}, turned)
     _describe(model, proto, choice, settings, folder, progress)
     (folder / GRAPH).write_bytes(proto.SerializeToString())
-    for path in [path for pattern in KEPT for path in model.folder.glob(pattern) if path.is_file()]:
+    for path in files_beside(model.folder, KEPT):
         shutil.copyfile(path, folder / path.name)
 
 

@@ -164,6 +164,93 @@ def test_what_no_blocks_are_is_refused_with_what_is(config, tensors, said, tmp_p
         [weight.packed.blocks() for weight in unpacked_tensors(read_tensors(tmp_path, tmp_path), said_by_config)]
 
 
+def held_by(kind: str) -> tuple[dict[str, np.ndarray], dict]:
+    """Tensors of a layer of 64 inputs and 32 outputs in groups of 32, and the config."""
+    words = {"qweight": np.zeros((8, 32), np.int32), "qzeros": np.zeros((2, 4), np.int32)}
+    if kind == "gptq":
+        given = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+        return {**words, "scales": np.ones((2, 32), np.float16), "g_idx": (np.arange(64) // 32).astype(np.int32)}, given
+    if kind == "gemm":
+        words["qweight"] = np.zeros((64, 4), np.int32)
+        given = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+        return {**words, "scales": np.ones((2, 32), np.float16)}, given
+    if kind == "gemv":
+        words = {"qweight": np.zeros((32, 8), np.int32), "qzeros": np.zeros((32, 1), np.int32)}
+        given = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}
+        return {**words, "scales": np.ones((32, 8), np.float16)}, given
+    form = Form("compressed-tensors", "pack-quantized", group=32)
+    packed = {"weight_packed": np.zeros((32, 8), np.int32), "weight_scale": np.ones((32, 2), np.float16)}
+    more = {"weight_zero_point": np.zeros((4, 2), np.int32), "weight_g_idx": (np.arange(64) // 32).astype(np.int32)}
+    return {**packed, **more, "weight_shape": np.array([32, 64])}, form.config()
+
+
+def weights_of(folder: Path, held: dict[str, np.ndarray], given: dict) -> list:
+    save_file({f"layer.{name}": torch.from_numpy(array) for name, array in held.items()}, folder / "model.safetensors")
+    return unpacked_tensors(read_tensors(folder, folder), given)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int8, np.int32, np.int64, np.float16, np.bool_])
+@pytest.mark.parametrize("kind", ["gptq", "gemm", "gemv", "compressed"])
+def test_parts_of_other_dtypes_are_refused(kind, dtype, tmp_path):
+    """FINDINGS, part 4, 4: they became words and scales by a cast."""
+    held, given = held_by(kind)
+    assert [weight.shape for weight in weights_of(tmp_path, held, given)] == [(32, 64)]
+    for part, array in held.items():
+        name = np.dtype(dtype).name
+        fitting = {"f": ("float16", "float32"), "i": ("int32", "int64") if "g_idx" in part or "shape" in part else ()}
+        if (
+            dtype == array.dtype
+            or name in fitting.get(array.dtype.kind, ())
+            or (part, name)
+            == (
+                "weight_zero_point",
+                "int8",
+            )
+        ):
+            continue
+        with pytest.raises(ExportError, match=rf"layer\.{part} is {name}; {given['quant_method']} writes "):
+            weights_of(tmp_path, held | {part: array.astype(dtype)}, given)
+
+
+def test_groups_out_of_order_need_their_order(tmp_path):
+    for kind, part, more in (("gptq", "g_idx", {"desc_act": True}), ("compressed", "weight_g_idx", {})):
+        held, given = held_by(kind)
+        del held[part]
+        given |= more
+        if kind == "compressed":
+            assert weights_of(tmp_path, held, given)
+            given["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+        with pytest.raises(ExportError, match=f"layer has no {part}, and .* out of order"):
+            weights_of(tmp_path, held, given)
+
+
+@pytest.mark.parametrize("size", [0, -7, [16], True, 10**18, "32", 48.0])
+def test_a_gemv_layer_of_no_group_size_is_refused(size, tmp_path):
+    held, given = held_by("gemv")
+    with pytest.raises(ExportError, match="group_size"):
+        weights_of(tmp_path, held, given | {"group_size": size})
+
+
+def test_a_gemv_layer_without_group_size_has_transformers(tmp_path):
+    from transformers import AwqConfig
+
+    held, given = held_by("gemv")
+    held["qweight"] = np.zeros((32, 32), np.int32)
+    del given["group_size"]
+    (weight,) = weights_of(tmp_path, held, given)
+    assert weight.packed.group_size == AwqConfig().group_size == 128
+
+
+@pytest.mark.parametrize("part", ["qweight", "qzeros", "scales"])
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4,), (2, 4, 1)])
+@pytest.mark.parametrize("kind", ["gptq", "gemm", "gemv"])
+def test_parts_of_other_axes_are_one_sentence(kind, part, shape, tmp_path):
+    """Part 4, 10."""
+    held, given = held_by(kind)
+    with pytest.raises(ExportError, match=r"^layer"):
+        weights_of(tmp_path, held | {part: np.zeros(shape, held[part].dtype)}, given)
+
+
 def test_layers_of_an_expert_whose_inputs_stand_in_other_orders_are_refused():
     def linear(groups: list[int], zeros: np.ndarray | None) -> Linear:
         made = np.arange(32, dtype=np.uint8)[None] % 16, np.ones((1, 2), np.float32)

@@ -125,6 +125,15 @@ def snapshot(source: Path, cache: Path) -> Path:
     return folder
 
 
+def test_a_weight_of_fractions_whose_header_says_integers_is_refused(llama, tmp_path):
+    """FINDINGS, part 4, 4: its bits were taken as integers."""
+    data = (llama / "model.safetensors").read_bytes()
+    assert b'"dtype":"F32"' in data
+    (llama / "model.safetensors").write_bytes(data.replace(b'"dtype":"F32"', b'"dtype":"I32"', 1))
+    with pytest.raises(ExportError, match="int32 in the checkpoint, where the model has fractions"):
+        exporting.export(llama, tmp_path / "hooked", "float32", silent)
+
+
 def test_links_into_the_blobs_of_the_hub_cache_are_followed(tmp_path):
     """A checkpoint and a hooked model, as `snapshot_download` leaves them."""
     folder = snapshot(LLAMA, tmp_path / "cache")
