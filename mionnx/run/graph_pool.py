@@ -22,7 +22,6 @@ from mionnx.rewrite.plan import NONE, STOCK, Outputs
 from mionnx.run import find_model, prepacked
 from mionnx.run.graph_uses import count_use
 from mionnx.run.layer_loops import LayerLoops
-from mionnx.run.lean_opening import opened_lean
 from mionnx.run.segment_chain import SegmentChain, open_segments
 
 UNPACKED = 512  # tokens from which on packing the weights gains little (measured: 1.06 at 8 x 64)
@@ -135,18 +134,15 @@ class GraphPool:
         with self._opening.of(key):
             if found := self._used(key):  # another thread has opened it meanwhile
                 return found
-            graph = self._opened_lean(make) if self.model.in_blocks and self.base is None else make()
+            if self.model.in_blocks and self.base is None and self.weights >= prepacked.WORTHWHILE:
+                self.engine.release()  # packing blocks is when a process holds most
+            graph = make()
             with self._lock:
                 self.open[key] = graph
                 self._lately.add(key)
                 self._close_beyond_limits()
         self._loops.opened(*(key if isinstance(key, tuple) else (key,)))
         return graph
-
-    def _opened_lean(self, make: Callable[[], Open]) -> Open:
-        lean = self.engine.prepacks and self.weights >= prepacked.WORTHWHILE
-        files = [self.model.folder / name for name in self.locations]
-        return opened_lean(make, self.engine.release, files) if lean else make()
 
     def _need_operators(self) -> None:
         """Refuse a dtype that the engine does not compute in, before a graph is rewritten.

@@ -1,14 +1,11 @@
-"""Blocks are packed once for passes and generations, and pages that packing has read are not kept."""
-
-import sys
+"""Blocks are packed once for passes and generations."""
 
 import numpy as np
 import pytest
 
 from mionnx import HookPoint, HookSpec, InputError, Intervention, Logits, MIModel, Options
 from mionnx.cli.options import open_once
-from mionnx.machine import memory
-from mionnx.run import graph_uses, prepacked, shared_head
+from mionnx.run import shared_head
 
 IDS = np.array([[5, 9, 13, 2, 7], [3, 3, 8, 1, 4]])
 MASK = np.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
@@ -79,19 +76,3 @@ def test_unpacked_blocks_are_refused_before_they_are_made(shipped, monkeypatch, 
     with pytest.raises(InputError, match=r"prepack=False has no effect on .*world-llama.*leave it out"):
         MIModel.from_pretrained(shipped.hooked.folder, dtype="int4", prepack=False)
     assert not (tmp_path / "store").exists()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_pages_that_packing_read_are_given_back(blocks, monkeypatch):
-    """The scales stay mapped at level 4, beside packed blocks that hold them too."""
-    monkeypatch.setattr(graph_uses, "_threads", set())  # another test may have used graphs in several
-    held = {}
-    for worthwhile in (2**30, 1):
-        monkeypatch.setattr(prepacked, "WORTHWHILE", worthwhile)
-        model = MIModel(blocks, Options(threads=1, base="never", accuracy_level=4))
-        model.warm(HookSpec())
-        files = {str((blocks.folder / name).resolve()) for name in model.variants.locations}
-        held[worthwhile] = sum(size for _, _, file, size in memory._mappings() if file in files)
-        assert np.isfinite(model.forward(IDS).output()).all()
-        model.variants.open.clear()
-    assert held[1] == 0 < held[2**30]

@@ -1,4 +1,4 @@
-"""What a session of analyses leaves behind: shared arenas, closed graphs, pages of weights given back."""
+"""What a session of analyses leaves behind: shared arenas, closed graphs."""
 
 import json
 import os
@@ -121,7 +121,6 @@ def test_results_are_the_same_after_memory_was_given_back(shipped, monkeypatch):
     """Everything is given back after each call: a sweep, a lens and a forward pass give the same bits again."""
     monkeypatch.setattr("mionnx.run.idle_memory.LEAST", 0)
     monkeypatch.setattr("mionnx.run.idle_memory.SHARE", 10**9)
-    monkeypatch.setattr("mionnx.run.idle_memory.MAPPED", 0)
     monkeypatch.setattr("mionnx.run.idle_memory.PAUSE", 0)
     model = MIModel(shipped.hooked, Options(threads=1))
     text, other = "The capital of France is", "The capital of Italy is"
@@ -180,22 +179,3 @@ def test_free_memory_is_kept_for_the_next_analysis_and_returned_in_a_pause(shipp
     monkeypatch.setattr("mionnx.run.idle_memory.LONGEST", 0)
     idle.release(10, release, 2)
     assert released == [1000, 2000, 3000], "it does not wait for ever"
-
-
-@linux
-def test_pages_of_weights_stay_where_another_thread_uses_graphs(monkeypatch, tmp_path):
-    """A page is dropped by its address, at which another thread may have mapped something else meanwhile."""
-    program = (
-        "import threading\n"
-        "from mionnx import MIModel\n"
-        "from mionnx.machine import memory\n"
-        "dropped = []\n"
-        "memory.release_mapped = lambda files, keep: dropped.append(files)\n"
-        "model = MIModel.from_pretrained('world-llama', threads=1)\n"
-        "model.forward([3, 4]); model.give_back(); assert len(dropped) == 1\n"
-        "thread = threading.Thread(target=model.forward, args=([3, 4],)); thread.start(); thread.join()\n"
-        "model.give_back(); assert len(dropped) == 1\n"
-    )
-    subprocess.run(
-        [sys.executable, "-c", program], check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    )
