@@ -124,7 +124,6 @@ def test_a_base_keeps_weights_as_the_checkpoint_has_them(models, own_store):
 
 
 def test_other_weights_have_another_base(models, hooked, tmp_path):
-    import shutil
 
     shutil.copytree(hooked("llama"), tmp_path / "copy")
     options = Options()
