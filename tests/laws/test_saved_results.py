@@ -44,7 +44,7 @@ from mionnx import (
 )
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.machine.stored import Stored
-from mionnx.view import Shown
+from mionnx.view import Framed, Shown
 
 TEXT, OTHER = "The capital of France is", "The capital of Japan is"
 POINT = HookPoint.ResidPost(1)
@@ -82,6 +82,8 @@ RESULTS: dict[str, Callable[[MIModel], Stored]] = {
     "AttentionPatterns": lambda model: model.attention(TEXT, layers=[1, 3]),
     "AttributedSweep": lambda model: model.attribute_patch(TEXT, OTHER, confirm=2),
     "Attribution": lambda model: model.attribute(TEXT, "Paris", versus="Tokyo"),
+    "Attributions": lambda model: model.attribute([TEXT, OTHER], "Paris"),
+    "LogitDiffs": lambda model: model.get_logit_diff([TEXT, OTHER], "Paris", "Tokyo"),
     "Bisection": lambda model: model.bisect(TEXT, ("ort-cpu", "reference"), tolerance=0),
     "Bisection without a part": lambda model: replace(
         model.bisect(TEXT, ("ort-cpu", "ort-cpu:none"), tolerance=1), folder=Path("elsewhere")
@@ -162,7 +164,8 @@ def test_a_result_of_a_recurrent_model_is_too(recurrent: MIModel, tmp_path: Path
 
 def test_every_result_with_a_page_is_among_them() -> None:
     classes = {name.split()[0] for name in (*RESULTS, *RECURRENT)}
-    shown = {one.__name__ for one in Shown.__subclasses__() if one.__module__.startswith("mionnx.")}
+    every = [*Shown.__subclasses__(), *Framed.__subclasses__()]
+    shown = {one.__name__ for one in every if one is not Framed and one.__module__.startswith("mionnx.")}
     assert shown - classes == {"Directions"}  # which has a format of its own
 
 

@@ -34,7 +34,8 @@ def test_positions_by_name(shipped: MIModel) -> None:
     assert {at["position"] for at, _ in found.top(8)} == {"country", "last"}
     assert "position country\n" in str(found)
     assert {*found.to_frame().position} == {"country", "last"}
-    many = shipped.ablation_sweep([*CLEAN, *CORRUPTED], "resid_pre", metric="probability", answer=3)
+    over = ("layer", "position")
+    many = shipped.ablation_sweep([*CLEAN, *CORRUPTED], "resid_pre", over, "probability", answer=3)
     assert many.labels["position"][3] == "France/Japan/…"
 
 
