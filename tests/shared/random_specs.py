@@ -419,9 +419,9 @@ def _fragment(point: Point, weight: Array, reads: bool) -> onnx.ModelProto:
     """x * weight + tanh(x), and half of what it reads, which of masked scores is cut off."""
     dims = ", ".join(str(dim) for dim in point.dims)
     given = f"float[{dims}] x" + f", float[{dims}] r" * reads
-    least, most = f"float {{{-MOST_READ}}}", f"float {{{MOST_READ}}}"
-    last = f"""s = Add(p, t) least = Constant<value = {least}>() most = Constant<value = {most}>() c = Clip(r, least, most)
-        half = Constant<value = float {{0.5}}>() h = Mul(c, half) y = Add(s, h)"""
+    last = f"""least = Constant<value = float {{{-MOST_READ}}}>() most = Constant<value = float {{{MOST_READ}}}>()
+        c = Clip(r, least, most) half = Constant<value = float {{0.5}}>() h = Mul(c, half)
+        s = Add(p, t) y = Add(s, h)"""
     proto = onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["": 23]> fragment ({given}) => (float[{dims}] y) {{
         p = Mul(x, w) t = Tanh(x) {last if reads else "y = Add(p, t)"} }}"""
