@@ -16,6 +16,7 @@ from mionnx import HookPoint, HookSpec, Intervention, MIModel, StateKnockoutSpec
 
 Array = np.ndarray
 VOCAB, LONGEST = 101, 14
+MOST_READ = 1e4  # by a splice: the lowest score in a pattern is beyond float32 once it is squared in a norm
 
 
 @dataclass(frozen=True)
@@ -415,10 +416,12 @@ class DrawSpec:
 
 
 def _fragment(point: Point, weight: Array, reads: bool) -> onnx.ModelProto:
-    """x * weight + tanh(x), and half of what it reads."""
+    """x * weight + tanh(x), and half of what it reads, which of masked scores is cut off."""
     dims = ", ".join(str(dim) for dim in point.dims)
     given = f"float[{dims}] x" + f", float[{dims}] r" * reads
-    last = "s = Add(p, t) half = Constant<value = float {0.5}>() h = Mul(r, half) y = Add(s, h)"
+    last = f"""least = Constant<value = float {{{-MOST_READ}}}>() most = Constant<value = float {{{MOST_READ}}}>()
+        c = Clip(r, least, most) half = Constant<value = float {{0.5}}>() h = Mul(c, half)
+        s = Add(p, t) y = Add(s, h)"""
     proto = onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["": 23]> fragment ({given}) => (float[{dims}] y) {{
         p = Mul(x, w) t = Tanh(x) {last if reads else "y = Add(p, t)"} }}"""

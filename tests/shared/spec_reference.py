@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from decoder_reference import Decoder
-from random_specs import Call, Capture, Edit, Point, Row, points_of, rows_of
+from random_specs import MOST_READ, Call, Capture, Edit, Point, Row, points_of, rows_of
 from rwkv_loop import Gates, Loop
 
 from mionnx import MIError, MIModel
@@ -180,7 +180,8 @@ def changed(edit: Edit, old: Array, given: Sequence[Any], read: Array | None) ->
         directions = np.atleast_2d(given[0]).astype(np.float64)
         return old - np.linalg.lstsq(directions.T, old.T, rcond=None)[0].T @ directions
     if edit.kind == "splice":
-        return old * given[0].astype(np.float64) + np.tanh(old) + (0 if read is None else read / 2)
+        half = 0 if read is None else read.clip(-MOST_READ, MOST_READ) / 2
+        return old * given[0].astype(np.float64) + np.tanh(old) + half
     assert edit.kind == "zero"
     return np.zeros_like(old)
 
