@@ -66,6 +66,6 @@ def _say(folder: Path, as_json: bool) -> None:
         facts = {"folder": str(folder), "bytes": size, "files": len(files), "download": download, "bits": bits}
         typer.echo(json.dumps(facts, indent=1))
         return
-    held = f", {' and '.join(map(str, bits))}-bit weights" if bits else ""
+    held = f", {'- and '.join(map(str, bits))}-bit weights" if bits else ""
     kept = f" ({asked} was asked for: blocks of the model's own file are kept)" if asked == "int8" and 4 in bits else ""
     typer.echo(f"{folder}: {download / 1e6:.1f} MB to download{held}{kept}; {len(files)} files, {size / 1e6:.1f} MB")

@@ -56,7 +56,7 @@ def properties(proto: onnx.ModelProto) -> dict[str, str]:
 
 
 def locations(proto: onnx.ModelProto) -> dict[str, int]:
-    """The bytes of each weight file that a graph reads; shared ones count once."""
+    """Bytes of each weight file that a graph reads, shared ones counted once."""
     external = [one for one in proto.graph.initializer if one.data_location == onnx.TensorProto.EXTERNAL]
     entries = [{item.key: item.value for item in one.external_data} for one in external]
     parts = {(entry["location"], entry.get("offset", "0"), int(entry["length"])) for entry in entries}

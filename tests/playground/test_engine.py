@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mionnx import HookSpec, Intervention, KnockoutSpec, MIModel, create_knockout_mask
+from mionnx.errors import InterventionError
 from mionnx.playground import playground
 from mionnx.run.packaged_models import PACKAGED
 
@@ -242,6 +243,23 @@ def test_phases_of_a_generation(lab: Page, shipped: MIModel):
         given = [entry("blocks.1.hook_resid_post", "add", positions=phase, value=vector)]
         found = lab.evaluate(GENERATE, [PROMPT, given, {"count": 5}])
         assert found["ids"] == without_end(shipped, made.new_ids[0])
+
+
+def test_positions_of_a_generation_are_those_that_it_computes(lab: Page, shipped: MIModel):
+    """Tokens 5 to 7 of four new ones are read again, the last is not; both refuse a position beyond."""
+    from playwright.sync_api import Error
+
+    hook = "blocks.1.hook_resid_post"
+    vector = (3 * direction(shipped, hook, True)).tolist()
+    given = [entry(hook, "add", positions=[5, 7, -1], value=vector)]
+    spec = HookSpec().intervene(hook, Intervention.Add(vector, positions=[5, 7, -1]))
+    made = shipped.generate(PROMPT, spec, max_new_tokens=4)
+    assert lab.evaluate(GENERATE, [PROMPT, given, {"count": 4}])["ids"] == without_end(shipped, made.new_ids[0])
+    given[0]["positions"], spec = [8], HookSpec().intervene(hook, Intervention.Add(vector, positions=[8]))
+    with pytest.raises(InterventionError, match="position 8"):
+        shipped.generate(PROMPT, spec, max_new_tokens=4)
+    with pytest.raises(Error, match="no position 8"):
+        lab.evaluate(GENERATE, [PROMPT, given, {"count": 4}])
 
 
 def test_sampling_repeats_with_its_seed(lab: Page):
