@@ -35,7 +35,7 @@ from exporters.adopt.source_file import Source, open_source, tell_types
 from exporters.adopt.stock_graph import Interface, copied, keep_stock
 from exporters.adopt.value_types import infer_types
 from exporters.adopt.write_model import config_of, other_windows, windows_of, write_model
-from mionnx.errors import ExportError, ModelError
+from mionnx.errors import ExportError, ModelError, boundary
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING, NORMED_STREAM
 from mionnx.graph.weight_check import Hashes, hashed_beside
@@ -77,10 +77,11 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     """
     progress("reading", 0, STAGES)
     config_of(file)  # what lies beside is refused before anything is read
-    source = open_source(file)
-    _link_weights(source, target)
-    with hashed_beside(target, source.weight_files) as hashes:  # nobody waits for gigabytes to be hashed
-        return _adopted(source, target, hashes, progress)
+    with boundary(ExportError, f"{file} cannot be adopted"):
+        source = open_source(file)
+        _link_weights(source, target)
+        with hashed_beside(target, source.weight_files) as hashes:  # nobody waits for gigabytes to be hashed
+            return _adopted(source, target, hashes, progress)
 
 
 def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progress: Progress) -> Adopted:

@@ -100,7 +100,7 @@ def _rows(stored: Stored, outputs: int) -> NDArray[np.float32]:
 
 
 def _orders(given: Mapping[str, Any]) -> set[str]:
-    """What the config says of the order of inputs."""
+    """The orders of inputs that the config names."""
     groups = given.get("config_groups")
     return {str((group.get("weights") or {}).get("actorder")).lower() for group in (groups or {}).values()}
 
