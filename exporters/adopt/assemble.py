@@ -17,6 +17,7 @@ from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.operators import expand
 from exporters.adopt.operators.fused import Fused
 from exporters.adopt.operators.moved_attention import moved
+from exporters.adopt.operators.op_writer import TOKENS
 from exporters.adopt.opset import modernise
 from exporters.adopt.recognise import Recognised, recognise
 from exporters.adopt.restorable import keep_fused
@@ -92,6 +93,7 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
     source.model.graph.sort()  # float16 converters put casts at the end
     modernise(source.model)
     tell_types(source.stock, infer_types(source.model))
+    rows = {str(value.name): value.shape[0] for value in source.model.graph.inputs if value.shape}
     name_inputs(source.model)
     fused: list[Fused] = []
     expanded = expand(source.model, fused)
@@ -107,7 +109,14 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
     progress("running once", 2, STAGES)
     lacks = {lack for lack, has in (("mask", padding), ("cache", cached)) if not has}
     proto, windows = _clean(source.model), windows_of(config_of(file), len(found.attention))
-    probed = probe(proto, target, names)
+    try:
+        probed = probe(proto, target, names)
+    except ExportError as error:
+        tokens = stock_inputs[next(value for value in source.model.graph.inputs if value.name == TOKENS)]
+        if not isinstance(rows.get(tokens), int):
+            raise
+        said = f"{tokens} has a batch of {rows[tokens]}; export with a dynamic batch (an example of two rows)"
+        raise ExportError(f"{file}: {said}: {error}") from error
     adds, counts = any(one.name == "MultiHeadAttention" for one in fused), positions is not None
     plain = Plain(source.model, proto, target, found, probed, windows, frozenset(lacks), counts, adds=adds)
     progress("checking", 3, STAGES)
