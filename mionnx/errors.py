@@ -73,7 +73,7 @@ def boundary(kind: type[MIError], sentence: str) -> Iterator[None]:
     """
     try:
         yield
-    except MIError:
+    except (MIError, ImportError):  # whoever calls says which package is missing
         raise
     except BaseException as error:
         # Rust's panics are no Exception, and neither is Ctrl-C, which goes on.

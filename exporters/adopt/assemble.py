@@ -17,6 +17,7 @@ from exporters.adopt.naming import name_caches, name_points
 from exporters.adopt.operators import expand
 from exporters.adopt.operators.fused import Fused
 from exporters.adopt.operators.moved_attention import moved
+from exporters.adopt.operators.op_writer import TOKENS
 from exporters.adopt.opset import modernise
 from exporters.adopt.recognise import Recognised, recognise
 from exporters.adopt.restorable import keep_fused
@@ -36,7 +37,7 @@ from exporters.adopt.source_file import Source, check_source, open_source, tell_
 from exporters.adopt.stock_graph import Interface, copied, keep_stock
 from exporters.adopt.value_types import infer_types
 from exporters.adopt.write_model import config_of, other_windows, windows_of, write_model
-from mionnx.errors import ExportError, ModelError
+from mionnx.errors import ExportError, ModelError, boundary
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING, NORMED_STREAM
 from mionnx.graph.weight_check import Hashes, hashed_beside
@@ -78,11 +79,12 @@ def adopt_file(file: Path, target: Path, progress: Progress) -> Adopted:
     """
     progress("reading", 0, STAGES)
     config_of(file)  # what lies beside is refused before anything is read
-    source = open_source(file)
-    _link_weights(source, target)
-    check_source(source, target)
-    with hashed_beside(target, source.weight_files) as hashes:  # nobody waits for gigabytes to be hashed
-        return _adopted(source, target, hashes, progress)
+    with boundary(ExportError, f"{file} cannot be adopted"):
+        source = open_source(file)
+        _link_weights(source, target)
+        check_source(source, target)
+        with hashed_beside(target, source.weight_files) as hashes:  # nobody waits for gigabytes to be hashed
+            return _adopted(source, target, hashes, progress)
 
 
 def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progress: Progress) -> Adopted:
@@ -93,6 +95,7 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
     source.model.graph.sort()  # float16 converters put casts at the end
     modernise(source.model)
     tell_types(source.stock, infer_types(source.model))
+    rows = {str(value.name): value.shape[0] for value in source.model.graph.inputs if value.shape}
     name_inputs(source.model)
     fused: list[Fused] = []
     expanded = expand(source.model, fused)
@@ -109,7 +112,14 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
     lacks = {lack for lack, has in (("mask", padding), ("cache", cached)) if not has}
     proto, windows = _clean(source.model), windows_of(config_of(file), len(found.attention))
     check_bounded(proto, target)
-    probed = probe(proto, target, names)
+    try:
+        probed = probe(proto, target, names)
+    except ExportError as error:
+        tokens = stock_inputs[next(value for value in source.model.graph.inputs if value.name == TOKENS)]
+        if not isinstance(rows.get(tokens), int):
+            raise
+        said = f"{tokens} has a batch of {rows[tokens]}; export with a dynamic batch (an example of two rows)"
+        raise ExportError(f"{file}: {said}: {error}") from error
     adds, counts = any(one.name == "MultiHeadAttention" for one in fused), positions is not None
     plain = Plain(source.model, proto, target, found, probed, windows, frozenset(lacks), counts, adds=adds)
     progress("checking", 3, STAGES)

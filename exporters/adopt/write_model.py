@@ -12,6 +12,7 @@ import onnx_ir as ir
 from exporters.adopt.recognise import Recognised
 from exporters.adopt.self_check import Probe
 from exporters.adopt.source_file import Source, config_folder
+from exporters.config_sizes import check_sizes
 from exporters.hook_axes import axes_of
 from exporters.sidecar_files import find_files, keep_files
 from mionnx.errors import ExportError, ModelError
@@ -81,6 +82,7 @@ def config_of(file: Path) -> dict[str, Any]:
         raise ExportError(str(error)) from error
     if not isinstance(config, dict):
         raise ExportError(f"{path} is damaged: it holds no table")
+    check_sizes(config, path)
     return config
 
 

@@ -14,7 +14,7 @@ from exporters.gguf.facts import Facts
 from exporters.gguf.header import Header
 from exporters.gguf.rope import frequencies, rope
 from exporters.gguf.special_tokens import special_ids
-from mionnx.errors import ExportError, nearest
+from mionnx.errors import ExportError, boundary, nearest
 
 LAYER = {  # module of a layer, llama.cpp's name -> transformers' in most families
     "attn_norm": "input_layernorm",
@@ -163,6 +163,11 @@ def architecture_of(header: Header) -> Architecture:
     Raises:
         ExportError: it is none that is known, a part of a model, or no generative language model at all.
     """
+    with boundary(ExportError, f"{header.file} is damaged"):  # arrays where numbers belong
+        return _architecture(header)
+
+
+def _architecture(header: Header) -> Architecture:
     metadata, file = header.metadata, header.file
     name, kind = (str(metadata.get(f"general.{key}", "")) for key in ("architecture", "type"))
     for what in (name, kind):
@@ -190,9 +195,10 @@ def config_of(header: Header, architecture: Architecture) -> Config:
         ExportError: the file lacks a size, or its sizes are not those of its tensors.
     """
     facts = Facts(header)
-    config = _common(facts)
-    config |= architecture.config(facts, config)
-    facts.check_all_read()
+    with boundary(ExportError, f"{header.file} is damaged"):
+        config = _common(facts)
+        config |= architecture.config(facts, config)
+        facts.check_all_read()
     return {"model_type": architecture.model_type, **config}
 
 

@@ -1,9 +1,11 @@
 """The metadata of a GGUF file's model, by llama.cpp's keys without the architecture's name."""
 
+import math
 from typing import Any
 
 import numpy as np
 
+from exporters.config_sizes import is_between
 from exporters.gguf.header import Header
 from mionnx.errors import ExportError
 
@@ -24,6 +26,11 @@ COMPUTING: dict[str, tuple[Any, ...]] = {
     "residual_scale": (1.0,),
     "rope.scaling.finetuned": (True, False),
     "use_parallel_residual": (False,),
+}
+LARGEST = 2**31  # of a size
+RANGES = {  # key -> above the first, up to the second: what some model has
+    **dict.fromkeys(("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"), (0.0, 1.0)),
+    **dict.fromkeys(("rope.freq_base", "rope.freq_base_swa"), (0.0, 1e15)),
 }
 
 
@@ -48,8 +55,12 @@ class Facts:
             if len(different) != 1:
                 raise ExportError(f"{self.header.file}: {key} differs between layers, {different}: not supported")
             return different[0]
-        if value is not None and not isinstance(value, int | float):
-            raise self._wrong(key, value, "a number")
+        if value is None:
+            return None
+        above, most = RANGES.get(key, (-math.inf, math.inf))
+        if not is_between(value, above, most) or not math.isfinite(value):
+            wanted = "a number" if key not in RANGES else f"a number above {above:g}, up to {most:g}"
+            raise self._wrong(key, value, wanted)
         return value
 
     def number(self, key: str) -> float:
@@ -59,7 +70,7 @@ class Facts:
             ExportError: it is missing, or another one.
         """
         value = self.maybe(key)
-        if value is None or isinstance(value, bool) or not value > 0:
+        if value is None or not value > 0:
             raise self._wrong(key, value, "a positive number")
         return value
 
@@ -70,8 +81,8 @@ class Facts:
             ExportError: it is missing, or another one.
         """
         value = self.maybe(key, default)
-        if value is None or isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self._wrong(key, value, "a size")
+        if value is None or not isinstance(value, int) or not 0 < value <= LARGEST:
+            raise self._wrong(key, value, "a size" if value is None or value <= 0 else f"a size up to {LARGEST:,}")
         return value
 
     def text(self, key: str, default: str) -> str:
@@ -98,7 +109,8 @@ class Facts:
         """
         for key, neutral in COMPUTING.items():
             value = self.header.metadata.get(f"{self.architecture}.{key}")
-            if value is not None and key not in self._read and value not in neutral:
+            stated = value.tolist() if isinstance(value, np.ndarray) else [value]
+            if value is not None and key not in self._read and not all(one in neutral for one in stated):
                 raise ExportError(
                     f"{self.header.file} states {self.architecture}.{key} = {value!r}, which is not supported in the "
                     f"architecture {self.architecture}"

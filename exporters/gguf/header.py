@@ -8,6 +8,7 @@ import mmap
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,11 @@ class _Reader:
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self._damaged(f"its alignment is {alignment!r}, no power of two")
         start = -(-self.at // alignment) * alignment
-        return Header(self.file, metadata, {name: self._info(name, start, *entries[name]) for name in entries})
+        infos = {name: self._info(name, start, *entries[name]) for name in entries}
+        for one, other in pairwise(sorted(infos.values(), key=lambda info: info.offset)):
+            if one.offset + one.length > other.offset:
+                raise self._damaged(f"its tensors {one.name} and {other.name} lie on each other")
+        return Header(self.file, metadata, infos)
 
     def _check_start(self) -> None:
         magic = self._take(4)
@@ -142,6 +147,8 @@ class _Reader:
         except ValueError as error:
             raise ExportError(f"{self.file}: tensor {name} has type {number}, which gguf does not know") from error
         block, size = GGML_QUANT_SIZES[kind]
+        if 0 in shape:
+            raise self._damaged(f"tensor {name} is {list(shape)}, no numbers")
         if not shape or shape[-1] % block:
             raise self._damaged(f"tensor {name} is {list(shape)}, no whole blocks of {kind.name}")
         length = prod(shape) // block * size

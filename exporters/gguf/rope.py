@@ -9,6 +9,8 @@ from exporters.gguf.header import Header
 from mionnx.errors import ExportError
 
 EVERY, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
+LARGEST_FACTOR = 1e6
+PARTIAL = ("phi3",)  # architectures whose transformers model heeds a partial_rotary_factor
 FACTORS = (EVERY, SHORT, LONG)  # tensors that are no weights: what each frequency is divided by
 
 
@@ -31,6 +33,11 @@ def rope(facts: Facts, head_dim: int, context: int, factors: dict[str, list[floa
     """
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.maybe("rope.freq_base", 10000.0)}
     width = facts.size("rope.dimension_count", head_dim)
+    if width > head_dim or (width != head_dim and facts.architecture not in PARTIAL):
+        raise ExportError(
+            f"{facts.header.file}: {facts.architecture}.rope.dimension_count is {width}, and heads are {head_dim} long:"
+            f" transformers turns all of a head in this architecture"
+        )
     if width != head_dim:
         found["partial_rotary_factor"] = width / head_dim
     wrong = [name for name, values in factors.items() if len(values) != width // 2]
@@ -52,6 +59,8 @@ def _scaled(facts: Facts, context: int) -> dict[str, Any]:
     """Scaling by a rule; llama.cpp takes a factor without a name for "linear"."""
     kind = facts.text("rope.scaling.type", "linear")
     factor = facts.maybe("rope.scaling.factor") or facts.maybe("rope.scale_linear") or 1.0
+    if not 0 < factor <= LARGEST_FACTOR:
+        raise ExportError(f"{facts.header.file} scales its rotation by a factor of {factor:g}, which no model has")
     if kind in ("none", "longrope") or (kind == "linear" and factor == 1.0):
         return {}
     if kind == "linear":

@@ -16,7 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from exporters.gguf.header import Header
 from exporters.gguf.pre_tokenizers import CUTS, Cut
 from exporters.gguf.special_tokens import special_ids
-from mionnx.errors import nearest
+from mionnx.errors import MIError, boundary, nearest
 
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = (
@@ -35,7 +35,7 @@ _SPELLED = frozenset(_ALPHABET.values())
 _NO_STRIP = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's tokens those that take no white space after them along
 
 
-class _NoTokenizerError(Exception):
+class _NoTokenizerError(MIError):
     """The reason why a tokenizer cannot be built."""
 
 
@@ -67,22 +67,18 @@ def _build(facts: dict[str, Any]) -> tuple[Tokenizer, dict[str, bool]]:
     """The tokenizer, and whether a text begins with BOS and ends with EOS."""
     builders = {"gpt2": _byte_level, "llama": _sentence_piece}
     kind, tokens = facts.get("model"), facts.get("tokens")
-    if kind not in builders:
+    if not isinstance(kind, str) or kind not in builders:
         raise _NoTokenizerError(f"its vocabulary is of the kind {kind!r}; known are {', '.join(builders)}")
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise _NoTokenizerError("its metadata hold no list of tokens")
-    for key in ("token_type", "scores"):
-        if key in facts and len(facts[key]) != len(tokens):
-            raise _NoTokenizerError(f"it has {len(tokens)} tokens and {len(facts[key])} {key}")
-    try:
+    with boundary(_NoTokenizerError, "its metadata are damaged"):
+        for key in ("token_type", "scores"):
+            if key in facts and len(facts[key]) != len(tokens):
+                raise _NoTokenizerError(f"it has {len(tokens)} tokens and {len(facts[key])} {key}")
         tokenizer, begins = builders[kind](facts)
         _add_tokens(tokenizer, tokens, facts)
         ends = {"bos": bool(facts.get("add_bos_token", begins)), "eos": bool(facts.get("add_eos_token", False))}
         _add_ends(tokenizer, facts, ends)
-    except _NoTokenizerError:
-        raise
-    except Exception as error:  # the library raises plain Exception, as of a merge without its token
-        raise _NoTokenizerError(f"its metadata are damaged: {type(error).__name__}: {error}") from error
     return tokenizer, ends
 
 

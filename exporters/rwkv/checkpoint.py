@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from exporters.config_sizes import check_sizes
 from exporters.rwkv.layouts import Layout, find_layout
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import inside, read_json
@@ -66,6 +67,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ExportError(str(error)) from error
     if not isinstance(config, dict):
         raise ExportError(f"{path} is damaged: it holds no table")
+    check_sizes(config, path)
     return config
 
 

@@ -22,13 +22,13 @@ from exporters.transformers.checkpoint import map_tensors
 from exporters.transformers.families import FAMILIES
 from exporters.transformers.hooked_graph import HookedGraph, Stage, make_graph
 from exporters.transformers.missing_taps import missing_taps
-from exporters.transformers.native_config import native_config
+from exporters.transformers.native_config import CONFIG, native_config
 from exporters.transformers.own_experts import identities_from, is_spare
 from exporters.transformers.refused import refuse
 from exporters.transformers.sizes import sizes_of, sliding_window
 from exporters.transformers.weights import bind_weights
 from exporters.weight_files import locations, place_nowhere
-from mionnx.errors import ExportError
+from mionnx.errors import ExportError, boundary
 from mionnx.graph import file_digest
 from mionnx.graph.blocks import GivenBlocks
 from mionnx.graph.metadata import DTYPE_NAMES, IDENTITIES, NORMED_STREAM, Attention, Metadata, context_length
@@ -58,10 +58,12 @@ def export_checkpoint(
         files = {tensor.file for tensor in tensors}
         file_digest.start(files)  # read while the model is traced
         kind = export_dtype(dtype, tensors)
-        layers = sizes_of(config, learned_positions=False).num_layers
+        with boundary(ExportError, f"{folder / CONFIG} makes no model"):
+            layers = sizes_of(config, learned_positions=False).num_layers
         if layers > len(tensors):
             raise ExportError(f"the config says {layers} layers, the checkpoint has {len(tensors)} tensors")
-        made = _tapped(config, kind, stage)
+        with boundary(ExportError, f"{folder / CONFIG} makes no model"):
+            made = _tapped(config, kind, stage)
         if isinstance(made, str):
             if any(tensor.packed is not None for tensor in tensors):
                 raise ExportError(f"{made}; a family that is found by structure opens from a checkpoint of floats")

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from exporters.config_sizes import check_sizes
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import inside, read_json
 
@@ -29,6 +30,7 @@ def native_config(folder: Path) -> Any:
         raise ExportError(str(error)) from error
     if not isinstance(table, dict):
         raise ExportError(f"{folder / CONFIG} is damaged: it holds no table")
+    check_sizes(table, folder / CONFIG)
     _check_code(table, folder)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)

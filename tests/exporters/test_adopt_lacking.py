@@ -39,7 +39,7 @@ def torch_file(checkpoint, tmp_path_factory) -> Callable[..., Path]:
     return find
 
 
-def _export(source: Path, folder: Path, masked: bool, attention: str = "eager") -> Path:
+def _export(source: Path, folder: Path, masked: bool, attention: str = "eager", rows: int = 2) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -56,7 +56,8 @@ def _export(source: Path, folder: Path, masked: bool, attention: str = "eager") 
             return self.inner(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
 
     names = ["input_ids", "attention_mask"][: 1 + masked]
-    example, sizes = torch.ones(2, 12, dtype=torch.long), {0: torch.export.Dim("batch"), 1: torch.export.Dim("seq")}
+    example, sizes = torch.ones(rows, 12, dtype=torch.long), {1: torch.export.Dim("seq")}
+    sizes |= {0: torch.export.Dim("batch")} if rows > 1 else {}
     torch.onnx.export(
         Logits(),
         tuple(example.clone() for _ in names),
@@ -214,6 +215,16 @@ def test_single_passes_work_without_a_cache(without_config, models):
     mine, theirs = (model.forward(IDS, spec) for model in (without_config, models("gemma2")))
     for one, other in ((mine.output(), theirs.output()), *zip(mine.values(), theirs.values(), strict=True)):
         assert np.abs(one - other).max() < TOLERANCE
+
+
+def test_a_batch_that_is_fixed_is_refused_with_what_to_do(checkpoint, tmp_path):
+    """FINDINGS, part 2, 12: torch fixes the batch of an example of one row."""
+    (tmp_path / "file").mkdir()
+    _export(checkpoint("gpt2"), tmp_path / "file", True, rows=1)
+    with pytest.raises(
+        ExportError, match=r"input_ids has a batch of 1; export with a dynamic batch \(an example of two"
+    ):
+        adopt(tmp_path / "file", tmp_path / "hooked")
 
 
 def test_an_edit_without_a_cache_reaches_later_positions(without_config, references):

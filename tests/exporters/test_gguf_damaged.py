@@ -247,3 +247,50 @@ class TestTheHub:
         with pytest.raises(Exception, match=r"holds 2 GGUF files: give one of them, as someone/model-GGUF/b\.gguf"):
             MIModel.from_pretrained("someone/model-GGUF")
         assert hub["downloaded"] == ["someone/model-GGUF/b.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("rope.dimension_count", value) for value in (8, 1, 10**9)),
+        *(("rope.freq_base", value) for value in (float("-inf"), float("inf"), float("nan"), 0.0, -1.0, True)),
+        *(("rope.scaling.factor", value) for value in (-1.0, float("nan"), float("inf"), 1e30)),
+        *(("attention.layer_norm_rms_epsilon", value) for value in (float("inf"), 1e30, -1e-6, 2.0, 0.0)),
+        *(("context_length", value) for value in (2**32 - 1,)),
+        *(("expert_count", value) for value in ([1, 2], [4])),
+        *(("pooling_type", value) for value in ([1, 2],)),
+    ],
+)
+def test_facts_that_no_model_has_are_refused_with_their_key(key, value, tmp_path):
+    """FINDINGS, part 4, 5, 10 and 11."""
+    write_gguf(make_model("llama"), tmp_path / "m.gguf", extra={f"llama.{key}": value})
+    with pytest.raises(ExportError, match=rf"m\.gguf.*({key}|is damaged|factor of)"):
+        opened(tmp_path / "m.gguf")
+
+
+def test_yarn_with_a_factor_below_zero_is_refused(tmp_path):
+    extra = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": -2.0}
+    write_gguf(make_model("llama"), tmp_path / "m.gguf", extra=extra)
+    with pytest.raises(ExportError, match="a factor of -2, which no model has"):
+        opened(tmp_path / "m.gguf")
+
+
+def test_a_split_count_that_is_an_array_is_refused(tmp_path):
+    write_gguf(make_model("llama"), tmp_path / "m.gguf", extra={"split.count": [1, 2]})
+    with pytest.raises(ExportError, match=r"m\.gguf is damaged: ValueError"):
+        opened(tmp_path / "m.gguf")
+
+
+def test_tensors_that_lie_on_each_other_are_refused(whole, tmp_path):
+    (tmp_path / "m.gguf").write_bytes(whole)
+    second = [*read_header(tmp_path / "m.gguf").tensors.values()][1]
+    at = whole.index(second.name.encode()) + len(second.name) + 4 + 8 * len(second.shape) + 4
+    assert struct.unpack_from("<Q", whole, at) != (0,)
+    with pytest.raises(ExportError, match=r"is damaged: its tensors .* lie on each other"):
+        opened(tmp_path / "m.gguf", whole[:at] + struct.pack("<Q", 0) + whole[at + 8 :])
+
+
+def test_a_tensor_of_no_numbers_is_refused(tmp_path):
+    write_small(tmp_path / "m.gguf", {}, {"a": np.zeros((0, 32), np.float32), "b": np.zeros(4, np.float32)})
+    with pytest.raises(ExportError, match=r"tensor a is \[0, 32\], no numbers"):
+        read_header(tmp_path / "m.gguf")
