@@ -339,7 +339,7 @@ def save(results: dict[str, Found], seconds: float, seed: int) -> None:
         "# Hostile files",
         "",
         f"`python tests/fuzz/fuzz_files.py --seconds {seconds:g} --seed {seed} --save`: mutants of each kind of file,",
-        f"each in a process of its own: `MIError` or an answer in {SECONDS} s of the processor, in 1 GiB over the file's",
+        f"each in a process of its own: `MIError` or an answer in {SECONDS} s of the processor, 1 GiB over the file",
         "size, nothing read or written outside, nothing executed.",
         "",
         "| format | mutants | answers | refused by `MIError` | findings |",
