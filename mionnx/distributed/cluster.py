@@ -84,7 +84,9 @@ class Workers:
 
 
 def _while_answering(rows: Iterable[Any], head: str) -> Iterator[Any]:
-    """Rows as they come, while the head of the cluster answers: Ray itself waits for a dead one without end.
+    """Rows as they come, while the head of the cluster answers.
+
+    Ray itself waits without end for one that is dead.
 
     Raises:
         RuntimeMissingError: it does not.
