@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
+from queue import Empty, Queue
+from threading import Semaphore, Thread
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +26,8 @@ from mionnx.run.runner import Runner
 
 LOCAL = "local"
 PATIENCE = 10.0  # seconds that a cluster has to answer
+MISSES = 3  # in a row, after which it is given up
+LEAVE = 20.0  # seconds for the end of a cluster
 M = TypeVar("M", bound=Runner)
 
 
@@ -58,6 +62,7 @@ class Workers:
 
         Raises:
             MIError: as the work raises it.
+            RuntimeMissingError: the head of the cluster does not answer any more.
         """
         data = self.ray.data.from_items([{"begin": 0}])
         data.context.target_max_block_size = 1  # a piece goes to a worker as soon as it is made
@@ -72,10 +77,61 @@ class Workers:
             num_cpus=self.cpus,
             num_gpus=self.gpus or None,
         )
-        for row in data.iter_rows():
+        for row in _while_answering(data.iter_rows(), self.ray.get_runtime_context().gcs_address):
             if isinstance(found := row["piece"].value, MIError):
                 raise found
             yield found
+
+
+def _while_answering(rows: Iterable[Any], head: str) -> Iterator[Any]:
+    """Rows as they come, while the head of the cluster answers.
+
+    Ray itself waits without end for one that is dead.
+
+    Raises:
+        RuntimeMissingError: it does not.
+    """
+    found: Queue[tuple[bool, Any]] = Queue()
+    room = Semaphore(0)  # no row is fetched before the one before it is taken
+
+    def fetch() -> None:
+        try:
+            for row in rows:
+                found.put((True, row))
+                room.acquire()
+            found.put((False, None))
+        except BaseException as error:
+            found.put((False, error))
+
+    Thread(target=fetch, daemon=True).start()
+    misses = 0
+    while True:
+        try:
+            more, row = found.get(timeout=PATIENCE / 2)
+        except Empty:
+            misses = 0 if _answers(head) else misses + 1
+            if misses < MISSES:
+                continue
+            raise RuntimeMissingError(
+                f"the head of the Ray cluster, {head}, does not answer any more; what is finished is kept: begin a "
+                "cluster again and repeat the call, and it goes on"
+            ) from None
+        if not more and row is not None:
+            raise row
+        if not more:
+            return
+        misses = 0
+        room.release()
+        yield row
+
+
+def _answers(head: str) -> bool:
+    host, _, port = head.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE).close()
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -156,7 +212,9 @@ def cluster(address: str, model: Runner, workers: int | None, cpus: int) -> Iter
         yield Workers(ray, workers or max(1, room), cpus, gpus)
     finally:
         if begun:
-            ray.shutdown()
+            ending = Thread(target=ray.shutdown, daemon=True)  # which waits for a dead head
+            ending.start()
+            ending.join(LEAVE)
 
 
 def _reach(address: str) -> None:

@@ -1,6 +1,7 @@
 """A harvest by workers is that of one process, byte for byte, whoever is killed on the way."""
 
 import filecmp
+import os
 import signal
 import subprocess
 import sys
@@ -146,6 +147,40 @@ def test_a_killed_driver_goes_on_where_it_was(whole: Activations, tmp_path: Path
     assert ran.exit_code == 0, ran.output
     assert same(tmp_path / "made", whole.folder)
     assert begun.items() <= shards(tmp_path / "made").items()
+
+
+DRIVER = """
+import sys, time
+from mionnx import MIModel, MIError, distributed
+from test_harvest import FOLDER, HOOKS, OPTIONS, TEXTS
+try:
+    distributed.harvest(MIModel.from_pretrained(FOLDER), TEXTS * 20, HOOKS, sys.argv[1], workers=1, **OPTIONS)
+except MIError as error:
+    print(type(error).__name__, error, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_dead_head_is_a_sentence_within_a_minute(tmp_path: Path) -> None:
+    """Finding 12: 65 s later the driver had not answered."""
+    pytest.importorskip("ray", reason="pip install 'mionnx[ray]'")
+    paths = [str(REPOSITORY), str(Path(__file__).parent), str(REPOSITORY / "tests" / "shared")]
+    child = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(tmp_path / "made")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+    with child:
+        while len(shards(tmp_path / "made")) < 2 and child.poll() is None:
+            time.sleep(0.05)
+        (head,) = [one for one in psutil.Process(child.pid).children(recursive=True) if "gcs_server" in one.name()]
+        head.send_signal(signal.SIGKILL)
+        begun = time.monotonic()
+        said = child.communicate(timeout=120)[0]
+    assert time.monotonic() - begun < 60
+    assert said.startswith("RuntimeMissingError the head of the Ray cluster")
+    assert "repeat the call, and it goes on" in said
 
 
 @pytest.mark.slow
