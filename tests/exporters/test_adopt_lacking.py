@@ -333,3 +333,30 @@ def test_branches_that_differ_are_refused(tmp_path):
     merged_decoder.write(tmp_path / "source", changed=True)
     with pytest.raises(ExportError, match="adopted logits = the file's own"):
         adopt(tmp_path / "source", tmp_path / "hooked")
+
+
+@pytest.mark.parametrize(("key", "value"), [("offset", "-1"), ("length", "x"), ("offset", "")])
+def test_weights_at_no_place_are_one_sentence(key, value, tmp_path):
+    """FINDINGS, part 4, 10."""
+    shutil.copytree(FOREIGN / "optimum", tmp_path / "file")
+    proto = onnx.load(tmp_path / "file" / "model.onnx")
+    onnx.save(proto, tmp_path / "file" / "model.onnx", save_as_external_data=True, location="data", size_threshold=64)
+    proto = onnx.load(tmp_path / "file" / "model.onnx", load_external_data=False)
+    held = next(tensor for tensor in proto.graph.initializer if tensor.external_data)
+    kept = [(entry.key, entry.value) for entry in held.external_data if entry.key != key]
+    del held.external_data[:]
+    for name, text in [*kept, (key, value)]:
+        held.external_data.add(key=name, value=text)
+    (tmp_path / "file" / "model.onnx").write_bytes(proto.SerializeToString())
+    with pytest.raises(ExportError):
+        adopt(tmp_path / "file", tmp_path / "hooked")
+
+
+def test_a_cycle_is_one_sentence(tmp_path):
+    shutil.copytree(FOREIGN / "optimum", tmp_path / "file")
+    proto = onnx.load(tmp_path / "file" / "model.onnx")
+    node = next(node for node in proto.graph.node if node.op_type == "Add")
+    node.input[0] = node.output[0]
+    onnx.save(proto, tmp_path / "file" / "model.onnx")
+    with pytest.raises(ExportError, match=r"model\.onnx"):
+        adopt(tmp_path / "file", tmp_path / "hooked")
