@@ -68,8 +68,8 @@ def run_pass(
         logits: whether logits are.
         effective: whether the interventions are known to have an effect.
     """
+    refuse_too_large(bound, batch, use_cache)
     inputs = {**bound.inputs(batch, past, use_cache, effective), **metric_feeds(model, bound, batch)}
-    refuse_too_large(bound, batch)
     names = [name for name in bound.outputs(use_cache) if logits or name != LOGITS]
     plan = with_fused(bound.plan, model.hooked, model.options, batch, names)
     plan, head = with_shared_head(plan, model.hooked, model.options)
