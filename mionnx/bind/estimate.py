@@ -19,11 +19,13 @@ class Estimate(Brief):
     Attributes:
         captures: name of the capture -> bytes.
         graph: of a spec with gradients, approximate bytes of its open graph.
+        passing: approximate bytes of the whole pass: its longest layer, logits and captures.
         opening: of a spec with gradients, approximate seconds of processor time until its graph is open.
     """
 
     captures: dict[str, int]
     graph: int = field(default=0, kw_only=True)
+    passing: int = field(default=0, kw_only=True)
     opening: float = field(default=0.0, kw_only=True)
 
     @property
@@ -39,6 +41,8 @@ class Estimate(Brief):
 
     def _facts(self) -> Iterator[str]:
         yield from (count(len(self.captures), "capture"), format_bytes(self.total), f"peak {format_bytes(self.peak)}")
+        if self.passing:
+            yield f"a pass of {format_bytes(self.passing)}"
         if self.graph:
             yield f"a graph of {format_bytes(self.graph)}, opened in {decimal(self.opening, 1)} s"
 

@@ -26,7 +26,7 @@ from mionnx.compile.bake_gates import bake_gates
 from mionnx.compile.bake_metric import bake_metric
 from mionnx.compile.token_facts import TokenFacts, replace_input
 from mionnx.errors import InterventionError
-from mionnx.graph.builder import Builder, Constant, Graph, Tensor, Variable
+from mionnx.graph.builder import Builder, Constant, Graph, Tensor, Variable, sort_nodes
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.report import Report
 from mionnx.inputs.token_batch import TokenBatch
@@ -62,7 +62,7 @@ def bake(
         _edit(graph, edit, intervention, dims, calls, turned.get(n), report)
     bake_gates(graph, bound.spec, bound.model.metadata, calls, report)
     bake_metric(graph, bound, calls, report)
-    graph.toposort()
+    sort_nodes(graph)
 
 
 def _knob(graph: Graph, name: str, where: Sequence[tuple[Edit, Intervention]], report: Report) -> Constant:

@@ -176,3 +176,34 @@ def _restore_defaults(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
     """Restore inputs with a default; graphsurgeon takes them for constants."""
     held = {tensor.name for tensor in proto.graph.initializer} - {value.name for value in proto.graph.input}
     proto.graph.input.extend(value for value in origin.graph.input if value.name in held)
+
+
+def sort_nodes(graph: Graph) -> None:
+    """Bring nodes into an order in which they can run, as `Graph.toposort` does, in a chain of any length.
+
+    That one goes from a node to what it reads by recursion: 600 interventions at one hook point are too many.
+    """
+    for inner in graph.subgraphs():
+        sort_nodes(inner)
+    local = graph._local_tensors()
+    levels: dict[int, int] = {}
+    nodes: dict[int, Node] = {}
+
+    def read(node: Node) -> list[Node]:
+        """The nodes that make what a node reads, and what its subgraphs read from outside."""
+        outer = [tensor for inner in node.subgraphs() for tensor in inner._foreign_tensors().values()]
+        made = [maker for tensor in (*node.inputs, *outer) if tensor.name in local for maker in tensor.inputs]
+        return [*{id(maker): maker for maker in made}.values()]
+
+    for node in graph.nodes:
+        waiting = [(node, read(node))]
+        while waiting:
+            last, makers = waiting[-1]
+            unknown = next((maker for maker in makers if id(maker) not in levels), None)
+            if unknown is not None:
+                waiting.append((unknown, read(unknown)))
+                continue
+            nodes[id(last)] = last
+            levels.setdefault(id(last), 1 + max((levels[id(maker)] for maker in makers), default=-1))
+            waiting.pop()
+    graph.nodes = sorted(nodes.values(), key=lambda one: levels[id(one)])

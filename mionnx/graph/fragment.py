@@ -12,6 +12,7 @@
 """
 
 import hashlib
+import reprlib
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -70,7 +71,7 @@ class Fragment:
             validate.check(proto, path.parent)
             return cls(*_parted(proto, path.parent))
         if not isinstance(source, onnx.ModelProto | bytes | bytearray | memoryview):
-            what = f"{type(source).__name__} {source!r:.60}"
+            what = f"{type(source).__name__} {reprlib.repr(source):.60}"
             raise InterventionError(f"splice: a fragment is an ONNX model, its bytes or its path, got {what}")
         proto = source if isinstance(source, onnx.ModelProto) else _parsed(source)
         if onnx_file.locations(proto):

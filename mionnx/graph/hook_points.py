@@ -7,6 +7,7 @@ first); where TransformerLens means something else by a name, this table decides
 
 import operator
 import re
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -69,7 +70,7 @@ class Layered(Variant):
         try:
             number = operator.index(layer)
         except TypeError:
-            raise HookError(f"HookPoint.{self.name}: a layer is an integer, got {layer!r}") from None
+            raise HookError(f"HookPoint.{self.name}: a layer is an integer, got {reprlib.repr(layer)}") from None
         if number < 0:
             raise HookError(f"HookPoint.{self.name}: layers are counted from 0, got {number}")
         return HookPoint(self.name, number, self.template.format(i=number))
@@ -234,7 +235,7 @@ class HookPoint:
             HookError: the name is no text.
         """
         if not isinstance(name, str):
-            raise HookError(f"a hook point's name is a text, got {type(name).__name__} {name!r:.60}")
+            raise HookError(f"a hook point's name is a text, got {type(name).__name__} {reprlib.repr(name):.60}")
         return HookPoint("Custom", None, name)
 
     @staticmethod
@@ -247,7 +248,9 @@ class HookPoint:
         if isinstance(name, HookPoint):
             return name
         if not isinstance(name, str):
-            raise HookError(f"a hook point is a HookPoint or its name, got {type(name).__name__} {name!r:.60}")
+            raise HookError(
+                f"a hook point is a HookPoint or its name, got {type(name).__name__} {reprlib.repr(name):.60}"
+            )
         return _parsed(name)
 
 

@@ -119,6 +119,13 @@ def tokenize_chat(
         add_generation_prompt = not continue_final_message and given[-1]["role"] != ASSISTANT
     chat = template.render(given, add_generation_prompt, variables)
     text = _cut(chat, given[-1]) if continue_final_message else chat.text
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TokenizerError(
+            f"character {error.start} of what the chat template makes is half of a pair of surrogates "
+            f"({text[error.start]!a}), no text: it stands in a message or in the template"
+        ) from error
     found = tokenize(tokenizer, text, add_special_tokens=False)
     roles = tuple(one["role"] for one in given)
     return ChatTokens(found.text, found.ids, found.offsets, found.pieces, roles, chat.spans)

@@ -8,6 +8,7 @@ WIDTH = 110  # characters of a line
 LINES = 8  # of a printed result
 ITEMS = 6  # of a list or tuple that are written out
 LETTERS = 40  # of a text
+DEPTH = 4  # of lists in lists
 
 
 class Brief:
@@ -32,7 +33,7 @@ class Brief:
         return "\n".join([repr(self), *(f"  {cut(line, WIDTH - 2)}" for line in _first(self._lines(), LINES - 1))])
 
 
-def spelled(value: Any) -> str:
+def spelled(value: Any, depth: int = DEPTH) -> str:
     """Spell a value in few letters: arrays by dtype and shape, long lists by their first items."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return shape_of(value)
@@ -41,11 +42,23 @@ def spelled(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Mapping):
-        entries = (f"{key!r}: {spelled(one)}" for key, one in islice(value.items(), ITEMS))
+        if not depth:
+            return "{…}"
+        entries = (f"{key!r}: {spelled(one, depth - 1)}" for key, one in islice(value.items(), ITEMS))
         return "{" + ", ".join(entries) + _more(value, "}")
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(spelled, value[:ITEMS])) + _more(value, "]")
-    return cut(repr(value), WIDTH)
+        if not depth:
+            return "[…]"
+        return "[" + ", ".join(spelled(one, depth - 1) for one in value[:ITEMS]) + _more(value, "]")
+    return cut(_written(value), WIDTH)
+
+
+def _written(value: Any) -> str:
+    """Python's own text of a value; its class where that is made of too many values in values."""
+    try:
+        return repr(value)
+    except RecursionError:
+        return f"{type(value).__name__}(…)"
 
 
 def shape_of(value: Any) -> str:

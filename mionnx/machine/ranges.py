@@ -1,6 +1,12 @@
 """Numbers within their range: indices, counts and sizes from outside."""
 
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
 from mionnx.errors import InputError, MIError
+
+MOST = 2**20  # entries of a list of indices or prompts; more than any text has positions
 
 
 def index_within(what: str, index: int, count: int, error: type[MIError] = InputError) -> int:
@@ -37,3 +43,15 @@ def at_least(what: str, number: float, least: float, error: type[MIError] = Inpu
     """
     if not number >= least:
         raise error(f"{what} must be {least} or above, got {number}")
+
+
+def listed(what: str, given: Iterable[Any], error: type[MIError] = InputError) -> list[Any]:
+    """The entries of an iterable, of which there may be without end.
+
+    Raises:
+        MIError: more than a million.
+    """
+    found = list(islice(given, MOST + 1))
+    if len(found) > MOST:
+        raise error(f"{what} has more than {MOST:,} entries: give fewer")
+    return found

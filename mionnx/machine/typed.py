@@ -18,6 +18,7 @@ import os
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
+from itertools import islice
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -26,6 +27,7 @@ from mionnx.errors import InputError, MIError
 from mionnx.machine.arrays import is_tensor, to_array
 from mionnx.machine.brief import LETTERS, cut, spelled
 from mionnx.machine.dialects import unknown_keyword
+from mionnx.machine.ranges import MOST
 
 T = TypeVar("T", bound=Callable[..., Any])
 Check = Callable[[Any], Any]  # gives the value to use, or REFUSED
@@ -40,7 +42,8 @@ HELD: tuple[type, ...] = (
 )  # entries are looked at without being used up
 WORDS = {int: "an integer", float: "a number", str: "a text", bool: "True or False", types.NoneType: "None"}
 PLURALS = {"a text": "texts", "True or False": "booleans", "a number": "numbers", "an integer": "integers"}
-LONGEST = 255  # bytes of a file's name
+LONGEST, PATH = 255, 4095  # bytes of a file's name, and of a path
+DEEPEST = 64  # lists in a list: more dimensions than numpy has
 MADE = {"HookSpec": "HookSpec().capture(NAME) makes one", "Intervention": "Intervention.Zero() is one"}
 
 
@@ -83,13 +86,11 @@ def _checked(function: Any, error: type[MIError], leave: set[str]) -> Any:
     def refuse(name: str, value: Any) -> MIError:
         return error(refusal(name, _hints(function)[name], value))
 
-    @wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
-        if not checks:  # when it is first called, all names of its annotations are there
-            found = _checks(function, leave)
-            placed[:] = map(found.get, names)
-            checks.update(found)
-        given = list(args)
+    def fit(given: list[Any], named: dict[str, Any]) -> None:
+        """Put what an annotation makes of an argument in its place."""
+        for name, value in (*zip(names, given, strict=False), *named.items()):
+            if type(value) is range and abs((value.stop - value.start) // value.step) > MOST:
+                raise error(f"{name} has more than {MOST:,} entries, got {value}: give fewer")
         for place, check in enumerate(placed[: len(given)]):
             if check is not None and (fitted := check(given[place])) is not given[place]:
                 if fitted is REFUSED:
@@ -103,9 +104,35 @@ def _checked(function: Any, error: type[MIError], leave: set[str]) -> Any:
                 if fitted is REFUSED:
                     raise refuse(name, value)
                 named[name] = fitted
-        return function(*given, **named)
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        if not checks:  # when it is first called, all names of its annotations are there
+            found = _checks(function, leave)
+            placed[:] = map(found.get, names)
+            checks.update(found)
+        given = list(args)
+        try:
+            fit(given, named)
+            return function(*given, **named)
+        except RecursionError as problem:
+            if deep := [name for name, value in (*zip(names, args, strict=False), *named.items()) if _is_deep(value)]:
+                said = f"{deep[0]} must not hold lists in lists more than {DEEPEST} deep, nor hold itself"
+                raise error(said) from problem
+            raise
 
     return call
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether a value holds others in others more than numpy's dimensions deep, or holds itself."""
+    level: list[Any] = [value] if isinstance(value, (*HELD, Mapping)) else []
+    for _ in range(DEEPEST):
+        inner = [one for outer in level for one in (outer.values() if isinstance(outer, Mapping) else outer)]
+        level = [one for one in {id(one): one for one in inner}.values() if isinstance(one, (*HELD, Mapping))]
+        if not level:
+            return False
+    return True
 
 
 def _checks(function: Any, leave: set[str]) -> dict[str, Check]:
@@ -273,7 +300,7 @@ def _path(value: Any) -> Any:
         name = os.fsencode(value)
     except UnicodeEncodeError:
         return REFUSED
-    return REFUSED if b"\0" in name or max(map(len, name.split(b"/"))) > LONGEST else value
+    return REFUSED if b"\0" in name or len(name) > PATH or max(map(len, name.split(b"/"))) > LONGEST else value
 
 
 def _mapping(keys: Check | None, entries: Check | None, value: Any) -> Any:
@@ -297,11 +324,16 @@ def _entries(check: Check | None, ordered: bool, value: Any) -> Any:
     if isinstance(value, str | bytes | Mapping | type) or not isinstance(value, Iterable):
         return REFUSED
     if is_tensor(value) or isinstance(value, np.ndarray):
-        value = to_array(value)
+        try:
+            value = to_array(value)
+        except ValueError:  # a tensor without data
+            return REFUSED
         if value.ndim == 0:
             return REFUSED
     elif ordered and not isinstance(value, Sequence):
-        value = list(value)
+        value = list(islice(value, MOST + 1))  # there may be no end
+        if len(value) > MOST:
+            return REFUSED
     looked_at = isinstance(value, (*HELD, np.ndarray))
     refused = looked_at and check is not None and any(check(one) is REFUSED for one in value)
     return REFUSED if refused else value

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from mionnx.graph.builder import Builder, edit, serialise
+from mionnx.graph.builder import Builder, edit, serialise, sort_nodes
 from mionnx.graph.extract import extract
 from mionnx.graph.report import Report
 
@@ -46,7 +46,7 @@ def lens(origin: onnx.ModelProto, hook: str, output: str) -> bytes:
     _largest(op, distribution)
     _chosen(op, distribution)
     _spread(op, distribution)
-    graph.cleanup().toposort()
+    sort_nodes(graph.cleanup())
     return serialise(graph, origin)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from mionnx.errors import ModelError
-from mionnx.graph.builder import Builder
+from mionnx.graph.builder import Builder, sort_nodes
 from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
 
@@ -49,7 +49,7 @@ def lens_rows(graph: gs.Graph, streams: Sequence[str], report: Report) -> None:
     _forget_shapes(chosen)
     _largest(graph, op, logits)
     _cut(graph, op, logits)
-    graph.toposort()
+    sort_nodes(graph)
 
 
 class _Head:

@@ -73,10 +73,10 @@ def run_pass(
         logits: whether logits are.
         effective: whether the interventions are known to have an effect.
     """
+    refuse_too_large(bound, batch, use_cache)
     bound = bound.on(batch)
     feeds = metric_feeds(model, bound, batch)
     inputs = {**bound.inputs(batch, past, use_cache, effective), **feeds}
-    refuse_too_large(bound, batch)
     names = [name for name in bound.outputs(use_cache) if logits or name != LOGITS]
     plan = with_fused(bound.plan, model.hooked, model.options, batch, names)
     plan, head = with_shared_head(plan, model.hooked, model.options)

@@ -12,23 +12,48 @@ from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine import memory
 from mionnx.run.batching import Fitting
 
+LARGE = 2**26  # bytes of a pass for which nobody needs to ask
 SMALL = 2**20  # bytes of captures for which nobody needs to ask how much memory is left
 SHARE = 0.25  # of the free memory that one batch may take
 STREAMS, SCORES = 16, 3  # arrays as wide as the stream, and of all heads' scores, that a layer holds at once, about
 
 
-def refuse_too_large(bound: BoundSpec, batch: TokenBatch) -> None:
-    """Refuse captures of one pass that memory does not hold.
+def refuse_too_large(bound: BoundSpec, batch: TokenBatch, use_cache: bool = False) -> None:
+    """Refuse a pass that memory does not hold.
 
     Raises:
         InputError: with the bytes that are needed, and those that are free.
     """
-    peak = bound.estimate(batch.batch, batch.seq, batch.total).peak if bound.captures else 0
-    if peak > SMALL and peak > (free := memory.available()):
+    need = pass_bytes(bound, batch.batch, batch.seq, batch.total, use_cache)
+    if need > LARGE and need > (free := memory.available()):
+        scores, kept = layer_bytes(bound, batch.seq, batch.total), kept_bytes(bound, batch.seq, batch.total - batch.seq)
         raise InputError(
-            f"the captures of this spec need {memory.format_bytes(peak)}, and "
-            f"{memory.format_bytes(free)} of memory are free: capture fewer layers, or run the text in pieces"
+            f"a pass over {batch.batch} x {batch.seq} tokens needs some {memory.format_bytes(need)} "
+            f"({memory.format_bytes(batch.batch * scores)} while its longest layer is computed, "
+            f"{memory.format_bytes(batch.batch * kept)} of captures and logits), and {memory.format_bytes(free)} of "
+            "memory are free: give the text in pieces (use_cache=True, then cache=), smaller batches (batch_size=), "
+            "ask for Logits(positions=-1) or logits=False, or capture less"
         )
+
+
+def pass_bytes(bound: BoundSpec, batch: int, seq: int, total: int, use_cache: bool = False) -> int:
+    """Approximate bytes of one pass: the longest layer while it is computed, and what is kept.
+
+    Args:
+        bound: the spec of the pass.
+        batch, seq, total: rows, new tokens, and tokens with those of the past.
+        use_cache: whether keys and values are returned.
+    """
+    gathered = bound.estimate(batch, seq, total)
+    kept = batch * kept_bytes(bound, seq, total - seq, use_cache)
+    return batch * layer_bytes(bound, seq, total) + kept + gathered.peak - gathered.total
+
+
+def layer_bytes(bound: BoundSpec, seq: int, total: int) -> int:
+    """Approximate bytes of one row's longest layer while it is computed: streams, and the scores of all heads."""
+    sizes = bound.model.metadata.sizes
+    scores = 0 if bound.model.metadata.recurrent else SCORES * sizes.num_heads * total
+    return 4 * seq * (STREAMS * sizes.hidden_size + scores)
 
 
 def kept_bytes(bound: BoundSpec, length: int, past: int = 0, use_cache: bool = False) -> int:
@@ -56,11 +81,11 @@ def fitting(bound: BoundSpec, past: int = 0, use_cache: bool = False) -> Fitting
 
     It counts what the rows leave, and roughly what a layer holds while it is computed.
     """
-    room, sizes = SHARE * memory.available(), bound.model.metadata.sizes
+    room = SHARE * memory.available()
 
     def rows(length: int) -> int:
-        layer = length * (STREAMS * sizes.hidden_size + SCORES * sizes.num_heads * (past + length))
-        return int(room // (4 * layer + 2 * kept_bytes(bound, length, past, use_cache)))
+        layer = layer_bytes(bound, length, past + length)
+        return int(room // (layer + 2 * kept_bytes(bound, length, past, use_cache)))
 
     return rows
 

@@ -14,6 +14,7 @@ from mionnx.rewrite import Report, rewrite
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.fused_plan import with_fused
 from mionnx.run.graph_pool import NODE, SESSION, GraphPool, OpenGraph
+from mionnx.run.pass_memory import pass_bytes
 from mionnx.run.shared_head import with_shared_head
 from mionnx.spec.hook_spec import HookSpec
 
@@ -105,6 +106,7 @@ def estimate(model: OpenModel, hooks: HookSpec, batch: int, seq: int, past: int 
         refuse_without_cache(model.binder.model, "a past")
     bound = model.binder.bind(hooks, differentiated=True)
     found = bound.estimate(batch, seq, past + seq)
+    found = replace(found, passing=pass_bytes(bound, batch, seq, past + seq))
     if not bound.gradients:
         return found
     hooked, variants = model.binder.model, model.variants

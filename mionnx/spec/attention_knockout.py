@@ -11,8 +11,9 @@ from numpy.typing import DTypeLike, NDArray
 from mionnx.errors import InterventionError
 from mionnx.machine.arrays import read_dtype, zeros
 from mionnx.machine.brief import Brief
+from mionnx.machine.ranges import listed
 from mionnx.machine.stored import Storable
-from mionnx.machine.typed import typed
+from mionnx.machine.typed import shown, typed
 
 MOST = 2**16  # layers, or heads, of any model
 
@@ -114,7 +115,7 @@ def naturals(what: str, values: Iterable[int]) -> list[int]:
     Raises:
         InterventionError: there are none, or others.
     """
-    integers = [whole(what, value) for value in values]
+    integers = [whole(what, value) for value in listed(what, values, InterventionError)]
     if not integers or min(integers) < 0:
         raise InterventionError(f"{what}s are counted from 0 and at least one is needed, got {integers}")
     return integers
@@ -129,7 +130,7 @@ def whole(what: str, value: int) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise InterventionError(f"a {what} is an integer, got {value!r}") from None
+        raise InterventionError(f"a {what} is an integer, got {shown(value)}") from None
 
 
 def at_most(what: str, number: int) -> int:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from mionnx.errors import InterventionError, nearest
 from mionnx.graph.metadata import DTYPE_NAMES
+from mionnx.machine.ranges import listed
 from mionnx.spec.attention_knockout import naturals, whole
 from mionnx.spec.hook_choice import HookChoice, Hooks, each
 
@@ -71,7 +72,7 @@ def _limit(what: str, indices: int | Iterable[int] | None) -> tuple[int, ...] | 
     """
     if indices is None:
         return None
-    entries = list(indices) if isinstance(indices, Iterable) else [indices]
+    entries = listed(what, indices, InterventionError) if isinstance(indices, Iterable) else [indices]
     limit = tuple(whole(what, entry) for entry in entries) if what == "positions" else tuple(naturals(what, entries))
     if not limit:
         raise InterventionError(f"a capture of no {what} would be empty")

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from mionnx.errors import HookError, SpecFileError, nearest
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.brief import spelled
+from mionnx.machine.ranges import listed
 
 Predicate = Callable[[str], bool]
 Hook = HookPoint | str
@@ -80,8 +82,9 @@ def each(hooks: Hooks) -> Iterator[HookPoint | str | Predicate]:
     """
     if isinstance(hooks, HookPoint | str) or callable(hooks) or not isinstance(hooks, Iterable):
         several = [hooks]
-    elif isinstance(hooks, Mapping) or not (several := [*hooks]):
-        raise HookError(f"hook points are a name, a glob, a function of the name, or a list of these, not {hooks!r}")
+    elif isinstance(hooks, Mapping) or not (several := listed("hook points", hooks, HookError)):
+        given = spelled(hooks)
+        raise HookError(f"hook points are a name, a glob, a function of the name, or a list of these, not {given}")
     for hook in several:
         yield hook if callable(hook) or is_glob(hook) else HookPoint.parse(hook)
 

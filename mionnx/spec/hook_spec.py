@@ -26,6 +26,8 @@ from mionnx.spec.intervention import Intervention
 from mionnx.spec.metric import MetricSpec, Tokens
 from mionnx.spec.state_interventions import StateKnockoutSpec, StateSteeringSpec
 
+MOST = 2000  # interventions at one hook point: they take 10 s to insert, and four times as many sixteen times as long
+
 Where = HookPoint | HookChoice
 
 
@@ -150,7 +152,7 @@ class HookSpec(Brief, Storable, Translated):
             intervention: what is done there.
 
         Raises:
-            HookError: an empty list, or something else than an `Intervention`.
+            HookError: an empty list, something else than an `Intervention`, or more than 2,000 at one place.
 
         Example:
             spec = HookSpec().intervene("blocks.1.attn.hook_z", Intervention.Zero(heads=3))
@@ -159,7 +161,10 @@ class HookSpec(Brief, Storable, Translated):
         if not isinstance(intervention, Intervention):
             raise HookError(f"intervene({str(hook)!r}, ...) takes an Intervention, got {type(intervention).__name__}")
         chosen = [what if isinstance(what, HookPoint) else HookChoice(what) for what in each(hook)]
-        self.interventions += [(where, intervention) for where in chosen]
+        for where in chosen:
+            if len(self.interventions) >= MOST and sum(other == where for other, _ in self.interventions) >= MOST:
+                raise HookError(f"{where} has {MOST:,} interventions, the most: a value may have an entry a position")
+            self.interventions.append((where, intervention))
         return self
 
     def set_state_knockout(self, *specs: StateKnockoutSpec) -> HookSpec:

@@ -7,6 +7,8 @@ import numpy as np
 
 from mionnx.errors import InterventionError, nearest
 from mionnx.machine.arrays import is_tensor, to_array
+from mionnx.machine.ranges import listed
+from mionnx.machine.typed import shown
 
 Positions = int | str | Sequence[int] | Sequence[Sequence[int]]
 Indices = int | Iterable[int]
@@ -27,11 +29,11 @@ def check_indices(what: str, indices: Indices | None) -> tuple[int, ...] | None:
     if isinstance(indices, Mapping):
         raise InterventionError(f"{what} must be one or more integers, got the dictionary {indices!r:.60}")
     indices = _plain(indices)
-    entries = tuple(indices) if isinstance(indices, Iterable) else (indices,)
+    entries = tuple(listed(what, indices, InterventionError)) if isinstance(indices, Iterable) else (indices,)
     if not entries or not all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in entries):
-        raise InterventionError(f"{what} must be one or more integers, got {indices!r}")
+        raise InterventionError(f"{what} must be one or more integers, got {shown(entries)}")
     if what != "positions" and min(entries) < 0:
-        raise InterventionError(f"{what} are counted from 0, got {indices!r}")
+        raise InterventionError(f"{what} are counted from 0, got {shown(entries)}")
     return tuple(int(i) for i in entries)
 
 
@@ -49,11 +51,16 @@ def check_positions(positions: Positions | None) -> tuple[Any, ...] | str | None
     given: Any = positions
     if not isinstance(given, Iterable) or isinstance(given, Mapping):
         return check_indices("positions", given)
-    entries: list[Any] = list(given)
+    entries = listed("positions", given, InterventionError)
     if entries and not any(entry is None or isinstance(entry, int | np.integer) for entry in entries):
         return tuple(check_indices("positions", row) for row in entries)
     return check_indices("positions", entries)
 
 
 def _plain(limit: Any) -> Any:
-    return to_array(limit).tolist() if isinstance(limit, np.ndarray) or is_tensor(limit) else limit
+    if not (isinstance(limit, np.ndarray) or is_tensor(limit)):
+        return limit
+    try:
+        return to_array(limit).tolist()
+    except ValueError as error:
+        raise InterventionError(f"a limit must be one or more integers, got {shown(limit)}: {error}") from error

@@ -18,6 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from mionnx.errors import InterventionError, nearest
+from mionnx.machine.ranges import listed
 from mionnx.machine.typed import typed
 from mionnx.spec.attention_knockout import LayerTargets, at_most, naturals, whole
 from mionnx.spec.limits import PHASES
@@ -39,7 +40,7 @@ class StateTargets(LayerTargets):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.positions_ = [_position(position) for position in self.positions_]
+        self.positions_ = [_position(position) for position in listed("positions", self.positions_, InterventionError)]
 
     def position(self, position: int | str) -> Self:
         """Add one position, or a phase: "prompt" or "generated"."""
@@ -47,7 +48,7 @@ class StateTargets(LayerTargets):
 
     def positions(self, positions: Iterable[int | str]) -> Self:
         """Add positions, or phases."""
-        self.positions_ += [_position(position) for position in positions]
+        self.positions_ += [_position(position) for position in listed("positions", positions, InterventionError)]
         return self
 
     def erase(self) -> Self:

@@ -10,10 +10,12 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from saelens_fixture import D_IN, D_SAE, random_weights
 from safetensors.numpy import save_file
 
@@ -54,6 +56,28 @@ class Anything:
     def __init__(self, *_: Any) -> None: ...
 
 
+class Endless:
+    """A generator without end, anew for every call."""
+
+    def __iter__(self) -> Iterator[int]:
+        return count()
+
+
+def _deep() -> list[Any]:
+    """A list in a list, 3,000 deep."""
+    made: list[Any] = [1]
+    for _ in range(3000):
+        made = [made]
+    return made
+
+
+def _of_itself() -> list[Any]:
+    """A list that holds itself."""
+    made: list[Any] = [1]
+    made.append(made)
+    return made
+
+
 WRONG: dict[str, Any] = {
     "None": None,
     "-1": -1,
@@ -77,6 +101,12 @@ WRONG: dict[str, Any] = {
     "pairs": {"a": 1},
     "texts": np.array(["a"]),
     "cube": np.zeros((2, 3, 4)),
+    "number": np.array(3),
+    "deep": _deep(),
+    "itself": _of_itself(),
+    "endless": Endless(),
+    "huge": range(10**12),
+    "meta": torch.empty(3, device="meta"),
 }
 PROMPT, OTHER, ANSWER = "The capital of France is", "The capital of Japan is", "Paris"
 CHAT, TEMPLATE = [{"role": "user", "content": PROMPT}], "{{ messages[0].content }}"

@@ -21,6 +21,7 @@ from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.axes import heads_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.machine.ranges import listed
 from mionnx.spec.attention_knockout import naturals
 
 ROLES = dict(zip(INTO_ATTENTION, "qkv", strict=True))
@@ -153,7 +154,8 @@ def chosen_senders(nodes: Nodes, given: str | HookPoint | Iterable[Receiver]) ->
     if isinstance(given, str | HookPoint):
         entries: list[Receiver] = ["*" if given == "all" else given]
     else:
-        entries = [*given] if isinstance(given, Iterable) else []
+        none = not isinstance(given, Iterable) or getattr(given, "shape", None) == ()  # an array of one number
+        entries = [] if none else listed("senders", given)
     if not entries:
         raise InputError(f"senders={given!r}: nothing would send; give hook points, or 'all'")
     found: set[int] = set()

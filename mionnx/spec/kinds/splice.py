@@ -9,6 +9,7 @@ import numpy as np
 from mionnx.errors import HookError
 from mionnx.graph.fragment import Fragment, Source
 from mionnx.graph.hook_points import HookPoint
+from mionnx.machine.brief import spelled
 from mionnx.spec.kinds.kind import Array, Change, Kind, Operators
 from mionnx.spec.limits import Indices, Positions, check_indices, check_positions
 
@@ -55,7 +56,7 @@ class Splice(Kind):
             Intervention.Splice("sae.onnx", positions=-1)
         """
         if reads is not None and not isinstance(reads, HookPoint | str):
-            raise HookError(f"splice: reads={reads!r} is no hook point")
+            raise HookError(f"splice: reads={spelled(reads)} is no hook point")
         limits = check_positions(positions), check_indices("heads", heads), check_indices("rows", rows)
         source = None if reads is None else str(reads)
         chosen: dict[str, Any] = {
