@@ -24,6 +24,12 @@ def refuse_too_large(bound: BoundSpec, batch: TokenBatch, use_cache: bool = Fals
     Raises:
         InputError: with the bytes that are needed, and those that are free.
     """
+    peak = bound.estimate(batch.batch, batch.seq, batch.total).peak if bound.captures else 0
+    if peak > SMALL and peak > (free := memory.available()):
+        raise InputError(
+            f"the captures of this spec need {memory.format_bytes(peak)}, and "
+            f"{memory.format_bytes(free)} of memory are free: capture fewer layers, or run the text in pieces"
+        )
     need = pass_bytes(bound, batch.batch, batch.seq, batch.total, use_cache)
     if need > LARGE and need > (free := memory.available()):
         scores, kept = layer_bytes(bound, batch.seq, batch.total), kept_bytes(bound, batch.seq, batch.total - batch.seq)
