@@ -7,11 +7,13 @@ from rich.markup import escape
 from rich.table import Column
 
 from mionnx.analysis.attribution.attribution import Attribution
-from mionnx.cli.options import Html, Json, Model, Png, Position, Prompt, Provider, Save, deliver, open_once
+from mionnx.cli.opening import PLAIN, RUNS, Opening, opens_model
+from mionnx.cli.options import Html, Json, Model, Png, Position, Prompt, Save, deliver
 from mionnx.machine.decimals import decimal
 from mionnx.view import Table
 
 
+@opens_model(*RUNS)
 def attribute(
     model: Model,
     prompt: Prompt,
@@ -23,13 +25,13 @@ def attribute(
     png: Png = None,
     save: Save = None,
     as_json: Json = False,
-    provider: Provider = "cpu",
+    opening: Opening = PLAIN,
 ) -> None:
     """Decompose a logit into the direct contributions of embeddings, heads and MLPs.
 
     Example: mionnx attribute models/world-llama "The capital of France is" --answer Paris --versus Berlin
     """
-    opened = open_once(model, provider)
+    opened = opening.once(model)
     result = opened.attribute(opened.tokenize(prompt), answer, versus, position=position)
     deliver(result, lambda: attribution_table(result, top), html, png, as_json, save)
 

@@ -5,11 +5,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from mionnx.cli.options import Html, Json, Model, Png, Provider, Save, deliver, numbers
+from mionnx.cli.opening import PLAIN, RUNS, Opening, opens_model
+from mionnx.cli.options import Html, Json, Model, Png, Save, deliver, numbers
 from mionnx.cli.sweep_options import OTHER, Answer, Clean, Read, Versus
-from mionnx.model import MIModel
 
 
+@opens_model(*RUNS)
 def circuit(
     model: Model,
     clean: Clean,
@@ -26,7 +27,7 @@ def circuit(
     png: Png = None,
     save: Save = None,
     as_json: Json = False,
-    provider: Provider = "cpu",
+    opening: Opening = PLAIN,
 ) -> None:
     """Find the leading edges between heads and MLPs, and run the model on these alone.
 
@@ -34,7 +35,7 @@ def circuit(
     """
     options: dict[str, Any] = {"answer": answer, "versus": versus, "steps": steps, "method": method}
     sizes = None if edges is None else numbers("edges", edges, int)
-    opened = MIModel.from_pretrained(model, provider=provider)
+    opened = opening.model(model)
     result = opened.circuit(clean, corrupted, sizes, metric, position=position, **options)
     deliver(result, result.table, html, png, as_json, save)
     if not as_json and top:

@@ -7,18 +7,18 @@ import typer
 from rich.console import Console
 
 from mionnx.cli.demos import real_model, tour
-from mionnx.cli.options import Provider
+from mionnx.cli.opening import PLAIN, RUNS, Opening, opens_model
 from mionnx.errors import InputError
-from mionnx.model import MIModel
 from mionnx.run.packaged_models import PACKAGED
 
 SHIPPED = ("world-llama", "world-rwkv7")
 
 
+@opens_model(*RUNS)
 def demo(
     model: Annotated[str | None, typer.Argument(help=f"A model; {' and '.join(SHIPPED)} if left out.")] = None,
     pages: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write pages and pictures there.")] = None,
-    provider: Provider = "cpu",
+    opening: Opening = PLAIN,
     chosen: Annotated[
         str | None,
         typer.Option("--model", metavar="NAME", help=f"The same; {', '.join(PACKAGED)} has examples of its own."),
@@ -36,7 +36,7 @@ def demo(
         raise InputError(f"two models, {model} and --model {chosen}: give one")
     model = model or chosen
     if model in PACKAGED:
-        real_model.run_all(MIModel.from_pretrained(model, provider=provider), Console(), pages)
+        real_model.run_all(opening.model(model), Console(), pages)
         return
     names = [model] if model else SHIPPED
-    tour.run_all([MIModel.from_pretrained(name, provider=provider) for name in names], Console(), pages)
+    tour.run_all([opening.model(name) for name in names], Console(), pages)

@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
+from mionnx.cli.opening import PLAIN, Opening, opens_model
 from mionnx.cli.options import Json, Model, SpecFile
-from mionnx.model import MIModel
 from mionnx.playground import playground as write
 from mionnx.playground import serve
 from mionnx.playground.server import run
-from mionnx.run import model_dtype
 from mionnx.run.accuracy import SlowBlocksWarning
 from mionnx.spec.hook_spec import HookSpec
 
@@ -22,6 +21,7 @@ Hooks = Annotated[list[str] | None, typer.Option("--hook", metavar="HOOK", help=
 LESSONS = "Prepared examples, as JSON; a shipped model may have its own."
 
 
+@opens_model("dtype")
 def playground(
     model: Model,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to create.")] = None,
@@ -31,7 +31,7 @@ def playground(
         Path | None, typer.Option(metavar="FILE", help="Prepared examples, as JSON; a shipped model has its own.")
     ] = None,
     hook: Hooks = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, int8 or int4.")] = None,
+    opening: Opening = PLAIN,
     open_: Annotated[bool, typer.Option("--open", help="Serve it on localhost and open a browser.")] = False,
     serve_: Annotated[bool, typer.Option("--serve", help="Serve it on localhost.")] = False,
     port: Annotated[int | None, typer.Option(help="Of the server; else a free one.")] = None,
@@ -49,7 +49,7 @@ def playground(
         raise typer.BadParameter("--port is of the server, which --open or --serve starts")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SlowBlocksWarning)  # the page has other kernels
-        opened = MIModel.from_pretrained(model, dtype=model_dtype.DEFAULT if dtype is None else dtype)
+        opened = opening.model(model)
     given = None if spec is None else HookSpec.load(str(spec))
     with TemporaryDirectory() as scratch:
         folder = write(

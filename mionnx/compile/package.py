@@ -12,13 +12,15 @@ config.json, ...    config and tokenizer of the model
 The layout "triton" is a model repository: `{name}/config.pbtxt`, `{name}/1/` with the model, `{name}/` with the rest.
 """
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,10 +39,12 @@ from mionnx.graph.builder import to_proto
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.fused_operators import UNPADDED, read_fused
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
+from mionnx.graph.hooked_model import GRAPH, KEPT, ROUNDING_LEVEL, HookedModel
 from mionnx.graph.metadata import COMPILED
+from mionnx.graph.packed_weight import at_accuracy_level, attributes
 from mionnx.graph.restore import restore
 from mionnx.machine.leftovers import new_folder, remove_leftovers
+from mionnx.machine.memory import format_bytes
 from mionnx.machine.progress import Progress, silent
 from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.rewrite.gradient.gradient_outputs import add_gradients
@@ -55,6 +59,7 @@ CARD = "README.md"
 DATA = "model.onnx.data"
 WEIGHTS = ("embedded", "alongside", "referenced")
 TARGETS = {"generic": None, "ort-cpu": "cpu", "ort-cuda": "cuda", "web": None}
+LEVELS = (0, ROUNDING_LEVEL)  # of accuracy, see `Packaging`
 LAYOUTS = ("plain", "optimum", "triton")
 FUSED = (NONE, PADDED, ALL)
 LIMIT = 2**31 - 2**24  # a protobuf file holds 2 GiB; some is left for the graph
@@ -74,12 +79,15 @@ class Packaging:
         layout: "plain", "optimum" (what `ORTModelForCausalLM.from_pretrained` loads) or "triton" (a repository).
         fused: of the fused operators that an adopted file came with, those to keep where nothing inside them is
             touched: "none", "padded" (right for padded texts too) or "all". Only ONNX Runtime has such operators.
+        accuracy_level: of products with weights in blocks: 0, in floats, or 4, what they read rounded to 8 bits. None
+            is 4 for blocks that mionnx made, as `generate` has it, and what another tool's file says.
     """
 
     weights: str | None = None
     target: str = "generic"
     layout: str = "plain"
     fused: str = NONE
+    accuracy_level: int | None = None
 
     def __post_init__(self) -> None:
         weights = ("weights", self.weights or "alongside", WEIGHTS)
@@ -87,6 +95,8 @@ class Packaging:
         for what, choice, choices in (weights, target, layout, ("fused", self.fused, FUSED)):
             if choice not in choices:
                 raise InputError(f"{what} {choice!r}; one of {', '.join(choices)}{nearest(str(choice), choices)}")
+        if self.accuracy_level not in (None, *LEVELS):
+            raise InputError(f"accuracy_level={self.accuracy_level!r}; one of {', '.join(map(str, LEVELS))}")
         if self.target.startswith("ort-") and self.weights == "referenced":
             raise InputError(
                 f"target {self.target} writes weights anew: they cannot be references to the model's files"
@@ -106,6 +116,7 @@ def compile_spec(
     knobs: Knobs | None = None,
     captures: bool = True,
     last_logits: bool = False,
+    plain: bool = False,
     packaging: Packaging | None = None,
     progress: Progress = silent,
 ) -> Path:
@@ -114,10 +125,12 @@ def compile_spec(
     if target.exists():
         raise ModelError(f"{target} exists already")
     wanted = spec if captures else _without_captures(spec)
-    bound = Binder(model).bind(wanted, Outputs(last=last_logits), differentiated=True)
-    proto = _with_fused(_compiled(bound, _indices(bound, knobs or {})), model, packaging.fused)
+    _check_plain(wanted, plain)
+    leveled = _at_level(model, packaging)
+    bound = Binder(leveled).bind(wanted, Outputs(last=last_logits), differentiated=True)
+    proto = _with_fused(_compiled(bound, model, _indices(bound, knobs or {})), leveled, packaging.fused)
     remove_leftovers(target.parent, holding=(GRAPH,))
-    with new_folder(target, ModelError) as partial:
+    with new_folder(target, ModelError) as partial, _room(model, packaging):
         at = partial / target.name / "1" if packaging.layout == "triton" else partial
         at.mkdir(parents=True, exist_ok=True)
         _write_model(model, proto, at, packaging, progress)
@@ -130,6 +143,47 @@ def _without_captures(spec: HookSpec) -> HookSpec:
     bare = HookSpec().extend(spec)
     bare.captures.clear()
     return bare
+
+
+def _check_plain(spec: HookSpec, plain: bool) -> None:
+    """Refuse to bake nothing in, unless that was asked for, and to be asked for it besides something."""
+    if plain != spec.is_empty():
+        raise InputError(
+            "plain=True compiles the model itself, and the spec is not empty: leave one of the two out"
+            if plain
+            else "the spec has no intervention and no output of its own, so that nothing would be baked in: give some, "
+            "or plain=True (--plain) for the model itself"
+        )
+
+
+def _at_level(model: HookedModel, packaging: Packaging) -> HookedModel:
+    """The model with its products of blocks at the level that they are compiled at.
+
+    Raises:
+        InputError: a level for a model without such products.
+    """
+    level = packaging.accuracy_level
+    if level is None and (not model.metadata.quantised or packaging.target == "ort-cuda"):  # CUDA has no such level
+        return model
+    proto, products = at_accuracy_level(model.proto, ROUNDING_LEVEL if level is None else level)
+    if not products and level is not None:
+        raise InputError(f"accuracy_level={level} has no effect: {model.name} has no products with weights in blocks")
+    return replace(model, proto=proto)
+
+
+@contextmanager
+def _room(model: HookedModel, packaging: Packaging) -> Iterator[None]:
+    """Say how much a folder needs where the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        needed = format_bytes(sum(onnx_file.locations(model.proto).values()))
+        links = "; --weights referenced (weights='referenced') links them and needs none"
+        raise ModelError(
+            f"no space left for the folder: its weights are {needed}{links * (packaging.target == 'generic')}"
+        ) from error
 
 
 def _indices(bound: BoundSpec, knobs: Knobs) -> dict[str, list[int]]:
@@ -161,7 +215,7 @@ def _indices(bound: BoundSpec, knobs: Knobs) -> dict[str, list[int]]:
     return indices
 
 
-def _compiled(bound: BoundSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
+def _compiled(bound: BoundSpec, original: HookedModel, knobs: dict[str, list[int]]) -> onnx.ModelProto:
     """The graph, its weights still in the hooked model's files."""
     model, plan, spec = bound.model, bound.plan, bound.spec
     edited, report = apply_plan(model.proto, plan, model.metadata)
@@ -179,18 +233,30 @@ def _compiled(bound: BoundSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
         "what": "a compiled intervention graph: not the original model",
         "family": model.metadata.family,
         "mionnx": version("mionnx"),
-        "graph_sha256": hashlib.sha256(model.proto.SerializeToString(deterministic=True)).hexdigest(),
+        "graph_sha256": hashlib.sha256(original.proto.SerializeToString(deterministic=True)).hexdigest(),
         "weights_sha256": model.weights_sha256,
-        "spec_sha256": _nameable(spec, plan).sha256,
+        "spec_sha256": _nameable(spec, plan).sha256,  # of the file's bytes
         "interventions": [f"{edit.kind} at {edit.hook}" for edit in plan.edits]
         + [state.title for state in (*spec.state_steerings, *spec.state_knockouts)],
         "captures": [want.fetched for want in plan.captures],
         "knobs": {name: [plan.edits[n].hook for n in where] for name, where in knobs.items()},
+        "blocks": _blocks(proto),
     }
     if plan.gradients is not None:
         facts |= {"metric": str(spec.metric), "gradients": [node.fetched for node in plan.gradients.by]}
     proto.metadata_props.add(key=COMPILED, value=json.dumps(facts))
     return proto
+
+
+def _blocks(proto: onnx.ModelProto) -> dict[str, list[int]]:
+    """Bits and accuracy levels of a graph's products with weights in blocks; empty without any."""
+    found = [attributes(node) for node in proto.graph.node if node.op_type == "MatMulNBits"]
+    if not found:
+        return {}
+    return {
+        "bits": sorted({one.get("bits", 4) for one in found}),
+        "accuracy_level": sorted({one.get("accuracy_level", 0) for one in found}),
+    }
 
 
 def _with_fused(proto: onnx.ModelProto, model: HookedModel, fused: str) -> onnx.ModelProto:

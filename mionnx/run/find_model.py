@@ -137,10 +137,20 @@ def checkpoint_folder(
     folder = local_path(source) or shipped_models().get(name) or packaged_model(name)
     if folder is None:
         return hub_folder(name if file is None else f"{source}/{file}", None, version, progress, weights)
+    folder = part_of(folder, version)
+    return folder if file is None else file_in(folder, file)
+
+
+def part_of(folder: Path, version: Version) -> Path:
+    """The model's folder in a folder here.
+
+    Raises:
+        InputError: a revision is given, and only a repository of the Hub has some.
+        ModelError: no such folder.
+    """
     if version.revision is not None:
         raise InputError(f"revision={version.revision!r}, but {folder} lies here: a revision is of a model of the Hub")
-    folder = folder_in(folder, version.subfolder)
-    return folder if file is None else file_in(folder, file)
+    return folder_in(folder, version.subfolder)
 
 
 def hub_folder(
