@@ -10,9 +10,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from exporters.adopt.onnx_files import config_folder
 from exporters.adopt.recognise import Recognised
 from exporters.adopt.self_check import Probe
-from exporters.adopt.source_file import Source, config_folder
+from exporters.adopt.source_file import Source
 from exporters.hook_axes import axes_of
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import read_json

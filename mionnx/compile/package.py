@@ -31,6 +31,7 @@ from mionnx.bind.bound_spec import Binder, BoundSpec
 from mionnx.compile.bake import bake
 from mionnx.compile.bake_parts import bake_parts
 from mionnx.compile.model_card import card, triton_config
+from mionnx.compile.stored_once import reshape_shared, store_once
 from mionnx.engine import onnx_runtime
 from mionnx.engine.options import Options
 from mionnx.errors import InputError, InterventionError, ModelError, nearest
@@ -181,9 +182,8 @@ def _room(model: HookedModel, packaging: Packaging) -> Iterator[None]:
             raise
         needed = format_bytes(sum(onnx_file.locations(model.proto).values()))
         links = "; --weights referenced (weights='referenced') links them and needs none"
-        raise ModelError(
-            f"no space left for the folder: its weights are {needed}{links * (packaging.target == 'generic')}"
-        ) from error
+        links *= packaging.target == "generic"
+        raise ModelError(f"cannot write the folder: {error.strerror}; its weights are {needed}{links}") from error
 
 
 def _indices(bound: BoundSpec, knobs: Knobs) -> dict[str, list[int]]:
@@ -311,12 +311,16 @@ def _write_model(
         written = onnx.load(at / GRAPH, load_external_data=False)
         del written.metadata_props[:]
         written.metadata_props.extend(proto.metadata_props)
+        if (at / DATA).exists():
+            store_once(written, at / DATA)
         if packaging.placed == "embedded":
+            reshape_shared(written)
             onnx_file.embed(written, at)
             (at / DATA).unlink(missing_ok=True)
         (at / GRAPH).write_bytes(written.SerializeToString())
         return
     if packaging.placed == "embedded":
+        reshape_shared(proto)
         _check_size(proto, packaging)
         onnx_file.embed(proto, model.folder)
     else:

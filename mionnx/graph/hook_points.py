@@ -7,11 +7,12 @@ first); where TransformerLens means something else by a name, this table decides
 
 import operator
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Literal
 
-from mionnx.errors import HookError
+from mionnx.errors import HookError, nearest
 
 RESIDUAL = ("batch", "seq", "hidden")
 QUERY = ("batch", "n_heads", "seq", "head_dim")
@@ -227,6 +228,15 @@ class HookPoint:
         if not isinstance(name, str):
             raise HookError(f"a hook point is a HookPoint or its name, got {type(name).__name__} {name!r:.60}")
         return _parsed(name)
+
+
+def nearest_hook(name: str, names: Iterable[str]) -> str:
+    """End of an error message for a hook point that a model lacks: its layers, or the nearest name."""
+    names = [*names]
+    layers, layer = {found for one in names if (found := layer_of(one)) is not None}, layer_of(name)
+    if layer is not None and layers and layer not in layers:
+        return f"; layers are {min(layers)} to {max(layers)}"
+    return nearest(name, names)
 
 
 def layer_of(name: str) -> int | None:

@@ -40,9 +40,8 @@ def warn_of_slow_blocks(hooked: HookedModel, options: Options) -> None:
     )
     if slow and _on_cpu(options):
         warnings.warn(
-            f"{hooked.name} has {slow} products with weights in 8 bits that are computed in floats: ONNX Runtime has "
-            "no fast kernel for them on a CPU, they take many times float32's time; from_pretrained(..., "
-            "accuracy_level=4) rounds what they read to 8 bits and is fast",
+            f"{slow} products with weights in 8 bits are computed in floats, many times slower than float32; "
+            "accuracy_level=4 is fast and rounded",
             SlowBlocksWarning,
             stacklevel=caller_level(),
         )
@@ -80,9 +79,8 @@ class Rounding:
         self.variants = GraphPool(self.hooked, replace(options, accuracy_level=ROUNDING_LEVEL))
         self.binder = Binder(self.hooked)
         warnings.warn(
-            f"{hooked.name} has weights of {hooked.metadata.weight_dtype}: generating rounds what its products read "
-            "to 8 bits (accuracy level 4, faster), forward does not. from_pretrained(..., accuracy_level=0) generates "
-            "in floats, accuracy_level=4 measures what is generated",
+            f"generate is faster with {hooked.metadata.weight_dtype} and rounded, forward is exact; accuracy_level=0 "
+            "generates exactly, accuracy_level=4 measures what is generated",
             GeneratingLevelWarning,
             stacklevel=caller_level(),
         )

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Key = HookPoint | str | tuple[str, int]
 
+SHOWN = 3  # names of hook points in a refusal
+
 
 @typed(InputError, leave=["hook"])
 class HookCache(Brief, Stored, Mapping[str, NDArray[Any]]):
@@ -111,13 +113,13 @@ class HookCache(Brief, Stored, Mapping[str, NDArray[Any]]):
         """The captured array.
 
         Raises:
-            HookError: the hook point was not captured, and the message names the nearest that was; or no such layer.
+            HookError: the hook point was not captured, and the message names some that were; or no such layer.
         """
         self._check_layer(hook)
         name = self._name(hook)
         if name not in self._captured:
-            held = f"; captured: {len(self)} hook points" if self._captured else "; nothing was captured"
-            raise HookError(f"{name!r} was not captured{nearest(name, self._captured) or held}")
+            held = ", ".join([*self._captured][:SHOWN]) + " ..." * (len(self) > SHOWN)
+            raise HookError(f"{name!r} was not captured; captured: {held or 'nothing'}")
         return np.asarray(self._captured[name])
 
     def num_captures(self) -> int:
