@@ -79,6 +79,8 @@ def compile_(
         f"{folder}: {count} intervention{'s' * (count != 1)} baked in, {size / 2**20:.1f} MiB, {packaging.target}, "
         f"weights {packaging.placed}"
     )
+    if knob:
+        typer.echo('ONNX Runtime warns of each knob ("appears in graph inputs"), which is harmless: see the card')
 
 
 def _knobs(texts: list[str]) -> dict[str, list[str] | None]:

@@ -15,7 +15,7 @@ from mionnx.spec.limits import LIMITS
 NO_WEIGHTS = "none: the graph was exported from a config alone, and cannot run"
 QUIET = """
 What may be left out is an input with a default value. ONNX Runtime warns of each ("Initializer ... appears in graph
-inputs"), which means just that. Without the warnings:
+inputs"), which means just that and is harmless. Without the warnings:
 
 ```python
 options = onnxruntime.SessionOptions()

@@ -38,9 +38,10 @@ from mionnx.errors import InputError, InterventionError, ModelError, nearest
 from mionnx.graph import onnx_file
 from mionnx.graph.builder import to_proto
 from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.folder_file import read_json
 from mionnx.graph.fused_operators import UNPADDED, read_fused
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.hooked_model import GRAPH, KEPT, ROUNDING_LEVEL, HookedModel
+from mionnx.graph.hooked_model import GRAPH, INPUT_NAMES, KEPT, ROUNDING_LEVEL, HookedModel
 from mionnx.graph.metadata import COMPILED
 from mionnx.graph.packed_weight import at_accuracy_level, attributes
 from mionnx.graph.restore import restore
@@ -360,6 +361,7 @@ def _write_rest(
     for pattern in KEPT:
         for file in model.folder.glob(pattern):
             shutil.copyfile(file, at / file.name)
+    _name_inputs(at / "tokenizer_config.json")
     if packaging.layout == "optimum" and not (at / "config.json").is_file():
         raise ModelError(f"{model.folder} has no config.json, and optimum loads no model without one")
     interface = [(value, _type(value)) for value in proto.graph.input if value.name not in _initializers(proto)]
@@ -368,6 +370,13 @@ def _write_rest(
     (at / CARD).write_text(card(facts, spec, model.metadata, interface, optional, outputs, packaging.target))
     if packaging.layout == "triton":
         (at / "config.pbtxt").write_text(triton_config(_triton_name(name), interface, optional, outputs))
+
+
+def _name_inputs(path: Path) -> None:
+    """Say in a tokenizer's config what the graph reads: transformers' own tokenizer class would give segments too."""
+    config = read_json(path) if path.is_file() else None
+    if isinstance(config, dict) and "model_input_names" not in config:
+        path.write_text(json.dumps({**config, "model_input_names": [*INPUT_NAMES]}, ensure_ascii=False, indent=1))
 
 
 def _initializers(proto: onnx.ModelProto) -> set[str]:

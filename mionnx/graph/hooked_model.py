@@ -68,6 +68,7 @@ KEPT = (
     "vocab.txt",
     "rwkv_vocab*.txt",
 )
+INPUT_NAMES = ("input_ids", "attention_mask")  # of a tokenizer's encoding, that a graph reads
 DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
