@@ -22,7 +22,9 @@ def hooks(
     opening: Opening = PLAIN,
     as_json: Json = False,
 ) -> None:
-    """List a model's hook points with their axes; {i} stands for the layer, --layers gives full names.
+    """List a model's hook points with their axes; {i} stands for the layer.
+
+    With --layers by their full names, those of some layers.
 
     Example: mionnx hooks models/world-llama --layer 2
     """

@@ -34,7 +34,7 @@ class Interventions:
     file: Path | None = None
 
     def spec(self, num_heads: int, seq_len: int | None) -> HookSpec:
-        """Parse into a spec; the model's head count and the prompt's length, if any, shape knockout masks.
+        """Parse into a spec; the model's head count and the prompt's length shape knockout masks.
 
         Raises:
             InterventionError: an intervention is not understood.

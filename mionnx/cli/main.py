@@ -101,7 +101,7 @@ def _note(message: Warning | str, category: type[Warning], *place: Any, **more: 
 
 
 def _say(title: str, style: str, message: str) -> None:
-    """Print a message on stderr; in a terminal in lines that end between words, or behind a path's separator."""
+    """Print a message on stderr, in a terminal in lines of its width."""
     console = Console(stderr=True)
     lines = wrapped(f"{title} {message}", console.width) if console.is_terminal else [f"{title} {message}"]
     text = Text("\n".join(lines))

@@ -41,7 +41,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
 
 @dataclass(frozen=True)
 class Opening:
-    """How a command opens its model: what its options say.
+    """Options with which a command opens its model.
 
     Attributes:
         dtype, provider, threads, revision, subfolder: see `MIModel.from_pretrained`.
@@ -80,7 +80,7 @@ class Opening:
 
     @property
     def version(self) -> Version:
-        """Which version of a repository of the Hub is meant."""
+        """The version of a repository of the Hub."""
         return Version(self.revision, self.subfolder)
 
 
@@ -88,7 +88,11 @@ PLAIN = Opening()
 
 
 def opens_model(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add options to a command: `revision`, `subfolder` and those named; its parameter `opening` gets their values."""
+    """Add options to a command, whose parameter `opening` gets their values.
+
+    Args:
+        names: of `OPTIONS`; `revision` and `subfolder` are added to each command.
+    """
     offered = (*names, REVISION, SUBFOLDER)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -30,7 +30,7 @@ Number = TypeVar("Number", int, float)
 
 
 def numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
-    """Parse the comma-separated numbers of an option; of integers also ranges with both ends, as 16-29.
+    """Parse the comma-separated numbers of an option, ranges of integers such as 16-29 too.
 
     Raises:
         InputError: a part is not a number of this kind.

@@ -148,7 +148,7 @@ def _without_captures(spec: HookSpec) -> HookSpec:
 
 
 def _check_plain(spec: HookSpec, plain: bool) -> None:
-    """Refuse to bake nothing in, unless that was asked for, and to be asked for it besides something."""
+    """Refuse an empty spec unless `plain`, and `plain` beside any other spec."""
     if plain != spec.is_empty():
         raise InputError(
             "plain=True compiles the model itself, and the spec is not empty: leave one of the two out"
@@ -373,7 +373,10 @@ def _write_rest(
 
 
 def _name_inputs(path: Path) -> None:
-    """Say in a tokenizer's config what the graph reads: transformers' own tokenizer class would give segments too."""
+    """Name the graph's inputs in a tokenizer's config without their names.
+
+    A tokenizer class of transformers 4 gives segments too, which no decoder reads.
+    """
     config = read_json(path) if path.is_file() else None
     if isinstance(config, dict) and "model_input_names" not in config:
         path.write_text(json.dumps({**config, "model_input_names": [*INPUT_NAMES]}, ensure_ascii=False, indent=1))

@@ -1,4 +1,4 @@
-"""Weights that a compiled folder stores once: a table of tokens that is the unembedding too, under two names.
+"""Weights of two names, stored once in a compiled folder: a table of tokens, tied to the unembedding.
 
 A hooked model's files hold such bytes once. Embedding would write them for each name, and ONNX Runtime, as it optimises
 a graph, writes the turned table besides the table.
@@ -43,7 +43,7 @@ def reshape_shared(proto: onnx.ModelProto) -> None:
 
 
 def store_once(proto: onnx.ModelProto, file: Path) -> None:
-    """Write equal weights of a graph that ONNX Runtime has optimised once, and a turned table not at all.
+    """Write equal weights of an optimised graph once, and a turned table not at all.
 
     Args:
         proto: the graph, whose weights are in one file beside it; changed.
@@ -64,7 +64,7 @@ def store_once(proto: onnx.ModelProto, file: Path) -> None:
 
 
 def _read_turned(proto: onnx.ModelProto, file: Path) -> bool:
-    """Let products with the turned table of a Gather read the table itself; whether there are any."""
+    """Let products with a turned table read the table itself; whether there are any."""
     weights = {tensor.name: tensor for tensor in _external(proto)}
     tables = {node.input[0] for node in proto.graph.node if node.op_type == "Gather"} & weights.keys()
     found = False

@@ -231,7 +231,7 @@ class HookPoint:
 
 
 def nearest_hook(name: str, names: Iterable[str]) -> str:
-    """End of an error message for a hook point that a model lacks: its layers, or the nearest name."""
+    """End of an error message for a missing hook point: the layers, or the nearest name."""
     names = [*names]
     layers, layer = {found for one in names if (found := layer_of(one)) is not None}, layer_of(name)
     if layer is not None and layers and layer not in layers:

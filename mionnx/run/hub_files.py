@@ -1,4 +1,4 @@
-"""The files of a repository that a model is made of, by their paths: what transformers would load of it."""
+"""A model's files in a repository, by their paths: what transformers would load."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -17,21 +17,21 @@ DEPTH = 2  # slashes in the name of one of them, USER/REPOSITORY/FILE
 
 
 def names_file(name: str) -> bool:
-    """Whether a name is that of a file on the Hub that is a model by itself: USER/REPOSITORY/FILE.gguf."""
+    """Whether a name means one file on the Hub, a model by itself: USER/REPOSITORY/FILE.gguf."""
     return name.count("/") == DEPTH and name.endswith(SINGLE) and not name.startswith((".", "/", "~"))
 
 
 def checkpoint_of(names: Iterable[str]) -> str | None:
-    """The weights of a checkpoint, or the index of their shards, in transformers' order; None if there are none.
+    """The weights of a checkpoint, or the index of their shards; None if there are none.
 
-    Others beside them are not read: `consolidated.safetensors` and `original/`, shards of another framework.
+    In transformers' order. Others beside them are not read: `consolidated.safetensors` and `original/`, shards of another framework.
     """
     held = {*names}
     return next((name for name in CHECKPOINTS if name in held), None)
 
 
 def small_files(names: Iterable[str]) -> list[str]:
-    """The config, tokenizer files and chat templates; of indices only the one whose shards are read."""
+    """The config, tokenizer files and chat templates; of indices the one whose shards are read."""
     names = [*names]
     unread = {name for name in names if name.endswith(INDEX)} - {checkpoint_of(names)}
     return [
@@ -60,7 +60,7 @@ def shards(folder: Path, names: Iterable[str]) -> list[str]:
 
 
 def module_folders(folder: Path, names: Iterable[str]) -> list[str]:
-    """The folders that `modules.json` of sentence-transformers names, beside the transformer's own.
+    """The folders in `modules.json` of sentence-transformers, without the transformer's own.
 
     Raises:
         ModelError: it is damaged.

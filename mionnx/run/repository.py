@@ -20,7 +20,7 @@ LONGEST = 200  # letters of another library's message
 
 @dataclass(frozen=True)
 class Version:
-    """Which version and which folder of a model's repository is meant, and with which token it is asked for.
+    """Revision and folder of a model's repository, and the token to ask for it with.
 
     Attributes:
         revision: a branch, tag or commit; None for the main branch.
@@ -85,7 +85,7 @@ class Repository:
         return f"{self.name}{revision}{reach}"
 
     def fetch(self, names: Iterable[str]) -> Path:
-        """Download those of some files that the cache lacks, and give the model's folder in the cache."""
+        """Download files that the cache lacks, and give the model's folder in the cache."""
         from huggingface_hub import try_to_load_from_cache  # not needed for a folder, and slow to import
 
         inner = {str(PurePosixPath(self._subfolder, name)): self.sizes[name] for name in names if name in self.sizes}
@@ -131,7 +131,7 @@ class Repository:
         return Path(snapshot_download(self.name, revision=revision, token=token, allow_patterns=patterns, **more))
 
     def _bar(self, total: int) -> type:
-        """A bar in huggingface_hub's hands that shows bytes where all else shows its progress."""
+        """A bar for huggingface_hub, which shows bytes where all else shows its progress."""
         from huggingface_hub.utils import tqdm
 
         stage, progress = f"downloading {self.name}, {format_bytes(total)}", self.progress

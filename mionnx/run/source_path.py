@@ -132,7 +132,7 @@ def missing(name: str, choices: Iterable[str] = ()) -> str:
 
 
 def mistyped(name: str, choices: Iterable[str] = ()) -> str | None:
-    """What a name without a model was meant to be: a folder beside it, but for a few letters.
+    """Find the folder that a mistyped name means: one beside it, but for a few letters.
 
     Names with other numbers or with another number of words are those of other models: `Llama-1B` beside `Llama-3B`.
 

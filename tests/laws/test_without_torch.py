@@ -82,7 +82,7 @@ def without(modules: tuple[str, ...], folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("source", ["checkpoint", "foreign"])
 def test_without_torch_a_checkpoint_says_the_command_that_brings_it(tmp_path, source):
-    """Part 3, 4: a sentence, where the exporter of ONNX files ended in a traceback before the checkpoint's was asked."""
+    """Part 3, 4: a sentence, where importing the exporter of ONNX files ended in a traceback."""
     folder = REPOSITORY / "tests" / "shared" / "foreign" / "optimum"
     if source == "checkpoint":
         folder = tmp_path / "checkpoint"
