@@ -24,7 +24,8 @@ def names_file(name: str) -> bool:
 def checkpoint_of(names: Iterable[str]) -> str | None:
     """The weights of a checkpoint, or the index of their shards; None if there are none.
 
-    In transformers' order. Others beside them are not read: `consolidated.safetensors` and `original/`, shards of another framework.
+    In transformers' order. Others beside them are not read: `consolidated.safetensors`, `original/`, and shards of
+    another framework.
     """
     held = {*names}
     return next((name for name in CHECKPOINTS if name in held), None)
