@@ -45,7 +45,7 @@ class RuntimeMissingError(MIError, ImportError):
 
 
 def install(extra: str) -> str:
-    """The command that brings what an ability needs: mionnx is on no package index, a checkout of it is at hand."""
+    """The command that installs an extra; mionnx is on no package index, so of a checkout."""
     return f"pip install -e '.[{extra}]' in a checkout of mionnx"
 
 

@@ -1,4 +1,4 @@
-"""Foreign ONNX files of a folder or a repository in the layouts of the Hub: which are there, and which is meant.
+"""Foreign ONNX files of a folder or a repository in the layouts of the Hub.
 
 Nothing heavy is imported here: whoever looks for an exporter asks, onnx_ir installed or not.
 """

@@ -131,7 +131,7 @@ class Repository:
         return Path(snapshot_download(self.name, revision=revision, token=token, allow_patterns=patterns, **more))
 
     def _bar(self, total: int) -> type:
-        """A bar for huggingface_hub, which shows bytes where all else shows its progress."""
+        """A bar for huggingface_hub that tells bytes to `progress`."""
         from huggingface_hub.utils import tqdm
 
         stage, progress = f"downloading {self.name}, {format_bytes(total)}", self.progress

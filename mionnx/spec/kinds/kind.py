@@ -39,7 +39,10 @@ class Operators(Protocol):
 
 
 class ValueReader(Protocol):
-    """Reads values on a command line; `n_heads` and `seq_len` shape attention masks, None where no text is given."""
+    """Reads values on a command line; `n_heads` and `seq_len` shape attention masks.
+
+    Without a text, `seq_len` is None.
+    """
 
     n_heads: int
     seq_len: int | None
