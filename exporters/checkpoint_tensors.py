@@ -100,8 +100,10 @@ def read_tensors(folder: Path, staging: Path, with_bytes: bool = False) -> list[
 
 def _shards(folder: Path, stem: str) -> list[Path]:
     index = folder / f"{stem}.index.json"
+    if (folder / stem).exists():  # before shards, as in transformers
+        return _in_folder(folder, [stem])
     if not index.exists():
-        return _in_folder(folder, [stem]) if (folder / stem).exists() else []
+        return []
     try:
         names = sorted(set(read_json(index)["weight_map"].values()))
     except (ModelError, KeyError, TypeError, AttributeError) as error:

@@ -57,6 +57,11 @@ class RuntimeMissingError(MIError, ImportError):
     """ONNX Runtime, or the requested execution provider, is not installed."""
 
 
+def install(extra: str) -> str:
+    """The command that installs an extra; mionnx is on no package index, so of a checkout."""
+    return f"pip install -e '.[{extra}]' in a checkout of mionnx"
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """End of an error message with the valid choice nearest to a name; empty if none is near."""
     matches = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)

@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exporters.adopt.source_file import choose, onnx_files, pick
+from exporters.adopt.onnx_files import choose, onnx_files, pick
 from mionnx.machine.progress import Progress, silent
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from exporters.adopt.onnx_files import config_folder
 from exporters.adopt.recognise import Recognised
 from exporters.adopt.self_check import Probe
-from exporters.adopt.source_file import Source, config_folder
+from exporters.adopt.source_file import Source
 from exporters.config_sizes import check_sizes
 from exporters.hook_axes import axes_of
 from exporters.sidecar_files import find_files, keep_files

@@ -17,6 +17,7 @@ from exporters.gguf.header import Header
 from exporters.gguf.pre_tokenizers import CUTS, Cut
 from exporters.gguf.special_tokens import special_ids
 from mionnx.errors import MIError, boundary, nearest
+from mionnx.graph.hooked_model import INPUT_NAMES
 
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = (
@@ -54,6 +55,7 @@ def write_tokenizer(header: Header, folder: Path) -> None:
         return
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config["model_input_names"] = [*INPUT_NAMES]  # the class's own are those of BERT
     config |= {f"{name}_token": text for name in NAMES if (text := _special(facts, name)) is not None}
     config |= {f"add_{name}_token": added for name, added in ends.items()}
     template = header.metadata.get("tokenizer.chat_template")

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from numpy.typing import DTypeLike
 
 from mionnx.bind.splice_check import Site, check_fragment
-from mionnx.errors import HookError, InterventionError, MIError, nearest
+from mionnx.errors import HookError, InterventionError, MIError
 from mionnx.graph import onnx_file
 from mionnx.graph.fitted_fragment import FittedFragment, InnerHook, inner_names
-from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hook_points import HookPoint, nearest_hook
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.spec.hook_choice import HookChoice, resolve
 from mionnx.spec.hook_spec import HookSpec, Where
@@ -60,7 +60,7 @@ class HookIndex:
         if point.name in self.inner:
             return list(self.inner[point.name].dims)
         if self.inner and point.name not in self.model.order:
-            raise HookError(f"there is no hook point {point.name!r}{nearest(point.name, self.names)}")
+            raise HookError(f"there is no hook point {point.name!r}{nearest_hook(point.name, self.names)}")
         return self.model.axes(point)
 
     def dtype(self, point: HookPoint) -> DTypeLike:

@@ -9,12 +9,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from mionnx.cli.opening import PLAIN, Opening, opens_model
 from mionnx.cli.options import Json
 from mionnx.errors import ExportError
 from mionnx.machine.progress import shown
 from mionnx.run import adopt as adoption
 
 
+@opens_model()
 def adopt(
     source: Annotated[Path, typer.Argument(help="A folder with ONNX files, one of them, or a Hub id.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to create for the model.")] = None,
@@ -22,6 +24,7 @@ def adopt(
     check: Annotated[bool, typer.Option(help="Check a model that was adopted against the laws again.")] = False,
     copy: Annotated[bool, typer.Option(help="Copy the weights: onnx's own loader refuses linked files.")] = False,
     calls: Annotated[bool, typer.Option(help="Try now in which calls the file's own graph serves.")] = False,
+    opening: Opening = PLAIN,
     as_json: Json = False,
 ) -> None:
     """Adopt an ONNX file of another tool as a hooked model.
@@ -40,7 +43,7 @@ def adopt(
         laws, facts = adoption.check_laws(source), dict[str, Any]()
     else:
         with shown() as progress:
-            adopted = adoption.adopt(source, output, file, progress, copy)
+            adopted = adoption.adopt(source, output, file, progress, copy, opening.version)
         laws, facts = adopted.laws, _facts(adopted, output)
     tried = adoption.try_calls(source if output is None else output) if calls else {}
     seconds = round(time.monotonic() - begin, 2)

@@ -3,6 +3,7 @@
 from rich.markup import escape
 
 from mionnx.analysis.attention.attention_patterns import AttentionPatterns
+from mionnx.cli.opening import PLAIN, RUNS, Opening, opens_model
 from mionnx.cli.options import (
     Heads,
     Html,
@@ -12,16 +13,15 @@ from mionnx.cli.options import (
     Png,
     Position,
     Prompt,
-    Provider,
     Save,
     chosen,
     deliver,
-    open_once,
 )
 from mionnx.machine.decimals import decimal
 from mionnx.view import Table
 
 
+@opens_model(*RUNS)
 def attention(
     model: Model,
     prompt: Prompt,
@@ -32,7 +32,7 @@ def attention(
     png: Png = None,
     save: Save = None,
     as_json: Json = False,
-    provider: Provider = "cpu",
+    opening: Opening = PLAIN,
 ) -> None:
     """Show the tokens that each head attends to; for an RWKV, its effective attention.
 
@@ -40,7 +40,7 @@ def attention(
 
     Example: mionnx attention models/world-llama "The capital of France is" --html attention.html
     """
-    opened = open_once(model, provider)
+    opened = opening.once(model)
     result = opened.attention(opened.tokenize(prompt), chosen("layers", layers), chosen("heads", heads))
     index = result.at(position)
     deliver(result, lambda: attention_table(result, index), html, png, as_json, save)

@@ -9,12 +9,14 @@ from rich.table import Column
 
 from mionnx.analysis.attribution.attribution import Attribution
 from mionnx.analysis.attribution.attributions import Attributions
-from mionnx.cli.options import Html, Json, Model, Png, Position, Provider, Save, deliver, open_once
+from mionnx.cli.opening import PLAIN, RUNS, Opening, opens_model
+from mionnx.cli.options import Html, Json, Model, Png, Position, Save, deliver
 from mionnx.cli.sweep_options import prompts
 from mionnx.machine.decimals import decimal
 from mionnx.view import Table
 
 
+@opens_model(*RUNS)
 def attribute(
     model: Model,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; none with --pairs.")] = None,
@@ -30,7 +32,7 @@ def attribute(
     png: Png = None,
     save: Save = None,
     as_json: Json = False,
-    provider: Provider = "cpu",
+    opening: Opening = PLAIN,
 ) -> None:
     """Decompose a logit into the direct contributions of embeddings, heads and MLPs.
 
@@ -41,7 +43,7 @@ def attribute(
     mionnx attribute models/world-llama --pairs pairs.jsonl
     """
     asked = prompts(prompt, None, pairs, answer=answer, versus=versus)
-    opened = open_once(model, provider)
+    opened = opening.once(model)
     result = opened.attribute(asked["clean"], asked.get("answer"), asked.get("versus"), position=position)
     table = mean_table if isinstance(result, Attributions) else attribution_table
     deliver(result, lambda: table(result, top), html, png, as_json, save)

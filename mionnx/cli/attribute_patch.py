@@ -5,13 +5,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from mionnx.cli.options import Html, Json, Layers, Model, Png, Provider, Save, chosen, deliver
+from mionnx.cli.opening import PLAIN, RUNS, Opening, opens_model
+from mionnx.cli.options import Html, Json, Layers, Model, Png, Save, chosen, deliver
 from mionnx.cli.pairs_file import Pairs
 from mionnx.cli.sweep_options import OTHER, Answer, Cells, IfAny, Kind, Over, Read, Versus, axes, given, prompts
 from mionnx.errors import InputError
-from mionnx.model import MIModel
 
 
+@opens_model(*RUNS)
 def attribute_patch(
     model: Model,
     clean: IfAny = None,
@@ -35,7 +36,7 @@ def attribute_patch(
     png: Png = None,
     save: Save = None,
     as_json: Json = False,
-    provider: Provider = "cpu",
+    opening: Opening = PLAIN,
 ) -> None:
     """Estimate a patching sweep from gradients, and compute its leading cells exactly.
 
@@ -46,7 +47,7 @@ def attribute_patch(
         raise typer.BadParameter("give a corrupted prompt, of which each cell's effect is the difference")
     options = texts | given(hook=hook, over=axes(over), metric=metric)
     options |= {"at": at, "steps": steps, "method": method, "confirm": confirm, "position": position}
-    opened = MIModel.from_pretrained(model, provider=provider)
+    opened = opening.model(model)
     result = opened.attribute_patch(layers=chosen("layers", layers), **options)
     if isinstance(result, dict):
         raise InputError(f"--hook {hook} means several kinds, a table shows one: {', '.join(result)}")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mionnx.cli.opening import PLAIN, Opening, opens_model
 from mionnx.cli.options import Json, Model, SpecFile
 from mionnx.cli.verify import DISAGREES, Other, Runtimes, Tolerance
 from mionnx.model import MIModel
@@ -14,6 +15,7 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.view.page import plain
 
 
+@opens_model("dtype")
 def bisect(
     model: Model,
     runtimes: Runtimes,
@@ -22,6 +24,7 @@ def bisect(
     spec: SpecFile = None,
     other: Other = None,
     tolerance: Tolerance = None,
+    opening: Opening = PLAIN,
     as_json: Json = False,
 ) -> None:
     """Find the smallest part of a model at which two runtimes, or two models, disagree.
@@ -34,7 +37,7 @@ def bisect(
 
     mionnx bisect MODEL --runtimes ort-cpu --other EDITED_MODEL --prompt "The capital of France is"
     """
-    opened = MIModel.from_pretrained(model)
+    opened = opening.model(model)
     found = opened.bisect(
         prompt,
         runtimes.split(","),

@@ -20,7 +20,8 @@ from mionnx.run.find_model import cache_folder
 from mionnx.view import Table
 
 app = typer.Typer(
-    help="Show and tidy the disk cache: exported and prepacked models, rewritten graphs, interrupted sweeps.",
+    help="Show and tidy the disk cache: exported and prepacked models, rewritten graphs, interrupted sweeps.\n\n"
+    "Example: mionnx cache ls",
     no_args_is_help=True,
 )
 
@@ -47,6 +48,8 @@ def list_(as_json: Json = False) -> None:
 
     Weights of an exported model that are the checkpoint's own files under another name take no room: they are named
     apart from its size.
+
+    Example: mionnx cache ls --json
     """
     listed = [_facts(entry) for entry in _cache().all()]
     if as_json:
@@ -63,7 +66,10 @@ def list_(as_json: Json = False) -> None:
 
 @app.command()
 def info(as_json: Json = False) -> None:
-    """Print the cache folder, its size and its limit."""
+    """Print the cache folder, its size and its limit.
+
+    Example: mionnx cache info
+    """
     cache = _cache()
     entries = cache.all()
     facts: dict[str, Any] = {
@@ -92,19 +98,25 @@ def _faults(entry: CacheEntry) -> list[str]:
 
 
 @app.command()
-def verify() -> None:
+def verify(as_json: Json = False) -> None:
     """Hash every file of every entry; exit code 1 if one is damaged.
 
     A damaged entry is made again when it is needed.
+
+    Example: mionnx cache verify
     """
-    faulty = 0
+    faulty: list[dict[str, str]] = []
     for entry in track(_cache().all(), "verifying", console=Console(stderr=True)):
         for fault in _faults(entry):
-            typer.echo(f"{entry.kind}/{entry.path.name}: {fault}")
-            faulty += 1
+            faulty.append({"kind": entry.kind, "key": entry.path.name, "fault": fault})
+            if not as_json:
+                typer.echo(f"{entry.kind}/{entry.path.name}: {fault}")
+    if as_json:
+        typer.echo(json.dumps(faulty, indent=1))
     if faulty:
-        raise ModelError(f"{faulty} faults; `mionnx cache clear` removes everything that is not in use")
-    typer.echo("every entry is whole")
+        raise ModelError(f"{len(faulty)} faults; `mionnx cache clear` removes everything that is not in use")
+    if not as_json:
+        typer.echo("every entry is whole")
 
 
 @app.command()
@@ -112,23 +124,36 @@ def prune(
     to: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Such as 5GB; the cache's own limit if left out.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Remove the least recently used entries until the cache fits; never one in use."""
+    """Remove the least recently used entries until the cache fits; never one in use.
+
+    Example: mionnx cache prune --to 5GB
+    """
     cache = _cache()
     removed = cache.prune(size_of(to) if to else None)
+    if as_json:
+        typer.echo(json.dumps({"removed": len(removed), "bytes": cache.size}, indent=1))
+        return
     typer.echo(f"removed {len(removed)} entries; {format_bytes(cache.size)} are left")
 
 
 @app.command()
-def clear() -> None:
+def clear(as_json: Json = False) -> None:
     """Remove every entry that is not in use, and the parts left by killed processes.
 
     Exported models are exported again when they are next opened.
+
+    Example: mionnx cache clear
     """
     cache = _cache()
     unfinished, before = cache.tidy(), cache.all()
     kept = Counter(cache.remove(entry) for entry in before)
-    said = [f"removed {kept.pop('', 0)} entries"]
+    removed = kept.pop("", 0)
+    if as_json:
+        typer.echo(json.dumps({"removed": removed, "stay": {**kept}, "unfinished": unfinished}, indent=1))
+        return
+    said = [f"removed {removed} entries"]
     said += [f"{count} are in use" if why == IN_USE else f"{count} stay: {why}" for why, count in kept.items()]
     said += [f"{unfinished} left by killed processes removed too"] * bool(unfinished)
     typer.echo("; ".join(said))

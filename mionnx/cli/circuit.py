@@ -5,12 +5,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from mionnx.cli.options import Html, Json, Model, Png, Provider, Save, deliver, numbers
+from mionnx.cli.opening import PLAIN, RUNS, Opening, opens_model
+from mionnx.cli.options import Html, Json, Model, Png, Save, deliver, numbers
 from mionnx.cli.pairs_file import Pairs
 from mionnx.cli.sweep_options import OTHER, Answer, IfAny, Read, Versus, prompts
-from mionnx.model import MIModel
 
 
+@opens_model(*RUNS)
 def circuit(
     model: Model,
     clean: IfAny = None,
@@ -28,7 +29,7 @@ def circuit(
     png: Png = None,
     save: Save = None,
     as_json: Json = False,
-    provider: Provider = "cpu",
+    opening: Opening = PLAIN,
 ) -> None:
     """Find the leading edges between heads and MLPs, and run the model on these alone.
 
@@ -45,7 +46,7 @@ def circuit(
         raise typer.BadParameter(f"{pairs} names positions, and edges go from all positions to all")
     options: dict[str, Any] = {**texts, "steps": steps, "method": method}
     sizes = None if edges is None else numbers("edges", edges, int)
-    opened = MIModel.from_pretrained(model, provider=provider)
+    opened = opening.model(model)
     result = opened.circuit(edges=sizes, metric=metric, position=position, **options)
     deliver(result, result.table, html, png, as_json, save)
     if not as_json and top:

@@ -8,18 +8,21 @@ import typer
 
 from mionnx.bind.hook_index import index_hooks
 from mionnx.cli.intervention_options import Interventions, takes_interventions
+from mionnx.cli.opening import PLAIN, Opening, opens_model
 from mionnx.cli.options import Captures, Json, Model
 from mionnx.compile.package import Packaging, compile_spec
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.progress import shown
-from mionnx.run import find_model
 from mionnx.spec.hook_spec import HookSpec
 
+WEIGHTS = "embedded, alongside (as files), or referenced (links, no copy). By default alongside; for web embedded."
+LEVEL = "Of weights in blocks: 0, products in floats, or 4, in 8 bits and fast. By default 4."
 Knobs = Annotated[
     list[str] | None, typer.Option("--knob", metavar="NAME[=HOOK]", help="Keep a strength as an input with a default.")
 ]
 
 
+@opens_model("dtype")
 @takes_interventions(prompt=False)
 def compile_(
     model: Model,
@@ -28,11 +31,14 @@ def compile_(
     capture: Captures = None,
     knob: Knobs = None,
     last_logits: Annotated[bool, typer.Option(help="Compute logits of the last position only.")] = False,
-    weights: Annotated[str | None, typer.Option(help="embedded, alongside (as files), or referenced (links).")] = None,
+    weights: Annotated[str | None, typer.Option(help=WEIGHTS)] = None,
     target: Annotated[str, typer.Option(help="generic, ort-cpu, ort-cuda or web.")] = "generic",
     optimum: Annotated[bool, typer.Option(help="Write the layout of optimum's ORTModelForCausalLM.")] = False,
     triton: Annotated[bool, typer.Option(help="Write the layout of a Triton Inference Server repository.")] = False,
     fused: Annotated[str, typer.Option(help="Keep an adopted file's fused operators: none, padded or all.")] = "none",
+    accuracy_level: Annotated[int | None, typer.Option(help=LEVEL)] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Without interventions: the model itself.")] = False,
+    opening: Opening = PLAIN,
     as_json: Json = False,
 ) -> None:
     """Bake interventions into a plain ONNX model that runs without mionnx.
@@ -46,12 +52,12 @@ def compile_(
     """
     if optimum and triton:
         raise typer.BadParameter("give either --optimum or --triton")
-    with shown() as progress:
-        hooked = HookedModel.open(find_model.find_model(model, "float32", progress))
-    spec = interventions.spec(hooked.metadata.sizes.num_heads, 1)
+    hooked = opening.hooked(model)
+    spec = interventions.spec(hooked.metadata.sizes.num_heads, None)
     for hook in capture or ():
         spec.capture(hook)
-    packaging = Packaging(weights, target, "optimum" if optimum else "triton" if triton else "plain", fused)
+    layout = "optimum" if optimum else "triton" if triton else "plain"
+    packaging = Packaging(weights, target, layout, fused, accuracy_level)
     with shown() as progress:
         folder = compile_spec(
             hooked,
@@ -59,6 +65,7 @@ def compile_(
             output,
             knobs=_knobs(knob or []),
             last_logits=last_logits,
+            plain=plain,
             packaging=packaging,
             progress=progress,
         )
@@ -72,6 +79,8 @@ def compile_(
         f"{folder}: {count} intervention{'s' * (count != 1)} baked in, {size / 2**20:.1f} MiB, {packaging.target}, "
         f"weights {packaging.placed}"
     )
+    if knob:
+        typer.echo('ONNX Runtime warns of each knob ("appears in graph inputs"), which is harmless: see the card')
 
 
 def _knobs(texts: list[str]) -> dict[str, list[str] | None]:

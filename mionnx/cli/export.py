@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from mionnx.cli.opening import PLAIN, Opening, opens_model
 from mionnx.cli.options import Json
 from mionnx.graph import weight_record
 from mionnx.graph.hooked_model import HookedModel
@@ -19,6 +20,7 @@ DTYPES = (
 )
 
 
+@opens_model()
 def export(
     source: Annotated[str, typer.Argument(help="Folder of a Hugging Face checkpoint, a GGUF file, or a Hub id.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to create for the model.")] = None,
@@ -27,6 +29,7 @@ def export(
     dtype: Annotated[str | None, typer.Option(help=DTYPES)] = None,
     graph_only: Annotated[bool, typer.Option("--graph-only", help="Export the config alone, without weights.")] = False,
     file: Annotated[str | None, typer.Option(help="The GGUF file to export, where there are several.")] = None,
+    opening: Opening = PLAIN,
     as_json: Json = False,
 ) -> None:
     """Export a checkpoint as a hooked model.
@@ -42,8 +45,8 @@ def export(
     if (output is None) == (not in_place) or (in_place and copy):
         raise typer.BadParameter("give either --output FOLDER, with or without --copy, or --in-place")
     kind, begin = model_dtype.DEFAULT if dtype is None else dtype, time.monotonic()
-    folder = find_model.checkpoint_folder(source, file)
     with shown() as progress:
+        folder = find_model.checkpoint_folder(source, file, opening.version, progress, weights=not graph_only)
         if output is None:
             exporting.export_in_place(folder, kind, progress)
         else:

@@ -11,7 +11,8 @@ import typer
 from numpy.typing import NDArray
 
 from mionnx.cli.intervention_options import Interventions, takes_interventions
-from mionnx.cli.options import Json, Model, Provider, rows_of_pass
+from mionnx.cli.opening import PLAIN, RUNS, Opening, opens_model
+from mionnx.cli.options import Json, Model, rows_of_pass
 from mionnx.errors import InputError, InterventionError
 from mionnx.inputs.tokens import Decoder, Tokens, decode
 from mionnx.model import MIModel
@@ -21,6 +22,7 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify.verbs import read_prompts
 
 
+@opens_model(*RUNS)
 @takes_interventions()
 def generate(
     model: Model,
@@ -48,7 +50,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Random seed of the sampling.")] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End at this text; may be repeated.")] = None,
     as_json: Json = False,
-    provider: Provider = "cpu",
+    opening: Opening = PLAIN,
 ) -> None:
     """Continue a prompt with interventions in force at every step.
 
@@ -63,7 +65,7 @@ def generate(
         raise InputError("--system is a message of a chat: give --chat too")
     if (prompt is None) == (prompts is None):
         raise typer.BadParameter("give one PROMPT, or --prompts FILE")
-    opened = MIModel.from_pretrained(model, provider=provider)
+    opened = opening.model(model)
     texts = [prompt] if prompt is not None else read_prompts(prompts or Path())
     tokens = [opened.tokenize_chat(_messages(text, system)) if chat else _tokens(opened, text) for text in texts]
     spec = interventions.spec(opened.num_heads, max(map(len, tokens)))

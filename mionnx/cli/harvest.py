@@ -8,12 +8,13 @@ import typer
 
 from mionnx import distributed
 from mionnx.analysis.features.sae import SAE
-from mionnx.cli.options import BatchSize, Json, Model, Provider, SpecFile, numbers, rows_of_pass
+from mionnx.cli.opening import PLAIN, Opening, opens_model
+from mionnx.cli.options import BatchSize, Json, Model, SpecFile, numbers, rows_of_pass
 from mionnx.errors import InputError
-from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
 
 
+@opens_model("provider", "threads")
 def harvest(
     model: Model,
     texts: Annotated[Path, typer.Argument(help=".txt, .jsonl, .parquet, or a folder of these or of datasets.")],
@@ -40,7 +41,7 @@ def harvest(
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="With --ray: processes; as many as there is room.")] = None,
     as_json: Json = False,
-    provider: Provider = "cpu",
+    opening: Opening = PLAIN,
 ) -> None:
     """Write the activations of a dataset to disk; interrupted, it goes on where it was.
 
@@ -56,7 +57,7 @@ def harvest(
     options |= {"sae": None if sae is None else SAE.load(sae)}
     if ray is None and workers is not None:
         raise InputError("--workers are those of a Ray cluster: give --ray local, or its address")
-    opened = MIModel.from_pretrained(model, provider=provider)
+    opened = opening.model(model)
     if ray is None:
         made = opened.harvest(texts, asked, output, **options)
     else:

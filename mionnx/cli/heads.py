@@ -5,9 +5,11 @@ from typing import Annotated
 import typer
 
 from mionnx.analysis.attention.repeated_sequences import KINDS
-from mionnx.cli.options import Html, Json, Model, Png, Provider, Save, deliver, open_once
+from mionnx.cli.opening import PLAIN, RUNS, Opening, opens_model
+from mionnx.cli.options import Html, Json, Model, Png, Save, deliver
 
 
+@opens_model(*RUNS)
 def heads(
     model: Model,
     kind: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(KINDS)}; all if left out.")] = None,
@@ -19,12 +21,12 @@ def heads(
     png: Png = None,
     save: Save = None,
     as_json: Json = False,
-    provider: Provider = "cpu",
+    opening: Opening = PLAIN,
 ) -> None:
     """Score previous-token, duplicate-token and induction heads on repeated random sequences.
 
     Example: mionnx heads models/world-llama --html heads.html
     """
-    opened = open_once(model, provider)
+    opened = opening.once(model)
     scores = opened.head_scores(kind or KINDS, batch=batch, period=period, seed=seed)
     deliver(scores, lambda: scores.table(top), html, png, as_json, save)

@@ -1,39 +1,39 @@
 """The command `mionnx hooks`: a model's hook points and their shapes."""
 
 import json
-from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column
 
-from mionnx.cli.options import Json, Model
+from mionnx.cli.opening import PLAIN, Opening, opens_model
+from mionnx.cli.options import Json, Layers, Model, chosen
 from mionnx.errors import ModelError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.machine.progress import shown
-from mionnx.run import find_model
 from mionnx.view import Table
 
 
+@opens_model()
 def hooks(
     model: Model,
-    layer: Annotated[
-        int | None, typer.Option("--layer", "--layers", help="List one layer's hook points by their full names.")
-    ] = None,
+    layers: Layers = None,
+    opening: Opening = PLAIN,
     as_json: Json = False,
 ) -> None:
     """List a model's hook points with their axes; {i} stands for the layer.
 
+    With --layers by their full names, those of some layers.
+
     Example: mionnx hooks models/world-llama --layer 2
     """
-    with shown() as progress:
-        hooked = HookedModel.open(find_model.find_model(model, "float32", progress))
+    hooked, among = opening.hooked(model), chosen("layers", layers)
     last = hooked.metadata.sizes.num_layers - 1
-    points = [point for point in hooked.hook_points() if layer is None or point.layer == layer]
-    if not points:
-        raise ModelError(f"no layer {layer}: the model has layers 0 to {last}")
+    points = [point for point in hooked.hook_points() if among is None or point.layer in among]
+    absent = {*(among or ())} - {*range(last + 1)}
+    if absent:
+        raise ModelError(f"no layer {min(absent)}: the model has layers 0 to {last}")
     if as_json:
         typer.echo(json.dumps({str(point): hooked.axes(point) for point in points}, indent=1))
         return
@@ -43,7 +43,7 @@ def hooks(
         Column("shape", overflow="fold"),
         title=f"{hooked.metadata.family}, layers: 0 to {last}",
     )
-    for row in dict.fromkeys(_row(hooked, point, layer is None) for point in points):
+    for row in dict.fromkeys(_row(hooked, point, among is None) for point in points):
         table.add_row(*map(escape, row))
     Console().print(table)
 

@@ -33,7 +33,7 @@ class Interventions:
     state_steerings: list[str] = field(default_factory=list)
     file: Path | None = None
 
-    def spec(self, num_heads: int, seq_len: int) -> HookSpec:
+    def spec(self, num_heads: int, seq_len: int | None) -> HookSpec:
         """Parse into a spec; the model's head count and the prompt's length shape knockout masks.
 
         Raises:
@@ -60,11 +60,14 @@ def takes_interventions(prompt: bool = True) -> Callable[[Callable[..., None]], 
     """Add one option per kind to a command; its parameter `interventions` gets their values.
 
     Args:
-        prompt: whether the command has a prompt; without one, kinds that are written by its positions have no option.
+        prompt: whether the command has a prompt; without one, edges are of positions that every text has.
     """
-    offered = [kind for kind in KINDS.values() if kind.spelling is not None and (prompt or not kind.of_prompt)]
+    offered = [kind for kind in KINDS.values() if kind.spelling is not None]
     kinds = [kind.name for kind in offered]
-    options = [_option(kind.name, spelling(kind), kind.help) for kind in offered]
+    anywhere = " Positions count from 0, as 4>2; from a text's end (-1) or of all (*) they are refused."
+    options = [
+        _option(kind.name, spelling(kind), kind.help + anywhere * (kind.of_prompt and not prompt)) for kind in offered
+    ]
     options += [_option("state_knockout", "LIMITS", "RWKV: drop writes to the state.")]
     options += [_option("state_steering", "SCALE@LIMITS", "RWKV: scale writes to the state.")]
     options += [Parameter("spec", Parameter.KEYWORD_ONLY, default=None, annotation=SpecFile)]

@@ -9,7 +9,7 @@ VALUE   a number                              --scale blocks.1.hook_mlp_out=0.5
         (a kind's own spelling: see `Kind.spelling` and `Kind.read` in mionnx.spec.kinds)
 LIMITS  positions=..., heads=..., rows=...,   --zero 'blocks.1.attn.hook_z@heads=3;positions=0,-1'
         experts=..., neurons=...              --zero blocks.1.mlp.hook_act@neurons=7,12
-        separated by semicolons               --add blocks.2.hook_resid_post=dir.safetensors:key@positions=generated
+        separated by semicolons; 2-5 is 2,3,4,5 --add blocks.2.hook_resid_post=dir.safetensors:key@positions=generated
 
 State interventions of RWKV name no hook point:
 
@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.cli.options import spread
 from mionnx.errors import InterventionError, SpecFileError, nearest
 from mionnx.machine.tensor_file import open_tensors
 from mionnx.spec.intervention import Intervention, find_kind
@@ -39,7 +40,7 @@ _FILE = re.compile(r"(?P<file>.+\.safetensors):(?P<key>.+?)(?:\*(?P<factor>[-+.\
 class Reader:
     """Reads values; the model's heads and the prompt's length shape knockout masks."""
 
-    def __init__(self, n_heads: int, seq_len: int) -> None:
+    def __init__(self, n_heads: int, seq_len: int | None) -> None:
         self.n_heads, self.seq_len = n_heads, seq_len
 
     def array(self, text: str) -> NDArray[Any]:
@@ -64,13 +65,13 @@ def spelling(kind: Kind) -> str:
     return f"HOOK={kind.spelling}[@LIMITS]" if kind.spelling else "HOOK[@LIMITS]"
 
 
-def parse(kind: str, text: str, n_heads: int, seq_len: int) -> tuple[list[str], Intervention]:
+def parse(kind: str, text: str, n_heads: int, seq_len: int | None) -> tuple[list[str], Intervention]:
     """Parse an intervention option: the names and globs of hook points, and the intervention.
 
     Args:
         kind: name of a kind that has a spelling.
         text: HOOK[=VALUE][@LIMITS], see the module's text.
-        n_heads, seq_len: of the model and the prompt; they shape knockout masks.
+        n_heads, seq_len: of the model and the prompt, None if there is none; they shape knockout masks.
 
     Raises:
         InterventionError: the text is not understood.
@@ -144,14 +145,10 @@ def _parts(text: str, whole: str, allowed: tuple[str, ...]) -> dict[str, str]:
 
 
 def _integers(text: str, whole: str) -> list[int]:
-    return [_integer(number, whole) for number in text.split(",")]
-
-
-def _integer(text: str, whole: str) -> int:
     try:
-        return int(text)
+        return [number for part in text.split(",") for number in spread(part, int)]
     except ValueError:
-        raise InterventionError(f"{whole!r}: {text!r} is no integer") from None
+        raise InterventionError(f"{whole!r}: {text!r} is no integer, nor several such as 0,3 or 2-5") from None
 
 
 def load_tensor(path: Path, key: str) -> NDArray[Any]:

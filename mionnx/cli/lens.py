@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Column
 
 from mionnx.analysis.lens.lens_result import LensResult, label_of
+from mionnx.cli.opening import PLAIN, RUNS, Opening, opens_model
 from mionnx.cli.options import (
     Html,
     Json,
@@ -16,16 +17,15 @@ from mionnx.cli.options import (
     Png,
     Position,
     Prompt,
-    Provider,
     Save,
     chosen,
     deliver,
-    open_once,
 )
 from mionnx.machine.decimals import decimal
 from mionnx.view import Table
 
 
+@opens_model(*RUNS)
 def lens(
     model: Model,
     prompt: Prompt,
@@ -37,7 +37,7 @@ def lens(
     png: Png = None,
     save: Save = None,
     as_json: Json = False,
-    provider: Provider = "cpu",
+    opening: Opening = PLAIN,
 ) -> None:
     """Show the next token that every layer would predict, were it the last (the logit lens).
 
@@ -45,7 +45,7 @@ def lens(
 
     Example: mionnx lens models/world-llama "The capital of France is" --token Berlin --html lens.html
     """
-    opened = open_once(model, provider)
+    opened = opening.once(model)
     result = opened.logit_lens(opened.tokenize(prompt), k=top, layers=chosen("layers", layers), tokens=token or ())
     index = result.at(position)
     deliver(result, lambda: lens_table(result, index), html, png, as_json, save)

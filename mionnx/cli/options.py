@@ -1,5 +1,6 @@
-"""Options that several commands share, a model opened for one, and delivery of a result."""
+"""Options that several commands share, and delivery of a result."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -9,10 +10,10 @@ from rich.console import Console, RenderableType
 
 from mionnx.errors import InputError
 from mionnx.machine.stored import ENDING
-from mionnx.model import MIModel
 from mionnx.view import Shown
 
-SOME = "Only these, as 0,3; may be repeated."
+SOME = "Only these, as 0,3 or 16-29; may be repeated."
+MOST = 10_000  # numbers of one range
 Model = Annotated[str, typer.Argument(help="Folder of a model, a .pth file, a shipped model's name, or a Hub id.")]
 Prompt = Annotated[str, typer.Argument(help="The prompt.")]
 Position = Annotated[int, typer.Option(help="Token of the prompt: from 0, or negative from its end.")]
@@ -20,7 +21,6 @@ Layers = Annotated[list[str] | None, typer.Option("--layers", "--layer", metavar
 Heads = Annotated[list[str] | None, typer.Option("--heads", "--head", metavar="NUMBERS", help=SOME)]
 Captures = Annotated[list[str] | None, typer.Option("--capture", metavar="HOOK", help="Capture; globs allowed.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-Provider = Annotated[str, typer.Option(help="cpu, cuda, or the full name of an execution provider.")]
 SpecFile = Annotated[Path | None, typer.Option(help="A saved HookSpec to begin with.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page that works offline.")]
 Png = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture.")]
@@ -29,23 +29,32 @@ BatchSize = Annotated[str, typer.Option(metavar="N", help="Rows of one pass, or 
 Number = TypeVar("Number", int, float)
 
 
-def open_once(model: str, provider: str) -> MIModel:
-    """Open a model whose graphs run once each: weights are not packed, but for blocks."""
-    opened = MIModel.from_pretrained(model, provider=provider)
-    opened.variants.settle(prepack=False)
-    return opened
-
-
 def numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
-    """Parse the comma-separated numbers of an option.
+    """Parse the comma-separated numbers of an option, ranges of integers such as 16-29 too.
 
     Raises:
         InputError: a part is not a number of this kind.
     """
     try:
-        return [kind(part) for part in text.split(",")]
+        return [number for part in text.split(",") for number in spread(part, kind)]
     except ValueError:
-        raise InputError(f"--{option} {text!r}: numbers with commas between, as 0,1") from None
+        ranges = " or 2-5" if kind is int else ""
+        raise InputError(f"--{option} {text!r}: numbers with commas between, as 0,1{ranges}") from None
+
+
+def spread(part: str, kind: type[Number]) -> list[Number]:
+    """The numbers of a part between commas: one, or all of a range of integers.
+
+    Raises:
+        ValueError: neither, or a range that ends before it begins or has more than `MOST`.
+    """
+    ends = re.fullmatch(r"\s*(\d+)-(\d+)\s*", part) if kind is int else None
+    if ends is None:
+        return [kind(part)]
+    first, last = int(ends[1]), int(ends[2])
+    if not first <= last < first + MOST:
+        raise ValueError(part)
+    return [kind(number) for number in range(first, last + 1)]
 
 
 def read_text(path: Path) -> str:

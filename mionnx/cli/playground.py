@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
+from mionnx.cli.opening import PLAIN, Opening, opens_model
 from mionnx.cli.options import Json, Model, SpecFile
-from mionnx.model import MIModel
 from mionnx.playground import playground as write
 from mionnx.playground import serve
 from mionnx.playground.server import run
-from mionnx.run import model_dtype
 from mionnx.spec.hook_spec import HookSpec
 
 Hooks = Annotated[list[str] | None, typer.Option("--hook", metavar="HOOK", help="Also change this; globs allowed.")]
@@ -20,6 +19,7 @@ Hooks = Annotated[list[str] | None, typer.Option("--hook", metavar="HOOK", help=
 LESSONS = "Prepared examples, as JSON; a shipped model may have its own."
 
 
+@opens_model("dtype")
 def playground(
     model: Model,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to create.")] = None,
@@ -29,7 +29,7 @@ def playground(
         Path | None, typer.Option(metavar="FILE", help="Prepared examples, as JSON; a shipped model has its own.")
     ] = None,
     hook: Hooks = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, int8 or int4.")] = None,
+    opening: Opening = PLAIN,
     open_: Annotated[bool, typer.Option("--open", help="Serve it on localhost and open a browser.")] = False,
     serve_: Annotated[bool, typer.Option("--serve", help="Serve it on localhost.")] = False,
     port: Annotated[int | None, typer.Option(help="Of the server; else a free one.")] = None,
@@ -45,7 +45,7 @@ def playground(
         raise typer.BadParameter("give a folder with -o, or --open to see the page now")
     if port is not None and not (open_ or serve_):
         raise typer.BadParameter("--port is of the server, which --open or --serve starts")
-    opened = MIModel.from_pretrained(model, dtype=model_dtype.DEFAULT if dtype is None else dtype)
+    opened = opening.model(model)
     given = None if spec is None else HookSpec.load(str(spec))
     with TemporaryDirectory() as scratch:
         folder = write(

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mionnx.cli.opening import PLAIN, Opening, opens_model
 from mionnx.cli.options import Json, Model, read_text
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
@@ -14,7 +15,6 @@ from mionnx.machine.progress import shown
 from mionnx.model import MIModel
 from mionnx.quantise.quantise import quantise as quantise_hooked
 from mionnx.quantise.settings import Quantisation
-from mionnx.run import find_model
 from mionnx.verify.quantise_by_text import quantise_by_text
 
 COUNTS = ("matrices", "matrices_left", "bytes_in_blocks", "bytes_left")
@@ -22,6 +22,7 @@ SHOWN = 20  # matrices that are named
 GLOBS = "Weights, by name or glob; may be repeated."
 
 
+@opens_model()
 def quantise(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to create.")],
@@ -47,6 +48,7 @@ def quantise(
     importance_text: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="The same, on this text; may be repeated.")
     ] = None,
+    opening: Opening = PLAIN,
     as_json: Json = False,
 ) -> None:
     """Write a model with its weights in blocks of 4 or 8 bits; it keeps all hook points.
@@ -61,8 +63,8 @@ def quantise(
     settings = Quantisation(bits, block_size, not zero_points, accuracy_level, *patterns, embedding, unembedding)
     if text and budget is None:
         raise InputError("--text is what a budget is measured on: give --budget too")
+    hooked = opening.hooked(model)
     with shown() as progress:
-        hooked = HookedModel.open(find_model.find_model(model, "float32", progress))
         if budget is None and not (importance or importance_text):
             quantise_hooked(hooked, output, settings, progress)
         else:

@@ -13,7 +13,8 @@ from rich.table import Column
 
 from mionnx.analysis.ablation import AblationResult
 from mionnx.cli.intervention_options import Interventions, takes_interventions
-from mionnx.cli.options import Captures, Json, Model, Prompt, Provider, open_once
+from mionnx.cli.opening import PLAIN, RUNS, Opening, opens_model
+from mionnx.cli.options import Captures, Json, Model, Prompt
 from mionnx.machine.decimals import decimal
 from mionnx.machine.softmax import softmax
 from mionnx.model import MIModel
@@ -24,6 +25,7 @@ from mionnx.view import Table
 Logits = NDArray[Any]  # [vocab]
 
 
+@opens_model(*RUNS)
 @takes_interventions()
 def run(
     model: Model,
@@ -33,7 +35,7 @@ def run(
     top: Annotated[int, typer.Option(min=1, help="Number of next tokens to show.")] = 5,
     save: Annotated[Path | None, typer.Option(help="Write captures and logits to a .safetensors file.")] = None,
     as_json: Json = False,
-    provider: Provider = "cpu",
+    opening: Opening = PLAIN,
 ) -> None:
     """Run a prompt without and with interventions, and compare the next tokens.
 
@@ -54,7 +56,7 @@ def run(
 
     mionnx run models/world-rwkv7 "The capital of France is" --state-knockout "positions=3;layers=1"
     """
-    opened = open_once(model, provider)
+    opened = opening.once(model)
     tokens = opened.tokenize(prompt)
     spec = interventions.spec(opened.num_heads, len(tokens))
     changes = spec.num_interventions() + len(spec.state_knockouts) + len(spec.state_steerings)

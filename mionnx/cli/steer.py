@@ -11,10 +11,10 @@ from rich.table import Column
 
 from mionnx.analysis.steering.directions import STREAM, Directions
 from mionnx.analysis.steering.dose_result import DoseResponse
-from mionnx.cli.options import BatchSize, Html, Json, Model, Png, Provider, deliver, numbers, rows_of_pass
+from mionnx.cli.opening import PLAIN, RUNS, Opening, opens_model
+from mionnx.cli.options import BatchSize, Html, Json, Model, Png, deliver, numbers, rows_of_pass
 from mionnx.machine.decimals import decimal
 from mionnx.machine.progress import shown
-from mionnx.model import MIModel
 from mionnx.view import Table
 
 Many = list[str] | None
@@ -24,6 +24,7 @@ LAYER = (
 )
 
 
+@opens_model(*RUNS)
 def steer(
     model: Model,
     prompt: Annotated[list[str], typer.Option(help="A text to steer; may be repeated.")],
@@ -49,7 +50,7 @@ def steer(
     html: Html = None,
     png: Png = None,
     as_json: Json = False,
-    provider: Provider = "cpu",
+    opening: Opening = PLAIN,
 ) -> None:
     """Steer prompts along a direction, computed from contrasting prompts, at several strengths.
 
@@ -65,7 +66,7 @@ def steer(
     if positive is None and (hook, method) != (None, None):
         raise typer.BadParameter("--hook and --method say how directions are made of --positive and --negative")
     doses, at = numbers("strengths", strengths, float), _positions(positions)
-    opened = MIModel.from_pretrained(model, provider=provider)
+    opened = opening.model(model)
     with shown():
         shared: dict[str, Any] = {"batch_size": rows_of_pass(batch_size)}
         if positive is not None and negative is not None:

@@ -10,7 +10,8 @@ from rich.console import Console
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Sweep
 from mionnx.cli.corruption import corruption
-from mionnx.cli.options import Html, Json, Layers, Model, Png, Provider, Save, chosen, deliver
+from mionnx.cli.opening import PLAIN, RUNS, Opening, opens_model
+from mionnx.cli.options import Html, Json, Layers, Model, Png, Save, chosen, deliver
 from mionnx.cli.pairs_file import Pairs, lines_of
 from mionnx.cli.sweep_options import OTHER, Answer, Cells, IfAny, Kind, Over, Read, Versus, axes, given, prompts
 from mionnx.machine.memory import format_bytes
@@ -19,6 +20,7 @@ from mionnx.model import MIModel
 STOPPED = 130  # the exit code of a program that was interrupted
 
 
+@opens_model(*RUNS)
 def sweep(
     model: Model,
     clean: IfAny = None,
@@ -55,7 +57,7 @@ def sweep(
     png: Png = None,
     save: Save = None,
     as_json: Json = False,
-    provider: Provider = "cpu",
+    opening: Opening = PLAIN,
 ) -> None:
     """Patch or ablate every layer, position or head, and measure the effect on the answer.
 
@@ -80,7 +82,7 @@ def sweep(
         raise typer.BadParameter("--receiver and --noising are for patching")
     if not ablate and (reference or by):
         raise typer.BadParameter("--reference and --by are for --ablate")
-    opened = MIModel.from_pretrained(model, provider=provider)
+    opened = opening.model(model)
     options = given(metric=metric, layers=chosen("layers", layers), over=axes(over))
     options |= given(**{"sender" if receiver else "hook": hook})
     options |= {"at": at, "before": lambda ready: _announce(ready, as_json), "resume": True}

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape
 
+from mionnx.cli.opening import PLAIN, Opening, opens_model
 from mionnx.cli.options import Html, Json, Model, Png, Save, SpecFile, deliver, numbers, read_text
 from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
@@ -27,6 +28,7 @@ Other = Annotated[str | None, typer.Option(metavar="MODEL", help="A second model
 Tolerance = Annotated[float | None, typer.Option(help="Largest relative difference; 5e-5 in float32 if left out.")]
 
 
+@opens_model("dtype")
 def verify(
     model: Model,
     runtimes: Compared = None,
@@ -49,6 +51,7 @@ def verify(
     html: Html = None,
     png: Png = None,
     save: Save = None,
+    opening: Opening = PLAIN,
     as_json: Json = False,
 ) -> None:
     """Run one model in several runtimes and compare them hook point by hook point.
@@ -67,7 +70,7 @@ def verify(
 
     mionnx verify models/world-llama --other world-int4 --text text.txt --html lost.html
     """
-    opened = MIModel.from_pretrained(model)
+    opened = opening.model(model)
     given: list[Any] = [*(prompt or ()), *(read_prompts(prompts) if prompts else ())]
     result = opened.verify(
         given,

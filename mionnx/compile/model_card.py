@@ -15,7 +15,7 @@ from mionnx.spec.limits import LIMITS
 NO_WEIGHTS = "none: the graph was exported from a config alone, and cannot run"
 QUIET = """
 What may be left out is an input with a default value. ONNX Runtime warns of each ("Initializer ... appears in graph
-inputs"), which means just that. Without the warnings:
+inputs"), which means just that and is harmless. Without the warnings:
 
 ```python
 options = onnxruntime.SessionOptions()
@@ -68,7 +68,7 @@ is the call that token 0 stands in; "generated" means every later call.
 - original graph, sha256: `{facts["graph_sha256"]}`
 - spec, sha256: `{facts["spec_sha256"]}`
 - target: {target}{_bound(target)}
-{_metric(facts)}{_fused(facts)}
+{_metric(facts)}{_blocks(facts)}{_fused(facts)}
 ## Running it
 
 ```python
@@ -102,6 +102,18 @@ def _metric(facts: Mapping[str, Any]) -> str:
         return ""
     by = f", and its gradients: {', '.join(f'`{name}`' for name in facts['gradients'])}" * bool(facts["gradients"])
     return f"- `{METRIC}` is {facts['metric']} of each row{by}\n"
+
+
+def _blocks(facts: Mapping[str, Any]) -> str:
+    """A line on weights in blocks."""
+    if not facts.get("blocks"):
+        return ""
+    bits, levels = (" and ".join(map(str, facts["blocks"][name])) for name in ("bits", "accuracy_level"))
+    rounds = ": what they read is rounded to 8 bits" if facts["blocks"]["accuracy_level"] == [4] else ""
+    return (
+        f"- weights in blocks of {bits} bits: products by `MatMulNBits` of com.microsoft (ONNX Runtime) at accuracy "
+        f"level {levels}{rounds}\n"
+    )
 
 
 def _fused(facts: Mapping[str, Any]) -> str:

@@ -12,13 +12,15 @@ config.json, ...    config and tokenizer of the model
 The layout "triton" is a model repository: `{name}/config.pbtxt`, `{name}/1/` with the model, `{name}/` with the rest.
 """
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,20 +31,23 @@ from mionnx.bind.bound_spec import Binder, BoundSpec
 from mionnx.compile.bake import bake
 from mionnx.compile.bake_parts import bake_parts
 from mionnx.compile.model_card import card, triton_config
+from mionnx.compile.stored_once import reshape_shared, store_once
 from mionnx.engine import onnx_runtime
 from mionnx.engine.options import Options
 from mionnx.errors import InputError, InterventionError, ModelError, nearest
 from mionnx.graph import onnx_file
 from mionnx.graph.builder import to_proto
 from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.folder_file import files_beside
+from mionnx.graph.folder_file import files_beside, read_json
 from mionnx.graph.fused_operators import UNPADDED, read_fused
 from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.hooked_model import GRAPH, KEPT, HookedModel
+from mionnx.graph.hooked_model import GRAPH, INPUT_NAMES, KEPT, ROUNDING_LEVEL, HookedModel
 from mionnx.graph.metadata import COMPILED
+from mionnx.graph.packed_weight import at_accuracy_level, attributes
 from mionnx.graph.restore import restore
 from mionnx.inputs.tokens import TOKENIZER, copy_tokenizer
 from mionnx.machine.leftovers import new_folder, remove_leftovers
+from mionnx.machine.memory import format_bytes
 from mionnx.machine.progress import Progress, silent
 from mionnx.rewrite.apply_plan import apply_plan
 from mionnx.rewrite.gradient.gradient_outputs import add_gradients
@@ -57,6 +62,7 @@ CARD = "README.md"
 DATA = "model.onnx.data"
 WEIGHTS = ("embedded", "alongside", "referenced")
 TARGETS = {"generic": None, "ort-cpu": "cpu", "ort-cuda": "cuda", "web": None}
+LEVELS = (0, ROUNDING_LEVEL)  # of accuracy, see `Packaging`
 LAYOUTS = ("plain", "optimum", "triton")
 FUSED = (NONE, PADDED, ALL)
 LIMIT = 2**31 - 2**24  # a protobuf file holds 2 GiB; some is left for the graph
@@ -76,12 +82,15 @@ class Packaging:
         layout: "plain", "optimum" (what `ORTModelForCausalLM.from_pretrained` loads) or "triton" (a repository).
         fused: of the fused operators that an adopted file came with, those to keep where nothing inside them is
             touched: "none", "padded" (right for padded texts too) or "all". Only ONNX Runtime has such operators.
+        accuracy_level: of products with weights in blocks: 0, in floats, or 4, what they read rounded to 8 bits. None
+            is 4 for blocks that mionnx made, as `generate` has it, and what another tool's file says.
     """
 
     weights: str | None = None
     target: str = "generic"
     layout: str = "plain"
     fused: str = NONE
+    accuracy_level: int | None = None
 
     def __post_init__(self) -> None:
         weights = ("weights", self.weights or "alongside", WEIGHTS)
@@ -89,6 +98,8 @@ class Packaging:
         for what, choice, choices in (weights, target, layout, ("fused", self.fused, FUSED)):
             if choice not in choices:
                 raise InputError(f"{what} {choice!r}; one of {', '.join(choices)}{nearest(str(choice), choices)}")
+        if self.accuracy_level not in (None, *LEVELS):
+            raise InputError(f"accuracy_level={self.accuracy_level!r}; one of {', '.join(map(str, LEVELS))}")
         if self.target.startswith("ort-") and self.weights == "referenced":
             raise InputError(
                 f"target {self.target} writes weights anew: they cannot be references to the model's files"
@@ -108,6 +119,7 @@ def compile_spec(
     knobs: Knobs | None = None,
     captures: bool = True,
     last_logits: bool = False,
+    plain: bool = False,
     packaging: Packaging | None = None,
     progress: Progress = silent,
 ) -> Path:
@@ -116,10 +128,12 @@ def compile_spec(
     if target.exists():
         raise ModelError(f"{target} exists already")
     wanted = spec if captures else _without_captures(spec)
-    bound = Binder(model).bind(wanted, Outputs(last=last_logits), differentiated=True).sparing_padding()
-    proto = _with_fused(_compiled(bound, _indices(bound, knobs or {})), model, packaging.fused)
+    _check_plain(wanted, plain)
+    leveled = _at_level(model, packaging)
+    bound = Binder(leveled).bind(wanted, Outputs(last=last_logits), differentiated=True).sparing_padding()
+    proto = _with_fused(_compiled(bound, model, _indices(bound, knobs or {})), leveled, packaging.fused)
     remove_leftovers(target.parent, holding=(GRAPH,))
-    with new_folder(target, ModelError) as partial:
+    with new_folder(target, ModelError) as partial, _room(model, packaging):
         at = partial / target.name / "1" if packaging.layout == "triton" else partial
         at.mkdir(parents=True, exist_ok=True)
         _write_model(model, proto, at, packaging, progress)
@@ -132,6 +146,46 @@ def _without_captures(spec: HookSpec) -> HookSpec:
     bare = HookSpec().extend(spec)
     bare.captures.clear()
     return bare
+
+
+def _check_plain(spec: HookSpec, plain: bool) -> None:
+    """Refuse an empty spec unless `plain`, and `plain` beside any other spec."""
+    if plain != spec.is_empty():
+        raise InputError(
+            "plain=True compiles the model itself, and the spec is not empty: leave one of the two out"
+            if plain
+            else "the spec has no intervention and no output of its own, so that nothing would be baked in: give some, "
+            "or plain=True (--plain) for the model itself"
+        )
+
+
+def _at_level(model: HookedModel, packaging: Packaging) -> HookedModel:
+    """The model with its products of blocks at the level that they are compiled at.
+
+    Raises:
+        InputError: a level for a model without such products.
+    """
+    level = packaging.accuracy_level
+    if level is None and (not model.metadata.quantised or packaging.target == "ort-cuda"):  # CUDA has no such level
+        return model
+    proto, products = at_accuracy_level(model.proto, ROUNDING_LEVEL if level is None else level)
+    if not products and level is not None:
+        raise InputError(f"accuracy_level={level} has no effect: {model.name} has no products with weights in blocks")
+    return replace(model, proto=proto)
+
+
+@contextmanager
+def _room(model: HookedModel, packaging: Packaging) -> Iterator[None]:
+    """Say how much a folder needs where the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        needed = format_bytes(sum(onnx_file.locations(model.proto).values()))
+        links = "; --weights referenced (weights='referenced') links them and needs none"
+        links *= packaging.target == "generic"
+        raise ModelError(f"cannot write the folder: {error.strerror}; its weights are {needed}{links}") from error
 
 
 def _indices(bound: BoundSpec, knobs: Knobs) -> dict[str, list[int]]:
@@ -163,7 +217,7 @@ def _indices(bound: BoundSpec, knobs: Knobs) -> dict[str, list[int]]:
     return indices
 
 
-def _compiled(bound: BoundSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
+def _compiled(bound: BoundSpec, original: HookedModel, knobs: dict[str, list[int]]) -> onnx.ModelProto:
     """The graph, its weights still in the hooked model's files."""
     model, plan, spec = bound.model, bound.plan, bound.spec
     edited, report = apply_plan(model.proto, plan, model.metadata)
@@ -181,18 +235,30 @@ def _compiled(bound: BoundSpec, knobs: dict[str, list[int]]) -> onnx.ModelProto:
         "what": "a compiled intervention graph: not the original model",
         "family": model.metadata.family,
         "mionnx": version("mionnx"),
-        "graph_sha256": hashlib.sha256(model.proto.SerializeToString(deterministic=True)).hexdigest(),
+        "graph_sha256": hashlib.sha256(original.proto.SerializeToString(deterministic=True)).hexdigest(),
         "weights_sha256": model.weights_sha256,
-        "spec_sha256": _nameable(spec, plan).sha256,
+        "spec_sha256": _nameable(spec, plan).sha256,  # of the file's bytes
         "interventions": [f"{edit.kind} at {edit.hook}" for edit in plan.edits]
         + [state.title for state in (*spec.state_steerings, *spec.state_knockouts)],
         "captures": [want.fetched for want in plan.captures],
         "knobs": {name: [plan.edits[n].hook for n in where] for name, where in knobs.items()},
+        "blocks": _blocks(proto),
     }
     if plan.gradients is not None:
         facts |= {"metric": str(spec.metric), "gradients": [node.fetched for node in plan.gradients.by]}
     proto.metadata_props.add(key=COMPILED, value=json.dumps(facts))
     return proto
+
+
+def _blocks(proto: onnx.ModelProto) -> dict[str, list[int]]:
+    """Bits and accuracy levels of a graph's products with weights in blocks; empty without any."""
+    found = [attributes(node) for node in proto.graph.node if node.op_type == "MatMulNBits"]
+    if not found:
+        return {}
+    return {
+        "bits": sorted({one.get("bits", 4) for one in found}),
+        "accuracy_level": sorted({one.get("accuracy_level", 0) for one in found}),
+    }
 
 
 def _with_fused(proto: onnx.ModelProto, model: HookedModel, fused: str) -> onnx.ModelProto:
@@ -247,12 +313,16 @@ def _write_model(
         written = onnx.load(at / GRAPH, load_external_data=False)
         del written.metadata_props[:]
         written.metadata_props.extend(proto.metadata_props)
+        if (at / DATA).exists():
+            store_once(written, at / DATA)
         if packaging.placed == "embedded":
+            reshape_shared(written)
             onnx_file.embed(written, at)
             (at / DATA).unlink(missing_ok=True)
         (at / GRAPH).write_bytes(written.SerializeToString())
         return
     if packaging.placed == "embedded":
+        reshape_shared(proto)
         _check_size(proto, packaging)
         onnx_file.embed(proto, model.folder)
     else:
@@ -291,6 +361,7 @@ def _write_rest(
     spec.save(str(at / SPEC))
     for file in files_beside(model.folder, KEPT):
         (copy_tokenizer if file.name == TOKENIZER else shutil.copyfile)(file, at / file.name)
+    _name_inputs(at / "tokenizer_config.json")
     if packaging.layout == "optimum" and not (at / "config.json").is_file():
         raise ModelError(f"{model.folder} has no config.json, and optimum loads no model without one")
     interface = [(value, _type(value)) for value in proto.graph.input if value.name not in _initializers(proto)]
@@ -299,6 +370,16 @@ def _write_rest(
     (at / CARD).write_text(card(facts, spec, model.metadata, interface, optional, outputs, packaging.target))
     if packaging.layout == "triton":
         (at / "config.pbtxt").write_text(triton_config(_triton_name(name), interface, optional, outputs))
+
+
+def _name_inputs(path: Path) -> None:
+    """Name the graph's inputs in a tokenizer's config without their names.
+
+    A tokenizer class of transformers 4 gives segments too, which no decoder reads.
+    """
+    config = read_json(path) if path.is_file() else None
+    if isinstance(config, dict) and "model_input_names" not in config:
+        path.write_text(json.dumps({**config, "model_input_names": [*INPUT_NAMES]}, ensure_ascii=False, indent=1))
 
 
 def _initializers(proto: onnx.ModelProto) -> set[str]:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mionnx.engine.options import PROVIDERS
-from mionnx.errors import InputError, MIError, RuntimeMissingError
+from mionnx.errors import InputError, MIError, RuntimeMissingError, install
 from mionnx.machine.brief import count
 from mionnx.machine.ranges import at_least
 from mionnx.run.runner import Runner
@@ -245,7 +245,7 @@ def _ray() -> Any:
         import_module("ray.data")
         return import_module("ray")
     except ImportError as error:
-        raise RuntimeMissingError("work on several processes needs Ray: pip install 'mionnx[ray]'") from error
+        raise RuntimeMissingError(f"work on several processes needs Ray: {install('ray')}") from error
 
 
 def _room(resources: dict[str, float], cpus: int, gpus: int) -> int:

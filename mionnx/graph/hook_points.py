@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from math import inf
 from typing import Literal
 
-from mionnx.errors import HookError
+from mionnx.errors import HookError, nearest
 
 RESIDUAL = ("batch", "seq", "hidden")
 QUERY = ("batch", "n_heads", "seq", "head_dim")
@@ -252,6 +252,15 @@ class HookPoint:
                 f"a hook point is a HookPoint or its name, got {type(name).__name__} {reprlib.repr(name):.60}"
             )
         return _parsed(name)
+
+
+def nearest_hook(name: str, names: Iterable[str]) -> str:
+    """End of an error message for a missing hook point: the layers, or the nearest name."""
+    names = [*names]
+    layers, layer = {found for one in names if (found := layer_of(one)) is not None}, layer_of(name)
+    if layer is not None and layers and layer not in layers:
+        return f"; layers are {min(layers)} to {max(layers)}"
+    return nearest(name, names)
 
 
 def layer_of(name: str) -> int | None:

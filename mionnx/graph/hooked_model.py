@@ -36,13 +36,13 @@ import numpy as np
 import onnx
 from numpy.typing import DTypeLike
 
-from mionnx.errors import HookError, ModelError, nearest
+from mionnx.errors import HookError, ModelError
 from mionnx.graph import onnx_file, validate, weight_check, weight_record
 from mionnx.graph.contrib_shapes import DOMAIN
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.folder_file import inside, read_json
 from mionnx.graph.fused_operators import read_fused
-from mionnx.graph.hook_points import HookPoint, layer_of
+from mionnx.graph.hook_points import HookPoint, layer_of, nearest_hook
 from mionnx.graph.influence import Influence
 from mionnx.graph.io_names import cache_names
 from mionnx.graph.known_value import Known
@@ -68,6 +68,7 @@ KEPT = (
     "vocab.txt",
     "rwkv_vocab*.txt",
 )
+INPUT_NAMES = ("input_ids", "attention_mask")  # of a tokenizer's encoding, that a graph reads
 DTYPES: dict[str, DTypeLike] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
@@ -323,9 +324,8 @@ class HookedModel:
             known = self.metadata.axis_sizes(point)
             return [known.get(axis, axis) for axis in point.axes or ()]
         if point.name not in self.metadata.hooks:
-            raise HookError(
-                f"this {self.metadata.family} model has no hook point {point.name!r}{nearest(point.name, self._points)}"
-            )
+            near = nearest_hook(point.name, self._points)
+            raise HookError(f"this {self.metadata.family} model has no hook point {point.name!r}{near}")
         return list(self.metadata.hooks[point.name])
 
 

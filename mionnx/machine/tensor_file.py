@@ -44,15 +44,6 @@ def to_bytes(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | 
     return _joined(header, values)
 
 
-def unchecked_bytes(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a file without a checksum, as earlier versions made them.
-
-    Raises:
-        SpecFileError: a dtype that safetensors does not have.
-    """
-    return _joined(*_parts(tensors, metadata))
-
-
 def _parts(
     tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None
 ) -> tuple[dict[str, Any], memoryview]:

@@ -12,10 +12,13 @@ from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import Progress
 from mionnx.run import stock_calls
 from mionnx.run.exporting import MADE, NEEDED, copy_links, foreign_exporter
-from mionnx.run.find_model import hub_folder
+from mionnx.run.find_model import hub_folder, part_of
+from mionnx.run.repository import MAIN, Version
 
 
-def adopt(source: Path, target: Path, file: str | None, progress: Progress, copy: bool = False) -> Any:
+def adopt(
+    source: Path, target: Path, file: str | None, progress: Progress, copy: bool = False, version: Version = MAIN
+) -> Any:
     """Write a foreign ONNX file as a hooked model.
 
     Args:
@@ -24,6 +27,7 @@ def adopt(source: Path, target: Path, file: str | None, progress: Progress, copy
         file: the name of the file, where there are several.
         progress: called as (stage, done, total).
         copy: give the folder weight files of its own, where otherwise they are the source's under another name.
+        version: of a repository of the Hub.
 
     Returns:
         `exporters.adopt.assemble.Adopted`: the file, hook points, expanded operators, laws and notes.
@@ -37,8 +41,8 @@ def adopt(source: Path, target: Path, file: str | None, progress: Progress, copy
     remove_leftovers(target.parent, holding=MADE)
     try:
         with new_folder(target, ExportError) as partial:
-            folder = source if source.exists() else hub_folder(str(source), file)
-            adopted = foreign_exporter().adopt(folder, partial, file, progress)
+            at = part_of(source, version) if source.exists() else hub_folder(str(source), file, version, progress)
+            adopted = foreign_exporter().adopt(at, partial, file, progress)
             if copy:
                 copy_links(partial, progress)
             return adopted

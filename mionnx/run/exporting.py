@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mionnx.errors import ExportError
+from mionnx.errors import ExportError, install
 from mionnx.graph.blocks import GivenBlocks
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers
@@ -21,10 +21,11 @@ from mionnx.run.source_path import advice, is_hooked
 
 MADE = (GRAPH, "converted.safetensors", "config.json")  # what tells a folder of an export that was killed
 FLOATS = ".floats"  # folder of the model that is quantised, while it is
-FOREIGN = "onnx"  # entry point of the exporter of foreign ONNX files
+FOREIGN, FOREIGN_MODULE = "onnx", "exporters.adopt"  # entry point of the exporter of foreign ONNX files
+EXPORT = f"exporting a checkpoint needs torch and transformers: {install('export')}"
 NEEDED = {
-    "onnx_ir": "adopting an ONNX file needs onnx_ir: pip install 'mionnx[adopt]'",
-    "gguf": "reading a GGUF file needs gguf: pip install 'mionnx[export]'",
+    "onnx_ir": f"adopting an ONNX file needs onnx_ir: {install('adopt')}",
+    "gguf": f"reading a GGUF file needs gguf, torch and transformers: {install('export')}",
 }
 
 
@@ -174,8 +175,9 @@ def _called(export: Callable[..., Any], folder: Path, *given: Any) -> Any:
     try:
         return export(folder, *given)
     except ImportError as error:
-        otherwise = f"exporting needs torch and transformers ({error.name}): pip install 'mionnx[export]'"
-        raise ExportError(NEEDED.get(str(error.name), otherwise)) from error
+        # A checkpoint's exporter uses onnx_ir too, and torch comes with it.
+        named = "" if export.__module__ != FOREIGN_MODULE and error.name == "onnx_ir" else str(error.name)
+        raise ExportError(NEEDED.get(named, f"{EXPORT} ({error.name} is missing)")) from error
     except OSError as error:
         raise ExportError(f"cannot export {folder}: {error}") from error
 

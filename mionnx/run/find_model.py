@@ -11,7 +11,7 @@ from types import ModuleType
 
 from platformdirs import user_cache_path
 
-from mionnx.errors import ExportError, MIError, ModelError
+from mionnx.errors import ExportError, InputError, MIError, ModelError
 from mionnx.graph.folder_file import inside
 from mionnx.graph.hooked_model import GRAPH, KEY, HookedModel
 from mionnx.graph.weight_record import complete_beside
@@ -19,16 +19,17 @@ from mionnx.machine.cache_entry import MODELS
 from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.files import link_or_copy
 from mionnx.machine.leftovers import new_folder, temporary_folder
-from mionnx.machine.progress import Progress
+from mionnx.machine.progress import Progress, silent
 from mionnx.machine.source_digest import source_digest
 from mionnx.quantise.quantise import quantise_into
 from mionnx.quantise.settings import DTYPES as BLOCKS
-from mionnx.run import hub_gguf
 from mionnx.run.exporting import dtype_of, exporter_for, foreign_exporter, write
-from mionnx.run.hub import download
+from mionnx.run.hub import download, download_file
+from mionnx.run.hub_files import names_file
 from mionnx.run.packaged_models import PACKAGED, packaged_model
+from mionnx.run.repository import MAIN, Repository, Version
 from mionnx.run.shipped_models import shipped_models
-from mionnx.run.source_path import is_hooked, local_path, missing
+from mionnx.run.source_path import file_in, folder_in, is_hooked, local_path, missing, mistyped
 
 LONGEST = 100  # characters of a model's name in the store
 EXPORTING = ("mionnx.graph",)  # what every exporter uses: a change there may change the graph
@@ -45,7 +46,11 @@ def cache_folder() -> Path:
 
 
 def find_model(
-    source: str | Path, dtype: str, progress: Progress, refuse: Callable[[Path], None] | None = None
+    source: str | Path,
+    dtype: str,
+    progress: Progress,
+    refuse: Callable[[Path], None] | None = None,
+    version: Version = MAIN,
 ) -> Path:
     """The hooked model's folder of a path, a shipped model's name or a Hub id.
 
@@ -54,12 +59,13 @@ def find_model(
         dtype: what a checkpoint is exported as.
         progress: of downloading and exporting.
         refuse: called with a checkpoint's folder before it is exported; raises what speaks against it.
+        version: of a repository of the Hub.
 
     Raises:
         ModelError: nothing there.
         ExportError: a checkpoint that cannot be exported.
     """
-    folder = checkpoint_folder(source)
+    folder = checkpoint_folder(source, version=version, progress=progress)
     if not (folder / GRAPH).exists() or not is_hooked(folder / GRAPH):
         if refuse is not None:
             refuse(folder)
@@ -73,14 +79,19 @@ def find_model(
 
 
 def open_model(
-    source: str | Path, dtype: str, check: str, progress: Progress, refuse: Callable[[Path], None] | None = None
+    source: str | Path,
+    dtype: str,
+    check: str,
+    progress: Progress,
+    refuse: Callable[[Path], None] | None = None,
+    version: Version = MAIN,
 ) -> HookedModel:
     """Find a model and open it.
 
     An export in the store that is damaged is made again, unless another process uses it, and that is said.
 
     Args:
-        source, dtype, refuse: see `find_model`.
+        source, dtype, refuse, version: see `find_model`.
         check: how its weights are compared with what was exported, see `HookedModel.open`.
         progress: of downloading, exporting and reading.
 
@@ -88,7 +99,7 @@ def open_model(
         ModelError: nothing there, or damaged.
         ExportError: a checkpoint that cannot be exported.
     """
-    folder = find_model(source, dtype, progress, refuse)
+    folder = find_model(source, dtype, progress, refuse, version)
     try:
         hooked = HookedModel.open(folder, check=check, progress=progress)
         if check != "none":
@@ -97,10 +108,16 @@ def open_model(
     except ModelError as error:
         if local_path(source) == folder or not DiskCache(cache_folder()).discard(folder, str(error)):
             raise
-    return HookedModel.open(find_model(source, dtype, progress, refuse), check=check, progress=progress)
+    return HookedModel.open(find_model(source, dtype, progress, refuse, version), check=check, progress=progress)
 
 
-def checkpoint_folder(source: str | Path, file: str | None = None) -> Path:
+def checkpoint_folder(
+    source: str | Path,
+    file: str | None = None,
+    version: Version = MAIN,
+    progress: Progress = silent,
+    weights: bool = True,
+) -> Path:
     """The folder or file of a path, a shipped model's name or a Hub id.
 
     A `.pth`, `.onnx` or `.gguf` file is a model by itself. A folder goes before a shipped model of its name. Models of
@@ -109,47 +126,62 @@ def checkpoint_folder(source: str | Path, file: str | None = None) -> Path:
     Args:
         source: see `find_model`.
         file: the name of the file, where the folder or repository has several models.
+        version: of a repository of the Hub; its folder also of a folder here.
+        progress: of downloading.
+        weights: download weights; without them it is what a graph alone is made of.
 
     Raises:
-        InputError: not a path.
+        InputError: not a path, or a revision of what lies here.
         ModelError: nothing there, or a file of another kind.
     """
     name = str(source)
     folder = local_path(source) or shipped_models().get(name) or packaged_model(name)
     if folder is None:
-        return hub_folder(name if file is None else f"{source}/{file}", None)
-    return folder if file is None else hub_gguf.file_in(folder, file)
+        return hub_folder(name if file is None else f"{source}/{file}", None, version, progress, weights)
+    folder = part_of(folder, version)
+    return folder if file is None else file_in(folder, file)
 
 
-def hub_folder(name: str, file: str | None) -> Path:
-    """The folder or GGUF file of a model of the Hub, downloaded if need be.
-
-    Args:
-        name: of its repository, or of a GGUF file in it.
-        file: which of its ONNX files; None for a checkpoint, or else the preferred one.
+def part_of(folder: Path, version: Version) -> Path:
+    """The model's folder in a folder here.
 
     Raises:
-        ModelError: there is no such model, or none can be had.
+        InputError: a revision is given, and only a repository of the Hub has some.
+        ModelError: no such folder.
+    """
+    if version.revision is not None:
+        raise InputError(f"revision={version.revision!r}, but {folder} lies here: a revision is of a model of the Hub")
+    return folder_in(folder, version.subfolder)
+
+
+def hub_folder(
+    name: str, file: str | None, version: Version = MAIN, progress: Progress = silent, weights: bool = True
+) -> Path:
+    """The folder or single file of a model of the Hub, downloaded if need be.
+
+    Args:
+        name: of its repository, or of a GGUF or `.pth` file in it.
+        file: which of its ONNX files; None for a checkpoint, or else the preferred one.
+        version, progress, weights: see `checkpoint_folder`.
+
+    Raises:
+        ModelError: there is no such model, none can be had, or a folder here was mistyped.
         ExportError: no such file.
     """
-    one = hub_gguf.names_file(name)
+    one, names = names_file(name), [*shipped_models(), *PACKAGED]
     if not one and (name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in FILES):
+        raise ModelError(f"{name} is no folder with a model: nothing is there{missing(name, names)}")
+    meant = None if one or version.revision else mistyped(name, names)
+    if meant is not None:
         raise ModelError(
-            f"{name} is no folder with a model: nothing is there{missing(name, [*shipped_models(), *PACKAGED])}"
+            f"{name} is no folder with a model: nothing is there; did you mean {meant!r}? With revision='main' it is "
+            "looked for on the Hugging Face Hub"
         )
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    near = missing(name, [*shipped_models(), *PACKAGED])
-    try:
-        if one:
-            return hub_gguf.download_file(name)
-        chosen = download(name, lambda names: foreign_exporter().pick(names, file, name), file is not None)
-        return hub_gguf.only_file(name, chosen)
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        kind = "a file" if one else "a folder"
-        raise ModelError(
-            f"{name!r} is neither {kind} here nor a model that the Hugging Face Hub gives{near} ({error})"
-        ) from error
+    repository, _, single = name.rpartition("/") if one else (name, "", "")
+    asked = Repository(repository, version, progress, missing(name, names))
+    if one:
+        return download_file(asked, single)
+    return download(asked, lambda found: foreign_exporter().pick(found, file, name), file is not None, weights)
 
 
 def _exported(folder: Path, dtype: str, progress: Progress) -> Path:

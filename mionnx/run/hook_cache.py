@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Key = HookPoint | str | tuple[str, int]
 BEFORE = ".before"  # ends the names of values before their interventions
 
+SHOWN = 3  # names of hook points in a refusal
+
 
 @typed(InputError, leave=["hook"])
 class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):

@@ -32,6 +32,7 @@ from mionnx.run.graph_pool import GraphPool, OpenGraph
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_caches import HookCaches
 from mionnx.run.recipe import Recipe
+from mionnx.run.repository import Version
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
 
@@ -94,6 +95,9 @@ class Runner:
         check: str = "sampled",
         fused: bool = True,
         accuracy_level: int | None = None,
+        revision: str | None = None,
+        subfolder: str = "",
+        token: str | bool | None = None,
     ) -> Self:
         """Open a model.
 
@@ -114,12 +118,15 @@ class Runner:
             check: compare the weights with what was exported: "sampled" (under a millisecond a file), "full" (every
                 byte), or "none" where they were changed on purpose.
             fused, accuracy_level: see `mionnx.Options`.
+            revision: of a model of the Hub: a branch, tag or commit.
+            subfolder: the folder of the model in its repository, or in its folder here.
+            token: of the Hub; by default `HF_TOKEN`, or what `hf auth login` has kept.
 
         Raises:
-            ModelError: no model there, or a damaged one.
+            ModelError: no model there, or a damaged one; a repository that is gated, private or missing.
             ExportError: a checkpoint that cannot be exported.
             InputError: an unknown engine, a setting that it does not have, a dtype that it does not compute in or that
-                is not the hooked model's.
+                is not the hooked model's; a revision of what lies here.
             RuntimeMissingError: the engine or the provider is not installed.
 
         Example:
@@ -143,7 +150,7 @@ class Runner:
         where = f"{options.engine} on {options.provider}" if options.engine == ONNX_RUNTIME else options.engine
         refuse = partial(model_dtype.refuse_uncomputed, dtype=dtype, lacking=lacking, where=where)
         with shown() as progress:
-            hooked = find_model.open_model(source, dtype, check, progress, refuse)
+            hooked = find_model.open_model(source, dtype, check, progress, refuse, Version(revision, subfolder, token))
         model_dtype.refuse_other(hooked, dtype)
         warn_of_dynamic_rounding(hooked)
         made = cls(hooked, options)

@@ -2,18 +2,21 @@
 
 import difflib
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from mionnx.errors import InputError, MIError, ModelError
+from mionnx.errors import InputError, MIError, ModelError, nearest
 from mionnx.graph.embedded_weights import read_properties
+from mionnx.graph.folder_file import resolve
 from mionnx.graph.hooked_model import GRAPH
 from mionnx.graph.metadata import COMPILED, PREFIX
 
 WEIGHTS = (".pth", ".gguf")  # files that are a model by themselves
 OWN = (f"{PREFIX}format", f"{PREFIX}hooks")  # metadata of a hooked model, one of them lost perhaps
+TYPED = 0.8  # ratio of equal letters of a name and of what it was meant to be
 MARKS = (GRAPH, "config.json")  # files that make a folder a model's
 
 
@@ -81,6 +84,34 @@ def _near_files(path: Path) -> str:
     return ": weights need their config.json beside them" if path.suffix in (".safetensors", ".bin", ".pt") else ""
 
 
+def file_in(folder: Path, file: str) -> Path:
+    """A file of a folder by its name.
+
+    Raises:
+        ModelError: the folder has no such file.
+    """
+    choices = [path.name for path in folder.glob("*") if path.suffix in (*WEIGHTS, ".onnx")] if folder.is_dir() else []
+    if Path(file).name != file or not (folder / file).is_file():
+        raise ModelError(
+            f"{folder} has no file {file!r}; it has {', '.join(sorted(choices)) or 'none'}{nearest(file, choices)}"
+        )
+    return folder / file
+
+
+def folder_in(folder: Path, subfolder: str) -> Path:
+    """A folder of a model's folder; that itself for "".
+
+    Raises:
+        ModelError: there is none.
+    """
+    if not subfolder:
+        return folder
+    inner = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_dir())
+    if not resolve(folder, subfolder).is_dir():
+        raise ModelError(f"{folder} has no folder {subfolder!r}{nearest(subfolder, inner)}")
+    return folder / subfolder
+
+
 def missing(name: str, choices: Iterable[str] = ()) -> str:
     """End of an error message for a missing path: the nearest folder.
 
@@ -98,6 +129,26 @@ def missing(name: str, choices: Iterable[str] = ()) -> str:
     near = difflib.get_close_matches(str(path), folders, 1, 0.6)
     near = near or difflib.get_close_matches(name, [*choices], 1, 0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def mistyped(name: str, choices: Iterable[str] = ()) -> str | None:
+    """Find the folder that a mistyped name means: one beside it, but for a few letters.
+
+    Names with other numbers or with another number of words are those of other models: `Llama-1B` beside `Llama-3B`.
+
+    Args:
+        name: a path, or a name.
+        choices: other names that are accepted.
+    """
+    folder = Path(name).parent
+    beside = [str(path) for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    alike = [one for one in (*beside, *choices) if _words(one) == _words(name)]
+    return next(iter(difflib.get_close_matches(name, alike, 1, TYPED)), None)
+
+
+def _words(name: str) -> tuple[int, list[str]]:
+    """The number of a name's words, and the numbers in it."""
+    return len(re.split(r"[-_. ]", name)), re.findall(r"\d+", name)
 
 
 def advice(folder: Path) -> str:

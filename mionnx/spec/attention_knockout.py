@@ -108,6 +108,20 @@ class KnockoutSpec(LayerTargets):
         self.edges.append((None, whole("position", key)))
         return self
 
+    def length_of_any_text(self) -> int:
+        """Number of positions of the mask for texts of any length.
+
+        Raises:
+            InterventionError: a position that counts from a text's end, or edges of all later positions.
+        """
+        for query, key in self.edges:
+            if query is None or min(query, key or 0) < 0:
+                raise InterventionError(
+                    f"edge {'*' if query is None else query}>{'*' if key is None else key} is another one in each "
+                    "text, and here are texts of any length: write edges between positions from 0, as 4>2"
+                )
+        return 1 + max(query for query, _ in self.edges if query is not None)
+
 
 def naturals(what: str, values: Iterable[int]) -> list[int]:
     """Check that `values` are integers of 0 or above, at least one.

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
-from mionnx.errors import HookError, SpecFileError, nearest
-from mionnx.graph.hook_points import HookPoint
+from mionnx.errors import HookError, SpecFileError
+from mionnx.graph.hook_points import HookPoint, nearest_hook
 from mionnx.machine.brief import spelled
 from mionnx.machine.ranges import listed
 
@@ -104,4 +104,4 @@ def resolve(request: HookChoice, names: Iterable[str]) -> list[str]:
             f"the predicate {request} selects none of the model's {len(names)} hook points; it is asked for their "
             f"names, such as {names[len(names) // 2]!r}"
         )
-    raise HookError(f"the model has no hook point {str(request)!r}{nearest(str(request), names)}")
+    raise HookError(f"the model has no hook point {str(request)!r}{nearest_hook(str(request), names)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -269,12 +270,12 @@ class HookSpec(Brief, Storable, Translated):
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of declaration and values, hexadecimal; equal specs have equal ones.
+        """SHA-256 of the file that `save` writes, hexadecimal; equal specs have equal ones.
 
         Raises:
             SpecFileError: a capture or intervention by predicate, or a dtype that safetensors does not have.
         """
-        return spec_file.digest(*self._declaration())
+        return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def _declaration(self) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
         """Lists and tensors of a spec file."""

@@ -24,7 +24,6 @@
 11. Files are written atomically: a temporary file is renamed into place.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,7 +33,7 @@ from numpy.typing import NDArray
 
 from mionnx.errors import SpecFileError
 from mionnx.machine.file_kinds import whose
-from mionnx.machine.tensor_file import read_tensors, to_bytes, told_of, unchecked_bytes
+from mionnx.machine.tensor_file import read_tensors, to_bytes, told_of
 
 VERSION = "1"
 REQUIRED = ("captures", "interventions")
@@ -55,11 +54,6 @@ def serialise(declaration: Mapping[str, list[Any]], tensors: Tensors) -> bytes:
         SpecFileError: a dtype that safetensors does not have.
     """
     return to_bytes(tensors, _metadata(declaration))
-
-
-def digest(declaration: Mapping[str, list[Any]], tensors: Tensors) -> str:
-    """SHA-256 of a spec file without its checksum; see `serialise`."""
-    return hashlib.sha256(unchecked_bytes(tensors, _metadata(declaration))).hexdigest()
 
 
 def _metadata(declaration: Mapping[str, list[Any]]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from mionnx.bind.selection import Selection
-from mionnx.errors import ExportError, MIError, ModelError
+from mionnx.errors import ExportError, MIError, ModelError, install
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import FOUND_BY_STRUCTURE
 from mionnx.inputs.token_batch import TokenBatch
@@ -17,7 +17,7 @@ from mionnx.run import exporting
 from mionnx.verify.graph_under_test import GraphUnderTest
 from mionnx.verify.runtime import Pass, Runtime, Sink
 
-INSTALL = "pip install 'mionnx[export]'"
+INSTALL = install("export")
 
 
 class Eager(Runtime):

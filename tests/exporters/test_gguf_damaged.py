@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -210,43 +209,6 @@ def test_a_pipe_and_a_folder_are_refused(tmp_path):
     for name in ("pipe.gguf", "folder.gguf"):
         with pytest.raises(ExportError, match="no file: refused"):
             read_header(tmp_path / name)
-
-
-class TestTheHub:
-    """Repositories of GGUF files, the downloads themselves replaced."""
-
-    @pytest.fixture
-    def hub(self, tmp_path, monkeypatch) -> dict[str, Any]:
-        (tmp_path / "snapshot").mkdir()
-        asked: dict[str, Any] = {"files": [], "downloaded": []}
-
-        def download(repository: str, file: str) -> str:
-            asked["downloaded"].append(f"{repository}/{file}")
-            return str(
-                write_small(
-                    tmp_path / "snapshot" / file, {"general.architecture": "mamba"}, {"a": np.zeros(1, np.float32)}
-                )
-            )
-
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path / "snapshot"))
-        monkeypatch.setattr("huggingface_hub.list_repo_files", lambda _: asked["files"])
-        monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-        return asked
-
-    def test_one_file_is_named_behind_the_repository(self, hub):
-        with pytest.raises(ExportError, match="architecture 'mamba'"):
-            MIModel.from_pretrained("someone/model-GGUF/model.Q4_K_M.gguf")
-        assert hub["downloaded"] == ["someone/model-GGUF/model.Q4_K_M.gguf"]
-
-    def test_the_only_file_is_taken_and_of_several_none(self, hub):
-        hub["files"] = ["README.md", "b.gguf"]
-        with pytest.raises(ExportError, match="architecture 'mamba'"):
-            MIModel.from_pretrained("someone/model-GGUF")
-        hub["files"] = ["c.gguf", "b.gguf"]
-        with pytest.raises(Exception, match=r"holds 2 GGUF files: give one of them, as someone/model-GGUF/b\.gguf"):
-            MIModel.from_pretrained("someone/model-GGUF")
-        assert hub["downloaded"] == ["someone/model-GGUF/b.gguf"]
 
 
 @pytest.mark.parametrize(

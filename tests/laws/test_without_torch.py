@@ -69,5 +69,31 @@ def test_without_onnxruntime_the_error_says_what_to_install(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     run = subprocess.run([sys.executable, "-c", "import mionnx"], capture_output=True, text=True, env=environment)
     assert run.returncode != 0
-    assert "pip install 'mionnx[cpu]'" in run.stderr
-    assert "mionnx[gpu]" in run.stderr
+    assert "pip install -e '.[cpu]'" in run.stderr
+    assert ".[gpu]" in run.stderr
+
+
+def without(modules: tuple[str, ...], folder: Path) -> dict[str, str]:
+    """An environment in which some modules cannot be imported."""
+    for name in modules:
+        (folder / f"{name}.py").write_text(f"raise ModuleNotFoundError('hidden', name={name!r})")
+    return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}", "MIONNX_CACHE": str(folder / "store")}
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "foreign"])
+def test_without_torch_a_checkpoint_says_the_command_that_brings_it(tmp_path, source):
+    """Part 3, 4: a sentence, where importing the exporter of ONNX files ended in a traceback."""
+    folder = REPOSITORY / "tests" / "shared" / "foreign" / "optimum"
+    if source == "checkpoint":
+        folder = tmp_path / "checkpoint"
+        folder.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            shutil.copyfile(REPOSITORY / "models" / "world-llama" / name, folder / name)
+    environment = without(("torch", "transformers", "onnx_ir", "onnxscript"), tmp_path)
+    command = [sys.executable, "-m", "mionnx", "run", str(folder), "text"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 1, run.stderr
+    assert "Traceback" not in run.stderr
+    needs, extra = ("torch and transformers", "export") if source == "checkpoint" else ("onnx_ir", "adopt")
+    assert needs in run.stderr
+    assert f"pip install -e '.[{extra}]' in a checkout of mionnx" in run.stderr

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mionnx.errors import InputError, RuntimeMissingError, nearest
+from mionnx.errors import InputError, RuntimeMissingError, install, nearest
 
 Source = str | Path | Iterable[Any]
 COLUMN = "text"  # with the texts, if nothing is said
@@ -150,7 +150,7 @@ def arrow(module: str, what: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise RuntimeMissingError(f"{what} need {module.split('.')[0]}: pip install 'mionnx[harvest]'") from error
+        raise RuntimeMissingError(f"{what} need {module.split('.')[0]}: {install('harvest')}") from error
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[Any]]] = {

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.probes.labels import Labelled, read_labels
 from mionnx.analysis.probes.probe_result import Fit, ProbeResult
-from mionnx.errors import HookError, InputError, RuntimeMissingError, nearest
+from mionnx.errors import HookError, InputError, RuntimeMissingError, install, nearest
 from mionnx.machine.progress import shown
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
@@ -60,7 +60,7 @@ def probe(
     Raises:
         HookError: a hook point that was not harvested.
         InputError: labels of another number, one class only, or fewer texts than folds.
-        RuntimeMissingError: scikit-learn is not installed (`pip install "mionnx[probe]"`).
+        RuntimeMissingError: scikit-learn is not installed (extra `probe`).
 
     Example:
         result = mionnx.probe(Activations("folder"), ["Europe", "Asia", ...])
@@ -95,7 +95,7 @@ def _scikit_learn() -> Iterator[None]:
     try:
         import sklearn  # noqa: F401
     except ImportError as error:
-        raise RuntimeMissingError('probes are fitted by scikit-learn: pip install "mionnx[probe]"') from error
+        raise RuntimeMissingError(f"probes are fitted by scikit-learn: {install('probe')}") from error
     yield
 
 

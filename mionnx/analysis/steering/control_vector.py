@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.errors import RuntimeMissingError, SpecFileError
+from mionnx.errors import RuntimeMissingError, SpecFileError, install
 from mionnx.machine.files import atomic_path, is_no_file
 from mionnx.machine.tensor_file import values_checksum
 
@@ -41,7 +41,7 @@ def _gguf() -> ModuleType:
     try:
         import gguf
     except ImportError as error:
-        raise RuntimeMissingError("control vectors need the gguf package: pip install 'mionnx[gguf]'") from error
+        raise RuntimeMissingError(f"control vectors need the gguf package: {install('gguf')}") from error
     return gguf
 
 

@@ -85,8 +85,8 @@ EXAMPLES = (
 )
 
 
-def run_all(model: "MIModel", console: Console, folder: Path | None = None) -> None:
-    """Run every example.
+def run_all(model: "MIModel", console: Console, folder: Path | None = None) -> list[str]:
+    """Run every example, and return their titles.
 
     Args:
         model: SmolLM2, or another model of English with a chat template.
@@ -99,3 +99,4 @@ def run_all(model: "MIModel", console: Console, folder: Path | None = None) -> N
     for number, (title, function) in enumerate(EXAMPLES, 1):
         console.rule(f"{number}. {title}", align="left")
         function(model, console, folder)
+    return [title for title, _ in EXAMPLES]

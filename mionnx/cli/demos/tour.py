@@ -39,8 +39,8 @@ def example(title: str, requires: Callable[[int], HookPoint]) -> Callable[[Examp
     return register
 
 
-def run_all(models: Sequence[MIModel], console: Console, folder: Path | None = None) -> None:
-    """Run every example on the first model that has its hook points.
+def run_all(models: Sequence[MIModel], console: Console, folder: Path | None = None) -> list[str]:
+    """Run every example on the first model that has its hook points, and return their titles.
 
     Args:
         models: in the order of preference; an example that fits none is left out.
@@ -49,16 +49,18 @@ def run_all(models: Sequence[MIModel], console: Console, folder: Path | None = N
     """
     if folder is not None:
         make_folder(folder)
-    number, announced = 0, None
+    announced, titles = None, list[str]()
     for title, function, requires in EXAMPLES:
         model = next((model for model in models if requires(0) in model.hook_points()), None)
         if model is None:
             continue
         if model is not announced:
             console.print(repr(model), style="dim", highlight=False)
-        number, announced = number + 1, model
-        console.rule(f"{number}. {title}", align="left")
+        announced = model
+        titles.append(title)
+        console.rule(f"{len(titles)}. {title}", align="left")
         function(model, console, folder)
+    return titles
 
 
 @example("Attention patterns", HookPoint.AttnPattern)

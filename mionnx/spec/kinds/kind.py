@@ -39,10 +39,13 @@ class Operators(Protocol):
 
 
 class ValueReader(Protocol):
-    """Reads values on a command line; `n_heads` and `seq_len` shape attention masks."""
+    """Reads values on a command line; `n_heads` and `seq_len` shape attention masks.
+
+    Without a text, `seq_len` is None.
+    """
 
     n_heads: int
-    seq_len: int
+    seq_len: int | None
 
     def array(self, text: str) -> Array:
         """A number, or a tensor of a file."""

@@ -69,7 +69,8 @@ class Knockout(Kind):
         return self
 
     def read(self, text: str, reader: ValueReader) -> Sequence[Any]:
-        return [create_knockout_mask(parse_edges(text), reader.n_heads, reader.seq_len)]
+        edges = parse_edges(text)
+        return [create_knockout_mask(edges, reader.n_heads, reader.seq_len or edges.length_of_any_text())]
 
     def nodes(self, op: Operators, x: Any, value: Any) -> Any:
         return op.Add(x, value)
