@@ -9,6 +9,7 @@ import typer
 
 from mionnx.cli.opening import PLAIN, Opening, opens_model
 from mionnx.cli.options import Json, Model, SpecFile
+from mionnx.machine.decimals import decimal
 from mionnx.playground import playground as write
 from mionnx.playground import serve
 from mionnx.playground.server import run
@@ -68,4 +69,6 @@ def _say(folder: Path, as_json: bool) -> None:
         return
     held = f", {'- and '.join(map(str, bits))}-bit weights" if bits else ""
     kept = f" ({asked} was asked for: blocks of the model's own file are kept)" if asked == "int8" and 4 in bits else ""
-    typer.echo(f"{folder}: {download / 1e6:.1f} MB to download{held}{kept}; {len(files)} files, {size / 1e6:.1f} MB")
+    typer.echo(
+        f"{folder}: {decimal(download / 1e6, 1)} MB to download{held}{kept}; {len(files)} files, {decimal(size / 1e6, 1)} MB"
+    )

@@ -56,7 +56,7 @@ def pass_bytes(bound: BoundSpec, batch: int, seq: int, total: int, use_cache: bo
 
 
 def layer_bytes(bound: BoundSpec, seq: int, total: int) -> int:
-    """Approximate bytes of one row's longest layer while it is computed: streams, and the scores of all heads."""
+    """Bytes of one row's longest layer, about: streams, and the scores of all heads."""
     sizes = bound.model.metadata.sizes
     scores = 0 if bound.model.metadata.recurrent else SCORES * sizes.num_heads * total
     return 4 * seq * (STREAMS * sizes.hidden_size + scores)

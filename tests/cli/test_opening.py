@@ -64,7 +64,7 @@ def test_json_of_check_and_cache(tmp_path, monkeypatch):
     assert json.loads(succeeded("check", LLAMA, "--json"))["files"] == ["model.safetensors"]
     assert json.loads(succeeded("cache", "verify", "--json")) == []
     assert json.loads(succeeded("cache", "prune", "--json"))["removed"] == 0
-    assert json.loads(succeeded("cache", "clear", "--json")) == {"removed": 0, "in_use": 0, "unfinished": 0}
+    assert json.loads(succeeded("cache", "clear", "--json")) == {"removed": 0, "stay": {}, "unfinished": 0}
 
 
 class TestRanges:
