@@ -26,14 +26,14 @@ from mionnx.spec.hook_spec import HookSpec
 SHIPPED = ("models/world-llama", "models/world-gpt2", "models/world-rwkv7")
 METHODS: dict[str, dict[str, Any]] = {
     "gradient": {},
-    "at clean": {"at": "clean"},
-    "mean": {"at": "mean"},
+    "at clean": {"linearize_at": "clean"},
+    "mean": {"linearize_at": "mean"},
     "8 steps": {"steps": 8},
-    "frozen_norm": {"method": "frozen_norm"},
-    "relp": {"method": "relp"},
-    "relp, mean": {"method": "relp", "at": "mean"},
-    "relp_frozen_pattern": {"method": "relp_frozen_pattern"},
-    "frozen_norm_pattern": {"method": "frozen_norm_pattern"},
+    "frozen_norm": {"rules": "frozen_norm"},
+    "relp": {"rules": "relp"},
+    "relp, mean": {"rules": "relp", "linearize_at": "mean"},
+    "relp_frozen_pattern": {"rules": "relp_frozen_pattern"},
+    "frozen_norm_pattern": {"rules": "frozen_norm_pattern"},
 }
 GIFT = "When Mary and John went to the store{comma} {giver} gave a drink to"
 TOP = 10

@@ -25,8 +25,8 @@ SHIPPED = ("models/world-llama", "models/world-gpt2")
 GIFT = "When Mary and John went to the store{comma} {giver} gave a drink to"
 METHODS: dict[str, dict[str, Any]] = {
     "EAP": {},
-    "EAP, frozen_norm": {"method": "frozen_norm"},
-    "EAP, relp": {"method": "relp"},
+    "EAP, frozen_norm": {"rules": "frozen_norm"},
+    "EAP, relp": {"rules": "relp"},
     "EAP-IG, 5 steps": {"steps": 5},
     "EAP-IG, 20 steps": {"steps": 20},
 }
@@ -51,13 +51,13 @@ def exact(model: MIModel, clean: str, corrupted: str, like: EdgeAttribution, dir
         receiver = hook if head is None else (hook, head)
         for sender, over in SENDERS.items():
             first = [0] if sender == "resid_pre" else None
-            given: dict[str, Any] = {"direction": direction, "layers": first, "progress": False}
+            given: dict[str, Any] = {"patching": direction, "layers": first, "progress": False}
             try:
                 found = model.path_patch(clean, corrupted, [receiver], sender, over, **given)
             except InputError:  # all senders come after this receiver
                 continue
             scores[rows_of(like, sender), column] = found.effect.ravel()
-    return replace(like, scores=np.where(like.edges, scores, 0.0), method="exact", direction=direction)
+    return replace(like, scores=np.where(like.edges, scores, 0.0), rules="exact", patching=direction)
 
 
 def rows_of(like: EdgeAttribution, sender: str) -> list[int]:
@@ -112,7 +112,7 @@ def table(name: str, picture: Path | None) -> list[str]:
         for method, given in METHODS.items():
             if many and method not in OF_MANY:
                 continue
-            asked = {**given, "direction": direction}
+            asked = {**given, "patching": direction}
             found, seconds = timed(lambda asked=asked: model.edge_attribution(clean, corrupted, **asked))
             begin = time.process_time()
             circuit = model.circuit(clean, corrupted, sizes, scores=found)

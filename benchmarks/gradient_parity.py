@@ -89,7 +89,7 @@ class Family:
         random = np.random.default_rng(length)
         ids = random.integers(3, families.VOCAB, length)
         seed = random.normal(size=(1, length, families.VOCAB))
-        spec = HookSpec().gradient("*").set_metric("seed", seed=seed)
+        spec = HookSpec().gradient("*").set_metric("cotangent", cotangent=seed)
         found = dict(self.model.forward(ids, spec, logits=False).grad or {})
         exact = self.by_torch(ids, seed, torch.float64, 0)
         single = torch.float16 if self.half else torch.float32

@@ -184,7 +184,7 @@ def reading(one: Programs, repeats: int) -> list[str]:
     """Megabytes that were written, gigabytes a second that are read, and memory."""
     made, hooks = one.harvest(), one.hooks
     whole = {"whole": lambda: [made[hook][:] for hook in hooks]}
-    read = alternate(whole | {"batches": lambda: [None for _ in made.batches(4096, hooks=hooks)]}, repeats)
+    read = alternate(whole | {"batches": lambda: [None for _ in made.batches(4096, points=hooks)]}, repeats)
     size = sum(made[hook].nbytes for hook in hooks) / 1e9
     memory = [_memory(one.folder / "hooked", hooks, count) for count in (len(one.ids), 4 * len(one.ids))]
     speeds = [f"{size / median(seconds for seconds, _ in read[name]):.1f}" for name in read]

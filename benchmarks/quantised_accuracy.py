@@ -62,7 +62,7 @@ def windows(model: MIModel) -> tuple[str, NDArray[np.int64]]:
 
 def costs(model: MIModel, made: MIModel, text: str) -> list[list[str]]:
     """A row for each of the matrices that cost most, and one for all of them."""
-    losses = model.verify(other=made, texts=text, hooks="hook_final_norm", local=False).matrices
+    losses = model.verify(other=made, texts=text, points="hook_final_norm", local=False).matrices
     rows = [
         [one.name, f"{one.weight_error:.3f}", f"{one.output_error:.3f}", f"{one.kl:.4f}", f"{one.top_1:.3f}"]
         for one in losses[:LISTED]

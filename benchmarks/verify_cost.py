@@ -62,7 +62,7 @@ def verified(folder: Path, runtime: str, tokens: int, local: bool) -> dict[str, 
         "tolerance": 1e-3,
         "checkpoint": folder.parent if runtime == "torch" else None,
     }
-    found = model.verify([ids], [FIRST, runtime], hooks="*", **asked)
+    found = model.verify([ids], [FIRST, runtime], points="*", **asked)
     assert not found.failed, found.failed
     (beside,) = found.besides
     return {"relative": beside.worst.relative, "hooks": len(beside.rows)}

@@ -105,9 +105,9 @@ def read_by(metric: MetricSpec | None, hooks: HookIndex) -> str:
         HookError: a hook point that is not there.
         GradientError: one that holds no fractions, or is computed for its capture alone.
     """
-    if metric is None or metric.at is None:
+    if metric is None or metric.of is None:
         return LOGITS
-    point = HookPoint.parse(metric.at)
+    point = HookPoint.parse(metric.of)
     hooks.dims(point)  # refuses a hook point that is not there
     if point.derived or np.dtype(hooks.dtype(point)).kind in "iub":
         raise GradientError(f"the metric at {point}: no number that has a gradient; there is {point.instead or 'none'}")

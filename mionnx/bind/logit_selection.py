@@ -25,18 +25,18 @@ class Logits:
         positions: of these positions of each row's own text, negative ones from its end (with a `prompt_length`, from
             the prompt's), whichever side is padded; all if left out. The head's matrix product is computed for these
             alone.
-        tokens: of these tokens, in this order; of all if left out.
-        top_k: only the largest k, in descending order; `HookCache.top_ids` has their tokens (places in `tokens`, if
+        token_ids: of these tokens, in this order; of all if left out.
+        k: only the largest k, in descending order; `HookCache.top_ids` has their tokens (places in `token_ids`, if
             these were given too).
 
     Example:
-        cache = model.forward("The capital of France is", logits=Logits(positions=-1, top_k=10))
+        cache = model.forward("The capital of France is", logits=Logits(positions=-1, k=10))
         cache.output().shape, cache.top_ids.shape  # (1, 1, 10), (1, 1, 10)
     """
 
     positions: int | Sequence[int] | None = None
-    tokens: int | Sequence[int] | None = None
-    top_k: int | None = None
+    token_ids: int | Sequence[int] | None = None
+    k: int | None = None
 
     def outputs(self, carried: bool) -> Outputs:
         """The structure of a graph with this part of the logits."""
@@ -45,8 +45,8 @@ class Logits:
         return Outputs(
             last=last,
             at_positions=at_positions,
-            of_tokens=self.tokens is not None,
-            ranked=self.top_k is not None,
+            of_tokens=self.token_ids is not None,
+            ranked=self.k is not None,
             carried=carried,
         )
 
@@ -69,15 +69,15 @@ class Logits:
             if not chosen:
                 raise InputError("logits of no positions would be empty")
             feeds[LOGIT_COLUMNS] = columns("logits", chosen, call)
-        if self.tokens is not None:
-            tokens = naturals("token", _listed(self.tokens))
+        if self.token_ids is not None:
+            tokens = naturals("token", _listed(self.token_ids))
             if not tokens or max(tokens) >= size:
                 raise InputError(f"logits of the tokens {tokens}; the vocabulary is 0 to {size - 1}")
             feeds[LOGIT_TOKENS], size = np.array(tokens), len(tokens)
-        if self.top_k is not None:
-            if not 1 <= self.top_k <= size:
-                raise InputError(f"top_k={self.top_k} of {size} logits")
-            feeds[TOP_K] = np.array([self.top_k])
+        if self.k is not None:
+            if not 1 <= self.k <= size:
+                raise InputError(f"k={self.k} of {size} logits")
+            feeds[TOP_K] = np.array([self.k])
         return feeds
 
 

@@ -73,7 +73,7 @@ def metric_inputs(metric: MetricSpec, batch: TokenBatch, logits: Logits | None, 
             ids = np.array(_per_row(name.rsplit(".", 1)[1], given, batch.batch), np.int64)
             feeds[name] = np.repeat(ids[:, None], count, axis=1)
     _refuse_same(metric, feeds)
-    for name, array in ((METRIC_REFERENCE, metric.reference), (METRIC_SEED, metric.seed)):
+    for name, array in ((METRIC_REFERENCE, metric.reference), (METRIC_SEED, metric.cotangent)):
         if array is not None:
             feeds[name] = _rows(name.rsplit(".", 1)[1], array, (batch.batch, count, sizes.vocab_size))
     if METRIC_REFERENCE in feeds:
@@ -93,18 +93,18 @@ def seed_inputs(metric: MetricSpec, shape: Sequence[int], axes: Sequence[str], b
         GradientError: numbers that do not broadcast to the value's shape.
     """
     try:
-        seed = np.broadcast_to(np.asarray(metric.seed, np.float32), shape)
+        seed = np.broadcast_to(np.asarray(metric.cotangent, np.float32), shape)
         return {METRIC_SEED: np.where(of_texts(batch, axes), seed, np.float32(0)) if batch.padded else seed}
     except ValueError:
-        given = [] if metric.seed is None else list(metric.seed.shape)
-        raise GradientError(f"seed is {given}, and the value at {metric.at} is {list(shape)}") from None
+        given = [] if metric.cotangent is None else list(metric.cotangent.shape)
+        raise GradientError(f"cotangent is {given}, and the value at {metric.of} is {list(shape)}") from None
 
 
 def _places(logits: Logits | None) -> list[int] | None:
     """The positions of which there are logits; None for all."""
     if logits is None:
         return None
-    if logits.tokens is not None or logits.top_k is not None:
+    if logits.token_ids is not None or logits.k is not None:
         raise GradientError("a metric reads the logits of all tokens: leave out tokens= and top_k=")
     return None if logits.positions is None else logits.positions_
 

@@ -118,12 +118,14 @@ def _metric(metric: MetricSpec, rows: Sequence[int]) -> MetricSpec:
     made.answer, made.versus = (_taken(tokens, rows) for tokens in (metric.answer, metric.versus))
     if metric.reference is not None and metric.reference.ndim == 2:
         made.reference = metric.reference[list(rows)]
-    if metric.seed is not None:
-        made.seed = metric.seed[list(rows)] if metric.seed.ndim == 2 and metric.at is None else metric.seed
-        if made.seed is metric.seed and metric.seed.size > max(1, metric.seed.shape[-1]):
+    if metric.cotangent is not None:
+        made.cotangent = (
+            metric.cotangent[list(rows)] if metric.cotangent.ndim == 2 and metric.of is None else metric.cotangent
+        )
+        if made.cotangent is metric.cotangent and metric.cotangent.size > max(1, metric.cotangent.shape[-1]):
             raise GradientError(
-                f"seed {list(metric.seed.shape)} has numbers for every position, which the rows of several batches do "
-                "not share: run them as one batch, without batch_size="
+                f"cotangent {list(metric.cotangent.shape)} has numbers for every position, which the rows of several "
+                "batches do not share: run them as one batch, without batch_size="
             )
     return made
 

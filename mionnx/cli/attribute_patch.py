@@ -22,9 +22,11 @@ def attribute_patch(
     metric: Annotated[str | None, typer.Option(help="logit_diff, probability, log_probability or kl.")] = None,
     answer: Answer = None,
     versus: Versus = None,
-    at: Annotated[str, typer.Option(help="Where gradients are taken: corrupted, clean or mean.")] = "corrupted",
+    linearize_at: Annotated[
+        str, typer.Option(help="Where gradients are taken: corrupted, clean or mean.")
+    ] = "corrupted",
     steps: Annotated[int, typer.Option(min=1, help="Gradients averaged along the path between the values.")] = 1,
-    method: Annotated[
+    rules: Annotated[
         str, typer.Option(help="gradient, frozen_norm, relp, relp_frozen_pattern or frozen_norm_pattern.")
     ] = "gradient",
     confirm: Annotated[int, typer.Option(min=0, help="Leading cells to compute exactly besides.")] = 0,
@@ -46,7 +48,7 @@ def attribute_patch(
     if "corrupted" not in texts:
         raise typer.BadParameter("give a corrupted prompt, of which each cell's effect is the difference")
     options = texts | given(hook=hook, over=axes(over), metric=metric)
-    options |= {"at": at, "steps": steps, "method": method, "confirm": confirm, "position": position}
+    options |= {"linearize_at": linearize_at, "steps": steps, "rules": rules, "confirm": confirm, "position": position}
     opened = opening.model(model)
     result = opened.attribute_patch(layers=chosen("layers", layers), **options)
     if isinstance(result, dict):

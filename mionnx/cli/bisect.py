@@ -42,7 +42,7 @@ def bisect(
         prompt,
         runtimes.split(","),
         folder=output,
-        spec=HookSpec.load(str(spec)) if spec else None,
+        hooks=HookSpec.load(str(spec)) if spec else None,
         other=MIModel.from_pretrained(other) if other else None,
         tolerance=tolerance,
     )

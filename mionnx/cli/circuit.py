@@ -21,7 +21,7 @@ def circuit(
     answer: Answer = None,
     versus: Versus = None,
     steps: Annotated[int, typer.Option(min=1, help="Gradients averaged between the two prompts; 1 is plain EAP.")] = 5,
-    method: Annotated[str, typer.Option(help="gradient, frozen_norm or relp.")] = "gradient",
+    rules: Annotated[str, typer.Option(help="gradient, frozen_norm or relp.")] = "gradient",
     pairs: Pairs = None,
     position: Read = -1,
     top: Annotated[int, typer.Option(min=0, help="Number of leading edges to list.")] = 10,
@@ -44,7 +44,7 @@ def circuit(
         raise typer.BadParameter("give a corrupted prompt, or one of each pair")
     if "positions" in texts:
         raise typer.BadParameter(f"{pairs} names positions, and edges go from all positions to all")
-    options: dict[str, Any] = {**texts, "steps": steps, "method": method}
+    options: dict[str, Any] = {**texts, "steps": steps, "rules": rules}
     sizes = None if edges is None else numbers("edges", edges, int)
     opened = opening.model(model)
     result = opened.circuit(edges=sizes, metric=metric, position=position, **options)

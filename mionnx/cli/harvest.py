@@ -32,7 +32,7 @@ def harvest(
     ] = None,
     format_: Annotated[str, typer.Option("--format", help="safetensors, parquet or saelens.")] = "safetensors",
     sae: Annotated[Path | None, typer.Option(help="Write the features of this sparse autoencoder.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Features of each token; 32 if left out.")] = None,
+    k: Annotated[int | None, typer.Option(min=1, help="Features of each token; 32 if left out.")] = None,
     batch_size: BatchSize = "auto",
     shard_bytes: Annotated[int, typer.Option(min=1, help="Size of a shard, about.")] = 2**28,
     column: Annotated[str | None, typer.Option(help="Column of the texts; text if left out.")] = None,
@@ -51,7 +51,7 @@ def harvest(
     for name in hook or ():
         asked.capture(name)
     options: dict[str, Any] = {"context": context, "packed": packed, "separator": separator, "dtype": dtype}
-    options |= {"format": format_, "column": column, "batch_size": rows_of_pass(batch_size), "top_k": top_k}
+    options |= {"format": format_, "column": column, "batch_size": rows_of_pass(batch_size), "k": k}
     options["shard_bytes"] = shard_bytes
     options |= {"positions": None if positions is None else _positions(positions)}
     options |= {"sae": None if sae is None else SAE.load(sae)}

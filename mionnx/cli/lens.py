@@ -46,7 +46,7 @@ def lens(
     Example: mionnx lens models/world-llama "The capital of France is" --token Berlin --html lens.html
     """
     opened = opening.once(model)
-    result = opened.logit_lens(opened.tokenize(prompt), k=top, layers=chosen("layers", layers), tokens=token or ())
+    result = opened.logit_lens(opened.tokenize(prompt), k=top, layers=chosen("layers", layers), token_ids=token or ())
     index = result.at(position)
     deliver(result, lambda: lens_table(result, index), html, png, as_json, save)
 

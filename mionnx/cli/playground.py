@@ -69,6 +69,5 @@ def _say(folder: Path, as_json: bool) -> None:
         return
     held = f", {'- and '.join(map(str, bits))}-bit weights" if bits else ""
     kept = f" ({asked} was asked for: blocks of the model's own file are kept)" if asked == "int8" and 4 in bits else ""
-    typer.echo(
-        f"{folder}: {decimal(download / 1e6, 1)} MB to download{held}{kept}; {len(files)} files, {decimal(size / 1e6, 1)} MB"
-    )
+    loaded, whole = (decimal(count / 1e6, 1) for count in (download, size))
+    typer.echo(f"{folder}: {loaded} MB to download{held}{kept}; {len(files)} files, {whole} MB")

@@ -51,7 +51,7 @@ def sweep(
     corrupted_spec: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Corrupt by the interventions of a saved HookSpec.")
     ] = None,
-    at: Read = -1,
+    position: Read = -1,
     top: Cells = 12,
     html: Html = None,
     png: Png = None,
@@ -85,13 +85,13 @@ def sweep(
     opened = opening.model(model)
     options = given(metric=metric, layers=chosen("layers", layers), over=axes(over))
     options |= given(**{"sender" if receiver else "hook": hook})
-    options |= {"at": at, "before": lambda ready: _announce(ready, as_json), "resume": True}
+    options |= {"position": position, "before": lambda ready: _announce(ready, as_json), "resume": True}
     try:
         if ablate is not None:
             drawn = given(seed=seed, repeats=repeats, by=by, reference=lines_of(reference))
             result = opened.ablation_sweep(texts.pop("clean"), kind=ablate, **texts, **options, **drawn)
         else:
-            options["direction"] = "noising" if noising else "denoising"
+            options["patching"] = "noising" if noising else "denoising"
             result = _patch(opened, receiver, texts | options)
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command goes on where this one stopped", err=True)

@@ -75,8 +75,8 @@ def verify(
     result = opened.verify(
         given,
         RUNTIMES if runtimes is None else runtimes.split(","),
-        hooks=hooks.split(",") if hooks else None,
-        spec=HookSpec.load(str(spec)) if spec else None,
+        points=hooks.split(",") if hooks else None,
+        hooks=HookSpec.load(str(spec)) if spec else None,
         other=MIModel.from_pretrained(other) if other else None,
         record=record,
         against=against,

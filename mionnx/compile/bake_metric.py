@@ -37,8 +37,8 @@ def bake_metric(graph: Graph, bound: BoundSpec, calls: TokenFacts, report: Repor
         return
     op = Builder(graph, METRIC, f"{METRIC}.baked", report)
     by: dict[str, Tensor] = {}
-    if metric.at is not None:
-        point = HookPoint.parse(metric.at)
+    if metric.of is not None:
+        point = HookPoint.parse(metric.of)
         seed = op.constant(_of_value(metric, bound.hooks.dims(point)))
         texts = calls.of_texts(bound.hooks.axes(point))
         by[METRIC_SEED] = seed if texts is None else op.Mul(seed, op.Cast(texts, to=np.float32))
@@ -50,7 +50,7 @@ def bake_metric(graph: Graph, bound: BoundSpec, calls: TokenFacts, report: Repor
         for name, tokens in ((METRIC_ANSWER, metric.answer), (METRIC_VERSUS, metric.versus)):
             if tokens is not None:
                 by[name] = op.Expand(op.constant([[_one(name, tokens)]]), op.Shape(weights))
-        for name, array in ((METRIC_REFERENCE, metric.reference), (METRIC_SEED, metric.seed)):
+        for name, array in ((METRIC_REFERENCE, metric.reference), (METRIC_SEED, metric.cotangent)):
             if array is not None:
                 by[name] = op.constant(_of_logits(name, array, bound.model.metadata.sizes.vocab_size))
     tensors = graph.tensors()
@@ -115,11 +115,11 @@ def _of_value(metric: MetricSpec, dims: Sequence[str | int]) -> NDArray[np.float
     Raises:
         GradientError: they do not.
     """
-    seed = np.asarray(metric.seed, np.float32)
+    seed = np.asarray(metric.cotangent, np.float32)
     own = (1,) * (len(dims) - seed.ndim) + seed.shape
     if len(own) != len(dims) or any(n not in (1, dim) for n, dim in zip(own, dims, strict=True)):
         raise GradientError(
-            f"seed is {list(seed.shape)}, and the value at {metric.at} {list(dims)}; in a compiled graph, which serves "
-            "any batch and length, it has 1 along those"
+            f"cotangent is {list(seed.shape)}, and the value at {metric.of} {list(dims)}; in a compiled graph, which "
+            "serves any batch and length, it has 1 along those"
         )
     return seed.reshape(own)

@@ -45,9 +45,9 @@ def patch_sweep(
     cpus: int = 1,
     answer: Tokens = None,
     versus: Tokens = None,
-    direction: str = "denoising",
+    patching: str = "denoising",
     layers: Iterable[int] | None = None,
-    at: int = -1,
+    position: int = -1,
     positions: Positions | None = None,
     resume: str | Path | bool = False,
     resume_key: str | None = None,
@@ -60,8 +60,8 @@ def patch_sweep(
 
     Args:
         model: the model; workers open its folder, which on a cluster lies on shared storage.
-        clean, corrupted, hook, over, metric, answer, versus, direction, layers, at, positions, resume_key, progress: as
-            for `MIModel.patch_sweep`.
+        clean, corrupted, hook, over, metric, answer, versus, patching, layers, position, positions, resume_key,
+            progress: as for `MIModel.patch_sweep`.
         address, workers, cpus: see `mionnx.distributed.harvest`.
         resume: a file that holds the finished pairs, and from which a sweep that was killed goes on; see
             `MIModel.patch_sweep`.
@@ -75,7 +75,7 @@ def patch_sweep(
         result.values, result.std  # [layers, heads]
     """
     request, cells = MetricRequest(metric, answer, versus, resume_key), (hook, over, layers)
-    sweep = make_patch_sweep(model, request, clean, corrupted, cells, direction, at, positions=positions)
+    sweep = make_patch_sweep(model, request, clean, corrupted, cells, patching, position, positions=positions)
     with cluster(address, model, workers, cpus) as found:
         return run_sweep(_SharedSweep(sweep, found), progress, resume, None)
 

@@ -47,7 +47,7 @@ def bind_pass(binder: Binder, spec: HookSpec, logits: bool | Logits, use_cache: 
     """Bind the spec of a forward pass, with the outputs that it asks for; see `Runner.forward`."""
     part = logits if isinstance(logits, Logits) else ALL
     carried = use_cache or (bool(logits) and not spec.metric)
-    needed = logits or (spec.metric is not None and spec.metric.at is None)
+    needed = logits or (spec.metric is not None and spec.metric.of is None)
     outputs = part.outputs(carried) if needed else Outputs(logits=False, carried=use_cache)
     return binder.bind(spec, outputs, logits=part, differentiated=True)
 

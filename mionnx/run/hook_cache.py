@@ -46,7 +46,7 @@ class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
     Attributes:
         kv_cache: the key/value cache after this pass, if `use_cache=True` asked for it.
         state: the recurrent state after this pass, of an RWKV model; None of any other.
-        top_ids: the tokens of the largest logits, [batch, seq, k], if `Logits(top_k=k)` asked for them.
+        top_ids: the tokens of the largest logits, [batch, seq, k], if `Logits(k=k)` asked for them.
         num_layers: of the model, for layers that are counted from the end; None if it is not known.
         metric: the spec's metric, float32 [batch]; None if it has none.
         grad: the gradients of the metric, found as captures are: `cache.grad["z", 3]`; None if none were asked for.

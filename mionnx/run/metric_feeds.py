@@ -21,8 +21,8 @@ def metric_feeds(model: Vocabulary, bound: BoundSpec, batch: TokenBatch) -> dict
     metric = bound.spec.metric
     if metric is None:
         return {}
-    if metric.at is not None:
+    if metric.of is not None:
         sizes = dynamic_sizes(batch.batch, batch.seq, batch.total)
-        point = HookPoint.parse(metric.at)
+        point = HookPoint.parse(metric.of)
         return seed_inputs(metric, shape_of(bound.hooks.dims(point), sizes), bound.hooks.axes(point), batch)
     return metric_inputs(with_ids(metric, model), batch, bound.logits, bound.model.metadata.sizes)

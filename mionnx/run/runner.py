@@ -280,7 +280,7 @@ class Runner:
                 the phase "generated", and negative positions count from there. All of it if it is left out.
             use_cache: return the keys and values after this call, as `HookCache.kv_cache`. An RWKV model's state is
                 always there, as `HookCache.state`, except without logits.
-            logits: all of them, a part (`Logits(positions=-1)`, `Logits(tokens=[..])`, `Logits(top_k=10)`), or none:
+            logits: all of them, a part (`Logits(positions=-1)`, `Logits(token_ids=[..])`, `Logits(k=10)`), or none:
                 the graph then ends at the last capture, and what comes after it is not computed.
             batch_size: run a list in batches of at most so many rows, those of like length together; "auto": as many
                 as run well and fit into memory. If left out, all rows are one padded batch.

@@ -52,7 +52,7 @@ def warm(model: OpenModel, hooks: HookSpec, logits: bool | Logits = True) -> Non
     """
     part = logits if isinstance(logits, Logits) else Logits()
     carried = bool(logits) and hooks.metric is None  # as in `forward`
-    needed = logits or (hooks.metric is not None and hooks.metric.at is None)
+    needed = logits or (hooks.metric is not None and hooks.metric.of is None)
     outputs = part.outputs(carried) if needed else Outputs(logits=False, carried=False)
     plan = model.binder.bind(hooks, outputs, differentiated=True).plan
     hooked, options = model.binder.model, model.variants.options

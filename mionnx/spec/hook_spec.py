@@ -112,21 +112,22 @@ class HookSpec(Brief, Storable, Translated):
         versus: Tokens = None,
         position: int | None = None,
         reference: ArrayLike | None = None,
-        seed: ArrayLike | None = None,
-        at: Hook | None = None,
+        cotangent: ArrayLike | None = None,
+        of: Hook | None = None,
         rules: str = "gradient",
     ) -> HookSpec:
         """Set the metric whose gradients are asked for, one number a row; `HookCache.metric` has it.
 
         Args:
-            name: "logit", "logit_diff", "log_probability", "probability", "kl", "loss" or "seed", see `MetricSpec`.
+            name: "logit", "logit_diff", "log_probability", "probability", "kl", "loss" or "cotangent", see
+                `MetricSpec`.
             answer, versus: tokens, as ids or texts, one for all rows or one a row.
-            position: of each row's own text, at which the logits are read; the last if left out. "loss", and a seed
-                for every logit, read all.
+            position: of each row's own text, at which the logits are read; the last if left out. "loss", and a
+                cotangent for every logit, read all.
             reference: of "kl", the logits of the distribution that is compared with, [vocab] or [batch, vocab].
-            seed: of "seed", the derivative by the logits of a number that is no metric here, [vocab], [batch, vocab] or
-                [batch, seq, vocab]; with `at`, in that value's shape.
-            at: of "seed", a hook point whose value takes the place of the logits.
+            seed: of "cotangent", the derivative by the logits of a number that is no metric here, [vocab], [batch,
+                vocab] or [batch, seq, vocab]; with `of`, in that value's shape.
+            at: of "cotangent", a hook point whose value takes the place of the logits.
             rules: "gradient", the derivatives, or propagation rules in their place: "frozen_norm", "relp",
                 "relp_frozen_pattern", "frozen_norm_pattern"; see `mionnx.rewrite.gradient.propagation`.
 
@@ -137,7 +138,7 @@ class HookSpec(Brief, Storable, Translated):
         Example:
             spec = HookSpec().gradient("*.hook_mlp_out").set_metric("logit_diff", answer=" John", versus=" Mary")
         """
-        self.metric = MetricSpec(name, answer, versus, position, reference, seed, at, rules)
+        self.metric = MetricSpec(name, answer, versus, position, reference, cotangent, of, rules)
         return self
 
     def intervene(self, hook: Hooks, intervention: Intervention) -> HookSpec:

@@ -22,7 +22,7 @@ READS: Mapping[str, tuple[str, ...]] = {
     "probability": ("answer",),
     "kl": ("reference",),
     "loss": (),
-    "seed": ("seed",),
+    "cotangent": ("cotangent",),
 }
 WHOLE = ("loss",)  # those that read every position
 NO_GRADIENT = {"rank": "a rank changes in steps"}
@@ -35,15 +35,15 @@ class MetricSpec:
 
     Attributes:
         name: "logit", "logit_diff", "log_probability" and "probability" of the answer, "kl" from a reference, "loss",
-            the mean of the negative log-probabilities of a row's own next tokens, or "seed", the sum of logits times
-            numbers.
+            the mean of the negative log-probabilities of a row's own next tokens, or "cotangent", the sum of logits
+            times numbers.
         answer, versus: tokens, as ids or texts, one for all rows or one a row.
         position: of each row's text, at which the logits are read, the last by default; None where all are ("loss", a
-            seed for all logits) or none (`at`).
+            cotangent for all logits) or none (`of`).
         reference: of "kl", logits [vocab] or [batch, vocab].
-        seed: of "seed", the derivative of any number by the logits, [vocab], [batch, vocab] or [batch, seq, vocab]; the
-            last has one for every logit that the call computes. With `at`, in the shape of that value.
-        at: of "seed", the name of the hook point whose value is summed in the place of the logits; None for these.
+        cotangent: of "cotangent", the derivative of any number by the logits, [vocab], [batch, vocab] or [batch, seq,
+            vocab]; the last has one for every logit that the call computes. With `of`, in the shape of that value.
+        of: of "cotangent", the name of the hook point whose value is summed in the place of the logits; None for these.
         rules: the name of the rules of going back, of `RULES`: "gradient" has the derivatives.
 
     Raises:
@@ -58,20 +58,20 @@ class MetricSpec:
         versus: Tokens = None,
         position: int | None = None,
         reference: ArrayLike | None = None,
-        seed: ArrayLike | None = None,
-        at: Hook | None = None,
+        cotangent: ArrayLike | None = None,
+        of: Hook | None = None,
         rules: str = "gradient",
     ) -> None:
         check_metric(name)
         check_rules(rules)
-        _check_read(name, {"answer": answer, "versus": versus, "reference": reference, "seed": seed})
-        if at is not None and name != "seed":
-            raise GradientError(f"metric {name!r} reads the logits; only 'seed' reads another value, at {at}")
+        _check_read(name, {"answer": answer, "versus": versus, "reference": reference, "cotangent": cotangent})
+        if of is not None and name != "cotangent":
+            raise GradientError(f"metric {name!r} reads the logits; only 'cotangent' reads another value, of {of}")
         self.name, self.answer, self.versus, self.rules = name, answer, versus, rules
         self.reference = _numbers("reference", reference, (1, 2))
-        self.seed = _numbers("seed", seed, (1, 2, 3) if at is None else (1, 2, 3, 4, 5))
-        self.at = None if at is None else HookPoint.parse(at).name
-        self.position = _position(name, position, self.seed, self.at)
+        self.cotangent = _numbers("cotangent", cotangent, (1, 2, 3) if of is None else (1, 2, 3, 4, 5))
+        self.of = None if of is None else HookPoint.parse(of).name
+        self.position = _position(name, position, self.cotangent, self.of)
 
     def with_ids(self, token_id: Callable[[Token], int]) -> "MetricSpec":
         """The same with its tokens as ids."""
@@ -82,13 +82,13 @@ class MetricSpec:
     @property
     def tensors(self) -> dict[str, NDArray[Any]]:
         """Its arrays by name, for a file."""
-        given = {"reference": self.reference, "seed": self.seed}
+        given = {"reference": self.reference, "cotangent": self.cotangent}
         return {name: array for name, array in given.items() if array is not None}
 
     def to_entry(self) -> dict[str, Any]:
         """The metric's entry in a spec file, without its arrays."""
         tokens = {"answer": _plain(self.answer), "versus": _plain(self.versus)}
-        where = {name: value for name, value in (("position", self.position), ("at", self.at)) if value is not None}
+        where = {name: value for name, value in (("position", self.position), ("of", self.of)) if value is not None}
         return {"name": self.name, "rules": self.rules, **tokens, **where}
 
     @staticmethod
@@ -98,7 +98,7 @@ class MetricSpec:
 
     def __str__(self) -> str:
         told = [f"{part}={value!r}" for part, value in (("answer", self.answer), ("versus", self.versus)) if value]
-        told += [] if self.at is None else [f"at={self.at}"]
+        told += [] if self.of is None else [f"of={self.of}"]
         return f"{self.name}({', '.join(told)})" if told else self.name
 
 
@@ -152,17 +152,17 @@ def _check_read(name: str, given: Mapping[str, Any]) -> None:
             raise GradientError(f"metric {name!r} reads no {part}; it reads {', '.join(READS[name]) or 'none'}")
 
 
-def _position(name: str, position: object, seed: NDArray[Any] | None, at: str | None) -> int | None:
+def _position(name: str, position: object, cotangent: NDArray[Any] | None, of: str | None) -> int | None:
     """The position of the logits to read; None for all of them, or none.
 
     Raises:
         GradientError: no integer, or a position that nothing would read.
     """
     read = "the loss reads every position" if name in WHOLE else None
-    if at is not None:
-        read = f"the value at {at} is read, and no logits"
-    elif seed is not None and seed.ndim == 3:
-        read = f"a seed {list(seed.shape)} has numbers for every position"
+    if of is not None:
+        read = f"the value at {of} is read, and no logits"
+    elif cotangent is not None and cotangent.ndim == 3:
+        read = f"a cotangent {list(cotangent.shape)} has numbers for every position"
     if read and position is not None:
         raise GradientError(f"position={position} has no effect: {read}")
     return None if read else -1 if position is None else _whole(position)

@@ -19,7 +19,7 @@
 8. A state knockout is {"positions": [...], "layers": [...] or null, "terms": [...]}; a state steering has "scale" and
    "heads" (a list or null) besides.
 9. A gradient is written as a capture; "metric" is a list of at most one {"name", "answer", "versus", "position"}, with
-   "at" if it is that of a hook point, and its arrays are the tensors `metric.reference` and `metric.seed`.
+   "of" if it is that of a hook point, and its arrays are the tensors `metric.reference` and `metric.cotangent`.
 10. Equal specs give equal files, byte for byte: the header's entries are sorted.
 11. Files are written atomically: a temporary file is renamed into place.
 """

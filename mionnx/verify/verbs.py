@@ -33,8 +33,8 @@ def verify(
     prompts: Sequence[Prompt] | Prompt = (),
     runtimes: Sequence[str] = RUNTIMES,
     *,
-    hooks: str | HookPoint | Sequence[str | HookPoint] | None = None,
-    spec: HookSpec | None = None,
+    points: str | HookPoint | Sequence[str | HookPoint] | None = None,
+    hooks: HookSpec | None = None,
     other: Runner | None = None,
     record: str | Path | None = None,
     against: str | Path | None = None,
@@ -61,9 +61,9 @@ def verify(
             ":all" set the optimisation level, ":threads=1" the threads. All are compared with the first. If left
             out, the default, or with `other` "ort-cpu" alone: it is the models that are compared then, and onnx's own
             evaluator takes minutes for a real one.
-        hooks: globs of hook points (those that derive from others by their full names only); `hook_logits` is
+        points: globs of hook points (those that derive from others by their full names only); `hook_logits` is
             always compared. If left out, the residual streams, or what was recorded.
-        spec: interventions, in force in every runtime (torch is left out where one is a splice); its captures are
+        hooks: interventions, in force in every runtime (torch is left out where one is a splice); its captures are
             compared too.
         other: a second model, run in each of the runtimes as well: another dtype of the same checkpoint, or the
             checkpoint of a quantised file. Its part of the result says which layer adds most to the distance of the
@@ -104,7 +104,7 @@ def verify(
     if other is not None and runtimes is RUNTIMES:
         runtimes = RUNTIMES[:1]
     request = Request(
-        runtimes, hooks, spec, other.hooked if other else None, _path(against), _path(record), tolerance, local,
+        runtimes, points, hooks, other.hooked if other else None, _path(against), _path(record), tolerance, local,
         greedy, positions, repeat, _path(checkpoint), matrices, experts,
     )  # fmt: skip
     calls = [_call(model, prompt) for prompt in given]
@@ -124,7 +124,7 @@ def bisect(
     runtimes: Sequence[str] = ("ort-cpu", "ort-cpu:none"),
     *,
     folder: str | Path | None = None,
-    spec: HookSpec | None = None,
+    hooks: HookSpec | None = None,
     other: Runner | None = None,
     tolerance: float | None = None,
     progress: bool | None = None,
@@ -138,7 +138,7 @@ def bisect(
         runtimes: two that run graphs (not "torch"), or one if `other` is given.
         folder: made new, if there is such a part: it as `model.onnx`, its inputs, both outputs, and a program that
             shows the difference; for a bug report.
-        spec: interventions, in force in both.
+        hooks: interventions, in force in both.
         other: a second model instead of a second runtime.
         tolerance: see `verify`; 0 finds the first node that does not give the same bits.
         progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
@@ -155,7 +155,7 @@ def bisect(
     hooked = other.hooked if other else None
     with shown(progress) as show:
         found = bisect_graph(
-            model.hooked, _call(model, prompt), list(runtimes), _path(folder), spec, hooked, tolerance, show
+            model.hooked, _call(model, prompt), list(runtimes), _path(folder), hooks, hooked, tolerance, show
         )
     model.give_back(later=True)
     return found

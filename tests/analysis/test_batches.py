@@ -26,7 +26,7 @@ def near(one, other) -> bool:
 @MODELS
 def test_lenses(request, name, size):
     model = request.getfixturevalue(name)
-    for asked in ({}, {"positions": -1, "tokens": ["Paris"]}):
+    for asked in ({}, {"positions": -1, "token_ids": ["Paris"]}):
         lenses = model.logit_lens(TEXTS, STEER, k=3, layers=[1, 3], batch_size=size, **asked)
         for text, lens in zip(TEXTS, lenses, strict=True):
             alone = model.logit_lens(text, STEER, k=3, layers=[1, 3], **asked)
@@ -50,7 +50,7 @@ def test_attributions(shipped, size):
         assert (one.answer, one.versus, one.tokens) == (alone.answer, alone.versus, alone.tokens)
         assert (one.position, one.labels) == (alone.position, alone.labels)
         assert near(one.values, alone.values)
-    assert shipped.attribute(TEXTS[0], batch_size=size)[0].answer == shipped.attribute(TEXTS[0]).answer
+    assert shipped.attribute(TEXTS[0], batch_size=size).answer == shipped.attribute(TEXTS[0]).answer
     with pytest.raises(InputError, match="answer= has 2 tokens for 5 prompts"):
         shipped.attribute(TEXTS, ["Paris", "."], batch_size=size)
 
@@ -85,17 +85,17 @@ def test_gradients(shipped, size):
     point = "blocks.1.hook_resid_post"
     texts = [text for text in TEXTS if len(text.split()) > 1]
     for asked in ({}, {"metric": "logit_diff", "answer": ["Paris", "Tokyo", ".", "Nairobi"], "versus": "Berlin"}):
-        made = shipped.gradients(texts, point, batch_size=size, spec=STEER, **asked)
+        made = shipped.gradients(texts, point, batch_size=size, hooks=STEER, **asked)
         assert isinstance(made, HookCaches)
         for row, text in enumerate(texts):
             own = {key: value[row] if isinstance(value, list) else value for key, value in asked.items()}
-            alone = shipped.gradients(text, point, spec=STEER, **own)
+            alone = shipped.gradients(text, point, hooks=STEER, **own)
             assert near(made[row].metric, alone.metric)
             assert near(made[row].grad[point], alone.grad[point])
     losses = shipped.gradients(texts, point, "loss", batch_size=size)
     assert near(losses.metric, np.concatenate([shipped.gradients(text, point, "loss").metric for text in texts]))
-    seeded = shipped.gradients(texts, point, seed=np.tanh, batch_size=size)
-    assert near(seeded[1].grad[point], shipped.gradients(texts[1], point, seed=np.tanh).grad[point])
+    seeded = shipped.gradients(texts, point, cotangent=np.tanh, batch_size=size)
+    assert near(seeded[1].grad[point], shipped.gradients(texts[1], point, cotangent=np.tanh).grad[point])
     one, other = (shipped.gradient_times_input(texts, answer="Paris", batch_size=each) for each in (None, size))
     assert all(near(a.scores, b.scores) for a, b in zip(one.texts, other.texts, strict=True))
 

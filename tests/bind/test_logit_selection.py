@@ -23,14 +23,14 @@ def test_every_part_is_a_part_of_the_whole():
     whole = reference()["hook_logits"]
     assert np.array_equal(computed(Logits(positions=-1), "logits")[0], whole[:, -1:])
     assert np.array_equal(computed(Logits(positions=[2, 0]), "logits")[0], whole[:, [2, 0]])
-    assert np.array_equal(computed(Logits(tokens=[4, 1]), "logits")[0], whole[..., [4, 1]])
-    top, ids = computed(Logits(positions=[1], top_k=2), "logits", TOP_IDS)
+    assert np.array_equal(computed(Logits(token_ids=[4, 1]), "logits")[0], whole[..., [4, 1]])
+    top, ids = computed(Logits(positions=[1], k=2), "logits", TOP_IDS)
     assert np.array_equal(top, -np.sort(-whole[:, [1]], axis=-1)[..., :2])
     assert np.array_equal(np.take_along_axis(whole[:, [1]], ids, axis=-1), top)
 
 
 def test_the_structure_does_not_depend_on_which_part():
-    one, other = (Logits(positions=[0, 1], tokens=3, top_k=1), Logits(positions=[1, 2], tokens=[1, 2], top_k=2))
+    one, other = (Logits(positions=[0, 1], token_ids=3, k=1), Logits(positions=[1, 2], token_ids=[1, 2], k=2))
     assert one.outputs(carried=True) == other.outputs(carried=True)
     assert Logits(positions=-1).outputs(carried=True) != Logits(positions=0).outputs(carried=True)
 
@@ -38,7 +38,7 @@ def test_the_structure_does_not_depend_on_which_part():
 def test_positions_are_columns_of_the_batch():
     ids, mask = [[0, 1, 2], [3, 4, 1]], [[0, 1, 1], [1, 1, 1]]
     batch = make_token_batch(ids, mask, None, SIZES)
-    feeds = Logits(positions=[0, -1], tokens=2, top_k=1).feeds(batch, SIZES)
+    feeds = Logits(positions=[0, -1], token_ids=2, k=1).feeds(batch, SIZES)
     assert feeds[LOGIT_COLUMNS].tolist() == [[1, 2], [0, 2]]
     assert feeds[LOGIT_TOKENS].tolist() == [2]
     assert feeds[TOP_K].tolist() == [1]
@@ -68,9 +68,9 @@ def test_the_last_logits_are_those_of_each_rows_own_text(mask, prompts, columns)
     [
         (Logits(positions=[]), InputError, "no positions"),
         (Logits(positions=3), InterventionError, "position 3"),
-        (Logits(tokens=VOCAB), InputError, f"0 to {VOCAB - 1}"),
-        (Logits(tokens=[1, 2], top_k=3), InputError, "top_k=3 of 2"),
-        (Logits(top_k=0), InputError, "top_k=0"),
+        (Logits(token_ids=VOCAB), InputError, f"0 to {VOCAB - 1}"),
+        (Logits(token_ids=[1, 2], k=3), InputError, "top_k=3 of 2"),
+        (Logits(k=0), InputError, "top_k=0"),
     ],
 )
 def test_what_is_no_part_is_refused(part, error, message):

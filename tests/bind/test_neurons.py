@@ -61,7 +61,7 @@ def test_the_gradient_passes_through_changed_neurons(models, references):
     seed = np.random.default_rng(2).normal(size=(*IDS.shape, 101)).astype(np.float32)
     spec = HookSpec().intervene(HookPoint.MlpAct(0), Intervention.Scale(VALUES, neurons=CHOSEN, positions=3))
     before = HookPoint.MlpAct(0)
-    spec.gradient(before, before=True).gradient("hook_embed").set_metric("seed", seed=seed)
+    spec.gradient(before, before=True).gradient("hook_embed").set_metric("cotangent", cotangent=seed)
     found = models("llama").forward(IDS, spec).grad
     kept = {}
 

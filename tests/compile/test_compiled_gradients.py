@@ -23,7 +23,7 @@ METRICS = {
     "probability": {"answer": "Paris", "position": -2},
     "kl": {"reference": REFERENCE},
     "loss": {},
-    "seed": {"seed": REFERENCE - 2},
+    "cotangent": {"cotangent": REFERENCE - 2},
 }
 RUN = """
 import sys
@@ -120,8 +120,8 @@ def test_what_only_one_call_can_have_is_refused(shipped, tmp_path):
     cases = {
         "a token a row is a matter of one call": {"name": "logit", "answer": [7, 8]},
         "serves any batch, \\[471\\]": {"name": "kl", "reference": np.ones((2, 471))},
-        "compiled graphs serve any length": {"name": "seed", "seed": np.ones((1, 5, 471))},
-        "has 1 along those": {"name": "seed", "seed": np.ones((5, 128)), "at": "blocks.2.hook_resid_pre"},
+        "compiled graphs serve any length": {"name": "cotangent", "cotangent": np.ones((1, 5, 471))},
+        "has 1 along those": {"name": "cotangent", "cotangent": np.ones((5, 128)), "of": "blocks.2.hook_resid_pre"},
     }
     for message, given in cases.items():
         with pytest.raises(GradientError, match=message):

@@ -290,7 +290,7 @@ def test_attribution_patching_with_confirmed_cells(opened, models):
 
 
 def test_the_lens_equals_the_cpus(opened, models):
-    found, expected = (one.logit_lens(IDS, tokens=[7]) for one in (opened("llama"), models("llama")))
+    found, expected = (one.logit_lens(IDS, token_ids=[7]) for one in (opened("llama"), models("llama")))
     assert np.abs(found.probability_of(7) - expected.probability_of(7)).max() < CLOSE
 
 

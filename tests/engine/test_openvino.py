@@ -89,7 +89,7 @@ def test_a_cache_continues_a_text(pair):
 
 def test_parts_of_logits(pair):
     plain, other = pair
-    for part in (Logits(positions=-1), Logits(tokens=[1, 2]), Logits(top_k=3)):
+    for part in (Logits(positions=-1), Logits(token_ids=[1, 2]), Logits(k=3)):
         assert _near(plain.forward(PROMPT, logits=part).output(), other.forward(PROMPT, logits=part).output())
 
 

@@ -24,7 +24,7 @@ def test_every_hook_point_is_that_of_standard_operators(name, settings, tmp_path
     """GPT-2's products have biases, and its table is the unembedding."""
     model = MIModel.from_pretrained(REPOSITORY / "models" / name, threads=1)
     made = MIModel.from_pretrained(model.quantise(tmp_path / "made", **settings), threads=1)
-    found = made.verify("The capital of France is", ["ort-cpu", "reference"], hooks="*", greedy=2)
+    found = made.verify("The capital of France is", ["ort-cpu", "reference"], points="*", greedy=2)
     assert not found.skipped
     assert not found.failed
     (beside,) = found.besides
@@ -41,7 +41,7 @@ def test_offsets_and_an_order_of_inputs_stay_in_the_graph(form, tmp_path):
     write_packed(form, tmp_path / "checkpoint")
     export(tmp_path / "checkpoint", tmp_path / "made", "auto", silent)
     made = MIModel.from_pretrained(tmp_path / "made", threads=1)
-    (beside,) = made.verify([[5, 17, 3, 44, 8]], ["ort-cpu", "reference"], hooks="*", greedy=2).besides
+    (beside,) = made.verify([[5, 17, 3, 44, 8]], ["ort-cpu", "reference"], points="*", greedy=2).besides
     assert beside.worst.relative < 5e-6
 
 

@@ -154,7 +154,9 @@ def test_every_gradient_is_that_of_autograd(opened, reference):
     inputs = batch("plain")
     seed = np.random.default_rng(0).normal(size=(*inputs.ids.shape, VOCAB))
     expected = by_autograd(reference, inputs, seed, torch.float64)
-    grad = opened.forward(inputs.ids, HookSpec().gradient("*").set_metric("seed", seed=seed), logits=False).grad
+    grad = opened.forward(
+        inputs.ids, HookSpec().gradient("*").set_metric("cotangent", cotangent=seed), logits=False
+    ).grad
     assert set(grad) == set(expected)
     off = {name: np.abs(grad[name] - value).max() / np.abs(value).max() for name, value in expected.items()}
     assert {name: d for name, d in off.items() if not d < 5e-6} == {}

@@ -118,7 +118,10 @@ def test_matrices_heads_and_gradients_follow_the_order_of_the_inputs(name, opene
     seed = np.random.default_rng(0).normal(size=(*inputs.ids.shape, VOCAB)) * inputs.real[..., None]
     expected = by_autograd(reference, inputs, seed, torch.float64)
     grad = model.forward(
-        inputs.ids, HookSpec().gradient("*").set_metric("seed", seed=seed), attention_mask=inputs.mask, logits=False
+        inputs.ids,
+        HookSpec().gradient("*").set_metric("cotangent", cotangent=seed),
+        attention_mask=inputs.mask,
+        logits=False,
     ).grad
     assert set(grad) == set(expected)
     off = {name: np.abs(grad[name] - value).max() / np.abs(value).max() for name, value in expected.items()}

@@ -72,7 +72,7 @@ def test_readers_of_one_prompt_take_an_encoding(shipped, fast):
         assert np.array_equal(shipped.attention(given).patterns, shipped.attention(text).patterns)
         assert shipped.attribute(given).tokens == shipped.attribute(text).tokens
         assert shipped.capture_residuals(given, [1])[1].tolist() == shipped.capture_residuals(text, [1])[1].tolist()
-        assert shipped.verify(given, ["ort-cpu", "ort-cpu:none"], hooks="hook_embed", greedy=0, local=False).agrees
+        assert shipped.verify(given, ["ort-cpu", "ort-cpu:none"], points="hook_embed", greedy=0, local=False).agrees
     other = "The capital of Germany is"
     sweep = shipped.patch_sweep(fast(text), fast(other, return_tensors="np"), "resid_mid", over=("layer", "position"))
     expected = shipped.patch_sweep(text, other, "resid_mid", over=("layer", "position"))

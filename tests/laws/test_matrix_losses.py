@@ -86,8 +86,8 @@ def test_matrices_that_cannot_be_measured_are_refused(blocks, shipped):
         shipped.verify(TEXT, other=shipped, matrices=True, greedy=0, local=False)
     spec = HookSpec().intervene("blocks.1.hook_mlp_out", Intervention.Zero())
     with pytest.raises(InputError, match="without interventions"):
-        shipped.verify(TEXT, other=blocks, spec=spec, matrices=True, greedy=0, local=False)
-    assert shipped.verify(TEXT, other=blocks, spec=spec, greedy=0, local=False).matrices == []
+        shipped.verify(TEXT, other=blocks, hooks=spec, matrices=True, greedy=0, local=False)
+    assert shipped.verify(TEXT, other=blocks, hooks=spec, greedy=0, local=False).matrices == []
     assert shipped.verify(TEXT, other=blocks, matrices=False, greedy=0, local=False).matrices == []
 
 

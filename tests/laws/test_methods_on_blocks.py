@@ -122,6 +122,6 @@ def test_every_hook_point_of_float16_activations(checkpoint, tmp_path):
     blocks = MIModel.from_pretrained(made, threads=1, accuracy_level=0)
     twin = float_twin(half.hooked.folder, blocks.hooked, tmp_path / "twin")
     ids = np.random.default_rng(0).integers(3, half.vocab_size, (2, 9))
-    found = blocks.verify([ids], ["ort-cpu"], other=twin, hooks="*", greedy=0, local=False)
+    found = blocks.verify([ids], ["ort-cpu"], other=twin, points="*", greedy=0, local=False)
     assert found.besides[0].worst.relative < 5e-3
     assert {blocks.hooked.metadata.dtype, twin.hooked.metadata.dtype} == {"float16"}

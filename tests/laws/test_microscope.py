@@ -25,7 +25,7 @@ def coarse(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lost(coarse: Path, shipped: MIModel) -> Verification:
-    return MIModel.from_pretrained(coarse).verify(PROMPT, ["ort-cpu"], other=shipped, hooks="*", greedy=0)
+    return MIModel.from_pretrained(coarse).verify(PROMPT, ["ort-cpu"], other=shipped, points="*", greedy=0)
 
 
 def test_losses_are_those_of_two_forward_passes(coarse, lost, shipped):
@@ -84,11 +84,11 @@ def test_runtimes_of_one_model_have_no_layers(shipped):
 
 def test_hook_points_of_one_model_only_are_left_out_and_named(shipped):
     other = MIModel.from_pretrained(REPOSITORY / "models" / "world-gpt2")
-    found = other.verify(PROMPT, ["ort-cpu"], other=shipped, hooks=["*embed"], greedy=0, local=False)
+    found = other.verify(PROMPT, ["ort-cpu"], other=shipped, points=["*embed"], greedy=0, local=False)
     assert any("world-llama has no hook_pos_embed: left out" in note for note in found.notes)
     assert [row.name for row in found.besides[0].rows] == ["hook_embed", "hook_logits"]
     with pytest.raises(HookError, match="world-llama has no hook point 'hook_pos_embed'"):
-        other.verify(PROMPT, ["ort-cpu"], other=shipped, hooks=["hook_pos_embed"], greedy=0)
+        other.verify(PROMPT, ["ort-cpu"], other=shipped, points=["hook_pos_embed"], greedy=0)
 
 
 def test_the_command_says_what_was_lost(coarse):
@@ -118,7 +118,7 @@ def test_a_soft_cap_that_an_export_lost_is_found(checkpoint, hooked, tmp_path):
     onnx.save(proto, tmp_path / "stock" / "model.onnx")
     stock, right = MIModel.from_pretrained(tmp_path / "stock"), MIModel.from_pretrained(hooked("gemma2"))
     ids = np.random.default_rng(0).integers(3, 100, (1, 12))
-    (beside,) = stock.verify([ids], ["ort-cpu"], other=right, hooks="*", greedy=0).besides
+    (beside,) = stock.verify([ids], ["ort-cpu"], other=right, points="*", greedy=0).besides
     assert next(row.name for row in beside.rows if row.relative > 5e-5) == "blocks.0.attn.hook_scores"
     assert beside.fault.hook == "blocks.0.attn.hook_scores"
     assert all(row.finite for row in beside.rows)

@@ -160,9 +160,9 @@ def test_batches_with_padding_share_one_graph_whatever_their_shape(hooked):
 def test_gradients_are_the_derivative_of_what_ran(models, kind):
     """FINDINGS, part 1, defect 1b: beside each row alone, and beside finite differences of the batch's own passes."""
     model, by, (ids, mask) = models("llama"), "blocks.0.hook_mlp_out", padded(left=True)
-    together = model.gradients(ids, by, "logit", answer=7, spec=spec(kind), attention_mask=mask)
+    together = model.gradients(ids, by, "logit", answer=7, hooks=spec(kind), attention_mask=mask)
     for row, real in enumerate(mask == 1):
-        alone = model.gradients(ids[row, real], by, "logit", answer=7, spec=spec(kind))
+        alone = model.gradients(ids[row, real], by, "logit", answer=7, hooks=spec(kind))
         assert worst(together.grad[by][row, real], alone.grad[by][0]) < TOLERANCE
     direction = np.random.default_rng(1).normal(size=(*ids.shape, model.hidden_size)) * mask[..., None]
     ends = [
@@ -177,15 +177,15 @@ def test_gradients_are_the_derivative_of_what_ran(models, kind):
 def test_the_numbers_of_a_seed_count_for_nothing_at_padding(models, by):
     model, (ids, mask) = models("llama"), padded(left=True)
     of, seed = "blocks.1.hook_resid_post", np.linspace(-1, 1, 64)
-    together = model.gradients(ids, by, of=of, seed=seed, attention_mask=mask)
-    logits = model.gradients(ids, by, seed=np.ones((*ids.shape, VOCAB)), attention_mask=mask)
+    together = model.gradients(ids, by, of=of, cotangent=seed, attention_mask=mask)
+    logits = model.gradients(ids, by, cotangent=np.ones((*ids.shape, VOCAB)), attention_mask=mask)
     for row, real in enumerate(mask == 1):
         axis = together.grad[by].ndim - 3  # of the tokens, without the rows
         own = (slice(None),) * axis + (real,)
-        alone = model.gradients(ids[row, real], by, of=of, seed=seed)
+        alone = model.gradients(ids[row, real], by, of=of, cotangent=seed)
         assert worst(together.grad[by][row][own], alone.grad[by][0]) < TOLERANCE
         assert abs(together.metric[row] - alone.metric[0]) < TOLERANCE * max(1, abs(alone.metric[0]))
-        alone = model.gradients(ids[row, real], by, seed=np.ones((1, real.sum(), VOCAB)))
+        alone = model.gradients(ids[row, real], by, cotangent=np.ones((1, real.sum(), VOCAB)))
         assert worst(logits.grad[by][row][own], alone.grad[by][0]) < TOLERANCE
         assert abs(logits.metric[row] - alone.metric[0]) < TOLERANCE * max(1, abs(alone.metric[0]))
 

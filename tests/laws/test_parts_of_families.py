@@ -104,8 +104,8 @@ def test_recurrent_models(rwkv, layout):
     for part, expected in (
         (Logits(positions=-1), whole.output()[:, -1:]),
         (Logits(positions=[3, -2]), whole.output()[:, [3, -2]]),
-        (Logits(tokens=[7]), whole.output()[..., [7]]),
-        (Logits(top_k=1), whole.output().max(-1, keepdims=True)),
+        (Logits(token_ids=[7]), whole.output()[..., [7]]),
+        (Logits(k=1), whole.output().max(-1, keepdims=True)),
     ):
         assert np.abs(model.forward(ids, logits=part).output() - expected).max() < 1e-5
     spec = HookSpec().capture(HookPoint.RwkvK(0), positions=[2, -1], heads=1)

@@ -86,19 +86,19 @@ SPECS: dict[str, tuple[str, Callable[[], HookSpec], bool | Logits]] = {
     "project out": (
         "world-llama",
         lambda: HookSpec().intervene("blocks.0.hook_resid_post", Intervention.ProjectOut(vector())),
-        Logits(positions=-1, top_k=3),
+        Logits(positions=-1, k=3),
     ),
     "parts": (
         "world-llama",
         lambda: HookSpec().capture("blocks.*.attn.hook_pattern", positions=-1, heads=[0, 3]),
         False,
     ),
-    "result": ("world-llama", lambda: HookSpec().capture("blocks.2.attn.hook_result"), Logits(tokens=[5, 7])),
+    "result": ("world-llama", lambda: HookSpec().capture("blocks.2.attn.hook_result"), Logits(token_ids=[5, 7])),
     "splice": ("world-llama", splice, True),
     "replace": (
         "world-gpt2",
         lambda: HookSpec().intervene("blocks.1.hook_attn_out", Intervention.Replace(vector(), positions=[0])),
-        Logits(positions=[0, -1], tokens=[1, 2, 3]),
+        Logits(positions=[0, -1], token_ids=[1, 2, 3]),
     ),
     "logits hooked": (
         "world-gpt2",

@@ -96,10 +96,10 @@ RESULTS: dict[str, Callable[[MIModel], Stored]] = {
         [TEXT, "Tokyo is"], HookSpec().capture(POINT), max_new_tokens=3, output_logits=True
     ),
     "HeadScores": lambda model: model.head_scores(batch=2, period=6),
-    "HookCache": lambda model: model.forward(TEXT, a_spec(), use_cache=True, logits=Logits(top_k=3)),
+    "HookCache": lambda model: model.forward(TEXT, a_spec(), use_cache=True, logits=Logits(k=3)),
     "HookCache with gradients": lambda model: model.gradients(TEXT, POINT, answer="Paris"),
     "HookCache without logits": lambda model: model.forward(TEXT, HookSpec().capture("*"), logits=False),
-    "LensResult": lambda model: model.logit_lens(TEXT, k=3, tokens=["Tokyo"]),
+    "LensResult": lambda model: model.logit_lens(TEXT, k=3, token_ids=["Tokyo"]),
     "ProbeResult": probed,
     "Saliency": lambda model: model.gradient_times_input(TEXT, answer="Paris"),
     "Saliency of a path": lambda model: model.integrated_gradients(TEXT, OTHER, answer="Paris", steps=2),
@@ -195,7 +195,7 @@ def test_a_generation_goes_on_from_its_loaded_cache(shipped: MIModel, tmp_path: 
 def test_a_loaded_lens_reads_further_tokens_with_its_model_only(
     shipped: MIModel, recurrent: MIModel, tmp_path: Path
 ) -> None:
-    lens = shipped.logit_lens(TEXT, tokens=["Tokyo"])
+    lens = shipped.logit_lens(TEXT, token_ids=["Tokyo"])
     path, tokyo = lens.save(tmp_path / "l.safetensors"), shipped.token_id("Tokyo")
     alone, opened = LensResult.load(path), LensResult.load(path, model=shipped)
     for again in (alone, opened):

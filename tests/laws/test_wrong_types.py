@@ -226,7 +226,7 @@ def test_the_largest_of_some_tokens_are_their_places_among_them(shipped: MIModel
     """`tokens` and `top_k` together have a meaning of their own."""
     every = shipped.forward(PROMPT, logits=Logits(positions=-1)).output()[0, 0]
     tokens = [7, 300, 21, 150]
-    cache = shipped.forward(PROMPT, logits=Logits(positions=-1, tokens=tokens, top_k=2))
+    cache = shipped.forward(PROMPT, logits=Logits(positions=-1, token_ids=tokens, k=2))
     order = np.argsort(-every[tokens])[:2]
     assert cache.top_ids is not None
     assert np.array_equal(np.asarray(cache.top_ids)[0, 0], order)

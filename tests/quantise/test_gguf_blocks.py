@@ -90,7 +90,7 @@ def test_gradients_heads_matrices_and_parts_of_the_logits_have_the_offsets(opene
     inputs = batch("plain")
     seed = np.random.default_rng(0).normal(size=(*inputs.ids.shape, VOCAB))
     expected = by_autograd(eager, inputs, seed, torch.float64)
-    spec = HookSpec().gradient("*").set_metric("seed", seed=seed)
+    spec = HookSpec().gradient("*").set_metric("cotangent", cotangent=seed)
     grad = model.forward(inputs.ids, spec, logits=False).grad
     assert set(grad) == set(expected)
     off = {name: np.abs(grad[name] - value).max() / np.abs(value).max() for name, value in expected.items()}

@@ -138,7 +138,7 @@ def test_every_gradient_is_that_of_autograd_with_the_same_numbers(family, settin
     inputs = batch("plain")
     seed = np.random.default_rng(0).normal(size=(*inputs.ids.shape, VOCAB)) * inputs.real[..., None]
     exact, single = (by_autograd(reference, inputs, seed, dtype) for dtype in (torch.float64, torch.float32))
-    spec = HookSpec().gradient("*").set_metric("seed", seed=seed)
+    spec = HookSpec().gradient("*").set_metric("cotangent", cotangent=seed)
     cache = model.forward(inputs.ids, spec, attention_mask=inputs.mask, logits=False)
     assert set(cache.grad) == set(exact)
     off, own = (

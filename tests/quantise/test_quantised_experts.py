@@ -90,7 +90,9 @@ def test_every_gradient_is_that_of_autograd(family, pair):
     inputs = batch("plain")
     seed = np.random.default_rng(0).normal(size=(*inputs.ids.shape, VOCAB))
     exact, single = (by_autograd(eager, inputs, seed, dtype) for dtype in (torch.float64, torch.float32))
-    grad = model.forward(inputs.ids, HookSpec().gradient("*").set_metric("seed", seed=seed), logits=False).grad
+    grad = model.forward(
+        inputs.ids, HookSpec().gradient("*").set_metric("cotangent", cotangent=seed), logits=False
+    ).grad
     assert set(grad) == set(exact)
     off, own = (
         {name: np.abs(one[name] - exact[name]).max() / np.abs(exact[name]).max() for name in exact}
@@ -218,5 +220,5 @@ def test_other_runtimes_compute_experts_in_blocks(runtime, pair, request, monkey
     if runtime == "onnxruntime-web":
         monkeypatch.setenv("MIONNX_NODE", str(request.getfixturevalue("web")))
     model, _, _ = pair("mixtral")
-    (beside,) = model.verify([batch("plain").ids], ["ort-cpu", runtime], hooks="*", greedy=0, local=False).besides
+    (beside,) = model.verify([batch("plain").ids], ["ort-cpu", runtime], points="*", greedy=0, local=False).besides
     assert beside.worst.relative < 5e-6

@@ -166,12 +166,12 @@ def test_answers_of_rows_stay_with_their_rows(shipped):
         assert gap(alone.grad["resid_post", 1], caches[row].grad["resid_post", 1]) < TOLERANCE
     seed = np.ones((5, 14, shipped.vocab_size), np.float32)
     with pytest.raises(MIError, match="batch_size"):
-        shipped.forward(TEXTS, HookSpec().gradient("hook_embed").set_metric("seed", seed=seed), batch_size=2)
+        shipped.forward(TEXTS, HookSpec().gradient("hook_embed").set_metric("cotangent", cotangent=seed), batch_size=2)
 
 
 def test_one_array_of_all_rows_where_they_have_one_shape(shipped, tmp_path):
     spec = HookSpec().capture("*.hook_resid_post", positions=[0, -1])
-    caches = shipped.forward(TEXTS, spec, batch_size=3, logits=Logits(positions=-1, top_k=4))
+    caches = shipped.forward(TEXTS, spec, batch_size=3, logits=Logits(positions=-1, k=4))
     assert caches["resid_post", 2].shape == (5, 2, 128)
     assert caches.output().shape == (5, 1, 4)
     assert caches[1].top_ids.shape == (1, 1, 4)

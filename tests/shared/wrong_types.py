@@ -332,7 +332,7 @@ def _verbs(model: MIModel, folder: Path) -> dict[str, dict[str, Any]]:
     return {
         "forward": {"tokens": PROMPT, "hooks": spec},
         "generate": {"tokens": PROMPT, "max_new_tokens": 2},
-        "gradients": {"tokens": PROMPT, "hooks": "hook_embed", "metric": "logit", "answer": ANSWER},
+        "gradients": {"tokens": PROMPT, "points": "hook_embed", "metric": "logit", "answer": ANSWER},
         "gradient_times_input": {"tokens": PROMPT, "answer": ANSWER},
         "integrated_gradients": {"tokens": PROMPT, "answer": ANSWER, "steps": 2},
         "give_back": {},
@@ -382,7 +382,7 @@ def _verbs(model: MIModel, folder: Path) -> dict[str, dict[str, Any]]:
         "forward_with_capture": {**one, "layers": [1]},
         "forward_ablate": {**one, "ablate_layers": [1], "capture_layers": [1]},
         "forward_steer": {**one, "steers": [(1, np.ones(128), 1.0)], "capture_layers": [1]},
-        "patch_activations": {"donor": PROMPT, "recipient": OTHER, "at": at, "capture_layers": [2]},
+        "patch_activations": {"donor": PROMPT, "recipient": OTHER, "coordinates": at, "capture_layers": [2]},
         "generate_with_hooks": {**one, "max_new_tokens": 2},
         "patch_sweep": {**swept, "answer": ANSWER},
         "attribute_patch": {**swept, "answer": ANSWER},
@@ -404,7 +404,7 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     """Methods of what verbs give."""
     hook, token = {"hook": "hook_embed"}, {"token": ANSWER}
     lens = model.logit_lens(PROMPT, layers=[1])
-    tracked = model.logit_lens(PROMPT, layers=[1], tokens=[ANSWER])
+    tracked = model.logit_lens(PROMPT, layers=[1], token_ids=[ANSWER])
     yield from _methods("LensResult", lambda: lens, {"at": {"position": 0}, "best": {"point": 0, "position": 0}})
     asked = dict.fromkeys(("probability_of", "log_probability_of", "rank_of"), token)
     yield from _methods("LensResult", lambda: tracked, asked)
@@ -451,10 +451,10 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     yield from _activations(model, folder)
     yield from _datasets(model, folder)
     yield from _edges_between(model, folder)
-    compared = model.verify(PROMPT, ["ort-cpu", "ort-cpu:none"], hooks="hook_embed", greedy=0, local=False)
+    compared = model.verify(PROMPT, ["ort-cpu", "ort-cpu:none"], points="hook_embed", greedy=0, local=False)
     yield from _methods("Verification", lambda: compared, {"table": {}, "beside": {"title": "ort-cpu:none"}})
     other = MIModel.from_pretrained(model.quantise(folder / "int4"))
-    losses = model.verify(PROMPT, ["ort-cpu"], hooks="*.hook_resid_p*", greedy=0, other=other)
+    losses = model.verify(PROMPT, ["ort-cpu"], points="*.hook_resid_p*", greedy=0, other=other)
     yield from _methods("Verification", lambda: losses, {"loss_table": {}, "matrix_table": {}})
     yield from _stored(folder, compared)
 
@@ -495,7 +495,7 @@ def _datasets(model: MIModel, folder: Path) -> Iterator[Call]:
     asked = {"score": {"metric": "accuracy"}, "spread": {}, "top": {}, "direction": point, "table": {}}
     yield from _methods("ProbeResult", lambda: found, asked)
     yield from _stored(folder, stats, found)
-    labels = {"labels": ["a", "b"] * 5, "folds": 2, "hooks": [point["hook"]]}
+    labels = {"labels": ["a", "b"] * 5, "folds": 2, "points": [point["hook"]]}
     yield Call("probe", lambda: probe, {"activations": made, **labels})
     yield Call("statistics_of", lambda: statistics_of, {"activations": made})
     yield Call("Noise", lambda: Noise, {"positions": "France"})
@@ -512,8 +512,8 @@ def _edges_between(model: MIModel, folder: Path) -> Iterator[Call]:
 def _model_verbs(model: MIModel, recurrent: MIModel, folder: Path) -> Iterator[Call]:
     for verb, right in _verbs(model, folder).items():
         yield Call(f"MIModel.{verb}", lambda verb=verb: getattr(model, verb), right, verb in SLOW)
-    texts, tiny = {"texts": [PROMPT], "spec": "hook_embed", "folder": "written"}, {"folder": "written"}
-    yield Call("MIModel.statistics", lambda: model.statistics, {"texts": [PROMPT], "hooks": "hook_embed"})
+    texts, tiny = {"texts": [PROMPT], "points": "hook_embed", "folder": "written"}, {"folder": "written"}
+    yield Call("MIModel.statistics", lambda: model.statistics, {"texts": [PROMPT], "points": "hook_embed"})
     yield Call("MIModel.harvest", lambda: _anew(model.harvest), texts)
     yield Call("MIModel.quantise", lambda: _anew(model.quantise), tiny, slow=True)
     yield Call("Noise.specs", lambda: Noise("France").specs, {"model": model, "prompts": PROMPT})

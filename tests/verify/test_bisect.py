@@ -95,7 +95,7 @@ def test_a_spec_is_in_force_in_both(llama, tmp_path):
     plant(llama.hooked.folder, tmp_path / "model", perturbed_weight)
     wrong = MIModel.from_pretrained(tmp_path / "model", check="none")
     spec = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Zero())
-    assert llama.bisect(PROMPT, ["ort-cpu"], other=wrong, spec=spec).hook is None
+    assert llama.bisect(PROMPT, ["ort-cpu"], other=wrong, hooks=spec).hook is None
     found = llama.bisect(PROMPT, ["ort-cpu"], other=wrong)
     assert found.hook == "blocks.1.hook_resid_post"
     assert "ort-cpu" in json.dumps(found.to_dict())

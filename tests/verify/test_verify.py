@@ -113,7 +113,7 @@ def test_a_spec_is_in_force_in_torch_too(llama, tmp_path):
     direction = np.linspace(-1, 1, llama.hidden_size, dtype=np.float32)
     spec = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Add(direction, positions=-1))
     spec.intervene("blocks.2.attn.hook_z", Intervention.Zero(heads=3))
-    found = llama.verify([PROMPT], ["torch", "ort-cpu"], spec=spec, greedy=0, record=tmp_path / "run.safetensors")
+    found = llama.verify([PROMPT], ["torch", "ort-cpu"], hooks=spec, greedy=0, record=tmp_path / "run.safetensors")
     assert found.agrees
     recorded = load_file(tmp_path / "run.safetensors")["0.hook_logits"]
     steered, plain = (llama.forward(PROMPT, hooks).output() for hooks in (spec, None))
@@ -124,7 +124,7 @@ def test_a_spec_is_in_force_in_torch_too(llama, tmp_path):
 
 def test_a_glob_and_a_predicate_are_in_force_in_torch_too(llama, tmp_path):
     glob = HookSpec().intervene("blocks.*.attn.hook_z", Intervention.Zero(heads=3))
-    found = llama.verify([PROMPT], ["torch", "ort-cpu"], spec=glob, greedy=0, record=tmp_path / "run.safetensors")
+    found = llama.verify([PROMPT], ["torch", "ort-cpu"], hooks=glob, greedy=0, record=tmp_path / "run.safetensors")
     assert found.agrees
     assert "4 interventions" in found.title
     recorded = load_file(tmp_path / "run.safetensors")["0.hook_logits"]
@@ -132,7 +132,7 @@ def test_a_glob_and_a_predicate_are_in_force_in_torch_too(llama, tmp_path):
     assert np.abs(recorded - ablated).max() < TOLERANCE * np.abs(ablated).max()
     assert np.abs(recorded - plain).max() > 0.1
     predicate = HookSpec().intervene(lambda name: name.endswith("hook_z"), Intervention.Zero(heads=3))
-    again = llama.verify([PROMPT], ["ort-cpu"], spec=predicate, greedy=0, against=tmp_path / "run.safetensors")
+    again = llama.verify([PROMPT], ["ort-cpu"], hooks=predicate, greedy=0, against=tmp_path / "run.safetensors")
     assert again.agrees
     assert again.hashes["spec"] == found.hashes["spec"]
 
@@ -145,20 +145,20 @@ def test_a_splice_is_compared_where_it_can_run(llama):
         "{ hook_in = Mul(x, half)  y = Add(hook_in, x) }"
     )
     spec = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Splice(halved))
-    found = llama.verify([PROMPT], ["ort-cpu", "torch", "reference"], spec=spec, greedy=2)
+    found = llama.verify([PROMPT], ["ort-cpu", "torch", "reference"], hooks=spec, greedy=2)
     assert found.agrees
     assert "splice" in found.skipped["torch"]
     names = [row.name for row in found.besides[0].rows]
     assert "blocks.1.hook_resid_post" in names
     assert not any("hook_in" in name for name in names)
     with pytest.raises(HookError, match="whole values"):
-        llama.verify([PROMPT], hooks="blocks.1.hook_resid_post.hook_in", spec=spec)
+        llama.verify([PROMPT], points="blocks.1.hook_resid_post.hook_in", hooks=spec)
 
 
 def test_state_interventions_are_in_force(rwkv):
     model, ids = rwkv("6-pth"), np.arange(5, 17)[None]
     spec = HookSpec().set_state_knockout(StateKnockoutSpec().position(3).decay())
-    found = model.verify([ids], ["ort-cpu", "ort-cpu:none", "openvino"], spec=spec, greedy=2, repeat=True)
+    found = model.verify([ids], ["ort-cpu", "ort-cpu:none", "openvino"], hooks=spec, greedy=2, repeat=True)
     assert found.agrees, found.failed
     assert np.abs(model.forward(ids, spec).output() - model.forward(ids).output()).max() > 1e-3
 
@@ -166,13 +166,13 @@ def test_state_interventions_are_in_force(rwkv):
 def test_what_is_made_for_the_prompt_alone_is_not_continued(llama):
     ids = llama.tokenize(PROMPT).ids
     late = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Scale(2.0, positions="generated"))
-    found = llama.verify([PROMPT], ["ort-cpu", "ort-cpu:none"], spec=late, greedy=3, repeat=True)
+    found = llama.verify([PROMPT], ["ort-cpu", "ort-cpu:none"], hooks=late, greedy=3, repeat=True)
     assert found.besides[0].greedy == 1
     assert not found.notes
     assert len(found.repeats) == 6
     held = llama.forward(ids, HookSpec().capture("blocks.1.hook_resid_post"))["resid_post", 1]
     whole = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Replace(held, rows=[0]))
-    found = llama.verify([PROMPT], ["ort-cpu", "ort-cpu:none"], spec=whole, greedy=0, repeat=True)
+    found = llama.verify([PROMPT], ["ort-cpu", "ort-cpu:none"], hooks=whole, greedy=0, repeat=True)
     assert found.agrees
 
 
@@ -207,14 +207,14 @@ def test_a_recorded_run_is_compared_with(llama, faulty, tmp_path):
 def test_a_recorded_run_says_what_is_another_here(llama, tmp_path):
     path = tmp_path / "run.safetensors"
     llama.verify([PROMPT], ["ort-cpu"], record=path, greedy=2)
-    some = llama.verify((), ["ort-cpu"], against=path, hooks="blocks.*.hook_resid_post")
+    some = llama.verify((), ["ort-cpu"], against=path, points="blocks.*.hook_resid_post")
     assert some.notes == ["2 tokens were chosen after each prompt when it was recorded, and are here"]
     steered = HookSpec().intervene("blocks.1.hook_resid_post", Intervention.Scale(2.0))
-    notes = " ".join(llama.verify((), ["ort-cpu"], against=path, spec=steered, greedy=2).notes)
+    notes = " ".join(llama.verify((), ["ort-cpu"], against=path, hooks=steered, greedy=2).notes)
     assert "another graph" in notes
     assert "another spec" in notes
     with pytest.raises(HookError, match="was not recorded"):
-        llama.verify((), ["ort-cpu"], against=path, spec=HookSpec().capture("blocks.0.attn.hook_q"))
+        llama.verify((), ["ort-cpu"], against=path, hooks=HookSpec().capture("blocks.0.attn.hook_q"))
     tape = RecordedValues.open(path)
     elsewhere = {**tape.facts, "environment": {**tape.facts["environment"], "processor": "another"}}
     elsewhere["environment"]["versions"] = {**elsewhere["environment"]["versions"], "onnxruntime": "1.0"}
@@ -270,7 +270,7 @@ def test_masked_scores_of_half_precision_say_nothing(checkpoint, models, tmp_pat
     export(checkpoint("llama"), tmp_path / "half", "float16")
     half = MIModel.from_pretrained(tmp_path / "half")
     ids = np.random.default_rng(0).integers(3, 100, (1, 12))
-    found = models("llama").verify([ids], ["ort-cpu"], other=half, hooks="*", greedy=0)
+    found = models("llama").verify([ids], ["ort-cpu"], other=half, points="*", greedy=0)
     assert found.agrees
     scores = [row for row in found.besides[0].rows if row.name.endswith("hook_scores")]
     assert all(row.scale < 1000 for row in scores)
@@ -340,7 +340,7 @@ def test_a_runtime_that_fails_takes_nothing_from_the_others(llama, monkeypatch):
 
 
 def test_torch_has_no_value_at_a_derived_hook_point(llama):
-    found = llama.verify([PROMPT], ["ort-cpu", "torch"], hooks="blocks.1.attn.hook_result", greedy=0)
+    found = llama.verify([PROMPT], ["ort-cpu", "torch"], points="blocks.1.attn.hook_result", greedy=0)
     assert "no value at blocks.1.attn.hook_result" in found.failed["torch"]
 
 
@@ -368,7 +368,7 @@ def test_bad_runtimes_are_refused(llama, titles, message):
         ({"positions": 2}, InputError, "list"),
         ({"positions": [9]}, InputError, "5 tokens"),
         ({"checkpoint": "."}, InputError, "for torch"),
-        ({"hooks": "blocks.*.attn.hook_result"}, HookError, "full names"),
+        ({"points": "blocks.*.attn.hook_result"}, HookError, "full names"),
         ({"tolerance": float("nan")}, InputError, "tolerance"),
         ({"record": "/nowhere/at/all.safetensors"}, SpecFileError, "no folder"),
     ],
@@ -419,7 +419,7 @@ if sys.argv[2] == "alone":
         run(call, lambda name, value: None)
     compared = 0
 else:
-    found = model.verify([ids], ["ort-cpu", "ort-cpu:none"], hooks="*", greedy=0)
+    found = model.verify([ids], ["ort-cpu", "ort-cpu:none"], points="*", greedy=0)
     assert found.agrees
     compared = len(found.besides[0].rows)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, compared)

@@ -75,7 +75,7 @@ def test_a_page_says_what_its_numbers_mean(chromium, tmp_path, corrupted):
 
 def test_the_other_direction_means_the_other_run():
     found = sweep(3)
-    found.direction = "noising"
+    found.patching = "noising"
     assert found.meaning.startswith("1: the corrupted run's value at this cell alone brings about the whole")
     assert "(logit_diff goes from 11 to -9)" in found.meaning
 

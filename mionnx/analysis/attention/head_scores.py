@@ -31,7 +31,7 @@ from mionnx.spec.hook_spec import HookSpec
 CAPTURED = 2**26  # bytes of patterns that are held at once, where one row takes less
 
 
-@typed(leave=["tokens", "batch", "period", "seed"])
+@typed(leave=["token_ids", "batch", "period", "seed"])
 def head_scores(
     model: Runner,
     kinds: str | Sequence[str] = KINDS,
@@ -39,7 +39,7 @@ def head_scores(
     batch: int = 8,
     period: int = 24,
     seed: int = 0,
-    tokens: Iterable[int] | None = None,
+    token_ids: Iterable[int] | None = None,
     hooks: HookSpec | None = None,
     progress: bool | None = None,
 ) -> HeadScores:
@@ -53,7 +53,7 @@ def head_scores(
         batch: number of sequences.
         period: tokens of a sequence, before it is repeated.
         seed: of the sequences.
-        tokens: the ids to draw from; by default all but special tokens.
+        token_ids: the ids to draw from; by default all but special tokens.
         hooks: interventions that hold in every row alike.
         progress: None for a bar in a terminal or notebook when it takes longer than two seconds, and a line a minute in
             a log; True at once, False for none.
@@ -67,7 +67,7 @@ def head_scores(
         scores = model.head_scores(batch=4)
         scores.top("induction", 3)  # [(layer, head, score)]
     """
-    chosen, sequences = check_kinds(kinds), _draw(model, tokens, batch, period, seed)
+    chosen, sequences = check_kinds(kinds), _draw(model, token_ids, batch, period, seed)
     points = _pattern_hooks(model)
     spec = HookSpec().extend(hooks or HookSpec())
     _refuse_row_hooks(model, spec)

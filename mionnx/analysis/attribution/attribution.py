@@ -87,10 +87,10 @@ class Attribution(Framed):
         """The sum of all contributions."""
         return float(self.values.sum())
 
-    def top(self, n: int | None = None) -> list[tuple[str, float]]:
-        """The components with the largest contributions of either sign; all if `n` is left out."""
-        at_least("n", 0 if n is None else n, 0)
-        order = np.argsort(-np.abs(self.values), kind="stable")[:n]
+    def top(self, k: int | None = None) -> list[tuple[str, float]]:
+        """The components with the largest contributions of either sign; all if `k` is left out."""
+        at_least("n", 0 if k is None else k, 0)
+        order = np.argsort(-np.abs(self.values), kind="stable")[:k]
         return [(self.labels[i], float(self.values[i])) for i in order]
 
     @property

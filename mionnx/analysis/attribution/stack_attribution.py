@@ -68,7 +68,7 @@ def logit_attrs(
     model: Runner,
     stack: ArrayLike,
     source: Source,
-    tokens: TokenLike,
+    token_ids: TokenLike,
     incorrect_tokens: TokenLike | None = None,
     *,
     pos_slice: PosSlice = None,
@@ -82,7 +82,8 @@ def logit_attrs(
     Args:
         stack: [component, batch, pos, hidden], sliced already.
         source: prompts or a cache that the stack is from.
-        tokens: one token by id or text, or ids or texts [batch], [pos] where that is another length, or [batch, pos].
+        token_ids: one token by id or text, or ids or texts [batch], [pos] where that is another length, or [batch,
+            pos].
         incorrect_tokens: the same; contributions are then to the difference.
         pos_slice: the positions that the stack has.
         weighted: with the final norm's weight; without, the numbers of TransformerLens on a raw model.
@@ -102,7 +103,7 @@ def logit_attrs(
     end = model.num_layers
     norm = norm_before(model, cache_of(model, source, [], end, False, True), end, False, pos_slice)
     parts = _checked(model, stack, norm)
-    direction = _directions(model, tokens, parts.shape[1:-1])
+    direction = _directions(model, token_ids, parts.shape[1:-1])
     if incorrect_tokens is not None:
         direction = direction - _directions(model, incorrect_tokens, parts.shape[1:-1])
     return norm.project(parts, direction, weighted).astype(np.float32)

@@ -46,9 +46,9 @@ def circuit(
     answer: Tokens = None,
     versus: Tokens = None,
     steps: int = 5,
-    method: str = "gradient",
+    rules: str = "gradient",
     position: int = -1,
-    seed: ArrayLike | Seed | None = None,
+    cotangent: ArrayLike | Seed | None = None,
     scores: EdgeAttribution | None = None,
 ) -> Circuit:
     """Keep the leading edges, patch all others exactly, and measure how faithful the circuit is.
@@ -59,7 +59,7 @@ def circuit(
     Args:
         clean, corrupted, metric, answer, versus: see `patch_sweep`.
         edges: numbers of kept edges, the leading ones by the size of their score; by default from 0 to all of them.
-        steps, method, position, seed: of the scores, see `edge_attribution`.
+        steps, rules, position, cotangent: of the scores, see `edge_attribution`.
         scores: other scores, of all senders and receivers: of other prompts, or an array of one's own in
             `EdgeAttribution.scores`.
 
@@ -76,12 +76,12 @@ def circuit(
     """
     request = MetricRequest(metric, answer, versus)
     nodes = all_nodes(model.hooked)
-    given: dict[str, Any] = {"answer": answer, "versus": versus, "position": position, "seed": seed}
+    given: dict[str, Any] = {"answer": answer, "versus": versus, "position": position, "cotangent": cotangent}
     sizes = _sizes(edges, int(nodes.edges.sum()))
     _refuse_other_nodes(scores, nodes)
     pairs = make_pairs(model, clean, corrupted, position, "noising")
     begin = time.perf_counter()
-    ranking = scores or edge_attribution(model, clean, corrupted, metric=metric, steps=steps, method=method, **given)
+    ranking = scores or edge_attribution(model, clean, corrupted, metric=metric, steps=steps, rules=rules, **given)
     by_pair, bases = _values(model, nodes, pairs, request, _masks(ranking, sizes))
     seconds = time.perf_counter() - begin
     clean_mean, corrupted_mean = bases.mean(axis=1).tolist()

@@ -147,7 +147,7 @@ class Circuit(Framed):
 
     def _shares(self, edges: int) -> list[tuple[str, str, float]]:
         """The leading edges with what each adds to the metric, to first order, by being kept."""
-        sign = -1 if self.attribution.direction == "noising" else 1
+        sign = -1 if self.attribution.patching == "noising" else 1
         return [(sender, receiver, sign * score) for sender, receiver, score in self.kept(edges)]
 
     def _shared(self, edges: list[tuple[str, str, float]]) -> list[tuple[str, str]]:

@@ -18,7 +18,7 @@ from mionnx.analysis.gradients.seeded import Seed, check_metric
 from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, Metric, MetricRequest, Tokens
 from mionnx.analysis.sweep.pairs import Pair
-from mionnx.analysis.sweep.patching import DIRECTIONS
+from mionnx.analysis.sweep.patching import PATCHINGS
 from mionnx.analysis.sweep.prompts import and_more, quote, refuse_unlike, until
 from mionnx.analysis.sweep.receivers import Receiver
 from mionnx.errors import GradientError, InputError, ModelError, nearest
@@ -46,10 +46,10 @@ def edge_attribution(
     answer: Tokens = None,
     versus: Tokens = None,
     steps: int = 1,
-    direction: str = "noising",
-    method: str = "gradient",
+    patching: str = "noising",
+    rules: str = "gradient",
     position: int = -1,
-    seed: ArrayLike | Seed | None = None,
+    cotangent: ArrayLike | Seed | None = None,
 ) -> EdgeAttribution:
     """Edge attribution patching: `path_patch` of every edge to first order, from a few passes.
 
@@ -63,10 +63,10 @@ def edge_attribution(
         receivers: as for `path_patch`; a receiver is one head's queries, keys or values, an MLP, or `hook_final_norm`.
         steps: points between the two prompts' embeddings at which gradients are averaged (EAP-IG, Hanna et al. 2024,
             arXiv:2403.17806); 1 takes them at the patched run alone.
-        direction: "noising" puts corrupted values into the clean run, "denoising" clean ones into the corrupted run.
-        method: "gradient", or the propagation rules "frozen_norm" or "relp", see `attribute_patch`.
+        patching: "noising" puts corrupted values into the clean run, "denoising" clean ones into the corrupted run.
+        rules: "gradient", or the propagation rules "frozen_norm" or "relp", see `attribute_patch`.
         position: whose logits are read.
-        seed: of a metric that is a function, its derivative by the logits, see `attribute_patch`.
+        cotangent: of a metric that is a function, its derivative by the logits, see `attribute_patch`.
 
     Returns:
         scores [senders, receivers] with labels, `top(k)`, a figure, a page and files.
@@ -81,18 +81,18 @@ def edge_attribution(
         found = model.edge_attribution("The capital of France is", "The capital of Italy is", steps=5)
         found.top(3), found.scores.shape  # (senders, receivers)
     """
-    request = MetricRequest(check_metric(metric, seed, "path_patch"), answer, versus)
-    _check(steps, direction, method, metric)
+    request = MetricRequest(check_metric(metric, cotangent, "path_patch"), answer, versus)
+    _check(steps, patching, rules, metric)
     nodes = all_nodes(model.hooked)
     rows, columns = chosen_senders(nodes, senders), chosen_receivers(model.hooked, nodes, receivers)
     _refuse_no_edge(nodes, rows, columns)
-    pairs = make_pairs(model, clean, corrupted, position, direction)
+    pairs = make_pairs(model, clean, corrupted, position, patching)
     begin = time.perf_counter()
-    gradients = EdgeGradients(model, request, seed, method, steps)
-    scores, bases = _scores(model, nodes, pairs, gradients, direction == "noising")
+    gradients = EdgeGradients(model, request, cotangent, rules, steps)
+    scores, bases = _scores(model, nodes, pairs, gradients, patching == "noising")
     kept, edges = np.ix_(rows, columns), nodes.edges
     sending, receiving = [nodes.senders[i] for i in rows], [nodes.receivers[i] for i in columns]
-    clean_mean, corrupted_mean = bases.mean(axis=1).tolist()[:: 1 if direction == "noising" else -1]
+    clean_mean, corrupted_mean = bases.mean(axis=1).tolist()[:: 1 if patching == "noising" else -1]
     found = EdgeAttribution(
         np.where(edges, scores, 0.0)[kept],
         edges[kept],
@@ -103,8 +103,8 @@ def edge_attribution(
         clean_mean,
         corrupted_mean,
         request.name,
-        direction,
-        method,
+        patching,
+        rules,
         steps,
         about(model, pairs),
     )
@@ -112,7 +112,7 @@ def edge_attribution(
     return found
 
 
-def make_pairs(model: Runner, clean: Prompt, corrupted: Prompt, position: int, direction: str) -> list[Pair]:
+def make_pairs(model: Runner, clean: Prompt, corrupted: Prompt, position: int, patching: str) -> list[Pair]:
     """Pairs of prompts, each the base and the other one.
 
     Raises:
@@ -120,7 +120,7 @@ def make_pairs(model: Runner, clean: Prompt, corrupted: Prompt, position: int, d
     """
     good, bad = prompt_ids(model, clean), prompt_ids(model, corrupted)
     refuse_unlike(good, bad)
-    bases, others = (good, bad) if direction == "noising" else (bad, good)
+    bases, others = (good, bad) if patching == "noising" else (bad, good)
     pairs = [Pair(until(position, base), until(position, other)) for base, other in zip(bases, others, strict=True)]
     for number, pair in enumerate(pairs):
         if pair.other is not None and np.array_equal(pair.base, pair.other):
@@ -135,15 +135,15 @@ def about(model: Runner, pairs: list[Pair]) -> str:
     return f"{other} into {quote(model, first.base)}{and_more([pair.base for pair in pairs])}"
 
 
-def _check(steps: int, direction: str, method: str, metric: Measure) -> None:
-    if direction not in DIRECTIONS:
-        raise InputError(f"direction {direction!r}; {' or '.join(DIRECTIONS)}{nearest(direction, DIRECTIONS)}")
+def _check(steps: int, patching: str, rules: str, metric: Measure) -> None:
+    if patching not in PATCHINGS:
+        raise InputError(f"patching={patching!r}; {' or '.join(PATCHINGS)}{nearest(patching, PATCHINGS)}")
     at_least("steps", steps, 1)
     at_most("steps", steps, MOST_STEPS)
-    check_rules(method)
-    if method.endswith("_pattern"):
-        raise InputError(f"method={method!r} takes patterns for constant: queries and keys would receive nothing")
-    if metric == "kl" and steps == 1 and direction == "noising":
+    check_rules(rules)
+    if rules.endswith("_pattern"):
+        raise InputError(f"rules={rules!r} takes patterns for constant: queries and keys would receive nothing")
+    if metric == "kl" and steps == 1 and patching == "noising":
         raise GradientError(
             "the KL divergence from the clean run is least at the clean prompt: all gradients are 0; give steps=5"
         )

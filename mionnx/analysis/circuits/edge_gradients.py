@@ -40,14 +40,14 @@ class EdgeGradients:
     Attributes:
         model: the model.
         metric: the metric.
-        seed: the derivative of a metric of one's own by the logits.
+        cotangent: the derivative of a metric of one's own by the logits.
         rules: the name of the rules of going back.
         steps: points between the two prompts' embeddings; 1 for the base alone.
     """
 
     model: Runner
     metric: MetricRequest
-    seed: ArrayLike | Seed | None
+    cotangent: ArrayLike | Seed | None
     rules: str
     steps: int
 
@@ -84,7 +84,7 @@ class EdgeGradients:
             spec.intervene(start, Intervention.Replace(path))
         stages = sorted({2 * layer for layer in range(nodes.layers)} | {*map(nodes.mlp_stage, range(nodes.layers))})
         hooks = [*dict.fromkeys(node.hook for node in nodes.receivers[:-1]), nodes.stream(2 * nodes.layers)]
-        asked = with_metric(self.model, spec, self.metric.measure, self.seed, known, self.rules, ids)
+        asked = with_metric(self.model, spec, self.metric.measure, self.cotangent, known, self.rules, ids)
         return self.model.forward(ids, asked.capture([*map(nodes.stream, stages)]).gradient(hooks), logits=LAST)
 
 
@@ -115,7 +115,7 @@ def _by_head(
         rules: of going back.
     """
     seeds = {name: _floats(cast(HookCache, cache.grad)[name]) for name in hooks}
-    counts = {name: seed.shape[1] for name, seed in seeds.items()}
+    counts = {name: cotangent.shape[1] for name, cotangent in seeds.items()}
     steps, heads = np.indices((len(next(iter(seeds.values()))), max(counts.values()))).reshape(2, -1)
     shape = next(iter(cache[stream].shape[1:] for stream in hooks.values()))
     made = {(name, head): np.zeros(shape) for name, count in counts.items() for head in range(count)}
@@ -123,7 +123,7 @@ def _by_head(
     for begin in range(0, len(steps), most):
         own, at = heads[begin : begin + most], steps[begin : begin + most]
         streams = {stream: _floats(cache[stream])[at] for stream in hooks.values()}
-        given = {name: _of_head(seed[at], own) for name, seed in seeds.items()}
+        given = {name: _of_head(cotangent[at], own) for name, cotangent in seeds.items()}
         back = parts.gradients([*hooks], [*streams], streams, given, rules)
         for name, head in made:
             made[name, head] += back[hooks[name]][own == head].sum(axis=0, dtype=np.float64)

@@ -41,7 +41,7 @@ class EdgeAttribution(Framed):
         receiving: of the receivers, likewise.
         clean, corrupted: the metric of the two runs, mean over pairs.
         metric, direction: name of the metric; "noising" (corrupted values put into the clean run) or "denoising".
-        method: rules of going back, "gradient" or propagation rules.
+        rules: rules of going back, "gradient" or propagation rules.
         steps: points between the two prompts' embeddings at which gradients are averaged; 1 for the patched run alone.
         about: a line for pictures.
         cost: numbers of "edges", "pairs" and "seconds".
@@ -56,8 +56,8 @@ class EdgeAttribution(Framed):
     clean: float
     corrupted: float
     metric: str
-    direction: str
-    method: str
+    patching: str
+    rules: str
     steps: int
     about: str
     cost: dict[str, float] = field(default_factory=dict)
@@ -71,12 +71,12 @@ class EdgeAttribution(Framed):
     def how(self) -> str:
         """The name of the method, with its steps and rules."""
         name = "EAP" if self.steps == 1 else f"EAP-IG, {self.steps} steps"
-        return name if self.method == "gradient" else f"{name}, {self.method}"
+        return name if self.rules == "gradient" else f"{name}, {self.rules}"
 
     @property
     def title(self) -> str:
         """A short line for pictures."""
-        return f"Edge attribution ({self.how}, {self.direction})"
+        return f"Edge attribution ({self.how}, {self.patching})"
 
     def top(self, k: int = 10) -> list[tuple[str, str, float]]:
         """The k edges with the largest scores by size: sender, receiver, score.
@@ -112,7 +112,7 @@ class EdgeAttribution(Framed):
         return float(self.scores[at])
 
     def _facts(self) -> Iterator[str]:
-        yield from (self.how, self.direction, count(self.count, "edge"))
+        yield from (self.how, self.patching, count(self.count, "edge"))
         yield f"{len(self.senders)} senders x {len(self.receivers)} receivers"
 
     def _lines(self) -> Iterator[str]:
@@ -127,7 +127,7 @@ class EdgeAttribution(Framed):
     @property
     def meaning(self) -> str:
         """A sentence on what a score means."""
-        run, other = ("clean", "corrupted") if self.direction == "noising" else ("corrupted", "clean")
+        run, other = ("clean", "corrupted") if self.patching == "noising" else ("corrupted", "clean")
         return (
             f"A score is how much {self.metric} changes, to first order, when this edge alone carries the {other} "
             f"prompt's value in the {run} run. Heads send to the queries, keys and values of later heads, to MLPs, and "
@@ -136,7 +136,7 @@ class EdgeAttribution(Framed):
 
     def to_dict(self) -> dict[str, Any]:
         """All attributes, as JSON can hold them."""
-        names = ("senders", "receivers", "hooks", "receiving", "clean", "corrupted", "metric", "direction", "method")
+        names = ("senders", "receivers", "hooks", "receiving", "clean", "corrupted", "metric", "patching", "rules")
         found = {name: getattr(self, name) for name in (*names, "steps", "about", "cost", "edges", "scores")}
         return {"title": self.title, **found, "top": self.top(50)}
 
@@ -180,9 +180,9 @@ class EdgeAttribution(Framed):
             found[f"{end}_head"] = [hooks[i][1] for i in chosen]
         return {**found, "score": self.scores[senders, receivers]}
 
-    def table(self, top: int = 10) -> Table:
+    def table(self, k: int = 10) -> Table:
         """Table for a terminal: the leading edges."""
         table = Table("sender", "receiver", f"change of {self.metric}", title=f"{self.title}\n{self.facts()}")
-        for sender, receiver, score in self.top(top):
+        for sender, receiver, score in self.top(k):
             table.add_row(sender, receiver, decimal(score, 4))
         return table

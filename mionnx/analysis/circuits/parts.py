@@ -72,7 +72,7 @@ class Parts:
             seeds: value -> the numbers, of its shape.
             rules: the name of the rules of going back.
         """
-        wanted = Gradients("seed", tuple(map(GradientNode, by)), rules, of[0], tuple(of[1:]))
+        wanted = Gradients("cotangent", tuple(map(GradientNode, by)), rules, of[0], tuple(of[1:]))
         plan = Plan(captures=tuple(map(CaptureNode, of)), outputs=NOTHING, starts=tuple(by), gradients=wanted)
         graph = self.graphs.variants.get(plan)
         feeds = {**streams, **{entry: seeds[name] for name, entry in wanted.seeds.items()}}

@@ -49,14 +49,14 @@ def attribute_patch(
     *,
     answer: Tokens = None,
     versus: Tokens = None,
-    at: str = "corrupted",
+    linearize_at: str = "corrupted",
     steps: int = 1,
-    method: str = "gradient",
+    rules: str = "gradient",
     confirm: int = 0,
     layers: Iterable[int] | None = None,
     position: int = -1,
     positions: Positions | None = None,
-    seed: ArrayLike | Seed | None = None,
+    cotangent: ArrayLike | Seed | None = None,
 ) -> AttributedSweep | dict[str, AttributedSweep]:
     """Attribution patching: `patch_sweep` to first order, from one pass forward and back.
 
@@ -66,16 +66,16 @@ def attribute_patch(
         clean, corrupted, over, metric, answer, versus, layers, positions: see `patch_sweep`; "rank" has no gradient.
         hook: as for `patch_sweep`; or a glob that means several kinds ("blocks.*.attn.*"), of which those with the axes
             of `over` and a gradient are taken, or a list. All of them come from the same passes.
-        at: the prompt at which gradients are taken, "corrupted", "clean", or the "mean" of both.
+        linearize_at: the prompt at which gradients are taken, "corrupted", "clean", or the "mean" of both.
         steps: gradients that are averaged along the straight path from the corrupted prompt's value at a hook point to
             the clean one's, each hook point on its own; 1 for none.
-        method: "gradient", or propagation rules: "frozen_norm" (a norm's scale is constant), "relp" (activations too,
+        rules: "gradient", or propagation rules: "frozen_norm" (a norm's scale is constant), "relp" (activations too,
             and products give half to each factor), "relp_frozen_pattern", "frozen_norm_pattern" (attention patterns
             too); see `mionnx.rewrite.gradient.propagation`.
         confirm: leading cells that are computed exactly besides, of each kind of hook point.
         position: whose logits are read; cells behind it have no effect.
-        seed: of a metric that is a function, its derivative by the logits: [vocab], [2, vocab] (the corrupted prompt's
-            first), or a function of the logits [rows, vocab] that gives it.
+        cotangent: of a metric that is a function, its derivative by the logits: [vocab], [2, vocab] (the corrupted
+            prompt's first), or a function of the logits [rows, vocab] that gives it.
 
     Returns:
         a sweep's result with `agreement()` and `confirmed()`; for several kinds of hook points, {template: result}.
@@ -89,8 +89,8 @@ def attribute_patch(
         result = model.attribute_patch(clean, corrupted, "z", ("layer", "head", "position"), confirm=10)
         result.top(3), result.agreement().pearson
     """
-    request = MetricRequest(check_metric(metric, seed, "patch_sweep"), answer, versus)
-    _check(at, steps, method, metric, model.hooked.metadata.recurrent)
+    request = MetricRequest(check_metric(metric, cotangent, "patch_sweep"), answer, versus)
+    _check(linearize_at, steps, rules, metric, model.hooked.metadata.recurrent)
     chosen, several = _kinds(model.hooked, hook, over, layers)
     sweeps = {}
     for kind in chosen:
@@ -98,22 +98,27 @@ def attribute_patch(
         sweeps[sweep.setting.grid.template] = sweep
         _check_confirm(confirm, sweep)
     hooks = [grid.hook(layer) for grid in (sweep.setting.grid for sweep in sweeps.values()) for layer in grid.layers]
-    model.binder.bind(HookSpec().gradient(hooks).set_metric("loss", rules=method), differentiated=True)
-    found = _results(sweeps, FirstOrder(model, hooks, request, seed, method, at, steps), confirm)
+    model.binder.bind(HookSpec().gradient(hooks).set_metric("loss", rules=rules), differentiated=True)
+    found = _results(sweeps, FirstOrder(model, hooks, request, cotangent, rules, linearize_at, steps), confirm)
     return found if several else next(iter(found.values()))
 
 
-def _check(at: str, steps: int, method: str, metric: Measure, recurrent: bool) -> None:
-    if at not in PLACES:
-        raise InputError(f"at={at!r}; {', '.join(PLACES)}{nearest(at, PLACES)} (position= says which logits are read)")
+def _check(linearize_at: str, steps: int, rules: str, metric: Measure, recurrent: bool) -> None:
+    if linearize_at not in PLACES:
+        raise InputError(
+            f"linearize_at={linearize_at!r}; {', '.join(PLACES)}{nearest(linearize_at, PLACES)} "
+            "(position= says which logits are read)"
+        )
     at_least("steps", steps, 1)
     at_most("steps", steps, MOST_STEPS)
-    if steps > 1 and at != "corrupted":
-        raise InputError(f"at={at!r} has no effect with steps={steps}: gradients are taken along the whole path")
-    check_rules(method)
-    if recurrent and method.endswith("_pattern"):
-        raise InputError(f"method={method!r}: this model has no attention patterns to freeze")
-    if metric == "kl" and at == "clean":
+    if steps > 1 and linearize_at != "corrupted":
+        raise InputError(
+            f"linearize_at={linearize_at!r} has no effect with steps={steps}: gradients are taken along the whole path"
+        )
+    check_rules(rules)
+    if recurrent and rules.endswith("_pattern"):
+        raise InputError(f"rules={rules!r}: this model has no attention patterns to freeze")
+    if metric == "kl" and linearize_at == "clean":
         raise GradientError("the KL divergence from the clean run is least at the clean prompt: all gradients are 0")
 
 
@@ -188,5 +193,5 @@ def _result(result: SweepResult, sweep: Sweep, first_order: FirstOrder, confirm:
         exact.flat[leading] = sweep.compute(leading).mean(axis=0)
     own = {field.name: getattr(result, field.name) for field in fields(SweepResult)}
     own["title"] = f"Attribution patching {result.hook.format(i='*')} ({first_order.rules})"
-    where = "path" if first_order.steps > 1 else first_order.at
-    return AttributedSweep(**own, method=first_order.rules, at=where, steps=first_order.steps, exact=exact)
+    where = "path" if first_order.steps > 1 else first_order.linearize_at
+    return AttributedSweep(**own, rules=first_order.rules, linearize_at=where, steps=first_order.steps, exact=exact)

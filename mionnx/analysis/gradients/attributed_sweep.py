@@ -47,14 +47,15 @@ class AttributedSweep(SweepResult):
     """First-order estimates of a sweep: the metric without a patch, plus each cell's effect.
 
     Attributes:
-        method: the rules of going back, "gradient" or propagation rules.
-        at: the prompt at which gradients are taken: "corrupted", "clean", "mean" of both, or "path" between them.
+        rules: the rules of going back, "gradient" or propagation rules.
+        linearize_at: the prompt at which gradients are taken: "corrupted", "clean", "mean" of both, or "path" between
+            them.
         steps: gradients that are averaged along the path; 1 without one.
         exact: the metric at the cells that were computed exactly, in the shape of `values`; NaN elsewhere.
     """
 
-    method: str = "gradient"
-    at: str = "corrupted"
+    rules: str = "gradient"
+    linearize_at: str = "corrupted"
     steps: int = 1
     exact: Numbers = field(default_factory=lambda: np.empty(0))
 
@@ -66,10 +67,10 @@ class AttributedSweep(SweepResult):
     @property
     def how(self) -> str:
         """The rules, and where they are used."""
-        where = f"along {self.steps} steps of the path" if self.steps > 1 else f"at {self.at}"
-        return f"{self.method} {where}"
+        where = f"along {self.steps} steps of the path" if self.steps > 1 else f"at {self.linearize_at}"
+        return f"{self.rules} {where}"
 
-    def agreement(self, exact: SweepResult | None = None, top: int | None = None) -> Agreement:
+    def agreement(self, exact: SweepResult | None = None, k: int | None = None) -> Agreement:
         """Compare with exact values.
 
         Args:
@@ -78,7 +79,7 @@ class AttributedSweep(SweepResult):
                 cells that `confirm` computed the leading half.
 
         Raises:
-            InputError: no cell was computed exactly, a sweep over others, or `top` below 1.
+            InputError: no cell was computed exactly, a sweep over others, or `k` below 1.
 
         Example:
             result = model.attribute_patch(clean, corrupted, "z", confirm=10)
@@ -94,8 +95,8 @@ class AttributedSweep(SweepResult):
             raise InputError("no cell was computed exactly: give confirm=10, or a patch_sweep to compare with")
         found, truth = self.effect[known], values[known] - (self.base if exact is None else exact.base)
         whole = min(10, len(found)) if exact is not None else max(1, len(found) // 2)
-        at_least("top", whole if top is None else top, 1)
-        count = min(whole if top is None else top, len(found))
+        at_least("top", whole if k is None else k, 1)
+        count = min(whole if k is None else k, len(found))
         leading = [{*np.argsort(-np.abs(one), kind="stable")[:count].tolist()} for one in (found, truth)]
         return Agreement(len(found), _pearson(found, truth), count, len(leading[0] & leading[1]))
 
@@ -123,7 +124,7 @@ class AttributedSweep(SweepResult):
 
     def to_dict(self) -> dict[str, Any]:
         """All attributes, as JSON can hold them."""
-        own = {"method": self.method, "at": self.at, "steps": self.steps}
+        own = {"rules": self.rules, "linearize_at": self.linearize_at, "steps": self.steps}
         return {**super().to_dict(), **own, "exact": self.exact if self.exact.size else None}
 
 

@@ -31,18 +31,18 @@ class FirstOrder:
         model: the model.
         hooks: hook points.
         metric: the metric.
-        seed: the derivative of a metric of one's own by the logits.
+        cotangent: the derivative of a metric of one's own by the logits.
         rules: the name of the rules of going back.
-        at: "corrupted", "clean" or "mean".
+        linearize_at: "corrupted", "clean" or "mean".
         steps: gradients along the path between the two prompts' values at a hook point; 1 for none.
     """
 
     model: Runner
     hooks: Sequence[str]
     metric: MetricRequest
-    seed: ArrayLike | Seed | None
+    cotangent: ArrayLike | Seed | None
     rules: str
-    at: str
+    linearize_at: str
     steps: int
 
     def of(self, pair: Pair, number: int, count: int) -> tuple[Arrays, tuple[float, float]]:
@@ -83,11 +83,11 @@ class FirstOrder:
         return dict(zip(("answer", "versus"), tokens, strict=False))
 
     def _with_metric(self, spec: HookSpec, known: Mapping[str, Any], ids: NDArray[np.int64]) -> HookSpec:
-        return with_metric(self.model, spec, self.metric.measure, self.seed, known, self.rules, ids)
+        return with_metric(self.model, spec, self.metric.measure, self.cotangent, known, self.rules, ids)
 
     def _at(self, gradients: Mapping[str, NDArray[Any]]) -> Arrays:
         """Gradients [...] of one row, or the mean of both."""
-        rows = {"corrupted": [0], "clean": [1], "mean": [0, 1]}[self.at]
+        rows = {"corrupted": [0], "clean": [1], "mean": [0, 1]}[self.linearize_at]
         return {hook: gradients[hook].astype(np.float64)[rows].mean(axis=0) for hook in self.hooks}
 
     def _along(self, pair: Pair, differences: Arrays, known: Mapping[str, Any]) -> Arrays:

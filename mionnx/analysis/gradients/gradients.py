@@ -30,15 +30,15 @@ Seed = Callable[[NDArray[Any]], ArrayLike]
 def gradients(
     model: Runner,
     tokens: Prompt,
-    hooks: Hooks,
+    points: Hooks,
     metric: str | Callable[..., Any] | None = None,
     answer: Tokens = None,
     versus: Tokens = None,
-    spec: HookSpec | None = None,
+    hooks: HookSpec | None = None,
     *,
     position: int | None = None,
     reference: ArrayLike | None = None,
-    seed: ArrayLike | Seed | None = None,
+    cotangent: ArrayLike | Seed | None = None,
     of: Hook | None = None,
     attention_mask: ArrayLike | None = None,
     rules: str = "gradient",
@@ -48,15 +48,15 @@ def gradients(
 def gradients(
     model: Runner,
     tokens: Prompt,
-    hooks: Hooks,
+    points: Hooks,
     metric: str | Callable[..., Any] | None = None,
     answer: Tokens = None,
     versus: Tokens = None,
-    spec: HookSpec | None = None,
+    hooks: HookSpec | None = None,
     *,
     position: int | None = None,
     reference: ArrayLike | None = None,
-    seed: ArrayLike | Seed | None = None,
+    cotangent: ArrayLike | Seed | None = None,
     of: Hook | None = None,
     attention_mask: ArrayLike | None = None,
     rules: str = "gradient",
@@ -67,15 +67,15 @@ def gradients(
 def gradients(
     model: Runner,
     tokens: Prompt,
-    hooks: Hooks,
+    points: Hooks,
     metric: str | Callable[..., Any] | None = None,
     answer: Tokens = None,
     versus: Tokens = None,
-    spec: HookSpec | None = None,
+    hooks: HookSpec | None = None,
     *,
     position: int | None = None,
     reference: ArrayLike | None = None,
-    seed: ArrayLike | Seed | None = None,
+    cotangent: ArrayLike | Seed | None = None,
     of: Hook | None = None,
     attention_mask: ArrayLike | None = None,
     rules: str = "gradient",
@@ -85,39 +85,42 @@ def gradients(
 
     Args:
         tokens: as for `forward`; the metric is computed for each row of a batch, and padding counts for nothing.
-        hooks: hook points, their names, globs, functions of the name, or a list of these. A glob or function means the
+        points: hook points, their names, globs, functions of the name, or a list of these. A glob or function means the
             hook points that can have a gradient.
         metric: "logit", "logit_diff", "log_probability" and "probability" of the answer, "kl" from a reference, "loss",
             the mean of the negative log-probabilities of a row's own next tokens; or a function of those
-            logits that gives [batch], for which `seed` has to be given. "logit" if nothing else is.
+            logits that gives [batch], for which `cotangent` has to be given. "logit" if nothing else is.
         answer: the token, as an id or a text, one for all rows or one a row; the most probable one if left out.
         versus: the token that "logit_diff" compares the answer with.
-        spec: captures and interventions of the pass; gradients are those of the model so changed.
-        position: of each row's own text, at which the logits are read; the last if left out. "loss", and a seed for
-            every logit, read all.
+        hooks: captures and interventions of the pass; gradients are those of the model so changed.
+        position: of each row's own text, at which the logits are read; the last if left out. "loss", and a cotangent
+            for every logit, read all.
         reference: of "kl", the logits of the distribution that is compared with, [vocab] or [batch, vocab].
-        seed: the derivative of a metric of one's own by the logits, [vocab], [batch, vocab], or [batch, seq, vocab]
-            for all of them, or a function of the logits [batch, vocab] that gives it. With `of`, of the value there.
-        of: a hook point whose value, times `seed`, is differentiated in the place of the logits: a recurrent state, or
-            the input of one head. The cache has the value.
+        cotangent: the derivative of a metric of one's own by the logits, [vocab], [batch, vocab], or [batch, seq,
+            vocab] for all of them, or a function of the logits [batch, vocab] that gives it. With `of`, of the value
+            there.
+        of: a hook point whose value, times `cotangent`, is differentiated in the place of the logits: a recurrent
+            state, or the input of one head. The cache has the value.
         attention_mask: as for `forward`.
         rules: "gradient", the derivatives, or propagation rules in their place, see `HookSpec.set_metric`.
-        batch_size: as for `forward`; a list of caches then, one a row. A seed for every position is refused with it.
+        batch_size: as for `forward`; a list of caches then, one a row. A cotangent for every position is refused with
+            it.
 
     Returns:
         a cache: `grad` with the gradients, in the shapes of the values; `metric`, [batch]; `output()`, the logits that
-        the metric reads, [batch, 1, vocab], of every position for "loss" and a seed for all; the captures of `spec`.
+        the metric reads, [batch, 1, vocab], of every position for "loss" and a cotangent for all; the captures of
+        `hooks`.
 
     Raises:
-        GradientError: a metric without a gradient (a rank, a function without `seed`), one that does not depend on a
-            hook point, an argument that nothing would read, or an operator without a rule between them.
+        GradientError: a metric without a gradient (a rank, a function without `cotangent`), one that does not depend on
+            a hook point, an argument that nothing would read, or an operator without a rule between them.
         InputError, HookError, InterventionError: as for `forward`.
 
     Example:
         cache = model.gradients("The capital of France is", "blocks.*.attn.hook_z", answer=" Paris")
         cache.grad["z", 3].shape  # (1, seq, n_heads, head_dim)
     """
-    asked = HookSpec().extend(deepcopy(spec) if spec is not None else HookSpec())
+    asked = HookSpec().extend(deepcopy(hooks) if hooks is not None else HookSpec())
     if asked.metric is not None or asked.gradients:
         raise GradientError("the spec has a metric or gradients of its own: `forward` computes these")
 
@@ -128,19 +131,21 @@ def gradients(
     read: dict[str, Any] = {"answer": answer, "versus": versus, "reference": reference}
     if of is not None:
         _refuse_unread(f"of={of}", metric=metric, position=position, **read)
-        return _of_value(model, run, asked, hooks, HookPoint.parse(of), seed, rules)
-    if seed is not None:
-        _refuse_unread("seed=", metric=None if callable(metric) else metric, **read)
-    name = "seed" if seed is not None else metric_name("logit" if metric is None else metric)
-    last, asked = Logits(positions=-1 if position is None else position), asked.gradient(hooks)
+        return _of_value(model, run, asked, points, HookPoint.parse(of), cotangent, rules)
+    if cotangent is not None:
+        _refuse_unread("cotangent=", metric=None if callable(metric) else metric, **read)
+    name = "cotangent" if cotangent is not None else metric_name("logit" if metric is None else metric)
+    last, asked = Logits(positions=-1 if position is None else position), asked.gradient(points)
     top = answer is None and "answer" in READS[name]
-    if callable(seed) or top:
-        trial = {**read, "answer": 0 if top else answer, "seed": np.ones(1) if callable(seed) else seed}
+    if callable(cotangent) or top:
+        trial = {**read, "answer": 0 if top else answer, "cotangent": np.ones(1) if callable(cotangent) else cotangent}
         model.binder.bind(asked.set_metric(name, position=position, rules=rules, **trial), differentiated=True)
-        logits = run(spec, logits=last).output()[:, -1]
-        seed = cast(Seed, seed)(logits) if callable(seed) else seed
+        logits = run(hooks, logits=last).output()[:, -1]
+        cotangent = cast(Seed, cotangent)(logits) if callable(cotangent) else cotangent
         read["answer"] = logits.argmax(axis=-1).tolist() if top else answer
-    asked.set_metric(name, position=position, seed=None if seed is None else np.asarray(seed), rules=rules, **read)
+    asked.set_metric(
+        name, position=position, cotangent=None if cotangent is None else np.asarray(cotangent), rules=rules, **read
+    )
     part = Logits() if cast(MetricSpec, asked.metric).position is None else last
     cache: HookCache | HookCaches = run(asked, logits=part)
     if callable(metric):  # the graph's own number is that of the seed
@@ -173,14 +178,16 @@ def _of_value(
 ) -> Any:
     """Gradients of the value at a hook point, times numbers."""
     if seed is None:
-        raise GradientError(f"of={of}: a value is differentiated as its sum times numbers: give them as seed=, or 1.0")
+        raise GradientError(
+            f"of={of}: a value is differentiated as its sum times numbers: give them as cotangent=, or 1.0"
+        )
     asked.capture(of)  # what comes before the hook point has an effect on it
     given = np.ones(1) if callable(seed) else np.atleast_1d(seed)
-    whole = deepcopy(asked).gradient(hooks).set_metric("seed", seed=given, at=of, rules=rules)
+    whole = deepcopy(asked).gradient(hooks).set_metric("cotangent", cotangent=given, of=of, rules=rules)
     if callable(seed):
         model.binder.bind(whole, Outputs(logits=False, carried=False), differentiated=True)
         made = seed(run(asked, logits=False)[of.name])
-        whole.set_metric("seed", seed=np.atleast_1d(made), at=of, rules=rules)
+        whole.set_metric("cotangent", cotangent=np.atleast_1d(made), of=of, rules=rules)
     return run(whole, logits=False)
 
 
@@ -191,12 +198,12 @@ def metric_name(metric: str | Callable[..., Any]) -> str:
         GradientError: a function, which no graph has.
     """
     if isinstance(metric, str):
-        if metric == "seed":
-            raise GradientError("metric 'seed' is the one of seed=, the derivative by the logits: give that")
+        if metric == "cotangent":
+            raise GradientError("metric 'cotangent' is the one of cotangent=, the derivative by the logits: give that")
         check_metric(metric)
         return metric
     name = getattr(metric, "__name__", "a function")
     raise GradientError(
-        f"metric {name} is a Python function, whose derivative no graph can compute: seed= takes its derivative by the "
-        "logits, an array [batch, vocab] or a function of the logits that gives it"
+        f"metric {name} is a Python function, whose derivative no graph can compute: cotangent= takes its derivative "
+        "by the logits, an array [batch, vocab] or a function of the logits that gives it"
     )

@@ -39,7 +39,7 @@ from mionnx.spec.metric import READS, Token, Tokens
 
 ROWS = 16  # steps of the path in one pass
 MOST_STEPS = 10_000  # of a path; a few tens do
-OF_SALIENCY = tuple(name for name, reads in READS.items() if not {"reference", "seed"} & {*reads})
+OF_SALIENCY = tuple(name for name, reads in READS.items() if not {"reference", "cotangent"} & {*reads})
 Values = NDArray[np.float32]
 
 
@@ -53,7 +53,7 @@ def integrated_gradients(
     metric: str = "logit",
     answer: Tokens = None,
     versus: Tokens = None,
-    spec: HookSpec | None = None,
+    hooks: HookSpec | None = None,
     *,
     steps: int = 50,
     position: int | None = None,
@@ -70,7 +70,7 @@ def integrated_gradients(
         metric: "logit", "logit_diff", "log_probability", "probability" or "loss".
         answer, versus: tokens, as ids or texts, one for all texts or one a text; the answer is the most probable one if
             left out.
-        spec: interventions; the metric and its gradients are those of the model so changed.
+        hooks: interventions; the metric and its gradients are those of the model so changed.
         steps: points of the path.
         position: of each text, at which the logits are read; the last if left out. "loss" reads all.
         batch_size: points of a text's path in one pass; "auto": as many as run well. Texts never share a pass.
@@ -90,7 +90,7 @@ def integrated_gradients(
     at_least("steps", steps, 1)
     at_most("steps", steps, MOST_STEPS)
     check_batch_size(batch_size)
-    point, asked = _checked(hook, metric), _plain_spec(spec)
+    point, asked = _checked(hook, metric), _plain_spec(hooks)
     texts, done = prompt_ids(model, tokens), []
     with shown() as show:
         for n, ids in enumerate(texts):
@@ -110,7 +110,7 @@ def gradient_times_input(
     metric: str = "logit",
     answer: Tokens = None,
     versus: Tokens = None,
-    spec: HookSpec | None = None,
+    hooks: HookSpec | None = None,
     *,
     position: int | None = None,
     batch_size: int | str | None = None,
@@ -118,7 +118,7 @@ def gradient_times_input(
     """Attribute a metric to tokens by the gradient times the value, in one pass a text.
 
     Args:
-        tokens, hook, metric, answer, versus, spec, position: as for `integrated_gradients`.
+        tokens, hook, metric, answer, versus, hooks, position: as for `integrated_gradients`.
         batch_size: texts of one pass, those of like length together, or "auto"; one by one if left out.
 
     Raises:
@@ -127,7 +127,7 @@ def gradient_times_input(
     Example:
         model.gradient_times_input("The capital of France is", answer=" Paris").scores()  # [seq]
     """
-    point, asked = _checked(hook, metric), _plain_spec(spec)
+    point, asked = _checked(hook, metric), _plain_spec(hooks)
     texts = read_prompts(model._ids(tokens), None, None, model.hooked.metadata.sizes).ids
     both = deepcopy(asked).capture(point)
     given: dict[str, Any] = {
@@ -138,7 +138,7 @@ def gradient_times_input(
     done = []
     for ids, cache in zip(
         texts,
-        gradients(model, texts, point, metric, spec=both, position=position, batch_size=size, **given),
+        gradients(model, texts, point, metric, hooks=both, position=position, batch_size=size, **given),
         strict=True,
     ):
         grad, number = _found(cache, point)
@@ -184,7 +184,7 @@ def _integrated(
     batch_size: int | str,
 ) -> SalientText:
     capture = HookSpec().extend(spec).capture(point)
-    first = gradients(model, ids[None], point, spec=capture, **request)
+    first = gradients(model, ids[None], point, hooks=capture, **request)
     value = first[point.name]
     start = _baseline(model, baseline, value, ids, point, capture)
     if request["answer"] is None and "answer" in READS[request["metric"]]:
@@ -215,7 +215,7 @@ def _along(
     shares = alphas.astype(np.float32).reshape(-1, *[1] * (value.ndim - 1))
     moved = HookSpec().extend(spec).intervene(point, Intervention.Replace(start + shares * (value - start)))
     rows = np.repeat(ids[None], len(alphas), axis=0)
-    return _found(gradients(model, rows, point, spec=moved, **request), point)
+    return _found(gradients(model, rows, point, hooks=moved, **request), point)
 
 
 def _found(cache: HookCache, point: HookPoint) -> tuple[NDArray[np.float64], NDArray[np.float32]]:

@@ -43,9 +43,9 @@ class SalientText(Brief, Storable):
         """The sum of the scores minus the change of the metric from the baseline."""
         return None if self.baseline is None else float(self.scores.sum() - (self.metric - self.baseline))
 
-    def top(self, number: int = 5) -> list[tuple[int, str, float]]:
+    def top(self, k: int = 5) -> list[tuple[int, str, float]]:
         """The tokens with the largest scores by size: (position, text, score)."""
-        order = np.argsort(-np.abs(self.scores), kind="stable")[:number]
+        order = np.argsort(-np.abs(self.scores), kind="stable")[:k]
         return [(int(at), self.tokens[at], float(self.scores[at])) for at in order]
 
 

@@ -117,7 +117,7 @@ class Activations(Brief, Mapping[str, TokenArray]):
         shuffle: bool = True,
         seed: int | None = None,
         *,
-        hooks: list[str] | None = None,
+        points: list[str] | None = None,
         convert: Callable[[NDArray[Any]], Any] | None = None,
     ) -> Iterator[Batch]:
         """Go through all tokens once, in batches across shards.
@@ -143,7 +143,7 @@ class Activations(Brief, Mapping[str, TokenArray]):
         at_least("size", size, 1)
         if seed is not None and not shuffle:
             raise InputError(f"seed={seed} is of a random order, and shuffle=False reads the tokens as they come")
-        arrays = {name: self[name] for name in (self if hooks is None else hooks)}
+        arrays = {name: self[name] for name in (self if points is None else points)}
         arrays |= {name: self._array(name) for name in TOKEN_COLUMNS}
         order = shuffled(self.tokens, size, seed or 0) if shuffle else blocks(self.tokens, size)
         return (_read(arrays, chosen, convert) for chosen in order)

@@ -30,11 +30,11 @@ LOCK = ".harvest.lock"
 HOOKS_ONLY = Outputs(logits=False, carried=False)
 
 
-@typed(leave=["texts", "spec", "positions"])
+@typed(leave=["texts", "points", "positions"])
 def harvest(
     model: Runner,
     texts: Source,
-    spec: HookSpec | Hooks,
+    points: HookSpec | Hooks,
     folder: str | Path,
     *,
     context: int | None = None,
@@ -44,7 +44,7 @@ def harvest(
     dtype: str | None = None,
     format: str = "safetensors",
     sae: SAE | None = None,
-    top_k: int | None = None,
+    k: int | None = None,
     batch_size: int | str = AUTO,
     shard_bytes: int = 2**28,
     column: str | None = None,
@@ -58,7 +58,7 @@ def harvest(
     Args:
         texts: a file (.txt with a text a line, .jsonl, .parquet), a folder of such or of Hugging Face's `datasets`, or
             an iterable of texts, ids [seq] or `Tokens`, which gives the same at every call.
-        spec: hook points, or a `HookSpec` with captures and interventions.
+        points: hook points, or a `HookSpec` with captures and interventions.
         folder: where the shards go; `Activations(folder)` reads them.
         context: tokens of a window if `packed`; otherwise the most of a text, the rest of which is left out.
         packed: run windows over all texts, one after the other, and not a text at a time.
@@ -70,7 +70,7 @@ def harvest(
             loader of cached activations reads for each hook point.
         sae: write the features of this sparse autoencoder, and not the value that it reads: `hook_top_ids` and
             `hook_top_values` [tokens, top_k].
-        top_k: how many features of each token, the most active first; 32 if left out.
+        k: how many features of each token, the most active first; 32 if left out.
         batch_size: rows of one pass; "auto" chooses by their length.
         shard_bytes: size of a shard, about.
         column: of tables and JSON lines, the one with the texts; "text" if left out.
@@ -86,14 +86,12 @@ def harvest(
         made = model.harvest("texts.jsonl", "blocks.*.hook_resid_post", "activations", context=128, packed=True)
         made["blocks.2.hook_resid_post"].shape  # (tokens, hidden)
     """
-    settings = Settings(
-        context, packed, separator, positions, dtype, format, sae, top_k, batch_size, shard_bytes, column
-    )
-    return write(open_writer(model, texts, spec, folder, settings), in_turn, progress)
+    settings = Settings(context, packed, separator, positions, dtype, format, sae, k, batch_size, shard_bytes, column)
+    return write(open_writer(model, texts, points, folder, settings), in_turn, progress)
 
 
 def open_writer(
-    model: Runner, texts: Source, spec: HookSpec | Hooks, folder: str | Path, settings: Settings
+    model: Runner, texts: Source, points: HookSpec | Hooks, folder: str | Path, settings: Settings
 ) -> ShardWriter:
     """Check a harvest; nothing is written yet.
 
@@ -102,7 +100,7 @@ def open_writer(
         InputError: texts that cannot be read, or a spec with something else than captures and interventions.
     """
     model = _settled(model)
-    asked = exact_spec(spec, settings)
+    asked = exact_spec(points, settings)
     bound = model.binder.bind(asked, HOOKS_ONLY)
     separator = separator_of(model, settings.packed, settings.separator)
     dataset = Texts(texts, settings.column)

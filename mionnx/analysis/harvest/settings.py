@@ -41,7 +41,7 @@ class Settings:
     dtype: str | None = None
     format: str = "safetensors"
     sae: SAE | None = None
-    top_k: int | None = None
+    k: int | None = None
     batch_size: int | str = AUTO
     shard_bytes: int = 2**28
     column: str | None = None
@@ -54,15 +54,15 @@ class Settings:
         check_format(self.format, self.dtype, self.packed and self.positions is None)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise InputError(f"dtype={self.dtype!r}; one of {', '.join(DTYPES)}")
-        if self.top_k is not None and self.sae is None:
-            raise InputError("top_k= is how many features of an autoencoder are written: give sae=")
+        if self.k is not None and self.sae is None:
+            raise InputError("k= is how many features of an autoencoder are written: give sae=")
         if self.positions is not None and not isinstance(self.positions, str) and not callable(self.positions):
             integers(self.positions)
 
     @property
     def features(self) -> int | None:
         """Features of a token that are written; None without an autoencoder."""
-        return None if self.sae is None else TOP_K if self.top_k is None else self.top_k
+        return None if self.sae is None else TOP_K if self.k is None else self.k
 
     def told(self, separator: int | None) -> dict[str, Any]:
         """Them, as JSON can hold them.
@@ -82,7 +82,7 @@ class Settings:
             "format": self.format,
             "batch_size": self.batch_size,
             "shard_bytes": self.shard_bytes,
-            "top_k": self.features,
+            "k": self.features,
         }
 
 
@@ -107,16 +107,16 @@ def exact_spec(given: HookSpec | Hooks, settings: Settings) -> HookSpec:
     return _with_features(spec, settings.sae, settings.features or 0)
 
 
-def _with_features(spec: HookSpec, sae: SAE, top_k: int) -> HookSpec:
+def _with_features(spec: HookSpec, sae: SAE, k: int) -> HookSpec:
     """A spec with the features of an autoencoder in place of the value that it reads."""
     where = sae.config.hook
     if not where:
         raise HookError("the SAE's file does not say what it reads: SAE.load(path, hook='blocks.3....')")
-    at_least("top_k", top_k, 1)
-    if top_k > sae.d_sae:
-        raise InputError(f"top_k={top_k} of {sae.d_sae} features")
+    at_least("k", k, 1)
+    if k > sae.d_sae:
+        raise InputError(f"k={k} of {sae.d_sae} features")
     spec.captures = [request for request in spec.captures if str(request) != where]
-    asked = {"k": np.array([top_k]), "followed": np.array([0])}
+    asked = {"k": np.array([k]), "followed": np.array([0])}
     spec.intervene(where, Intervention.Splice(ranking(sae.config, sae.weights, asked)))
     return spec.capture([f"{where}.hook_top_ids", f"{where}.hook_top_values"])
 

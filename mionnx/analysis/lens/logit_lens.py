@@ -40,7 +40,7 @@ def logit_lens(
     layers: Sequence[int] | None = None,
     positions: int | Sequence[int] | None = None,
     points: str | Sequence[str] = "resid_post",
-    tokens: Sequence[int | str] = (),
+    token_ids: Sequence[int | str] = (),
     batch_size: None = None,
 ) -> LensResult: ...
 
@@ -55,7 +55,7 @@ def logit_lens(
     layers: Sequence[int] | None = None,
     positions: int | Sequence[int] | None = None,
     points: str | Sequence[str] = "resid_post",
-    tokens: Sequence[int | str] = (),
+    token_ids: Sequence[int | str] = (),
     batch_size: int | str,
 ) -> list[LensResult]: ...
 
@@ -70,7 +70,7 @@ def logit_lens(
     layers: Sequence[int] | None = None,
     positions: int | Sequence[int] | None = None,
     points: str | Sequence[str] = "resid_post",
-    tokens: Sequence[int | str] = (),
+    token_ids: Sequence[int | str] = (),
     batch_size: int | str | None = None,
 ) -> LensResult | list[Any]:
     """Read residual streams with the model's own final norm, head, soft cap and softmax.
@@ -86,7 +86,7 @@ def logit_lens(
         layers: layers to read; all if left out.
         positions: positions to read, negative ones from the end; all if left out.
         points: streams of a layer: "resid_post", "resid_pre", "resid_mid", or several of these.
-        tokens: further tokens, by id or text, to follow through the layers.
+        token_ids: further tokens, by id or text, to follow through the layers.
         batch_size: run a list of prompts in batches of at most so many, those of like length together, or "auto".
 
     Returns:
@@ -106,7 +106,7 @@ def logit_lens(
         raise InputError(refusal("hooks", HookSpec | None, hooks) + given)
     if is_stream(source):
         unread = hooks is layers is positions is batch_size is None
-        if not (unread and points == "resid_post" and len(tokens) == 0):
+        if not (unread and points == "resid_post" and len(token_ids) == 0):
             raise InputError(
                 "hooks, layers, positions, points, tokens and batch_size apply to a prompt, not to a residual"
             )
@@ -115,7 +115,7 @@ def logit_lens(
     indices = [_indices(text, positions) for text in texts]
     names = _stream_names(model, layers, points)
     captured = [*names, _last_stream(model)]
-    tracked = [token_of(model, token) for token in tokens]
+    tracked = [token_of(model, token) for token in token_ids]
 
     def read(row: int, cache: HookCache) -> LensResult:
         streams = _streams(model, texts[row], hooks, captured, cache)

@@ -42,7 +42,7 @@ def track_token(
 ) -> NDArray[np.float32]:
     """The probability of a token after each layer, [layers], at one position of a prompt.
 
-    `logit_lens(prompts, tokens=[token], positions=-1, batch_size="auto")` follows it in a list.
+    `logit_lens(prompts, token_ids=[token], positions=-1, batch_size="auto")` follows it in a list.
 
     Raises:
         InputError: several prompts, or no such token or position.
@@ -50,7 +50,7 @@ def track_token(
     Example:
         model.track_token("The capital of France is", "Paris")  # float32 [n_layers]
     """
-    lens = logit_lens(model, one_text(model, prompt).ids, hooks, k=1, positions=position, tokens=[token])
+    lens = logit_lens(model, one_text(model, prompt).ids, hooks, k=1, positions=position, token_ids=[token])
     return np.exp(lens.readout.log_probs[:, 0, 1])
 
 

@@ -27,7 +27,7 @@ Scores = dict[str, float]
 def probe(
     activations: Activations,
     labels: Any,
-    hooks: Sequence[str] | None = None,
+    points: Sequence[str] | None = None,
     *,
     groups: Sequence[Any] | None = None,
     per: str | None = None,
@@ -47,7 +47,7 @@ def probe(
     Args:
         activations: of a folder that `harvest` wrote, `Activations("folder")`.
         labels: one a text or one a token, in the order of the harvest; None for those to be left out.
-        hooks: the hook points; all that were harvested if left out. All numbers of a value count, heads together.
+        points: the hook points; all that were harvested if left out. All numbers of a value count, heads together.
         groups: one a text, of any kind: texts of one group stay in one fold (the same country in several sentences).
         per: "text" or "token", where there are as many texts as tokens and their number does not tell.
         kind: "classification" or "regression"; by default floats are numbers to predict and all else is a class.
@@ -73,7 +73,7 @@ def probe(
         raise InputError(f"activations are an Activations, of a harvest's folder, got {type(activations).__name__}")
     if not 0 < penalty < np.inf:
         raise InputError(f"penalty={penalty!r}: a number above 0")
-    names = [*activations] if hooks is None else [*hooks]
+    names = [*activations] if points is None else [*points]
     for name in names:
         if name not in activations:
             raise HookError(f"{name!r} was not harvested{nearest(name, activations) or '; ' + ', '.join(activations)}")

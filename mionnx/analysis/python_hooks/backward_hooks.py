@@ -60,7 +60,7 @@ def run_backwards(
         leading = flow.read_by(flow.ancestors([name]))
         earlier = [other for other in functions if other in leading and other != name]
         if earlier and change.any():
-            again = deepcopy(spec).capture(name).set_metric("seed", seed=change, at=name).gradient(earlier)
+            again = deepcopy(spec).capture(name).set_metric("cotangent", cotangent=change, of=name).gradient(earlier)
             for other, value in (inputs.forward(model, again, logits=False).grad or {}).items():
                 found[other] += value
     cache.grad = HookCache(None, found, num_layers=model.num_layers)

@@ -106,13 +106,13 @@ def forward_steer(model: Runner, prompt: Prompt, steers: Sequence[Steer], captur
 
 @typed()
 def patch_activations(
-    model: Runner, donor: Prompt, recipient: Prompt, at: Sequence[tuple[int, int]], capture_layers: Layers
+    model: Runner, donor: Prompt, recipient: Prompt, coordinates: Sequence[tuple[int, int]], capture_layers: Layers
 ) -> Streams:
     """`capture_residuals` of a recipient, with residual streams taken from a donor.
 
     Args:
         donor, recipient: one text each; their lengths may differ.
-        at: (layer, position): the donor's stream after this layer and position replaces the recipient's.
+        coordinates: (layer, position): the donor's stream after this layer and position replaces the recipient's.
             Negative positions are counted from the end of each text.
         capture_layers: layers after which the stream is returned.
 
@@ -123,9 +123,9 @@ def patch_activations(
     Example:
         model.patch_activations("The capital of Italy is", "The capital of France is", [(1, 3)], [3])
     """
-    streams = forward_with_capture(model, donor, [layer for layer, _ in at])
+    streams = forward_with_capture(model, donor, [layer for layer, _ in coordinates])
     spec = HookSpec()
-    for layer, position in at:
+    for layer, position in coordinates:
         length = len(streams[layer])
         if not -length <= position < length:
             raise InterventionError(f"position {position}: the donor has the positions 0 to {length - 1}")

@@ -29,11 +29,11 @@ AT_ONCE = 256  # texts that are read ahead, to run those of like length together
 ROWS = 65_536  # tokens of harvested activations at a time
 
 
-@typed(leave=["texts", "hooks", "by"])
+@typed(leave=["texts", "points", "by"])
 def statistics(
     model: Runner,
     texts: Source,
-    hooks: HookSpec | Hooks,
+    points: HookSpec | Hooks,
     *,
     by: By = None,
     covariance: bool = False,
@@ -48,7 +48,7 @@ def statistics(
 
     Args:
         texts: a list of texts or ids, an iterator, or a file or folder as `harvest` takes it.
-        hooks: hook points with one value a token, or a spec that captures some and changes others.
+        points: hook points with one value a token, or a spec that captures some and changes others.
         by: classes of tokens: "position", "token", or a function: ids [seq] -> integers [seq]; all together if left
             out.
         covariance: of all numbers of a vector [d], as [d, d]; for one class.
@@ -69,7 +69,7 @@ def statistics(
     check_batch_size(batch_size)
     if covariance and by is not None:
         raise InputError("covariance= is of all tokens together: leave by= out")
-    spec = HookSpec().extend(hooks) if isinstance(hooks, HookSpec) else HookSpec().capture(hooks)
+    spec = HookSpec().extend(points) if isinstance(points, HookSpec) else HookSpec().capture(points)
     names = _captured(model, spec)
     source, made, done = Texts(texts, column), Statistics(by), 0
     waiting = iter(source)
@@ -91,13 +91,13 @@ def statistics(
 
 @typed(leave=["by"])
 def statistics_of(
-    activations: Activations, hooks: Sequence[str] | None = None, *, by: By = None, covariance: bool = False
+    activations: Activations, points: Sequence[str] | None = None, *, by: By = None, covariance: bool = False
 ) -> Statistics:
     """The statistics of harvested activations; see `statistics`.
 
     Args:
         activations: of a folder that `harvest` wrote.
-        hooks: the hook points; all if left out.
+        points: the hook points; all if left out.
         by, covariance: see `statistics`; a function gets the ids of the harvested tokens of many texts at a time.
 
     Raises:
@@ -114,8 +114,8 @@ def statistics_of(
         raise InputError("covariance= is of all tokens together: leave by= out")
     made = Statistics(by)
     made.texts = activations.texts
-    names = [*activations] if hooks is None else [*hooks]
-    for batch in activations.batches(ROWS, shuffle=False, hooks=names):
+    names = [*activations] if points is None else [*points]
+    for batch in activations.batches(ROWS, shuffle=False, points=names):
         classes = classes_of(by, batch["token_ids"], batch["positions"])
         for name in names:
             made.add(name, Moments.of(batch[name], classes, covariance))

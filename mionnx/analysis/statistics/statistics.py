@@ -151,7 +151,7 @@ class Statistics(Brief, Stored):
         self,
         model: Runner,
         prompts: Prompt,
-        hooks: Hook | Iterable[Hook] | None = None,
+        points: Hook | Iterable[Hook] | None = None,
         *,
         positions: Positions | None = None,
         heads: Indices | None = None,
@@ -175,7 +175,7 @@ class Statistics(Brief, Stored):
         """
         spec, texts = HookSpec(), prompt_ids(model, prompts)
         longest = max(map(len, texts))
-        chosen = self.hooks if hooks is None else [hooks] if isinstance(hooks, str | HookPoint) else [*hooks]
+        chosen = self.hooks if points is None else [points] if isinstance(points, str | HookPoint) else [*points]
         for hook in chosen:
             means = [self.at(hook, ids) for ids in texts]
             padded = [np.pad(one, [(longest - len(one), 0), *[(0, 0)] * (one.ndim - 1)]) for one in means]

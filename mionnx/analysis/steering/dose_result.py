@@ -81,9 +81,9 @@ class DoseResponse(Shown):
         """[prompts, strengths]: the probability of the target."""
         return self.answers.probabilities
 
-    def top(self, prompt: int = 0) -> list[str]:
+    def top(self, index: int = 0) -> list[str]:
         """The top token at each strength, for one prompt."""
-        row = index_within("prompt", prompt, len(self.prompts))
+        row = index_within("prompt", index, len(self.prompts))
         return [self.names[int(token)] for token in self.answers.top[row]]
 
     def _facts(self) -> Iterator[str]:
@@ -95,12 +95,12 @@ class DoseResponse(Shown):
             names = (self.names[int(token)] for token in (self.baseline[i], self.targets[i]))
             yield f"{prompt!r}: {' -> '.join(map(repr, names))} {self.turn(i)}"
 
-    def turn(self, prompt: int = 0) -> str:
+    def turn(self, index: int = 0) -> str:
         """The strength that makes the target the top token, in words."""
-        prompt = index_within("prompt", prompt, len(self.prompts))
-        if self.baseline[prompt] == self.targets[prompt]:
+        index = index_within("prompt", index, len(self.prompts))
+        if self.baseline[index] == self.targets[index]:
             return "without steering already"
-        flip = self.flips[prompt]
+        flip = self.flips[index]
         return f"from strength {spelled(float(flip))}" if np.isfinite(flip) else "at none of these strengths"
 
     def to_dict(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def ablation_sweep(
     versus: Tokens = None,
     layers: Iterable[int] | None = None,
     positions: Positions | None = None,
-    at: int = -1,
+    position: int = -1,
     resume: str | Path | bool = False,
     resume_key: str | None = None,
     before: Before | None = None,
@@ -57,8 +57,8 @@ def ablation_sweep(
 
     Args:
         prompts: one or several.
-        hook, over, metric, answer, versus, layers, positions, at, resume, resume_key, before, progress, shortcuts: see
-            `patch_sweep`; "kl" is the KL divergence from the run without ablation.
+        hook, over, metric, answer, versus, layers, positions, position, resume, resume_key, before, progress,
+            shortcuts: see `patch_sweep`; "kl" is the KL divergence from the run without ablation.
         kind: "zero"; "mean", over all tokens of the reference prompts, for each head and feature; or "resample",
             the value in a reference prompt, drawn for each prompt, not the prompt itself; of a longer one its
             beginning counts.
@@ -83,7 +83,7 @@ def ablation_sweep(
     places = [None] * len(rows) if positions is None else find_places(model, prompts, rows, positions)
     grid = make_grid(model.hooked, hook, over, layers, common_length(rows), places[0])
     graphs = model.opened(LayerGraphs)
-    pairs = [Pair(until(at, row), None, place) for row, place in zip(rows, places, strict=True)]
+    pairs = [Pair(until(position, row), None, place) for row, place in zip(rows, places, strict=True)]
     donors: Donors | None = zero_donors
     identity = kind
     if kind == "mean":

@@ -113,8 +113,8 @@ def _under_specs(
     """Pairs of a prompt with itself, under each of its specs."""
     if any(len(until(at, ids)) < len(ids) for ids in good):
         raise InputError(
-            f"at={at!r}: a prompt that a spec corrupts is read at its last token, from which the spec's positions "
-            "count; cut the prompt there"
+            f"position={at!r}: a prompt that a spec corrupts is read at its last token, from which the spec's "
+            "positions count; cut the prompt there"
         )
     pairs = [
         Pair(ids, ids, place, corrupt(model, spec, ids))

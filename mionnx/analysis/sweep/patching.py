@@ -23,7 +23,7 @@ from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
 
-DIRECTIONS = ("denoising", "noising")
+PATCHINGS = ("denoising", "noising")
 
 
 @typed(leave=["layers", "over", "answer", "versus", "positions"])
@@ -37,10 +37,10 @@ def patch_sweep(
     *,
     answer: Tokens = None,
     versus: Tokens = None,
-    direction: str = "denoising",
+    patching: str = "denoising",
     layers: Iterable[int] | None = None,
     positions: Positions | None = None,
-    at: int = -1,
+    position: int = -1,
     resume: str | Path | bool = False,
     resume_key: str | None = None,
     before: Before | None = None,
@@ -65,12 +65,12 @@ def patch_sweep(
             [rows], which may take the index of the pair as a second argument.
         answer, versus: tokens, as ids or texts, one for all pairs or one a pair. By default the top token of the clean
             prompt, and of the corrupted one.
-        direction: "denoising" puts clean values into the corrupted run, "noising" corrupted ones into the clean run.
+        patching: "denoising" puts clean values into the corrupted run, "noising" corrupted ones into the clean run.
         layers: of those that the hook means; by default all of them.
         positions: names for the entries of the axis "position": each an index, a string of the clean prompt, which
             stands for all of its tokens together, or a list with one for each pair; so pairs of different lengths
             have an axis in common: `{"subject": ["France", "New Zealand"], "last": -1}`. By default all positions.
-        at: the position whose logits are read; cells behind it have no effect.
+        position: the position whose logits are read; cells behind it have no effect.
         resume: a file that holds the computed cells, and from which an interrupted sweep continues; True for one in the
             store, which is deleted when the sweep is done or fails.
         resume_key: a name for a metric that is a function; needed to resume, since two functions cannot be compared.
@@ -90,7 +90,7 @@ def patch_sweep(
     """
     request = MetricRequest(metric, answer, versus, resume_key)
     cells = (hook, over, layers)
-    sweep = make_patch_sweep(model, request, clean, corrupted, cells, direction, at, shortcuts, None, positions)
+    sweep = make_patch_sweep(model, request, clean, corrupted, cells, patching, position, shortcuts, None, positions)
     return run_sweep(sweep, progress, resume, before)
 
 
@@ -106,10 +106,10 @@ def path_patch(
     *,
     answer: Tokens = None,
     versus: Tokens = None,
-    direction: str = "denoising",
+    patching: str = "denoising",
     layers: Iterable[int] | None = None,
     positions: Positions | None = None,
-    at: int = -1,
+    position: int = -1,
     resume: str | Path | bool = False,
     resume_key: str | None = None,
     before: Before | None = None,
@@ -141,7 +141,7 @@ def path_patch(
     chosen = make_receivers(model.hooked, receivers)
     request = MetricRequest(metric, answer, versus, resume_key)
     cells = (sender, over, layers)
-    sweep = make_patch_sweep(model, request, clean, corrupted, cells, direction, at, None, chosen, positions)
+    sweep = make_patch_sweep(model, request, clean, corrupted, cells, patching, position, None, chosen, positions)
     return run_sweep(sweep, progress, resume, before)
 
 
@@ -151,8 +151,8 @@ def make_patch_sweep(
     clean: Prompt,
     corrupted: Corrupted,
     cells: tuple[str | HookPoint, str | Iterable[str], Iterable[int] | None],
-    direction: str,
-    at: int,
+    patching: str,
+    position: int,
     shortcuts: Shortcuts | None = None,
     receivers: Receivers | None = None,
     positions: Positions | None = None,
@@ -162,9 +162,9 @@ def make_patch_sweep(
     Args:
         cells: the hook point, the axes, the layers.
     """
-    if direction not in DIRECTIONS:
-        raise InputError(f"direction {direction!r}; {' or '.join(DIRECTIONS)}{nearest(str(direction), DIRECTIONS)}")
-    found = make_pairs(model, clean, corrupted, direction == "denoising", at, positions)
+    if patching not in PATCHINGS:
+        raise InputError(f"patching={patching!r}; {' or '.join(PATCHINGS)}{nearest(str(patching), PATCHINGS)}")
+    found = make_pairs(model, clean, corrupted, patching == "denoising", position, positions)
     if receivers is not None and found.pairs[0].corruption is not None:
         raise InputError("path patching takes a corrupted text; patch_sweep takes a spec as well")
     grid = make_grid(model.hooked, *cells, common_length(found.bases), found.pairs[0].places)
@@ -175,11 +175,11 @@ def make_patch_sweep(
     setting = SweepSetting(
         grid,
         request.for_repeats(found.repeats),
-        direction,
+        patching,
         None,
         "patch",
         axis_labels(model, grid, found.bases, positions),
-        f"{verb} {grid.template.format(i='*')} ({direction})",
+        f"{verb} {grid.template.format(i='*')} ({patching})",
         found.about,
         shortcuts_for(model.hooked, shortcuts),
         receivers,

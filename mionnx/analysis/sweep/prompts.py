@@ -39,7 +39,7 @@ def until(at: int, prompt: Ids) -> Ids:
         InputError: the prompt has no such position.
     """
     if not isinstance(at, int | np.integer) or not -len(prompt) <= at < len(prompt):
-        raise InputError(f"at={at!r}: the prompt has {len(prompt)} tokens (0 to {len(prompt) - 1})")
+        raise InputError(f"position={at!r}: the prompt has {len(prompt)} tokens (0 to {len(prompt) - 1})")
     return prompt[: int(at) % len(prompt) + 1]
 
 

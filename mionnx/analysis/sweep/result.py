@@ -39,7 +39,7 @@ class SweepResult(Framed):
         labels: name of an axis -> names of its entries: layers, tokens, heads.
         clean, corrupted: the metric without any patch, mean over pairs; `corrupted` is None where there is no second
             run (ablation).
-        direction: "denoising" (clean values put into the corrupted run), "noising" (the other way), or "ablation".
+        patching: "denoising" (clean values put into the corrupted run), "noising" (the other way), or "ablation".
         metric, hook: name of the metric, template of the hook point.
         title, about: a short and a longer line for pictures.
         cost: numbers of "cells", of cells "without effect", and "seconds".
@@ -53,7 +53,7 @@ class SweepResult(Framed):
     labels: dict[str, list[str]]
     clean: float
     corrupted: float | None
-    direction: str
+    patching: str
     metric: str
     hook: str
     title: str
@@ -77,7 +77,7 @@ class SweepResult(Framed):
         """
         if self.clean_by_pair is None and self.n > 1:
             raise InputError("this result was saved without the metric of each pair: compute it again")
-        corrupted = self.corrupted_by_pair if self.direction == "denoising" else None
+        corrupted = self.corrupted_by_pair if self.patching == "denoising" else None
         bases = self.clean_by_pair if corrupted is None else corrupted
         return self.by_pair - self._over_cells(np.array([self.base]) if bases is None else bases)
 
@@ -109,7 +109,7 @@ class SweepResult(Framed):
         if self.corrupted_by_pair is None or self.clean == self.corrupted:
             return self.std, self.sem
         difference = self.clean_by_pair - self.corrupted_by_pair
-        difference = difference if self.direction == "denoising" else -difference
+        difference = difference if self.patching == "denoising" else -difference
         residuals = self.effect_by_pair - self.normalized * self._over_cells(difference)
         deviation = residuals.std(axis=0, ddof=1) / abs(difference.mean())
         return deviation, deviation / np.sqrt(self.n)
@@ -117,7 +117,7 @@ class SweepResult(Framed):
     @property
     def base(self) -> float:
         """The metric of the run that was patched, without a patch."""
-        return self.corrupted if self.direction == "denoising" and self.corrupted is not None else self.clean
+        return self.corrupted if self.patching == "denoising" and self.corrupted is not None else self.clean
 
     @property
     def effect(self) -> Numbers:
@@ -135,7 +135,7 @@ class SweepResult(Framed):
             raise InputError("an ablation has no second run to normalise by: use `effect`")
         if self.clean == self.corrupted:
             raise InputError(f"clean and corrupted both have {self.metric} {self.clean:.6g}: nothing to normalise by")
-        other = self.clean if self.direction == "denoising" else self.corrupted
+        other = self.clean if self.patching == "denoising" else self.corrupted
         return self.effect / (other - self.base)
 
     @property
@@ -150,8 +150,8 @@ class SweepResult(Framed):
         """A sentence on what 1 and 0 mean in pictures."""
         if self.corrupted is None or self.clean == self.corrupted:
             return f"A number is the change of {self.metric} by this cell alone; 0: it stays {self.base:.4g}."
-        given, to = ("clean", "restores") if self.direction == "denoising" else ("corrupted", "brings about")
-        other = self.clean if self.direction == "denoising" else self.corrupted
+        given, to = ("clean", "restores") if self.patching == "denoising" else ("corrupted", "brings about")
+        other = self.clean if self.patching == "denoising" else self.corrupted
         return (
             f"1: the {given} run's value at this cell alone {to} the whole difference ({self.metric} goes from "
             f"{self.base:.4g} to {other:.4g}); 0: none of it; below 0: it goes the other way."
@@ -192,7 +192,7 @@ class SweepResult(Framed):
         return [tuple(cell) for cell in np.transpose(np.unravel_index(order, self.values.shape)).tolist()]
 
     def _facts(self) -> Iterator[str]:
-        yield f"{self.direction} at {self.hook}"
+        yield f"{self.patching} at {self.hook}"
         yield f"{' x '.join(self.over)} {list(self.values.shape)}"
         yield count(len(self.by_pair), "prompt" if self.corrupted is None else "pair")
 
@@ -225,7 +225,7 @@ class SweepResult(Framed):
             "about",
             "hook",
             "metric",
-            "direction",
+            "patching",
             "over",
             "labels",
             "clean",
@@ -272,7 +272,7 @@ class SweepResult(Framed):
         pairs = "" if self.shown_spread is None else f"; mean of {self.n}, ± is its standard error"
         return f"{self.metric}: clean {self.clean:.4g}{other}{pairs}"
 
-    def table(self, top: int = 10) -> Table:
+    def table(self, k: int = 10) -> Table:
         """Table for a terminal: the map if it has two axes and fits, else the largest cells."""
         what, numbers = self.shown
         if len(self.over) == 2 and numbers.shape[1] <= (24 if self.shown_spread is None else 12):
@@ -280,10 +280,10 @@ class SweepResult(Framed):
             for i, label in enumerate(self.labels[self.over[0]]):
                 table.add_row(label, *(self._with_error(numbers, (i, j)) for j in range(numbers.shape[1])))
             return table
-        title = self._above(f"the {top} cells with the largest effect")
+        title = self._above(f"the {k} cells with the largest effect")
         several = ("standard deviation", "standard error") if self.n >= TWO else ()
         table = Table(*self.over, f"change of {self.metric}", *several, title=title)
-        for cell in self._largest(top):
+        for cell in self._largest(k):
             spread = (self.std[cell], self.sem[cell]) if several else ()
             table.add_row(*self._named(cell).values(), *(decimal(one, 4) for one in (self.effect[cell], *spread)))
         return table

@@ -60,7 +60,7 @@ class SweepSetting:
     Attributes:
         grid: the cells.
         metric: the metric that is asked for.
-        direction: "denoising", "noising" or "ablation".
+        patching: "denoising", "noising" or "ablation".
         donors: make the values that replace the base's; None for those of the other run.
         kind: part of the key of a file to resume from: "patch", "zero", "mean 3f2a..".
         labels: of the axes.
@@ -72,7 +72,7 @@ class SweepSetting:
 
     grid: Grid
     metric: MetricRequest
-    direction: str
+    patching: str
     donors: Donors | None
     kind: str
     labels: dict[str, list[str]]
@@ -129,7 +129,7 @@ class Sweep:
                 ],
                 "cells": [setting.grid.template, setting.grid.over, setting.grid.layers, setting.grid.sizes],
                 "metric": setting.metric.identity,
-                "how": [setting.direction, setting.kind, repr(setting.receivers)],
+                "how": [setting.patching, setting.kind, repr(setting.receivers)],
                 **({} if self.pairs[0].places is None else {"places": [pair.places for pair in self.pairs]}),
                 **({"specs": specs} if specs else {}),
             }
@@ -229,22 +229,22 @@ class Sweep:
         base, other = bases.mean(axis=1).tolist()
         moved = (by_pair - bases[0].reshape([-1, *[1] * len(setting.grid.sizes)])).any(axis=0)
         values = np.where(moved, by_pair.mean(axis=0), base)  # the two means may add up in different orders
-        clean, corrupted = (other, base) if setting.direction == "denoising" else (base, other)
+        clean, corrupted = (other, base) if setting.patching == "denoising" else (base, other)
         return SweepResult(
             values,
             by_pair,
             setting.grid.over,
             setting.labels,
             clean,
-            None if setting.direction == "ablation" else corrupted,
-            setting.direction,
+            None if setting.patching == "ablation" else corrupted,
+            setting.patching,
             setting.metric.name,
             setting.grid.template,
             setting.title,
             setting.about,
             cost,
-            clean_by_pair=bases[1] if setting.direction == "denoising" else bases[0],
-            corrupted_by_pair={"denoising": bases[0], "noising": bases[1], "ablation": None}[setting.direction],
+            clean_by_pair=bases[1] if setting.patching == "denoising" else bases[0],
+            corrupted_by_pair={"denoising": bases[0], "noising": bases[1], "ablation": None}[setting.patching],
             named=self.pairs[0].places is not None,
         )
 
@@ -258,7 +258,7 @@ class Sweep:
         grid = setting.grid.at(prompts.places)
         base, other = self._unpatched(prompts)
         donors = other.values if setting.donors is None else setting.donors(base)
-        clean, corrupted = (other, base) if setting.direction == "denoising" else (base, other)
+        clean, corrupted = (other, base) if setting.patching == "denoising" else (base, other)
         second = None if prompts.other is None else corrupted.logits[0]
         metric = setting.metric.bind(self.model, pair, len(self.pairs), clean.logits[0], second)
         logits = np.concatenate([base.logits, other.logits])
@@ -279,7 +279,7 @@ class Sweep:
             ids = prompts.base[None]
             clean = run_clean(self.graphs, ids, begins, setting.hooks)
             corrupted = run_clean(self.graphs, ids, begins, setting.hooks, prompts.corruption)
-            return (corrupted, clean) if setting.direction == "denoising" else (clean, corrupted)
+            return (corrupted, clean) if setting.patching == "denoising" else (clean, corrupted)
         ids = np.stack([prompts.base] if prompts.other is None else [prompts.base, prompts.other])
         both = run_clean(self.graphs, ids, begins, setting.hooks)
         return both.row(0), both.row(len(ids) - 1)

@@ -27,7 +27,7 @@ GIFT = "When Mary and John went to the store , John gave a drink to"
 def lens(model: "MIModel", console: Console, folder: Path | None = None) -> None:
     """Apply the logit lens to the last position: top tokens, rank and KL divergence by layer."""
     other = int(model.forward(GERMANY, logits=Logits(positions=-1)).output()[0, 0].argmax())
-    result = model.logit_lens(CAPITAL, k=3, tokens=[other])
+    result = model.logit_lens(CAPITAL, k=3, token_ids=[other])
     answer = result.spell(int(result.answers[-1]))
     table = Table("after", "top tokens", escape(f"P({answer!r})"), "rank", "KL from the last layer (nats)")
     for i, point in enumerate(result.points):
@@ -68,7 +68,7 @@ def attribution(model: "MIModel", console: Console, folder: Path | None = None) 
 
 def ablated(model: "MIModel", prompt: str, answer: str) -> np.ndarray:
     """[layer, head]: decrease of the answer's logit when a head is zeroed at the last position."""
-    token, chosen = model.token_id(answer), Logits(positions=-1, tokens=model.token_id(answer))
+    token, chosen = model.token_id(answer), Logits(positions=-1, token_ids=model.token_id(answer))
     baseline = model.forward(prompt).output()[0, -1, token]
     effects = np.zeros((model.num_layers, model.num_heads))
     for layer, head in np.ndindex(*effects.shape):

@@ -38,7 +38,7 @@ def heads_of_the_answer(model: "MIModel", console: Console, folder: Path | None 
     console.print(f"{GIFT!r}, each head zeroed by itself:")
     console.print(sweep.table())
     write(sweep, folder, "ablation", console)
-    path = model.patch_sweep(GIFT, OTHER, "z", ("layer", "head"), direction="noising")
+    path = model.patch_sweep(GIFT, OTHER, "z", ("layer", "head"), patching="noising")
     chosen = np.transpose(np.unravel_index(np.argsort(path.effect, axis=None)[:4], path.values.shape)).tolist()
     spec = HookSpec()
     for layer, head in chosen:

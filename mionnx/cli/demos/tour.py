@@ -135,7 +135,7 @@ def state_knockout(model: MIModel, console: Console, _: Path | None) -> None:
 @example("Agreement of runtimes", HookPoint.ResidPost)
 def runtimes(model: MIModel, console: Console, folder: Path | None) -> None:
     """Compare ONNX Runtime, with and without optimisation, and onnx's reference evaluator."""
-    result = model.verify([CAPITAL], ["ort-cpu", "ort-cpu:none", "reference"], hooks="blocks.*.hook_resid_post")
+    result = model.verify([CAPITAL], ["ort-cpu", "ort-cpu:none", "reference"], points="blocks.*.hook_resid_post")
     console.print(f"{CAPITAL!r} in each runtime: every layer's residual stream, and the logits:")
     console.print(result.table())
     console.print(result.summary(), highlight=False)

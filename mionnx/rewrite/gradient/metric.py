@@ -2,8 +2,9 @@
 
 1. The logits that the graph computes (all positions, or those that are asked for) are read in float32.
 2. Each position has a number by the metric's formula; the input of weights, [batch, n], says how much each counts.
-3. Tokens, the reference of "kl" and the numbers of "seed" are inputs too.
-4. "seed" of a hook point is the sum of its value times numbers, over all axes but the rows; it has no weights. Those of
+3. Tokens, the reference of "kl" and the numbers of "cotangent" are inputs too.
+4. "cotangent" of a hook point is the sum of its value times numbers, over all axes but the rows; it has no weights.
+Those of
    several hook points are added up.
 """
 
@@ -50,7 +51,7 @@ FORMULAS: Mapping[str, Formula] = {
     "probability": lambda op, logits: _of(op, op.Softmax(logits, axis=-1), METRIC_ANSWER),
     "kl": _kl,
     "loss": lambda op, logits: op.Neg(_of(op, op.LogSoftmax(logits, axis=-1), METRIC_ANSWER)),
-    "seed": lambda op, logits: op.ReduceSum(op.Mul(logits, op.input(METRIC_SEED, np.float32, 3)), [2], keepdims=0),
+    "cotangent": lambda op, logits: op.ReduceSum(op.Mul(logits, op.input(METRIC_SEED, np.float32, 3)), [2], keepdims=0),
 }
 
 

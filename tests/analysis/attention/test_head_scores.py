@@ -40,7 +40,7 @@ def test_sequences_are_random_and_given_twice():
 def test_scores_are_means_of_the_eager_models_attention(models, references, family, monkeypatch):
     """Written out token by token on torch's patterns; and the same however the rows are batched."""
     model, period = models(family), 7
-    found = model.head_scores(batch=3, period=period, seed=5, tokens=range(3, 60))
+    found = model.head_scores(batch=3, period=period, seed=5, token_ids=range(3, 60))
     ids = repeat_sequences(np.arange(3, 60), head_scores.special_tokens(model)[0], 3, period, 5).ids
     values = run(references(family), Inputs(ids, np.ones_like(ids))).values
     expected = np.zeros_like(found.values)
@@ -53,7 +53,7 @@ def test_scores_are_means_of_the_eager_models_attention(models, references, fami
     monkeypatch.setattr(head_scores, "CAPTURED", 1)
     seen = []
     with reported_to(lambda *state: seen.append(state)):
-        single = model.head_scores(batch=3, period=period, seed=5, tokens=range(3, 60))
+        single = model.head_scores(batch=3, period=period, seed=5, token_ids=range(3, 60))
     assert seen == [("attention patterns", done, 3) for done in range(4)]
     assert np.abs(single.values - found.values).max() < 1e-6
 

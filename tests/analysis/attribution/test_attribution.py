@@ -222,7 +222,7 @@ def test_attribution_names_heads_that_ablation_finds(world):
         effects = np.zeros((4, 8))
         for layer, head in np.ndindex(4, 8):
             spec = HookSpec().intervene(HookPoint.AttnZ(layer), Intervention.Zero(heads=head, positions=-1))
-            ablated = world.forward(tokens, spec, logits=Logits(positions=-1, tokens=answer)).output()
+            ablated = world.forward(tokens, spec, logits=Logits(positions=-1, token_ids=answer)).output()
             effects[layer, head] = baseline - ablated[0, 0, 0]
         best = np.abs(found.heads).argmax()
         assert best in np.argsort(-np.abs(effects).ravel())[:6], prompt

@@ -52,7 +52,7 @@ def test_all_edges_but_one_are_path_patching_of_that_one(models, shipped, name):
         found = model.circuit(clean, corrupted, ranking.count - 1, scores=replace(ranking, scores=scores), **tokens)
         (hook, head), (read, own) = ranking.hooks[at[0]], ranking.receiving[at[1]]
         receivers = [read if own is None else (read, own)]
-        exact = model.path_patch(clean, corrupted, receivers, hook, direction="noising", layers=None, **tokens)
+        exact = model.path_patch(clean, corrupted, receivers, hook, patching="noising", layers=None, **tokens)
         assert found.values[0] == pytest.approx(float(exact.values[0, head]), abs=5e-5)
 
 

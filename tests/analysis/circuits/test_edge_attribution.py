@@ -42,7 +42,7 @@ def test_scores_are_those_of_autograd(models, oracle, references, name, steps):
         whole = references(name)(base[None]).logits[0, -1]
         torch.testing.assert_close(torch_model.run(base)[0].float(), whole, atol=2e-5, rtol=1e-4)
     for direction, pair in (("noising", (base, other)), ("denoising", (other, base))):
-        found = model.edge_attribution(clean, corrupted, steps=steps, direction=direction, **TOKENS)
+        found = model.edge_attribution(clean, corrupted, steps=steps, patching=direction, **TOKENS)
         expected = matrix(found, edge_scores(torch_model, *pair, 5, 9, steps))
         assert np.abs(found.scores - expected).max() <= 1e-5 * np.abs(expected).max()
         assert (expected[found.edges] != 0).mean() > 0.8
@@ -60,7 +60,7 @@ def test_a_small_change_is_what_path_patching_gives(tmp_path, name):
     export(tmp_path / "checkpoint", tmp_path / "hooked")
     model = MIModel.from_pretrained(tmp_path / "hooked", threads=1)
     clean, corrupted = np.array([3, 10, 20, 30, 40]), np.array([3, 11, 20, 30, 40])
-    given = {**TOKENS, "direction": "noising"}
+    given = {**TOKENS, "patching": "noising"}
     found = model.edge_attribution(clean, corrupted, "z", **given)
     for point in ("blocks.1.attn.hook_q", "blocks.1.attn.hook_v", "blocks.1.mlp.hook_pre", "hook_final_norm"):
         heads = [head for hook, head in found.receiving if hook == point]
@@ -73,8 +73,8 @@ def test_a_small_change_is_what_path_patching_gives(tmp_path, name):
 def test_edges_tell_what_exact_paths_do(shipped):
     receivers = ["blocks.3.attn.hook_k", "blocks.3.attn.hook_v"]
     for direction, least in (("denoising", 0.998), ("noising", 0.988)):
-        exact = shipped.path_patch(CLEAN, CORRUPTED, receivers, direction=direction)
-        found = shipped.edge_attribution(CLEAN, CORRUPTED, "z", receivers, direction=direction)
+        exact = shipped.path_patch(CLEAN, CORRUPTED, receivers, patching=direction)
+        found = shipped.edge_attribution(CLEAN, CORRUPTED, "z", receivers, patching=direction)
         told = found.scores.sum(axis=1).reshape(exact.values.shape)
         assert np.corrcoef(told.ravel(), exact.effect.ravel())[0, 1] > least
         assert (found.clean, found.corrupted) == pytest.approx((exact.clean, exact.corrupted), abs=1e-4)
@@ -109,7 +109,7 @@ def test_pairs_are_averaged_and_metrics_differ(shipped):
         np.testing.assert_allclose(both.scores, np.mean([one.scores for one in alone], axis=0), atol=1e-5)
     seed = np.zeros(shipped.vocab_size)
     seed[[shipped.token_id("John"), shipped.token_id("Mary")]] = -1, 1
-    own = shipped.edge_attribution(CLEAN, CORRUPTED, metric=lambda logits: logits[:, 0], seed=seed, steps=2)
+    own = shipped.edge_attribution(CLEAN, CORRUPTED, metric=lambda logits: logits[:, 0], cotangent=seed, steps=2)
     named = shipped.edge_attribution(CLEAN, CORRUPTED, answer="Mary", versus="John", steps=2)
     np.testing.assert_allclose(own.scores, named.scores, rtol=1e-3, atol=1e-4)
 
@@ -125,13 +125,13 @@ def test_what_has_no_edges_is_refused_before_anything_runs(shipped, monkeypatch)
         "nothing would send": (InputError, {"senders": []}),
         "a pair of one and its heads": (InputError, {"senders": [("z", 1, 2)]}),
         "receives nothing": (HookError, {"receivers": "blocks.1.attn.hook_z"}),
-        "direction 'noise'": (InputError, {"direction": "noise"}),
+        "patching='noise'": (InputError, {"patching": "noise"}),
         "steps": (InputError, {"steps": 0}),
-        "patterns for constant": (InputError, {"method": "relp_frozen_pattern"}),
-        "no rules 'rel'": (GradientError, {"method": "rel"}),
+        "patterns for constant": (InputError, {"rules": "relp_frozen_pattern"}),
+        "no rules 'rel'": (GradientError, {"rules": "rel"}),
         "a rank changes in steps": (GradientError, {"metric": "rank"}),
         "least at the clean prompt": (GradientError, {"metric": "kl"}),
-        "seed= takes its derivative": (GradientError, {"metric": lambda logits: logits[:, 0]}),
+        "cotangent= takes its derivative": (GradientError, {"metric": lambda logits: logits[:, 0]}),
         "none of `path_patch`": (InputError, {"metric": "logit"}),
         "13 tokens, the corrupted one 14": (InputError, {"clean": CLEAN.removesuffix(" to")}),
         "the same up to": (InputError, {"corrupted": CLEAN}),

@@ -48,13 +48,13 @@ def by_hand(shipped):
 @pytest.mark.parametrize("at", ["corrupted", "clean", "mean"])
 def test_a_cell_is_the_difference_times_the_gradient(shipped, by_hand, at):
     over = ("position", "layer", "head")
-    found = shipped.attribute_patch(CLEAN, CORRUPTED, "z", over, at=at)
+    found = shipped.attribute_patch(CLEAN, CORRUPTED, "z", over, linearize_at=at)
     assert found.values.shape == (14, 4, 8)
     for layer in range(4):
         expected = by_hand("z", at, layer).sum(axis=-1)
         np.testing.assert_allclose(found.effect[:, layer], expected, rtol=1e-4, atol=1e-4)
     assert not found.effect[:9].any()  # before the giver both prompts are the same
-    stream = shipped.attribute_patch(CLEAN, CORRUPTED, "resid_mid", "layer", at=at, layers=[1, 3])
+    stream = shipped.attribute_patch(CLEAN, CORRUPTED, "resid_mid", "layer", linearize_at=at, layers=[1, 3])
     expected = [by_hand("resid_mid", at, layer).sum() for layer in (1, 3)]
     np.testing.assert_allclose(stream.effect, expected, rtol=1e-4)
 
@@ -63,7 +63,7 @@ def test_a_cell_is_the_difference_times_the_gradient(shipped, by_hand, at):
 def test_the_exact_sweep_is_told_as_well_as_measured_before(shipped, swept, hook):
     pearson, shared = MEASURED[hook]
     for at, expected, common in zip(("corrupted", "clean", "mean"), pearson, shared, strict=True):
-        found = shipped.attribute_patch(CLEAN, CORRUPTED, hook, OVER.get(hook, PLAIN), at=at)
+        found = shipped.attribute_patch(CLEAN, CORRUPTED, hook, OVER.get(hook, PLAIN), linearize_at=at)
         agreement = found.agreement(swept[hook])
         assert agreement.pearson > expected - 0.001
         assert agreement.shared >= common
@@ -158,7 +158,7 @@ def test_a_function_is_attributed_by_its_seed(shipped):
         return made
 
     expected = shipped.attribute_patch(CLEAN, CORRUPTED, "z", "layer", answer="Mary", versus="John", steps=3)
-    found = shipped.attribute_patch(CLEAN, CORRUPTED, "z", "layer", lead, seed=seed, steps=3)
+    found = shipped.attribute_patch(CLEAN, CORRUPTED, "z", "layer", lead, cotangent=seed, steps=3)
     np.testing.assert_allclose(found.values, expected.values, rtol=1e-4)
 
 
@@ -173,7 +173,7 @@ def test_a_position_is_what_the_sweep_reads(shipped):
 
 def test_propagation_rules_tell_the_stream_better(shipped, swept):
     plain, relp = (
-        shipped.attribute_patch(CLEAN, CORRUPTED, "resid_pre", method=method).agreement(swept["resid_pre"])
+        shipped.attribute_patch(CLEAN, CORRUPTED, "resid_pre", rules=method).agreement(swept["resid_pre"])
         for method in ("gradient", "relp")
     )
     assert relp.pearson > plain.pearson + 0.03
@@ -183,14 +183,14 @@ def test_what_cannot_be_attributed_is_refused_before_anything_runs(shipped, monk
     monkeypatch.setattr(type(shipped), "forward", None)
     cases = {
         "a rank changes in steps": (GradientError, {"metric": "rank"}),
-        "seed= takes its derivative": (GradientError, {"metric": lambda logits: logits[:, 0]}),
-        "seed= is the derivative of": (GradientError, {"seed": np.ones(471)}),
-        "least at the clean prompt": (GradientError, {"metric": "kl", "at": "clean"}),
+        "cotangent= takes its derivative": (GradientError, {"metric": lambda logits: logits[:, 0]}),
+        "cotangent= is the derivative of": (GradientError, {"cotangent": np.ones(471)}),
+        "least at the clean prompt": (GradientError, {"metric": "kl", "linearize_at": "clean"}),
         "no hook point 'result'": (HookError, {"hook": "result", "over": ("layer", "head")}),
-        "no rules 'rel'": (GradientError, {"method": "rel"}),
+        "no rules 'rel'": (GradientError, {"rules": "rel"}),
         "no metric 'logit_dif'": (GradientError, {"metric": "logit_dif"}),
-        "at='end'": (InputError, {"at": "end"}),
-        "along the whole path": (InputError, {"at": "mean", "steps": 3}),
+        "linearize_at='end'": (InputError, {"linearize_at": "end"}),
+        "along the whole path": (InputError, {"linearize_at": "mean", "steps": 3}),
         "has 4 cells": (InputError, {"over": "layer", "confirm": 5}),
         "names no hook point": (InputError, {"hook": []}),
         "a gradient and the axes layer, head": (InputError, {"hook": "*.mlp.*", "over": ("layer", "head")}),
@@ -208,9 +208,9 @@ def test_what_a_recurrent_model_cannot_tell_is_refused(recurrent):
     with pytest.raises(GradientError, match="the logits do not depend on it"):
         recurrent.attribute_patch("The capital of France is", "The capital of Germany is", "state", "layer")
     with pytest.raises(InputError, match="this model has no attention patterns"):
-        recurrent.attribute_patch("The", "A", "k", method="relp_frozen_pattern")
+        recurrent.attribute_patch("The", "A", "k", rules="relp_frozen_pattern")
 
 
 def test_hook_points_that_the_rules_take_for_constant_are_refused(shipped):
     with pytest.raises(GradientError, match=r"take all by which .* depends on blocks\.0\.attn\.hook_q, and 3 more"):
-        shipped.attribute_patch(CLEAN, CORRUPTED, "q", method="relp_frozen_pattern")
+        shipped.attribute_patch(CLEAN, CORRUPTED, "q", rules="relp_frozen_pattern")

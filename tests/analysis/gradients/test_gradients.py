@@ -28,7 +28,7 @@ def test_every_gradient_equals_that_of_torch_in_float64(family, models, referenc
     inputs, model = batch("left"), models(family)
     seed = np.random.default_rng(0).normal(size=(*inputs.ids.shape, VOCAB)) * inputs.real[..., None]
     exact, single = (by_autograd(references(family), inputs, seed, dtype) for dtype in (torch.float64, torch.float32))
-    spec = HookSpec().gradient("*").set_metric("seed", seed=seed)
+    spec = HookSpec().gradient("*").set_metric("cotangent", cotangent=seed)
     cache = model.forward(inputs.ids, spec, attention_mask=inputs.mask, logits=False)
     whole = {str(point) for point in model.hook_points() if model.hooked.dtype(point) == np.int64}
     assert set(cache.grad) == {str(point) for point in model.hook_points() if not point.derived} - whole
@@ -96,7 +96,7 @@ READINGS = {
     "top": {"metric": "logit"},
     "before the last": {"metric": "log_probability", "answer": 7, "position": -2},
     "kl": {"metric": "kl", "reference": np.linspace(0, 9, 471)},
-    "seed": {"seed": lambda logits: np.tanh(logits)},
+    "cotangent": {"cotangent": lambda logits: np.tanh(logits)},
     "loss": {"metric": "loss"},
 }
 
@@ -142,7 +142,7 @@ INTERVENTIONS = {
 @pytest.mark.parametrize("name", INTERVENTIONS)
 def test_gradients_are_those_of_the_model_as_it_is_changed(shipped, name):
     spec, hook = HookSpec().intervene(*INTERVENTIONS[name]), "blocks.1.hook_resid_pre"
-    cache = shipped.gradients(PROMPT, hook, "logit", 7, spec=spec)
+    cache = shipped.gradients(PROMPT, hook, "logit", 7, hooks=spec)
     step = 2e-4 if name == "clamp" else 1e-3  # a clamp's bounds lie near some of the values
     quotient, direction = quotient_of(shipped, hook, spec, lambda logits: logits[7], step)
     np.testing.assert_allclose((cache.grad[hook] * direction).sum(), quotient, rtol=3e-2, atol=1e-2)
@@ -186,7 +186,7 @@ def test_a_function_of_the_logits_is_differentiated_by_its_seed(shipped):
         return made
 
     by_name = shipped.gradients(PROMPT, hook, "logit_diff", 7, 9)
-    by_seed = shipped.gradients(PROMPT, hook, lambda logits: logits[:, 7] - logits[:, 9] + 100, seed=derivative)
+    by_seed = shipped.gradients(PROMPT, hook, lambda logits: logits[:, 7] - logits[:, 9] + 100, cotangent=derivative)
     np.testing.assert_allclose(by_seed.grad[hook], by_name.grad[hook], rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(by_seed.metric, by_name.metric + 100, rtol=1e-6)
 
@@ -194,7 +194,7 @@ def test_a_function_of_the_logits_is_differentiated_by_its_seed(shipped):
 def test_a_seed_for_every_logit_is_that_of_all_positions(shipped):
     hook, seed = "blocks.2.hook_resid_mid", np.zeros((1, 5, 471), np.float32)
     seed[0, [2, 4], 7] = 1
-    whole = shipped.gradients(PROMPT, hook, seed=seed)
+    whole = shipped.gradients(PROMPT, hook, cotangent=seed)
     parts = [shipped.gradients(PROMPT, hook, "logit", 7, position=at) for at in (2, -1)]
     np.testing.assert_allclose(whole.grad[hook], sum(part.grad[hook] for part in parts), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(whole.metric, sum(part.metric for part in parts), rtol=1e-5)
@@ -207,19 +207,19 @@ def test_rules_of_the_verb_are_those_of_the_spec(shipped):
     found = shipped.gradients(PROMPT, hook, answer=7, rules="relp").grad[hook]
     np.testing.assert_array_equal(found, shipped.forward(PROMPT, spec, logits=Logits(positions=-1)).grad[hook])
     assert np.abs(found - shipped.gradients(PROMPT, hook, answer=7).grad[hook]).max() > 1e-2
-    inside = {"of": "blocks.3.hook_resid_pre", "seed": 1.0}
+    inside = {"of": "blocks.3.hook_resid_pre", "cotangent": 1.0}
     relp, plain = (shipped.gradients(PROMPT, hook, rules=rules, **inside).grad[hook] for rules in ("relp", "gradient"))
     assert np.abs(relp - plain).max() > 1e-2
 
 
 def test_what_nothing_would_read_is_refused(shipped, monkeypatch):
     monkeypatch.setattr(type(shipped), "forward", None)
-    whole, inside = np.ones((1, 5, 471)), {"of": "blocks.2.hook_resid_pre", "seed": 1.0}
+    whole, inside = np.ones((1, 5, 471)), {"of": "blocks.2.hook_resid_pre", "cotangent": 1.0}
     refused = {
         "the loss reads every position": {"metric": "loss", "position": 2},
-        "has numbers for every position": {"seed": whole, "position": 2},
-        "reads no metric=": {"metric": "logit", "seed": np.ones(471)},
-        "seed= takes the place .* reads no answer=": {"answer": 7, "seed": np.ones(471)},
+        "has numbers for every position": {"cotangent": whole, "position": 2},
+        "reads no metric=": {"metric": "logit", "cotangent": np.ones(471)},
+        "cotangent= takes the place .* reads no answer=": {"answer": 7, "cotangent": np.ones(471)},
         "of=blocks.2.hook_resid_pre takes the place .* metric=, position=, answer=, versus=, reference=": {
             "metric": "logit_diff",
             "answer": 7,
@@ -234,12 +234,12 @@ def test_what_nothing_would_read_is_refused(shipped, monkeypatch):
             shipped.gradients(PROMPT, "hook_embed", **given)
     later, last = "blocks.3.hook_mlp_out", lambda value: value
     for message, given in {  # before the pass that tells the most probable token, or what a seed is a function of
-        "nothing depends on it": {"hooks": "blocks.1.attn.hook_result"},
-        "reads no versus": {"hooks": later, "versus": 9},
-        "a rank changes in steps": {"hooks": later, "metric": "rank"},
-        "no rules 'relq'": {"hooks": later, "rules": "relq"},
-        "blocks.2.hook_resid_pre does not depend on it": {"hooks": later, "of": inside["of"], "seed": last},
-        "and no logits|reads no": {"hooks": later, "of": inside["of"], "seed": last, "position": 1},
+        "nothing depends on it": {"points": "blocks.1.attn.hook_result"},
+        "reads no versus": {"points": later, "versus": 9},
+        "a rank changes in steps": {"points": later, "metric": "rank"},
+        "no rules 'relq'": {"points": later, "rules": "relq"},
+        "blocks.2.hook_resid_pre does not depend on it": {"points": later, "of": inside["of"], "cotangent": last},
+        "and no logits|reads no": {"points": later, "of": inside["of"], "cotangent": last, "position": 1},
     }.items():
         with pytest.raises(GradientError, match=message):
             shipped.gradients(PROMPT, **given)
@@ -247,8 +247,8 @@ def test_what_nothing_would_read_is_refused(shipped, monkeypatch):
         shipped.integrated_gradients(PROMPT, metric="loss", position=1)
     for message, given in {
         "the loss reads every position": {"name": "loss", "position": -1},
-        "has numbers for every position": {"name": "seed", "seed": whole, "position": -1},
-        "and no logits": {"name": "seed", "seed": 1 * np.ones(1), "at": "hook_embed", "position": -1},
+        "has numbers for every position": {"name": "cotangent", "cotangent": whole, "position": -1},
+        "and no logits": {"name": "cotangent", "cotangent": 1 * np.ones(1), "of": "hook_embed", "position": -1},
     }.items():
         with pytest.raises(GradientError, match=message):
             HookSpec().set_metric(**given)
@@ -263,7 +263,7 @@ def test_the_answer_is_the_most_probable_token_of_each_row(shipped):
 def test_what_has_no_gradient_is_refused_before_anything_runs(shipped):
     cases = {
         "a rank changes in steps": lambda: shipped.gradients(PROMPT, "hook_embed", "rank"),
-        "seed= takes its derivative": lambda: shipped.gradients(PROMPT, "hook_embed", lambda logits: logits.max()),
+        "cotangent= takes its derivative": lambda: shipped.gradients(PROMPT, "hook_embed", lambda logits: logits.max()),
         "needs versus=": lambda: shipped.gradients(PROMPT, "hook_embed", "logit_diff", 7),
         "token 7 and itself": lambda: shipped.gradients(PROMPT, "hook_embed", "logit_diff", 7, 7),
         "2 tokens for 1 rows": lambda: shipped.gradients(PROMPT, "hook_embed", "logit", [7, 8]),
@@ -274,12 +274,12 @@ def test_what_has_no_gradient_is_refused_before_anything_runs(shipped):
         ),
         "reads no versus": lambda: shipped.gradients(PROMPT, "hook_embed", "probability", 7, 9),
         "did you mean 'logit_diff'": lambda: shipped.gradients(PROMPT, "hook_embed", "logit_dif", 7),
-        "and must be": lambda: shipped.gradients(PROMPT, "hook_embed", seed=np.ones(3)),
+        "and must be": lambda: shipped.gradients(PROMPT, "hook_embed", cotangent=np.ones(3)),
         "computes no metric": lambda: shipped.generate(
             PROMPT, max_new_tokens=1, hooks=HookSpec().gradient("hook_embed").set_metric("loss")
         ),
         "logits of all tokens": lambda: shipped.forward(
-            PROMPT, HookSpec().gradient("hook_embed").set_metric("logit", answer=7), logits=Logits(tokens=[7])
+            PROMPT, HookSpec().gradient("hook_embed").set_metric("logit", answer=7), logits=Logits(token_ids=[7])
         ),
     }
     for message, call in cases.items():
@@ -309,18 +309,18 @@ def test_a_value_inside_is_differentiated_times_numbers(shipped):
     """The chain rule at a hook point: the gradient by what comes before is that of its value times its gradient."""
     of, before = "blocks.2.hook_resid_pre", "blocks.0.hook_resid_mid"
     whole = shipped.gradients(PROMPT, [before, of], "logit", 7).grad
-    inner = shipped.gradients(PROMPT, before, seed=whole[of], of=of)
+    inner = shipped.gradients(PROMPT, before, cotangent=whole[of], of=of)
     np.testing.assert_allclose(inner.grad[before], whole[before], rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(inner.metric, (inner[of] * whole[of]).sum(axis=(1, 2)), rtol=1e-4)
-    by_function = shipped.gradients(PROMPT, before, seed=lambda value: value, of=of)
+    by_function = shipped.gradients(PROMPT, before, cotangent=lambda value: value, of=of)
     np.testing.assert_allclose(by_function.metric, (inner[of] ** 2).sum(axis=(1, 2)), rtol=1e-5)
     spec = HookSpec().intervene("blocks.1.hook_mlp_out", Intervention.Zero())
-    changed = shipped.gradients(PROMPT, before, seed=1.0, of=of, spec=spec)
+    changed = shipped.gradients(PROMPT, before, cotangent=1.0, of=of, hooks=spec)
     np.testing.assert_allclose(changed.metric, changed[of].sum(axis=(1, 2)), rtol=1e-4)
     for message, call in {
-        "give them as seed=": lambda: shipped.gradients(PROMPT, before, of=of),
-        "value at blocks.2.hook_resid_pre is": lambda: shipped.gradients(PROMPT, before, seed=np.ones(3), of=of),
-        "does not depend on it": lambda: shipped.gradients(PROMPT, "blocks.3.hook_mlp_out", seed=1.0, of=of),
+        "give them as cotangent=": lambda: shipped.gradients(PROMPT, before, of=of),
+        "value at blocks.2.hook_resid_pre is": lambda: shipped.gradients(PROMPT, before, cotangent=np.ones(3), of=of),
+        "does not depend on it": lambda: shipped.gradients(PROMPT, "blocks.3.hook_mlp_out", cotangent=1.0, of=of),
     }.items():
         with pytest.raises(GradientError, match=message):
             call()
@@ -329,7 +329,7 @@ def test_a_value_inside_is_differentiated_times_numbers(shipped):
 def test_the_state_of_a_recurrent_model_tells_which_write_it_keeps(recurrent):
     ids = [5, 6, 7, 8]
     state = "blocks.1.rwkv.hook_state"
-    found = recurrent.gradients(ids, "blocks.1.rwkv.hook_v", seed=1.0, of=state)
+    found = recurrent.gradients(ids, "blocks.1.rwkv.hook_v", cotangent=1.0, of=state)
     moved = []
     direction = np.random.default_rng(0).normal(size=found.grad["v", 1].shape).astype(np.float32)
     for sign in (1, -1):
@@ -357,7 +357,7 @@ def test_features_of_an_autoencoder_have_the_gradients_of_torch(models, referenc
 
     exact = by_autograd(references("llama"), inputs, seed, splices={hook: spliced})
     hooks = [sae.acts, "blocks.0.mlp.hook_act", "blocks.0.hook_resid_mid", "hook_embed"]
-    spec = sae.spec(error).gradient(hooks).set_metric("seed", seed=seed)
+    spec = sae.spec(error).gradient(hooks).set_metric("cotangent", cotangent=seed)
     grad = model.forward(inputs.ids, spec, attention_mask=inputs.mask).grad
     assert grad[sae.acts].shape == (*inputs.ids.shape, features)
     assert {name: off for name in hooks if (off := worst(grad[name], exact[name])) > 5e-6} == {}

@@ -29,7 +29,7 @@ def compare(folder, by_torch):
     random = np.random.default_rng(0)
     ids, seed = random.integers(3, VOCAB, LENGTH), random.normal(size=(1, LENGTH, VOCAB))
     model = MIModel.from_pretrained(folder, threads=1)
-    grad = model.forward(ids, HookSpec().gradient("*").set_metric("seed", seed=seed), logits=False).grad
+    grad = model.forward(ids, HookSpec().gradient("*").set_metric("cotangent", cotangent=seed), logits=False).grad
     assert {value.dtype.name for value in grad.values()} <= {"float16", "float32"}
     exact, own = (by_torch(ids, seed, dtype) for dtype in (torch.float64, torch.float16))
     assert worst(grad, exact) < TIMES * worst(own, exact)

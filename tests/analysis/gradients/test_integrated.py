@@ -43,9 +43,9 @@ def test_each_text_of_a_batch_is_attributed_as_alone(shipped):
 
 def test_gradient_times_input_is_that(shipped):
     spec = HookSpec().intervene("blocks.2.attn.hook_z", Intervention.Zero(heads=1))
-    found = shipped.gradient_times_input(PROMPT, metric="probability", answer="Paris", spec=spec)
+    found = shipped.gradient_times_input(PROMPT, metric="probability", answer="Paris", hooks=spec)
     both = HookSpec().extend(spec).capture("hook_embed")
-    cache = shipped.gradients(PROMPT, "hook_embed", "probability", "Paris", spec=both)
+    cache = shipped.gradients(PROMPT, "hook_embed", "probability", "Paris", hooks=both)
     np.testing.assert_allclose(found.scores(), (cache.grad["embed"] * cache["embed"]).sum(-1)[0], rtol=1e-4, atol=1e-7)
     assert found.gap is None
 
@@ -53,7 +53,7 @@ def test_gradient_times_input_is_that(shipped):
 def test_an_intervention_is_a_part_of_the_model_that_is_attributed(shipped):
     plain = shipped.integrated_gradients(PROMPT, OTHER, answer="Paris", steps=10)
     spec = HookSpec().intervene("blocks.1.hook_attn_out", Intervention.Zero())
-    changed = shipped.integrated_gradients(PROMPT, OTHER, answer="Paris", spec=spec, steps=10)
+    changed = shipped.integrated_gradients(PROMPT, OTHER, answer="Paris", hooks=spec, steps=10)
     logit = shipped.forward(PROMPT, spec).output()[0, -1, shipped.token_id("Paris")]
     assert changed.texts[0].metric == pytest.approx(float(logit), rel=1e-5)
     assert changed.texts[0].metric != pytest.approx(plain.texts[0].metric, rel=1e-2)

@@ -29,7 +29,7 @@ def worst(found, expected):
 def test_every_gradient_equals_that_of_torch_in_float64(rwkv, version, length):
     model, random = rwkv(f"{version}-pth"), np.random.default_rng(length)
     ids, seed = random.integers(0, VOCAB, length), random.normal(size=(1, length, VOCAB))
-    grad = model.forward(ids, HookSpec().gradient("*").set_metric("seed", seed=seed), logits=False).grad
+    grad = model.forward(ids, HookSpec().gradient("*").set_metric("cotangent", cotangent=seed), logits=False).grad
     assert {name.rpartition("hook_")[2] for name in grad} >= {"r", "k", "v", "decay", "act", "resid_pre", "embed"}
     exact = by_autograd(version, ids.tolist(), seed[0])
     runs = [by_autograd(version, ids.tolist(), seed[0], torch.float32, draw=draw) for draw in range(DRAWS)]
@@ -44,7 +44,7 @@ def test_the_gradient_of_the_state_tells_which_write_it_keeps(rwkv, version):
     ids, last = random.integers(0, VOCAB, 20), LAYERS - 1
     numbers = random.normal(size=(1, model.num_heads, 64, 64))
     hooks = ["hook_embed", *(f"blocks.{last}.rwkv.hook_{write}" for write in WRITES)]
-    found = model.gradients(ids, hooks, of=f"blocks.{last}.rwkv.hook_state", seed=numbers).grad
+    found = model.gradients(ids, hooks, of=f"blocks.{last}.rwkv.hook_state", cotangent=numbers).grad
     exact = by_autograd(version, ids.tolist(), numbers[0], state=last)
     for name in hooks:
         expected = exact[name]

@@ -158,7 +158,7 @@ def test_other_engines_round_as_well(model: MIModel, tmp_path: Path) -> None:
 
 def test_features_are_those_of_the_verb(model: MIModel, tmp_path: Path) -> None:
     sae = SAE(Config(activation="standard", hook="blocks.1.hook_resid_post"), random_weights("standard"))
-    made = model.harvest(TEXTS, HookSpec(), tmp_path / "made", sae=sae, top_k=4)
+    made = model.harvest(TEXTS, HookSpec(), tmp_path / "made", sae=sae, k=4)
     ids, values = (made[f"blocks.1.hook_resid_post.hook_top_{name}"] for name in ("ids", "values"))
     found = model.features(TEXTS[1], sae, k=4)
     mask = np.asarray(made.text_index) == 1
@@ -358,7 +358,7 @@ def test_batches_have_each_token_once(model: MIModel, tmp_path: Path) -> None:
     whole = np.asarray(made[STREAM])
     ordered = [*made.batches(10, shuffle=False)]
     np.testing.assert_array_equal(np.concatenate([batch[STREAM] for batch in ordered]), whole)
-    mixed = [*made.batches(10, seed=3, hooks=[STREAM], convert=lambda array: array.copy())]
+    mixed = [*made.batches(10, seed=3, points=[STREAM], convert=lambda array: array.copy())]
     assert [len(batch[STREAM]) for batch in mixed[:-1]] == [10] * (len(mixed) - 1)
     assert set(mixed[0]) == {STREAM, "token_ids", "text_index", "positions"}
     found = {
@@ -371,7 +371,7 @@ def test_batches_have_each_token_once(model: MIModel, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="seed=1 is of a random order"):
         made.batches(4, shuffle=False, seed=1)
     with pytest.raises(HookError, match=r"was not harvested; did you mean 'blocks.2.hook_resid_post'"):
-        next(made.batches(4, hooks=["blocks.3.hook_resid_post"]))
+        next(made.batches(4, points=["blocks.3.hook_resid_post"]))
 
 
 def test_a_random_order_is_a_permutation_of_its_seed() -> None:

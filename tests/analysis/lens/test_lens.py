@@ -32,7 +32,7 @@ def world() -> MIModel:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_is_read_as_transformers_would(models, references, family):
     stream = Stream.of(references(family), IDS)
-    found = models(family).logit_lens(IDS, k=7, tokens=[5, 9])
+    found = models(family).logit_lens(IDS, k=7, token_ids=[5, 9])
     streams = np.stack([stream.values[f"blocks.{i}.hook_resid_post"] for i in range(2)])
     logs = log_softmax(stream.read(streams).astype(np.float64), axis=-1)
     assert found.points == ["blocks.0.hook_resid_post", "blocks.1.hook_resid_post"]
@@ -192,8 +192,8 @@ def test_logits_of_all_layers_are_never_held(tmp_path):
         (lambda model: model.logit_lens(PROMPT, positions=[]), InputError, "no positions"),
         (lambda model: model.logit_lens(PROMPT, layers=[4]), InputError, "layers 0 to 3"),
         (lambda model: model.logit_lens(PROMPT, points="resid_pots"), HookError, "did you mean 'resid_post'"),
-        (lambda model: model.logit_lens(PROMPT, tokens=["Pari"]), InputError, "not in the vocabulary"),
-        (lambda model: model.logit_lens(PROMPT, tokens=[471]), InputError, "0 to 470"),
+        (lambda model: model.logit_lens(PROMPT, token_ids=["Pari"]), InputError, "not in the vocabulary"),
+        (lambda model: model.logit_lens(PROMPT, token_ids=[471]), InputError, "0 to 470"),
         (lambda model: model.logit_lens(PROMPT, HookSpec().capture("hook_embed")), InputError, "interventions"),
         (lambda model: model.logit_lens(np.full(128, np.nan)), InputError, "NaN"),
         (lambda model: model.logit_lens(np.ones(127)), InputError, "hidden=128"),
@@ -227,11 +227,11 @@ def test_without_a_tokenizer_tokens_are_numbers(models):
     assert found.tokens == [str(token) for token in IDS]
     assert found.to_dict()["top"][0][0][0][1] == str(found.top_ids[0, 0, 0])
     with pytest.raises(TokenizerError):
-        models("llama").logit_lens(IDS, tokens=["Paris"])
+        models("llama").logit_lens(IDS, token_ids=["Paris"])
 
 
 def test_the_page_shows_the_table_and_executes_no_token(world, chromium, tmp_path):
-    found = world.logit_lens(PROMPT, k=4, tokens=["Berlin"])
+    found = world.logit_lens(PROMPT, k=4, token_ids=["Berlin"])
     page = chromium(found.save(tmp_path / "lens.html"))
     cells = page.locator("td.token")
     assert cells.count() == 20
@@ -253,7 +253,7 @@ def test_the_page_shows_the_table_and_executes_no_token(world, chromium, tmp_pat
 
 
 def test_figure_and_json(world, tmp_path):
-    found = world.logit_lens(PROMPT, k=2, tokens=["Berlin"])
+    found = world.logit_lens(PROMPT, k=2, token_ids=["Berlin"])
     assert found.save(tmp_path / "lens.png").stat().st_size > 5000
     assert repr(found) == "LensResult(4 points, 5 positions, top 2 tokens)"
     saved = json.loads(found.to_json())

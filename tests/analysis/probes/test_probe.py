@@ -148,7 +148,7 @@ WRONG = {
     "kinds": (InputError, "labels of several kinds", {"labels": ["a", 1] * 20}),
     "nan": (InputError, "finite numbers", {"labels": [float("nan"), 1.0] * 20}),
     "text": (InputError, "a list or an array", {"labels": "low"}),
-    "hook": (HookError, "did you mean", {"hooks": ["blocks.0.hook_resid_prx"]}),
+    "hook": (HookError, "did you mean", {"points": ["blocks.0.hook_resid_prx"]}),
     "folds": (InputError, "40 labelled texts in 41 folds", {"folds": 41}),
     "one fold": (InputError, "folds", {"folds": 1}),
     "per": (InputError, "did you mean 'token'", {"per": "tokn"}),

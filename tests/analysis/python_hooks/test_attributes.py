@@ -157,7 +157,7 @@ def test_a_token_may_be_an_array_of_one_number(model, kind):
     given = kind(paris)
     assert model.attribute(FRANCE, given).answer == model.attribute(FRANCE, paris).answer == "Paris"
     np.testing.assert_array_equal(model.embedding_for(given), model.embedding_for(paris))
-    tracked = model.logit_lens(FRANCE, tokens=torch.tensor([paris, 3])).tracked
+    tracked = model.logit_lens(FRANCE, token_ids=torch.tensor([paris, 3])).tracked
     assert tracked == [paris, 3]
 
 

@@ -146,17 +146,17 @@ def test_a_spec_with_interventions_is_measured_under_them(models):
     ("asked", "kind", "message"),
     [
         ({"texts": []}, InputError, "no texts"),
-        ({"hooks": "blocks.0.attn.hook_pattern"}, HookError, "no value of its own for each token"),
+        ({"points": "blocks.0.attn.hook_pattern"}, HookError, "no value of its own for each token"),
         ({"by": "positon"}, InputError, "did you mean 'position'"),
         ({"by": "token", "covariance": True}, InputError, "leave by= out"),
         ({"by": lambda ids: ids[:1]}, InputError, "a class a token"),
-        ({"hooks": HookSpec().capture(HOOK, positions=-1)}, InputError, "capture without positions"),
+        ({"points": HookSpec().capture(HOOK, positions=-1)}, InputError, "capture without positions"),
         ({"batch_size": 0}, InputError, "batch_size=0"),
     ],
 )
 def test_what_has_no_statistics_is_said(models, asked, kind, message):
     with pytest.raises(kind, match=message):
-        models("llama").statistics(**{"texts": TEXTS, "hooks": HOOK, **asked})
+        models("llama").statistics(**{"texts": TEXTS, "points": HOOK, **asked})
 
 
 def test_what_was_not_measured_is_said(models):

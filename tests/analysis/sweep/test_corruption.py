@@ -100,7 +100,7 @@ def test_a_corruption_by_any_spec_equals_torch(models, references, name, directi
     spec = everywhere(model.num_heads, model.hooked.metadata.sizes.hidden_size)
     edits, inputs = list(spec.interventions), Inputs(ids[None], np.ones((1, SEQ), int))
     over = ("layer", "position")
-    found = model.patch_sweep(ids, spec, hook, over, answer=5, versus=9, direction=direction)
+    found = model.patch_sweep(ids, spec, hook, over, answer=5, versus=9, patching=direction)
     given = run(references(name), inputs, edits if direction == "noising" else [])
     for layer, position in itertools.product(range(2), (0, 2, 4, SEQ - 1)):
         point = HookPoint.parse(f"blocks.{layer}.{'attn.' if hook == 'hook_v' else ''}{hook}")
@@ -108,7 +108,7 @@ def test_a_corruption_by_any_spec_equals_torch(models, references, name, directi
         logits = run(references(name), inputs, [*(edits if direction == "denoising" else []), patch]).logits[0, -1]
         assert found.values[layer, position] == pytest.approx(difference(logits, 5, 9), abs=5e-5)
     plain = Shortcuts(**dict.fromkeys(("batch", "truncate", "last", "window", "skip"), False))
-    slow = model.patch_sweep(ids, spec, hook, over, answer=5, versus=9, direction=direction, shortcuts=plain)
+    slow = model.patch_sweep(ids, spec, hook, over, answer=5, versus=9, patching=direction, shortcuts=plain)
     np.testing.assert_allclose(found.values, slow.values, atol=5e-6)
     assert np.abs(found.effect).max() > 1e-3
 
@@ -174,7 +174,7 @@ def test_path_patching_and_other_positions_take_texts_only(models):
     with pytest.raises(InputError, match="path patching takes a corrupted text"):
         model.path_patch(ids, noise, "all", metric="probability", answer=5)
     with pytest.raises(InputError, match="read at its last token"):
-        model.patch_sweep(ids, noise, metric="probability", answer=5, at=3)
+        model.patch_sweep(ids, noise, metric="probability", answer=5, position=3)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_receivers_named_twice_receive_with_the_heads_of_both(models, given, hea
 def test_paths_of_several_pairs_of_unequal_length_the_other_way(shipped):
     pairs = [prompts(20), prompts(21, seq=9)]
     clean, corrupted = [list(side) for side in zip(*pairs, strict=True)]
-    given = {"answer": 5, "versus": 9, "direction": "noising"}
+    given = {"answer": 5, "versus": 9, "patching": "noising"}
     receivers = [("blocks.2.attn.hook_q", [1, 6]), "blocks.3.mlp.hook_pre"]
     found = shipped.path_patch(clean, corrupted, receivers, **given)
     assert found.by_pair.shape == (2, 4, 8)

@@ -43,7 +43,7 @@ def test_the_country_matters_early_and_the_last_token_late(name):
 def test_ablating_the_heads_of_indirect_objects_removes_the_answer(llama):
     clean, corrupted = GIFT.format("John"), GIFT.format("Mary")
     answer, versus = llama.token_id("Mary"), llama.token_id("John")
-    found = llama.patch_sweep(clean, corrupted, "z", ("layer", "head"), direction="noising")
+    found = llama.patch_sweep(clean, corrupted, "z", ("layer", "head"), patching="noising")
     assert found.clean > 5 > -5 > found.corrupted
     order = np.argsort(found.effect, axis=None)
     chosen = np.transpose(np.unravel_index(order[:4], found.values.shape)).tolist()
@@ -119,7 +119,7 @@ def test_the_command_writes_what_it_is_asked_for(tmp_path):
         ("corrupted prompt to patch with", [FRANCE]),
         ("are for patching", [FRANCE, "--ablate", "zero", "--noising"]),
         ("should end in .html", [FRANCE, GERMANY, "--html", "x.txt"]),
-        ("numbers with commas", [FRANCE, GERMANY, "--layers", "1-2"]),
+        ("numbers with commas", [FRANCE, GERMANY, "--layers", "1;2"]),
         ("did you mean 'mean'", [FRANCE, "--ablate", "means"]),
     ],
 )

@@ -30,7 +30,7 @@ def test_cells_of_the_stream_equal_torch(models, references, name, direction):
     model, (clean, corrupted) = models(name), prompts()
     base, donor = (corrupted, clean) if direction == "denoising" else (clean, corrupted)
     hook = "hook_resid_pre" if direction == "denoising" else "hook_attn_out"
-    found = model.patch_sweep(clean, corrupted, hook, answer=5, versus=9, direction=direction)
+    found = model.patch_sweep(clean, corrupted, hook, answer=5, versus=9, patching=direction)
     point = HookPoint.ResidPre if direction == "denoising" else HookPoint.AttnOut
     assert found.values.shape == (2, SEQ)
     for layer, position in itertools.product(range(2), range(SEQ)):
@@ -89,7 +89,7 @@ def test_cells_equal_a_function_that_does_the_same(shipped, hook, direction):
     clean, corrupted = prompts(19)
     base, donor = (corrupted, clean) if direction == "denoising" else (clean, corrupted)
     over, indices = (("layer", "head"), (0, 1, 3)) if hook in HEADS else (("layer", "position"), (2, 4, SEQ - 1))
-    found = shipped.patch_sweep(clean, corrupted, hook, over, answer=5, versus=9, direction=direction)
+    found = shipped.patch_sweep(clean, corrupted, hook, over, answer=5, versus=9, patching=direction)
     _, given = shipped.run_with_cache(donor, f"*.{hook}", return_type=None)
     for layer, index in itertools.product(range(4), indices):
 
@@ -121,9 +121,9 @@ def test_any_axes_equal_one_forward_a_cell(models, shape, seed, at, name):
     end = at % SEQ
     if end < DIFFERENT[0]:
         with pytest.raises(InputError, match="the same up to what is read"):
-            model.patch_sweep(clean, corrupted, hook, over, answer=5, versus=9, at=at)
+            model.patch_sweep(clean, corrupted, hook, over, answer=5, versus=9, position=at)
         return
-    found = model.patch_sweep(clean, corrupted, hook, over, answer=5, versus=9, at=at)
+    found = model.patch_sweep(clean, corrupted, hook, over, answer=5, versus=9, position=at)
     for cell in np.random.default_rng(seed).permutation(list(np.ndindex(found.values.shape)))[:4].tolist():
         where = dict(zip(over, cell, strict=True))
         point = f"blocks.{where['layer']}.{'' if 'resid' in hook else 'attn.'}{hook}"
@@ -195,7 +195,7 @@ def test_answers_are_those_of_the_two_prompts_if_none_is_given(models):
 def test_the_whole_stream_patched_is_the_other_run(models):
     model, (clean, corrupted) = models("gemma2"), prompts(9)
     for direction in ("denoising", "noising"):
-        kwargs = {"answer": 5, "versus": 9, "direction": direction}
+        kwargs = {"answer": 5, "versus": 9, "patching": direction}
         found = model.patch_sweep(clean, corrupted, "resid_pre", ("layer",), **kwargs)
         np.testing.assert_allclose(found.normalized, 1, atol=1e-4)
 
@@ -262,7 +262,7 @@ def test_cells_without_effect_are_exactly_so_however_many_pairs_there_are(shippe
     pairs = [prompts(seed) for seed in range(20)]
     clean, corrupted = [list(side) for side in zip(*pairs, strict=True)]
     for direction in ("denoising", "noising"):
-        found = shipped.patch_sweep(clean, corrupted, metric="probability", answer=5, direction=direction)
+        found = shipped.patch_sweep(clean, corrupted, metric="probability", answer=5, patching=direction)
         idle = (found.by_pair == found.by_pair[:, :1, :1]).all(axis=0)
         assert idle.sum() == 4 * DIFFERENT[0] + 3  # before the first difference; tokens that are the same in layer 0
         assert (found.effect[idle] == 0).all()
@@ -303,9 +303,7 @@ def test_resampling_from_a_dataset_equals_torch(models, references):
     resampled = {**asked, "kind": "resample", "reference": reference, "seed": 3}
     found = model.ablation_sweep(rows[0], "z", **resampled, repeats=6)
     long = [row[:7] for row in reference if len(row) >= 7]
-    patched = [
-        model.patch_sweep(rows[0], other, "z", ("layer", "head"), **asked, direction="noising") for other in long
-    ]
+    patched = [model.patch_sweep(rows[0], other, "z", ("layer", "head"), **asked, patching="noising") for other in long]
     possible = np.stack([one.values for one in patched])
     for values in found.by_pair:
         assert (np.abs(possible - values).max(axis=(1, 2)) < 1e-5).sum() == 1

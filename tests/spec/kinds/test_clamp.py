@@ -148,7 +148,7 @@ def test_a_clamp_has_no_strength(model, tmp_path):
 def test_torch_agrees(model):
     spec = HookSpec().intervene(HOOK, Intervention.Clamp(-0.5, 0.25))
     spec.intervene("blocks.1.attn.hook_scores", Intervention.Clamp(high=0.1, heads=0))
-    assert model.verify([PROMPT], ["torch", "ort-cpu"], spec=spec, greedy=0).agrees
+    assert model.verify([PROMPT], ["torch", "ort-cpu"], hooks=spec, greedy=0).agrees
 
 
 @pytest.mark.parametrize(
