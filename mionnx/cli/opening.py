@@ -16,10 +16,20 @@ from mionnx.run.repository import Version
 
 PANEL = "The model"
 REVISION, SUBFOLDER = ("revision", "subfolder")  # of models of the Hub: in each command that opens a model
-RUNS = ("dtype", "provider", "threads")
+RUNS = ("dtype", "accuracy_level", "provider", "threads")
 DTYPE = "float32, float16, bfloat16, int4, int8 or auto; float32, or the file's own."
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "dtype": (Annotated[str | None, typer.Option(help=DTYPE, rich_help_panel=PANEL)], None),
+    "accuracy_level": (
+        Annotated[
+            int | None,
+            typer.Option(
+                help="Of weights in blocks: 0, products in floats, or 4, in 8 bits and fast. By default the file's.",
+                rich_help_panel=PANEL,
+            ),
+        ],
+        None,
+    ),
     "provider": (
         Annotated[str, typer.Option(help="cpu, cuda, or an execution provider's full name.", rich_help_panel=PANEL)],
         "cpu",
@@ -44,10 +54,11 @@ class Opening:
     """Options with which a command opens its model.
 
     Attributes:
-        dtype, provider, threads, revision, subfolder: see `MIModel.from_pretrained`.
+        dtype, accuracy_level, provider, threads, revision, subfolder: see `MIModel.from_pretrained`.
     """
 
     dtype: str = model_dtype.DEFAULT
+    accuracy_level: int | None = None
     provider: str = "cpu"
     threads: int = 0
     revision: str | None = None
@@ -58,6 +69,7 @@ class Opening:
         return MIModel.from_pretrained(
             source,
             dtype=self.dtype,
+            accuracy_level=self.accuracy_level,
             provider=self.provider,
             threads=self.threads,
             revision=self.revision,

@@ -35,7 +35,7 @@ def test_every_command_has_json_an_example_and_says_which_model(name):
     if name not in WITHOUT_A_MODEL:
         assert {"--revision", "--subfolder"} <= options(name)
     if name in RUNS:
-        assert {"--dtype", "--threads", "--provider"} <= options(name)
+        assert {"--dtype", "--accuracy-level", "--threads", "--provider"} <= options(name)
 
 
 def test_the_cache_has_an_example():
