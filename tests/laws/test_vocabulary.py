@@ -1,4 +1,4 @@
-"""One word, one meaning: a parameter's name has one type in each public verb, and words that have another name are gone."""
+"""One word, one meaning: a parameter has one type in each public verb, and words that have another name are gone."""
 
 import inspect
 import re
@@ -14,7 +14,8 @@ MEANS = {
     "tokens": r"Prompt|Prompt \| None",
     "prompt": r"Prompt|str \| Tokens",
     "hooks": r"HookSpec( \| None)?",
-    "points": r"(HookSpec \| )?Hooks|Hook \| Iterable\[Hook\] \| None|str \| Sequence\[str\]|.*HookPoint.*|(list|Sequence)\[str\] \| None",
+    "points": r"(HookSpec \| )?Hooks|Hook \| Iterable\[Hook\] \| None|str \| Sequence\[str\]|.*HookPoint.*"
+    r"|(list|Sequence)\[str\] \| None",
     "position": r"int( \| None)?|int \| str",
     "patching": r"str",
     "linearize_at": r"str",
