@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mionnx.errors import ExportError
+from mionnx.errors import ExportError, boundary
 from mionnx.graph.blocks import GivenBlocks
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers
@@ -172,12 +172,11 @@ def _write(
 
 def _called(export: Callable[..., Any], folder: Path, *given: Any) -> Any:
     try:
-        return export(folder, *given)
+        with boundary(ExportError, f"cannot export {folder}"):
+            return export(folder, *given)
     except ImportError as error:
         otherwise = f"exporting needs torch and transformers ({error.name}): pip install 'mionnx[export]'"
         raise ExportError(NEEDED.get(str(error.name), otherwise)) from error
-    except OSError as error:
-        raise ExportError(f"cannot export {folder}: {error}") from error
 
 
 def copy_links(folder: Path, progress: Progress) -> None:
