@@ -10,6 +10,7 @@ from typing import Any
 
 from mionnx.errors import ExportError, boundary
 from mionnx.graph.blocks import GivenBlocks
+from mionnx.graph.folder_file import files_beside
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers
 from mionnx.machine.progress import Progress
@@ -44,12 +45,14 @@ def exporter_for(folder: Path) -> ModuleType:
 
     Raises:
         ExportError: none does.
+        ModelError: its config lies outside the folder, or is no regular file.
     """
     installed = list(entry_points(group="mionnx.exporters"))
     for entry in installed:
         module = entry.load()
         if module.recognises(folder):
             return module
+    files_beside(folder, ["config.json"])  # one that nobody reads says why
     names = ", ".join(entry.name for entry in installed) or "none"
     raise ExportError(
         f"{folder} holds neither a hooked model nor a checkpoint that an exporter knows (installed: {names})"
