@@ -47,7 +47,7 @@ def read(path: Path, largest: int = LARGEST) -> onnx.ModelProto:
 
 
 def check_texts(message: Message, where: str) -> None:
-    """Check that names and notes are text: protobuf gives bytes for those that are no UTF-8.
+    """Check that names and notes are text in UTF-8; protobuf gives others as bytes.
 
     Args:
         message: a model or a part of one.

@@ -127,7 +127,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | WorldTokenizer:
 
 
 def check_growth(tokenizer: Tokenizer, path: Path) -> None:
-    """Check that no part of a tokenizer makes a text longer without bound, before the first text is given to it.
+    """Check that no part of a tokenizer makes a text longer without bound.
 
     Each `Replace` of a normalizer or a decoder may make a text longer, and those of a sequence multiply: 28 that make
     two letters of one make 256 MB of a letter, in a call that nothing interrupts.

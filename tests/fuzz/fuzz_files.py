@@ -346,20 +346,23 @@ def fuzz(name: str, seconds: float, seed: int, only: int | None, scratch: Path) 
 
 
 def save(results: dict[str, Found], seconds: float, seed: int) -> None:
-    """Write the table of counts."""
+    """Write the table of counts; rows of formats that were not run stay."""
     lines = [
         "# Hostile files",
         "",
-        f"`python tests/fuzz/fuzz_files.py --seconds {seconds:g} --seed {seed} --save`: mutants of each kind of file,",
+        "`python tests/fuzz/fuzz_files.py FORMAT --seconds SECONDS --seed SEED --save`: mutants of each kind of file,",
         f"each in a process of its own: `MIError` or an answer in {SECONDS} s of the processor, 1 GiB over the file",
         "size, nothing read or written outside, nothing executed.",
         "",
-        "| format | mutants | answers | refused by `MIError` | findings |",
-        "|---|---|---|---|---|",
+        "| format | seconds | seed | mutants | answers | refused by `MIError` | findings |",
+        "|---|---|---|---|---|---|---|",
     ]
+    before = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in before if line.startswith("| ")}
     for name, found in results.items():
-        mutants_ = found.answers + found.refused + len(found.faults)
-        lines.append(f"| {name} | {mutants_:,} | {found.answers:,} | {found.refused:,} | {len(found.faults)} |")
+        counts = (found.answers + found.refused + len(found.faults), found.answers, found.refused, len(found.faults))
+        rows[name] = f"| {name} | {seconds:g} | {seed} | {' | '.join(f'{count:,}' for count in counts)} |"
+    lines += [rows[name] for name in FORMATS if name in rows]
     RESULTS.write_text("\n".join(lines) + "\n")
 
 
