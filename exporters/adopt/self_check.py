@@ -5,9 +5,10 @@ without its bias.
 """
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ Array = NDArray[Any]
 BATCH, SEQ, PADDING = 2, 6, 2
 INT8 = 1 / 127  # one step of activations that are rounded to 8 bits: a last bit before may move a whole step
 INT8_CALLS = 32 * INT8  # where the scale of activations is one of a whole call, and calls differ
+MOMENT = 0.5  # seconds
 ROUNDS = frozenset(("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "QuantizeLinear"))
 ROUNDINGS = 64  # of the dtype, at the size of the compared numbers, by which two sides of a law may differ
 ONNX_FLOATS = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
@@ -148,14 +150,26 @@ def run(session: onnxruntime.InferenceSession, names: list[str], feeds: Mapping[
 
 
 def interruptible(session: onnxruntime.InferenceSession, names: list[str], feeds: Mapping[str, Array]) -> list[Array]:
-    """Run a session in another thread: ONNX Runtime does not hear Ctrl-C."""
-    options = onnxruntime.RunOptions()
-    with ThreadPoolExecutor(1) as pool:
+    """Run a session in another thread: ONNX Runtime does not hear Ctrl-C.
+
+    A run that is told to end does so after the operator at work; one that takes longer than a moment is left to itself.
+    """
+    options, outcome = onnxruntime.RunOptions(), Future[list[Array]]()
+
+    def work() -> None:
         try:
-            return pool.submit(session.run, names, dict(feeds), options).result()
-        except BaseException:
-            options.terminate = True
-            raise
+            outcome.set_result(session.run(names, dict(feeds), options))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        return outcome.result()
+    except BaseException:
+        options.terminate = True
+        thread.join(MOMENT)
+        raise
 
 
 def feed_of(entry: Any, batch: int = BATCH, seq: int = SEQ, past: int = 0) -> Array:

@@ -1,5 +1,6 @@
 """RWKV checkpoints: layout, sizes and constants."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,13 +57,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The checkpoint's `config.json`; empty where there is none.
 
     Raises:
-        ExportError: it is damaged.
+        ExportError: it is damaged, or lies outside the folder.
     """
     path = folder / "config.json"
-    if not path.exists():
+    if not os.path.lexists(path):
         return {}
     try:
-        config = read_json(path)
+        config = read_json(inside(folder, path.name))
     except ModelError as error:
         raise ExportError(str(error)) from error
     if not isinstance(config, dict):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from exporters import adopt, gguf, rwkv
 from exporters.packed import bits_of, quantization_of
 from mionnx.errors import ExportError, ModelError
-from mionnx.graph.folder_file import read_json
+from mionnx.graph.folder_file import inside, read_json
 from mionnx.machine.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 DEQUANTISED = ("mxfp4",)  # values of quant_method of which transformers makes floats by itself
+CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # or the index of their shards
 
 
@@ -35,7 +36,7 @@ def recognises(folder: Path) -> bool:
     Cheap: torch and transformers are not imported.
     """
     try:
-        named = isinstance(read_json(folder / "config.json").get("model_type"), str)
+        named = isinstance(read_json(inside(folder, CONFIG)).get("model_type"), str)
     except (ModelError, AttributeError):
         return False
     return named and not any(other.recognises(folder) for other in (rwkv, adopt, gguf))

@@ -15,6 +15,7 @@ import onnx
 
 from mionnx.errors import ModelError
 from mionnx.graph.folder_file import check_regular
+from mionnx.graph.onnx_file import check_texts
 
 SMALL = 1024  # bytes up to which a weight stays inside the graph
 LONGEST = 10  # bytes of a number of variable length
@@ -35,7 +36,7 @@ def read_light(path: Path) -> onnx.ModelProto:
         path: of the file.
 
     Raises:
-        ModelError: no regular file, or no protobuf.
+        ModelError: no regular file, no protobuf, or names that are no text.
         google.protobuf.message.DecodeError: protobuf, but no ONNX.
     """
     with _mapped(path) as data:
@@ -43,7 +44,9 @@ def read_light(path: Path) -> onnx.ModelProto:
             _message(GRAPH, _graph(data, begin, end, path.name)) if number == GRAPH else data[first:end]
             for number, first, begin, end in _fields(data, 0, len(data))
         ]
-    return onnx.ModelProto.FromString(b"".join(parts))
+    proto = onnx.ModelProto.FromString(b"".join(parts))
+    check_texts(proto, str(path))
+    return proto
 
 
 def read_properties(path: Path) -> dict[str, str]:
@@ -56,6 +59,8 @@ def read_properties(path: Path) -> dict[str, str]:
     with _mapped(path) as data:
         found = [data[begin:end] for number, _, begin, end in _fields(data, 0, len(data)) if number == METADATA]
     entries = [onnx.StringStringEntryProto.FromString(entry) for entry in found]
+    for entry in entries:
+        check_texts(entry, str(path))
     return {entry.key: entry.value for entry in entries}
 
 

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from mionnx.errors import ModelError
 from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.onnx_file import check_texts
 
 MICROSOFT = "com.microsoft"
 LARGEST = 2**14  # characters of one node's text
@@ -123,6 +124,7 @@ def _parse(text: str) -> onnx.NodeProto:
         node.ParseFromString(base64.b64decode(text, validate=True))
     except (binascii.Error, DecodeError, ValueError) as error:
         raise ModelError("a fused operator in the metadata is damaged") from error
+    check_texts(node, "a fused operator in the metadata")
     return node
 
 

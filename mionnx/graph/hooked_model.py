@@ -36,7 +36,7 @@ import numpy as np
 import onnx
 from numpy.typing import DTypeLike
 
-from mionnx.errors import HookError, ModelError
+from mionnx.errors import HookError, ModelError, boundary
 from mionnx.graph import onnx_file, validate, weight_check, weight_record
 from mionnx.graph.contrib_shapes import DOMAIN
 from mionnx.graph.dataflow import Dataflow
@@ -101,6 +101,20 @@ class HookedModel:
             ModelError: see the module's text.
             InputError: another `check`.
         """
+        with boundary(ModelError, f"{folder / GRAPH} is damaged"):
+            model = cls._read(folder)
+            stock = model.stock
+        proto, metadata = model.proto, model.metadata
+        files = {*onnx_file.locations(proto), *(onnx_file.locations(stock.proto) if stock else ())}
+        if check == "full":
+            model.need_weights("checking them")
+            metadata = replace(metadata, weight_files=weight_record.complete(folder, metadata, progress))
+        weight_check.check(folder, metadata, files, check, progress)
+        return model
+
+    @classmethod
+    def _read(cls, folder: Path) -> "HookedModel":
+        """Read a graph and its metadata, and check them against each other."""
         proto = onnx_file.read(folder / GRAPH, LARGEST)
         validate.check_counts(proto)
         metadata = Metadata.from_props(onnx_file.properties(proto))
@@ -125,13 +139,7 @@ class HookedModel:
             raise ModelError(
                 f"{folder / GRAPH} has the inputs {inputs} and outputs {outputs}; input_ids and logits are missing"
             )
-        model = cls(folder, proto, metadata)
-        files = {*onnx_file.locations(proto), *(onnx_file.locations(model.stock.proto) if model.stock else ())}
-        if check == "full":
-            model.need_weights("checking them")
-            metadata = replace(metadata, weight_files=weight_record.complete(folder, metadata, progress))
-        weight_check.check(folder, metadata, files, check, progress)
-        return model
+        return cls(folder, proto, metadata)
 
     @cached_property
     def stock(self) -> StockGraph | None:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx
 import onnx.version_converter
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from numpy.typing import DTypeLike, NDArray
 
 from mionnx.errors import ModelError
@@ -40,9 +40,30 @@ def read(path: Path, largest: int = LARGEST) -> onnx.ModelProto:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
     except (DecodeError, ValueError) as error:
         raise ModelError(f"{path} is corrupt or truncated: {error}") from error
+    check_texts(proto, str(path))
     if not proto.graph.node or not proto.graph.output:
         raise ModelError(f"{path} is corrupt or truncated: it holds no graph")
     return proto
+
+
+def check_texts(message: Message, where: str) -> None:
+    """Check that names and notes are text in UTF-8; protobuf gives others as bytes.
+
+    Args:
+        message: a model or a part of one.
+        where: what it was read from, for the refusal.
+
+    Raises:
+        ModelError: one is none.
+    """
+    for field, value in message.ListFields():
+        if field.type == field.TYPE_STRING:
+            for text in [value] if isinstance(value, str | bytes) else value:
+                if isinstance(text, bytes):
+                    raise ModelError(f"{where} is damaged: its {field.name} {text[:60]!r} is no text in UTF-8")
+        elif field.type == field.TYPE_MESSAGE:
+            for inner in [value] if isinstance(value, Message) else value:
+                check_texts(inner, where)
 
 
 def parse(model: bytes) -> onnx.ModelProto:

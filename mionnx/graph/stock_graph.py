@@ -97,6 +97,7 @@ def unpacked(table: Mapping[str, Any]) -> StockGraph:
         if not reader.eof:
             raise ModelError(f"the stock graph in the metadata is cut, or has more than {LARGEST:,} bytes: refused")
         proto = onnx.ModelProto.FromString(data)
+        onnx_file.check_texts(proto, "the stock graph in the metadata")
     except (binascii.Error, zlib.error, DecodeError, ValueError, KeyError, TypeError) as error:
         raise ModelError("the stock graph in the metadata is damaged") from error
     calls = frozenset(table["calls"]) if "calls" in table else None

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,6 @@ from tokenizers import Encoding, Tokenizer
 
 from mionnx.errors import InputError, ModelError, TokenizerError, boundary
 from mionnx.graph.folder_file import LARGEST_BESIDE, files_beside, read_json
-from mionnx.inputs.text_growth import check_growth
 from mionnx.inputs.world_tokenizer import Encoding as WorldEncoding
 from mionnx.inputs.world_tokenizer import WorldTokenizer, find_vocabulary
 from mionnx.machine.brief import Brief, count, spelled
@@ -21,6 +20,8 @@ from mionnx.machine.typed import typed
 
 TOKENIZER = "tokenizer.json"
 PROBE = "a"  # a text that has tokens
+FACTOR = 2**14  # by which all rules of a part of a tokenizer together may multiply a text
+ADDED = 2**20  # bytes that they may add to it
 
 
 class Decoder(Protocol):
@@ -123,6 +124,50 @@ def load_tokenizer(folder: Path) -> Tokenizer | WorldTokenizer:
         check_growth(tokenizer, path)
         _check_post_processor(tokenizer, path)
     return tokenizer
+
+
+def check_growth(tokenizer: Tokenizer, path: Path) -> None:
+    """Check that no part of a tokenizer makes a text longer without bound.
+
+    Each `Replace` of a normalizer or a decoder may make a text longer, and those of a sequence multiply: 28 that make
+    two letters of one make 256 MB of a letter, in a call that nothing interrupts.
+
+    Args:
+        tokenizer: as its file says, not used yet.
+        path: of the file, for the refusal.
+
+    Raises:
+        TokenizerError: a part does.
+    """
+    for name in ("normalizer", "decoder", "post_processor"):
+        part = getattr(tokenizer, name)
+        factor, added = (1, 0) if part is None else _growth(json.loads(part.__getstate__()), 1, 0)
+        if factor > FACTOR or added > ADDED:
+            raise TokenizerError(
+                f"the {name} of {path} makes a text up to {factor:,} times as long, and {added:,} bytes longer: "
+                f"refused beyond {FACTOR:,} times and {ADDED:,} bytes"
+            )
+
+
+def _growth(rule: Any, factor: int, added: int) -> tuple[int, int]:
+    """The length of a text of n bytes after a rule, factor * n + added, from that before it."""
+    if not isinstance(rule, dict):
+        return factor, added
+    for one in [*rule.get("normalizers", []), *rule.get("decoders", []), *rule.get("processors", [])]:
+        factor, added = _growth(one, factor, added)
+    kind = rule.get("type")
+    if kind == "Replace":
+        content, pattern = len(rule["content"].encode()), rule["pattern"]
+        matched = len(pattern.get("String", "").encode())
+        # what a regular expression matches may be empty, and then it stands before every byte
+        more = max(1, -(-content // matched)) if matched else content + 1
+        return factor * more, added * more + content
+    if kind == "Prepend":
+        return factor, added + len(rule["prepend"].encode())
+    if kind == "TemplateProcessing":
+        texts = sum("Sequence" in piece for piece in rule["single"])
+        return factor * max(1, texts), added * max(1, texts)
+    return factor, added
 
 
 def _check_post_processor(tokenizer: Tokenizer, path: Path) -> None:

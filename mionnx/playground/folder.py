@@ -9,7 +9,7 @@ from typing import Any
 
 from mionnx.errors import ModelError, SpecFileError
 from mionnx.graph.folder_file import files_beside
-from mionnx.graph.hooked_model import GRAPH
+from mionnx.graph.hooked_model import GRAPH, KEPT
 from mionnx.machine.leftovers import new_folder, remove_leftovers
 from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
@@ -96,6 +96,7 @@ def playground(
 
 def _refuse_files(model: MIModel, graph: PlaygroundGraph) -> None:
     folder = model.hooked.folder
+    files_beside(folder, KEPT)  # refused before anything is downloaded
     if not (folder / TOKENIZER[0]).is_file():
         raise ModelError(f"{folder} has no tokenizer.json, which a page needs to read prompts")
     size = sum(graph.weights.values())

@@ -8,8 +8,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mionnx.errors import ExportError, install
+from mionnx.errors import ExportError, boundary, install
 from mionnx.graph.blocks import GivenBlocks
+from mionnx.graph.folder_file import files_beside
 from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers
 from mionnx.machine.progress import Progress
@@ -45,12 +46,14 @@ def exporter_for(folder: Path) -> ModuleType:
 
     Raises:
         ExportError: none does.
+        ModelError: its config lies outside the folder, or is no regular file.
     """
     installed = list(entry_points(group="mionnx.exporters"))
     for entry in installed:
         module = entry.load()
         if module.recognises(folder):
             return module
+    files_beside(folder, ["config.json"])  # one that nobody reads says why
     names = ", ".join(entry.name for entry in installed) or "none"
     raise ExportError(
         f"{folder} holds neither a hooked model nor a checkpoint that an exporter knows (installed: {names})"
@@ -173,13 +176,12 @@ def _write(
 
 def _called(export: Callable[..., Any], folder: Path, *given: Any) -> Any:
     try:
-        return export(folder, *given)
+        with boundary(ExportError, f"cannot export {folder}"):
+            return export(folder, *given)
     except ImportError as error:
         # A checkpoint's exporter uses onnx_ir too, and torch comes with it.
         named = "" if export.__module__ != FOREIGN_MODULE and error.name == "onnx_ir" else str(error.name)
         raise ExportError(NEEDED.get(named, f"{EXPORT} ({error.name} is missing)")) from error
-    except OSError as error:
-        raise ExportError(f"cannot export {folder}: {error}") from error
 
 
 def copy_links(folder: Path, progress: Progress) -> None:

@@ -17,6 +17,7 @@ from exporters.adopt import adopt
 from mionnx import ExportError, MIError, MIModel
 from mionnx.graph.embedded_weights import read_light, read_properties
 from mionnx.graph.validate import NODES
+from mionnx.graph.value_sizes import TRIPS
 
 FOREIGN = Path(__file__).parents[1] / "shared" / "foreign" / "optimum"
 SECONDS = 10
@@ -183,33 +184,88 @@ def test_a_file_of_many_small_fields_is_refused_at_once(tmp_path):
 
 
 RUNNING = """
-import numpy as np, onnx, signal, sys, time
+import numpy as np, onnx, sys
 from exporters.adopt.self_check import interruptible, open_session
 from pathlib import Path
-session = open_session(onnx.load(sys.argv[1]), Path(sys.argv[1]).parent, [])
+proto = onnx.load(sys.argv[1])
+session = open_session(proto, Path(sys.argv[1]).parent, [])
+size = proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value
 print("runs", flush=True)
-begun = time.monotonic()
 try:
-    interruptible(session, ["y"], {"x": np.zeros((2000, 2000), np.float32)})
+    interruptible(session, ["y"], {"x": np.zeros((size, size), np.float32)})
+except KeyboardInterrupt:
+    print("heard", flush=True)
+"""
+ADOPTING = """
+import sys
+from pathlib import Path
+from exporters.adopt import adopt
+def tell(stage, done, total):
+    if stage == "running once":
+        print("runs", flush=True)
+try:
+    adopt(Path(sys.argv[1]), Path(sys.argv[1]) / "out", None, tell)
 except KeyboardInterrupt:
     print("heard", flush=True)
 """
 
 
-def test_ctrl_c_is_heard_while_a_graph_runs(tmp_path):
-    nodes = [helper.make_node("MatMul", [f"v{i}" if i else "x", "x"], [f"v{i + 1}"]) for i in range(3000)]
-    nodes.append(helper.make_node("Identity", ["v3000"], ["y"]))
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2000, 2000]) for name in ("x", "y")]
+def seconds_until_heard(program: str, path: Path) -> float:
+    """Seconds from Ctrl-C, half a second after a process says that it runs something, until it is heard."""
+    child = subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "runs\n"
+        time.sleep(0.5)
+        os.kill(child.pid, signal.SIGINT)
+        begun = time.monotonic()
+        assert child.stdout.readline() == "heard\n"
+        return time.monotonic() - begun
+    finally:
+        child.kill()
+        child.communicate()
+
+
+@pytest.mark.parametrize(("products", "size"), [(3000, 2000), (1, 8192)])
+def test_ctrl_c_is_heard_while_a_graph_runs(products, size, tmp_path):
+    """Of many operators, or in one that takes long: the largest value that a graph may have."""
+    nodes = [helper.make_node("MatMul", [f"v{i}" if i else "x", "x"], [f"v{i + 1}"]) for i in range(products)]
+    nodes.append(helper.make_node("Identity", [f"v{products}"], ["y"]))
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [size, size]) for name in ("x", "y")]
     graph = helper.make_graph(nodes, "long", ends[:1], ends[1:])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "m.onnx")
-    child = subprocess.Popen([sys.executable, "-c", RUNNING, tmp_path / "m.onnx"], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    assert child.stdout.readline() == "runs\n"
-    time.sleep(1)
-    os.kill(child.pid, signal.SIGINT)
+    assert seconds_until_heard(RUNNING, tmp_path / "m.onnx") < 1
+
+
+def products_of_tokens(proto: onnx.ModelProto) -> None:
+    """A loop of products that the tokens enter: within every bound, and long."""
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1024, 1024]) for name in ("v", "w")]
+    go = [helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("c", "d")]
+    step = helper.make_tensor_value_info("i", TensorProto.INT64, [])
+    body = [helper.make_node("Identity", ["c"], ["d"]), helper.make_node("MatMul", ["v", "v"], ["w"])]
+    graph = helper.make_graph(body, "body", [step, go[0], values[0]], [go[1], values[1]])
+    shape = helper.make_tensor("evil_sizes", TensorProto.INT64, [2], [1024, 1024])
+    nodes = [
+        helper.make_node("Constant", [], ["evil_shape"], value=shape),
+        helper.make_node("ConstantOfShape", ["evil_shape"], ["evil_zeros"]),
+        helper.make_node("ReduceMax", ["input_ids"], ["evil_max"], keepdims=0),
+        helper.make_node("Cast", ["evil_max"], ["evil_number"], to=TensorProto.FLOAT),
+        helper.make_node("Add", ["evil_zeros", "evil_number"], ["evil_start"]),
+        constant("evil_true", True, TensorProto.BOOL),
+        constant("evil_trips", 120),
+        helper.make_node("Loop", ["evil_trips", "evil_true", "evil_start"], ["evil"], body=graph),
+    ]
+    added_to_logits(proto, nodes, "evil", TensorProto.FLOAT)
+
+
+def test_ctrl_c_is_heard_while_a_file_is_adopted(tmp_path):
+    assert seconds_until_heard(ADOPTING, written(tmp_path / "long", products_of_tokens)) < 1
+
+
+def test_the_longest_loop_is_adopted_in_seconds(tmp_path):
     begun = time.monotonic()
-    assert child.communicate(timeout=60)[0] == "heard\n"
-    assert time.monotonic() - begun < 10  # a product of this size, and the end of a process
+    adopt(written(tmp_path / "long", counted(TRIPS - 1)), tmp_path / "out")
+    assert time.monotonic() - begun < 2 * SECONDS
 
 
 def test_the_limit_of_nodes_is_above_any_model():

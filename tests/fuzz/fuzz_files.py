@@ -27,10 +27,15 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "shared"), str(Path(__file__).parent)]
+import gguf_mutants  # noqa: E402
 import mutants  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "robustness.md"
 LLAMA, FOREIGN = ROOT / "models" / "world-llama", ROOT / "tests" / "shared" / "foreign" / "optimum"
+PACKED = (
+    *(("gptq", "gptq"), ("gptq", "gptq_v2"), ("awq", "gemm"), ("awq", "gemv")),
+    *(("compressed-tensors", "pack-quantized"), ("compressed-tensors", "int-quantized")),
+)
 HOOK = "blocks.1.hook_resid_post"
 SECONDS, WALL = 10, 90  # of the processor; on the clock, where others use it too
 ROOM = 2**30
@@ -44,7 +49,7 @@ class Format:
     """A kind of file: how a folder with one is made, what is changed, and how it is opened."""
 
     make: Callable[[Path], str]
-    change: mutants.Mutate | None
+    change: mutants.Mutate
     open: Callable[[Path], object]
     links: bool = False
 
@@ -113,11 +118,14 @@ def make_gguf(folder: Path) -> str:
     return "model.gguf"
 
 
-def make_packed(folder: Path) -> str:
-    from packed_files import Form, write_packed
+def make_packed(method: str, layout: str, file: str) -> Callable[[Path], str]:
+    def make(folder: Path) -> str:
+        from packed_files import Form, write_packed
 
-    write_packed(Form("gptq", "gptq"), folder)
-    return "model.safetensors"
+        write_packed(Form(method, layout), folder)
+        return file
+
+    return make
 
 
 def make_npz(folder: Path) -> str:
@@ -177,8 +185,12 @@ FORMATS: dict[str, list[Format]] = {
         Format(copy_of(LLAMA, "tokenizer.json"), mutants.json_file, lambda path: run_model(whole(path)), links=True)
     ],
     "config.json": [Format(checkpoint, mutants.json_file, lambda path: run_model(whole(path)), links=True)],
-    "gguf": [Format(make_gguf, None, run_model)],
-    "packed": [Format(make_packed, mutants.safetensors_file, lambda path: run_model(whole(path)))],
+    "gguf": [Format(make_gguf, gguf_mutants.gguf_file, run_model)],
+    "packed": [
+        Format(make_packed(method, layout, file), change, lambda path: run_model(whole(path)), links=True)
+        for method, layout in PACKED
+        for file, change in (("model.safetensors", mutants.packed_file), ("config.json", mutants.quantization))
+    ],
 }
 
 
@@ -190,7 +202,7 @@ def mutant(base: Path, file: str, kind: Format, folder: Path, seed: str) -> Path
     choice = random.random()
     if kind.links and choice < 0.1:
         mutants.linked(folder, folder.parent / "secret.txt", random)
-    elif kind.change is None or choice < 0.4:
+    elif choice < 0.4:
         path.write_bytes(mutants.damaged(path.read_bytes(), random))
     else:
         path.write_bytes(kind.change(path.read_bytes(), random))
@@ -334,20 +346,23 @@ def fuzz(name: str, seconds: float, seed: int, only: int | None, scratch: Path) 
 
 
 def save(results: dict[str, Found], seconds: float, seed: int) -> None:
-    """Write the table of counts."""
+    """Write the table of counts; rows of formats that were not run stay."""
     lines = [
         "# Hostile files",
         "",
-        f"`python tests/fuzz/fuzz_files.py --seconds {seconds:g} --seed {seed} --save`: mutants of each kind of file,",
+        "`python tests/fuzz/fuzz_files.py FORMAT --seconds SECONDS --seed SEED --save`: mutants of each kind of file,",
         f"each in a process of its own: `MIError` or an answer in {SECONDS} s of the processor, 1 GiB over the file",
         "size, nothing read or written outside, nothing executed.",
         "",
-        "| format | mutants | answers | refused by `MIError` | findings |",
-        "|---|---|---|---|---|",
+        "| format | seconds | seed | mutants | answers | refused by `MIError` | findings |",
+        "|---|---|---|---|---|---|---|",
     ]
+    before = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in before if line.startswith("| ")}
     for name, found in results.items():
-        mutants_ = found.answers + found.refused + len(found.faults)
-        lines.append(f"| {name} | {mutants_:,} | {found.answers:,} | {found.refused:,} | {len(found.faults)} |")
+        counts = (found.answers + found.refused + len(found.faults), found.answers, found.refused, len(found.faults))
+        rows[name] = f"| {name} | {seconds:g} | {seed} | {' | '.join(f'{count:,}' for count in counts)} |"
+    lines += [rows[name] for name in FORMATS if name in rows]
     RESULTS.write_text("\n".join(lines) + "\n")
 
 

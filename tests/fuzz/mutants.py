@@ -4,6 +4,7 @@ import json
 import zipfile
 from collections.abc import Callable, Iterable
 from io import BytesIO
+from math import prod
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,6 +17,23 @@ ODD: tuple[Any, ...] = (
     *([], {}, [0], [[]], ["x"], {"a": 1}, [1] * 1000, {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}),
 )
 NUMBERS = (0, 1, 2**7, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1)
+WIDTHS = {
+    "F64": 8,
+    "I64": 8,
+    "F32": 4,
+    "I32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+}
+PARTS = (
+    *("qweight", "qzeros", "scales", "g_idx"),
+    *("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+)
 Mutate = Callable[[bytes, Random], bytes]
 
 
@@ -103,6 +121,60 @@ def safetensors_file(data: bytes, random: Random) -> bytes:
     header = as_json(odd(json.loads(data[8 : 8 + size]), random))
     said = len(header) if random.random() < 0.9 else random.choice(NUMBERS) % 2**64
     return said.to_bytes(8, "little") + header + data[8 + size :]
+
+
+def packed_file(data: bytes, random: Random) -> bytes:
+    """A checkpoint of integers whose packed layers have parts of other dtypes or shapes, other numbers, or none."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    note, start = header.pop("__metadata__", None), 8 + size
+    held = {name: data[start + one["data_offsets"][0] : start + one["data_offsets"][1]] for name, one in header.items()}
+    names = [name for name in header if name.rpartition(".")[2] in PARTS]
+    for _ in range(random.choice((1, 1, 2, 5))):
+        _change_part(header, held, random.choice(names), random)
+    place = 0
+    for name, entry in header.items():
+        entry["data_offsets"] = [place, place := place + len(held[name])]
+    text = as_json(header if note is None else {"__metadata__": note, **header})
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + b"".join(held[name] for name in header)
+
+
+def _change_part(header: dict[str, Any], held: dict[str, bytes], name: str, random: Random) -> None:
+    if name not in header:  # gone already
+        return
+    entry, kind = header[name], random.randrange(8)
+    shape, width = entry["shape"], max(1, len(held[name]) // max(1, prod(entry["shape"])))
+    if kind == 0:
+        del header[name]
+    elif kind == 1:  # another dtype of the same bytes
+        entry["dtype"] = random.choice([dtype for dtype, size in WIDTHS.items() if size == width] or ["I32"])
+    elif kind == 2:  # another dtype of as many numbers
+        entry["dtype"] = random.choice([*WIDTHS])
+        held[name] = random.randbytes(prod(shape) * WIDTHS[entry["dtype"]])
+    elif kind == 3:
+        entry["shape"] = random.choice((shape[::-1], [prod(shape)], [1, *shape], [*shape, 1], [prod(shape), 1]))
+    elif kind == 4 and shape:  # fewer, more or no rows
+        rows = random.choice((0, 1, shape[0] - 1, shape[0] + 1, 2 * shape[0]))
+        entry["shape"] = [max(0, rows), *shape[1:]]
+        held[name] = (held[name] * 3)[: prod(entry["shape"]) * width]
+    elif kind == 5:
+        held[name] = random.choice(
+            (random.randbytes(len(held[name])), b"\xff" * len(held[name]), bytes(len(held[name])))
+        )
+    elif kind == 6:  # another part's place
+        module, _, part = name.rpartition(".")
+        other = f"{module}.{random.choice([one for one in PARTS if one != part])}"
+        header[other], held[other] = header.pop(name), held[name]
+    else:  # what another has
+        other = random.choice([one for one in header if one != name])
+        header[name], held[name] = json.loads(json.dumps(header[other])), held[other]
+
+
+def quantization(data: bytes, random: Random) -> bytes:
+    """A config with an odd quantization_config."""
+    config = json.loads(data)
+    return as_json({**config, "quantization_config": odd([config["quantization_config"]], random)[:1][0]})
 
 
 def npz_file(data: bytes, random: Random) -> bytes:

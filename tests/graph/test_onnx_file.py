@@ -37,6 +37,17 @@ def point_at(location: str, **entries: int) -> Callable[[onnx.ModelProto], None]
     return change
 
 
+@pytest.mark.parametrize(
+    "name", [b"mionnx.weights_sha256", b"node_embedding", b"blocks.1.hook_resid_post", b"input_ids"]
+)
+def test_a_name_that_is_no_text(copy, name):
+    data = (copy / "model.onnx").read_bytes()
+    assert name in data
+    (copy / "model.onnx").write_bytes(data.replace(name, name[:-1] + b"\x80"))
+    with pytest.raises(ModelError, match=r"no text in UTF-8|damaged"):
+        MIModel.from_pretrained(copy).forward(IDS)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.7, 0.99, 0.9999])
 def test_a_truncated_graph(copy, share):
     data = (copy / "model.onnx").read_bytes()

@@ -10,8 +10,7 @@ from command_line import LLAMA
 from tokenizers import Tokenizer
 
 from mionnx.errors import TokenizerError
-from mionnx.inputs.text_growth import check_growth
-from mionnx.inputs.tokens import load_tokenizer, tokenize
+from mionnx.inputs.tokens import check_growth, load_tokenizer, tokenize
 
 Rules = list[dict[str, Any]]
 

@@ -11,10 +11,12 @@ from gguf_files import write_small
 from packed_files import Form, write_packed
 from repository import REPOSITORY
 
-from exporters import adopt, gguf
+from exporters import adopt, gguf, rwkv, transformers
+from exporters.rwkv.checkpoint import read_config
 from mionnx import HookSpec, Intervention, MIError, MIModel
 from mionnx.graph.hooked_model import KEPT
 from mionnx.machine.progress import silent
+from mionnx.playground import playground
 from mionnx.quantise.quantise import quantise_into
 from mionnx.quantise.settings import DTYPES
 from mionnx.run.exporting import export
@@ -134,6 +136,7 @@ def test_a_packed_checkpoint_reads_nothing_outside_its_folder(name, source, tmp_
 
 COPIES = {
     "compile": lambda model, to: model.compile(HookSpec().intervene("hook_embed", Intervention.Scale(2.0)), to),
+    "playground": lambda model, to: playground(model, to),
     "quantise": lambda model, to: (to.mkdir(), quantise_into(model.hooked, to, DTYPES["int4"], silent)),
 }
 
@@ -142,7 +145,7 @@ COPIES = {
 @pytest.mark.parametrize("place", HOSTILE)
 def test_what_is_made_of_a_hooked_model_holds_nothing_from_outside(verb, place, source, tmp_path):
     replaced(hooked(source), "chat_template.jinja", place)
-    with pytest.raises(MIError):
+    with pytest.raises(MIError, match=r"refused|points outside"):
         COPIES[verb](MIModel.from_pretrained(source), tmp_path / "made")
     assert told(tmp_path / "made") == []
 
@@ -165,3 +168,31 @@ def test_a_world_vocabulary_is_not_read_from_outside(place, source):
     replaced(source, "rwkv_vocab_20230424.txt", place)
     with pytest.raises(MIError):
         MIModel.from_pretrained(source).tokenize("The capital")
+
+
+@pytest.mark.parametrize("place", HOSTILE)
+def test_a_config_from_outside_makes_no_checkpoint(place, source, tmp_path):
+    """A table that an exporter would know, in a file that lies elsewhere."""
+    write_packed(Form("gptq", "gptq"), source)
+    known = (source / "config.json").read_text()
+    replaced(source, "config.json", place)
+    if (tmp_path / "outside").is_file():
+        (tmp_path / "outside").write_text(known)
+    assert not transformers.recognises(source)
+    with pytest.raises(MIError, match=r"refused|points outside"):
+        MIModel.from_pretrained(source)
+    with pytest.raises(MIError, match=r"refused|points outside"):
+        read_config(source)
+
+
+@pytest.mark.parametrize("place", HOSTILE)
+def test_weights_of_rwkv_are_not_those_of_another_folder(place, source, tmp_path):
+    shutil.copytree(REPOSITORY / "models" / "world-rwkv7", source)
+    (source / "model.onnx").unlink()
+    weights = (source / "model.safetensors").read_bytes()
+    replaced(source, "model.safetensors", place)
+    if (tmp_path / "outside").is_file():
+        (tmp_path / "outside").write_bytes(weights)
+    with pytest.raises(MIError):
+        rwkv.export(source, tmp_path / "hooked")
+    assert not (tmp_path / "hooked" / "model.onnx").exists()
