@@ -3,8 +3,10 @@
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +17,7 @@ from mionnx.errors import InputError, ModelError, TokenizerError, boundary
 from mionnx.graph.folder_file import LARGEST_BESIDE, files_beside, read_json
 from mionnx.inputs.world_tokenizer import Encoding as WorldEncoding
 from mionnx.inputs.world_tokenizer import WorldTokenizer, find_vocabulary
+from mionnx.machine import memory
 from mionnx.machine.brief import Brief, count, spelled
 from mionnx.machine.typed import typed
 
@@ -22,6 +25,9 @@ TOKENIZER = "tokenizer.json"
 PROBE = "a"  # a text that has tokens
 FACTOR = 2**14  # by which all rules of a part of a tokenizer together may multiply a text
 ADDED = 2**20  # bytes that they may add to it
+LONG = 2**16  # characters of a text that takes so long that Ctrl-C may come meanwhile: some 0.05 s
+TAKEN = 80  # bytes that the library takes for a character, at the least: 84 to 270 with world-llama and SmolLM2
+STEP = 0.1  # seconds after which Ctrl-C is heard where waiting for a lock does not hear it, as on Windows
 
 
 class Decoder(Protocol):
@@ -203,13 +209,43 @@ def copy_tokenizer(file: Path, target: Path) -> None:
 def encode(
     tokenizer: Tokenizer | WorldTokenizer, text: str, add_special_tokens: bool = True
 ) -> Encoding | WorldEncoding:
-    """Tokenise one text, which may have no tokens.
+    """Tokenise one text, which may have no tokens; Ctrl-C is heard meanwhile.
+
+    A text longer than a pass holds is refused by its tokens, not by its letters: rules may drop letters, and an unknown
+    word of any length is one token, so that its length alone bounds nothing.
 
     Raises:
+        InputError: memory does not hold the tokens of so long a text.
         TokenizerError: the tokenizer's rules fail on the text.
     """
+    if len(text) > LONG and (need := TAKEN * len(text)) > (free := memory.available()):
+        raise InputError(
+            f"a text of {len(text):,} characters needs {memory.format_bytes(need)} or more to be tokenised, and "
+            f"{memory.format_bytes(free)} of memory are free: give it in pieces"
+        )
     with boundary(TokenizerError, f"the tokenizer fails on the text {spelled(text)}"):
+        if len(text) > LONG and isinstance(tokenizer, Tokenizer):
+            return _encode_apart(tokenizer, text, add_special_tokens)
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _encode_apart(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> Encoding:
+    """Tokenise a text in a thread: the one that calls stays in Python, where an exception can reach it.
+
+    Nothing stops the library: after Ctrl-C it goes on with the text, and what it makes is thrown away.
+    """
+    made: Future[Encoding] = Future()
+
+    def work() -> None:
+        try:  # `encode` keeps all other threads of Python waiting, and a batch of one text does not
+            made.set_result(tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0])
+        except BaseException as error:  # Rust's panics too
+            made.set_exception(error)
+
+    Thread(target=work, name="mionnx tokens", daemon=True).start()
+    while not made.done():
+        wait([made], timeout=STEP)
+    return made.result()
 
 
 def decode(tokenizer: Decoder, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -246,7 +282,7 @@ def tokenize(tokenizer: Tokenizer | WorldTokenizer, text: str, add_special_token
     """
     encoding = encode(tokenizer, text, add_special_tokens)
     if not encoding.ids:
-        raise TokenizerError(f"the prompt {text!r} is empty: it has no tokens")
+        raise TokenizerError(f"the prompt {spelled(text)} is empty: it has no tokens")
     texts = {token: tokenizer.decode([token], skip_special_tokens=False) for token in {*encoding.ids}}
     pieces = [texts[token] for token in encoding.ids]
     return Tokens(text, np.array(encoding.ids, np.int64), list(encoding.offsets), pieces)

@@ -62,6 +62,16 @@ def is_tensor(given: Any) -> bool:
     return all(callable(getattr(given, method, None)) for method in ("detach", "cpu", "numpy"))
 
 
+def scalar(given: Any) -> Any:
+    """The number that an array or a tensor without axes holds; anything else as it is.
+
+    Such arrays look like something to go through, and are nothing of the kind.
+    """
+    array = type(given) is np.ndarray or hasattr(type(given), "detach")  # the class: an attribute may be an error's
+    alone = array and getattr(given, "ndim", 1) == 0 and not getattr(given, "is_meta", False)
+    return to_array(given)[()] if alone else given
+
+
 def _plain(given: Any) -> Any:
     """The same without tensors."""
     if is_tensor(given):

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import numpy as np
 
 from mionnx.errors import InputError, MIError
-from mionnx.machine.arrays import is_tensor, to_array
+from mionnx.machine.arrays import is_tensor, scalar, to_array
 from mionnx.machine.brief import LETTERS, cut, spelled
 from mionnx.machine.dialects import unknown_keyword
 from mionnx.machine.ranges import MOST
@@ -88,6 +88,8 @@ def _checked(function: Any, error: type[MIError], leave: set[str]) -> Any:
 
     def fit(given: list[Any], named: dict[str, Any]) -> None:
         """Put what an annotation makes of an argument in its place."""
+        given[:] = map(scalar, given)
+        named.update((name, one) for name, value in named.items() if (one := scalar(value)) is not value)
         for name, value in (*zip(names, given, strict=False), *named.items()):
             if type(value) is range and abs((value.stop - value.start) // value.step) > MOST:
                 raise error(f"{name} has more than {MOST:,} entries, got {value}: give fewer")
@@ -268,7 +270,9 @@ def _integer(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    if isinstance(value, int | float | np.floating | np.integer):
+    if isinstance(value, np.floating | np.integer):
+        return value.item()  # which json can write
+    if isinstance(value, int | float):
         return value
     try:
         array = None if isinstance(value, (str, bytes, *HELD)) else to_array(value)

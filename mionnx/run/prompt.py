@@ -1,5 +1,6 @@
 """Arguments of verbs that read a model: prompts as ids, tokens by id or text, vectors of the residual stream."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +104,7 @@ def each_of(given: Any, rows: int, what: str) -> list[Any]:
     Raises:
         InputError: another number of them than there are prompts.
     """
-    if given is None or isinstance(given, str) or np.ndim(given) == 0:
+    if isinstance(given, str | bytes) or not (isinstance(given, Sequence) or getattr(given, "ndim", None)):
         return [given] * rows
     if len(given) != rows:
         raise InputError(f"{what}= has {len(given)} tokens for {rows} prompts: give one for all, or one for each")

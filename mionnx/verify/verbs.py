@@ -12,6 +12,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
 from mionnx.inputs.token_rows import is_one_prompt
 from mionnx.machine.progress import shown
+from mionnx.machine.ranges import listed
 from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
 from mionnx.run.stopping import refuse_too_long
@@ -166,7 +167,7 @@ def _listed(prompts: Any) -> list[Any]:
         return [prompts]
     if not isinstance(prompts, Iterable):
         raise InputError(f"prompts must be texts or ids, got {type(prompts).__name__}")
-    return list(prompts)
+    return listed("prompts", prompts)
 
 
 def _call(model: Runner, prompt: Prompt) -> TokenBatch:

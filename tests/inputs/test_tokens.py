@@ -1,12 +1,22 @@
 """Tokens of a text, and positions of a part of it."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import pytest
+from repository import REPOSITORY
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from mionnx import TokenizerError
-from mionnx.inputs.tokens import tokenize
+from mionnx import InputError, TokenizerError
+from mionnx.inputs.tokens import LONG, encode, tokenize
+from mionnx.machine import memory
 
 
 class TestTokens:
@@ -46,3 +56,62 @@ def test_a_token_is_spelled_as_it_is_decoded():
     found = tokenize(tokenizer, "The capital")
     assert found.pieces == ["The", " capital"]
     assert "' capital'(1)" in str(found)
+
+
+LONG_TEXT = "The capital of France is Zürich 😀.  " * 4000
+
+
+def test_a_long_text_has_the_tokens_of_the_library_s_own_call(shipped):
+    own = shipped.tokenizer.encode(LONG_TEXT)
+    found = encode(shipped.tokenizer, LONG_TEXT)
+    assert len(LONG_TEXT) > LONG
+    assert (found.ids, found.offsets) == (own.ids, own.offsets)
+    plain = shipped.tokenizer.encode(LONG_TEXT, add_special_tokens=False)
+    assert encode(shipped.tokenizer, LONG_TEXT, add_special_tokens=False).ids == plain.ids
+
+
+def test_threads_tokenise_long_texts_at_once(shipped):
+    texts = [f"{word} " * LONG for word in ("The", "capital", "of", "France")]
+    with ThreadPoolExecutor() as pool:
+        found = [*pool.map(partial(encode, shipped.tokenizer), texts)]
+    assert [{*one.ids} for one in found] == [{*shipped.tokenizer.encode(text).ids} for text in texts]
+
+
+def test_what_the_library_raises_for_a_long_text_is_one_refusal():
+    with pytest.raises(TokenizerError, match=r"the tokenizer fails on the text .*WordLevel"):
+        encode(Tokenizer(WordLevel({"a": 0}, "<unk>")), "b" * (LONG + 1))
+
+
+def test_an_empty_long_prompt_is_not_spelled_out():
+    tokenizer = Tokenizer(WordLevel({"a": 0}))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    with pytest.raises(TokenizerError, match="is empty") as refused:
+        tokenize(tokenizer, " " * (LONG + 1))
+    assert len(str(refused.value)) < 500
+
+
+def test_a_text_whose_tokens_memory_does_not_hold_is_refused_at_once(shipped, monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda: 2**20)
+    with pytest.raises(InputError, match=r"a text of 144,000 characters needs 11\.0 MiB or more .* 1\.0 MiB .*pieces"):
+        shipped.tokenize(LONG_TEXT)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a signal that Windows has not")
+def test_ctrl_c_is_heard_while_ten_million_characters_are_tokenised():
+    """FINDINGS part 1, defect 7: it was heard after 58 s."""
+    program = (
+        "import time\nfrom mionnx import MIModel\n"
+        "model = MIModel.from_pretrained('world-llama'); text = 'The capital of France is ' * 400_000\n"
+        "model.tokenize('The'); print('begun', flush=True)\n"
+        "try:\n    model.tokenize(text); print('ended')\n"
+        "except KeyboardInterrupt:\n    print(time.time(), flush=True)"
+    )
+    known = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=known) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        time.sleep(0.5)
+        sent = time.time()
+        process.send_signal(signal.SIGINT)
+        assert float(process.stdout.readline()) - sent < 1
+        process.kill()

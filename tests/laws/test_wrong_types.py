@@ -36,7 +36,7 @@ from mionnx import (
     create_knockout_mask,
 )
 
-SECONDS = 30  # of one call
+SECONDS = 10  # of one call
 MEMORY = 6 * 2**30  # bytes that a call may take besides
 # Methods that take what other parts of mionnx hand them, two that refuse whatever they are given, and two of Python's.
 INSIDE = {
@@ -80,6 +80,7 @@ def raw(call: Call, **changed: Any) -> str | None:
     except MIError:
         return None
     except Exception as error:
+        signal.alarm(0)  # words may take their time too
         return f"{type(error).__name__}: {error}"
     finally:
         signal.alarm(0)

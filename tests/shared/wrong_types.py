@@ -414,6 +414,10 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     yield from _methods("HeadScores", lambda: scores, {"top": {"kind": "induction"}, "table": {}})
     attribution = model.attribute(PROMPT, ANSWER)
     yield from _methods("Attribution", lambda: attribution, {"top": {}})
+    several = model.attribute([PROMPT, OTHER], ANSWER)
+    one = {"value": several[1]}
+    yield from _methods("Attributions", lambda: several, {"top": {}, "index": one, "count": one})
+    differences = model.get_logit_diff([PROMPT, OTHER], ANSWER, "Berlin")
     upwards = Direction(HookPoint.ResidPost(1), np.ones(128, np.float32))
     doses = model.dose_response(PROMPT, upwards, [0, 1], bisect=None)
     yield from _methods("DoseResponse", lambda: doses, {"top": {}, "turn": {}})
@@ -447,6 +451,7 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     bisection = model.bisect(PROMPT, ["ort-cpu", "ort-cpu:none"])
     whole = model.forward([PROMPT, OTHER], HookSpec().capture("hook_embed"), batch_size=1)
     yield from _stored(folder, lens, patterns, scores, attribution, doses, found, sweep, saliency, calibration)
+    yield from _stored(folder, several, differences)
     yield from _stored(folder, generation, ablation, state, bisection, whole, whole[0])
     yield from _activations(model, folder)
     yield from _datasets(model, folder)

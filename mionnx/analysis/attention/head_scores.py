@@ -23,6 +23,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_rows import read_array
 from mionnx.inputs.tokens import encode
 from mionnx.machine.progress import shown
+from mionnx.machine.ranges import listed
 from mionnx.machine.typed import typed
 from mionnx.run.nan_logits import numbers
 from mionnx.run.runner import Runner
@@ -121,7 +122,7 @@ def _draw(model: Runner, tokens: Iterable[int] | None, batch: int, period: int, 
     else:
         if not isinstance(tokens, Iterable):
             raise InputError(f"tokens={tokens!r}: the ids to draw from are integers, [count]")
-        given = read_array("tokens", tokens if isinstance(tokens, str | Sequence | np.ndarray) else list(tokens))
+        given = read_array("tokens", tokens if hasattr(tokens, "__len__") else listed("tokens", tokens))
         if given.ndim != 1 or given.dtype.kind not in "iu":
             raise InputError(f"tokens={tokens!r}: the ids to draw from are integers, [count]")
         candidates = np.unique([model._known(token) for token in given]).astype(np.int64)

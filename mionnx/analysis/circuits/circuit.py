@@ -27,7 +27,7 @@ from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, Metric, MetricRequest, Tokens
 from mionnx.analysis.sweep.pairs import Pair
 from mionnx.errors import InputError
-from mionnx.machine.ranges import at_least, at_most
+from mionnx.machine.ranges import at_least, at_most, listed
 from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
@@ -102,7 +102,7 @@ def _sizes(edges: int | Iterable[int] | None, most: int) -> list[int]:
     """The numbers of kept edges, ascending."""
     if edges is None:
         return ladder(most)
-    given = [*edges] if isinstance(edges, Iterable) and not isinstance(edges, str) else [edges]
+    given = listed("edges", edges) if isinstance(edges, Iterable) and not isinstance(edges, str) else [edges]
     if not given:
         raise InputError("edges=[]: no circuit is asked for; give numbers of edges, as [10, 50]")
     for one in given:

@@ -24,7 +24,7 @@ from mionnx.bind.hook_index import index_hooks
 from mionnx.errors import GradientError, InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.machine.ranges import at_least, at_most
+from mionnx.machine.ranges import at_least, at_most, listed
 from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt
@@ -134,7 +134,7 @@ def _kinds(
 ) -> tuple[list[Cells], bool]:
     """The cells of each kind of hook point that is meant, and whether several may be."""
     alone = isinstance(hook, str | HookPoint) or not isinstance(hook, Iterable)
-    given: list[Hook] = [hook] if alone else [*hook]  # type: ignore[list-item,misc]
+    given: list[Hook] = [hook] if alone else listed("hook", hook)  # type: ignore[list-item,arg-type]
     if not given:
         raise InputError("hook=[] names no hook point")
     found: list[Cells] = []

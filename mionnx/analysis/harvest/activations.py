@@ -14,7 +14,7 @@ from mionnx.analysis.harvest.shuffled import blocks, shuffled
 from mionnx.analysis.harvest.token_array import TokenArray
 from mionnx.errors import HookError, InputError, SpecFileError, nearest
 from mionnx.graph.hook_points import HookPoint
-from mionnx.machine.brief import Brief, count
+from mionnx.machine.brief import Brief, count, spelled
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 
@@ -87,7 +87,7 @@ class Activations(Brief, Mapping[str, TokenArray]):
         return self._array("positions")
 
     def __getitem__(self, hook: str | HookPoint) -> TokenArray:
-        name = str(hook)
+        name = str(hook) if isinstance(hook, str | HookPoint) else spelled(hook)
         if name not in self._manifest.columns:
             raise HookError(f"{name!r} was not harvested{nearest(name, self) or '; ' + ', '.join(self)}")
         return self._array(name)

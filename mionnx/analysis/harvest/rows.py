@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from mionnx.analysis.harvest.texts import Texts
 from mionnx.errors import InputError, TokenizerError
 from mionnx.inputs.tokens import Tokens
+from mionnx.machine.ranges import listed
 from mionnx.run.prompt import one_prompt, token_of
 from mionnx.run.runner import Runner
 
@@ -147,7 +148,7 @@ def integers(positions: Any) -> list[int]:
     Raises:
         InputError: something else than integers.
     """
-    several = [*positions] if isinstance(positions, Iterable) else [positions]
+    several = listed("positions", positions) if isinstance(positions, Iterable) else [positions]
     if not all(isinstance(one, int | np.integer) and not isinstance(one, bool) for one in several):
         raise InputError(f"positions are integers, a string, or a function of ids, not {positions!r:.60}")
     return [int(one) for one in several]

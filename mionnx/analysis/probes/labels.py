@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.harvest.activations import Activations
 from mionnx.errors import InputError, nearest
-from mionnx.machine.arrays import to_array
+from mionnx.inputs.token_rows import read_array
 
 KINDS, PER = ("classification", "regression"), ("text", "token")
 
@@ -48,7 +48,7 @@ def read_labels(
             raise InputError(f"{name}={given!r}; {' or '.join(allowed)}{nearest(given, allowed)}")
     if isinstance(labels, str | bytes | dict) or not hasattr(labels, "__len__"):
         raise InputError(f"labels are a list or an array, one a text or one a token, got {type(labels).__name__}")
-    column = [*to_array(labels).tolist()] if hasattr(labels, "shape") else [*labels]
+    column = [*read_array("labels", labels).tolist()] if hasattr(labels, "shape") else [*labels]
     text_of = np.asarray(activations.text_index).astype(np.int64)
     if _of_tokens(activations, text_of, len(column), per):
         by_token = column

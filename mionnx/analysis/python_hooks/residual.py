@@ -16,6 +16,7 @@ from mionnx.errors import HookError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.tokens import decode
 from mionnx.machine.arrays import to_array
+from mionnx.machine.ranges import listed
 from mionnx.machine.typed import typed
 from mionnx.run.generation import generate
 from mionnx.run.prompt import one_prompt
@@ -201,7 +202,7 @@ def _forward_one(model: Runner, prompt: Prompt, spec: HookSpec) -> Any:
 
 def _points(model: Runner, layers: Layers) -> dict[int, HookPoint]:
     """Layer -> the hook point after it."""
-    given = [layers] if isinstance(layers, int | np.integer) else list(layers)
+    given = [layers] if isinstance(layers, int | np.integer) else listed("layers", layers)
     if not given:
         raise HookError("no layers are given")
     for layer in given:

@@ -14,6 +14,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.arrays import to_array
 from mionnx.machine.brief import Brief, count, spelled
 from mionnx.machine.moments import Moments
+from mionnx.machine.ranges import listed
 from mionnx.machine.stored import Storable, Stored
 from mionnx.machine.typed import typed
 from mionnx.run.prompt import prompt_ids
@@ -175,7 +176,13 @@ class Statistics(Brief, Stored):
         """
         spec, texts = HookSpec(), prompt_ids(model, prompts)
         longest = max(map(len, texts))
-        chosen = self.hooks if points is None else [points] if isinstance(points, str | HookPoint) else [*points]
+        chosen = (
+            self.hooks
+            if points is None
+            else [points]
+            if isinstance(points, str | HookPoint)
+            else listed("points", points)
+        )
         for hook in chosen:
             means = [self.at(hook, ids) for ids in texts]
             padded = [np.pad(one, [(longest - len(one), 0), *[(0, 0)] * (one.ndim - 1)]) for one in means]

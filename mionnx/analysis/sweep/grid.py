@@ -13,6 +13,7 @@ from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.axes import CHOSEN, has_sequence, heads_axis, neurons_axis, sequence_axis
 from mionnx.graph.hook_points import VARIANTS, HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.machine.ranges import listed
 
 Places = tuple[tuple[int, ...], ...]
 AXES = ("layer", "position", "head", "source", "neuron")
@@ -142,7 +143,7 @@ def make_grid(
     chosen = _layers(template, available, layers)
     if not isinstance(over, Iterable):
         raise InputError(f"over={over!r} names no axes; it is one or several of {', '.join(AXES)}")
-    axes, names = variant.axes or (), (over,) if isinstance(over, str) else tuple(over)
+    axes, names = variant.axes or (), (over,) if isinstance(over, str) else tuple(listed("over", over))
     valid = axes_to_go_over(variant)
     for name in names:
         if not isinstance(name, str) or name not in valid:
@@ -228,8 +229,8 @@ def _layers(template: str, available: list[int], layers: Iterable[int] | None) -
     """Check the chosen layers."""
     if layers is None:
         return tuple(available)
-    given = [layers] if isinstance(layers, int | np.integer) else layers
     try:
+        given = [layers] if isinstance(layers, int | np.integer) else listed("layers", layers)
         chosen = sorted({operator.index(layer) for layer in given})
     except TypeError:
         raise InputError(f"layers={layers!r}: integers are expected, as [0, 3]") from None

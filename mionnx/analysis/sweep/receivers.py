@@ -10,6 +10,7 @@ from mionnx.graph.axes import heads_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.lacking import refuse_normed_stream
+from mionnx.machine.ranges import listed
 from mionnx.spec.attention_knockout import naturals
 
 INTO_ATTENTION, INTO_MLP, FINAL = ("AttnQ", "AttnK", "AttnV"), "MlpPre", "FinalNorm"
@@ -102,7 +103,7 @@ def _entries(given: str | HookPoint | Iterable[Receiver]) -> list[tuple[str, Any
     """Pairs of a hook point or glob, and the heads chosen there."""
     if isinstance(given, str | HookPoint):
         return [("*" if given == "all" else str(given), None)]
-    entries = list(given) if isinstance(given, Iterable) else []
+    entries = listed("receivers", given) if isinstance(given, Iterable) else []
     if not entries:
         raise InputError(f"receivers={given!r}: nobody would read what a sender changes; give hook points, or 'all'")
     pairs = [entry if isinstance(entry, tuple) else (entry, None) for entry in entries]
