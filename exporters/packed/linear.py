@@ -49,8 +49,8 @@ class Linear:
         return shifted * scales[:, of_input]
 
     def _parts(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-        """What `read` reads, its shapes checked: numpy would repeat what does not fit."""
-        integers, scales = self.read()
+        """Integers and scales in the shapes of the layer."""
+        integers, scales = self.read()  # numpy would repeat rows and columns that do not fit
         last = (self.inputs - 1) // self.group_size if self.groups is None else self.groups.max(initial=0)
         fits = integers.shape == (self.outputs, self.inputs) and scales.ndim == 2 and len(scales) == self.outputs
         if not fits or last >= scales.shape[1] or (self.zeros is not None and self.zeros.shape != scales.shape):
