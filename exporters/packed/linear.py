@@ -37,12 +37,29 @@ class Linear:
     read: Callable[[], tuple[NDArray[np.uint8], NDArray[np.float32]]]
 
     def numbers(self) -> NDArray[np.float32]:
-        """The numbers that the integers stand for, [outputs, inputs]."""
-        integers, scales = self.read()
+        """The numbers that the integers stand for, [outputs, inputs].
+
+        Raises:
+            ExportError: parts that do not fit together.
+        """
+        integers, scales = self._parts()
         of_input = np.arange(self.inputs) // self.group_size if self.groups is None else self.groups
         zeros = np.full(scales.shape, 2 ** (self.bits - 1)) if self.zeros is None else self.zeros
         shifted = integers.astype(np.float32) - zeros.astype(np.float32)[:, of_input]
         return shifted * scales[:, of_input]
+
+    def _parts(self) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+        """Integers and scales in the shapes of the layer."""
+        integers, scales = self.read()  # numpy would repeat rows and columns that do not fit
+        last = (self.inputs - 1) // self.group_size if self.groups is None else self.groups.max(initial=0)
+        fits = integers.shape == (self.outputs, self.inputs) and scales.ndim == 2 and len(scales) == self.outputs
+        if not fits or last >= scales.shape[1] or (self.zeros is not None and self.zeros.shape != scales.shape):
+            zeros = None if self.zeros is None else list(self.zeros.shape)
+            raise ExportError(
+                f"{self.name}: integers {list(integers.shape)}, scales {list(scales.shape)} and zero points {zeros} do "
+                f"not fit a weight {[self.outputs, self.inputs]} in groups of {self.group_size}"
+            )
+        return integers, scales
 
     def blocks(self) -> GivenBlocks:
         """The same integers, scales and zero points in blocks of the operator.
@@ -53,7 +70,7 @@ class Linear:
         size, order = self._block_size(), self._order()
 
         def read() -> Blocks:
-            integers, scales = self.read()
+            integers, scales = self._parts()
             count = -(-self.inputs // size)
             spread = self.group_size // size if scales.shape[1] > 1 else count
             zeros = None if self.zeros is None else np.repeat(self.zeros, spread, axis=1)[:, :count]

@@ -39,7 +39,8 @@ def unpacked_tensors(tensors: list[Stored], given: Mapping[str, Any], family: st
         return mxfp4.unpacked_stacks(tensors, family)
     kind = FORMATS[given["quant_method"]]
     if kind is compressed:
-        compressed.check(given)
+        with boundary(ExportError, "its quantization_config is damaged"):
+            compressed.check(given)
     modules: dict[str, dict[str, Stored]] = defaultdict(dict)
     for tensor in tensors:
         module, _, part = tensor.name.rpartition(".")

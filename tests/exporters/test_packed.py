@@ -254,6 +254,23 @@ def test_parts_of_other_axes_are_one_sentence(kind, part, shape, tmp_path):
         weights_of(tmp_path, held | {part: np.zeros(shape, held[part].dtype)}, given)
 
 
+@pytest.mark.parametrize("shape", [(4, 1), (3, 2), (1, 2)])
+def test_zero_points_of_other_shapes_are_not_repeated(shape, tmp_path):
+    """numpy repeats one row or column for all, and else throws when the weight is read."""
+    held, given = held_by("compressed")
+    (weight,) = weights_of(tmp_path, held | {"weight_zero_point": np.zeros(shape, np.int32)}, given)
+    for read in (weight.packed.numbers, lambda: weight.packed.blocks().read()):
+        with pytest.raises(ExportError, match=r"layer: integers .* scales \[32, 2\] and zero points .* do not fit"):
+            read()
+
+
+@pytest.mark.parametrize("groups", [{"group_0": 7}, {"group_0": {"weights": [1]}}, {"group_0": None}])
+def test_a_config_of_groups_that_are_none(groups, tmp_path):
+    held, given = held_by("compressed")
+    with pytest.raises(ExportError, match=r"quantization_config is damaged"):
+        weights_of(tmp_path, held, given | {"config_groups": groups})
+
+
 def test_layers_of_an_expert_whose_inputs_stand_in_other_orders_are_refused():
     def linear(groups: list[int], zeros: np.ndarray | None) -> Linear:
         made = np.arange(32, dtype=np.uint8)[None] % 16, np.ones((1, 2), np.float32)

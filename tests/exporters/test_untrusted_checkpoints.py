@@ -207,3 +207,19 @@ def test_absurd_tables_are_refused(llama, tmp_path, file, content):
     (llama / file).write_text(content)
     with pytest.raises(ExportError):
         exporting.export(llama, tmp_path / "hooked", "float32", silent)
+
+
+def test_what_is_thrown_in_an_export_is_one_sentence(llama, tmp_path):
+    """Of the config alone too, where no weight contradicts it; Ctrl-C is no damage."""
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": "x"}
+    for changes in ({"rope_parameters": linear}, {"pad_token_id": 10**9}):
+        shutil.rmtree(tmp_path / "changed", ignore_errors=True)
+        edit_json(Path(shutil.copytree(llama, tmp_path / "changed")) / "config.json", **changes)
+        with pytest.raises(ExportError, match=r"cannot export .*changed: (TypeError|AssertionError): "):
+            exporting.export(tmp_path / "changed", tmp_path / "hooked", "float32", silent, graph_only=True)
+
+    def stopped(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        exporting._called(stopped, llama)

@@ -174,7 +174,7 @@ def _change_part(header: dict[str, Any], held: dict[str, bytes], name: str, rand
 def quantization(data: bytes, random: Random) -> bytes:
     """A config with an odd quantization_config."""
     config = json.loads(data)
-    return as_json({**config, "quantization_config": odd([config["quantization_config"]], random)[:1][0]})
+    return as_json({**config, "quantization_config": odd(config["quantization_config"], random)})
 
 
 def npz_file(data: bytes, random: Random) -> bytes:
