@@ -179,7 +179,7 @@ def _restore_defaults(proto: onnx.ModelProto, origin: onnx.ModelProto) -> None:
 
 
 def sort_nodes(graph: Graph) -> None:
-    """Bring nodes into an order in which they can run, as `Graph.toposort` does, in a chain of any length.
+    """Sort nodes into the order of a run, as `Graph.toposort` does, in a chain of any length.
 
     That one goes from a node to what it reads by recursion: 600 interventions at one hook point are too many.
     """
@@ -190,7 +190,7 @@ def sort_nodes(graph: Graph) -> None:
     nodes: dict[int, Node] = {}
 
     def read(node: Node) -> list[Node]:
-        """The nodes that make what a node reads, and what its subgraphs read from outside."""
+        """The makers of a node's inputs, those of its subgraphs from outside among them."""
         outer = [tensor for inner in node.subgraphs() for tensor in inner._foreign_tensors().values()]
         made = [maker for tensor in (*node.inputs, *outer) if tensor.name in local for maker in tensor.inputs]
         return [*{id(maker): maker for maker in made}.values()]

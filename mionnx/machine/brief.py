@@ -54,7 +54,7 @@ def spelled(value: Any, depth: int = DEPTH) -> str:
 
 
 def _written(value: Any) -> str:
-    """Python's own text of a value; its class where that is made of too many values in values."""
+    """Python's own text of a value; its class for too many values in values."""
     try:
         return repr(value)
     except RecursionError:
