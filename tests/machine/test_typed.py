@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_refused(name: str, value: Any, said: str) -> None:
 def test_positional_arguments_are_checked_by_their_place() -> None:
     with pytest.raises(InputError, match="share must be"):
         verb(1, "x")
-    with pytest.raises(TypeError, match="has no keyword .nonsense."):
+    with pytest.raises(TypeError, match=r"has no keyword .nonsense."):
         verb(nonsense=1)
 
 
