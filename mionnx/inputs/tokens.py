@@ -230,9 +230,9 @@ def encode(
 
 
 def _encode_apart(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> Encoding:
-    """Tokenise a text in a thread: the one that calls stays in Python, where an exception can reach it.
+    """Tokenise a text in a thread; the calling one stays in Python.
 
-    Nothing stops the library: after Ctrl-C it goes on with the text, and what it makes is thrown away.
+    There an exception can reach it. Nothing stops the library: after Ctrl-C it goes on with the text, for nothing.
     """
     made: Future[Encoding] = Future()
 

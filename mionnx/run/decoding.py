@@ -25,6 +25,7 @@ from mionnx.run.graph_pool import GraphPool
 from mionnx.run.growing_texts import GrowingTexts
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_functions import Hook, HookFunction, Where, register
+from mionnx.run.pass_memory import refuse_too_large
 from mionnx.run.rolling_steps import Rolling, rolls
 from mionnx.run.segment_chain import SegmentChain
 from mionnx.run.shared_head import with_shared_head
@@ -50,6 +51,7 @@ class Passes:
         self.program: Program | None = None  # none where functions cut the graph
         all_logits = keeps_logits or bound.touches(HookPoint.Logits) or LOGITS in (functions.names if functions else ())
         self.bound = bound.on(batch).with_outputs(Outputs(last=not all_logits))
+        refuse_too_large(self.bound, batch, use_cache=True)
         self.batch, self.keeps_logits = batch, keeps_logits
         names = present_names(bound.model, True)
         if functions is None:

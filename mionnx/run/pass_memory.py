@@ -32,13 +32,14 @@ def refuse_too_large(bound: BoundSpec, batch: TokenBatch, use_cache: bool = Fals
         )
     need = pass_bytes(bound, batch.batch, batch.seq, batch.total, use_cache)
     if need > LARGE and need > (free := memory.available()):
-        scores, kept = layer_bytes(bound, batch.seq, batch.total), kept_bytes(bound, batch.seq, batch.total - batch.seq)
+        scores = layer_bytes(bound, batch.seq, batch.total)
+        kept = kept_bytes(bound, batch.seq, batch.total - batch.seq, use_cache)
         raise InputError(
             f"a pass over {batch.batch} x {batch.seq} tokens needs some {memory.format_bytes(need)} "
             f"({memory.format_bytes(batch.batch * scores)} while its longest layer is computed, "
-            f"{memory.format_bytes(batch.batch * kept)} of captures and logits), and {memory.format_bytes(free)} of "
-            "memory are free: give the text in pieces (use_cache=True, then cache=), smaller batches (batch_size=), "
-            "ask for Logits(positions=-1) or logits=False, or capture less"
+            f"{memory.format_bytes(batch.batch * kept)} of captures, logits, keys and values), and "
+            f"{memory.format_bytes(free)} of memory are free: give the text in pieces (use_cache=True, then cache=), "
+            "smaller batches (batch_size=), ask for Logits(positions=-1) or logits=False, or capture less"
         )
 
 
@@ -75,7 +76,8 @@ def kept_bytes(bound: BoundSpec, length: int, past: int = 0, use_cache: bool = F
     number = np.dtype(model.past_dtype).itemsize
     size = bound.estimate(1, length, past + length).total
     if bound.plan.outputs.logits:
-        positions = length if part is None or part.positions is None else len(part.positions_)
+        every = not bound.plan.outputs.last and (part is None or part.positions is None)
+        positions = length if every else 1 if part is None else len(part.positions_)
         size += number * positions * model.metadata.sizes.vocab_size
     if use_cache and not model.metadata.recurrent:
         size += number * sum(map(prod, model.metadata.past_shapes(1, past + length).values()))

@@ -12,6 +12,7 @@ from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.rewrite import Report, rewrite
 from mionnx.rewrite.plan import Outputs
+from mionnx.run.forward_pass import bind_pass
 from mionnx.run.fused_plan import with_fused
 from mionnx.run.graph_pool import NODE, SESSION, GraphPool, OpenGraph
 from mionnx.run.pass_memory import pass_bytes
@@ -85,13 +86,23 @@ def report(model: OpenModel, hooks: HookSpec) -> Report:
 
 
 @typed()
-def estimate(model: OpenModel, hooks: HookSpec, batch: int, seq: int, past: int = 0) -> Estimate:
-    """Estimate a spec's captures, and the opening of its gradients' graph, before a run.
+def estimate(
+    model: OpenModel,
+    hooks: HookSpec,
+    batch: int,
+    seq: int,
+    past: int = 0,
+    *,
+    use_cache: bool = False,
+    logits: bool | Logits = True,
+) -> Estimate:
+    """Estimate a spec's captures, its pass, and the opening of its gradients' graph.
 
     Args:
         hooks: the spec.
         batch, seq: of the call.
         past: tokens in the cache.
+        use_cache, logits: as `forward` is given them: `passing` counts what it refuses.
 
     Raises:
         InputError: no rows, no tokens, a negative past, or one of a graph without a cache.
@@ -104,9 +115,9 @@ def estimate(model: OpenModel, hooks: HookSpec, batch: int, seq: int, past: int 
         at_least(name, number, least)
     if past:
         refuse_without_cache(model.binder.model, "a past")
-    bound = model.binder.bind(hooks, differentiated=True)
+    bound = bind_pass(model.binder, hooks, logits, use_cache)
     found = bound.estimate(batch, seq, past + seq)
-    found = replace(found, passing=pass_bytes(bound, batch, seq, past + seq))
+    found = replace(found, passing=pass_bytes(bound, batch, seq, past + seq, use_cache))
     if not bound.gradients:
         return found
     hooked, variants = model.binder.model, model.variants

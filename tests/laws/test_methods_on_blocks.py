@@ -105,6 +105,19 @@ def test_a_compiled_file_in_onnxruntime_alone(pair, how, tmp_path):
         assert size < 0.5 * whole, "the weights are blocks in it"
 
 
+@pytest.mark.parametrize("target", ["ort-cpu", "generic"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_compiled_file_has_the_bits_of_forward_unless_it_keeps_products_of_8_bits(shipped, tmp_path, bits, target):
+    """`forward` computes these as two of 4 bits (`mionnx/engine/halved_products.py`), `generic` as they stand."""
+    blocks = MIModel.from_pretrained(shipped.quantise(tmp_path / "blocks", bits=bits), threads=1, accuracy_level=0)
+    folder = blocks.compile(steering(blocks), tmp_path / "steered", target=target)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    (logits,) = onnxruntime.InferenceSession(folder / "model.onnx", options).run(["logits"], feeds_of(blocks))
+    moved = np.abs(logits - blocks.forward(PROMPT, steering(blocks)).output()).max()
+    assert moved <= TOLERANCE if (bits, target) == (8, "generic") else moved == 0
+
+
 @pytest.mark.slow
 def test_a_compiled_file_in_onnxruntime_web(pair, web, tmp_path):
     blocks, twin = pair

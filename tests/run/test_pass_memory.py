@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from repository import REPOSITORY
 
-from mionnx import HookSpec, InputError
+from mionnx import HookSpec, InputError, Logits
+from mionnx.machine import memory
 from mionnx.machine.memory import format_bytes
 
 
@@ -19,6 +20,28 @@ def test_200000_tokens_are_refused_with_the_number_that_estimate_says(shipped):
         InputError, match=rf"a pass over 1 x 200000 tokens needs some {said} .*in pieces .*logits=False"
     ):
         shipped.forward(np.full((1, 200_000), 7))
+
+
+@pytest.mark.parametrize("given", [{"use_cache": True}, {"logits": Logits(positions=-1)}, {"logits": False}], ids=str)
+def test_estimate_counts_what_the_refusal_counts(shipped, monkeypatch, given):
+    spec, ids = HookSpec().capture("hook_embed"), np.full((2, 400), 7)
+    need = shipped.estimate(spec, *ids.shape, **given).passing
+    assert need != shipped.estimate(spec, *ids.shape).passing
+    monkeypatch.setattr("mionnx.run.pass_memory.LARGE", 0)
+    monkeypatch.setattr(memory, "available", lambda: need - 1)
+    with pytest.raises(InputError, match=f"needs some {format_bytes(need)} "):
+        shipped.forward(ids, spec, **given)
+    monkeypatch.setattr(memory, "available", lambda: need)
+    shipped.forward(ids, spec, **given)
+
+
+def test_generate_refuses_a_prompt_beyond_memory_with_the_same_sentence(shipped):
+    said = format_bytes(shipped.estimate(HookSpec(), 1, 200_000, use_cache=True, logits=Logits(positions=-1)).passing)
+    prompt = np.full((1, 200_000), 7)
+    for given in ({}, {"batch_size": 1}, {"fwd_hooks": [("hook_embed", lambda value, hook: None)]}):
+        with pytest.raises(InputError, match=rf"a pass over 1 x 200000 tokens needs some {said} .*in pieces"):
+            shipped.generate(prompt, max_new_tokens=1, **given)
+    assert shipped.compile_graph(HookSpec().capture("*")) is not None
 
 
 def test_the_estimate_of_a_pass_is_near_what_it_takes():

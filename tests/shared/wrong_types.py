@@ -415,8 +415,7 @@ def _results(model: MIModel, folder: Path) -> Iterator[Call]:
     attribution = model.attribute(PROMPT, ANSWER)
     yield from _methods("Attribution", lambda: attribution, {"top": {}})
     several = model.attribute([PROMPT, OTHER], ANSWER)
-    one = {"value": several[1]}
-    yield from _methods("Attributions", lambda: several, {"top": {}, "index": one, "count": one})
+    yield from _methods("Attributions", lambda: several, {"top": {}})
     differences = model.get_logit_diff([PROMPT, OTHER], ANSWER, "Berlin")
     upwards = Direction(HookPoint.ResidPost(1), np.ones(128, np.float32))
     doses = model.dose_response(PROMPT, upwards, [0, 1], bisect=None)

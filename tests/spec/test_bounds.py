@@ -4,6 +4,7 @@ from itertools import count
 
 import numpy as np
 import pytest
+import torch
 
 from mionnx import HookError, HookSpec, Intervention, InterventionError, MIError
 
@@ -77,3 +78,35 @@ def test_senders_that_are_one_number_are_refused(shipped):
         shipped.edge_attribution(
             "The capital of France is", "The capital of Japan is", answer="Paris", versus="Tokyo", senders=np.array(3)
         )
+
+
+TWO_PROMPTS = ("The capital of France is", "The capital of Japan is")
+
+
+@pytest.mark.parametrize("three", [np.array(3), torch.tensor(3)], ids=["numpy", "torch"])
+def test_an_array_without_axes_is_its_number(shipped, three):
+    assert shipped.circuit(*TWO_PROMPTS, three, steps=1).sizes == [3]
+    one, other = (shipped.patch_sweep(*TWO_PROMPTS, layers=layers, answer="Paris") for layers in (three, [3]))
+    assert np.array_equal(one.values, other.values)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: model.circuit(*TWO_PROMPTS, count(), steps=1),
+        lambda model: model.patch_sweep(*TWO_PROMPTS, layers=count()),
+        lambda model: model.path_patch(*TWO_PROMPTS, receivers=count(), layers=[1]),
+        lambda model: model.attribute_patch(*TWO_PROMPTS, hook=count(), answer="Paris"),
+        lambda model: model.head_scores(tokens=count()),
+        lambda model: model.capture_residuals(TWO_PROMPTS[0], count()),
+    ],
+    ids=["edges", "layers", "receivers", "hook", "tokens", "residuals"],
+)
+def test_what_analyses_go_through_has_an_end(shipped, call):
+    with pytest.raises(MIError, match="has more than 1,048,576 entries: give fewer"):
+        call(shipped)
+
+
+def test_one_attribution_is_found_among_several(shipped):
+    found = shipped.attribute(list(TWO_PROMPTS), "Paris")
+    assert found.index(found[1]) == 1

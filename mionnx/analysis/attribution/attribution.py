@@ -26,7 +26,7 @@ _PLACE = re.compile(r"L(\d+)H(\d+)|(\d+)_")  # of a label with a layer
 WIDE = 16  # heads from which on a figure's cells are too small for numbers
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 @typed(InputError)
 class Attribution(Framed):
     """Direct logit attribution at one position: a logit, or a difference of two, as a sum.
