@@ -53,7 +53,7 @@ def test_a_text_that_grows_without_bound_is_refused(name, tmp_path):
     begun = time.monotonic()
     with pytest.raises(TokenizerError, match=rf"the {part} of .*tokenizer\.json makes a text up to"):
         load_tokenizer(written(tmp_path, part, rules))
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 5
 
 
 USUAL: dict[str, tuple[str, Rules]] = {
@@ -78,4 +78,4 @@ def test_a_text_of_the_largest_growth_that_is_taken_is_tokenised_at_once(tmp_pat
     doubled = load_tokenizer(written(tmp_path, "normalizer", replaces({"String": "a"}, "aa", 14)))
     begun = time.monotonic()
     doubled.encode("a")
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 5

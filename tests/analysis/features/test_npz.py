@@ -119,7 +119,7 @@ def test_a_file_of_few_bytes_takes_no_gigabytes(tmp_path):
     begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ModelError, match="bytes in a file of"):
         SAE.load(path, hook=HOOK)
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
 
 
