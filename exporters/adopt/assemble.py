@@ -111,8 +111,8 @@ def _adopted(source: Source, target: Path, hashes: Callable[[], Hashes], progres
     progress("running once", 2, STAGES)
     lacks = {lack for lack, has in (("mask", padding), ("cache", cached)) if not has}
     proto, windows = _clean(source.model), windows_of(config_of(file), len(found.attention))
-    check_bounded(proto, target)
     try:
+        check_bounded(proto, target)
         probed = probe(proto, target, names)
     except ExportError as error:
         tokens = stock_inputs[next(value for value in source.model.graph.inputs if value.name == TOKENS)]

@@ -16,7 +16,7 @@ from mionnx.machine.progress import shown
 from mionnx.spec.hook_spec import HookSpec
 
 WEIGHTS = "embedded, alongside (as files), or referenced (links, no copy). By default alongside; for web embedded."
-LEVEL = "Of weights in blocks: 0, products in floats, or 4, in 8 bits and fast. By default 4."
+LEVEL = "Of weights in blocks: 0, products in floats, or 4, in 8 bits and fast. By default the file's."
 Knobs = Annotated[
     list[str] | None, typer.Option("--knob", metavar="NAME[=HOOK]", help="Keep a strength as an input with a default.")
 ]

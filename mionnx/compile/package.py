@@ -83,7 +83,7 @@ class Packaging:
         fused: of the fused operators that an adopted file came with, those to keep where nothing inside them is
             touched: "none", "padded" (right for padded texts too) or "all". Only ONNX Runtime has such operators.
         accuracy_level: of products with weights in blocks: 0, in floats, or 4, what they read rounded to 8 bits. None
-            is 4 for blocks that mionnx made, as `generate` has it, and what another tool's file says.
+            is the level that `forward` computes them at.
     """
 
     weights: str | None = None
@@ -166,10 +166,10 @@ def _at_level(model: HookedModel, packaging: Packaging) -> HookedModel:
         InputError: a level for a model without such products.
     """
     level = packaging.accuracy_level
-    if level is None and (not model.metadata.quantised or packaging.target == "ort-cuda"):  # CUDA has no such level
+    if level is None:  # a compiled graph gives what `forward` gives
         return model
-    proto, products = at_accuracy_level(model.proto, ROUNDING_LEVEL if level is None else level)
-    if not products and level is not None:
+    proto, products = at_accuracy_level(model.proto, level)
+    if not products:
         raise InputError(f"accuracy_level={level} has no effect: {model.name} has no products with weights in blocks")
     return replace(model, proto=proto)
 

@@ -214,6 +214,6 @@ def test_what_cannot_be_distributed_is_refused(model: MIModel, tmp_path: Path, m
     assert isinstance(ran.exception, InputError)
     assert "give --ray local" in str(ran.exception)
     monkeypatch.setitem(sys.modules, "ray.data", None)
-    with pytest.raises(RuntimeMissingError, match=r"pip install 'mionnx\[ray\]'"):
+    with pytest.raises(RuntimeMissingError, match=r"pip install -e '\.\[ray\]'"):
         distributed.harvest(model, TEXTS, HOOKS, tmp_path / "made")
     assert not [*tmp_path.iterdir()]

@@ -400,7 +400,7 @@ def test_a_random_order_is_a_permutation_of_its_seed() -> None:
         (TEXTS, STREAM, {"format": "parquet", "dtype": "bfloat16"}, "has no bfloat16"),
         (TEXTS, STREAM, {"batch_size": 0}, "batch_size=0"),
         (TEXTS, STREAM, {"column": "story"}, "only tables and JSON lines have columns"),
-        (TEXTS, STREAM, {"top_k": 4}, "give sae="),
+        (TEXTS, STREAM, {"k": 4}, "give sae="),
         (TEXTS, HookSpec().capture(STREAM, positions=[0]), {}, "give positions= to harvest"),
         (TEXTS, HookSpec().capture(STREAM, dtype="float16"), {}, "give dtype= to harvest"),
         (TEXTS, STREAM, {"dtype": "int8"}, "dtype='int8'; one of float32, float16, bfloat16"),

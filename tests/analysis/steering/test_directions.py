@@ -492,7 +492,7 @@ def test_the_demo_says_what_happened(model, tmp_path):
 
 def test_without_the_gguf_package_it_is_named(directions, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(RuntimeMissingError, match=r"mionnx\[gguf\]"):
+    with pytest.raises(RuntimeMissingError, match=r"\.\[gguf\]"):
         directions.only([1]).to_gguf(tmp_path / "a.gguf")
-    with pytest.raises(RuntimeMissingError, match=r"mionnx\[gguf\]"):
+    with pytest.raises(RuntimeMissingError, match=r"\.\[gguf\]"):
         Directions.from_gguf(tmp_path / "a.gguf")
