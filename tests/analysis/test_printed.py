@@ -55,7 +55,7 @@ def printable(shipped: MIModel) -> dict[str, tuple[object, str]]:
         "directions": (directions, "lengths [0."),
         "direction": (directions[2], "vector=float32 [128]"),
         "dose": (dose, f"  {PROMPT!r}: 'Paris' -> 'Berlin' from strength 1"),
-        "tokens": (model.tokenize(PROMPT), "France(39)"),
+        "tokens": (model.tokenize(PROMPT), "'France'(39)"),
     }  # fmt: skip
 
 

@@ -81,7 +81,7 @@ def test_it_is_known_what_a_spec_touches_and_takes():
 @pytest.mark.parametrize(
     ("spec", "error", "message"),
     [
-        (HookSpec().capture("blocks.1.hook_resid_post"), HookError, "blocks.0.hook_resid_post"),
+        (HookSpec().capture("blocks.1.hook_resid_post"), HookError, "layers are 0 to 0"),
         (HookSpec().capture(Z, heads=0).capture(Z, heads=1), HookError, "twice"),
         (HookSpec().capture(Z).capture(Z, dtype="float16"), HookError, "as None and as float16"),
         (HookSpec().capture(RESID, heads=0), InterventionError, "no heads"),

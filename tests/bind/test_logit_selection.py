@@ -69,8 +69,8 @@ def test_the_last_logits_are_those_of_each_rows_own_text(mask, prompts, columns)
         (Logits(positions=[]), InputError, "no positions"),
         (Logits(positions=3), InterventionError, "position 3"),
         (Logits(token_ids=VOCAB), InputError, f"0 to {VOCAB - 1}"),
-        (Logits(token_ids=[1, 2], k=3), InputError, "top_k=3 of 2"),
-        (Logits(k=0), InputError, "top_k=0"),
+        (Logits(token_ids=[1, 2], k=3), InputError, "k=3 of 2"),
+        (Logits(k=0), InputError, "k=0"),
     ],
 )
 def test_what_is_no_part_is_refused(part, error, message):

@@ -21,7 +21,7 @@ from mionnx import ExportError, HookPoint, HookSpec, InputError, Intervention, I
 
 FOREIGN = Path(__file__).parents[1] / "shared" / "foreign"
 TOLERANCE = 5e-5
-QUIET = {"progress": lambda *_: None}
+QUIET = {"progress": False}
 FAMILIES = ("gpt2", "gemma2", "mistral", "gpt_neox", "mixtral")
 IDS = np.random.default_rng(5).integers(3, VOCAB, (2, 12))
 

@@ -81,6 +81,8 @@ RESULTS: dict[str, Callable[[MIModel], Any]] = {
     "Saliency": lambda model: model.gradient_times_input(TEXT, answer="Paris"),
     "AttributedSweep": lambda model: model.attribute_patch(TEXT, OTHER, confirm=2),
     "Attribution": lambda model: model.attribute(TEXT, "Paris"),
+    "Attributions": lambda model: model.attribute([TEXT, OTHER], "Paris"),
+    "LogitDiffs": lambda model: model.get_logit_diff([TEXT, OTHER], "Paris", "Berlin"),
     "Bisection": lambda model: model.bisect(TEXT, ("ort-cpu", "ort-cpu:none")),
     "ChatTokens": lambda model: model.tokenize_chat(
         [{"role": "user", "content": TEXT}], chat_template="{{ messages[0].content }}"
