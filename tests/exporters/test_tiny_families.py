@@ -216,7 +216,7 @@ def test_heads_whose_tokens_choose_their_projections_have_no_results(made):
         model.forward([[3, 4]], HookSpec().capture(HookPoint.AttnResult(0)))
     with pytest.raises(HookError, match="chooses its own projections"):
         _ = model.W_O
-    found = model.attribute([[3, 4, 5]], 7)
+    found = model.attribute([3, 4, 5], 7)
     assert found.heads is None
     assert {"0_attn_out", "1_attn_out", "1_mlp_out"} <= {*found.labels}
     assert found.total == pytest.approx(model.forward([[3, 4, 5]]).output()[0, -1, 7], abs=1e-5)

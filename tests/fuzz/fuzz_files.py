@@ -37,7 +37,7 @@ PACKED = (
     *(("compressed-tensors", "pack-quantized"), ("compressed-tensors", "int-quantized")),
 )
 HOOK = "blocks.1.hook_resid_post"
-SECONDS, WALL = 10, 90  # of the processor; on the clock, where others use it too
+SECONDS, WALL = 30, 120  # of the processor, an export by torch takes some ten; on the clock, where others use it too
 ROOM = 2**30
 SECRET = "the secret that lies outside"
 RUNS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "socket.connect", "pickle.find_class")

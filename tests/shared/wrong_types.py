@@ -367,7 +367,7 @@ def _verbs(model: MIModel, folder: Path) -> dict[str, dict[str, Any]]:
         "accumulated_resid": {"source": stream},
         "stack_head_results": {"source": PROMPT},
         "apply_ln_to_stack": {"stack": stack, "source": stream},
-        "logit_attrs": {"stack": stack, "source": stream, "tokens": ANSWER},
+        "logit_attrs": {"stack": stack, "source": stream, "token_ids": ANSWER},
         "get_logit_diff": asked,
         "contrast": {"positive": [PROMPT], "negative": [OTHER]},
         "calibrate": {"directions": _directions(), "prompts": [PROMPT]},
