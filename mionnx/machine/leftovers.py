@@ -79,7 +79,10 @@ def remove_leftovers(folder: Path, holding: Collection[str] | None = None, files
         return 0
     removed = 0
     for path in found:
-        if (holding is not None and not _ours(path, holding, files)) or not _abandoned(path):
+        try:
+            if (holding is not None and not _ours(path, holding, files)) or not _abandoned(path):
+                continue
+        except (OSError, NotImplementedError):  # locked, gone meanwhile, or nothing that may be looked into
             continue
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -107,15 +110,12 @@ def _own(path: Path) -> bool:
 
 
 def _abandoned(partial: Path) -> bool:
-    try:
-        if (partial / LOCK).is_file():
-            begun = partial.stat().st_mtime
-            with FileLock(partial / LOCK, timeout=0):
-                return _dead(partial, begun) or time.time() - begun > A_MOMENT
-        changed = max(path.stat().st_mtime for path in [partial, *files_in(partial)])
-        return _dead(partial, changed) and (partial.is_dir() or time.time() - changed > AN_HOUR)
-    except (OSError, NotImplementedError):  # locked, gone meanwhile, or nothing that may be looked into
-        return False
+    if (partial / LOCK).is_file():
+        begun = partial.stat().st_mtime
+        with FileLock(partial / LOCK, timeout=0):
+            return _dead(partial, begun) or time.time() - begun > A_MOMENT
+    changed = max(path.stat().st_mtime for path in [partial, *files_in(partial)])
+    return _dead(partial, changed) and (partial.is_dir() or time.time() - changed > AN_HOUR)
 
 
 def _dead(partial: Path, changed: float) -> bool:

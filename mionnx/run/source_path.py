@@ -13,6 +13,7 @@ from mionnx.graph.embedded_weights import read_properties
 from mionnx.graph.folder_file import resolve
 from mionnx.graph.hooked_model import GRAPH
 from mionnx.graph.metadata import COMPILED, PREFIX
+from mionnx.machine.brief import spelled
 
 WEIGHTS = (".pth", ".gguf")  # files that are a model by themselves
 OWN = (f"{PREFIX}format", f"{PREFIX}hooks")  # metadata of a hooked model, one of them lost perhaps
@@ -107,8 +108,8 @@ def folder_in(folder: Path, subfolder: str) -> Path:
     if not subfolder:
         return folder
     inner = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_dir())
-    if not resolve(folder, subfolder).is_dir():
-        raise ModelError(f"{folder} has no folder {subfolder!r}{nearest(subfolder, inner)}")
+    if not os.path.isdir(resolve(folder, subfolder)):  # Path's own raises for a name that is too long
+        raise ModelError(f"{folder} has no folder {spelled(subfolder)}{nearest(subfolder, inner)}")
     return folder / subfolder
 
 

@@ -188,7 +188,8 @@ def test_devices_and_pipes_in_a_checkpoint(tmp_path):
             else:
                 (folders[-1] / name).symlink_to("/dev/zero")
     said = opened(tmp_path / "store", *folders)
-    assert [line.partition(" ")[0] for line in said] == ["ExportError"] * len(folders), said
+    assert len(said) == len(folders)
+    assert {line.partition(" ")[0] for line in said} == {"ExportError", "ModelError"}, said
 
 
 @pytest.mark.parametrize(

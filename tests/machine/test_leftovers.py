@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -165,3 +166,18 @@ def test_a_folder_that_is_just_being_finished_is_no_leftover(tmp_path):
         finally:
             going = False
     assert all(one.result() is None for one in tidying)
+
+
+def test_folders_that_go_while_they_are_looked_at(tmp_path):
+    """Other threads finish theirs between the listing and the look: FileNotFoundError until then."""
+
+    def make(number: int) -> None:
+        for i in range(60):
+            with new_folder(tmp_path / f"{number} {i}", ExportError):
+                pass
+
+    with ThreadPoolExecutor(4) as pool:
+        makers = [pool.submit(make, number) for number in range(4)]
+        while not all(maker.done() for maker in makers):
+            assert remove_leftovers(tmp_path, ("manifest.json",), re.compile(".*")) == 0
+    assert all(maker.result() is None for maker in makers)

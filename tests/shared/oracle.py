@@ -64,7 +64,7 @@ def run(model: PreTrainedModel, inputs: Inputs, edits: Edits = ()) -> Outcome:
             if point.name == name:
                 chosen = changed if this.variant == "MlpExpertIndices" else choice.get(this.layer)
                 edited = apply(changed, point, intervention, here, ends, keys, chosen)
-                changed = _sparing(edited, changed, here, keys) if _spares(this, intervention) else edited
+                changed = sparing(edited, changed, here, keys) if spares(this, intervention) else edited
         if this.variant == "MlpExpertIndices":
             choice[this.layer] = changed
         if stream and changed is not value:
@@ -79,11 +79,11 @@ def run(model: PreTrainedModel, inputs: Inputs, edits: Edits = ()) -> Outcome:
     return outcome
 
 
-def _spares(point: HookPoint, intervention: Intervention) -> bool:
+def spares(point: HookPoint, intervention: Intervention) -> bool:
     return point.variant in ("AttnScores", "AttnPattern") and intervention.kind != "knockout"
 
 
-def _sparing(edited: Tensor, value: Tensor, here: Tensor, keys: Tensor) -> Tensor:
+def sparing(edited: Tensor, value: Tensor, here: Tensor, keys: Tensor) -> Tensor:
     """Queries and keys of padding stay as they are: a row alone has none."""
     real = (here >= 0)[:, None, :, None] & (keys >= 0)[:, None, None, -value.shape[-1] :]
     return torch.where(real, edited, value)

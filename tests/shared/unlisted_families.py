@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from families import VOCAB, WINDOW
-from oracle import Edits, Inputs, Outcome, apply
+from oracle import Edits, Inputs, Outcome, apply, spares, sparing
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -348,7 +348,8 @@ def run(name: str, model: PreTrainedModel, inputs: Inputs, edits: Edits = ()) ->
         changed = value
         for point, edit in edits:
             if point.name == name:
-                changed = apply(changed, point, edit, here, ends, keys)
+                edited = apply(changed, point, edit, here, ends, keys)
+                changed = sparing(edited, changed, here, keys) if spares(point, edit) else edited
         outcome.values[name] = changed.numpy().copy()
         return changed
 

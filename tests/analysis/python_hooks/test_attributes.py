@@ -161,7 +161,7 @@ def test_a_token_may_be_an_array_of_one_number(model, kind):
     assert tracked == [paris, 3]
 
 
-@pytest.mark.parametrize("wrong", [torch.tensor(1.0), torch.tensor(True), np.array("Paris"), torch.tensor([1])])
+@pytest.mark.parametrize("wrong", [torch.tensor(1.0), torch.tensor(True), np.array(["Paris"]), torch.tensor([1])])
 def test_what_is_no_token_is_refused(model, wrong):
     with pytest.raises(InputError, match="token must be an integer or a text, got"):
         model.embedding_for(wrong)
