@@ -11,6 +11,7 @@ goes out says that the program is ready.
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, TextIO
@@ -97,7 +98,8 @@ def limit_memory() -> None:
         import resource
     except ImportError:  # not on Windows
         return
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    with suppress(ValueError, OSError):  # macOS has the limit's name and refuses to set it
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
 def serve(questions: TextIO, answers: TextIO) -> None:
