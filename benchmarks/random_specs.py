@@ -149,7 +149,7 @@ def main() -> None:
         said="Differences of logits and captures, relative to the largest number of each array.",
         notes=[
             f"agree: within {TOLERANCE:.0e}; or, counted besides under *in rounding*, within 30 times of what "
-            "rounding every value at a hook point to float32 changes in the same part of the reference itself.",
+            "moving every value at a hook point by half a step of float32 changes in the same part of the reference.",
             f"refused, each with an MIError: {named or 'none'}.",
         ],
     )

@@ -7,7 +7,7 @@ rest of the pass reads.
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,13 @@ class Decoder:
     def layers(self) -> int:
         return self.config["n_layer" if self.family == "gpt2" else "num_hidden_layers"]
 
-    def run(self, ids: list[int], see: See) -> Tensor:
-        """Logits [seq, vocab]."""
+    def run(self, ids: list[int], see: See, keys: Sequence[int] = ()) -> Tensor:
+        """Logits [seq, vocab].
+
+        Args:
+            keys: how many keys each query reads; all if left out. Values behind them are not read: NaN times 0 is NaN.
+        """
+        self.keys = [*keys] or [len(ids)] * len(ids)
         with torch.no_grad():
             return {"gpt2": self._gpt2, "gpt_neox": self._gpt_neox}.get(self.family, self._llama)(ids, see)
 
@@ -166,7 +171,10 @@ class Decoder:
             seen &= behind < self.config["sliding_window"]
         scores = see(f"{block}.hook_scores", torch.where(seen, scores, LOWEST))
         pattern = see(f"{block}.hook_pattern", torch.softmax(scores, dim=-1))
-        return see(f"{block}.hook_z", (pattern @ v).transpose(0, 1))
+        z = torch.stack(
+            [pattern[:, query, :stop, None].mul(v[:, :stop]).sum(-2) for query, stop in enumerate(self.keys)]
+        )
+        return see(f"{block}.hook_z", z)
 
     def _rotated(self, x: Tensor) -> Tensor:
         rope = self.config.get("rope_parameters") or self.config
