@@ -57,7 +57,7 @@ def sealed(header: Mapping[str, Any], values: Any) -> bytes:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a file that `open_tensors` has checked, and where its values begin."""
+    """The header of a checked file, and its first byte of values."""
     with path.open("rb") as file:
         size = file.read(8)
         return _header_of(size + file.read(int.from_bytes(size, "little")))
@@ -81,7 +81,7 @@ def write_tensors(
 
 @contextmanager
 def open_tensors(path: str | Path, problem: str, error: type[MIError] = SpecFileError) -> Iterator[Any]:
-    """Open a file to read some of its tensors; the checksum of a file of mionnx is checked first.
+    """Open a file to read some of its tensors, its checksum checked first.
 
     Args:
         path: the file.
