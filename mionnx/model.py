@@ -17,6 +17,7 @@ from mionnx.analysis.harvest import harvest as harvesting
 from mionnx.analysis.lens import logit_lens as lens
 from mionnx.analysis.lens import token_vectors, track
 from mionnx.analysis.python_hooks import hooked_calls, residual, transformer_lens
+from mionnx.analysis.quantisation import quantise_model
 from mionnx.analysis.statistics import collect
 from mionnx.analysis.steering import calibration
 from mionnx.analysis.steering import contrast as contrasting
@@ -27,7 +28,6 @@ from mionnx.machine.dialects import Translated
 from mionnx.machine.once import once_property
 from mionnx.run import generation, notebook
 from mionnx.run.runner import Runner
-from mionnx.verify import quantise_model
 from mionnx.verify import verbs as comparing
 
 # Attributes that `dir(model)` leaves out: other rooms read them.

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mionnx.analysis.quantisation.quantise_by_text import quantise_by_text
 from mionnx.cli.opening import PLAIN, Opening, opens_model
 from mionnx.cli.options import Json, Model, read_text
 from mionnx.errors import InputError
@@ -15,7 +16,6 @@ from mionnx.machine.progress import shown
 from mionnx.model import MIModel
 from mionnx.quantise.quantise import quantise as quantise_hooked
 from mionnx.quantise.settings import Quantisation
-from mionnx.verify.quantise_by_text import quantise_by_text
 
 COUNTS = ("matrices", "matrices_left", "bytes_in_blocks", "bytes_left")
 SHOWN = 20  # matrices that are named

@@ -3,8 +3,8 @@
 1. A folder is made beside its target as `.{name}.{six digits}.{pid}.partial`, and renamed when it is complete.
 2. Its maker holds a lock on a file in it. The system gives a lock back when its process ends, however it ends: a folder
    whose lock is free belongs to nobody, whatever process has the number in its name by now, here or on another machine.
-3. One without that file (of an earlier mionnx, or of a process killed in its first moment) belongs to nobody if no
-   process has its number, or one that began after the folder was last changed.
+3. One without that file (its process was killed in its first moment, or while it removed an entry of the cache) belongs
+   to nobody if no process has its number, or one that began after the folder was last changed.
 """
 
 import atexit

@@ -73,7 +73,7 @@ class Stored(Storable):
         metadata = read_metadata(path, problem)
         if RESULT not in metadata or metadata.get("kind") != name:
             raise SpecFileError(f"{problem}: {whose(metadata)}")
-        metadata, tensors = read_tensors(path, problem, required=True)
+        metadata, tensors = read_tensors(path, problem)
         if metadata[RESULT] != VERSION:
             raise SpecFileError(f"{problem} of version {VERSION}: its metadata says {metadata[RESULT]!r}")
         with told_of(path):

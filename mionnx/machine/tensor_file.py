@@ -4,14 +4,13 @@
    the header as JSON with its keys sorted, the checksum itself left out. So it covers names, dtypes, shapes, values and
    all other metadata.
 2. A file whose bytes do not give its checksum is refused as damaged, before anything of it is used.
-3. A file of others has no checksum, and is read as it is. One that an earlier mionnx wrote (a metadata key begins with
-   `mionnx_`) is read with a warning; where a wrong value could not be noticed later, it is refused (`required`).
+3. A file of mionnx (a metadata key begins with `mionnx_`) without a checksum is refused; one of others is read as it
+   is.
 4. Equal tensors and metadata give equal files: the entries of the header are sorted.
 """
 
 import hashlib
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,37 +28,44 @@ CHECKSUM = "mionnx_sha256"
 OWN = "mionnx_"  # how metadata keys of mionnx begin
 
 
-class UncheckedFileWarning(UserWarning):
-    """A file without a checksum, so that damage of its values cannot be noticed."""
-
-
 def to_bytes(tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None) -> bytes:
     """The bytes of a file with its checksum.
 
     Raises:
         SpecFileError: a dtype that safetensors does not have.
     """
-    header, values = _parts(tensors, metadata)
-    header["__metadata__"] = {**header.get("__metadata__", {}), CHECKSUM: _checksum(hashlib.sha256(values), header)}
-    return _joined(header, values)
-
-
-def _parts(
-    tensors: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None
-) -> tuple[dict[str, Any], memoryview]:
-    """Header and values of a file."""
     try:
         data = save({name: np.asarray(value, order="C") for name, value in tensors.items()}, dict(metadata or {}))
     except (SafetensorError, KeyError, ValueError) as error:
         raise SpecFileError(f"safetensors cannot hold one of {', '.join(tensors)}: {error}") from error
-    start = 8 + int.from_bytes(data[:8], "little")
-    return json.loads(data[8:start]), memoryview(data)[start:]
+    header, start = _header_of(data)
+    values = memoryview(data)[start:]
+    return b"".join([sealed(header, hashlib.sha256(values)), values])
 
 
-def _joined(header: Mapping[str, Any], values: memoryview) -> bytes:
-    text = json.dumps(header, sort_keys=True).encode()
+def sealed(header: Mapping[str, Any], values: Any) -> bytes:
+    """The beginning of a file, up to its values, with its checksum.
+
+    Args:
+        header: of safetensors: names with dtypes, shapes and offsets, and `__metadata__`.
+        values: a SHA-256 that has seen the bytes of the tensors.
+    """
+    metadata = {**header.get("__metadata__", {}), CHECKSUM: _checksum(values, header)}
+    text = json.dumps({**header, "__metadata__": metadata}, sort_keys=True).encode()
     text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, values])
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a checked file, and its first byte of values."""
+    with path.open("rb") as file:
+        size = file.read(8)
+        return _header_of(size + file.read(int.from_bytes(size, "little")))
+
+
+def _header_of(data: bytes) -> tuple[dict[str, Any], int]:
+    start = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:start]), start
 
 
 def write_tensors(
@@ -74,16 +80,13 @@ def write_tensors(
 
 
 @contextmanager
-def open_tensors(
-    path: str | Path, problem: str, error: type[MIError] = SpecFileError, *, required: bool = False
-) -> Iterator[Any]:
-    """Open a file to read some of its tensors; its checksum, if it has one, is checked first.
+def open_tensors(path: str | Path, problem: str, error: type[MIError] = SpecFileError) -> Iterator[Any]:
+    """Open a file to read some of its tensors, its checksum checked first.
 
     Args:
         path: the file.
         problem: first words of the message if it cannot be read: "x.safetensors is no saved spec".
         error: class of that error.
-        required: refuse a file without a checksum.
 
     Raises:
         MIError: the file is missing or damaged, or has a dtype that numpy lacks.
@@ -91,7 +94,7 @@ def open_tensors(
     _refuse_special(path, problem, error)
     try:
         with safe_open(path, framework="np") as file:
-            _check(Path(path), file.metadata() or {}, error, required)
+            _check(Path(path), file.metadata() or {}, error)
             yield file
     except (OSError, SafetensorError, AttributeError, TypeError, ValueError, KeyError) as cause:
         # the last four: a tensor of a dtype that numpy does not have
@@ -114,10 +117,10 @@ def _refuse_special(path: str | Path, problem: str, error: type[MIError]) -> Non
 
 
 def read_tensors(
-    path: str | Path, problem: str, error: type[MIError] = SpecFileError, *, required: bool = False
+    path: str | Path, problem: str, error: type[MIError] = SpecFileError
 ) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
     """Read a whole file: its metadata, and its tensors by name; see `open_tensors`."""
-    with open_tensors(path, problem, error, required=required) as file:
+    with open_tensors(path, problem, error) as file:
         metadata = {key: text for key, text in (file.metadata() or {}).items() if key != CHECKSUM}
         return metadata, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
@@ -140,24 +143,18 @@ def values_checksum(tensors: Mapping[str, NDArray[Any]], facts: Sequence[str]) -
     return digest.hexdigest()
 
 
-def _check(path: Path, metadata: Mapping[str, str], error: type[MIError], required: bool) -> None:
+def _check(path: Path, metadata: Mapping[str, str], error: type[MIError]) -> None:
     if CHECKSUM in metadata:
         if metadata[CHECKSUM] != _checksum_of(path):
             raise error(f"{path} is damaged: it does not have the checksum that was written with it")
-    elif required:
-        raise error(f"{path} has no checksum: it is damaged, or an earlier mionnx wrote it")
     elif any(key.startswith(OWN) for key in metadata):
-        warnings.warn(
-            f"{path} has no checksum, as an earlier mionnx wrote it: damage of its values cannot be noticed; "
-            "save it again",
-            UncheckedFileWarning,
-            stacklevel=5,
-        )
+        raise error(f"{path} is damaged: it has no checksum, and every file that mionnx writes has one")
 
 
 def _checksum_of(path: Path) -> str:
+    header, start = read_header(path)
     with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        file.seek(start)
         return _checksum(hashlib.file_digest(file, "sha256"), header)
 
 

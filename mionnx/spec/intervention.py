@@ -3,48 +3,45 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from inspect import signature
-from typing import Any, Generic, ParamSpec, TypeVar
+from inspect import Parameter, signature
+from types import SimpleNamespace
+from typing import Any, ParamSpec, get_args, get_type_hints
 
-from mionnx.errors import InterventionError, nearest
+from mionnx.errors import InterventionError
 from mionnx.machine.brief import Brief, spelled
 from mionnx.machine.typed import typed
 from mionnx.spec.kinds import KINDS, add, clamp, knockout, project_out, replace, scale, splice, window, zero
 from mionnx.spec.kinds.kind import Array, Change, Kind, ValueShape
-from mionnx.spec.limits import LATER, LIMITS, check_indices, check_positions
+from mionnx.spec.limits import LATER, LIMITS, checked
 
 Arguments = ParamSpec("Arguments")
-Made = TypeVar("Made", bound="Intervention")
 
 
-class Constructor(Generic[Arguments]):
-    """Constructor of `Intervention`, with the signature and docstring of a kind's `make`."""
+def constructor(make: Callable[Arguments, Change]) -> "Callable[Arguments, Intervention]":
+    """A constructor of `Intervention`, with the signature and docstring of a kind's `make`."""
+    declared = signature(make)
+    *own, limits = declared.parameters.values()
+    if limits.kind is limits.VAR_KEYWORD:  # help() shows each limit by its name, as it is given
+        # This annotation alone: others of a kind may name what type checkers alone import.
+        alone = SimpleNamespace(__annotations__={"limits": limits.annotation})
+        (names,) = get_args(get_type_hints(alone, make.__globals__)["limits"])  # type: ignore[attr-defined]
+        own += [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=hint.__forward_arg__)
+            for name, hint in names.__annotations__.items()
+        ]
+    shown = declared.replace(parameters=own, return_annotation="Intervention")
 
-    def __init__(self, make: Callable[Arguments, Change]) -> None:
-        self.make = make
-        self._known: dict[type, Any] = {}  # a signature takes longer to work out than an intervention
+    @wraps(make)
+    def construct(*args: Arguments.args, **options: Arguments.kwargs) -> "Intervention":
+        try:
+            shown.bind(*args, **options)
+        except TypeError as error:  # an argument that the kind does not have
+            raise TypeError(f"Intervention.{construct.__name__}() {error}") from None
+        return Intervention(**vars(make(*args, **options)))
 
-    def __get__(self, instance: object, owner: type[Made]) -> Callable[Arguments, Made]:
-        if owner not in self._known:
-            self._known[owner] = self._constructor(owner)
-        known: Callable[Arguments, Made] = self._known[owner]
-        return known
-
-    def _constructor(self, owner: type[Made]) -> Callable[Arguments, Made]:
-        @wraps(self.make)
-        def construct(*args: Arguments.args, **options: Arguments.kwargs) -> Made:
-            return owner(**vars(self.make(*args, **options)))
-
-        construct.__name__ = self.make.__qualname__.partition(".")[0]  # the kind's class
-        vars(construct)["__signature__"] = signature(self.make).replace(return_annotation=owner)
-        return construct
-
-
-class _Constructors(type):
-    """Type of `Intervention`: for type checkers, every kind of the table has a constructor."""
-
-    def __getattr__(cls, name: str) -> Callable[..., "Intervention"]:
-        raise AttributeError(f"Intervention has no {name!r}{nearest(name, [kind.title for kind in KINDS.values()])}")
+    construct.__name__ = make.__qualname__.partition(".")[0]  # the kind's class
+    vars(construct)["__signature__"] = shown
+    return construct
 
 
 def find_kind(name: str) -> Kind:
@@ -60,7 +57,7 @@ def find_kind(name: str) -> Kind:
 
 @typed(InterventionError)
 @dataclass(frozen=True, eq=False, repr=False)
-class Intervention(Brief, Change, metaclass=_Constructors):
+class Intervention(Brief, Change):
     """One modification of the value at a hook point.
 
     Made by `Replace`, `Add`, `Knockout`, `Window`, `Scale`, `Zero`, `ProjectOut`, `Splice`, `Clamp` and any other kind
@@ -98,24 +95,22 @@ class Intervention(Brief, Change, metaclass=_Constructors):
         if len(rules.values) != len(self.values):
             needed = " and ".join("a value" if name == "value" else name for name in rules.values)
             raise InterventionError(f"{self.kind} {f'needs {needed}' if needed else 'takes no value'}")
-        limits = {"positions": check_positions(self.positions)}
-        limits |= {name: check_indices(name, getattr(self, name)) for name in LIMITS[1:]}
-        for name, limit in limits.items():
+        for name, limit in checked({name: getattr(self, name) for name in LIMITS}).items():
             object.__setattr__(self, name, limit)
         if self.neurons is not None and rules.shape is ValueShape.DIRECTIONS:
             raise InterventionError(f"{self.kind} removes directions along all neurons: it has no neurons= to choose")
         if rules.has_fragment != (self.fragment is not None):
             raise InterventionError("a splice, and nothing else, has a fragment: Intervention.Splice makes one")
 
-    Replace = Constructor(replace.Replace.make)
-    Add = Constructor(add.Add.make)
-    Knockout = Constructor(knockout.Knockout.make)
-    Scale = Constructor(scale.Scale.make)
-    Zero = Constructor(zero.Zero.make)
-    ProjectOut = Constructor(project_out.ProjectOut.make)
-    Splice = Constructor(splice.Splice.make)
-    Clamp = Constructor(clamp.Clamp.make)
-    Window = Constructor(window.Window.make)
+    Replace = staticmethod(constructor(replace.Replace.make))
+    Add = staticmethod(constructor(add.Add.make))
+    Knockout = staticmethod(constructor(knockout.Knockout.make))
+    Scale = staticmethod(constructor(scale.Scale.make))
+    Zero = staticmethod(constructor(zero.Zero.make))
+    ProjectOut = staticmethod(constructor(project_out.ProjectOut.make))
+    Splice = staticmethod(constructor(splice.Splice.make))
+    Clamp = staticmethod(constructor(clamp.Clamp.make))
+    Window = staticmethod(constructor(window.Window.make))
 
     @property
     def rules(self) -> Kind:
@@ -168,4 +163,4 @@ class Intervention(Brief, Change, metaclass=_Constructors):
 
 for _kind in KINDS.values():  # those of the class body are known to type checkers by their exact signatures
     if _kind.title not in vars(Intervention):
-        setattr(Intervention, _kind.title, Constructor(_kind.make))
+        setattr(Intervention, _kind.title, staticmethod(constructor(_kind.make)))

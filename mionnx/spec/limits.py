@@ -1,7 +1,9 @@
 """Limits of an intervention, checked: token positions, heads, batch rows, experts, neurons."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -12,10 +14,42 @@ from mionnx.machine.typed import shown
 
 Positions = int | str | Sequence[int] | Sequence[Sequence[int]]
 Indices = int | Iterable[int]
-LIMITS = ("positions", "heads", "rows", "experts", "neurons")
 LATER = ("experts", "neurons")  # limits that an entry of a spec file leaves out where they are not given
+
+
+class RowLimits(TypedDict, total=False):
+    """Limits of a kind that adds a mask to attention scores."""
+
+    positions: Positions | None
+    heads: Indices | None
+    rows: Indices | None
+
+
+class ExpertLimits(RowLimits, total=False):
+    """Limits of a kind that works along the last axis."""
+
+    experts: Indices | None
+
+
+class Limits(ExpertLimits, total=False):
+    """Limits of an intervention; see `mionnx.spec.intervention.Intervention`."""
+
+    neurons: Indices | None
+
+
+LIMITS = tuple(Limits.__annotations__)
 # Phases of a text: the prompt, and what `generate` added to it (or, in `forward`, what follows prompt_length).
 PHASES = ("prompt", "generated")
+
+
+def checked(limits: Mapping[str, Any]) -> dict[str, Any]:
+    """Limits by name, each as a tuple or a phase; None where there is none.
+
+    Raises:
+        InterventionError: see `check_positions` and `check_indices`.
+    """
+    indices = {name: check_indices(name, limits.get(name)) for name in LIMITS[1:]}
+    return {"positions": check_positions(limits.get("positions")), **indices}
 
 
 def check_indices(what: str, indices: Indices | None) -> tuple[int, ...] | None:

@@ -2,7 +2,7 @@
 
 1. The file is an ordinary safetensors file; it is read without executing anything.
 2. Its `__metadata__` has three entries: `mionnx_spec` = "1", the version, `declaration`, a JSON text, and the checksum
-   of `mionnx.machine.tensor_file`, which is checked; a file without one, of an earlier mionnx, is read with a warning.
+   of `mionnx.machine.tensor_file`, which is checked.
 3. The declaration is {"captures": [...], "interventions": [...]}, both in the order of the spec, and where there are
    any "state_knockouts": [...] and "state_steerings": [...].
 4. A capture is {"hook": name or glob, "before": true or false}; "positions" and "heads", lists, limit it;

@@ -4,9 +4,9 @@ The format of a saved file:
 
 1. An ordinary safetensors file. The tensor `{prompt}.{hook point}` is that value, bfloat16 as float32.
 2. Its `__metadata__` has `mionnx_run` = "1", `facts`, a JSON text: the prompts' ids, the hook points, the positions
-   kept, the dtype, hashes of graph, weights and spec, the greedy continuations, and the environment; and `sha256` of
-   the bytes of all tensors, of the rest of the header with its keys sorted, and of the facts.
-3. Refused: another version, a damaged file, bytes that do not give the hash.
+   kept, the dtype, hashes of graph, weights and spec, the greedy continuations, and the environment; and the checksum
+   of `mionnx.machine.tensor_file`.
+3. Refused: another version, a damaged file.
 """
 
 import json
@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from mionnx.errors import SpecFileError
+from mionnx.machine.file_kinds import whose
 from mionnx.machine.files import atomic_path
+from mionnx.machine.tensor_file import open_tensors, read_header, sealed, told_of
 
 KEY, VERSION = "mionnx_run", "1"
 CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
@@ -80,16 +81,12 @@ class RecordedValues:
         Raises:
             SpecFileError: it cannot be written.
         """
-        header: dict[str, Any] = {}
+        header: dict[str, Any] = {"__metadata__": {KEY: VERSION, "facts": json.dumps(facts)}}
         for key, (dtype, shape, start) in self._places.items():
             end = start + prod(shape) * np.dtype(dtype).itemsize
             header[key] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        told = json.dumps(facts)
-        whole = {KEY: VERSION, "sha256": _hash_of(self._hash.copy(), header, told), "facts": told}
-        text = json.dumps({"__metadata__": whole, **header}).encode()
-        text += b" " * (-len(text) % 8)
         with atomic_path(path) as partial, partial.open("wb") as file, self.path.open("rb") as values:
-            file.write(len(text).to_bytes(8, "little") + text)
+            file.write(sealed(header, self._hash.copy()))
             shutil.copyfileobj(values, file)
 
     @classmethod
@@ -99,40 +96,20 @@ class RecordedValues:
         Raises:
             SpecFileError: missing, damaged, or no recorded run.
         """
-        if path.exists() and not path.is_file():
-            raise SpecFileError(f"{path} is no recorded run but a folder, a device or a pipe")
-        try:
-            with safe_open(path, framework="np") as file:
-                found = file.metadata() or {}
-            with path.open("rb") as raw:
-                first = 8 + int.from_bytes(raw.read(8), "little")
-                header = json.loads(raw.read(first - 8))
-                header.pop("__metadata__", None)
-                held = sha256()
-                while block := raw.read(2**20):
-                    held.update(block)
-        except (OSError, SafetensorError, ValueError) as error:
-            raise SpecFileError(f"{path} is no recorded run: {error}") from error
-        if found.get(KEY) != VERSION:
-            raise SpecFileError(f"{path} is no recorded run of version {VERSION}: its metadata has {sorted(found)}")
-        if _hash_of(held, header, found.get("facts", "")) != found.get("sha256"):
-            raise SpecFileError(f"{path} is damaged: it does not have the hash that was recorded")
+        with open_tensors(path, f"{path} is no recorded run") as file:
+            metadata = file.metadata() or {}
+        if metadata.get(KEY) != VERSION:
+            raise SpecFileError(f"{path} is no recorded run of version {VERSION}: {whose(metadata)}")
         recording = cls(path)
-        try:
-            recording.facts = json.loads(found["facts"])
+        header, first = read_header(path)
+        del header["__metadata__"]
+        with told_of(path):
+            recording.facts = json.loads(metadata["facts"])
             recording._places = {
                 key: (DTYPES[entry["dtype"]], tuple(entry["shape"]), first + entry["data_offsets"][0])
                 for key, entry in header.items()
             }
             missing = [key for key in FACTS if key not in recording.facts]
-        except (ValueError, KeyError, TypeError) as error:
-            raise SpecFileError(f"{path} is damaged: {error}") from error
         if missing:
             raise SpecFileError(f"{path} is damaged: it does not say its {missing[0]}")
         return recording
-
-
-def _hash_of(data: Any, header: Mapping[str, Any], facts: str) -> str:
-    """The hash of everything in a file; `data` has seen the bytes of the tensors."""
-    data.update(json.dumps(header, sort_keys=True).encode() + facts.encode())
-    return str(data.hexdigest())

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.markup import escape
 
+from mionnx.analysis.quantisation.matrix_loss import MatrixLoss
 from mionnx.errors import InputError, nearest
 from mionnx.machine.brief import Brief, count
 from mionnx.machine.decimals import decimal
 from mionnx.machine.stored import Storable
 from mionnx.machine.typed import typed
-from mionnx.verify.matrix_loss import MatrixLoss
 from mionnx.verify.result_table import loss_table, matrix_table, verification_table
 from mionnx.verify.rows import LayerLoss, Row
 from mionnx.view import Shown, Table, new_figure, render

@@ -6,8 +6,8 @@ from itertools import pairwise
 from rich.markup import escape
 from rich.table import Column
 
+from mionnx.analysis.quantisation.matrix_loss import MatrixLoss
 from mionnx.graph.hook_points import HookPoint
-from mionnx.verify.matrix_loss import MatrixLoss
 from mionnx.verify.rows import LayerLoss, Row
 from mionnx.view import Table
 

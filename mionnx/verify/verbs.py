@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mionnx.analysis.quantisation.windows import windows
 from mionnx.errors import InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
@@ -23,7 +24,6 @@ from mionnx.verify.bisect import bisect as bisect_graph
 from mionnx.verify.result import Verification
 from mionnx.verify.verify import Request
 from mionnx.verify.verify import verify as compare_runtimes
-from mionnx.verify.windows import windows
 
 RUNTIMES = ("ort-cpu", "ort-cpu:none", "reference")
 

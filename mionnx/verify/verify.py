@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mionnx.analysis.quantisation.matrix_comparison import losses
 from mionnx.bind.bound_spec import bind
 from mionnx.errors import HookError, InputError, InterventionError, ModelError, RuntimeMissingError, SpecFileError
 from mionnx.graph.hook_points import HookPoint
@@ -20,7 +21,6 @@ from mionnx.verify.compare import Settings, Side, compare, record
 from mionnx.verify.determinism import repeats
 from mionnx.verify.environment import environment, hashes
 from mionnx.verify.graph_under_test import LOGITS, GraphUnderTest
-from mionnx.verify.matrix_comparison import losses
 from mionnx.verify.recorded import as_recorded, keep, other_machine
 from mionnx.verify.recorded_values import RecordedValues
 from mionnx.verify.result import Beside, Repeat, Verification

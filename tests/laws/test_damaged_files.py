@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from repository import REPOSITORY
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from mionnx import (
@@ -27,7 +28,7 @@ from mionnx import (
 )
 from mionnx.analysis.sweep.progress_file import ProgressFile
 from mionnx.cli.intervention_syntax import load_tensor
-from mionnx.machine.tensor_file import UncheckedFileWarning, to_bytes
+from mionnx.machine.tensor_file import CHECKSUM, to_bytes
 from mionnx.verify.recorded_values import FACTS, RecordedValues
 
 RNG = np.random.default_rng(0)
@@ -103,7 +104,6 @@ KINDS = ("spec", "cache", "state", "directions", "sweep", "run", "result", "capt
 NAMES = [f"{kind}.safetensors" for kind in KINDS] + ["directions.gguf"]
 
 
-@pytest.mark.filterwarnings("ignore::mionnx.machine.tensor_file.UncheckedFileWarning")
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 255))
@@ -141,15 +141,18 @@ def test_a_damaged_resume_file_says_what_to_do(files, tmp_path):
     with pytest.raises(InputError, match=r"sweep is damaged.*delete it, and the sweep begins anew"):
         one.read(tmp_path / "sweep")
     save_file({"values": np.zeros((2, 3))}, tmp_path / "old", metadata={"mionnx_sweep": "key"})
-    with pytest.raises(InputError, match=r"old has no checksum.*delete it, and the sweep begins anew"):
+    with pytest.raises(InputError, match=r"old is damaged: it has no checksum.*delete it, and the sweep begins anew"):
         one.read(tmp_path / "old")
 
 
-def test_a_file_of_an_earlier_mionnx_is_read_with_a_warning(files, tmp_path):
-    one = files["cache.safetensors"]
-    save_file(load_file(one.path), tmp_path / "cache", metadata={"mionnx_cache": "kv"})
-    with pytest.warns(UncheckedFileWarning, match="cache has no checksum"):
-        assert one.read(tmp_path / "cache") == one.read(one.path)
+@pytest.mark.parametrize("kind", ["spec", "cache", "state", "directions", "sweep", "result"])
+def test_a_file_of_mionnx_without_its_checksum_is_refused(files, tmp_path, kind):
+    one = files[name := f"{kind}.safetensors"]
+    with safe_open(one.path, framework="np") as file:
+        metadata = {key: text for key, text in file.metadata().items() if key != CHECKSUM}
+    save_file(load_file(one.path), tmp_path / name, metadata=metadata)
+    with pytest.raises(MIError, match=f"{name} is damaged: it has no checksum"):
+        one.read(tmp_path / name)
 
 
 def test_a_control_vector_of_others_is_read(files, tmp_path):

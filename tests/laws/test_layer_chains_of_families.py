@@ -2,14 +2,14 @@
 
 import numpy as np
 
+from mionnx.analysis.quantisation.budget import whole_stacks
+from mionnx.analysis.quantisation.candidates import of_blocks
+from mionnx.analysis.quantisation.importance import mean_squares
+from mionnx.analysis.quantisation.matrix_loss import FloatModel, matrix_losses
 from mionnx.engine.options import Options
 from mionnx.inputs.token_batch import make_token_batch
 from mionnx.quantise import Quantisation
 from mionnx.quantise.choice import choose
-from mionnx.verify.budget import whole_stacks
-from mionnx.verify.candidates import of_blocks
-from mionnx.verify.importance import mean_squares
-from mionnx.verify.matrix_loss import FloatModel, matrix_losses
 
 
 def test_a_chain_gives_the_models_logits_and_every_matrix_changes_them(family, models):

@@ -18,7 +18,8 @@ FLOORS = (
     ("spec", "inputs", "rewrite", "quantise", "engine", "view"),
     ("bind",),
     ("run", "compile"),
-    ("analysis", "verify"),
+    ("analysis",),
+    ("verify",),
     ("model",),
     ("distributed", "playground"),
     ("cli",),
@@ -34,7 +35,7 @@ OF_EXPORTERS = ("graph", "errors", "machine.progress")  # what exporters may imp
 LIBRARIES = {
     "onnxruntime": ("engine",),
     "openvino": ("engine",),
-    "onnx": ("graph", "rewrite", "quantise", "engine", "compile", "verify"),
+    "onnx": ("graph", "rewrite", "quantise", "engine", "compile", "analysis.quantisation", "verify"),
     "onnx_graphsurgeon": ("graph.builder", "rewrite"),
     "ray": ("distributed.cluster",),
 }

@@ -30,7 +30,7 @@ def dead_pid() -> int:
 
 
 def left(folder: Path, pid: int, file: str = "converted.safetensors") -> Path:
-    """What a process with this number left, as earlier versions of mionnx named it."""
+    """What a process with this number left without a lock."""
     partial = folder / f".llama-0123.{pid}.partial"
     partial.mkdir(parents=True)
     (partial / file).write_bytes(b"half")

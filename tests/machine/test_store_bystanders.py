@@ -162,7 +162,7 @@ MAKING: dict[str, Callable[[DiskCache], object]] = {
 
 @pytest.mark.parametrize("kind", MAKING)
 def test_a_folder_that_stands_where_an_entry_would(kind, root):
-    """One of an earlier layout, or a user's own: neither used nor removed."""
+    """A user's own: neither used nor removed."""
     file(root / kind / "key" / "value.txt")
     entries, before = DiskCache(root, limit=0), tree(root)
     with pytest.warns(StoreWarning, match="mionnx did not make"):

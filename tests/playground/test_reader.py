@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from playground_deeds import FRANCE, GERMANY, cut_an_edge, exported, zero_a_head_by_keyboard, zero_attention
+from playground_deeds import FRANCE, GERMANY, add_direction, cut_an_edge, exported, zero_a_head_by_keyboard, zero_attention
 from playground_pages import LOGITS, idle, view, visit
 
 from mionnx import HookSpec, MIModel
@@ -68,16 +68,7 @@ def test_an_undo_brings_back_prompt_and_interventions(page: Page):
 
 def test_a_vector_without_effect_says_so_and_doses_are_tried(page: Page):
     """A cell of the strip takes the place of the entry."""
-    view(page, "steer")
-    page.fill("#steer-more", GERMANY)
-    page.fill("#steer-less", FRANCE)
-    page.select_option("#steer-spot", "[3]")
-    page.select_option("#steer-mean", "-1")
-    page.click("#steer-add")
-    idle(page)
-    page.get_by_label("strength as a number").fill("0.01")
-    page.keyboard.press("Enter")
-    idle(page)
+    add_direction(page, GERMANY, FRANCE, "0.01")
     assert "almost none" in page.inner_text("#next .kl")
     page.locator(".entry").get_by_role("button", name="Try layers").click()
     page.get_by_text("Press a cell to use it").wait_for()

@@ -77,17 +77,22 @@ def patch_from_the_second_lens(page: Page) -> None:
     idle(page)
 
 
-def steer(page: Page) -> None:
+def add_direction(page: Page, more: str, less: str, strength: str) -> None:
+    """Make a direction of prompts at one position, and add it at a strength."""
     view(page, "steer")
-    page.fill("#steer-more", "The capital of Germany\nGermany")
-    page.fill("#steer-less", "The capital of France\nFrance")
+    page.fill("#steer-more", more)
+    page.fill("#steer-less", less)
     page.select_option("#steer-mean", "-1")
     page.select_option("#steer-spot", "[3]")
     page.click("#steer-add")
     idle(page)
-    page.get_by_label("strength as a number").fill("1.5")
+    page.get_by_label("strength as a number").fill(strength)
     page.keyboard.press("Enter")
     idle(page)
+
+
+def steer(page: Page) -> None:
+    add_direction(page, "The capital of Germany\nGermany", "The capital of France\nFrance", "1.5")
     assert page.evaluate("playground.state.entries[0].strength") == 1.5
 
 

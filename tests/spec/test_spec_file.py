@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from mionnx import HookPoint, HookSpec, Intervention, InterventionError, MIError, SpecFileError
+from mionnx.machine.tensor_file import write_tensors
 
 quick = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 HOOKS = st.sampled_from(["hook_embed", "blocks.0.attn.hook_z", "blocks.*.hook_resid_post", "my.own"])
@@ -110,7 +111,7 @@ def test_damage_is_found_or_harmless(tmp_path, at, by, cut):
 
 
 def write(path: Path, declaration: object, tensors: dict, version: str = "1") -> Path:
-    save_file(tensors, path, metadata={"mionnx_spec": version, "declaration": json.dumps(declaration)})
+    write_tensors(path, tensors, {"mionnx_spec": version, "declaration": json.dumps(declaration)})
     return path
 
 

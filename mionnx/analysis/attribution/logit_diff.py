@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,28 +138,6 @@ class LogitDiffs(Framed):
         return table
 
 
-@overload
-def get_logit_diff(
-    model: Runner,
-    prompt: str,
-    answer: Token,
-    versus: Token,
-    *,
-    position: int = -1,
-    hooks: HookSpec | None = None,
-    batch_size: int | str = AUTO,
-) -> float: ...
-@overload
-def get_logit_diff(
-    model: Runner,
-    prompt: Prompt,
-    answer: Tokens,
-    versus: Tokens,
-    *,
-    position: int = -1,
-    hooks: HookSpec | None = None,
-    batch_size: int | str = AUTO,
-) -> Any: ...
 @typed(leave=["answer", "versus"])
 def get_logit_diff(
     model: Runner,

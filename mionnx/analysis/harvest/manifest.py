@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from mionnx.errors import SpecFileError
-from mionnx.graph.hook_points import by_layer
 from mionnx.machine.files import atomic_path, make_folder, write_atomic
 
 MANIFEST, PROGRESS = "_manifest.json", "_progress"
@@ -89,8 +88,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         told = json.loads(path.read_text())
         if told.get(FORMAT) != VERSION:
             raise SpecFileError(f"{path} is no manifest of activations of version {VERSION}")
-        # An earlier mionnx sorted them as text: 0, 1, 10, 11, 2.
-        columns = {name: _column(*told["columns"][name]) for name in by_layer(told["columns"])}
+        columns = {name: _column(*column) for name, column in told["columns"].items()}
         shards = [Shard(**entry) for entry in told["shards"]]
         return Manifest(
             told["settings"], columns, shards, told["complete"], int(told["texts"]), int(told["dropped_tokens"])

@@ -1,8 +1,8 @@
 """Progress of a sweep in a file, from which an interrupted sweep continues.
 
 It is a safetensors file: `values` [pairs, cells] float64 with NaN for cells that are not computed yet, and in its
-metadata `mionnx_sweep`, the hash of everything that the values depend on. Its checksum
-(`mionnx.machine.tensor_file`) is required: a damaged file is refused, and never changes a result.
+metadata `mionnx_sweep`, the hash of everything that the values depend on. It has a checksum
+(`mionnx.machine.tensor_file`): a damaged file is refused, and never changes a result.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ class ProgressFile:
     def _read(self, path: Path) -> NDArray[np.float64]:
         why = f"cannot resume from {path}: it is no file of a sweep"
         try:
-            metadata, tensors = read_tensors(path, why, InputError, required=True)
+            metadata, tensors = read_tensors(path, why, InputError)
         except InputError as error:
             raise InputError(f"{error}; delete it, and the sweep begins anew") from error
         values = tensors.get("values")

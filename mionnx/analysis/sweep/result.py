@@ -70,13 +70,7 @@ class SweepResult(Framed):
 
     @property
     def effect_by_pair(self) -> Numbers:
-        """Change of the metric by each cell in every pair, [pairs, ...].
-
-        Raises:
-            InputError: a result of several pairs that an earlier mionnx saved: it lacks the metric of each pair.
-        """
-        if self.clean_by_pair is None and self.n > 1:
-            raise InputError("this result was saved without the metric of each pair: compute it again")
+        """Change of the metric by each cell in every pair, [pairs, ...]."""
         corrupted = self.corrupted_by_pair if self.patching == "denoising" else None
         bases = self.clean_by_pair if corrupted is None else corrupted
         return self.by_pair - self._over_cells(np.array([self.base]) if bases is None else bases)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from numpy.typing import ArrayLike
 
 from mionnx.spec.kinds.kind import Array, Change, Kind, Operators
-from mionnx.spec.limits import Indices, Positions
+from mionnx.spec.limits import Limits
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,7 @@ class Add(Kind):
     def make(
         cls,
         vector: ArrayLike,
-        *,
-        positions: Positions | None = None,
-        heads: Indices | None = None,
-        rows: Indices | None = None,
-        experts: Indices | None = None,
-        neurons: Indices | None = None,
+        **limits: Unpack[Limits],
     ) -> Change:
         """Add `vector`, broadcast to the value's shape and cast to its dtype (steering).
 
@@ -41,7 +36,7 @@ class Add(Kind):
         Example:
             Intervention.Add(4.0 * direction, positions="generated")
         """
-        return cls().change([vector], positions, heads, rows, experts, neurons)
+        return cls().change([vector], **limits)
 
     def nodes(self, op: Operators, x: Any, value: Any) -> Any:
         return op.Add(x, value)

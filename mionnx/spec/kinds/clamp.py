@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from mionnx.errors import InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.spec.kinds.kind import Array, Change, Kind, Operators, ValueReader, at_scores, lowest
-from mionnx.spec.limits import Indices, Positions
+from mionnx.spec.limits import Limits
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,7 @@ class Clamp(Kind):
         cls,
         low: ArrayLike | None = None,
         high: ArrayLike | None = None,
-        *,
-        positions: Positions | None = None,
-        heads: Indices | None = None,
-        rows: Indices | None = None,
-        experts: Indices | None = None,
-        neurons: Indices | None = None,
+        **limits: Unpack[Limits],
     ) -> Change:
         """Clamp the value: min(max(x, low), high).
 
@@ -56,7 +51,7 @@ class Clamp(Kind):
             Intervention.Clamp(0.0, 2.5, positions=-1)
         """
         bounds = [-np.inf if low is None else low, np.inf if high is None else high]
-        return cls().change(bounds, positions, heads, rows, experts, neurons)
+        return cls().change(bounds, **limits)
 
     def check(self, values: tuple[Array, ...]) -> tuple[Array, ...]:
         low, high = values

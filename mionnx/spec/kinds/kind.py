@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Unpack
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +14,7 @@ from mionnx.errors import InterventionError
 from mionnx.graph.fragment import Fragment
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.arrays import to_array
-from mionnx.spec.limits import Indices, Positions, check_indices, check_positions
+from mionnx.spec.limits import Limits, checked
 
 Array = NDArray[Any]
 
@@ -203,15 +203,7 @@ class Kind(ABC):
         """
         return self.change([tensors[name] for name in self.values], **limits)
 
-    def change(
-        self,
-        values: Sequence[ArrayLike],
-        positions: Positions | None,
-        heads: Indices | None,
-        rows: Indices | None,
-        experts: Indices | None = None,
-        neurons: Indices | None = None,
-    ) -> Change:
+    def change(self, values: Sequence[ArrayLike], **limits: Unpack[Limits]) -> Change:
         """One intervention of this kind, its values and limits checked.
 
         Raises:
@@ -219,14 +211,9 @@ class Kind(ABC):
         """
         named = zip(self.values, values, strict=True)
         arrays = self.check(tuple(self._checked(name, self._numbers(name, value)) for name, value in named))
-        limits = check_positions(positions), check_indices("heads", heads), check_indices("rows", rows)
-        chosen: dict[str, Any] = {
-            "experts": check_indices("experts", experts),
-            "neurons": check_indices("neurons", neurons),
-        }
         if self.values == ("value",):
-            return Change(self.name, arrays[0], *limits, **chosen)
-        return Change(self.name, None, *limits, several=arrays, **chosen)
+            return Change(self.name, arrays[0], **checked(limits))
+        return Change(self.name, several=arrays, **checked(limits))
 
     def _numbers(self, name: str, value: ArrayLike) -> Array:
         what = _in_words(name)

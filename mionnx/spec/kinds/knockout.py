@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,7 +13,7 @@ from mionnx.errors import InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.spec.attention_knockout import create_knockout_mask, parse_edges
 from mionnx.spec.kinds.kind import Array, Change, Kind, Operators, ValueReader, ValueShape
-from mionnx.spec.limits import Indices, Positions
+from mionnx.spec.limits import RowLimits
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,7 @@ class Knockout(Kind):
     def make(
         cls,
         mask: ArrayLike,
-        *,
-        positions: Positions | None = None,
-        heads: Indices | None = None,
-        rows: Indices | None = None,
+        **limits: Unpack[RowLimits],
     ) -> Change:
         """Add a mask of 0 (keep) and -inf (knock out) to attention scores, before the softmax.
 
@@ -50,7 +47,7 @@ class Knockout(Kind):
         Example:
             Intervention.Knockout(create_knockout_mask(KnockoutSpec().edge(-1, 3), model.num_heads, len(tokens)))
         """
-        return cls().change([mask], positions, heads, rows)
+        return cls().change([mask], **limits)
 
     def check(self, values: tuple[Array, ...]) -> tuple[Array, ...]:
         if not np.isin(values[0].astype(np.float64), (0.0, -np.inf)).all():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from mionnx.errors import InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.spec.kinds.kind import Array, Change, Kind, Operators, ValueShape
-from mionnx.spec.limits import Indices, Positions
+from mionnx.spec.limits import ExpertLimits
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,7 @@ class ProjectOut(Kind):
     def make(
         cls,
         direction: ArrayLike,
-        *,
-        positions: Positions | None = None,
-        heads: Indices | None = None,
-        rows: Indices | None = None,
-        experts: Indices | None = None,
+        **limits: Unpack[ExpertLimits],
     ) -> Change:
         """Remove a direction along the last axis (direction ablation): x - (x . d) d, |d| = 1.
 
@@ -57,7 +53,7 @@ class ProjectOut(Kind):
                 f"project_out: directions of shape {list(numbers.shape)} must be [width] or [k, width], "
                 "not zero, and independent of each other"
             )
-        return kind.change([np.linalg.qr(directions.T)[0].T], positions, heads, rows, experts)
+        return kind.change([np.linalg.qr(directions.T)[0].T], **limits)
 
     def restored(self, tensors: Mapping[str, Array], reads: str | None, **limits: Any) -> Change:
         exact = tensors["value"].astype(np.float64)

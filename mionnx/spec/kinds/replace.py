@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from mionnx.spec.kinds.kind import Array, Change, Kind, Operators, ValueShape
-from mionnx.spec.limits import Indices, Positions
+from mionnx.spec.limits import Limits
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,7 @@ class Replace(Kind):
     def make(
         cls,
         tensor: ArrayLike,
-        *,
-        positions: Positions | None = None,
-        heads: Indices | None = None,
-        rows: Indices | None = None,
-        experts: Indices | None = None,
-        neurons: Indices | None = None,
+        **limits: Unpack[Limits],
     ) -> Change:
         """Put `tensor` in place of the value (activation patching).
 
@@ -45,7 +40,7 @@ class Replace(Kind):
         Example:
             Intervention.Replace(clean["resid_post", 2][:, -1], positions=-1)
         """
-        return cls().change([tensor], positions, heads, rows, experts, neurons)
+        return cls().change([tensor], **limits)
 
     def nodes(self, op: Operators, x: Any, value: Any) -> Any:
         return op.Identity(value)

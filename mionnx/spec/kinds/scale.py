@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from mionnx.graph.hook_points import HookPoint
 from mionnx.spec.kinds.kind import Array, Change, Kind, Operators, at_scores, lowest
-from mionnx.spec.limits import Indices, Positions
+from mionnx.spec.limits import Limits
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,7 @@ class Scale(Kind):
     def make(
         cls,
         factor: ArrayLike,
-        *,
-        positions: Positions | None = None,
-        heads: Indices | None = None,
-        rows: Indices | None = None,
-        experts: Indices | None = None,
-        neurons: Indices | None = None,
+        **limits: Unpack[Limits],
     ) -> Change:
         """Multiply by `factor`: a number, or an array that broadcasts to the value's shape.
 
@@ -50,7 +45,7 @@ class Scale(Kind):
         Example:
             Intervention.Scale(0.5, heads=[0, 3])
         """
-        return cls().change([factor], positions, heads, rows, experts, neurons)
+        return cls().change([factor], **limits)
 
     def at(self, point: HookPoint, axes: Sequence[str], recurrent: bool) -> Scale:
         return replace(self, scores=at_scores(point))

@@ -1,8 +1,10 @@
 """`Intervention.Splice`: a small ONNX model in place of the activation."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -11,7 +13,7 @@ from mionnx.graph.fragment import Fragment, Source
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import spelled
 from mionnx.spec.kinds.kind import Array, Change, Kind, Operators
-from mionnx.spec.limits import Indices, Positions, check_indices, check_positions
+from mionnx.spec.limits import Limits, checked
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,7 @@ class Splice(Kind):
         fragment: Source,
         *,
         reads: HookPoint | str | None = None,
-        positions: Positions | None = None,
-        heads: Indices | None = None,
-        rows: Indices | None = None,
-        experts: Indices | None = None,
-        neurons: Indices | None = None,
+        **limits: Unpack[Limits],
     ) -> Change:
         """Replace the value by what a small ONNX model computes from it.
 
@@ -57,13 +55,8 @@ class Splice(Kind):
         """
         if reads is not None and not isinstance(reads, HookPoint | str):
             raise HookError(f"splice: reads={spelled(reads)} is no hook point")
-        limits = check_positions(positions), check_indices("heads", heads), check_indices("rows", rows)
         source = None if reads is None else str(reads)
-        chosen: dict[str, Any] = {
-            "experts": check_indices("experts", experts),
-            "neurons": check_indices("neurons", neurons),
-        }
-        return Change(cls.name, None, *limits, Fragment.of(fragment), source, **chosen)
+        return Change(cls.name, fragment=Fragment.of(fragment), reads=source, **checked(limits))
 
     @property
     def stored_values(self) -> tuple[str, ...]:

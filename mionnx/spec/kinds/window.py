@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from mionnx.errors import InterventionError
 from mionnx.spec.kinds.kind import Array, Change, ValueReader
 from mionnx.spec.kinds.knockout import Knockout
-from mionnx.spec.limits import Indices, Positions
+from mionnx.spec.limits import RowLimits
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,7 @@ class Window(Knockout):
     def make(  # type: ignore[override]  # of a number, where the mask of a knockout is given
         cls,
         tokens: int,
-        *,
-        positions: Positions | None = None,
-        heads: Indices | None = None,
-        rows: Indices | None = None,
+        **limits: Unpack[RowLimits],
     ) -> Change:
         """Let a query read its own position and the `tokens` before it, and no other.
 
@@ -49,7 +46,7 @@ class Window(Knockout):
         Example:
             HookSpec().intervene("blocks.*.attn.hook_scores", Intervention.Window(64))
         """
-        return cls().change([tokens], positions, heads, rows)
+        return cls().change([tokens], **limits)
 
     def check(self, values: tuple[Array, ...]) -> tuple[Array, ...]:
         (value,) = values

@@ -1,12 +1,12 @@
 """`Intervention.Zero`: zeros in place of the activation."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from mionnx.spec.kinds.kind import Array, Change, Kind, Operators
-from mionnx.spec.limits import Indices, Positions
+from mionnx.spec.limits import Limits
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,7 @@ class Zero(Kind):
     @classmethod
     def make(
         cls,
-        *,
-        positions: Positions | None = None,
-        heads: Indices | None = None,
-        rows: Indices | None = None,
-        experts: Indices | None = None,
-        neurons: Indices | None = None,
+        **limits: Unpack[Limits],
     ) -> Change:
         """Put zeros in place of the value (zero ablation).
 
@@ -36,7 +31,7 @@ class Zero(Kind):
         Example:
             Intervention.Zero(heads=3)
         """
-        return cls().change([], positions, heads, rows, experts, neurons)
+        return cls().change([], **limits)
 
     def nodes(self, op: Operators, x: Any) -> Any:
         # Not a product with 0: that would keep NaN and infinity.

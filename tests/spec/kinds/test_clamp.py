@@ -96,11 +96,11 @@ def test_a_saved_spec_is_the_same_spec(tmp_path):
 
 
 def test_a_file_without_one_bound_is_refused(tmp_path):
-    from safetensors.numpy import save_file
+    from mionnx.machine.tensor_file import write_tensors
 
     entry = {"hook": HOOK, "kind": "clamp", "positions": None, "heads": None, "rows": None}
     metadata = {"mionnx_spec": "1", "declaration": json.dumps({"captures": [], "interventions": [entry]})}
-    save_file({"interventions.0.low": np.zeros(1)}, tmp_path / "spec.safetensors", metadata=metadata)
+    write_tensors(tmp_path / "spec.safetensors", {"interventions.0.low": np.zeros(1)}, metadata)
     with pytest.raises(SpecFileError, match="damaged"):
         HookSpec.load(str(tmp_path / "spec.safetensors"))
 

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from mionnx.verify.matrix_loss import MatrixLoss
+from mionnx.analysis.quantisation.matrix_loss import MatrixLoss
 
 GRAINS, TABLE = 2**18, 2**26  # parts that a sum of costs is counted in; of those, with all matrices, the most
 

@@ -6,11 +6,11 @@ from command_line import succeeded
 from repository import REPOSITORY
 
 from mionnx import HookSpec, InputError, MIModel
+from mionnx.analysis.quantisation.importance import mean_squares
 from mionnx.engine.options import Options
 from mionnx.graph.blocks import numbers_of
 from mionnx.inputs.token_batch import make_token_batch
 from mionnx.quantise.blocks import quantise_blocks
-from mionnx.verify.importance import mean_squares
 
 TEXT = "The capital of France is Paris . The capital of Japan is Tokyo . The capital of Spain is Madrid . "
 

@@ -6,7 +6,7 @@
    KL, each alone, for a byte. Else all take 8 bits, and those that cost most for a byte go back to floats.
 3. The smallest number of them for which KL over all of the text is within the bound is found by interpolation.
 4. The last of them may have saved more than was needed. Sets of fewer bytes are measured too, each the smallest for
-   what the others cost, added up: a sum that a few measurements bring to the bound (`mionnx.verify.moves`).
+   what the others cost, added up: a sum that a few measurements bring to the bound (`moves.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,17 +18,17 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.analysis.quantisation.candidates import of_blocks
+from mionnx.analysis.quantisation.importance import Importance
+from mionnx.analysis.quantisation.matrix_loss import Candidate, FloatModel, matrix_losses
+from mionnx.analysis.quantisation.moves import Bits, Moves
+from mionnx.analysis.quantisation.next_token import Divergence, log_probabilities
 from mionnx.errors import InputError, ModelError
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress
 from mionnx.quantise.matrices import expert_of
 from mionnx.quantise.quantised_graph import Matrix
 from mionnx.quantise.settings import Quantisation
-from mionnx.verify.candidates import of_blocks
-from mionnx.verify.importance import Importance
-from mionnx.verify.matrix_loss import Candidate, FloatModel, matrix_losses
-from mionnx.verify.moves import Bits, Moves
-from mionnx.verify.next_token import Divergence, log_probabilities
 
 WIDE = 8  # bits of the matrices that cost too much in 4
 FLOATS = 0  # in the place of a number of bits

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.analysis.quantisation.layer_chain import Arrays, LayerChain
+from mionnx.analysis.quantisation.next_token import Divergence, log_probabilities
 from mionnx.engine.options import Options
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch, make_token_batch
@@ -19,8 +21,6 @@ from mionnx.machine.progress import Progress, silent
 from mionnx.machine.stored import Storable
 from mionnx.quantise.matrices import Product, Stack, expert_of, find_weights, rows_of
 from mionnx.quantise.quantised_graph import table_name
-from mionnx.verify.layer_chain import Arrays, LayerChain
-from mionnx.verify.next_token import Divergence, log_probabilities
 
 TOKENS = 256  # over which a single matrix is measured
 LENGTH = 128  # tokens of a prompt that are used for it

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.analysis.quantisation.layer_chain import LayerChain
 from mionnx.engine.options import Options
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress, silent
 from mionnx.quantise.matrices import find_weights
-from mionnx.verify.layer_chain import LayerChain
 
 Importance = dict[str, NDArray[np.float64]]
 

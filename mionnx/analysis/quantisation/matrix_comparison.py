@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from mionnx.analysis.quantisation.candidates import of_model
+from mionnx.analysis.quantisation.matrix_loss import FloatModel, MatrixLoss, matrix_losses, sample
 from mionnx.engine.options import Options
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
@@ -9,8 +11,6 @@ from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.progress import Progress
 from mionnx.quantise.matrices import expert_of
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.verify.candidates import of_model
-from mionnx.verify.matrix_loss import FloatModel, MatrixLoss, matrix_losses, sample
 
 
 def losses(

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
+from mionnx.analysis.quantisation.matrix_loss import Candidate, FloatModel
 from mionnx.graph import matrices as of_graph
 from mionnx.graph import onnx_file
 from mionnx.graph.blocks import numbers_of
@@ -18,7 +19,6 @@ from mionnx.quantise.blocks import quantise_blocks
 from mionnx.quantise.matrices import Found
 from mionnx.quantise.quantised_graph import Matrix, Parts, table_name
 from mionnx.quantise.settings import Quantisation
-from mionnx.verify.matrix_loss import Candidate, FloatModel
 
 
 def of_blocks(

@@ -11,8 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mionnx.analysis.quantisation.budget import FLOATS, WIDE, Search, Text, text_of, whole_stacks
+from mionnx.analysis.quantisation.importance import Importance, mean_squares
+from mionnx.analysis.quantisation.layer_chain import LOGITS
+from mionnx.analysis.quantisation.matrix_loss import FloatModel
+from mionnx.analysis.quantisation.moves import Bits
+from mionnx.analysis.quantisation.next_token import Divergence
+from mionnx.analysis.quantisation.windows import Ids, calls_of, digest, own_text, windows
+from mionnx.bind.bound_spec import bind
+from mionnx.engine.engines import engine_of
 from mionnx.engine.options import Options
 from mionnx.errors import InputError, ModelError
 from mionnx.graph import onnx_file
@@ -22,17 +30,11 @@ from mionnx.machine.progress import Progress
 from mionnx.quantise.choice import FewBlocksWarning, choose
 from mionnx.quantise.quantise import quantise_into
 from mionnx.quantise.settings import Quantisation
+from mionnx.rewrite import rewrite
+from mionnx.rewrite.plan import Outputs
 from mionnx.run.accuracy import at_level
 from mionnx.run.runner import Runner
 from mionnx.spec.hook_spec import HookSpec
-from mionnx.verify.budget import FLOATS, WIDE, Search, Text, text_of, whole_stacks
-from mionnx.verify.graph_under_test import LOGITS, GraphUnderTest
-from mionnx.verify.importance import Importance, mean_squares
-from mionnx.verify.matrix_loss import FloatModel
-from mionnx.verify.moves import Bits
-from mionnx.verify.next_token import Divergence
-from mionnx.verify.runtime import GraphRuntime
-from mionnx.verify.windows import Ids, calls_of, digest, own_text, windows
 
 
 def quantise_by_text(
@@ -137,17 +139,16 @@ def _written(
 def _measured(made: HookedModel, text: Text, threads: int, progress: Progress) -> Divergence:
     """KL of a quantised model over a text, its products in floats."""
     products = any(node.op_type == "MatMulNBits" for node in made.proto.graph.node)
-    graph = GraphUnderTest(at_level(made, 0) if products else made, HookSpec(), [LOGITS], text.calls)
-    found = Divergence()
-    with GraphRuntime("ort-cpu", Options(threads=threads)).passes(graph, [LOGITS]) as run:
+    model = at_level(made, 0) if products else made
+    bound, options = bind(HookSpec(), model, Outputs(carried=False)), Options(threads=threads)
+    graph, _ = rewrite(model.proto, bound.plan, model.metadata)
+    divergence = Divergence()
+    with engine_of(options).opened_alone(graph, model.folder, options) as program:
         for number, (call, first) in enumerate(zip(text.calls, text.first, strict=True)):
             progress("measuring the written model", number, len(text.calls))
-
-            def look(_: str, logits: NDArray[Any], first: NDArray[np.float32] = first) -> None:
-                found.add(first, logits)
-
-            run(call, look)
-    return found
+            feeds = {name: np.asarray(value) for name, value in bound.inputs(call).items()}
+            divergence.add(first, program.run([LOGITS], feeds)[LOGITS])
+    return divergence
 
 
 def _record(made: HookedModel, entry: dict[str, Any]) -> None:

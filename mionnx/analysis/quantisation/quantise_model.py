@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from mionnx.analysis.quantisation.quantise_by_text import quantise_by_text
 from mionnx.errors import InputError
 from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.quantise.quantise import quantise
 from mionnx.quantise.settings import Quantisation
 from mionnx.run.runner import Runner
-from mionnx.verify.quantise_by_text import quantise_by_text
 
 
 @typed()
