@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file, validate
-from mionnx.graph.contrib_shapes import DOMAIN
+from mionnx.graph.operator_table import DOMAIN
 from mionnx.graph.output_head import LOGITS
 
 LARGEST = 2**26  # bytes of the graph, unpacked
