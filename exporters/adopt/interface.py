@@ -6,12 +6,12 @@ import onnx_ir as ir
 from exporters.adopt.flow import INDICES, LOOKUPS, SIZES, climb, find_embedding, rank, static, table_of
 from exporters.adopt.operators.op_writer import MASK, POSITIONS, TOKENS
 from mionnx.errors import ExportError
+from mionnx.graph.operator_table import expansion_of
 
 INT64 = ir.TensorType(ir.DataType.INT64)
 AXES = {TOKENS: ("batch", "seq"), MASK: ("batch", "total"), POSITIONS: ("batch", "seq")}
 UNKNOWN = -1  # no axis
 NEAR_ANGLES = 40  # nodes from positions to a cosine
-MASKING = frozenset(("Softmax", "GroupQueryAttention", "MultiHeadAttention", "Attention"))
 
 
 def name_inputs(model: ir.Model) -> None:
@@ -62,13 +62,15 @@ def _feeds_angles(value: ir.Value) -> bool:
     waiting = [value]
     while waiting and len(seen) < NEAR_ANGLES:
         for node, place in waiting.pop(0).uses():
-            if node in seen or node.op_type in SIZES or node.op_type in MASKING:
+            if node in seen or node.op_type in SIZES:
                 continue
             seen.add(node)
-            rotates = node.op_type == "RotaryEmbedding" or (node.op_type == "GroupQueryAttention" and place == 9)
+            expansion = expansion_of((node.domain, node.op_type))
+            rotates = expansion is not None and place in expansion.angles
             if node.op_type in ("Cos", "Sin") or rotates or (place == 1 and _is_table_look_up(node)):
                 return True
-            waiting += node.outputs
+            if "Softmax" not in (expansion.nodes if expansion is not None else (node.op_type,)):
+                waiting += node.outputs
     return False
 
 

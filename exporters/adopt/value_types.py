@@ -1,38 +1,13 @@
 """Dtypes and shapes of the values of a graph, as far as they follow without running it."""
 
+from collections.abc import Mapping
+
 import onnx
 import onnx.shape_inference
 import onnx_ir as ir
 
-BOOLEAN = frozenset(
-    "Equal Greater GreaterOrEqual Less LessOrEqual And Or Xor Not IsNaN IsInf".split()  # noqa: SIM905
-)
-INTEGER = frozenset("Shape Size NonZero ArgMax ArgMin".split())  # noqa: SIM905
-FRACTIONS = frozenset("DynamicQuantizeMatMul MatMulIntegerToFloat".split())  # noqa: SIM905
-SECOND_INPUT = frozenset(("Where",))
-LOOKUPS = frozenset(("Gather", "GatherBlockQuantized"))
-NORMS = frozenset(
-    "SimplifiedLayerNormalization SkipSimplifiedLayerNormalization SkipLayerNormalization LayerNormalization".split()  # noqa: SIM905
-)
-ALIKE = frozenset(
-    [
-        "Add",
-        "Sub",
-        "Mul",
-        "Div",
-        "Cast",
-        "Identity",
-        "Sigmoid",
-        "Tanh",
-        "Gelu",
-        "FastGelu",
-        "QuickGelu",
-        "BiasGelu",
-        "Softmax",
-        "RotaryEmbedding",
-        "DynamicQuantizeLinear",
-    ]
-)
+from mionnx.graph.known_value import SMALL, Known, infer, of_shape
+from mionnx.graph.operator_table import DOMAIN, OPERATORS
 
 
 def infer_types(model: ir.Model) -> list[onnx.ValueInfoProto]:
@@ -50,14 +25,7 @@ def infer_types(model: ir.Model) -> list[onnx.ValueInfoProto]:
         if name in values and kind:
             values[name].dtype = ir.DataType(kind)
     for node in model.graph:
-        set_types(node)
-        first = node.outputs[0]
-        if first.shape is None:
-            first.shape = _shape(node)
-        also = (3,) if node.op_type in NORMS else (1,) if node.op_type == "TopK" else ()
-        for place in also:
-            if place < len(node.outputs) and node.outputs[place].shape is None:
-                node.outputs[place].shape = first.shape
+        set_types(node, model.opset_imports, shapes=True)
     return list(inferred.values())
 
 
@@ -70,59 +38,36 @@ def _inferred(model: ir.Model) -> dict[str, onnx.ValueInfoProto]:
     return {entry.name: entry for entry in (*proto.graph.value_info, *proto.graph.output)}
 
 
-def _shape(node: ir.Node) -> ir.Shape | None:
-    """The shape of a first output, of the operators before queries and before chosen experts."""
-    shapes = [None if value is None else value.shape for value in node.inputs]
-    if node.op_type == "Gemm" and shapes[1] is not None:
-        return ir.Shape([None, shapes[1][0 if node.attributes.get_int("transB", 0) else 1]])
-    if node.op_type == "Reshape" and (asked := _constant(node.inputs[1])) is not None and (0 not in asked):
-        return ir.Shape([None if size == -1 else size for size in asked])
-    if not shapes or shapes[0] is None:
-        return None
-    if node.op_type == "TopK" and node.attributes.get_int("axis", -1) in (-1, shapes[0].rank() - 1):
-        return ir.Shape([*shapes[0][:-1], *(_constant(node.inputs[1]) or [None])])
-    if node.op_type in NORMS:
-        return shapes[0]
-    if node.op_type in ALIKE:
-        known = [shape for value, shape in zip(node.inputs, shapes, strict=True) if value is not None]
-        return None if None in known else max(known, key=lambda shape: shape.rank())
-    if node.op_type in LOOKUPS and shapes[1] is not None:
-        return ir.Shape([*shapes[1], *shapes[0][1:]])
-    if node.op_type == "MatMulNBits":
-        return ir.Shape([*shapes[0][:-1], node.attributes.get_int("N", 0)])
-    if node.op_type in ("MatMul", "FusedMatMul", "MatMulInteger") and shapes[1] is not None and shapes[1].rank() == 2:
-        turned = node.attributes.get_int("transB", 0)
-        return ir.Shape([*shapes[0][:-1], shapes[1][0 if turned else 1]])
-    return None
+def set_types(node: ir.Node, opsets: Mapping[str, int], shapes: bool = False) -> None:
+    """Write down unknown dtypes of a node's outputs, and unknown shapes if `shapes`."""
+    if all(value.type is not None and (value.shape is not None or not shapes) for value in node.outputs):
+        return
+    for value, known in zip(node.outputs, _known_outputs(node, opsets), strict=False):
+        if value.type is None and known.dtype:
+            value.type = ir.TensorType(ir.DataType(known.dtype))
+        if shapes and value.shape is None and known.shape is not None:
+            value.shape = ir.Shape(known.shape)
 
 
-def _constant(value: ir.Value | None) -> list[int] | None:
-    """The numbers of a constant list; None if it is none."""
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
-    return None if tensor is None else [int(number) for number in tensor.numpy().ravel()]
+def _known_outputs(node: ir.Node, opsets: Mapping[str, int]) -> list[Known]:
+    """Infer a node's outputs; empty if its inputs do not say enough."""
+    row = OPERATORS.get((node.domain, node.op_type))
+    proto = onnx.NodeProto(
+        op_type=node.op_type,
+        domain=node.domain if row is None or row.shapes is None else DOMAIN,
+        input=["" if value is None else f"input.{place}" for place, value in enumerate(node.inputs)],
+        output=[f"output.{place}" for place in range(len(node.outputs))],
+        attribute=[ir.to_proto(attribute) for attribute in node.attributes.values()],
+    )
+    try:
+        return infer(proto, [None if value is None else _known(value) for value in node.inputs], opsets)
+    except Exception:  # onnx's errors share no base class
+        return []
 
 
-def set_types(node: ir.Node) -> None:
-    """Write down the dtypes of a node's outputs where they are not known."""
-    for place, value in enumerate(node.outputs):
-        if value.type is None:
-            kind = _kind(node, place)
-            value.type = None if kind is None else ir.TensorType(kind)
-
-
-def _kind(node: ir.Node, place: int) -> ir.DataType | None:
-    if node.op_type in BOOLEAN:
-        return ir.DataType.BOOL
-    if node.op_type in INTEGER or (node.op_type == "TopK" and place == 1):
-        return ir.DataType.INT64
-    if node.op_type == "Cast":
-        return ir.DataType(node.attributes.get_int("to", int(ir.DataType.FLOAT)))
-    if node.op_type == "MatMulInteger":
-        return ir.DataType.INT32
-    if node.op_type == "DequantizeLinear" or node.op_type in FRACTIONS:
-        scale = node.inputs[1] if node.op_type == "DequantizeLinear" else None
-        return scale.dtype if scale is not None and scale.dtype is not None else ir.DataType.FLOAT
-    if node.op_type == "GatherBlockQuantized":
-        return node.inputs[2].dtype if node.inputs[2] is not None else None
-    typed = node.inputs[1 if node.op_type in SECOND_INPUT else 0] if node.inputs else None
-    return None if typed is None else typed.dtype
+def _known(value: ir.Value) -> Known:
+    tensor = ir.convenience.get_const_tensor(value)
+    dims = None if value.shape is None else tuple(dim if isinstance(dim, int) else None for dim in value.shape)
+    inside = tensor is not None and not isinstance(tensor, ir.ExternalTensor)
+    content = tensor.numpy() if inside and tensor.size <= SMALL else None
+    return of_shape(0 if value.dtype is None else int(value.dtype), dims, False, content)

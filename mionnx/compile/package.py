@@ -39,10 +39,11 @@ from mionnx.graph import onnx_file
 from mionnx.graph.builder import to_proto
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.folder_file import files_beside, read_json
-from mionnx.graph.fused_operators import UNPADDED, read_fused
+from mionnx.graph.fused_operators import read_fused
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import GRAPH, INPUT_NAMES, KEPT, ROUNDING_LEVEL, HookedModel
 from mionnx.graph.metadata import COMPILED
+from mionnx.graph.operator_table import UNPADDED
 from mionnx.graph.packed_weight import at_accuracy_level, attributes
 from mionnx.graph.restore import restore
 from mionnx.inputs.tokens import TOKENIZER, copy_tokenizer
@@ -56,7 +57,6 @@ from mionnx.rewrite.prune import prune
 from mionnx.spec.hook_choice import HookChoice
 from mionnx.spec.hook_spec import HookSpec
 
-ATTENDING = {name for _, name in UNPADDED}  # operators that are right for texts without padding only
 SPEC = "spec.safetensors"
 CARD = "README.md"
 DATA = "model.onnx.data"
@@ -275,7 +275,7 @@ def _with_fused(proto: onnx.ModelProto, model: HookedModel, fused: str) -> onnx.
         has = f"{len(model.metadata.fused)} fused operators" if model.metadata.fused else "no fused operators"
         raise InputError(f"fused={fused!r}: the model has {has}, and none can stand in this graph: use fused='none'")
     entry = next(entry for entry in made.metadata_props if entry.key == COMPILED)
-    attends = any(node.op_type in ATTENDING for node in made.graph.node)
+    attends = any((node.domain, node.op_type) in UNPADDED for node in made.graph.node)
     entry.value = json.dumps({**json.loads(entry.value), "fused": count, "unpadded": attends})
     return made
 

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from mionnx.graph.contrib_shapes import DOMAIN
+from mionnx.graph.operator_table import DOMAIN
 
 ALIGNMENT = 64  # bytes, of the place of a weight
 SMALLEST = 1024  # bytes of a weight that is looked for

@@ -13,7 +13,7 @@ from mionnx.engine.engine import Arrays, Engine, Program, inputs_of
 from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
-from mionnx.graph.contrib_shapes import DOMAIN
+from mionnx.graph.operator_table import DOMAIN
 from mionnx.graph.plain_products import OPERATORS, in_floats
 from mionnx.graph.validate import graphs
 

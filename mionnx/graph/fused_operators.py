@@ -4,10 +4,11 @@ The graph of an adopted file has standard nodes in the place of its fused operat
 them. The operators themselves are kept in the metadata, one node each, by the names of the values that they read and
 make: `restore` puts one back where nothing between is asked for.
 
-Metadata may come from anybody. A node is taken only if its operator is in the table `OPERATORS`, its attributes are
-plain numbers, it reads and makes values of the graph, and the nodes between those values are such as its expansion has,
-reading nothing else but small constants and what follows from the sizes of the call, its mask and its positions. What
-an operator alone reads, lengths or an added mask, follows from the same, however many nodes compute it.
+Metadata may come from anybody. A node is taken only if its operator has an expansion in `operator_table`, its
+attributes are plain numbers, it reads and makes values of the graph, and the nodes between those values are such as
+its expansion has, reading nothing else but small constants and what follows from the sizes of the call, its mask and
+its positions. What an operator alone reads, lengths or an added mask, follows from the same, however many nodes compute
+it.
 """
 
 import base64
@@ -21,51 +22,17 @@ from google.protobuf.message import DecodeError
 from mionnx.errors import ModelError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.onnx_file import check_texts
+from mionnx.graph.operator_table import Expansion, expansion_of
 
-MICROSOFT = "com.microsoft"
 LARGEST = 2**14  # characters of one node's text
 LOWEST = -9999.0  # what is added to a score that no query shall read, or less
 
-NORM = frozenset(("Mul", "Add", "Sqrt", "Div", "ReduceMean", "LayerNormalization", "Identity"))
-ROTATION = frozenset(
-    ("Gather", "Unsqueeze", "Squeeze", "Split", "Mul", "Sub", "Add", "Concat", "Reshape", "Transpose", "Identity")
-)
-GELU = frozenset(("Mul", "Add", "Tanh", "Erf", "Sigmoid", "Identity"))
-PRODUCT = frozenset(("MatMul", "Transpose", "Mul", "Identity"))
-ATTENTION = ROTATION | {"MatMul", "Div", "Tanh", "Where", "Softmax", "Expand", "Slice", "Shape"}
 # What computes masks and lengths of a call.
 CALL = frozenset(
     ("Shape", "Slice", "Squeeze", "Unsqueeze", "Range", "Sub", "Add", "LessOrEqual", "Greater", "And", "Cast", "Gather")
 ) | {"Identity", "Constant", "ReduceSum", "Reshape"}
 SUPPORT = CALL | {"Where"}  # What computes lengths and added masks, which fused operators alone read.
 
-Operator = tuple[str, str]  # domain, name
-# Operator -> what its expansion is made of.
-OPERATORS: dict[Operator, frozenset[str]] = {
-    ("", "SimplifiedLayerNormalization"): NORM,
-    (MICROSOFT, "SimplifiedLayerNormalization"): NORM,
-    (MICROSOFT, "SkipSimplifiedLayerNormalization"): NORM,
-    (MICROSOFT, "SkipLayerNormalization"): NORM,
-    (MICROSOFT, "RotaryEmbedding"): ROTATION,
-    ("", "RotaryEmbedding"): ROTATION,
-    ("", "Attention"): ATTENTION,
-    (MICROSOFT, "GroupQueryAttention"): ATTENTION,
-    (MICROSOFT, "MultiHeadAttention"): ATTENTION,
-    (MICROSOFT, "Gelu"): GELU,
-    (MICROSOFT, "BiasGelu"): GELU,
-    (MICROSOFT, "FastGelu"): GELU,
-    (MICROSOFT, "QuickGelu"): GELU,
-    (MICROSOFT, "FusedMatMul"): PRODUCT,
-    ("", "Transpose"): frozenset(("Transpose", "Identity")),
-}
-# Those that take lengths and positions from the call in their own way: right for texts without padding only.
-UNPADDED: dict[Operator, frozenset[str]] = {
-    (MICROSOFT, "GroupQueryAttention"): frozenset(
-        ("num_heads", "kv_num_heads", "scale", "local_window_size", "softcap", "do_rotary", "rotary_interleaved")
-    )
-    | {"smooth_softmax"}
-}
-MASKED = frozenset(((MICROSOFT, "MultiHeadAttention"),))  # Those that add a mask where their nodes read its booleans.
 PLAIN = (onnx.AttributeProto.FLOAT, onnx.AttributeProto.INT, onnx.AttributeProto.INTS)
 
 
@@ -143,23 +110,22 @@ class _Reader:
         Raises:
             ValueError: what it may not be.
         """
-        kind = node.domain, node.op_type
-        _check_node(node)
+        expansion = _expansion(node)
         for name in filter(None, node.input):
             _expect(name in self.flow.producers or name in self.held or name in self.inputs, f"{name!r} is no value")
         ends = [name for name in node.output if name]
         _expect(bool(ends) and all(name in self.flow.producers for name in ends), "no node makes what it makes")
         known = {*filter(None, node.input)}
-        known |= {*filter(None, map(self._booleans, known))} if kind in MASKED else set()
+        known |= {*filter(None, map(self._booleans, known))} if expansion.masked else set()
         above = self.flow.ancestors(ends, known)
         region = self._region(above, known)
         names = {self.flow.nodes[i].op_type for i in region}
-        other = sorted(names - OPERATORS[kind])
+        other = sorted(names - expansion.nodes)
         _expect(not other, f"{', '.join(other)} stands between what it reads and makes")
         made = {name for i in region for name in self.flow.nodes[i].output if name}
         _expect({*ends} <= made, "what it makes does not follow from what it reads")
-        unpadded = self._check_others(above - region, region, known | made) or kind in UNPADDED
-        _expect(not unpadded or kind in UNPADDED, "it depends on the call besides what it reads")
+        unpadded, depends = expansion.unpadded is not None, self._check_others(above - region, region, known | made)
+        _expect(unpadded or not depends, "it depends on the call besides what it reads")
         inner = made - {*ends} - self._aliases(region, ends)
         return FusedOperator(node, tuple(sorted(region)), frozenset(inner), self._support(region, known), unpadded)
 
@@ -216,13 +182,15 @@ class _Reader:
         return tuple(sorted(nodes))
 
 
-def _check_node(node: onnx.NodeProto) -> None:
-    kind = node.domain, node.op_type
-    _expect(kind in OPERATORS, "it is none of the operators that are expanded")
+def _expansion(node: onnx.NodeProto) -> Expansion:
+    expansion = expansion_of((node.domain, node.op_type))
+    if expansion is None:
+        raise ValueError("it is none of the operators that are expanded")
     for attribute in node.attribute:
         _expect(attribute.type in PLAIN, f"its attribute {attribute.name!r} is no number")
-        known = UNPADDED.get(kind)
-        _expect(known is None or attribute.name in known, f"its attribute {attribute.name!r} is not known")
+        known = expansion.unpadded is None or attribute.name in expansion.unpadded
+        _expect(known, f"its attribute {attribute.name!r} is not known")
+    return expansion
 
 
 def _expect(known: bool, what: str) -> None:

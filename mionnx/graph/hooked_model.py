@@ -38,7 +38,6 @@ from numpy.typing import DTypeLike
 
 from mionnx.errors import HookError, ModelError, boundary
 from mionnx.graph import onnx_file, validate, weight_check, weight_record
-from mionnx.graph.contrib_shapes import DOMAIN
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.folder_file import inside, read_json
 from mionnx.graph.fused_operators import read_fused
@@ -47,6 +46,7 @@ from mionnx.graph.influence import Influence
 from mionnx.graph.io_names import cache_names
 from mionnx.graph.known_value import Known
 from mionnx.graph.metadata import Metadata, context_length
+from mionnx.graph.operator_table import DOMAIN
 from mionnx.graph.stock_graph import StockGraph, check_stock, unpacked
 from mionnx.graph.weight_check import Progress, silent
 from mionnx.graph.without_weights import lacks_weights, refuse

@@ -18,7 +18,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.shape_inference import infer_node_outputs
 
 from mionnx.errors import ModelError
-from mionnx.graph.contrib_shapes import DOMAIN, contrib_outputs
+from mionnx.graph.operator_table import DOMAIN, contrib_outputs
 
 SMALL = 2**12  # elements of a value whose content is followed
 Dims = tuple[int | None, ...]

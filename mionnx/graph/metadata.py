@@ -120,7 +120,7 @@ class Metadata:
         weights_sha256: hash of the checkpoint's weight files, in the order of their names; empty where the export did
             not wait for it (`HookedModel.weights_sha256` does).
         weight_files: weight file -> "size", "sampled" and "sha256" (`mionnx.graph.weight_check`), or "changed" where
-            the last is still to come (`mionnx.graph.weight_record`); none in a model of an earlier mionnx.
+            the last is still to come (`mionnx.graph.weight_record`); none in the models that ship.
         context_length: the longest text that the checkpoint was made for, as its config says; None if it does not.
         fused: fused operators that an adopted file came with (`mionnx.graph.fused_operators`); not written if none.
         hook_dtypes: hook name -> dtype, of those that have another than the model's; not written if there are none.
@@ -156,7 +156,7 @@ class Metadata:
     @property
     def has_removal(self) -> bool:
         """Whether its recurrence takes something out of the state at every token (RWKV-7)."""
-        return self.family == "rwkv7"
+        return HookPoint.RwkvA(0).name in self.hooks
 
     def heads(self, layer: int) -> Heads:
         """Return how many keys a layer keeps, and the sizes of a key and of a value."""
@@ -261,7 +261,12 @@ def _check(read: Metadata) -> None:
     _expect(known and read.hook_dtypes.keys() <= read.hooks.keys(), "hook_dtypes", "dtypes of hooks", read.hook_dtypes)
     known = isinstance(read.quantised, dict) and (not read.quantised or read.quantised.get("bits") in (4, 8))
     _expect(known, "quantised", "a table of settings with bits 4 or 8", read.quantised)
-    _expect(is_table(read.stock), "stock", "a graph, its calls, and whether it was expanded", read.stock)
+    _expect(
+        is_table(read.stock),
+        "stock",
+        "a graph, whether it was expanded, and the difference that is allowed",
+        read.stock,
+    )
     for layer, entry in enumerate(read.attention):
         _expect(isinstance(entry.output_projection, str), f"attention[{layer}]", "of a weight by its name", entry)
         _expect(isinstance(entry.output_is_rows, bool), f"attention[{layer}].output_is_rows", "true or false", entry)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file, validate
-from mionnx.graph.contrib_shapes import DOMAIN
+from mionnx.graph.operator_table import DOMAIN
 from mionnx.graph.output_head import LOGITS
 
 LARGEST = 2**26  # bytes of the graph, unpacked
@@ -40,14 +40,11 @@ class StockGraph:
         proto: the graph; its inputs are some of the hooked model's.
         expanded: whether the hooked graph has other nodes in the place of some of its operators.
         allowed: the difference of the two graphs' results that rounding explains, relative to the largest number.
-        calls: of a model that an earlier mionnx adopted, the kinds of calls, sums of the flags above, that were tried
-            then and agreed; None if each is tried when it is first asked for.
     """
 
     proto: onnx.ModelProto
     expanded: bool
     allowed: float
-    calls: frozenset[int] | None = None
 
     @cached_property
     def outputs(self) -> frozenset[str]:
@@ -100,26 +97,17 @@ def unpacked(table: Mapping[str, Any]) -> StockGraph:
         onnx_file.check_texts(proto, "the stock graph in the metadata")
     except (binascii.Error, zlib.error, DecodeError, ValueError, KeyError, TypeError) as error:
         raise ModelError("the stock graph in the metadata is damaged") from error
-    calls = frozenset(table["calls"]) if "calls" in table else None
-    return StockGraph(proto, table["expanded"], table.get("allowed", 0.0), calls)
+    return StockGraph(proto, table["expanded"], table["allowed"])
 
 
 def is_table(value: object) -> bool:
-    """Whether metadata are such a table, or an empty one.
-
-    That of an earlier mionnx has the calls that were tried in place of the difference that is allowed.
-    """
+    """Whether metadata are such a table, or an empty one."""
     if value == {}:
         return True
-    if not isinstance(value, dict) or {*value} not in (
-        {"graph", "expanded", "allowed"},
-        {"graph", "expanded", "calls"},
-    ):
+    if not isinstance(value, dict) or {*value} != {"graph", "expanded", "allowed"}:
         return False
-    calls, allowed = value.get("calls", []), value.get("allowed", 0.0)
-    known = isinstance(calls, list) and all(type(kind) is int and 0 <= kind < KINDS for kind in calls)
-    known = known and type(allowed) is float and 0 <= allowed < inf
-    return known and isinstance(value["graph"], str) and isinstance(value["expanded"], bool)
+    bounded = type(value["allowed"]) is float and 0 <= value["allowed"] < inf
+    return bounded and isinstance(value["graph"], str) and isinstance(value["expanded"], bool)
 
 
 def checkable(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -5,8 +5,7 @@
    file, whatever its size. It is checked whenever a model is opened, so that weights that were exchanged, trained on in
    place, cut or only half copied are noticed. One flipped bit between two blocks is not: `check="full"` reads it all.
 3. Times of change are not recorded: copies, checkouts and hard links have others for the same bytes.
-4. A model of an earlier mionnx has `weights_sha256` alone, the hash of the checkpoint's files. Where its weights are
-   one `model.safetensors` of at most 16 MiB, that hash is checked on opening; larger ones open as before.
+4. The models that ship have `weights_sha256` alone, the hash of their one `model.safetensors`: all of it is checked.
 """
 
 import hashlib
@@ -23,7 +22,6 @@ from mionnx.graph.metadata import Metadata
 LEVELS = ("sampled", "full", "none")
 BLOCK, BLOCKS = 2**16, 16
 CHUNK, PART = 2**24, 2**20  # bytes read at a time; in a thread, which stops between two
-SMALL = 2**24  # bytes that are hashed on opening where no sampled hash was recorded
 CHECKPOINT = "model.safetensors"  # the weight file of which `weights_sha256` is the hash, if it is the only one
 AGAIN = "export the model again, or open it with check='none' if you changed them on purpose"
 
@@ -129,10 +127,10 @@ def check(folder: Path, metadata: Metadata, names: Iterable[str], level: str, pr
     if level == "none":
         return
     try:
-        if metadata.weight_files:
-            _compare(folder, metadata.weight_files, {*names}, level == "full", progress)
+        if not metadata.weight_files and {*names} == {CHECKPOINT} and metadata.weights_sha256:
+            _say_if(folder / CHECKPOINT, sha256([folder / CHECKPOINT], progress) != metadata.weights_sha256)
         else:
-            _compare_whole(folder, metadata, {*names}, level == "full", progress)
+            _compare(folder, metadata.weight_files, {*names}, level == "full", progress)
     except OSError as error:
         raise ModelError(f"cannot read the weights in {folder}: {error}") from error
 
@@ -149,14 +147,6 @@ def _compare(
         _say_if(folder / name, (folder / name).stat().st_size != known.get("size"))
         _say_if(folder / name, sampled(folder / name) != known.get("sampled"))
         _say_if(folder / name, full and sha256([folder / name], progress) != known.get("sha256"))
-
-
-def _compare_whole(folder: Path, metadata: Metadata, names: set[str], full: bool, progress: Progress) -> None:
-    known = names == {CHECKPOINT} and bool(metadata.weights_sha256)
-    if full and not known:
-        raise ModelError(f"{folder} was exported before hashes of its files were recorded: export it again")
-    if known and (full or (folder / CHECKPOINT).stat().st_size <= SMALL):
-        _say_if(folder / CHECKPOINT, sha256([folder / CHECKPOINT], progress) != metadata.weights_sha256)
 
 
 def _say_if(file: Path, differs: bool) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mionnx.errors import ModelError
 from mionnx.graph.blocks import Blocks, GivenBlocks
-from mionnx.graph.contrib_shapes import DOMAIN
+from mionnx.graph.operator_table import DOMAIN
 from mionnx.machine.streamed_file import Kind
 from mionnx.quantise.matrices import Found, Product, Stack
 from mionnx.quantise.settings import Quantisation

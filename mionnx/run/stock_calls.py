@@ -91,8 +91,6 @@ def problem(model: HookedModel, kind: int, trial: "Trial | None" = None) -> str:
     """
     stock = model.stock
     assert stock is not None  # as the caller knows
-    if stock.calls is not None:  # tried when it was adopted
-        return "" if kind in stock.calls else "it gave something else when the file was adopted, or failed"
     return _verdicts.get((model.folder, model.digest, kind), lambda: _judged(model, stock, kind, trial))
 
 

@@ -11,7 +11,7 @@ import pytest
 from exporters.adopt import adopt
 from mionnx import ModelError
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.stock_graph import KINDS, LARGEST, StockGraph, checkable, packed, unpacked
+from mionnx.graph.stock_graph import LARGEST, StockGraph, checkable, packed, unpacked
 
 KEY = "mionnx.stock"
 
@@ -70,11 +70,6 @@ def another_input(proto):
     proto.graph.input.add().CopyFrom(onnx.helper.make_tensor_value_info("more", 1, [1]))
 
 
-def earlier(table):
-    """The table of an earlier mionnx, which tried all kinds of calls when it adopted a file."""
-    return {"graph": table["graph"], "expanded": table["expanded"], "calls": [0, 4]}
-
-
 GRAPHS = {
     "a loop without a body": loop,
     "a value without a bound": large,
@@ -92,8 +87,7 @@ TABLES = {
     "too much": lambda table: {**table, "graph": base64.b64encode(zlib.compress(bytes(LARGEST + 1))).decode()},
     "no difference that is allowed": lambda table: {key: value for key, value in table.items() if key != "allowed"},
     "any difference allowed": lambda table: {**table, "allowed": float("nan")},
-    "calls of an earlier mionnx and a difference": lambda table: {**table, "calls": [0]},
-    "calls of another kind": lambda table: {**earlier(table), "calls": [KINDS]},
+    "a field that it has not": lambda table: {**table, "calls": [0]},
     "a text for a truth value": lambda table: {**table, "expanded": "yes"},
     "a list": lambda table: [table],
 }
@@ -111,13 +105,8 @@ def test_a_stock_graph_is_read_as_it_was_written(folder, tmp_path):
     assert unpacked(packed(stock)) == stock
     assert stock.expanded
     assert 1e-6 < stock.allowed < 1e-4
-    assert stock.calls is None
     assert stock.gives(["present.0.key"])
     assert not stock.gives(["present.2.key"])
-
-
-def test_a_stock_graph_of_an_earlier_mionnx_is_read(folder, tmp_path):
-    assert opened(folder, tmp_path, earlier).stock.calls == {0, 4}
 
 
 def test_operators_of_older_opsets_are_known(folder):

@@ -49,11 +49,8 @@ def _turned(op: OpWriter, x: ir.Value) -> ir.Value:
     return op.Transpose(x, perm=[*range(axes - 2), axes - 1, axes - 2])
 
 
-def turns_keys_at_once(node: ir.Node) -> bool:
-    """Whether a `Transpose` brings heads first and turns the keys in one step."""
-    return node.op_type == "Transpose" and perm_of(node) == (0, 2, 3, 1)
-
-
 def turned_keys(op: OpWriter, node: ir.Node) -> dict[int, ir.Value]:
     """Two transpositions in place of one, so that the keys are a value."""
+    if perm_of(node) != (0, 2, 3, 1):  # heads first, and keys turned for their product
+        return {}
     return {0: op.Transpose(op.Transpose(node.inputs[0], perm=[0, 2, 1, 3]), perm=[0, 1, 3, 2])}

@@ -1,49 +1,25 @@
-"""The table of fused operators, and their expansion in place.
+"""The expansion of fused operators in place, by the table `mionnx.graph.operator_table`.
 
 Linear maps stay as they are, quantised ones too: their inputs and outputs are values already.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from exporters.adopt.operators.attention import grouped_query, multi_head, packed_attention, standard_attention
-from exporters.adopt.operators.elementwise import fused_product, gelu, turned_keys, turns_keys_at_once
 from exporters.adopt.operators.fused import Fused, supporting
-from exporters.adopt.operators.norms import simplified_norm, skip_norm
 from exporters.adopt.operators.op_writer import TOKENS, OpWriter
-from exporters.adopt.operators.rotary import rotary, standard_rotary
 from mionnx.errors import ExportError
+from mionnx.graph.operator_table import expansion_of
 
-Expansion = Callable[[OpWriter, ir.Node], dict[int, ir.Value]]
-MICROSOFT = "com.microsoft"
-EXPANSIONS: dict[tuple[str, str], Expansion] = {
-    ("", "SimplifiedLayerNormalization"): simplified_norm,  # in the standard domain, and none of its operators
-    (MICROSOFT, "SimplifiedLayerNormalization"): simplified_norm,
-    (MICROSOFT, "SkipSimplifiedLayerNormalization"): skip_norm,
-    (MICROSOFT, "SkipLayerNormalization"): skip_norm,
-    (MICROSOFT, "RotaryEmbedding"): rotary,
-    ("", "RotaryEmbedding"): standard_rotary,
-    (MICROSOFT, "GroupQueryAttention"): grouped_query,
-    (MICROSOFT, "MultiHeadAttention"): multi_head,
-    (MICROSOFT, "Attention"): packed_attention,
-    ("", "Attention"): standard_attention,
-    (MICROSOFT, "Gelu"): gelu,
-    (MICROSOFT, "BiasGelu"): gelu,
-    (MICROSOFT, "FastGelu"): gelu,
-    (MICROSOFT, "QuickGelu"): gelu,
-    (MICROSOFT, "FusedMatMul"): fused_product,
-}
 
-# Number of the inputs that an expansion knows, of the operators that may have more.
-INPUTS = {
-    (MICROSOFT, "GroupQueryAttention"): 16,
-    (MICROSOFT, "MultiHeadAttention"): 8,
-    (MICROSOFT, "Attention"): 6,
-    ("", "Attention"): 6,
-}
+def named(function: str) -> Any:
+    """A function of this folder, "module.function", as the table of operators names it."""
+    module, name = function.split(".")
+    return getattr(import_module(f"{__package__}.{module}"), name)
 
 
 def expand(model: ir.Model, record: list[Fused] | None = None) -> dict[str, int]:
@@ -62,11 +38,13 @@ def expand(model: ir.Model, record: list[Fused] | None = None) -> dict[str, int]
     passes.CommonSubexpressionEliminationPass()(model)  # sessions duplicate a DequantizeLinear for every reader
     op, done, fused = OpWriter(model), Counter[str](), list[Fused]()
     for node in list(model.graph):
-        write = turned_keys if turns_keys_at_once(node) else EXPANSIONS.get((node.domain, node.op_type))
-        if write is not None:
-            _refuse_unknown_inputs(node)
-            op.begin()
-            made = write(op, node)
+        expansion = expansion_of((node.domain, node.op_type))
+        if expansion is None:
+            continue
+        _refuse_unknown_inputs(node, expansion.inputs)
+        op.begin()
+        made = named(expansion.function)(op, node)
+        if made:
             fused.append(Fused.of(node, made, op.nodes))
             _replace(model.graph, node, made, op.nodes)
             done[node.op_type] += 1
@@ -84,13 +62,11 @@ def expand(model: ir.Model, record: list[Fused] | None = None) -> dict[str, int]
     return dict(done)
 
 
-def _refuse_unknown_inputs(node: ir.Node) -> None:
-    """Refuse an operator with an input that its expansion does not read."""
-    known = INPUTS.get((node.domain, node.op_type))
-    given = [place for place, value in enumerate(node.inputs) if value is not None]
-    if known is not None and any(place >= known for place in given):
+def _refuse_unknown_inputs(node: ir.Node, count: int) -> None:
+    last = max((place for place, value in enumerate(node.inputs) if value is not None), default=0)
+    if last >= count:
         raise ExportError(
-            f"{node.op_type} node {node.name!r} has an input {max(given)} that is not known: it cannot be expanded"
+            f"{node.op_type} node {node.name!r} has an input {last} that is not known: it cannot be expanded"
         )
 
 

@@ -7,7 +7,8 @@ import onnx
 import onnx_ir as ir
 
 from exporters.adopt.flow import SIZES
-from mionnx.graph.fused_operators import CALL, OPERATORS
+from mionnx.graph.fused_operators import CALL
+from mionnx.graph.operator_table import expansion_of
 
 Read = tuple[ir.Node, int]  # a node, and the place of an input of it
 
@@ -92,7 +93,7 @@ def supporting(fused: Iterable[Fused]) -> list[ir.Value]:
     """The values that fused operators alone read, if nodes of `CALL` compute them from the call."""
     found: dict[ir.Value, None] = {}
     for one in fused:
-        if (one.domain, one.name) in OPERATORS:
+        if expansion_of((one.domain, one.name)) is not None:
             found |= dict.fromkeys(value for value in one.lengths if _is_length(value))
     return list(found)
 

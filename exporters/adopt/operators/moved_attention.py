@@ -6,8 +6,9 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from exporters.adopt.flow import PASSING
+from exporters.adopt.operators.expand import named
 from exporters.adopt.operators.fused import Fused, Read
-from mionnx.graph.fused_operators import MICROSOFT
+from mionnx.graph.operator_table import expansion_of
 
 KEYS, VALUES, MASK = 1, 2, 3  # places of its inputs
 HEADS = PASSING | {"Transpose"}
@@ -19,13 +20,16 @@ BIAS = 5  # place of the added mask in MultiHeadAttention
 def moved(fused: Fused) -> Fused:
     """An operator with the present inputs of its nodes; itself where its nodes are others.
 
-    Its nodes mask scores by one `Where`, as those do that masks and caches are added to. MultiHeadAttention adds a mask
-    that is made of the same booleans (`masking.added_mask`).
+    Its nodes mask scores by one `Where`, as those do that masks and caches are added to.
     """
-    if (fused.domain, fused.name) == (MICROSOFT, "MultiHeadAttention"):
-        return _masked(fused)
+    expansion = expansion_of((fused.domain, fused.name))
+    return fused if expansion is None or expansion.moved is None else named(expansion.moved)(fused)
+
+
+def with_keys_and_mask(fused: Fused) -> Fused:
+    """Attention of opset 23 with the keys, values and mask of its nodes."""
     flat = any(attribute.name == "q_num_heads" for attribute in fused.attributes)
-    if (fused.domain, fused.name) != ("", "Attention") or flat or fused.outputs[0] is None:
+    if flat or fused.outputs[0] is None:
         return fused
     product, masked = _product_and_mask(fused.outputs[0])
     scores = None if masked is None else _above(masked.inputs[1], SCORES)
@@ -39,8 +43,8 @@ def moved(fused: Fused) -> Fused:
     return replace(fused, attributes=kept, inputs=tuple(inputs), reads=tuple(reads))
 
 
-def _masked(fused: Fused) -> Fused:
-    """MultiHeadAttention with the mask of its nodes, added; itself if nothing makes that."""
+def with_added_mask(fused: Fused) -> Fused:
+    """MultiHeadAttention with the mask that `masking.added_mask` makes of its nodes' booleans."""
     made = fused.outputs[0]
     masked = None if made is None else _product_and_mask(made)[1]
     added = [] if masked is None else [node for node, _ in masked.inputs[0].uses() if _adds(node)]

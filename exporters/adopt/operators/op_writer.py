@@ -38,7 +38,7 @@ class OpWriter:
 
         def write(*inputs: ir.Value | None, outputs: int = 1, **attributes: Any) -> Any:
             node = ir.node(operator, list(inputs), attributes=attributes, num_outputs=outputs)
-            set_types(node)
+            set_types(node, self.model.opset_imports)
             self.nodes.append(node)
             return node.outputs[0] if outputs == 1 else list(node.outputs)
 
