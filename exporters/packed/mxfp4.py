@@ -76,7 +76,7 @@ def _stack(name: str, parts: Mapping[str, Stored]) -> Stored:
         )
     order = np.arange(blocks.shape[2] * SIZE).reshape(-1, 1, SIZE).repeat(2, axis=1).reshape(-1)
     experts = [Expert(f"{name}{EXPERT}{n}", blocks.entry(n), scales.entry(n), order) for n in range(blocks.shape[0])]
-    stack = Stack(tuple((one,) for one in experts), turned=True)
+    stack = Stack([[one] for one in experts], turned=True)
     return replace(blocks, name=name, dtype=torch.float32, shape=stack.shape, packed=stack)
 
 

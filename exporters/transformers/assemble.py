@@ -17,20 +17,21 @@ from exporters.checkpoint_tensors import Stored, export_dtype, read_tensors
 from exporters.packed import quantization_of
 from exporters.packed.tensors import unpacked_tensors
 from exporters.sidecar_files import find_files, keep_files
+from exporters.transformers import trace
 from exporters.transformers.by_structure import Source, export_by_structure
 from exporters.transformers.checkpoint import map_tensors
-from exporters.transformers.families import FAMILIES
+from exporters.transformers.experts import identities_from, is_spare
+from exporters.transformers.families import FAMILIES, layout_of
 from exporters.transformers.hooked_graph import HookedGraph, Stage, make_graph
-from exporters.transformers.missing_taps import missing_taps
 from exporters.transformers.native_config import CONFIG, native_config
-from exporters.transformers.own_experts import identities_from, is_spare
 from exporters.transformers.refused import refuse
-from exporters.transformers.sizes import sizes_of, sliding_window
+from exporters.transformers.sizes import kept_keys, sizes_of, sliding_window
 from exporters.transformers.weights import bind_weights
 from exporters.weight_files import locations, place_nowhere
 from mionnx.errors import ExportError, boundary
 from mionnx.graph import file_digest
 from mionnx.graph.blocks import GivenBlocks
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import DTYPE_NAMES, IDENTITIES, NORMED_STREAM, Attention, Metadata, context_length
 from mionnx.graph.weight_record import describe_export, digest_of
 from mionnx.machine.progress import Progress
@@ -38,6 +39,20 @@ from mionnx.machine.progress import Progress
 SLOW_TOKENIZERS = ("vocab.json", "tokenizer.model", "vocab.txt")
 INDEXER = ".self_attn.indexer."  # in names of weights of a choice of keys, which no graph makes
 STAGES = 7  # that a progress bar counts
+
+# What taps see in every decoder, outside of layers and in each.
+OUTSIDE = (HookPoint.Embed, HookPoint.Logits)
+INSIDE = (
+    *(
+        HookPoint.ResidPre,
+        HookPoint.AttnQ,
+        HookPoint.AttnK,
+        HookPoint.AttnV,
+        HookPoint.AttnScores,
+        HookPoint.AttnPattern,
+    ),
+    *(HookPoint.AttnZ, HookPoint.AttnOut, HookPoint.MlpPre, HookPoint.MlpPost, HookPoint.MlpOut, HookPoint.ResidPost),
+)
 
 
 def export_checkpoint(
@@ -125,6 +140,31 @@ def _tapped(config: Any, dtype: torch.dtype, stage: Stage) -> HookedGraph | str:
         return str(error)
 
 
+def missing_taps(config: Any, dtype: torch.dtype) -> str | None:
+    """Name what taps by the table's layout do not find in a family; None if nothing.
+
+    Args:
+        config: changed: a copy of the checkpoint's.
+        dtype: of the model.
+    """
+    seen = set[str]()
+
+    def listen(name: str, value: torch.Tensor, stream: bool) -> torch.Tensor:
+        seen.add(name)
+        return value
+
+    try:
+        skeleton = trace.skeleton_of(config, dtype)
+        with torch.device("meta"), trace.quiet(), torch.no_grad():
+            ids = torch.ones(1, 2, dtype=torch.long)
+            _, cache = trace.Cached(skeleton, layout_of(config), listen)(ids, ids, ids, [])
+    except Exception as error:  # whatever a family's code raises where it is laid out otherwise
+        return f"{config.model_type!r}: {error}"
+    wanted = [*OUTSIDE, *(point(layer) for layer in range(len(cache)) for point in INSIDE)]
+    absent = [str(point) for point in wanted if str(point) not in seen]
+    return f"{config.model_type!r} shows no {absent[0]} where taps look for it" if absent else None
+
+
 def _write_tapped(
     made: HookedGraph,
     config: Any,
@@ -136,7 +176,7 @@ def _write_tapped(
     leave: bool,
 ) -> dict[str, GivenBlocks]:
     stage("placing weights")
-    unread = (one for one in tensors if (made.layout.sparse and INDEXER in one.name) or is_spare(one.name, config))
+    unread = (one for one in tensors if (INDEXER in one.name and kept_keys(config)) or is_spare(one.name, config))
     left_out = {one.name for one in unread}
     read = [one for one in tensors if one.name not in left_out]
     mapped = map_tensors(read, made.skeleton)
@@ -156,7 +196,7 @@ def _write_tapped(
 
 def describe(made: HookedGraph, config: Any, dtype: torch.dtype) -> Metadata:
     """The metadata of a graph, without those of its weights."""
-    normed = {NORMED_STREAM: "yes"} if made.layout.normed_stream else {}
+    normed = {NORMED_STREAM: "yes"} if made.layout.stream == "normed" else {}
     identities = {IDENTITIES: str(first)} if (first := identities_from(config)) is not None else {}
     versions = {name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")}
     return Metadata(
@@ -188,9 +228,9 @@ def write_model(model: ir.Model, metadata: Metadata, target: Path) -> None:
 
 
 def _attention(made: HookedGraph, layer: int) -> Attention:
-    block, half = divmod(layer, made.layout.halves)
-    layout, model = made.layout.half(half), made.skeleton
-    path, rows = f"{layout.blocks}.{block}.{layout.output_projection}", False
+    block, number = divmod(layer, made.layout.layers)
+    layout, model = made.layout.layer(number), made.skeleton
+    path, rows = f"{layout.blocks}.{block}.{layout.projection}", False
     if layout.output_projection:  # transformers' Conv1D keeps [in, out], Linear [out, in]
         rows = not isinstance(model.get_submodule(path), torch.nn.Linear)
     (count, size, value_size), (usual, usual_size, _) = made.heads[layer], made.heads[0]

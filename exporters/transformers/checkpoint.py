@@ -3,6 +3,7 @@
 import re
 from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -70,7 +71,8 @@ def map_tensors(tensors: list[Stored], model: PreTrainedModel) -> Mapped:
             conversion = mapped.converted.setdefault(target, Conversion(target, deepcopy(by_pattern[pattern])))
             conversion.sources.append(tensor)
             conversion.patterns.append(pattern)
-            conversion.converter.add_tensor(target, tensor.name, pattern, tensor.load)
+            load: Any = tensor.load  # transformers calls what it does not await
+            conversion.converter.add_tensor(target, tensor.name, pattern, load)
     ignored = [re.compile(pattern) for pattern in _ignored(model)]
     mapped.unknown = [name for name in mapped.unknown if not any(pattern.search(name) for pattern in ignored)]
     return mapped

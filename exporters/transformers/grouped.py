@@ -111,7 +111,7 @@ def expand_grouped(graph: ir.Graph) -> None:
     for node in [node for node in graph if node.domain == GROUPED_DOMAIN]:
         x, matrices, chosen = (value for value in node.inputs if value is not None)
         prefix = f"{matrices.name}.grouped"
-        stack, *sides = (int(side) for side in matrices.shape or ())
+        stack, *sides = matrices.shape.numpy()
         facts = _facts(node, stack, sides)
         if (id(chosen), stack) not in tables:
             made = _insert(graph, node, SORTED, facts, {"chosen": chosen}, f"{prefix}.rows")

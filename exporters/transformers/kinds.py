@@ -288,7 +288,7 @@ def kinds_of(model: nn.Module, blocks: str, recorder: Recorder, buffers: Mapping
     ]
     numbers: dict[Hashable, int] = {}
     of = [numbers.setdefault(sign, len(numbers)) for sign in signs]
-    return Kinds(of, _traced(of, recorder.reads), *recorder.returned, halves)
+    return Kinds(of, _traced(of, recorder.reads), next(iter(recorder.returned)), halves)
 
 
 def _traced(of: list[int], reads: Mapping[int, set[int]]) -> list[int]:

@@ -32,7 +32,7 @@ class _Plain(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: Past
     ) -> tuple[Tensor, Past]:
         given: dict[str, Any] = {"position_ids": position_ids} if "position_ids" in self.takes else {}
-        cache = DynamicCache()
+        cache: Any = DynamicCache()
         if past:
             cache.layers = [filled(key, value) for key, value in past]
             given |= {"past_key_values": cache, "use_cache": True}

@@ -13,8 +13,10 @@ RECURRENT = "has state-space, recurrent, linear attention or convolution layers,
 ENCODER = "is an encoder, which the causal-LM mapping lists because it can be made to attend to the left"
 STREAMS = "has several residual streams, mixed by each half of a layer (hyper-connections)"
 # Words in the names of modules that carry a state.
-STATES = ("mamba", "rwkv", "xlstm", "linearattention", "lightningattention", "deltanet", "deltaattention")
-STATES += ("recurrent", "shortconv", "kda", "bambamixer", "falconh1mixer")
+STATES = (
+    *("mamba", "rwkv", "xlstm", "linearattention", "lightningattention", "deltanet", "deltaattention", "recurrent"),
+    *("shortconv", "kda", "bambamixer", "falconh1mixer"),
+)
 REASONS = {
     "beam": "rescales its residual stream at each addition, so that no value is what a layer adds to it",
     "bert-generation": ENCODER,

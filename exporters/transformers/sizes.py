@@ -70,10 +70,10 @@ def _max_positions(config: Any, learned_positions: bool) -> int | None:
         for rope in rope_parameters(config)
         if rope.get("rope_type") == "longrope"
     ]
-    return min([*limits, *_kept_keys(config)], default=None)
+    return min([*limits, *kept_keys(config)], default=None)
 
 
-def _kept_keys(config: Any) -> list[int]:
+def kept_keys(config: Any) -> list[int]:
     """Numbers of keys kept by sparse attention, in which a text of as many tokens is whole."""
     found = [count for name in SPARSE if isinstance(count := getattr(config, name, None), int)]
     if "minimax_m3_sparse" in (getattr(config, "layer_types", None) or ()):
