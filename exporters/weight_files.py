@@ -137,15 +137,15 @@ def _write_converted(
     left: Container[str],
 ) -> dict[str, Placed]:
     placed = _write_header(values, path)
-    wanted = {value.name: value for value in values if value.name not in left}
+    missing = {value.name: value for value in values if value.name not in left}
     total, done = sum(place.length for place in placed.values()), 0
     with path.open("r+b") as file:
         for name, tensor in made:
-            _write(file, wanted.pop(name), tensor, placed[name])
+            _write(file, missing.pop(name), tensor, placed[name])
             done += placed[name].length
             progress("converting weights", done, total)
-    if wanted:
-        raise ExportError(f"the checkpoint's conversions do not make {len(wanted)} weights: {some(wanted)}")
+    if missing:
+        raise ExportError(f"the checkpoint's conversions do not make {len(missing)} weights: {some(missing)}")
     return placed
 
 

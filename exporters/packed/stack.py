@@ -54,14 +54,14 @@ class Stack:
 
     def numbers(self) -> NDArray[np.float32]:
         """The numbers of the parameter."""
-        found = np.empty(self.shape, np.float32)
-        for matrix, layers in zip(found, self.experts, strict=True):
+        stack = np.empty(self.shape, np.float32)
+        for matrix, layers in zip(stack, self.experts, strict=True):
             rows = matrix.T if self.turned else matrix
             begin = 0
             for layer in layers:
                 rows[begin : begin + layer.outputs] = layer.numbers()
                 begin += layer.outputs
-        return found
+        return stack
 
     def named_blocks(self, weight: str) -> dict[str, GivenBlocks]:
         """The blocks of each expert, by the names that its matrices have in a graph.

@@ -214,11 +214,11 @@ class TappedCache(DynamicCache):
 
     def present(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each layer of the pass: of no head in one with those of another."""
-        found = []
+        pairs = []
         for i, (key, value) in sorted(self.taps.read.items()):
             own = self.layers[i] if i < len(self.layers) and self.layers[i].keys is key else None
-            found.append((own.keys, own.values) if own else (key[:, :0], value[:, :0]))
-        return found
+            pairs.append((own.keys, own.values) if own else (key[:, :0], value[:, :0]))
+        return pairs
 
 
 def filled(key: Tensor, value: Tensor) -> Any:

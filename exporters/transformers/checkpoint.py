@@ -46,8 +46,8 @@ class Conversion:
 
     def run(self, model: PreTrainedModel) -> dict[str, Tensor]:
         """The parameters, by name."""
-        found = self.converter.convert(self.target, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+        converted = self.converter.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
 def map_tensors(tensors: list[Stored], model: PreTrainedModel) -> Mapped:

@@ -61,9 +61,9 @@ def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
 
 def _in_floats(config: Any) -> Any:
     """Ask transformers for the floats of a checkpoint of MXFP4, not for its kernels."""
-    given = getattr(config, "quantization_config", None)
-    if isinstance(given, dict) and given.get("quant_method") == "mxfp4":
-        given["dequantize"] = True
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+        quantization["dequantize"] = True
     return config
 
 

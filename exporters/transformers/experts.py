@@ -45,18 +45,18 @@ def grouped(x: Tensor, weight: Tensor, chosen: Tensor, rows: bool, partial: bool
     out = weight.shape[2 if rows else 1]
     if torch.compiler.is_exporting():
         shape = (x.shape[0], out)
-        given: Any = (x, weight, chosen)
+        operands: Any = (x, weight, chosen)
         name = f"{GROUPED_DOMAIN}::{GROUPED}"
         attributes: Any = {"rows": int(rows), "partial": int(partial)}
-        return torch.onnx.ops.symbolic(name, given, attributes, dtype=x.dtype, shape=shape, version=1)
+        return torch.onnx.ops.symbolic(name, operands, attributes, dtype=x.dtype, shape=shape, version=1)
     if x.is_meta:
         matrices = weight.index_select(0, chosen)
         return torch.bmm(x.unsqueeze(1), matrices if rows else matrices.transpose(1, 2)).squeeze(1)
-    made = x.new_zeros(len(x), out)
+    products = x.new_zeros(len(x), out)
     for expert in chosen[chosen < len(weight)].unique().tolist() if partial else chosen.unique().tolist():
         here = chosen == expert
-        made[here] = x[here] @ (weight[expert] if rows else weight[expert].T)
-    return made
+        products[here] = x[here] @ (weight[expert] if rows else weight[expert].T)
+    return products
 
 
 def compute_experts(
@@ -79,33 +79,33 @@ def compute_experts(
     index = taps.at(HookPoint.MlpExpertIndices(taps.layer), index.reshape(tokens))
     weights = taps.at(HookPoint.MlpExpertWeights(taps.layer), weights.reshape(tokens))
     pairs = hidden.unsqueeze(1).expand(-1, tokens[-1], -1).reshape(-1, hidden.shape[-1])
-    given = pairs * weights.reshape(-1, 1) if weigh_inputs else pairs
-    made = _experts_of(taps, experts, given, index.reshape(-1), tokens).unflatten(0, tokens)
-    return add_chosen(taps, made if weigh_inputs else made * weights.unsqueeze(-1), hidden)
+    inputs = pairs * weights.reshape(-1, 1) if weigh_inputs else pairs
+    outputs = _experts_of(taps, experts, inputs, index.reshape(-1), tokens).unflatten(0, tokens)
+    return add_chosen(taps, outputs if weigh_inputs else outputs * weights.unsqueeze(-1), hidden)
 
 
-def add_chosen(taps: Taps, made: Tensor, like: Tensor) -> Tensor:
+def add_chosen(taps: Taps, outputs: Tensor, like: Tensor) -> Tensor:
     """Add outputs [batch, seq, n_chosen, hidden], in the form and dtype of `like`."""
-    made = taps.at(HookPoint.MlpExpertOut(taps.layer), made.to(like.dtype))
-    return made.sum(dim=2).reshape(like.shape)
+    outputs = taps.at(HookPoint.MlpExpertOut(taps.layer), outputs.to(like.dtype))
+    return outputs.sum(dim=2).reshape(like.shape)
 
 
 def _experts_of(taps: Taps, experts: Any, pairs: Tensor, chosen: Tensor, tokens: tuple[int, ...]) -> Tensor:
     """The output of each pair of a token and an expert that it chose, [n, hidden]."""
     rows, biased = experts.is_transposed, experts.has_bias
     name = "gate_up_proj" if experts.has_gate else "up_proj"
-    given = getattr(experts, "first", None)
-    inner = given(pairs, chosen) if given else _product(experts, name, pairs, chosen, rows, biased)
+    own_first = getattr(experts, "first", None)
+    inner = own_first(pairs, chosen) if own_first else _product(experts, name, pairs, chosen, rows, biased)
     act = tap_neurons(taps, inner, tokens, experts)
-    made = _product(experts, "down_proj", act, chosen, rows, biased)
+    outputs = _product(experts, "down_proj", act, chosen, rows, biased)
     if _partial(experts):
-        made = torch.where((chosen >= experts.identities_from).unsqueeze(1), pairs, made)
-    return experts.post_expert_norm(made) if experts.has_post_expert_norm else made
+        outputs = torch.where((chosen >= experts.identities_from).unsqueeze(1), pairs, outputs)
+    return experts.post_expert_norm(outputs) if experts.has_post_expert_norm else outputs
 
 
 def _product(experts: Any, name: str, x: Tensor, chosen: Tensor, rows: bool, biased: bool) -> Tensor:
-    made = grouped(x, getattr(experts, name), chosen, rows, _partial(experts))
-    return made + getattr(experts, f"{name}_bias")[chosen] if biased else made
+    product = grouped(x, getattr(experts, name), chosen, rows, _partial(experts))
+    return product + getattr(experts, f"{name}_bias")[chosen] if biased else product
 
 
 def _partial(experts: Any) -> bool:
@@ -197,7 +197,7 @@ def tap_router(stack: ExitStack, taps: Taps, parent: nn.Module) -> None:
 
 def shared_expert(parent: nn.Module) -> nn.Module | None:
     """The MLP of all tokens beside the experts, if there is one."""
-    return next((found for name in SHARED if (found := getattr(parent, name, None)) is not None), None)
+    return next((module for name in SHARED if (module := getattr(parent, name, None)) is not None), None)
 
 
 def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -249,10 +249,10 @@ def _jetmoe(stack: ExitStack, taps: Taps, moe: Any) -> None:
     weights = {"gate_up_proj": moe.input_linear.weight, "down_proj": moe.output_linear.weight}
     experts = SimpleNamespace(**PLAIN, **weights, is_transposed=False, _apply_gate=_gated(moe.activation))
 
-    def forward(given: Tensor) -> Tensor:
-        hidden = given.reshape(-1, given.shape[-1])
+    def forward(stream: Tensor) -> Tensor:
+        hidden = stream.reshape(-1, stream.shape[-1])
         index, weights = moe.router(hidden)
-        return compute_experts(taps, experts, hidden, index, weights).reshape(given.shape) + moe.bias
+        return compute_experts(taps, experts, hidden, index, weights).reshape(stream.shape) + moe.bias
 
     best(stack, moe.router)
     replace_for(stack, moe, "forward", forward)
@@ -288,8 +288,8 @@ def identities_from(config: Any) -> int | None:
 
 def is_spare(name: str, config: Any) -> bool:
     """Whether a checkpoint's tensor is one of those that `drop_spare` drops."""
-    found, first = SPARE.search(name), identities_from(config)
-    return found is not None and first is not None and int(found[1]) >= first
+    number, first = SPARE.search(name), identities_from(config)
+    return number is not None and first is not None and int(number[1]) >= first
 
 
 def best(stack: ExitStack, router: Any) -> None:
@@ -322,17 +322,17 @@ def mix_heads(stack: ExitStack, experts: Any) -> None:
     Each token chooses its own.
     """
 
-    def project(given: Tensor) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
-        hidden = given.reshape(-1, given.shape[-1])
+    def project(stream: Tensor) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
+        hidden = stream.reshape(-1, stream.shape[-1])
         index, weights = experts.router(hidden)
         pairs = hidden.unsqueeze(1).expand(-1, experts.top_k, -1).reshape(-1, hidden.shape[-1])
-        made = grouped(pairs, experts.input_linear.weight, index.reshape(-1), rows=False)
-        return made.reshape(*given.shape[:2], experts.top_k, -1), None, (index, weights)
+        product = grouped(pairs, experts.input_linear.weight, index.reshape(-1), rows=False)
+        return product.reshape(*stream.shape[:2], experts.top_k, -1), None, (index, weights)
 
     def merge(z: Tensor, chosen: tuple[Tensor, Tensor]) -> Tensor:
         index, weights = chosen
-        made = grouped(z.reshape(-1, z.shape[-1]), experts.output_linear.weight, index.reshape(-1), rows=False)
-        added = (made * weights.reshape(-1, 1)).reshape(*z.shape[:3], -1).sum(dim=2)
+        product = grouped(z.reshape(-1, z.shape[-1]), experts.output_linear.weight, index.reshape(-1), rows=False)
+        added = (product * weights.reshape(-1, 1)).reshape(*z.shape[:3], -1).sum(dim=2)
         return added + experts.bias
 
     best(stack, experts.router)

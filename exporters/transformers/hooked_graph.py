@@ -108,19 +108,19 @@ def hook_axes(graph: ir.Graph, hooks: list[str], sizes: Sizes, heads: Sequence[H
 
 
 def _axes(name: str, shape: Iterable[Any], sizes: Sizes, heads: Sequence[Heads]) -> list[str | int]:
-    known = [dim if isinstance(dim, int) else None for dim in shape]
-    return axes_of(name, known, sizes, heads[layer_of(name) or 0])
+    dims = [dim if isinstance(dim, int) else None for dim in shape]
+    return axes_of(name, dims, sizes, heads[layer_of(name) or 0])
 
 
 def expert_sizes(graph: ir.Graph, hooks: list[str]) -> dict[str, int]:
     """The sizes n_experts, n_chosen and d_expert, those of the first layer with experts."""
     values = {value.name: value for node in graph for value in node.outputs}
-    found: dict[str, int] = {}
+    axes: dict[str, int] = {}
     for name in hooks:
         for axis, dim in zip(HookPoint.parse(name).axes or (), values[name].shape or (), strict=False):
             if axis in ("n_experts", "n_chosen", "d_expert") and isinstance(dim, int):
-                found.setdefault(axis, dim)
-    return found
+                axes.setdefault(axis, dim)
+    return axes
 
 
 def check_stream(graph: ir.Graph) -> None:

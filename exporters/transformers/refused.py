@@ -63,9 +63,9 @@ def refuse(config: Any) -> None:
         ExportError: with the reason.
     """
     listed = config.model_type in FAMILIES  # with keys and values in every layer: no model is made to look
-    found = reason(config) or (RECURRENT if not listed and _carries_state(config) else None)
-    if found is not None:
-        raise ExportError(f"a {config.model_type!r} model {found}: mionnx does not export such models")
+    why = reason(config) or (RECURRENT if not listed and _carries_state(config) else None)
+    if why is not None:
+        raise ExportError(f"a {config.model_type!r} model {why}: mionnx does not export such models")
 
 
 def _carries_state(config: Any) -> bool:

@@ -74,9 +74,9 @@ def simplify(model: ir.Model, parameters: set[str]) -> list[ir.Value]:
     """
     graph = model.graph
     LiftConstantsToInitializersPass(size_limit=1)(model)
-    held = [value for value in list(graph.initializers.values()) if value.name in parameters]
+    weights = [value for value in list(graph.initializers.values()) if value.name in parameters]
     beside = {value: value.const_value for value in graph.initializers.values() if _beside_neutral(value, parameters)}
-    for value in [*held, *beside]:
+    for value in [*weights, *beside]:
         del graph.initializers[value.name]
         value.const_value = None
         graph.inputs.append(value)
@@ -85,21 +85,21 @@ def simplify(model: ir.Model, parameters: set[str]) -> list[ir.Value]:
     GELU.apply_to_model(model)
     _widen_norms(model)
     optimizer.optimize_ir(model)
-    for value in [*held, *beside]:
+    for value in [*weights, *beside]:
         graph.inputs.remove(value)
     for value in beside:
         value.const_value = beside[value]
         if value.uses():
             graph.register_initializer(value)
-    return [value for value in held if value.uses()]
+    return [value for value in weights if value.uses()]
 
 
 def _beside_neutral(value: ir.Value, parameters: set[str]) -> bool:
     """Whether a constant is one number so near to 0 or 1 that passes may take it for these."""
-    held = value.const_value
-    if held is None or value.name in parameters or held.size != 1 or held.dtype not in FLOATS:
+    constant = value.const_value
+    if constant is None or value.name in parameters or constant.size != 1 or constant.dtype not in FLOATS:
         return False
-    number = float(held.numpy().reshape(()))
+    number = float(constant.numpy().reshape(()))
     return number not in NEAR and any(abs(number - neutral) < near for neutral, near in NEAR.items())
 
 
@@ -116,8 +116,8 @@ def simplify_traced(model: ir.Model, buffers: Mapping[str, torch.Tensor]) -> lis
     for name, buffer in buffers.items():
         if name in model.graph.initializers:
             wide = buffer.dtype != torch.bfloat16  # which numpy has not
-            held = ir.tensor(buffer.numpy(), name=name) if wide else ir.tensor_adapters.TorchTensor(buffer, name=name)
-            model.graph.initializers[name].const_value = held
+            tensor = ir.tensor(buffer.numpy(), name=name) if wide else ir.tensor_adapters.TorchTensor(buffer, name=name)
+            model.graph.initializers[name].const_value = tensor
     return simplify(model, _fakes(model.graph))
 
 

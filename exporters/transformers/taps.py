@@ -228,8 +228,8 @@ class Attachment:
         self.mlp_result(i, block)
 
     def mlp_result(self, i: int, block: nn.Module) -> None:
-        made = self.mlp_part(block, self.layout.mlp_output)
-        self.after(made, partial(self.taps.at_tokens, HookPoint.MlpPost(i)))
+        module = self.mlp_part(block, self.layout.mlp_output)
+        self.after(module, partial(self.taps.at_tokens, HookPoint.MlpPost(i)))
 
     def note(self, i: int, x: Tensor) -> Tensor:
         """Note whose MLP runs, and its axes."""

@@ -111,8 +111,8 @@ class Cached(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         layers = range(len(past)) if self.layers is None else self.layers
-        given = dict(zip(layers, past, strict=True))
-        pasts = [given.get(i, past[0]) for i in range(max(layers, default=-1) + 1)]  # others: passed over
+        by_layer = dict(zip(layers, past, strict=True))
+        pasts = [by_layer.get(i, past[0]) for i in range(max(layers, default=-1) + 1)]  # others: passed over
         cache = TappedCache(pasts, self.listen, self.layout)
         with attached(self.model, cache.taps):
             output = self.model(
@@ -173,7 +173,7 @@ def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 def buffers_of(skeleton: PreTrainedModel) -> dict[str, Tensor]:
     """Buffers that no checkpoint holds (rotation frequencies, embedding scales), with values."""
-    found = dict[str, Tensor]()
+    buffers = dict[str, Tensor]()
     for path, module in skeleton.named_modules():
         names = sorted(module._non_persistent_buffers_set)
         before = {name: module._buffers[name] for name in names}
@@ -181,9 +181,9 @@ def buffers_of(skeleton: PreTrainedModel) -> dict[str, Tensor]:
             module._buffers[name] = torch.empty_like(before[name], device="cpu")
         if names:
             _owner(skeleton, path)._init_weights(module)
-        found |= {f"{path}.{name}".lstrip("."): module._buffers[name] for name in names}
+        buffers |= {f"{path}.{name}".lstrip("."): module._buffers[name] for name in names}
         module._buffers.update(before)
-    return found
+    return buffers
 
 
 def _owner(skeleton: PreTrainedModel, path: str) -> PreTrainedModel:
@@ -301,31 +301,31 @@ def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> Traced:
 def _passed_over(skeleton: PreTrainedModel, layout: Layout, kinds: Kinds) -> Iterator[None]:
     """Let the layers that are not traced hand the stream on."""
     blocks = submodule(skeleton, layout.blocks)
-    whole = dict(blocks.named_children())
+    modules = dict(blocks.named_children())
     try:
-        for name, block in whole.items():
+        for name, block in modules.items():
             if int(name) not in kinds.traced:
                 setattr(blocks, name, Passed(block, kinds.returned))
         yield
     finally:
-        for name, block in whole.items():
+        for name, block in modules.items():
             setattr(blocks, name, block)
 
 
 def allocate(model: nn.Module) -> None:
     """Move parameters and buffers to the CPU, inside a `FakeTensorMode`; tied ones stay tied."""
-    made: dict[int, Tensor] = {}
+    fakes: dict[int, Tensor] = {}
     for module in model.modules():
         tables: list[dict[str, Any]] = [module._parameters, module._buffers]
         for table in tables:
             for name, tensor in table.items():
                 if tensor is None:
                     continue
-                if id(tensor) not in made:
+                if id(tensor) not in fakes:
                     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
                     parameter = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if parameter else fake
-                table[name] = made[id(tensor)]
+                    fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if parameter else fake
+                table[name] = fakes[id(tensor)]
 
 
 def drop_prefix(graph: ir.Graph) -> None:
