@@ -166,18 +166,18 @@ def _read_header(file: Path, with_bytes: bool) -> list[Stored]:
     except (SafetensorError, ValueError, struct.error) as error:
         raise ExportError(f"{file} is no intact safetensors file: {error}") from error
     header.pop("__metadata__", None)
-    known = DTYPES | BYTES if with_bytes else DTYPES
-    return [_stored(name, entry, file, 8 + length, known) for name, entry in header.items()]
+    dtypes = DTYPES | BYTES if with_bytes else DTYPES
+    return [_stored(name, entry, file, 8 + length, dtypes) for name, entry in header.items()]
 
 
-def _stored(name: str, entry: dict[str, Any], file: Path, base: int, known: dict[str, torch.dtype]) -> Stored:
-    if entry["dtype"] not in known:
+def _stored(name: str, entry: dict[str, Any], file: Path, base: int, dtypes: dict[str, torch.dtype]) -> Stored:
+    if entry["dtype"] not in dtypes:
         raise ExportError(
             f"{file.name}: tensor {name} is {entry['dtype']}; of quantised checkpoints those of GPTQ, AWQ, "
             "compressed-tensors and MXFP4 are read, and GGUF files"
         )
     start, end = entry["data_offsets"]
-    return Stored(name, file, known[entry["dtype"]], tuple(entry["shape"]), base + start, end - start)
+    return Stored(name, file, dtypes[entry["dtype"]], tuple(entry["shape"]), base + start, end - start)
 
 
 def same_bytes(one: Stored, other: Stored) -> bool:

@@ -59,5 +59,5 @@ def _entries(value: Any) -> Iterable[Any]:
     return () if value is None else (value,)
 
 
-def _wrong(file: Path, key: str, value: Any, wanted: str) -> ExportError:
-    return ExportError(f"{file}: {key} has to be {wanted}; it says {repr(value)[:60]}")
+def _wrong(file: Path, key: str, value: Any, requirement: str) -> ExportError:
+    return ExportError(f"{file}: {key} has to be {requirement}; it says {repr(value)[:60]}")

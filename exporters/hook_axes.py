@@ -24,10 +24,12 @@ def axes_of(name: str, shape: Sequence[int | None], sizes: Sizes, heads: Heads |
     """
     point = HookPoint.parse(name)
     names = point.axes or ()
-    known = axis_sizes(point, sizes, heads or (sizes.num_kv_heads, sizes.head_dim, sizes.head_dim))
-    expected = [known.get(axis) for axis in names]
+    sizes_of_axes = axis_sizes(point, sizes, heads or (sizes.num_kv_heads, sizes.head_dim, sizes.head_dim))
+    expected = [sizes_of_axes.get(axis) for axis in names]
     if len(shape) != len(names) or any(
         None not in (dim, size) and dim != size for dim, size in zip(shape, expected, strict=True)
     ):
-        raise ExportError(f"{name} has the shape {[*shape]}, expected {[known.get(axis, axis) for axis in names]}")
+        raise ExportError(
+            f"{name} has the shape {[*shape]}, expected {[sizes_of_axes.get(axis, axis) for axis in names]}"
+        )
     return [axis if dim is None or axis in DYNAMIC else dim for axis, dim in zip(names, shape, strict=True)]

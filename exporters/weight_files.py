@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import onnx_ir as ir
 import torch
@@ -137,22 +137,22 @@ def _write_converted(
     left: Container[str],
 ) -> dict[str, Placed]:
     placed = _write_header(values, path)
-    wanted = {value.name: value for value in values if value.name not in left}
+    missing = {value.name: value for value in values if value.name not in left}
     total, done = sum(place.length for place in placed.values()), 0
     with path.open("r+b") as file:
         for name, tensor in made:
-            _write(file, wanted.pop(name), tensor, placed[name])
+            _write(file, missing.pop(name), tensor, placed[name])
             done += placed[name].length
             progress("converting weights", done, total)
-    if wanted:
-        raise ExportError(f"the checkpoint's conversions do not make {len(wanted)} weights: {some(wanted)}")
+    if missing:
+        raise ExportError(f"the checkpoint's conversions do not make {len(missing)} weights: {some(missing)}")
     return placed
 
 
 def _write_header(values: list[ir.Value], path: Path) -> dict[str, Placed]:
-    entries, offset = {}, 0
+    entries, offset = dict[str, dict[str, Any]](), 0
     for value in sorted(values, key=lambda value: value.name):
-        dtype, shape = _TORCH_DTYPE[value.dtype], [int(dim) for dim in value.shape]
+        dtype, shape = _TORCH_DTYPE[value.dtype], [*value.shape.numpy()]
         length = dtype.itemsize * prod(shape)
         entries[value.name] = {
             "dtype": _SAFETENSORS_NAME[dtype],
@@ -182,12 +182,12 @@ def _write(file: BinaryIO, value: ir.Value, tensor: Tensor, place: Placed) -> No
     if dtype == torch.float16 and not torch.isfinite(converted).all() and torch.isfinite(tensor).all():
         raise ExportError(f"{value.name} has values beyond float16's range; use bfloat16 or float32")
     file.seek(place.offset)
-    file.write(memoryview(converted.contiguous().view(torch.uint8).numpy()).cast("B"))
+    file.write(converted.contiguous().view(torch.uint8).numpy().data.cast("B"))
 
 
 def locations(parameters: Iterable[ir.Value]) -> set[str]:
     """The weight files of parameters that `place` has given their data."""
-    return {str(value.const_value.location) for value in parameters}
+    return {str(getattr(value.const_value, "location", None)) for value in parameters}
 
 
 def some(names: Iterable[str]) -> str:

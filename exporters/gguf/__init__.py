@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from exporters.gguf.files import choose, gguf_files
+from mionnx.errors import ExportError, ModelError, nearest
+from mionnx.graph.folder_file import inside
 from mionnx.machine.progress import Progress, silent
 
 if TYPE_CHECKING:
     from mionnx.graph.blocks import GivenBlocks
 
+SUFFIX = ".gguf"
 WIDE = ("Q5", "Q6", "Q8")  # how the names of types between 4 and 16 bits begin
 EMBEDDING, UNEMBEDDING = "model.embed_tokens", "lm_head"
 OTHERS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*", "*.onnx", "onnx/*.onnx", "*.pth")
@@ -47,9 +49,9 @@ def wide_weights(folder: Path, file: str | None = None) -> list[str]:
 
     header = read_header(choose(folder, file))
     architecture = architecture_of(header)
-    found = rename(header, architecture, config_of(header, architecture))
-    names = [one.name for one in found if one.info.kind.name.startswith(WIDE)]
-    tied = f"{UNEMBEDDING}.weight" not in {one.name for one in found}
+    tensors = rename(header, architecture, config_of(header, architecture))
+    names = [one.name for one in tensors if one.info.kind.name.startswith(WIDE)]
+    tied = f"{UNEMBEDDING}.weight" not in {one.name for one in tensors}
     return [*names, f"{UNEMBEDDING}.weight"] if tied and f"{EMBEDDING}.weight" in names else names
 
 
@@ -103,6 +105,46 @@ def export_packed(
     from exporters.gguf.assemble import export_file
     from exporters.gguf.blocks import blocks_of
 
-    given = blocks_of(header, rename(header, architecture, config_of(header, architecture)))
-    export_file(header, target, "float32", progress, given)
-    return given
+    blocks = blocks_of(header, rename(header, architecture, config_of(header, architecture)))
+    export_file(header, target, "float32", progress, blocks)
+    return blocks
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """GGUF files of a folder, by name; of a path to one, that file."""
+    if folder.is_file():
+        return [folder] if folder.suffix == SUFFIX else []
+    return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.is_file())
+
+
+def choose(folder: Path, file: str | None = None) -> Path:
+    """The file of a folder to export.
+
+    Args:
+        folder: a folder with GGUF files, or one of them.
+        file: the name of one, where the folder has several.
+
+    Raises:
+        ExportError: there is none, none of that name, several and no choice, or one that lies outside the folder.
+    """
+    files = gguf_files(folder)
+    try:
+        for path in files if folder.is_dir() else ():
+            inside(folder, path.name)
+    except ModelError as error:
+        raise ExportError(str(error)) from error
+    names = [path.name for path in files]
+    if file is not None:
+        named = [path for path in files if file in (path.name, path.stem)]
+        if not named:
+            has = ", ".join(names) or "none"
+            raise ExportError(f"{folder} has no GGUF file {file!r}; it has {has}{nearest(file, names)}")
+        return named[0]
+    if not files:
+        raise ExportError(f"{folder} holds no GGUF file")
+    if len(files) > 1:
+        raise ExportError(
+            f"{folder} holds {len(files)} GGUF files: give one of them, as {files[0]}, or --file on the command line. "
+            f"It has {', '.join(names)}"
+        )
+    return files[0]

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from exporters.gguf.facts import Facts
+from exporters.gguf.facts import Facts, special_ids
 from exporters.gguf.header import Header
 from exporters.gguf.rope import frequencies, rope
-from exporters.gguf.special_tokens import special_ids
 from mionnx.errors import ExportError, boundary, nearest
 
 LAYER = {  # module of a layer, llama.cpp's name -> transformers' in most families
@@ -212,7 +211,7 @@ def _common(facts: Facts) -> Config:
     _check_sizes(facts.header, layers, hidden, heads * head_dim, inner)
     context = facts.size("context_length")
     epsilon = facts.maybe("attention.layer_norm_rms_epsilon")
-    known = special_ids(facts.header)
+    special = special_ids(facts.header)
     return {
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -225,7 +224,7 @@ def _common(facts: Facts) -> Config:
         "rope_parameters": rope(facts, head_dim, context, frequencies(facts.header)),
         "tie_word_embeddings": "output.weight" not in tensors,
         **({} if epsilon is None else {"rms_norm_eps": epsilon}),
-        **{name: known.get(key) for name, key in TOKENS.items()},
+        **{name: special.get(key) for name, key in TOKENS.items()},
     }
 
 
@@ -234,9 +233,9 @@ TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding
 
 def _check_sizes(header: Header, layers: int, hidden: int, queries: int, inner: int) -> None:
     """Compare the stated sizes with the tensors, before anything is made by them."""
-    found = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
-    if len(found) != layers or not all(number.isdigit() and int(number) < layers for number in found):
-        raise ExportError(f"{header.file} states {layers} layers, and holds tensors of {len(found)}")
+    layer_numbers = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
+    if len(layer_numbers) != layers or not all(number.isdigit() and int(number) < layers for number in layer_numbers):
+        raise ExportError(f"{header.file} states {layers} layers, and holds tensors of {len(layer_numbers)}")
     for name, axis, size in (
         ("token_embd.weight", 1, hidden),
         ("blk.0.attn_output.weight", 1, queries),

@@ -7,8 +7,8 @@ from pathlib import Path
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from exporters.gguf.architectures import Config, architecture_of, config_of
+from exporters.gguf.facts import special_ids
 from exporters.gguf.header import Header
-from exporters.gguf.special_tokens import special_ids
 from exporters.gguf.tokenizer import write_tokenizer
 from exporters.gguf.weights import own_dtype, rename, write_weights
 from exporters.transformers.assemble import export_checkpoint
@@ -62,10 +62,10 @@ def write_checkpoint(header: Header, folder: Path, dtype: str, progress: Progres
 
 def _write_configs(header: Header, config: Config, dtype: str, folder: Path) -> None:
     kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]
-    whole = {"architectures": [kind], **config, "dtype": dtype}
-    (folder / "config.json").write_text(json.dumps(whole, indent=1))
-    known = special_ids(header)
-    ends = sorted({known[name] for name in ENDS if name in known})
+    table = {"architectures": [kind], **config, "dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(table, indent=1))
+    special = special_ids(header)
+    ends = sorted({special[name] for name in ENDS if name in special})
     generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": ends or None}
     stated = {key: value for key, value in generation.items() if value is not None}
     (folder / "generation_config.json").write_text(json.dumps(stated, indent=1))

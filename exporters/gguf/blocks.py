@@ -79,10 +79,10 @@ def blocks_of(header: Header, tensors: list[Renamed]) -> dict[str, GivenBlocks]:
         header: of the file.
         tensors: see `weights.rename`.
     """
-    found = {one.name: _given(header, one) for one in tensors if one.info.kind in READERS and len(one.info.shape) == 2}
-    if UNEMBEDDING not in {one.name for one in tensors} and EMBEDDING in found:
-        found[UNEMBEDDING] = found[EMBEDDING]
-    return found
+    blocks = {one.name: _given(header, one) for one in tensors if one.info.kind in READERS and len(one.info.shape) == 2}
+    if UNEMBEDDING not in {one.name for one in tensors} and EMBEDDING in blocks:
+        blocks[UNEMBEDDING] = blocks[EMBEDDING]
+    return blocks
 
 
 def _given(header: Header, tensor: Renamed) -> GivenBlocks:
@@ -97,12 +97,12 @@ def _read(header: Header, tensor: Renamed, bits: int) -> Blocks:
     info = tensor.info
     _, bytes_of_block = GGML_QUANT_SIZES[info.kind]
     data = np.fromfile(header.file, np.uint8, info.length, offset=info.offset).reshape(-1, bytes_of_block)
-    held = READERS[info.kind][1](data)
+    numbers = READERS[info.kind][1](data)
 
     def whole(array: NDArray[Any]) -> NDArray[Any]:
         rows = array.reshape(info.shape[0], -1)
         return in_order(rows, tensor) if tensor.heads else rows
 
-    blocks = of_integers(whole(held.integers), whole(held.scales), None, bits, SIZE)
-    offsets = None if held.offsets is None else whole(held.offsets)
+    blocks = of_integers(whole(numbers.integers), whole(numbers.scales), None, bits, SIZE)
+    offsets = None if numbers.offsets is None else whole(numbers.offsets)
     return Blocks(blocks.packed, blocks.scales, None, offsets)

@@ -20,8 +20,8 @@ def read_tensor(header: Header, info: TensorInfo) -> NDArray[np.float32]:
         ExportError: its type is one that gguf does not dequantise.
     """
     pieces = [*read_pieces(header, info)]
-    whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-    return whole.reshape(info.shape)
+    numbers = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    return numbers.reshape(info.shape)
 
 
 def read_pieces(header: Header, info: TensorInfo) -> Iterator[NDArray[np.float32]]:

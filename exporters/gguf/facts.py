@@ -1,6 +1,7 @@
 """The metadata of a GGUF file's model, by llama.cpp's keys without the architecture's name."""
 
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ RANGES = {  # key -> above the first, up to the second: what some model has
     **dict.fromkeys(("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"), (0.0, 1.0)),
     **dict.fromkeys(("rope.freq_base", "rope.freq_base_swa"), (0.0, 1e15)),
 }
+SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "padding")  # of a text's begin and end, a turn's, a message's end
+ASSUMED = {"llama": {"unknown": 0, "bos": 1, "eos": 2}}  # by the kind of vocabulary
 
 
 class Facts:
@@ -59,8 +62,8 @@ class Facts:
             return None
         above, most = RANGES.get(key, (-math.inf, math.inf))
         if not is_between(value, above, most) or not math.isfinite(value):
-            wanted = "a number" if key not in RANGES else f"a number above {above:g}, up to {most:g}"
-            raise self._wrong(key, value, wanted)
+            requirement = "a number" if key not in RANGES else f"a number above {above:g}, up to {most:g}"
+            raise self._wrong(key, value, requirement)
         return value
 
     def number(self, key: str) -> float:
@@ -97,9 +100,9 @@ class Facts:
             raise self._wrong(key, value, "a text")
         return value
 
-    def _wrong(self, key: str, value: Any, wanted: str) -> ExportError:
+    def _wrong(self, key: str, value: Any, requirement: str) -> ExportError:
         stated = "it states none" if value is None else f"it states {value!r}"
-        return ExportError(f"{self.header.file} has to state {self.architecture}.{key}, {wanted}; {stated}")
+        return ExportError(f"{self.header.file} has to state {self.architecture}.{key}, {requirement}; {stated}")
 
     def check_all_read(self) -> None:
         """Refuse a file with a key that changes the computation and was not read.
@@ -115,3 +118,22 @@ class Facts:
                     f"{self.header.file} states {self.architecture}.{key} = {value!r}, which is not supported in the "
                     f"architecture {self.architecture}"
                 )
+
+
+def special_ids(header: Header) -> dict[str, int]:
+    """The ids of special tokens, by llama.cpp's names for them.
+
+    An id outside the vocabulary is left out with a warning: converters write -1 for a token that is not there.
+    """
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    size = len(tokens) if isinstance(tokens, list) else 0
+    assumed = ASSUMED.get(str(header.metadata.get("tokenizer.ggml.model")), {})
+    ids = {}
+    for name in SPECIAL:
+        key = f"tokenizer.ggml.{name}_token_id"
+        number = header.metadata.get(key, assumed.get(name))
+        if isinstance(number, int) and 0 <= number < size:
+            ids[name] = int(number)
+        elif key in header.metadata:
+            warnings.warn(f"{header.file}: {key} is {number!r}, and the vocabulary has {size} tokens", stacklevel=2)
+    return ids

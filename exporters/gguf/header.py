@@ -108,17 +108,17 @@ class _Reader:
         if version & 0xFFFF == 0:
             raise ExportError(f"{self.file} is a GGUF file of big-endian machines; gguf-convert-endian turns it round")
         if version not in VERSIONS:
-            known = " and ".join(map(str, VERSIONS))
-            raise ExportError(f"{self.file} is GGUF version {version}; versions {known} are read")
+            versions = " and ".join(map(str, VERSIONS))
+            raise ExportError(f"{self.file} is GGUF version {version}; versions {versions} are read")
 
     def _table(self, count: int, what: str, read: Callable[[], Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        table: dict[str, Any] = {}
         for _ in range(count):
             name = self._text()
-            if name in found:
+            if name in table:
                 raise self._damaged(f"{what} {name!r} stands in it twice")
-            found[name] = read()
-        return found
+            table[name] = read()
+        return table
 
     def _value(self, kind: int, nested: bool = False) -> Any:
         if kind in SCALARS:

@@ -31,7 +31,7 @@ def rope(facts: Facts, head_dim: int, context: int, factors: dict[str, list[floa
     Raises:
         ExportError: the file scales its rotation in an unknown way.
     """
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.maybe("rope.freq_base", 10000.0)}
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": facts.maybe("rope.freq_base", 10000.0)}
     width = facts.size("rope.dimension_count", head_dim)
     if width > head_dim or (width != head_dim and facts.architecture not in PARTIAL):
         raise ExportError(
@@ -39,7 +39,7 @@ def rope(facts: Facts, head_dim: int, context: int, factors: dict[str, list[floa
             f" transformers turns all of a head in this architecture"
         )
     if width != head_dim:
-        found["partial_rotary_factor"] = width / head_dim
+        parameters["partial_rotary_factor"] = width / head_dim
     wrong = [name for name, values in factors.items() if len(values) != width // 2]
     if wrong:
         raise ExportError(
@@ -47,12 +47,12 @@ def rope(facts: Facts, head_dim: int, context: int, factors: dict[str, list[floa
         )
     scaled = _scaled(facts, context)
     if not factors:
-        return found | scaled
+        return parameters | scaled
     if scaled:
         raise ExportError(
             f"{facts.header.file} scales its rotation by {scaled['rope_type']} and by tensors: not supported"
         )
-    return found | _divided(facts, context, factors)
+    return parameters | _divided(facts, context, factors)
 
 
 def _scaled(facts: Facts, context: int) -> dict[str, Any]:

@@ -2,38 +2,86 @@
 
 Two kinds are known: byte-level BPE (`gpt2`), whose pre-tokenizer the file names, and SentencePiece (`llama`), whose
 merges follow from the scores of its pieces. What llama.cpp assumes where a file says nothing is assumed here.
+
+A file names its pre-tokenizer (`tokenizer.ggml.pre`) and holds no rule. Each name stands for regular expressions that
+cut one after the other, every match and every gap a piece: those of the tokenizers that the names come from;
+llama.cpp's own differ where its engine lacks a class or a flag.
 """
 
 import json
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Split
+from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from exporters.gguf.facts import special_ids
 from exporters.gguf.header import Header
-from exporters.gguf.pre_tokenizers import CUTS, Cut
-from exporters.gguf.special_tokens import special_ids
 from mionnx.errors import MIError, boundary, nearest
 from mionnx.graph.hooked_model import INPUT_NAMES
 
 PREFIX = "tokenizer.ggml."
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = (
-    1,
-    2,
-    3,
-    4,
-)  # llama.cpp's kinds of tokens; the last three are found in a text as they are
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = range(1, 5)  # llama.cpp's kinds; the last three match a text as they are
 SPACE = "\u2581"  # SentencePiece's
 NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 BY_PLACE = ("gemma", "gemma2", "gemma3")  # scores that do not order the merges; the vocabulary itself is in order
-
-
 _ALPHABET = bytes_to_unicode()  # GPT-2's: a character for each byte
 _SPELLED = frozenset(_ALPHABET.values())
 _NO_STRIP = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's tokens those that take no white space after them along
+
+_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
+_REST_OF_CASED = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A pre-tokenizer.
+
+    Attributes:
+        patterns: regular expressions, applied one after the other.
+        whole_words: a piece that is in the vocabulary is one token, whatever its merges give.
+        begins: a text begins with the BOS token where the file does not say.
+    """
+
+    patterns: tuple[str, ...]
+    whole_words: bool = False
+    begins: bool = False
+
+    def build(self) -> PreTokenizer:
+        """The `tokenizers` pre-tokenizer, bytes spelled in GPT-2's alphabet."""
+        cuts = [Split(Regex(pattern), "isolated") for pattern in self.patterns]
+        return PreTokenizers([*cuts, ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+GPT2 = Cut((_WORDS,))
+DIGITS = Cut((r"\p{N}", _WORDS))
+LLAMA3 = Cut((rf"{_SHORT}|{_WORD}|\p{{N}}{{1,3}}|{_REST}",), whole_words=True, begins=True)
+QWEN2 = Cut((rf"{_SHORT}|{_WORD}|\p{{N}}|{_REST}",))
+TEKKEN = Cut((rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_REST_OF_CASED}",), whole_words=True, begins=True)
+GPT4O = Cut((rf"{_CASED[0]}{_SHORT}?|{_CASED[1]}{_SHORT}?|\p{{N}}{{1,3}}|{_REST_OF_CASED}",))
+DEFAULT = Cut((r"[\p{P}\$\+<=>\^~\|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]"))
+
+CUTS: dict[str, Cut] = {
+    "default": DEFAULT,
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "gigachat", "a.x-4.0", "exaone4"), GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), DIGITS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), Cut(LLAMA3.patterns)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), QWEN2),
+    "tekken": TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4"), GPT4O),
+    "falcon": Cut((r"[\p{P}\$\+<=>\^~\|`]+", _WORDS, "[0-9][0-9][0-9]")),
+}
 
 
 class _NoTokenizerError(MIError):
@@ -143,28 +191,28 @@ def _spaces_spelled(token: str) -> str:
 
 def _merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Merges by SentencePiece's scores: the best piece first, by its longest left part."""
-    found = []
+    ranked = []
     for token, index in vocabulary.items():
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in vocabulary and right in vocabulary:
-                found.append((-float(scores[index]), -cut, cut - len(token), index, left, right))
-    return [(left, right) for *_, left, right in sorted(found)]
+                ranked.append((-float(scores[index]), -cut, cut - len(token), index, left, right))
+    return [(left, right) for *_, left, right in sorted(ranked)]
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], facts: dict[str, Any]) -> None:
     """Make tokens of control and of the user ones that are found in a text as they are."""
     kinds, spelled = facts.get("token_type", ()), tokenizer.get_vocab(with_added_tokens=False)
     strips = any(name in str(facts["name"]).lower() for name in ("phi-3", "phi3"))
-    found: dict[bool, list[AddedToken]] = {True: [], False: []}
+    added: dict[bool, list[AddedToken]] = {True: [], False: []}
     for token, kind in zip(tokens, kinds, strict=False):
         # Gemma's runs of spaces stand in the vocabulary as SentencePiece spells them, and merges make them of a text.
         if kind in (UNKNOWN, CONTROL, USER_DEFINED) and token in spelled:
             special = kind != USER_DEFINED
             rstrip = strips and token not in _NO_STRIP
-            found[special].append(AddedToken(token, normalized=False, special=special, rstrip=rstrip))
-    tokenizer.add_special_tokens(found[True])
-    tokenizer.add_tokens(found[False])
+            added[special].append(AddedToken(token, normalized=False, special=special, rstrip=rstrip))
+    tokenizer.add_special_tokens(added[True])
+    tokenizer.add_tokens(added[False])
 
 
 def _special(facts: dict[str, Any], name: str) -> str | None:

@@ -56,7 +56,7 @@ def rename(header: Header, architecture: Architecture, config: Config) -> list[R
     Raises:
         ExportError: tensors that the architecture has no name for.
     """
-    found, unknown = [], []
+    renamed, unknown = [], []
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for gguf_name, info in header.tensors.items():
         path, _, leaf = gguf_name.rpartition(".")
@@ -68,12 +68,12 @@ def rename(header: Header, architecture: Architecture, config: Config) -> list[R
             continue
         offset = architecture.norm_offset if module.endswith("_norm") and leaf == "weight" else 0.0
         turned = heads.get(module, 0) if architecture.interleaved else 0
-        found.append(Renamed(f"{module_name}.{leaf}", info, turned, offset))
+        renamed.append(Renamed(f"{module_name}.{leaf}", info, turned, offset))
     if unknown:
         raise ExportError(
             f"{header.file}: {len(unknown)} tensors have no place in {config['model_type']}: {some(unknown)}"
         )
-    return found
+    return renamed
 
 
 def _module(path: str, architecture: Architecture) -> tuple[str, str | None]:

@@ -21,20 +21,20 @@ def quantization_of(folder: Path) -> dict[str, Any] | None:
     Cheap: torch is not imported.
     """
     try:
-        found = read_json(inside(folder, "config.json")).get(CONFIG)
+        table = read_json(inside(folder, "config.json")).get(CONFIG)
     except (ModelError, AttributeError):
         return None
-    return found if isinstance(found, dict) and found.get("quant_method") in METHODS else None
+    return table if isinstance(table, dict) and table.get("quant_method") in METHODS else None
 
 
-def bits_of(found: dict[str, Any]) -> int | None:
+def bits_of(table: dict[str, Any]) -> int | None:
     """The bits of the blocks of most of its numbers, as it says; None if it does not."""
-    if found.get("quant_method") == "mxfp4":
+    if table.get("quant_method") == "mxfp4":
         return 4  # see `mxfp4`
-    groups = found.get("config_groups")
+    groups = table.get("config_groups")
     if isinstance(groups, dict):
         said = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
         bits = [weights.get("num_bits") for weights in said if isinstance(weights, dict)]
         return next((count for count in bits if type(count) is int), None)
-    bits = found.get("bits", found.get("w_bit"))
+    bits = table.get("bits", table.get("w_bit"))
     return bits if type(bits) is int else None

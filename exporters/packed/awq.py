@@ -21,24 +21,24 @@ BITS = 4
 GROUP = 128  # where the config says none, as in transformers' AwqConfig
 
 
-def layer(name: str, parts: Mapping[str, Stored], given: Mapping[str, Any]) -> Linear:
+def layer(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -> Linear:
     """One layer.
 
     Args:
         name: of the module.
         parts: its tensors, by `PARTS`.
-        given: the checkpoint's quantization_config.
+        settings: the checkpoint's quantization_config.
 
     Raises:
         ExportError: another kind of AWQ, or tensors that do not fit together.
     """
-    version = str(given.get("version") or given.get("format") or "gemm").lower()
+    version = str(settings.get("version") or settings.get("format") or "gemm").lower()
     if version not in VERSIONS:
         raise ExportError(f"{name}: version {version!r} of AWQ is not read; save it as gemm or gemv, which are")
-    return (_gemm if version == "gemm" else _gemv)(name, parts, given)
+    return (_gemm if version == "gemm" else _gemv)(name, parts, settings)
 
 
-def _gemm(name: str, parts: Mapping[str, Stored], given: Mapping[str, Any]) -> Linear:
+def _gemm(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -> Linear:
     (inputs, words), (groups, columns), scales = (parts[part].shape for part in PARTS)
     outputs = scales[-1]
     if words * len(PLACES) != outputs:
@@ -58,9 +58,9 @@ def _gemm(name: str, parts: Mapping[str, Stored], given: Mapping[str, Any]) -> L
     return Linear(name, inputs, outputs, BITS, inputs // groups, None, without_middle(zeros.T, BITS), read)
 
 
-def _gemv(name: str, parts: Mapping[str, Stored], given: Mapping[str, Any]) -> Linear:
+def _gemv(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -> Linear:
     (outputs, words), points, scales = (parts[part].shape for part in PARTS)
-    inputs, stated = words * 32 // BITS, (given.get(key) for key in ("group_size", "q_group_size"))
+    inputs, stated = words * 32 // BITS, (settings.get(key) for key in ("group_size", "q_group_size"))
     said = next((size for size in stated if size is not None), GROUP)
     size = inputs if said == -1 else said
     if type(size) is not int or not 0 < size <= inputs:

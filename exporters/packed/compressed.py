@@ -25,15 +25,15 @@ ORDERS = frozenset(("true", "group", "dynamic"))  # values of actorder that leav
 FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 
 
-def check(given: Mapping[str, Any]) -> None:
+def check(settings: Mapping[str, Any]) -> None:
     """Refuse what is not integers of weights alone.
 
     Raises:
         ExportError: activations in integers, floats of 8 or 4 bits, sparse weights, or rotated ones.
     """
-    groups = given.get("config_groups")
+    groups = settings.get("config_groups")
     for name, group in (groups if isinstance(groups, dict) else {}).items():
-        kind = group.get("format") or given.get("format")
+        kind = group.get("format") or settings.get("format")
         if group.get("input_activations") or group.get("output_activations"):
             raise ExportError(
                 f"{name} of the quantization_config rounds activations too: mionnx reads checkpoints of compressed "
@@ -44,39 +44,38 @@ def check(given: Mapping[str, Any]) -> None:
                 f"{name} of the quantization_config is {kind!r}; {', '.join(FORMATS)} of integers are read"
             )
     for name in ("transform_config", "kv_cache_scheme"):
-        if given.get(name):
+        if settings.get(name):
             raise ExportError(f"the quantization_config has a {name}, which no graph follows")
-    sparse = given.get("sparsity_config") or {}
+    sparse = settings.get("sparsity_config") or {}
     if sparse.get("format", "dense") != "dense":
         raise ExportError(f"its weights are sparse besides, {sparse['format']!r}: dense ones are read")
 
 
-def layer(name: str, parts: Mapping[str, Stored], given: Mapping[str, Any]) -> Linear:
+def layer(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -> Linear:
     """One layer.
 
     Args:
         name: of the module.
         parts: its tensors, by `PARTS`.
-        given: the checkpoint's quantization_config.
+        settings: the checkpoint's quantization_config.
 
     Raises:
         ExportError: tensors that do not fit together.
     """
     packed = "weight_packed" in parts
-    held = parts["weight_packed" if packed else "weight"]
-    outputs, inputs = (int(size) for size in parts["weight_shape"].load()) if packed else held.shape
-    bits = check_bits(name, _width(held.shape[1], inputs) if packed else 8)
+    integers = parts["weight_packed" if packed else "weight"]
+    outputs, inputs = (int(size) for size in parts["weight_shape"].load()) if packed else integers.shape
+    bits = check_bits(name, _width(integers.shape[1], inputs) if packed else 8)
     scale = _rows(parts["weight_scale"], outputs)
-    groups, of_input = scale.shape[1], _groups(name, parts, inputs, scale.shape[1], _orders(given))
-    size = next((size for size in _sizes(given) if -(-inputs // size) == groups), -(-inputs // groups))
-    if len(scale) != outputs or held.shape[0] != outputs or -(-inputs // size) != groups:
+    groups, of_input = scale.shape[1], _groups(name, parts, inputs, scale.shape[1], _orders(settings))
+    size = next((size for size in _sizes(settings) if -(-inputs // size) == groups), -(-inputs // groups))
+    if len(scale) != outputs or integers.shape[0] != outputs or -(-inputs // size) != groups:
         raise ExportError(f"{name}: weight_scale {list(scale.shape)} does not fit a weight {[outputs, inputs]}")
     zeros = _zeros(parts, outputs, bits, scale.shape)
 
     def read() -> tuple[Any, Any]:
-        values = held.load().numpy()
-        integers = split_words(values, bits)[:, :inputs] if packed else _unsigned(values, bits)
-        return integers, scale
+        values = integers.load().numpy()
+        return split_words(values, bits)[:, :inputs] if packed else _unsigned(values, bits), scale
 
     return Linear(name, inputs, outputs, bits, size, of_input, without_middle(zeros, bits), read)
 
@@ -86,9 +85,9 @@ def _width(words: int, inputs: int) -> float:
     return next((bits for bits in (4, 8) if -(-inputs * bits // 32) == words), words * 32 / max(1, inputs))
 
 
-def _sizes(given: Mapping[str, Any]) -> list[int]:
+def _sizes(settings: Mapping[str, Any]) -> list[int]:
     """The sizes of groups that the config names."""
-    groups = given.get("config_groups")
+    groups = settings.get("config_groups")
     said = [(group.get("weights") or {}).get("group_size") for group in (groups or {}).values()]
     return [size for size in said if type(size) is int and size > 0]
 
@@ -99,9 +98,9 @@ def _rows(stored: Stored, outputs: int) -> NDArray[np.float32]:
     return np.broadcast_to(scale.reshape(1, 1), (outputs, 1)) if scale.size == 1 else scale.reshape(len(scale), -1)
 
 
-def _orders(given: Mapping[str, Any]) -> set[str]:
+def _orders(settings: Mapping[str, Any]) -> set[str]:
     """The orders of inputs that the config names."""
-    groups = given.get("config_groups")
+    groups = settings.get("config_groups")
     return {str((group.get("weights") or {}).get("actorder")).lower() for group in (groups or {}).values()}
 
 

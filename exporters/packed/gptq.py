@@ -20,32 +20,32 @@ PARTS = ("qweight", "qzeros", "scales", "g_idx")
 FORMATS = ("gptq", "gptq_v2")  # values of checkpoint_format
 
 
-def layer(name: str, parts: Mapping[str, Stored], given: Mapping[str, Any]) -> Linear:
+def layer(name: str, parts: Mapping[str, Stored], settings: Mapping[str, Any]) -> Linear:
     """One layer.
 
     Args:
         name: of the module.
         parts: its tensors, by `PARTS`.
-        given: the checkpoint's quantization_config.
+        settings: the checkpoint's quantization_config.
 
     Raises:
         ExportError: another kind of GPTQ, or tensors that do not fit together.
     """
-    kind = given.get("checkpoint_format") or "gptq"
-    if kind not in FORMATS or given.get("is_marlin_format"):
+    kind = settings.get("checkpoint_format") or "gptq"
+    if kind not in FORMATS or settings.get("is_marlin_format"):
         raise ExportError(
             f"{name}: checkpoint_format {kind!r} is a layout of one kernel; save it as gptq or gptq_v2, which are read"
         )
     (rows, outputs), (groups, columns) = parts["qweight"].shape, parts["qzeros"].shape
     bits = check_bits(name, columns * 32 / outputs if outputs else 0)
     inputs = rows * 32 // bits
-    size = _group_size(name, given.get("group_size"), inputs, groups)
+    size = _group_size(name, settings.get("group_size"), inputs, groups)
     if parts["scales"].shape != (groups, outputs):
         raise ExportError(f"{name}: scales {list(parts['scales'].shape)} do not fit qzeros {[groups, columns]}")
     zeros = split_words(parts["qzeros"].load().numpy(), bits)
     if kind == "gptq":
         zeros = zeros + np.uint8(1) & np.uint8(2**bits - 1)
-    if given.get("desc_act") and "g_idx" not in parts and groups > 1:
+    if settings.get("desc_act") and "g_idx" not in parts and groups > 1:
         raise ExportError(f"{name} has no g_idx, and desc_act says that its {groups} groups of inputs are out of order")
     of_input = parts["g_idx"].load().numpy().astype(np.int64) if "g_idx" in parts else None
     if of_input is not None and not (of_input.shape == (inputs,) and ((of_input >= 0) & (of_input < groups)).all()):

@@ -47,19 +47,19 @@ def unpacked_stacks(tensors: list[Stored], family: str | None = None) -> list[St
         raise ExportError(
             f"its config says mxfp4 for {family!r}: the experts of {FAMILY!r} are read, save it in floats"
         )
-    found: dict[str, dict[str, Stored]] = {}
+    stacks: dict[str, dict[str, Stored]] = {}
     for tensor in tensors:
         name, _, part = tensor.name.rpartition("_")
         if part in PARTS:
-            found.setdefault(name, {})[part] = tensor
-    if not found:
+            stacks.setdefault(name, {})[part] = tensor
+    if not stacks:
         raise ExportError("its config says mxfp4, but no tensor's name ends in _blocks or _scales")
-    inside = {tensor.name for parts in found.values() for tensor in parts.values()}
+    inside = {tensor.name for parts in stacks.values() for tensor in parts.values()}
     others = [one for one in tensors if one.name not in inside]
     for one in others:
         if one.dtype == torch.uint8:
             raise ExportError(f"{one.name} holds bytes, and its name ends neither in _blocks nor in _scales")
-    return others + [_stack(*entry) for entry in found.items()]
+    return others + [_stack(*entry) for entry in stacks.items()]
 
 
 def _stack(name: str, parts: Mapping[str, Stored]) -> Stored:
@@ -76,7 +76,7 @@ def _stack(name: str, parts: Mapping[str, Stored]) -> Stored:
         )
     order = np.arange(blocks.shape[2] * SIZE).reshape(-1, 1, SIZE).repeat(2, axis=1).reshape(-1)
     experts = [Expert(f"{name}{EXPERT}{n}", blocks.entry(n), scales.entry(n), order) for n in range(blocks.shape[0])]
-    stack = Stack(tuple((one,) for one in experts), turned=True)
+    stack = Stack([[one] for one in experts], turned=True)
     return replace(blocks, name=name, dtype=torch.float32, shape=stack.shape, packed=stack)
 
 
@@ -107,8 +107,8 @@ class Expert:
 
     def numbers(self) -> NDArray[np.float32]:
         """The numbers, [outputs, inputs]."""
-        made = DOUBLED[self._codes()].astype(np.float32) * self._scales()[..., None]
-        return made.reshape(self.outputs, self.inputs)
+        values = DOUBLED[self._codes()].astype(np.float32) * self._scales()[..., None]
+        return values.reshape(self.outputs, self.inputs)
 
     def blocks(self) -> GivenBlocks:
         """The same in blocks of 64 integers of 4 bits, two for each number."""

@@ -1,5 +1,6 @@
 """A stack of experts that are packed one by one, and the blocks of each."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,9 +15,17 @@ from mionnx.graph.blocks import EXPERT, Blocks, GivenBlocks, pack
 class Layer(Protocol):
     """A layer of an expert."""
 
-    name: str
-    inputs: int
-    outputs: int
+    @property
+    def name(self) -> str:
+        """Its name in the checkpoint."""
+
+    @property
+    def inputs(self) -> int:
+        """Its inputs."""
+
+    @property
+    def outputs(self) -> int:
+        """Its outputs."""
 
     def numbers(self) -> NDArray[np.float32]:
         """Its numbers, [outputs, inputs]."""
@@ -34,7 +43,7 @@ class Stack:
         turned: whether a matrix of the parameter is [inputs, outputs].
     """
 
-    experts: tuple[tuple[Layer, ...], ...]
+    experts: Sequence[Sequence[Layer]]
     turned: bool
 
     @property
@@ -45,14 +54,14 @@ class Stack:
 
     def numbers(self) -> NDArray[np.float32]:
         """The numbers of the parameter."""
-        found = np.empty(self.shape, np.float32)
-        for matrix, layers in zip(found, self.experts, strict=True):
+        stack = np.empty(self.shape, np.float32)
+        for matrix, layers in zip(stack, self.experts, strict=True):
             rows = matrix.T if self.turned else matrix
             begin = 0
             for layer in layers:
                 rows[begin : begin + layer.outputs] = layer.numbers()
                 begin += layer.outputs
-        return found
+        return stack
 
     def named_blocks(self, weight: str) -> dict[str, GivenBlocks]:
         """The blocks of each expert, by the names that its matrices have in a graph.
@@ -63,7 +72,7 @@ class Stack:
         return {f"{weight}{EXPERT}{number}": _joined(layers) for number, layers in enumerate(self.experts)}
 
 
-def _joined(layers: tuple[Layer, ...]) -> GivenBlocks:
+def _joined(layers: Sequence[Layer]) -> GivenBlocks:
     """The blocks of layers whose outputs follow each other.
 
     Raises:

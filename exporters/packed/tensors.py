@@ -24,23 +24,23 @@ DTYPES = {  # part -> what the packages write it as; other numbers would become 
 FIRST = ("qweight", "weight_packed", "weight_scale")  # one of these makes a module a packed layer
 
 
-def unpacked_tensors(tensors: list[Stored], given: Mapping[str, Any], family: str | None = None) -> list[Stored]:
+def unpacked_tensors(tensors: list[Stored], settings: Mapping[str, Any], family: str | None = None) -> list[Stored]:
     """Replace the parts of packed layers by their weights, which are made when they are loaded.
 
     Args:
         tensors: of the checkpoint.
-        given: its quantization_config.
+        settings: its quantization_config.
         family: its model_type; None where nobody says.
 
     Raises:
         ExportError: layers that are not read, or none.
     """
-    if given["quant_method"] == "mxfp4":
+    if settings["quant_method"] == "mxfp4":
         return mxfp4.unpacked_stacks(tensors, family)
-    kind = FORMATS[given["quant_method"]]
+    kind = FORMATS[settings["quant_method"]]
     if kind is compressed:
         with boundary(ExportError, "its quantization_config is damaged"):
-            compressed.check(given)
+            compressed.check(settings)
     modules: dict[str, dict[str, Stored]] = defaultdict(dict)
     for tensor in tensors:
         module, _, part = tensor.name.rpartition(".")
@@ -48,25 +48,25 @@ def unpacked_tensors(tensors: list[Stored], given: Mapping[str, Any], family: st
             modules[module][part] = tensor
     packed = {name: parts for name, parts in modules.items() if any(part in parts for part in FIRST)}
     if not packed:
-        raise ExportError(f"its config says {given['quant_method']}, but no tensor is {' or '.join(FIRST)}")
+        raise ExportError(f"its config says {settings['quant_method']}, but no tensor is {' or '.join(FIRST)}")
     inside = {tensor.name for parts in packed.values() for tensor in parts.values()}
-    made = [_weight(name, parts, kind, given) for name, parts in packed.items()]
-    return [tensor for tensor in tensors if tensor.name not in inside] + made
+    weights = [_weight(name, parts, kind, settings) for name, parts in packed.items()]
+    return [tensor for tensor in tensors if tensor.name not in inside] + weights
 
 
 def _spelled(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _weight(name: str, parts: Mapping[str, Stored], kind: Any, given: Mapping[str, Any]) -> Stored:
+def _weight(name: str, parts: Mapping[str, Stored], kind: Any, settings: Mapping[str, Any]) -> Stored:
     for part, tensor in parts.items():
         if tensor.dtype not in DTYPES[part]:
             wanted, has = (" or ".join(map(_spelled, dtypes)) for dtypes in (DTYPES[part], [tensor.dtype]))
-            raise ExportError(f"{tensor.name} is {has}; {given['quant_method']} writes {wanted}")
+            raise ExportError(f"{tensor.name} is {has}; {settings['quant_method']} writes {wanted}")
     shapes = {part: list(tensor.shape) for part, tensor in parts.items()}
     with boundary(ExportError, f"{name}: tensors of other shapes than the format has: {shapes}"):
         try:
-            linear: Linear = kind.layer(name, parts, given)
+            linear: Linear = kind.layer(name, parts, settings)
         except KeyError as error:
             raise ExportError(f"{name} has {some(sorted(parts))}, and no {error.args[0]}") from error
     first = next(parts[part] for part in (*FIRST, "weight") if part in parts)

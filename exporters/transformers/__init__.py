@@ -71,8 +71,8 @@ def packed_bits(folder: Path) -> int | None:
 
     Cheap: torch is not imported.
     """
-    found = quantization_of(folder)
-    return None if found is None else bits_of(found)
+    quantization = quantization_of(folder)
+    return None if quantization is None else bits_of(quantization)
 
 
 def export_packed(folder: Path, target: Path, progress: Progress = silent) -> "Mapping[str, GivenBlocks]":
@@ -136,9 +136,10 @@ def missing_eagerly(folder: Path) -> str | None:
         return f"{' and '.join(absent)} not installed"
     if not _has_weights(folder):
         return f"{folder} has no weights that transformers reads"
-    found = quantization_of(folder)
-    if found is not None and found["quant_method"] not in DEQUANTISED:
-        return f"transformers runs {found['quant_method']} by kernels of other packages: compare with a float32 export"
+    quantization = quantization_of(folder)
+    method = quantization and quantization["quant_method"]
+    if method and method not in DEQUANTISED:
+        return f"transformers runs {method} by kernels of other packages: compare with a float32 export"
     return None
 
 

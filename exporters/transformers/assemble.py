@@ -17,20 +17,21 @@ from exporters.checkpoint_tensors import Stored, export_dtype, read_tensors
 from exporters.packed import quantization_of
 from exporters.packed.tensors import unpacked_tensors
 from exporters.sidecar_files import find_files, keep_files
+from exporters.transformers import trace
 from exporters.transformers.by_structure import Source, export_by_structure
 from exporters.transformers.checkpoint import map_tensors
-from exporters.transformers.families import FAMILIES
+from exporters.transformers.experts import identities_from, is_spare
+from exporters.transformers.families import FAMILIES, layout_of
 from exporters.transformers.hooked_graph import HookedGraph, Stage, make_graph
-from exporters.transformers.missing_taps import missing_taps
 from exporters.transformers.native_config import CONFIG, native_config
-from exporters.transformers.own_experts import identities_from, is_spare
 from exporters.transformers.refused import refuse
-from exporters.transformers.sizes import sizes_of, sliding_window
+from exporters.transformers.sizes import kept_keys, sizes_of, sliding_window
 from exporters.transformers.weights import bind_weights
 from exporters.weight_files import locations, place_nowhere
 from mionnx.errors import ExportError, boundary
 from mionnx.graph import file_digest
 from mionnx.graph.blocks import GivenBlocks
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import DTYPE_NAMES, IDENTITIES, NORMED_STREAM, Attention, Metadata, context_length
 from mionnx.graph.weight_record import describe_export, digest_of
 from mionnx.machine.progress import Progress
@@ -38,6 +39,20 @@ from mionnx.machine.progress import Progress
 SLOW_TOKENIZERS = ("vocab.json", "tokenizer.model", "vocab.txt")
 INDEXER = ".self_attn.indexer."  # in names of weights of a choice of keys, which no graph makes
 STAGES = 7  # that a progress bar counts
+
+# What taps see in every decoder, outside of layers and in each.
+OUTSIDE = (HookPoint.Embed, HookPoint.Logits)
+INSIDE = (
+    *(
+        HookPoint.ResidPre,
+        HookPoint.AttnQ,
+        HookPoint.AttnK,
+        HookPoint.AttnV,
+        HookPoint.AttnScores,
+        HookPoint.AttnPattern,
+    ),
+    *(HookPoint.AttnZ, HookPoint.AttnOut, HookPoint.MlpPre, HookPoint.MlpPost, HookPoint.MlpOut, HookPoint.ResidPost),
+)
 
 
 def export_checkpoint(
@@ -63,28 +78,28 @@ def export_checkpoint(
         if layers > len(tensors):
             raise ExportError(f"the config says {layers} layers, the checkpoint has {len(tensors)} tensors")
         with boundary(ExportError, f"{folder / CONFIG} makes no model"):
-            made = _tapped(config, kind, stage)
-        if isinstance(made, str):
+            hooked = _tapped(config, kind, stage)
+        if isinstance(hooked, str):
             if any(tensor.packed is not None for tensor in tensors):
-                raise ExportError(f"{made}; a family that is found by structure opens from a checkpoint of floats")
-            given: dict[str, GivenBlocks] = {}
-            export_by_structure(Source(folder, config, tensors, kind, made), target, stage, progress)
+                raise ExportError(f"{hooked}; a family that is found by structure opens from a checkpoint of floats")
+            blocks: dict[str, GivenBlocks] = {}
+            export_by_structure(Source(folder, config, tensors, kind, hooked), target, stage, progress)
         else:
-            given = _write_tapped(made, config, kind, tensors, target, stage, progress, leave)
+            blocks = _write_tapped(hooked, config, kind, tensors, target, stage, progress, leave)
     keep_files(beside, target)
     _write_fast_tokenizer(folder, target)
-    return given
+    return blocks
 
 
 def _read(folder: Path, staging: Path, config: Any) -> list[Stored]:
     """The tensors of a checkpoint; those and the config of one of integers as of one of floats."""
-    given = quantization_of(folder)
-    if given is None:
+    quantization = quantization_of(folder)
+    if quantization is None:
         return read_tensors(folder, staging)
-    tensors = read_tensors(folder, staging, with_bytes=given["quant_method"] == "mxfp4")
+    tensors = read_tensors(folder, staging, with_bytes=quantization["quant_method"] == "mxfp4")
     del config.quantization_config
     try:
-        return unpacked_tensors(tensors, given, config.model_type)
+        return unpacked_tensors(tensors, quantization, config.model_type)
     except ExportError as error:
         raise ExportError(f"{folder}: {error}") from error
 
@@ -100,13 +115,13 @@ def export_config(folder: Path, target: Path, dtype: str, progress: Progress) ->
     beside, config = find_files(folder), native_config(folder)
     refuse(config)
     kind = export_dtype(str(config.dtype or torch.float32).removeprefix("torch.") if dtype == "auto" else dtype, [])
-    made = make_graph(config, kind, stage)
+    hooked = make_graph(config, kind, stage)
     stage("writing")
-    place_nowhere(made.parameters, target)
-    for value in made.parameters:
-        made.model.graph.register_initializer(value)
+    place_nowhere(hooked.parameters, target)
+    for value in hooked.parameters:
+        hooked.model.graph.register_initializer(value)
     target.mkdir(parents=True, exist_ok=True)
-    write_model(made.model, describe(made, config, kind), target)
+    write_model(hooked.model, describe(hooked, config, kind), target)
     keep_files(beside, target)
     _write_fast_tokenizer(folder, target)
 
@@ -125,8 +140,33 @@ def _tapped(config: Any, dtype: torch.dtype, stage: Stage) -> HookedGraph | str:
         return str(error)
 
 
+def missing_taps(config: Any, dtype: torch.dtype) -> str | None:
+    """Name what taps by the table's layout do not find in a family; None if nothing.
+
+    Args:
+        config: changed: a copy of the checkpoint's.
+        dtype: of the model.
+    """
+    seen = set[str]()
+
+    def listen(name: str, value: torch.Tensor, stream: bool) -> torch.Tensor:
+        seen.add(name)
+        return value
+
+    try:
+        skeleton = trace.skeleton_of(config, dtype)
+        with torch.device("meta"), trace.quiet(), torch.no_grad():
+            ids = torch.ones(1, 2, dtype=torch.long)
+            _, cache = trace.Cached(skeleton, layout_of(config), listen)(ids, ids, ids, [])
+    except Exception as error:  # whatever a family's code raises where it is laid out otherwise
+        return f"{config.model_type!r}: {error}"
+    expected = [*OUTSIDE, *(point(layer) for layer in range(len(cache)) for point in INSIDE)]
+    absent = [str(point) for point in expected if str(point) not in seen]
+    return f"{config.model_type!r} shows no {absent[0]} where taps look for it" if absent else None
+
+
 def _write_tapped(
-    made: HookedGraph,
+    hooked: HookedGraph,
     config: Any,
     dtype: torch.dtype,
     tensors: list[Stored],
@@ -136,47 +176,49 @@ def _write_tapped(
     leave: bool,
 ) -> dict[str, GivenBlocks]:
     stage("placing weights")
-    unread = (one for one in tensors if (made.layout.sparse and INDEXER in one.name) or is_spare(one.name, config))
+    unread = (one for one in tensors if (INDEXER in one.name and kept_keys(config)) or is_spare(one.name, config))
     left_out = {one.name for one in unread}
     read = [one for one in tensors if one.name not in left_out]
-    mapped = map_tensors(read, made.skeleton)
-    given = bind_weights(made.parameters, mapped, made.skeleton, target, progress, leave)
-    for value in made.parameters:
-        made.model.graph.register_initializer(value)
+    mapped = map_tensors(read, hooked.skeleton)
+    blocks = bind_weights(hooked.parameters, mapped, hooked.skeleton, target, progress, leave)
+    for value in hooked.parameters:
+        hooked.model.graph.register_initializer(value)
     files = sorted({tensor.file for tensor in tensors})
-    if given:  # holes stand for the numbers that are left out, and nobody keeps these files
+    if blocks:  # holes stand for the numbers that are left out, and nobody keeps these files
         digest, of_files = digest_of(files, progress), dict[str, Any]()
     else:
-        digest, of_files = describe_export(target, locations(made.parameters), files, progress)
-    metadata = replace(describe(made, config, dtype), weights_sha256=digest, weight_files=of_files)
+        digest, of_files = describe_export(target, locations(hooked.parameters), files, progress)
+    metadata = replace(describe(hooked, config, dtype), weights_sha256=digest, weight_files=of_files)
     stage("writing")
-    write_model(made.model, metadata, target)
-    return given
+    write_model(hooked.model, metadata, target)
+    return blocks
 
 
-def describe(made: HookedGraph, config: Any, dtype: torch.dtype) -> Metadata:
+def describe(hooked: HookedGraph, config: Any, dtype: torch.dtype) -> Metadata:
     """The metadata of a graph, without those of its weights."""
-    normed = {NORMED_STREAM: "yes"} if made.layout.normed_stream else {}
+    normed = {NORMED_STREAM: "yes"} if hooked.layout.stream == "normed" else {}
     identities = {IDENTITIES: str(first)} if (first := identities_from(config)) is not None else {}
     versions = {name: version(name) for name in ("mionnx", "torch", "transformers", "onnxscript")}
     return Metadata(
         family=config.model_type,
         dtype=str(dtype).removeprefix("torch."),
-        sizes=made.sizes,
-        hooks=made.hooks,
-        attention=[_attention(made, i) for i in range(made.sizes.num_layers)],
+        sizes=hooked.sizes,
+        hooks=hooked.hooks,
+        attention=[_attention(hooked, i) for i in range(hooked.sizes.num_layers)],
         exporter={**versions, **normed, **identities},
         context_length=context_length(config.to_dict()),
-        hook_dtypes=_other_dtypes(made, str(dtype).removeprefix("torch.")),
+        hook_dtypes=_other_dtypes(hooked, str(dtype).removeprefix("torch.")),
     )
 
 
-def _other_dtypes(made: HookedGraph, dtype: str) -> dict[str, str]:
+def _other_dtypes(hooked: HookedGraph, dtype: str) -> dict[str, str]:
     """The dtypes of hook points that a family computes in wider numbers than the model's."""
-    values = [value for node in made.model.graph for value in node.outputs if value.name in made.hooks]
-    found = {str(value.name): value.dtype.numpy().name for value in values if value.dtype is not None}
+    values = [value for node in hooked.model.graph for value in node.outputs if value.name in hooked.hooks]
+    dtypes = {str(value.name): value.dtype.numpy().name for value in values if value.dtype is not None}
     return {
-        name: found[name] for name in made.hooks if found.get(name, dtype) in DTYPE_NAMES and found.get(name) != dtype
+        name: dtypes[name]
+        for name in hooked.hooks
+        if dtypes.get(name, dtype) in DTYPE_NAMES and dtypes.get(name) != dtype
     }
 
 
@@ -187,13 +229,13 @@ def write_model(model: ir.Model, metadata: Metadata, target: Path) -> None:
     ir.save(model, target / "model.onnx")
 
 
-def _attention(made: HookedGraph, layer: int) -> Attention:
-    block, half = divmod(layer, made.layout.halves)
-    layout, model = made.layout.half(half), made.skeleton
-    path, rows = f"{layout.blocks}.{block}.{layout.output_projection}", False
+def _attention(hooked: HookedGraph, layer: int) -> Attention:
+    block, number = divmod(layer, hooked.layout.layers)
+    layout, model = hooked.layout.layer(number), hooked.skeleton
+    path, rows = f"{layout.blocks}.{block}.{layout.projection}", False
     if layout.output_projection:  # transformers' Conv1D keeps [in, out], Linear [out, in]
         rows = not isinstance(model.get_submodule(path), torch.nn.Linear)
-    (count, size, value_size), (usual, usual_size, _) = made.heads[layer], made.heads[0]
+    (count, size, value_size), (usual, usual_size, _) = hooked.heads[layer], hooked.heads[0]
     return Attention(
         f"{path}.weight" if layout.output_projection else "",
         rows,

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
 ATTENTION = "mionnx"
+TAPS = "hook_taps"  # the attribute of modules by which functions registered with transformers find theirs
 
 # (name, value, stream) -> the value to go on with. `stream` says that later readers of `value` itself, and not only of
 # the returned tensor, must see a change: the residual stream between attention and MLP feeds a norm and a skip.
@@ -45,7 +47,7 @@ class Taps:
 
     listen: Listener
     layout: Layout
-    cache: "TappedCache | None" = None
+    cache: "TappedCache"
     layer: int = 0
     queried: set[int] = field(default_factory=set)
     tokens: tuple[int, int] = (0, 0)
@@ -61,12 +63,11 @@ class Taps:
         """Tap new keys and values, and put them into the cache; returns those of all tokens."""
         if layer not in self.rotated:
             key = self.at(HookPoint.AttnK(layer), key)
-        elif self.layout.rotates_part:
+        elif self.layout.rotation == "part":
             key = self.at(HookPoint.AttnRotK(layer), key)
         value = self.at(HookPoint.AttnV(layer), value)
-        if self.cache is None:
-            raise ExportError("the 'mionnx' attention runs with a cache")
-        return DynamicCache.update(self.cache, key, value, layer)
+        self.read[layer] = DynamicCache.update(self.cache, key, value, layer)
+        return self.read[layer]
 
     def at_tokens(self, point: HookPoint, value: Tensor) -> Tensor:
         """Pass a value through the listener, batch and sequence axes apart."""
@@ -75,17 +76,16 @@ class Taps:
         return self.at(point, value.unflatten(0, self.tokens)).flatten(0, 1)
 
 
-active: list[Taps] = []
-
-
-def active_taps() -> Taps:
-    if not active:
+def taps_of(module: nn.Module) -> Taps:
+    """The taps of the model that a module is part of; `attached` puts them there."""
+    taps = vars(module).get(TAPS)
+    if taps is None:
         raise ExportError("attention and experts of mionnx run only inside `attached`")
-    return active[-1]
+    return taps
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -101,18 +101,17 @@ def _attention(
     seq_k, value_dim], the mask is additive and [batch, 1, seq_q, seq_k]; the result is [batch, seq_q, n_heads,
     value_dim] and the pattern. Differential attention calls it twice with the same query: of one pattern.
     """
-    taps, layer = active_taps(), module.layer_idx
+    taps, layer = taps_of(module), module.layer_idx
     if layer in taps.patterns and taps.patterns[layer][0] is query:
         pattern = taps.patterns[layer][1]
     else:
-        if taps.layout.latents:
+        if taps.layout.keys == "latents":
             key, value = taps.keep(key, value, layer)
-        if not taps.layout.mixed_heads:  # which repeats its keys and values for each choice
-            taps.read[layer] = key, value
+        taps.read.setdefault(layer, (key, value))  # kept already, but by a layer that reads those of another
         pattern = _pattern(taps, layer, query, key, attention_mask, scaling, softcap, options.get("s_aux"))
         taps.patterns[layer] = query, pattern
     z = _per_group(pattern, value).transpose(1, 2)
-    if not taps.layout.z_at_projection:
+    if taps.layout.z == "heads":
         z = taps.at(HookPoint.AttnZ(layer), z)
     return z.contiguous(), pattern
 
@@ -129,7 +128,7 @@ def _pattern(
 ) -> Tensor:
     if layer not in taps.rotated:
         query = taps.at(HookPoint.AttnQ(layer), query)
-    elif taps.layout.rotates_part:
+    elif taps.layout.rotation == "part":
         query = taps.at(HookPoint.AttnRotQ(layer), query)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = _per_group(query, key.transpose(2, 3)) * scale
@@ -178,7 +177,7 @@ def _mask(local_size: int | None = None, **options: Any) -> Tensor:
     places = options["attention_mask"].cumsum(dim=1)
     chunked = getattr(options.get("config"), "attention_chunk_size", None) == local_size
 
-    def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def near(batch: Any, head: Any, query: Any, key: Any) -> Tensor:
         own = places.index_select(1, query.flatten())[:, None, :, None]
         other = places.index_select(1, key.flatten())[:, None, None, :]
         within = _chunk(other, local_size) == _chunk(own, local_size) if chunked else other > own - local_size
@@ -199,35 +198,32 @@ AttentionMaskInterface.register(ATTENTION, _mask)
 class TappedCache(DynamicCache):
     """A full-length key/value cache in every layer that taps values (and unrotated keys)."""
 
-    def __init__(self, past: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, past: list[tuple[Tensor, Tensor]], listen: Listener, layout: Layout) -> None:
         super().__init__()
-        self.layers = [filled(key, value) for key, value in past]
+        self.layers: list[Any] = [filled(key, value) for key, value in past]
         self.layer_class_to_replicate = None if past else DynamicLayer
+        self.taps = Taps(listen, layout, self)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Keep a layer's keys and values; latents later, as keys and values."""
-        taps = active_taps()
-        if taps.layout.latents:
+        if self.taps.layout.keys == "latents":
             return key_states, value_states
-        kept = taps.keep(key_states, value_states, layer_idx)
-        if taps.layout.own_attention or taps.layout.mixed_heads:
-            taps.read[layer_idx] = kept
-        return kept
+        return self.taps.keep(key_states, value_states, layer_idx)
 
-    def present(self, taps: Taps) -> list[tuple[Tensor, Tensor]]:
+    def present(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each layer of the pass: of no head in one with those of another."""
-        found = []
-        for i, (key, value) in sorted(taps.read.items()):
+        pairs = []
+        for i, (key, value) in sorted(self.taps.read.items()):
             own = self.layers[i] if i < len(self.layers) and self.layers[i].keys is key else None
-            found.append((own.keys, own.values) if own else (key[:, :0], value[:, :0]))
-        return found
+            pairs.append((own.keys, own.values) if own else (key[:, :0], value[:, :0]))
+        return pairs
 
 
-def filled(key: Tensor, value: Tensor) -> DynamicLayer:
+def filled(key: Tensor, value: Tensor) -> Any:
     """A layer of a cache that holds keys and values already, of any length."""
-    layer = DynamicLayer()
+    layer: Any = DynamicLayer()
     layer.keys, layer.values = key, value
     layer.dtype, layer.device, layer.is_initialized = key.dtype, key.device, True
     # An empty past is empty along one axis only: the sequence length is then read from the shape, not guessed.
@@ -247,17 +243,23 @@ ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_r
 def tap_rotation(stack: ExitStack, taps: Taps, attention: nn.Module) -> None:
     """Wrap the family's rotation functions: queries and keys, before and after."""
     modeling = sys.modules[type(attention).__module__]
-    if taps.layout.rotates_pairs:
-        replace_for(stack, torch, "polar", lambda _, angles: torch.stack((torch.cos(angles), torch.sin(angles)), -1))
     for name in ROTATIONS:
         if hasattr(modeling, name):
-            rotate = _rotate_pairs(taps.layout) if taps.layout.rotates_pairs else getattr(modeling, name)
-            replace_for(stack, modeling, name, _rotation(taps, rotate))
+            rotate = getattr(modeling, name)
+            arguments = [*signature(rotate).parameters]
+            if "freqs_cis" in arguments:  # a product of complex numbers, which no graph has
+                replace_for(stack, torch, "polar", _polar)
+                rotate = _rotate_pairs(2 if taps.layout.rotation == "heads last" else 1)
+            singly = arguments[1] in ("cos", "sin")  # and not the keys
+            replace_for(stack, modeling, name, _rotation(taps, rotate, singly))
 
 
-def _rotate_pairs(layout: Layout) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Rotation by complex numbers, in pairs of real ones: no graph has others."""
-    heads = 2 if layout.rotates_heads_last else 1
+def _polar(_lengths: Tensor, angles: Tensor) -> Tensor:
+    return torch.stack((torch.cos(angles), torch.sin(angles)), -1)
+
+
+def _rotate_pairs(heads: int) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Rotation by complex numbers, in pairs of real ones; `heads` is the axis of the heads."""
 
     def rotated(value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x, y = value.float().unflatten(-1, (-1, 2)).unbind(-1)
@@ -270,28 +272,28 @@ def _rotate_pairs(layout: Layout) -> Callable[..., tuple[Tensor, Tensor]]:
     return rotate
 
 
-def _rotation(taps: Taps, rotate: Callable[..., Any]) -> Callable[..., Any]:
+def _rotation(taps: Taps, rotate: Callable[..., Any], singly: bool) -> Callable[..., Any]:
     """Wrap a rotation function of queries and keys, or of one of the two at a time."""
 
     def heads_first(point: HookPoint, value: Tensor) -> Tensor:
-        if taps.layout.rotates_heads_last:
+        if taps.layout.rotation == "heads last":
             return taps.at(point, value.transpose(1, 2)).transpose(1, 2)
         return taps.at(point, value)
 
     def tapped(*args: Any, **kwargs: Any) -> Any:
         i = taps.layer
         taps.rotated.add(i)
-        if taps.layout.rotates_part:
+        if taps.layout.rotation == "part":
             return rotate(*args, **kwargs)
         points = [(HookPoint.AttnQ(i), HookPoint.AttnRotQ(i)), (HookPoint.AttnK(i), HookPoint.AttnRotK(i))]
-        if taps.layout.rotates_singly:
+        if singly:
             points = points[1:] if i in taps.queried else points[:1]
             taps.queried.add(i)
-        given = [heads_first(before, value) for (before, _), value in zip(points, args, strict=False)]
-        found = rotate(*given, *args[len(points) :], **kwargs)
-        if taps.layout.rotates_singly:
-            return heads_first(points[0][1], found)
-        return tuple(heads_first(after, value) for (_, after), value in zip(points, found, strict=True))
+        values = [heads_first(before, value) for (before, _), value in zip(points, args, strict=False)]
+        rotated = rotate(*values, *args[len(points) :], **kwargs)
+        if singly:
+            return heads_first(points[0][1], rotated)
+        return tuple(heads_first(after, value) for (_, after), value in zip(points, rotated, strict=True))
 
     return tapped
 
@@ -303,7 +305,7 @@ class TapWhole(TorchFunctionMode):
         super().__init__()
         self.width = width
         points = [HookPoint.AttnQ(layer), HookPoint.AttnK(layer)]
-        self.taps, self.points = taps, points[:1] if taps.layout.latents else points
+        self.taps, self.points = taps, points[:1] if taps.layout.keys == "latents" else points
         self.seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

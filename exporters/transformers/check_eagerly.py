@@ -43,8 +43,8 @@ class _Batch:
     def part(self, start: int, end: int) -> dict[str, Array]:
         """The inputs of a graph for some of the tokens."""
         positions = np.maximum(self.mask.cumsum(1) - 1, 0)
-        whole = {"input_ids": self.ids[:, start:end], "position_ids": positions[:, start:end]}
-        return {**whole, "attention_mask": self.mask[:, :end]}
+        inputs = {"input_ids": self.ids[:, start:end], "position_ids": positions[:, start:end]}
+        return {**inputs, "attention_mask": self.mask[:, :end]}
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def check_eagerly(
     for batch in _batches(sizes):
         expected = _eager(model, batch, projections[:layers])
         for past in sorted({0, batch.past if graph.cached else 0}):
-            found = graph.run(batch, past)
-            for name, layer, one, other in _pairs(found, expected, batch, past):
+            values = graph.run(batch, past)
+            for name, layer, one, other in _pairs(values, expected, batch, past):
                 result = compare(name, layer, one, other, _allowed(dtype, layers))
                 if name not in worst or not result.difference <= worst[name].difference:
                     worst[name] = result
@@ -199,7 +199,7 @@ class _Graph:
     """The first layers of a graph, and its head."""
 
     def __init__(self, proto: onnx.ModelProto, target: Path, layers: int, sizes: Sizes) -> None:
-        flow, made = Dataflow(proto), {output for node in proto.graph.node for output in node.output}
+        flow, outputs = Dataflow(proto), {output for node in proto.graph.node for output in node.output}
         self.cached = any(entry.name == KEYS_AND_VALUES.outputs(1)[0] for entry in proto.graph.output)
         self.presents = KEYS_AND_VALUES.outputs(layers) if self.cached else []
         self.pasts = KEYS_AND_VALUES.inputs(layers) if self.cached else []
@@ -207,23 +207,23 @@ class _Graph:
         self.sizes, self.end = sizes, f"blocks.{sizes.num_layers - 1}.hook_resid_post"
         named = ("hook_resid_pre", "attn.hook_pattern", "attn.hook_z")
         points = [f"blocks.{i}.{name}" for i in range(layers) for name in named]
-        self.names = [*(name for name in points if name in made), self.last, *self.presents]
+        self.names = [*(name for name in points if name in outputs), self.last, *self.presents]
         self.body = open_session(extract(flow, [], self.names), target, [])
         self.head = open_session(extract(flow, [self.end], ["logits"]), target, [])
 
     def run(self, batch: _Batch, past: int) -> dict[str, Array]:
         """Values of the tokens after a past, by name."""
-        kept = dict[str, Array]()
+        cache = dict[str, Array]()
         if past:
-            kept = self._part(batch, 0, past, self._empty(len(batch.ids)))
-            kept = {name: kept[present] for name, present in zip(self.pasts, self.presents, strict=True)}
-        return self._part(batch, past, batch.ids.shape[1], kept or self._empty(len(batch.ids)))
+            cache = self._part(batch, 0, past, self._empty(len(batch.ids)))
+            cache = {name: cache[present] for name, present in zip(self.pasts, self.presents, strict=True)}
+        return self._part(batch, past, batch.ids.shape[1], cache or self._empty(len(batch.ids)))
 
     def _part(self, batch: _Batch, start: int, end: int, past: Mapping[str, Array]) -> dict[str, Array]:
-        given = {**batch.part(start, end), **past}
-        found = dict(zip(self.names, _run(self.body, self.names, given), strict=True))
-        (found["logits"],) = _run(self.head, ["logits"], {**given, self.end: found[self.last]})
-        return found
+        inputs = {**batch.part(start, end), **past}
+        values = dict(zip(self.names, _run(self.body, self.names, inputs), strict=True))
+        (values["logits"],) = _run(self.head, ["logits"], {**inputs, self.end: values[self.last]})
+        return values
 
     def _empty(self, batch: int) -> dict[str, Array]:
         shapes = {entry.name: entry.shape for entry in self.body.get_inputs() if entry.name in self.pasts}
@@ -231,8 +231,8 @@ class _Graph:
         return {name: np.zeros((batch, shape[1], 0, shape[3]), kind) for name, shape in shapes.items()}
 
 
-def _run(session: Any, names: list[str], given: Mapping[str, Array]) -> list[Array]:
-    return run(session, names, {entry.name: given[entry.name] for entry in session.get_inputs()})
+def _run(session: Any, names: list[str], values: Mapping[str, Array]) -> list[Array]:
+    return run(session, names, {entry.name: values[entry.name] for entry in session.get_inputs()})
 
 
 def _pairs(

@@ -3,6 +3,7 @@
 import re
 from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -45,8 +46,8 @@ class Conversion:
 
     def run(self, model: PreTrainedModel) -> dict[str, Tensor]:
         """The parameters, by name."""
-        found = self.converter.convert(self.target, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+        converted = self.converter.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
 def map_tensors(tensors: list[Stored], model: PreTrainedModel) -> Mapped:
@@ -70,7 +71,8 @@ def map_tensors(tensors: list[Stored], model: PreTrainedModel) -> Mapped:
             conversion = mapped.converted.setdefault(target, Conversion(target, deepcopy(by_pattern[pattern])))
             conversion.sources.append(tensor)
             conversion.patterns.append(pattern)
-            conversion.converter.add_tensor(target, tensor.name, pattern, tensor.load)
+            load: Any = tensor.load  # transformers calls what it does not await
+            conversion.converter.add_tensor(target, tensor.name, pattern, load)
     ignored = [re.compile(pattern) for pattern in _ignored(model)]
     mapped.unknown = [name for name in mapped.unknown if not any(pattern.search(name) for pattern in ignored)]
     return mapped

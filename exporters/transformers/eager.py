@@ -38,7 +38,7 @@ def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
         ExportError: see `native_config`.
     """
     with _without_bars():
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=_in_floats(native_config(folder)),
             attn_implementation="eager",
@@ -46,6 +46,7 @@ def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
             output_loading_info=True,
             trust_remote_code=False,
         )
+    model, info = loaded
     if info["missing_keys"]:
         name = sorted(info["missing_keys"])[0]
         raise ModelError(f"{folder} is no whole checkpoint: transformers finds no {name!r} in it")
@@ -60,9 +61,9 @@ def open_checkpoint(folder: Path, dtype: str, threads: int) -> Opened:
 
 def _in_floats(config: Any) -> Any:
     """Ask transformers for the floats of a checkpoint of MXFP4, not for its kernels."""
-    given = getattr(config, "quantization_config", None)
-    if isinstance(given, dict) and given.get("quant_method") == "mxfp4":
-        given["dequantize"] = True
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+        quantization["dequantize"] = True
     return config
 
 
@@ -96,7 +97,8 @@ def _run(model: PreTrainedModel, inputs: TokenInputs, listen: Listener) -> None:
         changed = torch.from_numpy(np.array(result)).to(value.dtype)
         return value.copy_(changed) if stream else changed
 
-    run_eagerly(model, tap, *map(torch.from_numpy, inputs), [])
+    ids, mask, positions = map(torch.from_numpy, inputs)
+    run_eagerly(model, tap, ids, mask, positions, [])
 
 
 def _array(value: Tensor) -> NDArray[Any]:

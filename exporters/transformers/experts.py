@@ -6,7 +6,10 @@ expert are multiplied with its weights: `grouped` is one node of the traced grap
 standard operators.
 """
 
+import re
+from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,17 +17,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ExpertsInterface
 
-from exporters.transformers.attention import Taps, active_taps, replace_for
+from exporters.transformers.attention import Taps, replace_for, taps_of
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
 EXPERTS = "mionnx"
 GROUPED_DOMAIN, GROUPED = "mionnx.experts", "GroupedMatMul"
-
-
-OWN_EXPERTS = ("DbrxFFN", "JetMoeMoE", "Llama4TextMoe", "LongcatFlashMoE")  # see `own_experts`
 # What transformers' modules call a layer's router, and the MLP that every token goes through besides.
 ROUTERS, SHARED = ("gate", "router"), ("shared_expert", "shared_experts", "shared_mlp")
+SPARE = re.compile(r"\.mlp\.experts\.(\d+)\.")  # the number of an expert, in the name of its weights
+PLAIN = {"has_bias": False, "has_gate": True, "is_concatenated": True, "has_post_expert_norm": False}
 
 
 def grouped(x: Tensor, weight: Tensor, chosen: Tensor, rows: bool, partial: bool = False) -> Tensor:
@@ -43,18 +45,18 @@ def grouped(x: Tensor, weight: Tensor, chosen: Tensor, rows: bool, partial: bool
     out = weight.shape[2 if rows else 1]
     if torch.compiler.is_exporting():
         shape = (x.shape[0], out)
-        given: Any = (x, weight, chosen)
+        operands: Any = (x, weight, chosen)
         name = f"{GROUPED_DOMAIN}::{GROUPED}"
         attributes: Any = {"rows": int(rows), "partial": int(partial)}
-        return torch.onnx.ops.symbolic(name, given, attributes, dtype=x.dtype, shape=shape, version=1)
+        return torch.onnx.ops.symbolic(name, operands, attributes, dtype=x.dtype, shape=shape, version=1)
     if x.is_meta:
         matrices = weight.index_select(0, chosen)
         return torch.bmm(x.unsqueeze(1), matrices if rows else matrices.transpose(1, 2)).squeeze(1)
-    made = x.new_zeros(len(x), out)
+    products = x.new_zeros(len(x), out)
     for expert in chosen[chosen < len(weight)].unique().tolist() if partial else chosen.unique().tolist():
         here = chosen == expert
-        made[here] = x[here] @ (weight[expert] if rows else weight[expert].T)
-    return made
+        products[here] = x[here] @ (weight[expert] if rows else weight[expert].T)
+    return products
 
 
 def compute_experts(
@@ -77,33 +79,33 @@ def compute_experts(
     index = taps.at(HookPoint.MlpExpertIndices(taps.layer), index.reshape(tokens))
     weights = taps.at(HookPoint.MlpExpertWeights(taps.layer), weights.reshape(tokens))
     pairs = hidden.unsqueeze(1).expand(-1, tokens[-1], -1).reshape(-1, hidden.shape[-1])
-    given = pairs * weights.reshape(-1, 1) if weigh_inputs else pairs
-    made = _experts_of(taps, experts, given, index.reshape(-1), tokens).unflatten(0, tokens)
-    return add_chosen(taps, made if weigh_inputs else made * weights.unsqueeze(-1), hidden)
+    inputs = pairs * weights.reshape(-1, 1) if weigh_inputs else pairs
+    outputs = _experts_of(taps, experts, inputs, index.reshape(-1), tokens).unflatten(0, tokens)
+    return add_chosen(taps, outputs if weigh_inputs else outputs * weights.unsqueeze(-1), hidden)
 
 
-def add_chosen(taps: Taps, made: Tensor, like: Tensor) -> Tensor:
+def add_chosen(taps: Taps, outputs: Tensor, like: Tensor) -> Tensor:
     """Add outputs [batch, seq, n_chosen, hidden], in the form and dtype of `like`."""
-    made = taps.at(HookPoint.MlpExpertOut(taps.layer), made.to(like.dtype))
-    return made.sum(dim=2).reshape(like.shape)
+    outputs = taps.at(HookPoint.MlpExpertOut(taps.layer), outputs.to(like.dtype))
+    return outputs.sum(dim=2).reshape(like.shape)
 
 
 def _experts_of(taps: Taps, experts: Any, pairs: Tensor, chosen: Tensor, tokens: tuple[int, ...]) -> Tensor:
     """The output of each pair of a token and an expert that it chose, [n, hidden]."""
     rows, biased = experts.is_transposed, experts.has_bias
     name = "gate_up_proj" if experts.has_gate else "up_proj"
-    given = getattr(experts, "first", None)
-    inner = given(pairs, chosen) if given else _product(experts, name, pairs, chosen, rows, biased)
+    own_first = getattr(experts, "first", None)
+    inner = own_first(pairs, chosen) if own_first else _product(experts, name, pairs, chosen, rows, biased)
     act = tap_neurons(taps, inner, tokens, experts)
-    made = _product(experts, "down_proj", act, chosen, rows, biased)
+    outputs = _product(experts, "down_proj", act, chosen, rows, biased)
     if _partial(experts):
-        made = torch.where((chosen >= experts.identities_from).unsqueeze(1), pairs, made)
-    return experts.post_expert_norm(made) if experts.has_post_expert_norm else made
+        outputs = torch.where((chosen >= experts.identities_from).unsqueeze(1), pairs, outputs)
+    return experts.post_expert_norm(outputs) if experts.has_post_expert_norm else outputs
 
 
 def _product(experts: Any, name: str, x: Tensor, chosen: Tensor, rows: bool, biased: bool) -> Tensor:
-    made = grouped(x, getattr(experts, name), chosen, rows, _partial(experts))
-    return made + getattr(experts, f"{name}_bias")[chosen] if biased else made
+    product = grouped(x, getattr(experts, name), chosen, rows, _partial(experts))
+    return product + getattr(experts, f"{name}_bias")[chosen] if biased else product
 
 
 def _partial(experts: Any) -> bool:
@@ -127,6 +129,14 @@ def tap_neurons(taps: Taps, inner: Tensor, tokens: tuple[int, ...], experts: Any
     return at(HookPoint.MlpExpertAct(taps.layer), experts._apply_gate(both))
 
 
+class InOrder(TorchFunctionMode):
+    """Give the best experts in the order of their scores, where a router leaves the order open."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        return func(*args, **({**given, "sorted": True} if func in (torch.topk, Tensor.topk) else given))
+
+
 class TapRouter(TorchFunctionMode):
     """Tap the logits of a router: the first linear map that it computes."""
 
@@ -145,7 +155,7 @@ class TapRouter(TorchFunctionMode):
 
 def _forward(experts: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """Experts in transformers' calling convention."""
-    return compute_experts(active_taps(), experts, hidden, index, weights)
+    return compute_experts(taps_of(experts), experts, hidden, index, weights)
 
 
 ExpertsInterface.register(EXPERTS, _forward)
@@ -154,7 +164,10 @@ ExpertsInterface.register(EXPERTS, _forward)
 def find_experts(block: nn.Module) -> nn.Module | None:
     """The module around the router and experts of a block; None in a dense block."""
     for parent in block.modules():
-        if type(parent).__name__ in OWN_EXPERTS or any(_stacked(child) for child in parent.children()):
+        own = type(parent).__name__ in OWN or any(_stacked(child) for child in parent.children())
+        if (
+            own and parent is not block
+        ):  # the block itself has experts beside an MLP (Gemma 4), whose neurons are tapped
             return parent
     return None
 
@@ -184,4 +197,159 @@ def tap_router(stack: ExitStack, taps: Taps, parent: nn.Module) -> None:
 
 def shared_expert(parent: nn.Module) -> nn.Module | None:
     """The MLP of all tokens beside the experts, if there is one."""
-    return next((found for name in SHARED if (found := getattr(parent, name, None)) is not None), None)
+    return next((module for name in SHARED if (module := getattr(parent, name, None)) is not None), None)
+
+
+def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def apply(both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return apply
+
+
+def _llama4(stack: ExitStack, taps: Taps, moe: Any) -> None:
+    """Compute Llama 4's chosen experts; each weight is applied to what its expert reads."""
+    own = moe.experts
+    weights = {"gate_up_proj": own.gate_up_proj, "down_proj": own.down_proj, "is_transposed": True}
+    experts = SimpleNamespace(**PLAIN, **weights, _apply_gate=_gated(own.act_fn))
+
+    def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = hidden_states.reshape(-1, moe.hidden_dim)
+        scores, logits = moe.router(hidden)
+        index = torch.topk(logits, moe.top_k, dim=1)[1]
+        routed = compute_experts(taps, experts, hidden, index, scores.gather(1, index), weigh_inputs=True)
+        return moe.shared_expert(hidden) + routed, logits
+
+    replace_for(stack, moe, "forward", forward)
+
+
+def _dbrx(stack: ExitStack, taps: Taps, moe: Any) -> None:
+    """Compute DBRX's chosen experts, stacked along two axes, gate and up apart."""
+    own = moe.experts.mlp
+    gate, up, down = (
+        weight.view(own.moe_num_experts, own.ffn_hidden_size, own.hidden_size) for weight in (own.w1, own.v1, own.w2)
+    )
+
+    def first(pairs: Tensor, chosen: Tensor) -> Tensor:
+        return torch.cat([grouped(pairs, weight, chosen, rows=False) for weight in (gate, up)], dim=-1)
+
+    experts = SimpleNamespace(
+        **PLAIN, first=first, down_proj=down, is_transposed=True, _apply_gate=_gated(own.activation_fn)
+    )
+
+    def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return compute_experts(taps, experts, hidden.flatten(0, 1), index, weights).reshape(hidden.shape)
+
+    replace_for(stack, moe.experts, "forward", forward)
+
+
+def _jetmoe(stack: ExitStack, taps: Taps, moe: Any) -> None:
+    """Compute JetMoE's chosen experts."""
+    weights = {"gate_up_proj": moe.input_linear.weight, "down_proj": moe.output_linear.weight}
+    experts = SimpleNamespace(**PLAIN, **weights, is_transposed=False, _apply_gate=_gated(moe.activation))
+
+    def forward(stream: Tensor) -> Tensor:
+        hidden = stream.reshape(-1, stream.shape[-1])
+        index, weights = moe.router(hidden)
+        return compute_experts(taps, experts, hidden, index, weights).reshape(stream.shape) + moe.bias
+
+    best(stack, moe.router)
+    replace_for(stack, moe, "forward", forward)
+
+
+def _longcat(stack: ExitStack, taps: Taps, moe: Any) -> None:
+    """Compute LongCat's chosen experts; those without weights give back what they read."""
+    own = moe.experts
+    spare = len(own.gate_up_proj) > own.num_routed_experts  # not in a graph: see `drop_spare`
+    first = own.gate_up_proj[: own.num_routed_experts] if spare else own.gate_up_proj
+    weights = {"gate_up_proj": first, "down_proj": own.down_proj, "is_transposed": False}
+    apart = {"_apply_gate": _gated(own.act_fn), "identities_from": own.num_routed_experts}
+    experts = SimpleNamespace(**PLAIN, **weights, **apart)
+
+    def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return compute_experts(taps, experts, hidden, index, weights)
+
+    replace_for(stack, own, "forward", forward)
+
+
+def drop_spare(model: nn.Module) -> None:
+    """Drop the weights of LongCat's experts that have none: they are stacked, and never read."""
+    experts: Any
+    for experts in model.modules():
+        if type(experts).__name__ == "LongcatFlashExperts" and experts.gate_up_proj is not None:
+            experts.gate_up_proj = nn.Parameter(experts.gate_up_proj[: experts.num_routed_experts])
+
+
+def identities_from(config: Any) -> int | None:
+    """The number of LongCat's first expert without weights; None where each has some."""
+    return config.n_routed_experts if getattr(config, "zero_expert_num", None) else None
+
+
+def is_spare(name: str, config: Any) -> bool:
+    """Whether a checkpoint's tensor is one of those that `drop_spare` drops."""
+    number, first = SPARE.search(name), identities_from(config)
+    return number is not None and first is not None and int(number[1]) >= first
+
+
+def best(stack: ExitStack, router: Any) -> None:
+    """Let JetMoE's router give the chosen experts, best first, and their weights.
+
+    Both are [n, n_chosen].
+    """
+
+    def forward(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        logits, index = _largest(router.layer(hidden).float(), router.top_k)
+        return index, torch.softmax(logits, dim=1).type_as(hidden)
+
+    replace_for(stack, router, "forward", forward)
+
+
+def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Find the largest numbers of each row; of equal ones the first.
+
+    ONNX does so, torch leaves it open.
+    """
+    if torch.compiler.is_exporting():
+        return scores.topk(count, dim=1)
+    values, index = scores.sort(dim=1, descending=True, stable=True)
+    return values[:, :count], index[:, :count]
+
+
+def mix_heads(stack: ExitStack, experts: Any) -> None:
+    """Let JetMoE's projections of queries and of heads' outputs be `grouped` products.
+
+    Each token chooses its own.
+    """
+
+    def project(stream: Tensor) -> tuple[Tensor, None, tuple[Tensor, Tensor]]:
+        hidden = stream.reshape(-1, stream.shape[-1])
+        index, weights = experts.router(hidden)
+        pairs = hidden.unsqueeze(1).expand(-1, experts.top_k, -1).reshape(-1, hidden.shape[-1])
+        product = grouped(pairs, experts.input_linear.weight, index.reshape(-1), rows=False)
+        return product.reshape(*stream.shape[:2], experts.top_k, -1), None, (index, weights)
+
+    def merge(z: Tensor, chosen: tuple[Tensor, Tensor]) -> Tensor:
+        index, weights = chosen
+        product = grouped(z.reshape(-1, z.shape[-1]), experts.output_linear.weight, index.reshape(-1), rows=False)
+        added = (product * weights.reshape(-1, 1)).reshape(*z.shape[:3], -1).sum(dim=2)
+        return added + experts.bias
+
+    best(stack, experts.router)
+    replace_for(stack, experts, "map", project)
+    replace_for(stack, experts, "reduce", merge)
+
+
+OWN: dict[str, Callable[[ExitStack, Taps, nn.Module], None]] = {
+    "DbrxFFN": _dbrx,
+    "JetMoeMoE": _jetmoe,
+    "Llama4TextMoe": _llama4,
+    "LongcatFlashMoE": _longcat,
+}
+
+
+def tap_own_experts(stack: ExitStack, taps: Taps, moe: nn.Module) -> None:
+    """Let the experts of such a family be computed in `experts`."""
+    tap = OWN.get(type(moe).__name__)
+    if tap is not None:
+        tap(stack, taps, moe)

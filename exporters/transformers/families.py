@@ -1,45 +1,39 @@
-"""Layouts of decoder-only transformer families: the modules at hook points.
+"""Layouts of decoder-only transformer families: the modules at hook points, and the kind of attention and stream.
 
 Nearly every family is the default `Layout` or a few words away from it; a family is an entry here, never a copy of
-modelling code.  Names are `torch.nn.Module` paths as in the transformers library: relative to the model for
-`embedding`, `positions`, `blocks` and `final_norm`, relative to one block for all others.
+modelling code. What a family does that no word says is a row of `quirks.QUIRKS`. What a model shows by itself is no
+word: experts, indexers, tables of positions that a layer keeps, the arguments of a rotation.
+
+Names are `torch.nn.Module` paths as in the transformers library: relative to the model for `embedding`, `positions`,
+`blocks` and `final_norm`; to the attention for `output_projection`; to the MLP for its parts; to one block for others.
 """
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
+
+IN_CODE = "a table in the model's code"  # positions without a module; their number is a limit all the same
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Module paths of one family.
+    """Modules and words of one family.
 
-    `attention_added` and `mlp_added` are the modules whose output joins the residual stream (a post-norm where there is
-    one). `middle` is the module that first reads the stream between attention and MLP, None in parallel blocks.
-    `gate_and_up` is one fused projection whose output is split in two, instead of `gate` and `up`.
-    `latents` are the norms of the latents of queries, and of keys and values, inside the attention.
-    `rotates_part` says that attention cuts queries and keys before rotating a part of them, `rotates_heads_last` that
-    it rotates [batch, seq, n_heads, head_dim], `rotates_pairs` that it does so by complex numbers, `rotates_singly`
-    that it rotates queries and keys in two calls.
-    `z_at_projection` says that a gate or a norm stands between the heads' outputs and the output projection: `hook_z`
-    is then what the projection reads.
-    `adds_products` says that the block multiplies what it adds to the stream, or adds it in parts.
-    `streams` is the module that predicts several streams before a layer and corrects them after it; hook points of the
-    stream are those of the active one, between the two.
-    `experts` says that blocks may hold experts in the place of an MLP; neurons are tapped in the others only.
-    `own_attention` says that attention is computed in the family's own code, which is tapped as it runs; `splits_heads`
-    that its `_split_heads` gives queries and keys before they are rotated, `cacheless` that it knows no past.
-    `mixed_heads` is the module whose experts are projections of queries and of heads' outputs, chosen by each token.
-    `limited` says that a table has a row for each position, where there is no module `positions`.
-    `embeds_in_code` is the module whose own code scales embeddings and takes positions out of a table.
-    `normed_stream` says that the stream is normed between additions, and is no sum of what layers add.
-    `shared` is an MLP beside the experts' module that the block adds to it; `gate_and_up` and `down` are its own.
-    `sparse` says that an indexer in the attention chooses keys: it is left out, as it chooses all of a text of up to
-    `index_topk` tokens (`sizes.py` has the limit).
-    `flattens` says that the block merges the batch and sequence axes on its way; the tracing keeps them apart.
-    `halves` are the layers that one block holds, each with an attention and an MLP of its own; `{half}` in a path is
-    the number of one, and `begins` the module that first reads the stream before one. `shortcut` is a mixture of
-    experts that reads what the first half's MLP reads, and joins the stream where the last half's MLP does.
+    Attributes:
+        attention_added, mlp_added: modules whose output joins the residual stream (a post-norm where there is one);
+            None for the attention itself, and for the module whose output is the MLP's.
+        middle: the module that first reads the stream between attention and MLP; None in parallel blocks.
+        mlp: the MLP; "" where the block itself holds its parts, the first of which is `up`.
+        mlp_output: the part of the MLP that gives its result; "" for the MLP itself.
+        gate_and_up: one fused projection whose output is split in two, instead of `gate` and `up`.
+        keys: "kept" as they are made, by transformers' `AttentionInterface`; made of "latents", kept as keys and values
+            of that interface; or "own", by an attention in the family's own code, which is tapped as it runs.
+        rotation: of queries and keys "whole", of a "part" that attention cuts off before, or of the whole with
+            "heads last": [batch, seq, n_heads, head_dim].
+        z: `hook_z` is the outputs of "heads"; with a gate or a norm behind these, it is what the "projection" reads.
+        stream: the "sum" of what blocks add, of "products" that a block computes outside of modules (or in parts), or
+            "normed" between additions, and so no sum of what layers add.
+        layers: how many a block holds, each with an attention and an MLP; `{number}` in a path is the number of one.
     """
 
     embedding: str | None = None
@@ -47,61 +41,38 @@ class Layout:
     blocks: str = "model.layers"
     final_norm: str | None = "model.norm"
     attention: str = "self_attn"
-    output_projection: str | None = "self_attn.o_proj"
-    attention_added: str = "self_attn"
+    output_projection: str | None = "o_proj"
+    attention_added: str | None = None
     middle: str | None = "post_attention_layernorm"
-    mlp_input: str = "mlp"
-    mlp_output: str = "mlp"
-    mlp_added: str = "mlp"
-    gate: str | None = "mlp.gate_proj"
-    up: str | None = "mlp.up_proj"
+    mlp: str = "mlp"
+    mlp_output: str = ""
+    mlp_added: str | None = None
+    gate: str | None = "gate_proj"
+    up: str | None = "up_proj"
     gate_and_up: str | None = None
-    down: str | None = "mlp.down_proj"
-    latents: tuple[str, ...] = ()
-    rotates_part: bool = False
-    rotates_heads_last: bool = False
-    rotates_pairs: bool = False
-    rotates_singly: bool = False
-    z_at_projection: bool = False
-    adds_products: bool = False
-    streams: str | None = None
-    experts: bool = False
-    own_attention: bool = False
-    splits_heads: bool = False
-    cacheless: bool = False
-    mixed_heads: str | None = None
-    limited: bool = False
-    embeds_in_code: str | None = None
-    normed_stream: bool = False
-    shared: str | None = None
-    sparse: bool = False
-    flattens: bool = False
-    halves: int = 1
-    begins: str | None = None
-    shortcut: str | None = None
+    down: str | None = "down_proj"
+    keys: Literal["kept", "latents", "own"] = "kept"
+    rotation: Literal["whole", "part", "heads last"] = "whole"
+    z: Literal["heads", "projection"] = "heads"
+    stream: Literal["sum", "products", "normed"] = "sum"
+    layers: int = 1
 
-    def half(self, number: int) -> "Layout":
+    def layer(self, number: int) -> "Layout":
         """The layout of one of the layers that a block holds."""
-        named = {name: value for name, value in asdict(self).items() if isinstance(value, str) and "{half}" in value}
-        return replace(self, **{name: path.format(half=number) for name, path in named.items()})
+        fields: dict[str, Any] = asdict(self)
+        paths = {name: value for name, value in fields.items() if "{" in str(value)}
+        return replace(self, **{name: path.format(number=number) for name, path in paths.items()})
+
+    @property
+    def projection(self) -> str | None:
+        """The output projection, from the block on."""
+        return self.output_projection and f"{self.attention}.{self.output_projection}"
 
 
 LLAMA = Layout()
-NEOX_MLP = {"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
-IN_H = {"blocks": "transformer.h", "final_norm": "transformer.ln_f"}
-IN_BLOCKS = {"blocks": "transformer.blocks", "final_norm": "transformer.norm_f"}
-
-
-def attending(module: str, projection: str, added: str | None = None) -> dict[str, Any]:
-    """The fields of an attention of another name, whose output joins the stream behind `added`."""
-    return {"attention": module, "output_projection": f"{module}.{projection}", "attention_added": added or module}
-
-
-def thinking(module: str, up: str, down: str, gate: str | None = None, output: str = "") -> dict[str, Any]:
-    """The fields of an MLP of another name, of which the module `output` makes the result."""
-    made, gated = f"{module}.{output}".rstrip("."), gate and f"{module}.{gate}"
-    fields = {"mlp_input": module, "mlp_output": made, "mlp_added": made}
-    return {**fields, "gate": gated, "up": f"{module}.{up}", "down": f"{module}.{down}"}
+NEOX_MLP: dict[str, Any] = {"up": "dense_h_to_4h", "down": "dense_4h_to_h"}
+IN_H: dict[str, Any] = {"blocks": "transformer.h", "final_norm": "transformer.ln_f"}
+IN_BLOCKS: dict[str, Any] = {"blocks": "transformer.blocks", "final_norm": "transformer.norm_f"}
 
 
 def normed_after(attention: str, middle: str, mlp: str) -> dict[str, Any]:
@@ -114,59 +85,51 @@ POST_NORMS = replace(
     LLAMA, **normed_after("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 )
 POST_NORMS_ONLY = replace(POST_NORMS, middle="mlp")
-EXPERTS = replace(LLAMA, experts=True)
-FUSED_GATE = replace(LLAMA, gate=None, up=None, gate_and_up="mlp.gate_up_proj")
+FUSED_GATE = replace(LLAMA, gate=None, up=None, gate_and_up="gate_up_proj")
 PARALLEL = replace(LLAMA, middle=None)
 PLAIN_MLP = replace(LLAMA, gate=None)
-LATENTS = replace(LLAMA, latents=("q_a_layernorm", "kv_a_layernorm"), rotates_part=True)
-LATENT_EXPERTS = replace(LATENTS, experts=True)
-SPARSE_LATENTS = replace(LATENT_EXPERTS, sparse=True)
-SCALED = replace(LLAMA, adds_products=True)
-GATED_HEADS = replace(LLAMA, z_at_projection=True)
-GEMMA4 = replace(POST_NORMS, rotates_heads_last=True, rotates_singly=True)
-FC = replace(PLAIN_MLP, up="mlp.fc1", down="mlp.fc2")
-GRANITE_EXPERTS = replace(SCALED, mlp_input="block_sparse_moe", mlp_output="block_sparse_moe", experts=True)
+LATENTS = replace(LLAMA, keys="latents", rotation="part")
+SCALED = replace(LLAMA, stream="products")
+GATED_HEADS = replace(LLAMA, z="projection")
+FC = replace(PLAIN_MLP, up="fc1", down="fc2")
 GPT2 = replace(
     PLAIN_MLP,
     **IN_H,
-    **attending("attn", "c_proj"),
-    **thinking("mlp", "c_fc", "c_proj"),
+    attention="attn",
+    output_projection="c_proj",
+    up="c_fc",
+    down="c_proj",
     positions="transformer.wpe",
     middle="ln_2",
 )
-OWN_ATTENTION = replace(PLAIN_MLP, own_attention=True, z_at_projection=True)
+OWN_ATTENTION = replace(PLAIN_MLP, keys="own", z="projection")
 BLOOM = replace(
     OWN_ATTENTION,
     **IN_H,
-    **attending("self_attention", "dense", added="self_attention.dense"),
-    **thinking("mlp", "dense_h_to_4h", "dense_4h_to_h", output="dense_4h_to_h"),
+    **NEOX_MLP,
+    attention="self_attention",
+    output_projection="dense",
+    attention_added="self_attention.dense",
+    mlp_output="dense_4h_to_h",
     embedding="transformer.word_embeddings_layernorm",
 )
 GPTJ = replace(
     OWN_ATTENTION,
     **IN_H,
-    **attending("attn", "out_proj"),
-    **thinking("mlp", "fc_in", "fc_out"),
+    attention="attn",
+    output_projection="out_proj",
+    up="fc_in",
+    down="fc_out",
     middle=None,
-    rotates_part=True,
-    splits_heads=True,
-    limited=True,
+    rotation="part",
+    positions=IN_CODE,
 )
-MLP_IN_BLOCK = replace(
-    PLAIN_MLP,
-    output_projection="self_attn.out_proj",
-    middle="final_layer_norm",
-    mlp_input="fc1",
-    mlp_output="fc2",
-    mlp_added="fc2",
-    up="fc1",
-    down="fc2",
-)
+MLP_IN_BLOCK = replace(FC, output_projection="out_proj", middle="final_layer_norm", mlp="", mlp_output="fc2")
 
 
 def bloom(config: Any) -> Layout:
     """BLOOM: the stream skips each half, normed first where the config says so."""
-    return replace(BLOOM, normed_stream=config.apply_residual_connection_post_layernorm)
+    return replace(BLOOM, stream="normed" if config.apply_residual_connection_post_layernorm else "sum")
 
 
 def falcon(config: Any) -> Layout:
@@ -179,8 +142,9 @@ def gpt_neox(config: Any) -> Layout:
     """GPT-NeoX and Pythia: parallel blocks, or sequential ones where the config says so."""
     return replace(
         PLAIN_MLP,
-        **attending("attention", "dense"),
         **NEOX_MLP,
+        attention="attention",
+        output_projection="dense",
         blocks="gpt_neox.layers",
         final_norm="gpt_neox.final_layer_norm",
         middle=None if config.use_parallel_residual else "post_attention_layernorm",
@@ -198,143 +162,103 @@ def opt(config: Any) -> Layout:
         blocks="model.decoder.layers",
         final_norm="model.decoder.final_layer_norm" if before and not config._remove_final_layer_norm else None,
         middle="final_layer_norm" if before else "fc1",
-        normed_stream=not before,
-        flattens=True,
+        stream="sum" if before else "normed",
     )
 
 
 def stablelm(config: Any) -> Layout:
     """StableLM: sequential blocks, or parallel ones where the config says so."""
-    return replace(LLAMA, rotates_part=True, middle=None if config.use_parallel_residual else LLAMA.middle)
+    return replace(LLAMA, rotation="part", middle=None if config.use_parallel_residual else LLAMA.middle)
 
 
-def granite_shared(config: Any) -> Layout:
-    """Granite's experts, with an MLP of all tokens beside them where the config says so."""
-    if not config.shared_intermediate_size:
-        return GRANITE_EXPERTS
-    return replace(
-        GRANITE_EXPERTS, shared="shared_mlp", gate=None, up=None, gate_and_up="input_linear", down="output_linear"
-    )
-
-
-LIKE_LLAMA = """cwm doge ernie4_5 gemma helium hunyuan_v1_dense llama ministral ministral3 mistral olmo qwen2 qwen3
-    seed_oss smollm3"""
-LIKE_LLAMA_WITH_EXPERTS = """aria_text dots1 ernie4_5_moe exaone_moe glm4_moe gpt_oss hunyuan_v1_moe hy_v3 mellum
-    mimo_v2_flash minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_moe solar_open"""
+LIKE_LLAMA = """aria_text cwm doge dots1 ernie4_5 ernie4_5_moe exaone_moe gemma glm4_moe gpt_oss helium hunyuan_v1_dense
+    hunyuan_v1_moe hy_v3 llama mellum mimo_v2_flash minimax_m2 ministral ministral3 mistral mixtral olmo olmoe phimoe
+    qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open"""
 FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     **dict.fromkeys(LIKE_LLAMA.split(), LLAMA),
-    **dict.fromkeys(LIKE_LLAMA_WITH_EXPERTS.split(), EXPERTS),
-    **dict.fromkeys(("cohere", "cohere2", "cohere_compass_text"), PARALLEL),
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe", "cohere_compass_text"), PARALLEL),
     **dict.fromkeys(("arcee", "jais2", "nemotron"), PLAIN_MLP),
-    **dict.fromkeys(("glm", "phi3"), FUSED_GATE),
-    **dict.fromkeys(("bitnet", "diffllama"), GATED_HEADS),
+    **dict.fromkeys(("glm", "minimax_m3_vl_text", "phi3"), FUSED_GATE),
+    **dict.fromkeys(("bitnet", "diffllama", "laguna"), GATED_HEADS),
     **dict.fromkeys(("granite", "granite_swa", "hyperclovax"), SCALED),
-    **dict.fromkeys(("granitemoe_swa", "granitemoeshared"), granite_shared),
+    **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoeshared"), replace(SCALED, mlp="block_sparse_moe")),
     **dict.fromkeys(("gemma2", "gemma3_text"), POST_NORMS),
-    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), GEMMA4),
-    **dict.fromkeys(("exaone4", "olmo2", "olmo3"), POST_NORMS_ONLY),
-    **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite"), LATENT_EXPERTS),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), SPARSE_LATENTS),
+    **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), replace(POST_NORMS, rotation="heads last")),
+    **dict.fromkeys(("exaone4", "flex_olmo", "olmo2", "olmo3"), POST_NORMS_ONLY),
+    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), LATENTS),
+    **dict.fromkeys(("glm_moe_dsa", "youtu"), LATENTS),
     **dict.fromkeys(("gpt-sw3", "gpt2", "gpt_bigcode"), GPT2),
     **dict.fromkeys(("codegen", "gptj"), GPTJ),
-    "afmoe": replace(
-        POST_NORMS, middle="pre_mlp_layernorm", mlp_added="post_mlp_layernorm", z_at_projection=True, experts=True
-    ),
+    "afmoe": replace(POST_NORMS, middle="pre_mlp_layernorm", mlp_added="post_mlp_layernorm", z="projection"),
     "apertus": replace(PLAIN_MLP, middle="feedforward_layernorm"),
-    "axk2": replace(SPARSE_LATENTS, z_at_projection=True),
+    "axk2": replace(LATENTS, z="projection"),
     "biogpt": replace(
         MLP_IN_BLOCK, positions="biogpt.embed_positions", blocks="biogpt.layers", final_norm="biogpt.layer_norm"
     ),
     "bloom": bloom,
-    "cohere2_moe": replace(PARALLEL, experts=True),
     "ctrl": replace(
         PLAIN_MLP,
-        **attending("multi_head_attention", "dense"),
-        **thinking("ffn", "0", "2"),
+        attention="multi_head_attention",
+        output_projection="dense",
+        mlp="ffn",
+        up="0",
+        down="2",
         blocks="transformer.h",
         final_norm="transformer.layernorm",
         middle="layernorm2",
-        limited=True,
-        embeds_in_code="transformer",
+        positions=IN_CODE,
     ),
     "dbrx": replace(
-        EXPERTS,
+        LLAMA,
         **IN_BLOCKS,
-        **attending("norm_attn_norm.attn", "out_proj"),
+        attention="norm_attn_norm.attn",
+        output_projection="out_proj",
         middle="norm_attn_norm.norm_2",
-        mlp_input="ffn",
-        mlp_output="ffn",
-        mlp_added="ffn",
+        mlp="ffn",
     ),
-    "deepseek_v2": replace(LATENT_EXPERTS, rotates_pairs=True),
     "falcon": falcon,
-    "flex_olmo": replace(POST_NORMS_ONLY, experts=True),
-    "gemma3n_text": replace(GEMMA4, streams="altup"),
     "glm4": replace(FUSED_GATE, **GLM_NORMS),
-    "gpt_neo": replace(
-        GPT2,
-        attention="attn.attention",
-        output_projection="attn.attention.out_proj",
-        own_attention=True,
-        z_at_projection=True,
-    ),
+    "gpt_neo": replace(GPT2, attention="attn.attention", output_projection="out_proj", keys="own", z="projection"),
     "gpt_neox": gpt_neox,
     "gpt_neox_japanese": replace(
         OWN_ATTENTION,
-        **attending("attention", "dense"),
         **NEOX_MLP,
+        attention="attention",
+        output_projection="dense",
         blocks="gpt_neox_japanese.layers",
         final_norm="gpt_neox_japanese.final_layer_norm",
-        rotates_part=True,
-        adds_products=True,
+        rotation="part",
+        stream="products",
     ),
-    "granitemoe": GRANITE_EXPERTS,
-    "jetmoe": replace(
-        EXPERTS,
-        attention="self_attention",
-        output_projection=None,
-        attention_added="self_attention",
-        mixed_heads="self_attention.experts",
-    ),
-    "kolibri1": replace(POST_NORMS, **GLM_NORMS, experts=True),
-    "laguna": replace(EXPERTS, z_at_projection=True),
-    "llama4_text": replace(
-        SCALED,
-        mlp_input="feed_forward",
-        mlp_output="feed_forward",
-        gate="feed_forward.gate_proj",
-        up="feed_forward.up_proj",
-        down="feed_forward.down_proj",
-        rotates_heads_last=True,
-        rotates_pairs=True,
-        experts=True,
-    ),
+    "jetmoe": replace(LLAMA, attention="self_attention", output_projection=None),
+    "kolibri1": replace(POST_NORMS, **GLM_NORMS),
+    "llama4_text": replace(SCALED, mlp="feed_forward", rotation="heads last"),
     "longcat_flash": replace(
         LATENTS,
-        **attending("self_attn.{half}", "o_proj"),
-        **thinking("mlps.{half}", gate="gate_proj", up="up_proj", down="down_proj"),
-        halves=2,
-        begins="input_layernorm.{half}",
-        middle="post_attention_layernorm.{half}",
-        shortcut="mlp",
+        attention="self_attn.{number}",
+        middle="post_attention_layernorm.{number}",
+        mlp="mlps.{number}",
+        layers=2,
     ),
-    "minicpm3": replace(LATENTS, adds_products=True),
-    "minimax_m3_vl_text": replace(FUSED_GATE, experts=True, sparse=True),
+    "minicpm3": replace(LATENTS, stream="products"),
     "mpt": replace(
         OWN_ATTENTION,
         **IN_BLOCKS,
-        **attending("attn", "out_proj"),
-        **thinking("ffn", "up_proj", "down_proj", output="down_proj"),
+        attention="attn",
+        output_projection="out_proj",
+        mlp="ffn",
+        mlp_output="down_proj",
         middle="norm_2",
-        limited=True,
+        positions=IN_CODE,
     ),
     "modernbert-decoder": replace(
         FUSED_GATE,
-        **attending("attn", "Wo"),
+        attention="attn",
+        output_projection="Wo",
         final_norm="model.final_norm",
         middle="mlp_norm",
-        gate_and_up="mlp.Wi",
-        down="mlp.Wo",
+        gate_and_up="Wi",
+        down="Wo",
     ),
     "nanochat": FC,
     "openai-gpt": replace(
@@ -343,33 +267,25 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
         final_norm=None,
         attention_added="attn.c_proj",
         middle="mlp",
-        own_attention=True,
-        z_at_projection=True,
-        cacheless=True,
-        normed_stream=True,
+        keys="own",
+        z="projection",
+        stream="normed",
     ),
     "opt": opt,
     "persimmon": replace(
-        PLAIN_MLP,
-        **NEOX_MLP,
-        final_norm="model.final_layernorm",
-        output_projection="self_attn.dense",
-        rotates_part=True,
+        PLAIN_MLP, **NEOX_MLP, final_norm="model.final_layernorm", output_projection="dense", rotation="part"
     ),
-    "phi": replace(
-        FC, final_norm="model.final_layernorm", output_projection="self_attn.dense", middle=None, rotates_part=True
-    ),
+    "phi": replace(FC, final_norm="model.final_layernorm", output_projection="dense", middle=None, rotation="part"),
     "stablelm": stablelm,
-    "starcoder2": replace(PLAIN_MLP, up="mlp.c_fc", down="mlp.c_proj"),
+    "starcoder2": replace(PLAIN_MLP, up="c_fc", down="c_proj"),
     "vaultgemma": replace(LLAMA, middle="pre_feedforward_layernorm"),
     "xglm": replace(
         MLP_IN_BLOCK,
         positions="model.embed_positions",
         final_norm="model.layer_norm",
-        own_attention=True,
-        z_at_projection=True,
+        keys="own",
+        z="projection",
     ),
-    "youtu": LATENTS,
 }
 
 

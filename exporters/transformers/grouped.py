@@ -111,14 +111,14 @@ def expand_grouped(graph: ir.Graph) -> None:
     for node in [node for node in graph if node.domain == GROUPED_DOMAIN]:
         x, matrices, chosen = (value for value in node.inputs if value is not None)
         prefix = f"{matrices.name}.grouped"
-        stack, *sides = (int(side) for side in matrices.shape or ())
+        stack, *sides = matrices.shape.numpy()
         facts = _facts(node, stack, sides)
         if (id(chosen), stack) not in tables:
             made = _insert(graph, node, SORTED, facts, {"chosen": chosen}, f"{prefix}.rows")
             tables[id(chosen), stack] = made
         y = node.outputs[0]
-        given = {"x": x, "matrices": matrices, **tables[id(chosen), stack]}
-        made = _insert(graph, node, PRODUCT, facts, given, prefix)
+        operands = {"x": x, "matrices": matrices, **tables[id(chosen), stack]}
+        made = _insert(graph, node, PRODUCT, facts, operands, prefix)
         made["y"].name, made["y"].shape, made["y"].type = y.name, y.shape, y.type
         y.replace_all_uses_with(made["y"])
         graph.remove(node, safe=True)
@@ -145,13 +145,13 @@ def _facts(node: ir.Node, stack: int, sides: list[int]) -> dict[str, object]:
 
 
 def _insert(
-    graph: ir.Graph, at: ir.Node, text: str, facts: Mapping[str, object], given: Mapping[str, ir.Value], prefix: str
+    graph: ir.Graph, at: ir.Node, text: str, facts: Mapping[str, object], operands: Mapping[str, ir.Value], prefix: str
 ) -> dict[str, ir.Value]:
     """Insert the nodes of a text before a node; its outputs by name."""
     part = ir.from_onnx_text(HEADER.format(opset=graph.opset_imports[""]) + text.format(**facts)).graph
     outputs = {value.name: value for value in part.outputs}
     for value in part.inputs:
-        value.replace_all_uses_with(given[value.name])
+        value.replace_all_uses_with(operands[value.name])
     for inner in [part, *part.subgraphs()]:
         inner.name = f"{prefix}.{inner.name}"
         for value in {*inner.inputs, *(value for node in inner for value in node.outputs)}:

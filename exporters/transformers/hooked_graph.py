@@ -3,7 +3,7 @@
 Where layers cannot be made from others, all of them are traced.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch
 from onnx_ir.passes.common import DeduplicateInitializersPass
 from transformers import PreTrainedModel
 
+from exporters.hook_axes import axes_of
 from exporters.transformers import bfloat16
-from exporters.transformers.check_hooked import check_stream, expert_sizes, hook_axes
 from exporters.transformers.families import Layout, layout_of
 from exporters.transformers.grouped import expand_grouped
 from exporters.transformers.kinds import all_different
@@ -22,6 +22,8 @@ from exporters.transformers.simplify import simplify_traced
 from exporters.transformers.sizes import sizes_of
 from exporters.transformers.stamp import stamp
 from exporters.transformers.trace import buffers_of, find_kinds, heads_of, skeleton_of, trace
+from mionnx.errors import ExportError
+from mionnx.graph.hook_points import HookPoint, layer_of
 from mionnx.graph.metadata import Heads, Sizes
 
 LARGEST_CONSTANT = 2**24  # numbers of a constant that is compared with others
@@ -64,13 +66,13 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
         ExportError: the family is laid out in an unknown way, or torch cannot export it.
     """
     layout = layout_of(config)
-    sizes = sizes_of(config, learned_positions=layout.limited or layout.positions is not None)
+    sizes = sizes_of(config, learned_positions=layout.positions is not None)
     stage("comparing layers")
     skeleton = skeleton_of(config, dtype)
     heads = heads_of(skeleton)
     past, sizes = (heads, dtype), replace(sizes, num_kv_heads=heads[0][0], head_dim=heads[0][1])
     buffers = buffers_of(skeleton)
-    every = all_different(sizes.num_layers // layout.halves, layout.halves)
+    every = all_different(sizes.num_layers // layout.layers, layout.layers)
     for kinds in (every if whole else find_kinds(skeleton, past, buffers), every):
         stage(f"tracing {len(kinds.hooked)} of {sizes.num_layers} layers")
         traced = trace(skeleton, past, kinds)
@@ -86,10 +88,60 @@ def make_graph(config: Any, dtype: torch.dtype, stage: Stage = lambda name: None
         strip(traced.model)
         if stamp(graph, parameters, hooks, kinds, traced.layout.blocks):
             break
-    if layout.own_attention:  # each layer has a table of its own, and cuts it by the lengths of its own past
+    if layout.keys == "own":  # each layer has a table of its own, and cuts it by the lengths of its own past
         DeduplicateInitializersPass(size_limit=LARGEST_CONSTANT)(traced.model)
         merge_lengths(graph)
     expand_grouped(graph)
     sizes = replace(sizes, **expert_sizes(graph, hooks))
     axes = hook_axes(graph, hooks, sizes, heads)
     return HookedGraph(traced.model, parameters, axes, sizes, heads, skeleton, traced.layout)
+
+
+def hook_axes(graph: ir.Graph, hooks: list[str], sizes: Sizes, heads: Sequence[Heads]) -> dict[str, list[str | int]]:
+    """The axes of each hook point, dynamic ones by name.
+
+    Raises:
+        ExportError: a value whose static sizes are not those that the vocabulary gives its axes.
+    """
+    shapes = {value.name: value.shape or () for node in graph for value in node.outputs}
+    return {name: _axes(name, shapes[name], sizes, heads) for name in hooks}
+
+
+def _axes(name: str, shape: Iterable[Any], sizes: Sizes, heads: Sequence[Heads]) -> list[str | int]:
+    dims = [dim if isinstance(dim, int) else None for dim in shape]
+    return axes_of(name, dims, sizes, heads[layer_of(name) or 0])
+
+
+def expert_sizes(graph: ir.Graph, hooks: list[str]) -> dict[str, int]:
+    """The sizes n_experts, n_chosen and d_expert, those of the first layer with experts."""
+    values = {value.name: value for node in graph for value in node.outputs}
+    axes: dict[str, int] = {}
+    for name in hooks:
+        for axis, dim in zip(HookPoint.parse(name).axes or (), values[name].shape or (), strict=False):
+            if axis in ("n_experts", "n_chosen", "d_expert") and isinstance(dim, int):
+                axes.setdefault(axis, dim)
+    return axes
+
+
+def check_stream(graph: ir.Graph) -> None:
+    """Check that `hook_attn_out` and `hook_mlp_out` are added to the residual stream.
+
+    Raises:
+        ExportError: something (a residual multiplier) stands between such a value and its addition.
+    """
+    for node in graph:
+        for value in node.outputs:
+            added = value.name and value.name.endswith((".hook_attn_out", ".hook_mlp_out"))
+            if added and not any(_adds(user) for user, _ in value.uses()):
+                users = sorted({user.op_type for user, _ in value.uses()})
+                raise ExportError(
+                    f"{value.name} is not added to the residual stream as it is, it goes into {', '.join(users)}: "
+                    "the family needs an entry in exporters/transformers/families.py"
+                )
+
+
+def _adds(node: ir.Node) -> bool:
+    """An addition, or the identity of another hook point on the same value that is then added."""
+    if node.op_type == "Identity":
+        return any(_adds(user) for user, _ in node.outputs[0].uses())
+    return node.op_type == "Add"

@@ -140,13 +140,13 @@ class Recorder(TorchDispatchMode):
         self.reads.setdefault(layer, set())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         place = len(self.steps[self.layer])
         self._step((str(func), self._token(args), self._token(kwargs or {})))
-        for number, value in enumerate(found if isinstance(found, tuple | list) else [found]):
+        for number, value in enumerate(result if isinstance(result, tuple | list) else [result]):
             if isinstance(value, Tensor) and (id(value) not in self._at or self._at[id(value)][1] == "made"):
                 self._put(value, (self.layer, "made", place, number))
-        return found
+        return result
 
     def _step(self, step: tuple[Any, ...]) -> None:
         self.steps[self.layer].append(step)
@@ -189,8 +189,8 @@ class _Literals(TorchFunctionMode):
         given = kwargs or {}
         if func is Tensor.__getitem__ and isinstance(args[1], tuple):
             args = args[0], tuple(self._index(one, args[0].device) for one in args[1])
-        found = func(*args, **given)
-        return self._noted(found, args[0]) if func is torch.tensor and _numbers(args[0]) else found
+        result = func(*args, **given)
+        return self._noted(result, args[0]) if func is torch.tensor and _numbers(args[0]) else result
 
     def _index(self, index: Any, device: torch.device) -> Any:
         written = type(index) is list and _numbers(index)
@@ -278,17 +278,17 @@ def kinds_of(model: nn.Module, blocks: str, recorder: Recorder, buffers: Mapping
     layers, halves = list(model.get_submodule(blocks).children()), recorder.halves
     if _shares_between_layers(model, blocks) or len(recorder.returned) != 1:
         return all_different(len(layers), halves)
-    held: dict[int, list[Hashable]] = {}
+    by_layer: dict[int, list[Hashable]] = {}
     for name, buffer in sorted(buffers.items()):
         layer, rest = split(name, blocks)
-        held.setdefault(layer, []).append((rest, _constant(buffer)))
+        by_layer.setdefault(layer, []).append((rest, _constant(buffer)))
     signs = [
-        (tuple(recorder.steps.get(i, [object()])), _Attributes(block, i, halves).all(), tuple(held.get(i, [])))
+        (tuple(recorder.steps.get(i, [object()])), _Attributes(block, i, halves).all(), tuple(by_layer.get(i, [])))
         for i, block in enumerate(layers)
     ]
     numbers: dict[Hashable, int] = {}
     of = [numbers.setdefault(sign, len(numbers)) for sign in signs]
-    return Kinds(of, _traced(of, recorder.reads), *recorder.returned, halves)
+    return Kinds(of, _traced(of, recorder.reads), next(iter(recorder.returned)), halves)
 
 
 def _traced(of: list[int], reads: Mapping[int, set[int]]) -> list[int]:

@@ -92,11 +92,11 @@ def read_lengths_once(graph: ir.Graph) -> None:
     """
     inputs = {str(value.name): value for value in graph.inputs}
     past = next(value for name, value in inputs.items() if name.startswith(f"{KEYS_AND_VALUES.past}."))
-    asked = {("input", 0): past, ("past", 0): past, ("past", 2): past, ("input", 1): inputs["input_ids"]}
+    sources = {("input", 0): past, ("past", 0): past, ("past", 2): past, ("input", 1): inputs["input_ids"]}
     for node in graph:
         axis = axis_asked(node)
-        if axis in asked:
-            node.replace_input_with(0, asked[axis])
+        if axis in sources:
+            node.replace_input_with(0, sources[axis])
 
 
 def axis_asked(node: ir.Node) -> tuple[str, int] | None:
@@ -127,10 +127,10 @@ def merge_lengths(graph: ir.Graph) -> None:
             continue
         numbers = sorted((name, repr(attr.value)) for name, attr in node.attributes.items())
         same = (node.domain, node.op_type, tuple(map(id, node.inputs)), tuple(numbers))
-        made = first.setdefault(same, node.outputs[0])
-        lengths.add(id(made))
-        if made is not node.outputs[0]:
-            node.outputs[0].replace_all_uses_with(made)
+        value = first.setdefault(same, node.outputs[0])
+        lengths.add(id(value))
+        if value is not node.outputs[0]:
+            node.outputs[0].replace_all_uses_with(value)
             graph.remove(node, safe=True)
 
 

@@ -43,8 +43,8 @@ def _check_code(table: dict[str, Any], folder: Path) -> None:
     if not table.get("auto_map"):
         return
     kind, named = table.get("model_type"), table.get("architectures") or []
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if isinstance(kind, str) else None
-    own = {known} if isinstance(known, str) else {*(known or ())}
+    architectures = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if isinstance(kind, str) else None
+    own = {architectures} if isinstance(architectures, str) else {*(architectures or ())}
     if kind in CONFIG_MAPPING_NAMES and own and all(name in own for name in named):
         return
     what = f"the architecture {', '.join(map(str, named)) or kind!r}"

@@ -6,14 +6,14 @@ values as the cache takes them, z as the output projection reads it.
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from exporters.transformers.attention import Taps, replace_for
+from exporters.transformers.attention import Taps
 from mionnx.graph.hook_points import HookPoint
 
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
@@ -59,7 +59,7 @@ class TapProducts(TorchFunctionMode):
         self.query = value
         if layer not in taps.rotated:
             return self._at(HookPoint.AttnQ(layer), value)
-        return self._at(HookPoint.AttnRotQ(layer), value) if taps.layout.rotates_part else value
+        return self._at(HookPoint.AttnRotQ(layer), value) if taps.layout.rotation == "part" else value
 
     def _pattern(self, value: Tensor) -> Tensor:
         pattern = self._at(HookPoint.AttnPattern(self.layer), value.to(self.stream.dtype))
@@ -83,42 +83,6 @@ def _picked(table: Tensor, index: tuple[slice, ...]) -> Tensor:
         first = part.start or 0
         table = table.index_select(axis, torch.arange(part.stop - first, device=table.device) + first)
     return table
-
-
-def tap_split_heads(stack: ExitStack, taps: Taps, attention: Any, layer: int) -> None:
-    """Tap queries and keys before their rotation, as `_split_heads` gives them.
-
-    [batch, seq, n_heads, head_dim].
-    """
-    points, split = [HookPoint.AttnQ(layer), HookPoint.AttnK(layer)], attention._split_heads
-
-    def splitting(*args: Any, **kwargs: Any) -> Tensor:
-        found = split(*args, **kwargs)
-        return taps.at(points.pop(0), found.transpose(1, 2)).transpose(1, 2) if points else found
-
-    def begin(_module: nn.Module, _args: tuple[Any, ...]) -> None:
-        points[:] = [HookPoint.AttnQ(layer), HookPoint.AttnK(layer)]
-        taps.rotated.add(layer)
-
-    replace_for(stack, attention, "_split_heads", splitting)
-    stack.callback(attention.register_forward_pre_hook(begin).remove)
-
-
-def add_cache(stack: ExitStack, taps: Taps, attention: Any, layer: int) -> None:
-    """Give attention without a cache (OpenAI's GPT) past keys and values.
-
-    Its mask begins at the rows of this call.
-    """
-    attend = attention._attn
-
-    def with_past(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        keys, values = taps.keep(key.transpose(2, 3), value, layer)
-        taps.read[layer] = keys, values
-        with ExitStack() as rows:
-            replace_for(rows, attention, "bias", attention.bias[:, :, keys.shape[2] - query.shape[2] :])
-            return attend(query, keys.transpose(2, 3), values, *args, **kwargs)
-
-    replace_for(stack, attention, "_attn", with_past)
 
 
 @contextmanager

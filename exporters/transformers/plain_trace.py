@@ -31,12 +31,12 @@ class _Plain(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: Past
     ) -> tuple[Tensor, Past]:
-        given: dict[str, Any] = {"position_ids": position_ids} if "position_ids" in self.takes else {}
-        cache = DynamicCache()
+        arguments: dict[str, Any] = {"position_ids": position_ids} if "position_ids" in self.takes else {}
+        cache: Any = DynamicCache()
         if past:
             cache.layers = [filled(key, value) for key, value in past]
-            given |= {"past_key_values": cache, "use_cache": True}
-        output = self.model(input_ids=input_ids, attention_mask=attention_mask, **given)
+            arguments |= {"past_key_values": cache, "use_cache": True}
+        output = self.model(input_ids=input_ids, attention_mask=attention_mask, **arguments)
         return output.logits, [(layer.keys, layer.values) for layer in cache.layers]
 
 
@@ -99,15 +99,15 @@ def _cache_shapes(skeleton: PreTrainedModel) -> list[tuple[list[int], ...]]:
         return []
     with torch.no_grad():
         cache = getattr(skeleton(input_ids=_ids(trace.PAST), use_cache=True), "past_key_values", None)
-    found = [[getattr(layer, part, None) for part in ("keys", "values")] for layer in getattr(cache, "layers", ())]
+    tensors = [[getattr(layer, part, None) for part in ("keys", "values")] for layer in getattr(cache, "layers", ())]
     layers = skeleton.config.get_text_config().num_hidden_layers
-    whole = all(
-        isinstance(one, Tensor) and one.dim() == 4 and one.shape[2] == trace.PAST for two in found for one in two
+    complete = all(
+        isinstance(one, Tensor) and one.dim() == 4 and one.shape[2] == trace.PAST for two in tensors for one in two
     )
-    if len(found) != layers or not whole:
+    if len(tensors) != layers or not complete:
         kind = skeleton.config.model_type
         raise ExportError(f"{kind!r} has a cache of another form than keys and values in each of {layers} layers")
-    return [tuple(list(one.shape) for one in two) for two in found]
+    return [tuple(list(one.shape) for one in two) for two in tensors]
 
 
 def _exported(skeleton: PreTrainedModel, example: tuple[Any, ...]) -> ir.Model:

@@ -13,8 +13,10 @@ RECURRENT = "has state-space, recurrent, linear attention or convolution layers,
 ENCODER = "is an encoder, which the causal-LM mapping lists because it can be made to attend to the left"
 STREAMS = "has several residual streams, mixed by each half of a layer (hyper-connections)"
 # Words in the names of modules that carry a state.
-STATES = ("mamba", "rwkv", "xlstm", "linearattention", "lightningattention", "deltanet", "deltaattention")
-STATES += ("recurrent", "shortconv", "kda", "bambamixer", "falconh1mixer")
+STATES = (
+    *("mamba", "rwkv", "xlstm", "linearattention", "lightningattention", "deltanet", "deltaattention", "recurrent"),
+    *("shortconv", "kda", "bambamixer", "falconh1mixer"),
+)
 REASONS = {
     "beam": "rescales its residual stream at each addition, so that no value is what a layer adds to it",
     "bert-generation": ENCODER,
@@ -61,9 +63,9 @@ def refuse(config: Any) -> None:
         ExportError: with the reason.
     """
     listed = config.model_type in FAMILIES  # with keys and values in every layer: no model is made to look
-    found = reason(config) or (RECURRENT if not listed and _carries_state(config) else None)
-    if found is not None:
-        raise ExportError(f"a {config.model_type!r} model {found}: mionnx does not export such models")
+    why = reason(config) or (RECURRENT if not listed and _carries_state(config) else None)
+    if why is not None:
+        raise ExportError(f"a {config.model_type!r} model {why}: mionnx does not export such models")
 
 
 def _carries_state(config: Any) -> bool:

@@ -1,22 +1,64 @@
 """The graph made small: constants folded; RMS norms, rotations and GELU as the operators that opset 23 has for them.
 
+1. `nn.GELU` is traced to its operator; transformers' own activations compute the same in eight steps, each of which a
+   runtime writes to memory and reads back. A step that anything else reads, a hook point's marker for one, stays, and
+   so do all the others. So does a GELU whose constants are not those of the formula to 1e-5: those of a graph in half
+   precision, whose roundings are what the checkpoint's own code computes.
+2. Gemma's norms compute in float32 whatever the model's dtype. ONNX allows an RMSNormalization of a float16 input with
+   a float32 scale, but the function that it stands for multiplies the two after casting back to the input's dtype, and
+   ONNX Runtime refuses that. With the input cast to the scale's dtype first, it computes what transformers does.
+
 Parameters take part as graph inputs, which no pass can fold or merge: folding `Transpose(weight)` would copy the weight
 into the graph, and merging equal ones would lose their names. So do numbers beside 0 and 1: onnxscript takes `x + 1e-8`
 (the epsilon of Helium's norms) and `x * 1.000005` for `x`.
 """
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 from onnxscript import optimizer
-from onnxscript.rewriter import onnx_fusions
-
-from exporters.transformers import gelu, norms
+from onnxscript.rewriter import onnx_fusions, pattern
 
 NEAR = {0.0: 2e-8, 1.0: 2e-5}  # twice the tolerances of onnxscript's patterns
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
+CUBIC = 0.044715
+SCALE = math.sqrt(2 / math.pi)
+
+
+class _Tanh(pattern.RewriteRuleClassBase):
+    """Tanh GELU: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+
+    def pattern(self, op: Any, x: Any) -> Any:
+        cubic = op.Add(x, op.Mul(op.Pow(x, 3.0), CUBIC))
+        return op.Mul(op.Mul(x, 0.5), op.Add(op.Tanh(op.Mul(cubic, SCALE)), 1.0))
+
+    def rewrite(self, op: Any, x: Any) -> Any:
+        return op.Gelu(x, approximate="tanh")
+
+
+class _FactoredTanh(_Tanh):
+    """`FastGELUActivation`: 0.5 x (1 + tanh(sqrt(2 / pi) x (1 + 0.044715 x x)))."""
+
+    def pattern(self, op: Any, x: Any) -> Any:
+        factor = op.Add(op.Mul(op.Mul(x, CUBIC), x), 1.0)
+        return op.Mul(op.Mul(x, 0.5), op.Add(op.Tanh(op.Mul(op.Mul(x, SCALE), factor)), 1.0))
+
+
+class _Erf(pattern.RewriteRuleClassBase):
+    """`GELUActivation` in Python: 0.5 x (1 + erf(x / sqrt(2)))."""
+
+    def pattern(self, op: Any, x: Any) -> Any:
+        return op.Mul(op.Mul(x, 0.5), op.Add(op.Erf(op.Div(x, math.sqrt(2))), 1.0))
+
+    def rewrite(self, op: Any, x: Any) -> Any:
+        return op.Gelu(x, approximate="none")
+
+
+GELU = pattern.RewriteRuleSet([_Tanh.rule(), _FactoredTanh.rule(), _Erf.rule()])
 
 
 def simplify(model: ir.Model, parameters: set[str]) -> list[ir.Value]:
@@ -32,32 +74,32 @@ def simplify(model: ir.Model, parameters: set[str]) -> list[ir.Value]:
     """
     graph = model.graph
     LiftConstantsToInitializersPass(size_limit=1)(model)
-    held = [value for value in list(graph.initializers.values()) if value.name in parameters]
+    weights = [value for value in list(graph.initializers.values()) if value.name in parameters]
     beside = {value: value.const_value for value in graph.initializers.values() if _beside_neutral(value, parameters)}
-    for value in [*held, *beside]:
+    for value in [*weights, *beside]:
         del graph.initializers[value.name]
         value.const_value = None
         graph.inputs.append(value)
     optimizer.optimize_ir(model)
     onnx_fusions.fuse(model)
-    gelu.fuse(model)
-    norms.widen(model)
+    GELU.apply_to_model(model)
+    _widen_norms(model)
     optimizer.optimize_ir(model)
-    for value in [*held, *beside]:
+    for value in [*weights, *beside]:
         graph.inputs.remove(value)
     for value in beside:
         value.const_value = beside[value]
         if value.uses():
             graph.register_initializer(value)
-    return [value for value in held if value.uses()]
+    return [value for value in weights if value.uses()]
 
 
 def _beside_neutral(value: ir.Value, parameters: set[str]) -> bool:
     """Whether a constant is one number so near to 0 or 1 that passes may take it for these."""
-    held = value.const_value
-    if held is None or value.name in parameters or held.size != 1 or held.dtype not in FLOATS:
+    constant = value.const_value
+    if constant is None or value.name in parameters or constant.size != 1 or constant.dtype not in FLOATS:
         return False
-    number = float(held.numpy().reshape(()))
+    number = float(constant.numpy().reshape(()))
     return number not in NEAR and any(abs(number - neutral) < near for neutral, near in NEAR.items())
 
 
@@ -74,8 +116,8 @@ def simplify_traced(model: ir.Model, buffers: Mapping[str, torch.Tensor]) -> lis
     for name, buffer in buffers.items():
         if name in model.graph.initializers:
             wide = buffer.dtype != torch.bfloat16  # which numpy has not
-            held = ir.tensor(buffer.numpy(), name=name) if wide else ir.tensor_adapters.TorchTensor(buffer, name=name)
-            model.graph.initializers[name].const_value = held
+            tensor = ir.tensor(buffer.numpy(), name=name) if wide else ir.tensor_adapters.TorchTensor(buffer, name=name)
+            model.graph.initializers[name].const_value = tensor
     return simplify(model, _fakes(model.graph))
 
 
@@ -87,3 +129,19 @@ def _fakes(graph: ir.Graph) -> set[str]:
         if isinstance(getattr(value.const_value, "raw", None), torch.Tensor)
         and type(value.const_value.raw) is not torch.Tensor
     }
+
+
+def _widen_norms(model: ir.Model) -> None:
+    """Cast the input of norms with a wider scale to its dtype, in place."""
+    mixed = [
+        node
+        for node in model.graph
+        if node.op_type == "RMSNormalization" and node.inputs[0].dtype != node.inputs[1].dtype
+    ]
+    for node in mixed:
+        value, scale = node.inputs
+        cast = ir.node("Cast", [value], {"to": scale.dtype}, name=f"{node.name}.widened")
+        cast.outputs[0].name, cast.outputs[0].dtype = f"{node.outputs[0].name}.widened", scale.dtype
+        cast.outputs[0].shape = value.shape
+        model.graph.insert_before(node, cast)
+        node.replace_input_with(0, cast.outputs[0])

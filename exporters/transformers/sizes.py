@@ -28,12 +28,12 @@ def sizes_of(config: Any, learned_positions: bool) -> Sizes:
     Raises:
         ExportError: the config names a size in no way that optimum or mionnx knows.
     """
-    known = {ours: _lookup(config, ours) for ours in _NAMES}
-    heads, hidden = known["num_heads"], known["hidden_size"]
+    named = {ours: _lookup(config, ours) for ours in _NAMES}
+    heads, hidden = named["num_heads"], named["hidden_size"]
     layers = getattr(config, "per_layer_config", None)
     first = layers[0] if layers else config
     return Sizes(
-        **known,
+        **named,
         num_kv_heads=_kv_heads(first, heads),
         head_dim=getattr(first, "head_dim", None) or hidden // heads,
         max_positions=_max_positions(config, learned_positions),
@@ -70,15 +70,15 @@ def _max_positions(config: Any, learned_positions: bool) -> int | None:
         for rope in rope_parameters(config)
         if rope.get("rope_type") == "longrope"
     ]
-    return min([*limits, *_kept_keys(config)], default=None)
+    return min([*limits, *kept_keys(config)], default=None)
 
 
-def _kept_keys(config: Any) -> list[int]:
+def kept_keys(config: Any) -> list[int]:
     """Numbers of keys kept by sparse attention, in which a text of as many tokens is whole."""
-    found = [count for name in SPARSE if isinstance(count := getattr(config, name, None), int)]
+    counts = [count for name in SPARSE if isinstance(count := getattr(config, name, None), int)]
     if "minimax_m3_sparse" in (getattr(config, "layer_types", None) or ()):
-        found.append(config.index_topk_blocks * config.index_block_size)
-    return found
+        counts.append(config.index_topk_blocks * config.index_block_size)
+    return counts
 
 
 def rope_parameters(config: Any) -> list[dict[str, Any]]:

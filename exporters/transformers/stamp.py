@@ -114,9 +114,9 @@ def _alone(nodes: list[ir.Node], layer: int, names: Names) -> bool:
     """Whether nodes name nothing of another layer but the stream, and hold no graphs."""
     plain = all(attr.type not in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for node in nodes
                 for attr in node.attributes.values())  # fmt: skip
-    made = [value for node in nodes for value in node.outputs]
+    outputs = [value for node in nodes for value in node.outputs]
     read = [value for node in nodes for value in node.inputs if value is not None and value.producer() is None]
-    owners = {names.layer(str(value.name)) for value in (*made, *read)}
+    owners = {names.layer(str(value.name)) for value in (*outputs, *read)}
     return plain and owners <= {layer, OUTSIDE}
 
 
@@ -178,18 +178,18 @@ class _Stamper:
 
     def _copies(self, template: int, layer: int) -> list[ir.Node]:
         before = self._stream(layer - 1)
-        known = {} if template == 0 else {id(self._stream(template - 1)): before}
-        begin = str(HookPoint.ResidPre(0)) if template == 0 else None  # made of embeddings, in whatever way
+        copied = {} if template == 0 else {id(self._stream(template - 1)): before}
+        begin = str(HookPoint.ResidPre(0)) if template == 0 else None  # stream of embeddings, in whatever way
         copies = []
         for node in self._own(template):
             if node.outputs[0].name == begin:
-                made = self._like(node.outputs[0], template, layer)
-                known[id(node.outputs[0])] = made
-                copies.append(ir.Node("", "Identity", [before], name=f"{node.name}.{layer}", outputs=[made]))
+                stream = self._like(node.outputs[0], template, layer)
+                copied[id(node.outputs[0])] = stream
+                copies.append(ir.Node("", "Identity", [before], name=f"{node.name}.{layer}", outputs=[stream]))
                 continue
-            inputs = [value and self._read(value, known, template, layer) for value in node.inputs]
+            inputs = [value and self._read(value, copied, template, layer) for value in node.inputs]
             outputs = [self._like(value, template, layer) for value in node.outputs]
-            known |= {id(old): new for old, new in zip(node.outputs, outputs, strict=True)}
+            copied |= {id(old): new for old, new in zip(node.outputs, outputs, strict=True)}
             copy = ir.Node(
                 node.domain,
                 node.op_type,
@@ -202,40 +202,40 @@ class _Stamper:
             copies.append(copy)
         return copies
 
-    def _read(self, value: ir.Value, known: dict[int, ir.Value], template: int, layer: int) -> ir.Value:
+    def _read(self, value: ir.Value, copied: dict[int, ir.Value], template: int, layer: int) -> ir.Value:
         """Value that a copy reads in the place of another one."""
         if not self._is_source(value, template):
-            return known.get(id(value), value)
-        if id(value) not in known:
-            known[id(value)] = self._source(value, template, layer)
-        return known[id(value)]
+            return copied.get(id(value), value)
+        if id(value) not in copied:
+            copied[id(value)] = self._source(value, template, layer)
+        return copied[id(value)]
 
     def _source(self, value: ir.Value, template: int, layer: int) -> ir.Value:
         """A past, a weight, or a buffer of the layer."""
-        made = self._like(value, template, layer)
+        value_of_layer = self._like(value, template, layer)
         if value.is_graph_input():
-            self.graph.inputs.append(made)
+            self.graph.inputs.append(value_of_layer)
         elif id(value) in self.weights:
-            self.parameters.setdefault(layer, []).append(made)
+            self.parameters.setdefault(layer, []).append(value_of_layer)
         else:
-            made.const_value = value.const_value
-            self.graph.register_initializer(made)
-        return made
+            value_of_layer.const_value = value.const_value
+            self.graph.register_initializer(value_of_layer)
+        return value_of_layer
 
     def _like(self, value: ir.Value, template: int, layer: int) -> ir.Value:
         name = self.names.moved(str(value.name), template, layer)
-        made = ir.Value(name=name, shape=value.shape and value.shape.copy(), type=value.type)
+        copy = ir.Value(name=name, shape=value.shape and value.shape.copy(), type=value.type)
         if value.is_graph_output():
-            self.graph.outputs.append(made)
-        return made
+            self.graph.outputs.append(copy)
+        return copy
 
 
 def _order_cache(values: MutableSequence[ir.Value]) -> None:
     """Put the past and present of layers into the order of layers, behind all others."""
 
     def place(value: ir.Value) -> int:
-        found = _CACHE.match(str(value.name))
-        return int(found[1]) if found else OUTSIDE
+        layer = _CACHE.match(str(value.name))
+        return int(layer[1]) if layer else OUTSIDE
 
     ordered = sorted(values, key=place)
     values.clear()
@@ -248,8 +248,8 @@ def _hooks(hooks: list[str], kinds: Kinds, names: Names) -> list[str]:
     for name in hooks:
         of.setdefault(names.layer(name), []).append(name)
     layered = [place for place, name in enumerate(hooks) if layer_of(name) is not None]
-    found = hooks[: layered[0]]
+    ordered = hooks[: layered[0]]
     for layer in range(len(kinds.of)):
         traced = layer if layer in kinds.traced else kinds.template(layer)
-        found += [names.moved(name, traced, layer) for name in of[traced]]
-    return found + hooks[layered[-1] + 1 :]
+        ordered += [names.moved(name, traced, layer) for name in of[traced]]
+    return ordered + hooks[layered[-1] + 1 :]

@@ -2,53 +2,68 @@
 
 The same taps serve tracing (a marker in the graph), recording (the value in eager mode) and editing (another value in
 eager mode), so that the exported graph and the eager model mean the same thing by a hook point. Those inside attention
-are in `attention`.
+are in `attention` and `own_attention`; families that need others are in `quirks`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from exporters.transformers.attention import ATTENTION, Listener, Taps, TapWhole, active, replace_for, tap_rotation
-from exporters.transformers.experts import find_experts, shared_expert, tap_router
-from exporters.transformers.families import Layout
-from exporters.transformers.function_modes import (
-    InOrder,
-    KeepAxes,
-    TapAdditions,
-    TapHalves,
-    TapSum,
-    choose_all,
-    quantile,
-)
-from exporters.transformers.own_attention import TapProducts, add_cache, plain_maximum, tap_split_heads
-from exporters.transformers.own_embedding import TapEmbedding
-from exporters.transformers.own_experts import mix_heads, tap_own_experts
+from exporters.transformers.attention import Taps, TapWhole, replace_for
+from exporters.transformers.experts import InOrder, find_experts, shared_expert, tap_own_experts, tap_router
+from exporters.transformers.families import IN_CODE, Layout
+from exporters.transformers.own_attention import TapProducts
+from exporters.transformers.sizes import kept_keys
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 
+ADDITIONS = (Tensor.add, Tensor.__add__, torch.add)
+LATENTS = {"q_a_layernorm": HookPoint.AttnQLatent, "kv_a_layernorm": HookPoint.AttnKvLatent}
 
-class Passed(nn.Module):
-    """Stand-in for a layer that is not traced: it hands the stream on, and has its attributes."""
 
-    def __init__(self, layer: nn.Module, returned: int) -> None:
+class TapHalves(TorchFunctionMode):
+    """Tap the two halves into which an MLP splits its fused gate-and-up projection."""
+
+    def __init__(self, taps: Taps, layer: int) -> None:
         super().__init__()
-        self.__dict__.update(layer=layer, returned=returned)
+        self.taps, self.layer = taps, layer
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The stream as it came, in the place where the layer returns it."""
-        stream = args[0] if args else kwargs["hidden_states"]
-        return (stream, *[None] * (self.returned - 1)) if self.returned else stream
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not Tensor.chunk:
+            return result
+        points = HookPoint.MlpGate(self.layer), HookPoint.MlpUp(self.layer)
+        return tuple(self.taps.at_tokens(point, half) for point, half in zip(points, result, strict=True))
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["layer"], name)
+
+class TapAdditions(TorchFunctionMode):
+    """Tap the terms of a block's additions to the stream, and the stream after each."""
+
+    def __init__(self, taps: Taps, layer: int, stream: Tensor) -> None:
+        super().__init__()
+        self.taps, self.layer, self.stream = taps, layer, stream
+        self.points = [HookPoint.AttnOut(layer), HookPoint.MlpOut(layer)]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in ADDITIONS or not any(value is self.stream for value in args):
+            return func(*args, **(kwargs or {}))
+        point = self.points.pop(0)
+        added = self.taps.at(point, args[1] if args[0] is self.stream else args[0])
+        self.stream = self.stream + added
+        if self.points:
+            self.stream = self.taps.at(HookPoint.ResidMid(self.layer), self.stream, stream=True)
+        return self.stream
+
+
+def choose_all(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Stand in for a choice of keys: the attention of mionnx reads all of them."""
+    return hidden.new_zeros(0)
 
 
 def submodule(model: PreTrainedModel, path: str, root: nn.Module | None = None) -> nn.Module:
@@ -56,8 +71,8 @@ def submodule(model: PreTrainedModel, path: str, root: nn.Module | None = None) 
 
     Args:
         model: the whole model.
-        path: from the root on.
-        root: a block of it; the model itself if None.
+        path: from the root on; "" is the root itself.
+        root: a module of the model; the model itself if None.
 
     Raises:
         ExportError: there is none.
@@ -71,8 +86,8 @@ def submodule(model: PreTrainedModel, path: str, root: nn.Module | None = None) 
         ) from error
 
 
-class _Attachment:
-    """The hooks of one `attached` context, collected so that all of them come off together."""
+class Attachment:
+    """The hooks on a model; the stack takes all of them off together."""
 
     def __init__(self, model: PreTrainedModel, layout: Layout, taps: Taps, stack: ExitStack) -> None:
         self.model, self.layout, self.taps, self.stack = model, layout, taps, stack
@@ -80,12 +95,12 @@ class _Attachment:
     def module(self, path: str, root: nn.Module | None = None) -> nn.Module:
         return submodule(self.model, path, root)
 
-    def has(self, path: str | None, root: nn.Module) -> bool:
+    def has(self, path: str, root: nn.Module) -> bool:
         """Whether there is such a module."""
-        return path is not None and path in dict(root.named_modules())
+        return path in dict(root.named_modules())
 
     def before(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-        def hook(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             if args:
                 return (function(args[0]), *args[1:]), kwargs
             return args, {**kwargs, "hidden_states": function(kwargs["hidden_states"])}
@@ -93,7 +108,7 @@ class _Attachment:
         self.stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     def after(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-        def hook(_module: nn.Module, _args: tuple, output: Any) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
             if isinstance(output, tuple | list):
                 return type(output)([function(output[0]), *output[1:]])
             return function(output)
@@ -111,225 +126,137 @@ class _Attachment:
         replace_for(self.stack, module, "forward", inside)
 
     def outside_blocks(self) -> None:
-        at, layout = self.taps.at, self.layout
-
         def final(x: Tensor) -> Tensor:  # a model may norm its embeddings by the same module
-            return at(HookPoint.FinalNorm, x) if self.taps.read else x
+            return self.taps.at(HookPoint.FinalNorm, x) if self.taps.read else x
 
-        if layout.embeds_in_code:
-            rows = self.model.config.max_position_embeddings
-            self.enter_around(self.module(layout.embeds_in_code), lambda _: TapEmbedding(self.taps, rows))
-        else:
-            embedding = self.module(layout.embedding) if layout.embedding else self.model.get_input_embeddings()
-            self.after(embedding, lambda x: at(HookPoint.Embed, x))
-        if layout.positions:
-            self.after(self.module(layout.positions), lambda x: at(HookPoint.PosEmbed, x))
-        if layout.final_norm:
-            self.after(self.module(layout.final_norm), final)
+        self.embeddings()
+        if self.layout.final_norm:
+            self.after(self.module(self.layout.final_norm), final)
+
+    def embeddings(self) -> None:
+        layout = self.layout
+        embedding = self.module(layout.embedding) if layout.embedding else self.model.get_input_embeddings()
+        self.after(embedding, partial(self.taps.at, HookPoint.Embed))
+        if layout.positions not in (None, IN_CODE):
+            self.after(self.module(str(layout.positions)), partial(self.taps.at, HookPoint.PosEmbed))
 
     def block(self, i: int, block: nn.Module) -> None:
-        at, layout = self.taps.at, self.layout
-        if layout.streams:
-            self.streams(i, self.module(layout.streams, block))
-            if share := getattr(self.module(layout.mlp_input, block), "activation_sparsity", 0.0):
-                self.enter_around(self.module(layout.mlp_input, block), lambda _: quantile(share))
-        else:
-            self.stream_before(i, block)
-        self.rope(self.module(layout.attention, block), i)
+        """Tap layer `i`, which a block holds, alone or among others."""
+        layout = self.layout
+        products = layout.stream == "products"
+        self.stream_before(i, block)
+        self.name_layer(i, self.module(layout.attention, block))
         self.heads(i, block)
-        if layout.adds_products:
+        if products:
             self.enter_around(block, lambda stream: TapAdditions(self.taps, i, stream))
         else:
-            self.after(self.module(layout.attention_added, block), lambda x: at(HookPoint.AttnOut(i), x))
+            self.after(
+                self.module(layout.attention_added or layout.attention, block),
+                partial(self.taps.at, HookPoint.AttnOut(i)),
+            )
             if layout.middle:
-                self.before(self.module(layout.middle, block), lambda x: at(HookPoint.ResidMid(i), x, stream=True))
+                self.before(
+                    self.module(layout.middle, block), partial(self.taps.at, HookPoint.ResidMid(i), stream=True)
+                )
         self.mlp(i, block)
-        if not layout.adds_products:
-            self.after(self.module(layout.mlp_added, block), lambda x: at(HookPoint.MlpOut(i), x))
-        if not layout.streams and (i + 1) % layout.halves == 0:
-            self.after(block, lambda x: at(HookPoint.ResidPost(i), x))
-        if layout.flattens:
-            self.enter_around(block, lambda _: KeepAxes())
+        if not products:
+            added = (
+                self.module(layout.mlp_added, block) if layout.mlp_added else self.mlp_part(block, layout.mlp_output)
+            )
+            self.after(added, partial(self.taps.at, HookPoint.MlpOut(i)))
+        self.stream_after(i, block)
 
     def stream_before(self, i: int, block: nn.Module) -> None:
-        """Tap the stream before a layer; inside a block, also as that after the layer before."""
-        at = self.taps.at
-        if i % self.layout.halves == 0:
-            self.before(block, lambda x: at(HookPoint.ResidPre(i), x))
-            return
-        begins = self.module(str(self.layout.begins), block)
-        for point in (HookPoint.ResidPost(i - 1), HookPoint.ResidPre(i)):
-            self.before(begins, lambda x, point=point: at(point, x, stream=True))
+        self.before(block, partial(self.taps.at, HookPoint.ResidPre(i)))
 
-    def streams(self, i: int, module: Any) -> None:
-        """Tap the active stream of several, as predicted and before the correction."""
-        at, active = self.taps.at, self.model.config.altup_active_idx
-        predict, correct = module.predict, module.correct
+    def stream_after(self, i: int, block: nn.Module) -> None:
+        self.after(block, partial(self.taps.at, HookPoint.ResidPost(i)))
 
-        def predicted(streams: Tensor) -> Tensor:
-            found = list(predict(streams).unbind(0))
-            found[active] = at(HookPoint.ResidPre(i), found[active])
-            return torch.stack(found)
+    def name_layer(self, i: int, attention: nn.Module) -> None:
+        """Let the family's rotation function know which layer calls it."""
 
-        replace_for(self.stack, module, "predict", predicted)
-        replace_for(self.stack, module, "correct", lambda made, own: correct(made, at(HookPoint.ResidPost(i), own)))
+        def enter(_module: nn.Module, _args: Any) -> None:
+            self.taps.layer = i
+
+        self.stack.callback(attention.register_forward_pre_hook(enter).remove)
 
     def heads(self, i: int, block: nn.Module) -> None:
         """Tap latents, queries and keys before they are cut, and gated outputs of heads."""
         at, layout = self.taps.at, self.layout
         attention = self.module(layout.attention, block)
-        for path, point in zip(layout.latents, (HookPoint.AttnQLatent(i), HookPoint.AttnKvLatent(i)), strict=False):
+        for path, point in LATENTS.items() if layout.keys == "latents" else ():
             if self.has(path, attention):  # a model may project its queries without a latent
-                self.after(self.module(path, attention), lambda x, point=point: at(point, x))
-        if layout.own_attention:
-            self.own_attention(i, attention)
-        if layout.rotates_part and not layout.splits_heads:
-            widths = (getattr(attention, name, None) for name in ("qk_head_dim", "head_size"))
-            width = next((width for width in widths if width is not None), None)
-            self.enter_around(attention, lambda _: TapWhole(self.taps, i, width))
-        if layout.sparse and self.has("indexer", attention):
+                self.after(self.module(path, attention), partial(self.taps.at, point(i)))
+        if layout.keys == "own":
+            self.own_attention(i, attention, getattr(attention, "bias", None))
+        if layout.rotation == "part":
+            self.cut_heads(i, attention)
+        if self.has("indexer", attention) and kept_keys(self.model.config):  # `Sizes.max_positions` is within these
             replace_for(self.stack, self.module("indexer", attention), "forward", choose_all)
 
         def z(x: Tensor) -> Tensor:
             query, _ = self.taps.patterns[i]
             return at(HookPoint.AttnZ(i), x.unflatten(-1, (query.shape[1], -1))).flatten(2)
 
-        if layout.mixed_heads:
-            mix_heads(self.stack, self.module(layout.mixed_heads, block))
-        if layout.z_at_projection and layout.output_projection:
-            self.before(self.module(layout.output_projection, block), z)
+        if layout.z == "projection":
+            self.before(self.module(str(layout.projection), block), z)
 
-    def own_attention(self, i: int, attention: nn.Module) -> None:
-        """Tap attention that is computed in the family's own code."""
+    def own_attention(self, i: int, attention: nn.Module, mask: Tensor | None) -> None:
+        """Tap attention in the family's own code, with its own causal mask, if any."""
         heads = self.model.config.num_attention_heads
-        if self.layout.splits_heads:
-            tap_split_heads(self.stack, self.taps, attention, i)
-        if self.layout.cacheless:
-            add_cache(self.stack, self.taps, attention, i)
-        table = None if self.layout.cacheless else getattr(attention, "bias", None)
-        self.enter_around(attention, lambda stream: TapProducts(self.taps, i, heads, stream, table))
+        self.enter_around(attention, lambda stream: TapProducts(self.taps, i, heads, stream, mask))
+
+    def cut_heads(self, i: int, attention: nn.Module) -> None:
+        """Tap queries and keys of which a part is cut off and rotated."""
+        widths = (getattr(attention, name, None) for name in ("qk_head_dim", "head_size"))
+        width = next((width for width in widths if width is not None), None)
+        self.enter_around(attention, lambda _: TapWhole(self.taps, i, width))
+
+    def mlp_part(self, block: nn.Module, part: str) -> nn.Module:
+        """A part of the MLP of a block; the MLP itself where none is named."""
+        return self.module(f"{self.layout.mlp}.{part}".strip("."), block)
 
     def mlp(self, i: int, block: nn.Module) -> None:
-        at, layout = self.taps.at, self.layout
-        if layout.shortcut:  # several modules read what this norm makes
-            self.after(self.module(str(layout.middle), block), lambda x: at(HookPoint.MlpPre(i), self.note(i, x)))
+        layout = self.layout
+        reader = self.mlp_part(block, "" if layout.mlp else str(layout.up))
+        self.before(reader, lambda x: self.taps.at(HookPoint.MlpPre(i), self.note(i, x)))
+        mixture = find_experts(block)
+        if mixture is None:
+            self.neurons(i, block, layout.mlp)
         else:
-            self.before(self.module(layout.mlp_input, block), lambda x: at(HookPoint.MlpPre(i), self.note(i, x)))
-        found = find_experts(block) if layout.experts else None
-        if found is not None:
-            self.experts(i, block, found)
-        elif not layout.experts or self.has(layout.down, block):
-            self.neurons(i, block)
-        if layout.shortcut and (i + 1) % layout.halves == 0:
-            self.shortcut(i, block)
-        if layout.shared:
-            self.shared(i, block)
-        else:
-            self.after(self.module(layout.mlp_output, block), lambda x: self.taps.at_tokens(HookPoint.MlpPost(i), x))
+            self.experts(i, reader, mixture)
+        self.mlp_result(i, block)
 
-    def shortcut(self, i: int, block: nn.Module) -> None:
-        """Compute a mixture where it joins the stream, beside the last half's MLP."""
-        mixture: Any = self.module(str(self.layout.shortcut), block)
-        tap_own_experts(self.stack, self.taps, mixture)
-        tap_router(self.stack, self.taps, mixture)
-        compute, read = mixture.forward, []
-
-        def postpone(x: Tensor) -> int:
-            read[:] = [x]
-            return 0  # which the block adds in its place
-
-        def added(x: Tensor) -> Tensor:
-            with InOrder():
-                return x + compute(read.pop())
-
-        replace_for(self.stack, mixture, "forward", postpone)
-        self.after(self.module(self.layout.mlp_output, block), added)
-
-    def shared(self, i: int, block: nn.Module) -> None:
-        """Tap an MLP beside the experts: it reads what they read, and the block adds the two."""
-        layout, mode = self.layout, TapSum(self.taps)
-        beside = self.module(str(layout.shared), block)
-        read: list[Tensor] = []
-
-        def keep(x: Tensor) -> Tensor:
-            read[:] = [x]
-            return x
-
-        def made(x: Tensor) -> Tensor:
-            mode.made = x
-            return x
-
-        self.before(self.module(layout.mlp_input, block), keep)  # after the hook point there
-        self.before(beside, lambda _: read.pop())
-        self.after(self.module(layout.mlp_output, block), made)
-        self.enter_around(block, lambda _: mode)
-        self.neurons(i, beside, alone=True)
+    def mlp_result(self, i: int, block: nn.Module) -> None:
+        module = self.mlp_part(block, self.layout.mlp_output)
+        self.after(module, partial(self.taps.at_tokens, HookPoint.MlpPost(i)))
 
     def note(self, i: int, x: Tensor) -> Tensor:
         """Note whose MLP runs, and its axes."""
         self.taps.layer, self.taps.tokens = i, (x.shape[0], x.shape[1])
         return x
 
-    def experts(self, i: int, block: nn.Module, parent: nn.Module) -> None:
+    def experts(self, i: int, reader: nn.Module, mixture: nn.Module) -> None:
         """Tap a layer's router and shared expert; chosen experts are tapped where they are computed."""
-        tap_own_experts(self.stack, self.taps, parent)
-        tap_router(self.stack, self.taps, parent)
-        self.enter_around(self.module(self.layout.mlp_input, block), lambda _: InOrder())
-        shared = shared_expert(parent)
+        tap_own_experts(self.stack, self.taps, mixture)
+        tap_router(self.stack, self.taps, mixture)
+        self.enter_around(reader, lambda _: InOrder())
+        shared = shared_expert(mixture)
         if shared is not None:
-            self.neurons(i, shared, alone=True)
+            self.neurons(i, shared)
 
-    def neurons(self, i: int, root: nn.Module, alone: bool = False) -> None:
-        """Tap gate, up and activation in a block, or in an MLP that stands `alone`, beside experts."""
-        layout = self.layout
-        gate, up, both, down = (
-            path.rpartition(".")[2] if path and alone else path
-            for path in (layout.gate, layout.up, layout.gate_and_up, layout.down)
-        )
-        for path, point in ((gate, HookPoint.MlpGate(i)), (up, HookPoint.MlpUp(i))):
-            if path:
-                self.after(self.module(path, root), lambda x, point=point: self.taps.at_tokens(point, x))
-        if both:
-            self.module(both, root)
-            mlp = root if alone else self.module(layout.mlp_input, root)
-            self.enter_around(mlp, lambda _: TapHalves(self.taps, i))
-        if down:
-            self.before(self.module(down, root), lambda x: self.taps.at_tokens(HookPoint.MlpAct(i), x))
+    def neurons(self, i: int, root: nn.Module, mlp: str = "") -> None:
+        """Tap gate, up and activation of an MLP, by its path from a root."""
+        layout, at = self.layout, self.taps.at_tokens
 
-    def rope(self, attention: nn.Module, i: int) -> None:
-        """Let the family's rotation function know which layer calls it."""
+        def part(name: str) -> nn.Module:
+            return self.module(f"{mlp}.{name}".strip("."), root)
 
-        def enter(_module: nn.Module, _args: tuple) -> None:
-            self.taps.layer = i
-
-        self.stack.callback(attention.register_forward_pre_hook(enter).remove)
-
-
-@contextmanager
-def attached(model: PreTrainedModel, layout: Layout, listen: Listener) -> Iterator[Taps]:
-    """Instrument a causal language model: `listen` gets each hook point's tensor.
-
-    Args:
-        model: a transformers causal language model.
-        layout: where its family keeps its modules.
-        listen: called as (hook name, tensor, stream); what it returns is what the model goes on with.
-
-    Raises:
-        ExportError: the model has no module where the layout says it has.
-    """
-    taps = Taps(listen, layout)
-    with ExitStack() as stack:
-        attachment = _Attachment(model, layout, taps, stack)
-        blocks = attachment.module(layout.blocks)
-        attachment.outside_blocks()
-        layers = [(block, half) for block in blocks for half in range(layout.halves)]
-        for i, (block, half) in enumerate(layers):
-            if not isinstance(block, Passed):
-                _Attachment(model, layout.half(half), taps, stack).block(i, block)
-        if layout.own_attention:
-            stack.enter_context(plain_maximum(model))
-        tap_rotation(stack, taps, attachment.module(layout.half(0).attention, blocks[0]))
-        replace_for(stack, model.config, "_attn_implementation", ATTENTION)
-        stack.callback(active.remove, taps)
-        active.append(taps)
-        yield taps
+        for name, point in ((layout.gate, HookPoint.MlpGate(i)), (layout.up, HookPoint.MlpUp(i))):
+            if name:
+                self.after(part(name), partial(at, point))
+        if layout.gate_and_up:
+            part(layout.gate_and_up)
+            self.enter_around(part(""), lambda _: TapHalves(self.taps, i))
+        if layout.down:
+            self.before(part(layout.down), partial(at, HookPoint.MlpAct(i)))

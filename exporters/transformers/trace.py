@@ -9,7 +9,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from exporters.transformers.attention import ATTENTION, Listener, TappedCache
-from exporters.transformers.experts import EXPERTS
+from exporters.transformers.attention import ATTENTION, TAPS, Listener, TappedCache, Taps, replace_for, tap_rotation
+from exporters.transformers.experts import EXPERTS, drop_spare
 from exporters.transformers.families import Layout, layout_of
 from exporters.transformers.kinds import Kinds, Recorder, all_different, kinds_of
-from exporters.transformers.own_experts import drop_spare
+from exporters.transformers.own_attention import plain_maximum
+from exporters.transformers.quirks import attachment_of
 from exporters.transformers.sizes import rope_parameters
-from exporters.transformers.taps import Passed, attached, submodule
+from exporters.transformers.taps import submodule
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.io_names import KEYS_AND_VALUES
@@ -53,6 +54,50 @@ class Traced:
     layout: Layout
 
 
+class Passed(nn.Module):
+    """Stand-in for a layer that is not traced: it hands the stream on, and has its attributes."""
+
+    def __init__(self, layer: nn.Module, returned: int) -> None:
+        super().__init__()
+        self.__dict__.update(layer=layer, returned=returned)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The stream as it came, in the place where the layer returns it."""
+        stream = args[0] if args else kwargs["hidden_states"]
+        return (stream, *[None] * (self.returned - 1)) if self.returned else stream
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["layer"], name)
+
+
+@contextmanager
+def attached(model: PreTrainedModel, taps: Taps) -> Iterator[None]:
+    """Instrument a causal language model: the taps' listener gets each hook point's tensor.
+
+    Raises:
+        ExportError: the model has no module where the layout says it has.
+    """
+    layout, attachment = taps.layout, attachment_of(model.config)
+    with ExitStack() as stack:
+        blocks = [*submodule(model, layout.blocks).children()]
+        attachment(model, layout, taps, stack).outside_blocks()
+        layers = [(block, layout.layer(number)) for block in blocks for number in range(layout.layers)]
+        for i, (block, own_layout) in enumerate(layers):
+            if not isinstance(block, Passed):
+                attachment(model, own_layout, taps, stack).block(i, block)
+        for module in [module for block in blocks for module in block.modules()]:
+            vars(module)[TAPS] = taps
+            stack.callback(vars(module).pop, TAPS)
+        if layout.keys == "own":
+            stack.enter_context(plain_maximum(model))
+        tap_rotation(stack, taps, submodule(model, layout.layer(0).attention, blocks[0]))
+        replace_for(stack, model.config, "_attn_implementation", ATTENTION)
+        yield
+
+
 class Cached(nn.Module):
     """A causal language model as a function of tensors; its cache is a list of (key, value)."""
 
@@ -66,10 +111,10 @@ class Cached(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         layers = range(len(past)) if self.layers is None else self.layers
-        given = dict(zip(layers, past, strict=True))
-        cache = TappedCache([given.get(i, past[0]) for i in range(max(layers, default=-1) + 1)])  # others: passed over
-        with attached(self.model, self.layout, self.listen) as taps:
-            taps.cache = cache
+        by_layer = dict(zip(layers, past, strict=True))
+        pasts = [by_layer.get(i, past[0]) for i in range(max(layers, default=-1) + 1)]  # others: passed over
+        cache = TappedCache(pasts, self.listen, self.layout)
+        with attached(self.model, cache.taps):
             output = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -77,8 +122,8 @@ class Cached(nn.Module):
                 past_key_values=cache,
                 use_cache=True,
             )
-            logits = taps.at(HookPoint.Logits, output.logits)
-        return logits, cache.present(taps)
+            logits = cache.taps.at(HookPoint.Logits, output.logits)
+        return logits, cache.present()
 
 
 def run_eagerly(
@@ -111,7 +156,7 @@ def prepare(config: Any) -> None:
 def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """A config's model without weights, on the meta device."""
     prepare(config)
-    if layout_of(config).own_attention:
+    if layout_of(config).keys == "own":
         config._attn_implementation = "eager"  # whose classes some of them look up by this name
     try:
         with torch.device("meta"):
@@ -128,7 +173,7 @@ def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 def buffers_of(skeleton: PreTrainedModel) -> dict[str, Tensor]:
     """Buffers that no checkpoint holds (rotation frequencies, embedding scales), with values."""
-    found = {}
+    buffers = dict[str, Tensor]()
     for path, module in skeleton.named_modules():
         names = sorted(module._non_persistent_buffers_set)
         before = {name: module._buffers[name] for name in names}
@@ -136,9 +181,9 @@ def buffers_of(skeleton: PreTrainedModel) -> dict[str, Tensor]:
             module._buffers[name] = torch.empty_like(before[name], device="cpu")
         if names:
             _owner(skeleton, path)._init_weights(module)
-        found |= {f"{path}.{name}".lstrip("."): module._buffers[name] for name in names}
+        buffers |= {f"{path}.{name}".lstrip("."): module._buffers[name] for name in names}
         module._buffers.update(before)
-    return found
+    return buffers
 
 
 def _owner(skeleton: PreTrainedModel, path: str) -> PreTrainedModel:
@@ -170,14 +215,14 @@ def find_kinds(skeleton: PreTrainedModel, sizes: PastSizes, buffers: Mapping[str
     layout, layers = layout_of(skeleton.config), skeleton.config.num_hidden_layers
     with torch.device("meta"):
         example = _example(range(layers), sizes)
-    recorder = Recorder(skeleton, layout.blocks, example[:3], example[3], layout.halves)
+    recorder = Recorder(skeleton, layout.blocks, example[:3], example[3], layout.layers)
     try:
         with quiet(), torch.no_grad(), recorder:
             Cached(skeleton, layout, recorder.listen).eval()(*example)
     except ExportError:
         raise
     except Exception:  # whatever torch raises where the meta device cannot follow: nothing is known of the layers
-        return all_different(layers // layout.halves, layout.halves)
+        return all_different(layers // layout.layers, layout.layers)
     return kinds_of(skeleton, layout.blocks, recorder, buffers)
 
 
@@ -256,30 +301,31 @@ def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds) -> Traced:
 def _passed_over(skeleton: PreTrainedModel, layout: Layout, kinds: Kinds) -> Iterator[None]:
     """Let the layers that are not traced hand the stream on."""
     blocks = submodule(skeleton, layout.blocks)
-    whole = dict(blocks.named_children())
+    modules = dict(blocks.named_children())
     try:
-        for name, block in whole.items():
+        for name, block in modules.items():
             if int(name) not in kinds.traced:
                 setattr(blocks, name, Passed(block, kinds.returned))
         yield
     finally:
-        for name, block in whole.items():
+        for name, block in modules.items():
             setattr(blocks, name, block)
 
 
 def allocate(model: nn.Module) -> None:
     """Move parameters and buffers to the CPU, inside a `FakeTensorMode`; tied ones stay tied."""
-    made: dict[int, Tensor] = {}
+    fakes: dict[int, Tensor] = {}
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for table in tables:
+            for name, tensor in table.items():
                 if tensor is None:
                     continue
-                if id(tensor) not in made:
+                if id(tensor) not in fakes:
                     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
                     parameter = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if parameter else fake
-                held[name] = made[id(tensor)]
+                    fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if parameter else fake
+                table[name] = fakes[id(tensor)]
 
 
 def drop_prefix(graph: ir.Graph) -> None:

@@ -7,15 +7,19 @@ from pathlib import Path
 import onnx_ir as ir
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import Concatenate, MergeModulelist
 from transformers.pytorch_utils import Conv1D
 
 from exporters.checkpoint_tensors import Stored, same_bytes
-from exporters.transformers.checkpoint import Mapped, aliases
-from exporters.transformers.packed_experts import keep_packed
+from exporters.packed.linear import Linear
+from exporters.packed.stack import Stack
+from exporters.transformers.checkpoint import Conversion, Mapped, aliases
 from exporters.weight_files import place, some
 from mionnx.errors import ExportError
 from mionnx.graph.blocks import GivenBlocks
 from mionnx.machine.progress import Progress
+
+STEPS = [(MergeModulelist, 0), (Concatenate, 1)]  # operations of a conversion and their axes, the second if need be
 
 
 def bind_weights(
@@ -42,7 +46,7 @@ def bind_weights(
     Raises:
         ExportError: an unfed parameter, an unread checkpoint tensor, or a tensor of another shape.
     """
-    keep_packed(mapped)
+    _keep_packed(mapped)
     stored = _stored(parameters, mapped, model)
     left = {name: one.packed.named_blocks(name) for name, one in stored.items() if one.packed is not None and leave}
     place(parameters, stored, _converted(mapped, model), folder, progress, left)
@@ -102,3 +106,34 @@ def _converted(mapped: Mapped, model: PreTrainedModel) -> Iterator[tuple[str, Te
     """Parameters that need a conversion, one of them in memory at a time."""
     for conversion in mapped.converted.values():
         yield from conversion.run(model).items()
+
+
+def _keep_packed(mapped: Mapped) -> None:
+    """Let experts packed one by one be stacks of the same integers, in place.
+
+    Their conversions do no more than stack experts, and put gate and up one below the other.
+    """
+    for target, conversion in [*mapped.converted.items()]:
+        stack = _stack(conversion)
+        if stack is not None:
+            first = conversion.sources[0]
+            mapped.direct[target] = replace(first, name=target, shape=stack.shape, packed=stack)
+            del mapped.converted[target]
+
+
+def _stack(conversion: Conversion) -> Stack | None:
+    """The stack that a conversion makes; None if it does more, or an expert is not packed."""
+    rule, layers = conversion.converter, [source.packed for source in conversion.sources]
+    steps = [(type(step), getattr(step, "dim", None)) for step in rule.operations]
+    if steps != STEPS[: len(steps)] or len(steps) < len(rule.source_patterns) or len(rule.target_patterns) > 1:
+        return None
+    by_pattern: dict[str, list[Linear]] = {pattern: [] for pattern in rule.source_patterns}
+    for pattern, layer in zip(conversion.patterns, layers, strict=True):
+        if not isinstance(layer, Linear):
+            return None
+        by_pattern[pattern].append(layer)
+    groups = [*by_pattern.values()]
+    same = all(len({(one.inputs, one.outputs) for one in group}) == 1 for group in groups)
+    if not same or len({(len(group), group[0].inputs) for group in groups}) > 1:
+        return None
+    return Stack(tuple(zip(*groups, strict=True)), turned=False)

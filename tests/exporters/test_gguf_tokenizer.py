@@ -18,8 +18,7 @@ from transformers import AutoTokenizer
 
 from exporters.gguf.architectures import ARCHITECTURES
 from exporters.gguf.header import read_header
-from exporters.gguf.pre_tokenizers import CUTS
-from exporters.gguf.tokenizer import BY_PLACE, write_tokenizer
+from exporters.gguf.tokenizer import BY_PLACE, CUTS, write_tokenizer
 
 SPACE = "\u2581"
 CONTROL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]

@@ -5,7 +5,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from exporters.transformers.check_hooked import check_stream
+from exporters.transformers.hooked_graph import check_stream
 from exporters.transformers.naming import name_hooks
 from mionnx import ExportError
 

@@ -1,0 +1,259 @@
+"""Quirks: taps of single families, beside the words of `Layout`.
+
+A row of `QUIRKS` is a family, the `Attachment` that puts its taps where that family needs them, and why it does.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from statistics import NormalDist
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from exporters.transformers.attention import Taps, replace_for
+from exporters.transformers.experts import InOrder, mix_heads, tap_own_experts, tap_router
+from exporters.transformers.taps import ADDITIONS, Attachment
+from mionnx.graph.hook_points import HookPoint
+
+
+class EmbeddingsInCode(Attachment):
+    """Taps on embeddings and positions that a model's own code makes."""
+
+    def embeddings(self) -> None:
+        rows = self.model.config.max_position_embeddings
+        self.enter_around(self.module("transformer"), lambda _: TapEmbedding(self.taps, rows))
+
+
+class TapEmbedding(TorchFunctionMode):
+    """Tap embeddings scaled in place, and positions out of a table of so many rows."""
+
+    def __init__(self, taps: Taps, rows: int) -> None:
+        super().__init__()
+        self.taps, self.rows = taps, rows
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (Tensor.mul_, Tensor.__imul__):
+            return self.taps.at(HookPoint.Embed, result)
+        table = func is Tensor.__getitem__ and args[0].dim() == 2 and args[0].is_floating_point()
+        return self.taps.at(HookPoint.PosEmbed, result) if table and args[0].shape[0] == self.rows else result
+
+
+class SeveralStreams(Attachment):
+    """Taps on the active stream of several: as predicted, and before the correction."""
+
+    def stream_before(self, i: int, block: nn.Module) -> None:
+        streams: Any = self.module("altup", block)
+        at, active = self.taps.at, self.model.config.altup_active_idx
+        predict, correct = streams.predict, streams.correct
+
+        def predicted(values: Tensor) -> Tensor:
+            split = list(predict(values).unbind(0))
+            split[active] = at(HookPoint.ResidPre(i), split[active])
+            return torch.stack(split)
+
+        replace_for(self.stack, streams, "predict", predicted)
+        replace_for(self.stack, streams, "correct", lambda made, own: correct(made, at(HookPoint.ResidPost(i), own)))
+        mlp = self.module(self.layout.mlp, block)
+        if share := getattr(mlp, "activation_sparsity", 0.0):
+            self.enter_around(mlp, lambda _: quantile(share))
+
+    def stream_after(self, i: int, block: nn.Module) -> None:
+        """Nothing: a block gives several streams, the tap is in the correction."""
+
+
+@contextmanager
+def quantile(share: float) -> Iterator[None]:
+    """Put a number in the place of a normal quantile, a function that no graph has."""
+    value = NormalDist().inv_cdf(share)
+    normal = SimpleNamespace(icdf=lambda given: torch.full_like(given, value))
+    with ExitStack() as stack:
+        replace_for(stack, torch.distributions.normal, "Normal", lambda *_: normal)
+        yield
+
+
+class MixedHeads(Attachment):
+    """Projections of queries and of heads' outputs as products with chosen matrices."""
+
+    def heads(self, i: int, block: nn.Module) -> None:
+        mix_heads(self.stack, self.module(f"{self.layout.attention}.experts", block))
+        super().heads(i, block)
+
+
+class TwoLayersInBlock(Attachment):
+    """Taps between the layers of a block; experts are computed beside the last MLP."""
+
+    def stream_before(self, i: int, block: nn.Module) -> None:
+        """Inside a block the stream before a layer is also that after the layer before."""
+        number = i % self.layout.layers
+        if number == 0:
+            super().stream_before(i, block)
+            return
+        first_reader = self.module(f"input_layernorm.{number}", block)
+        for point in (HookPoint.ResidPost(i - 1), HookPoint.ResidPre(i)):
+            self.before(first_reader, partial(self.taps.at, point, stream=True))
+
+    def stream_after(self, i: int, block: nn.Module) -> None:
+        if self.is_last(i):
+            super().stream_after(i, block)
+
+    def is_last(self, i: int) -> bool:
+        """Whether a layer is the last one of its block."""
+        return (i + 1) % self.layout.layers == 0
+
+    def mlp(self, i: int, block: nn.Module) -> None:
+        at, norm = self.taps.at, self.module(str(self.layout.middle), block)
+        self.after(norm, lambda x: at(HookPoint.MlpPre(i), self.note(i, x)))  # which the mixture reads too
+        self.neurons(i, block, self.layout.mlp)
+        if self.is_last(i):
+            self.mixture(block)
+        self.mlp_result(i, block)
+
+    def mixture(self, block: nn.Module) -> None:
+        """Compute the mixture beside the MLP of the last layer."""
+        mixture: Any = self.module("mlp", block)
+        tap_own_experts(self.stack, self.taps, mixture)
+        tap_router(self.stack, self.taps, mixture)
+        compute, read = mixture.forward, list[Tensor]()
+
+        def postpone(x: Tensor) -> int:
+            read[:] = [x]
+            return 0  # which the block adds in its place
+
+        def added(x: Tensor) -> Tensor:
+            with InOrder():
+                return x + compute(read.pop())
+
+        replace_for(self.stack, mixture, "forward", postpone)
+        self.after(self.module(self.layout.mlp, block), added)
+
+
+class AddedCache(Attachment):
+    """A cache for attention without one; its mask begins at the rows of this call."""
+
+    def own_attention(self, i: int, attention: Any, mask: Tensor | None) -> None:
+        attend = attention._attn
+
+        def with_past(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            keys, values = self.taps.keep(key.transpose(2, 3), value, i)
+            with ExitStack() as rows:
+                replace_for(rows, attention, "bias", attention.bias[:, :, keys.shape[2] - query.shape[2] :])
+                return attend(query, keys.transpose(2, 3), values, *args, **kwargs)
+
+        replace_for(self.stack, attention, "_attn", with_past)
+        super().own_attention(i, attention, None)
+
+
+class MergedAxes(Attachment):
+    """Batch and sequence axes kept apart in a block that merges them."""
+
+    def block(self, i: int, block: nn.Module) -> None:
+        super().block(i, block)
+        self.enter_around(block, lambda _: KeepAxes())
+
+
+class KeepAxes(TorchFunctionMode):
+    """Undo a block's `x.reshape(-1, width)`: batch and sequence axes stay apart."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.reshape and len(args) == 3 and args[1] == -1 and args[0].dim() == 3:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class SplitHeads(Attachment):
+    """Taps on queries and keys, [batch, seq, n_heads, head_dim], as `_split_heads` gives them."""
+
+    def cut_heads(self, i: int, attention: Any) -> None:
+        points, split = list[HookPoint](), attention._split_heads
+
+        def splitting(*args: Any, **kwargs: Any) -> Tensor:
+            heads = split(*args, **kwargs)
+            return self.taps.at(points.pop(0), heads.transpose(1, 2)).transpose(1, 2) if points else heads
+
+        def begin(_module: nn.Module, _args: Any) -> None:
+            points[:] = [HookPoint.AttnQ(i), HookPoint.AttnK(i)]
+            self.taps.rotated.add(i)
+
+        replace_for(self.stack, attention, "_split_heads", splitting)
+        self.stack.callback(attention.register_forward_pre_hook(begin).remove)
+
+
+class MlpBesideExperts(Attachment):
+    """Taps on an MLP beside the experts: it reads what they read, and the block adds the two."""
+
+    def mlp_result(self, i: int, block: nn.Module) -> None:
+        if not self.has("shared_mlp", block):
+            super().mlp_result(i, block)
+            return
+        experts, beside = (self.module(path, block) for path in (self.layout.mlp, "shared_mlp"))
+        mode, read = TapSum(self.taps), list[Tensor]()
+
+        def keep(x: Tensor) -> Tensor:
+            read[:] = [x]
+            return x
+
+        def computed(x: Tensor) -> Tensor:
+            mode.term = x
+            return x
+
+        self.before(experts, keep)  # after the hook point there
+        self.before(beside, lambda _: read.pop())
+        self.after(experts, computed)
+        self.enter_around(block, lambda _: mode)
+        parts = replace(self.layout, gate=None, up=None, gate_and_up="input_linear", down="output_linear")
+        Attachment(self.model, parts, self.taps, self.stack).neurons(i, beside)
+
+
+class TapSum(TorchFunctionMode):
+    """Tap the sum of what a layer's experts and the MLP beside them make."""
+
+    def __init__(self, taps: Taps) -> None:
+        super().__init__()
+        self.taps = taps
+        self.term: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in ADDITIONS or self.term is None or not any(value is self.term for value in args):
+            return result
+        self.term = None
+        return self.taps.at_tokens(HookPoint.MlpPost(self.taps.layer), result)
+
+
+class Quirk(NamedTuple):
+    """A row of the table."""
+
+    attachment: type[Attachment]
+    why: str
+
+
+SPLIT_HEADS = Quirk(SplitHeads, "rotates slices of queries and keys, and writes them back in place: no cut is seen")
+BESIDE = Quirk(MlpBesideExperts, "adds an MLP to its experts in the block itself, so that no module gives the sum")
+QUIRKS = {
+    "codegen": SPLIT_HEADS,
+    "ctrl": Quirk(
+        EmbeddingsInCode, "scales embeddings and looks positions up in the code of the model, not in modules"
+    ),
+    "gemma3n_text": Quirk(SeveralStreams, "predicts four streams before a layer and corrects them after it (AltUp)"),
+    "gptj": SPLIT_HEADS,
+    "granitemoe_swa": BESIDE,
+    "granitemoeshared": BESIDE,
+    "jetmoe": Quirk(MixedHeads, "lets each token choose the projections of its queries and of its heads' outputs"),
+    "longcat_flash": Quirk(
+        TwoLayersInBlock, "has two layers in a block, and experts of the first that join the second"
+    ),
+    "openai-gpt": Quirk(AddedCache, "knows no past: transformers computes every text from its first token on"),
+    "opt": Quirk(MergedAxes, "merges batch and sequence axes before its MLP, and the tracing has to keep them apart"),
+}
+
+
+def attachment_of(config: Any) -> type[Attachment]:
+    """The taps of a config's family."""
+    quirk = QUIRKS.get(config.model_type)
+    return quirk.attachment if quirk else Attachment
