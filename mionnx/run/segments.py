@@ -110,7 +110,7 @@ class Segments:
         cuts = [[str(HookPoint.ResidPre(layer))] for layer in range(self.layers)]
         return self.flow.crossings(cuts, [self.end], [str(HookPoint.Embed)])
 
-    def _ends_of(self, layer: int) -> list[str]:
+    def ends_of(self, layer: int) -> list[str]:
         """Names of the values that the next piece begins with, as this one gives them."""
         post = {str(HookPoint.ResidPre(layer + 1)): str(HookPoint.ResidPost(layer))} if layer >= 0 else {}
         return [post.get(name, name) for name in self.inputs_of(layer + 1)]
@@ -144,7 +144,14 @@ class Segments:
         return Rows(rows.ids, seq - 1, {name: np.zeros(shapes[name], self.model.past_dtype) for name in names})
 
     def layer(
-        self, layer: int, rows: Rows, stream: Arrays, edits: Edits | None = None, ends: Sequence[str] = ()
+        self,
+        layer: int,
+        rows: Rows,
+        stream: Arrays,
+        edits: Edits | None = None,
+        ends: Sequence[str] = (),
+        beside: Sequence[str] = (),
+        inputs: Mapping[str, NDArray[Any]] | None = None,
     ) -> tuple[Arrays, Arrays]:
         """Run one piece: a layer, the embedding or the head.
 
@@ -154,13 +161,15 @@ class Segments:
             stream: the values of `inputs_of(layer)`.
             edits: interventions with the inputs that they read.
             ends: names of further values.
+            beside, inputs: see `run`.
 
         Returns:
             the values of `inputs_of(layer + 1)`, and the further ones.
         """
-        sources = self._ends_of(layer)
+        sources = self.ends_of(layer)
         computed = [name for name in sources if name not in stream]  # others cross several layers and do not change
-        values = self.run(rows, stream, [*dict.fromkeys([*computed, *ends])], edits)
+        wanted = [*dict.fromkeys([*computed, *ends])]
+        values = self.run(rows, stream, wanted, edits, NOTHING, inputs, beside)
         both = {**values, **stream}
         after = {name: both[source] for name, source in zip(self.inputs_of(layer + 1), sources, strict=True)}
         return after, {name: values[name] for name in ends}
@@ -207,6 +216,7 @@ class Segments:
         edits: Edits | None = None,
         outputs: Outputs = NOTHING,
         inputs: Mapping[str, NDArray[Any]] | None = None,
+        beside: Sequence[str] = (),
     ) -> Arrays:
         """Run the piece between the values fed and some others.
 
@@ -217,13 +227,15 @@ class Segments:
             edits: interventions with the inputs that they read.
             outputs: which logits.
             inputs: what the piece reads besides.
+            beside: values that other calls ask for: one graph then serves them all.
         """
         edits = edits or {}
         changed = {edit.hook for edit in edits}  # such a value is fed as it was before
         values = {f"{name}.before" if name in changed else name: value for name, value in feeds.items()}
         for own in (*edits.values(), inputs or {}):
             values |= own
-        return self.compute(self.open(tuple(feeds), ends, tuple(edits), outputs), rows, ends, values)
+        piece = self.open(tuple(feeds), [*dict.fromkeys([*beside, *ends])], tuple(edits), outputs)
+        return self.compute(piece, rows, ends, values)
 
     def compute(self, piece: OpenGraph, rows: Rows, ends: Sequence[str], feeds: Mapping[str, NDArray[Any]]) -> Arrays:
         """Run an open piece on tokens and what else it reads, each in the dtype that it takes."""

@@ -26,6 +26,7 @@ from mionnx.quantise.quantised_graph import Matrix
 from mionnx.quantise.settings import Quantisation
 from mionnx.verify.candidates import of_blocks
 from mionnx.verify.importance import Importance
+from mionnx.verify.layer_chain import Stage
 from mionnx.verify.matrix_loss import Candidate, FloatModel, matrix_losses
 from mionnx.verify.moves import Bits, Moves
 from mionnx.verify.next_token import Divergence, log_probabilities
@@ -46,7 +47,7 @@ class Text:
 
     def __init__(self, model: FloatModel, calls: Sequence[TokenBatch], folder: Path, progress: Progress) -> None:
         self.calls, self.first = list(calls), list[NDArray[np.float32]]()
-        logits = model.chain.run([model.chain.feeds(call) for call in calls])
+        logits = model.chain.logits_of([*map(Stage.first, calls)])
         for number, one in enumerate(logits):
             np.save(folder / f"{number}.npy", log_probabilities(one))
             self.first.append(np.load(folder / f"{number}.npy", mmap_mode="r"))
