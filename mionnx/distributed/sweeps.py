@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
 from mionnx.analysis.sweep.pairs import Corrupted, Pair
 from mionnx.analysis.sweep.patching import make_patch_sweep
@@ -25,6 +24,7 @@ from mionnx.machine.progress import Progress, silent
 from mionnx.machine.typed import typed
 from mionnx.model import MIModel
 from mionnx.run.runner import Runner
+from mionnx.run.segments import Segments
 from mionnx.run.tokenizing import Prompt
 
 Numbers = NDArray[np.float64]
@@ -127,7 +127,7 @@ class _PairWork:
     """Sweeps pairs in a worker."""
 
     def __init__(self, model: Runner, pairs: list[Pair], setting: SweepSetting) -> None:
-        self.sweep = Sweep(model, model.opened(LayerGraphs), pairs, setting)
+        self.sweep = Sweep(model, model.opened(Segments.of_sweep), pairs, setting)
 
     def __call__(self, piece: tuple[int, Any]) -> _SweptPair:
         pair, cells = piece

@@ -16,6 +16,7 @@ from mionnx.rewrite.capture import capture
 from mionnx.rewrite.gradient.gradient_outputs import add_gradients
 from mionnx.rewrite.gradient.metric import add_metric
 from mionnx.rewrite.intervene import intervene
+from mionnx.rewrite.lens_head import read_out
 from mionnx.rewrite.plan import NONE, PADDED, Plan
 from mionnx.rewrite.prune import prune
 from mionnx.rewrite.restrict_outputs import restrict
@@ -56,6 +57,8 @@ def apply_plan(origin: onnx.ModelProto, plan: Plan, metadata: Metadata) -> tuple
         graph.outputs = [output for output in graph.outputs if output.name == LOGITS]
     capture(graph, plan.captures, metadata, report)
     restrict(graph, plan, report)
+    if plan.outputs.readout:
+        read_out(graph, report)
     if plan.gradients is not None:
         add_metric(graph, plan.gradients, report)
     prune(graph, report)

@@ -10,11 +10,10 @@
 from dataclasses import dataclass
 
 import numpy as np
-import onnx
 import onnx_graphsurgeon as gs
 
-from mionnx.graph.builder import Builder, edit, serialise, sort_nodes
-from mionnx.graph.extract import extract
+from mionnx.graph.builder import Builder
+from mionnx.graph.output_head import LOGITS
 from mionnx.graph.report import Report
 
 K, CHOSEN = "mionnx.lens.k", "mionnx.lens.chosen"
@@ -30,24 +29,15 @@ class Distribution:
     total: gs.Tensor
 
 
-def lens(origin: onnx.ModelProto, hook: str, output: str) -> bytes:
-    """The lens of a model as a model of its own.
-
-    Args:
-        origin: the hooked model's graph; left alone.
-        hook: what becomes the input: the last layer's `hook_resid_post`.
-        output: the value of the logits.
-    """
-    graph, report = edit(extract(origin, [hook], [output])), Report()
-    op = Builder(graph, output, "mionnx.lens", report)
-    logits = op.Cast(graph.outputs[0], to=np.float32)
+def read_out(graph: gs.Graph, report: Report) -> None:
+    """Replace the logits [entries, positions, vocab] by the outputs of a lens."""
+    op = Builder(graph, LOGITS, "mionnx.lens", report)
+    logits = op.Cast(graph.tensors()[LOGITS], to=np.float32)
     distribution = Distribution(logits, op.ReduceLogSumExp(logits, [2], keepdims=1))
     graph.outputs = []
     _largest(op, distribution)
     _chosen(op, distribution)
     _spread(op, distribution)
-    sort_nodes(graph.cleanup())
-    return serialise(graph, origin)
 
 
 def _output(op: Builder, name: str, value: gs.Tensor, last: str | None = None) -> None:

@@ -213,6 +213,7 @@ class Outputs:
         ranked: the largest only, as many as the input `TOP_K` says, int64 [1]; `TOP_IDS` has their tokens.
         carried: whether keys, values and states are given, for a call that goes on.
         begins: of the columns from the input `LOGIT_BEGIN` on, int64 [1]: 0 for all, -1 for the last.
+        readout: what a lens reads off the logits, in their place; see `mionnx.rewrite.lens_head`.
     """
 
     logits: bool = True
@@ -223,6 +224,7 @@ class Outputs:
     ranked: bool = False
     carried: bool = True
     begins: bool = False
+    readout: bool = False
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from mionnx.machine.disk_cache import DiskCache
 from mionnx.machine.once import once_property
 from mionnx.machine.source_digest import source_digest
 from mionnx.rewrite import Plan
-from mionnx.run import find_model
 
 GRAPH, DATA = "base.onnx", "base.data"
 # A change there may change a base.
@@ -73,10 +72,6 @@ class PrepackedModel:
     def _values(self) -> set[str]:
         made = {output for node in self.proto.graph.node for output in node.output}
         return made | {tensor.name for tensor in self.proto.graph.initializer}
-
-    def has(self, name: str) -> bool:
-        """Whether a value is in it under its own name."""
-        return name in self._values
 
     def serves(self, plan: Plan, model: HookedModel) -> bool:
         """Whether everything that a plan needs is in it under its own name.
@@ -129,14 +124,6 @@ def find(model: HookedModel, options: Options, entries: DiskCache) -> PrepackedM
     """The base, if there is one already."""
     entry = entries.find("bases", key_of(model, options)) if possible(options) else None
     return _opened(entry.path, model) if entry else None
-
-
-def ready(model: HookedModel, options: Options) -> PrepackedModel | None:
-    """The base in the store that a model of these options would use, if there is one already."""
-    large = sum(onnx_file.locations(model.proto).values()) >= WORTHWHILE
-    model.need_weights()
-    wanted = options.base == "always" or (options.base != "never" and large)
-    return find(model, options, DiskCache(find_model.cache_folder())) if wanted else None
 
 
 def make(model: HookedModel, options: Options, entries: DiskCache) -> PrepackedModel | None:

@@ -5,6 +5,7 @@ import numpy as np
 from mionnx.analysis.quantisation.budget import whole_stacks
 from mionnx.analysis.quantisation.candidates import of_blocks
 from mionnx.analysis.quantisation.importance import mean_squares
+from mionnx.analysis.quantisation.layer_chain import Stage
 from mionnx.analysis.quantisation.matrix_loss import FloatModel, matrix_losses
 from mionnx.engine.options import Options
 from mionnx.inputs.token_batch import make_token_batch
@@ -18,7 +19,7 @@ def test_a_chain_gives_the_models_logits_and_every_matrix_changes_them(family, m
     calls = [make_token_batch(one[None], None, None, model.hooked.metadata.sizes) for one in ids]
     floats = FloatModel(model.hooked, Options(threads=1, prepack=False))
     expected = [model.forward(call.input_ids).output() for call in calls]
-    found = [*floats.chain.run([floats.chain.feeds(call) for call in calls])]
+    found = [*floats.chain.logits_of([*map(Stage.first, calls)])]
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=5e-5 * max(1, np.abs(other).max()))
     settings = Quantisation(block_size=16)

@@ -7,7 +7,7 @@ from mionnx.bind.bound_spec import bind
 from mionnx.graph import onnx_file
 from mionnx.rewrite import rewrite
 from mionnx.rewrite.plan import Outputs
-from mionnx.rewrite.segment import cut
+from mionnx.run.segment_chain import cut
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -6,15 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.attribution.linear_norm import LinearNorm, linearise
-from mionnx.engine.options import Options
 from mionnx.errors import HookError
 from mionnx.graph.dataflow import Dataflow
-from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.weight_value import WEIGHT_PLACE, product_of
 from mionnx.machine.once import once_property
-from mionnx.run.model_part import ModelPart
+from mionnx.run.segments import Rows, Segments
 
 Part = tuple[str, str]  # the names of the values that a part of the graph begins and ends with
 BEFORE = frozenset({"Reshape", "DynamicQuantizeLinear", "QuantizeLinear", "DequantizeLinear"})  # before a product
@@ -22,19 +20,15 @@ BEFORE = frozenset({"Reshape", "DynamicQuantizeLinear", "QuantizeLinear", "Dequa
 PLAIN = frozenset({"Add", "Reshape", "Identity", "Cast", "Squeeze", "Unsqueeze"})
 
 
-class NormGraphs:
-    """The norms of one model, each a graph from [n, hidden] to [n, hidden], opened on first use."""
-
-    def __init__(self, hooked: HookedModel, options: Options) -> None:
-        self.hooked, self.options = hooked, options
-        self._open: dict[tuple[Part, ...], ModelPart] = {}
+class NormGraphs(Segments):
+    """The norms of one model, each a graph from [n, hidden] to [n, hidden]."""
 
     @once_property
     def output_norms(self) -> dict[int, Part]:
         """See `output_norms`."""
-        return output_norms(self.hooked)
+        return output_norms(self.model)
 
-    def run(self, part: Part, rows: NDArray[Any], beside: tuple[Part, ...] = ()) -> NDArray[Any]:
+    def norm(self, part: Part, rows: NDArray[Any], beside: tuple[Part, ...] = ()) -> NDArray[Any]:
         """Run one norm.
 
         Args:
@@ -43,14 +37,11 @@ class NormGraphs:
             beside: the norms to open as one graph with it, itself among them; the others run on zeros.
         """
         group = beside or (part,)
-        if group not in self._open:
-            starts, ends = dict.fromkeys(first for first, _ in group), [last for _, last in group]
-            model = extract(self.hooked.proto, starts, ends).SerializeToString()
-            self._open[group] = ModelPart(model, self.hooked, self.options)
-        graph = self._open[group]
+        piece = self.open([*dict.fromkeys(first for first, _ in group)], [last for _, last in group])
         feeds = {first: rows if first == part[0] else np.zeros_like(rows) for first, _ in group}
-        shaped = {name: array if graph.ranks[name] == 2 else array[None] for name, array in feeds.items()}
-        return graph.run([part[1]], shaped, (1, len(rows)))[part[1]].reshape(rows.shape)
+        ranks = {name: entry.rank for name, entry in piece.program.inputs.items()}
+        feeds = {name: array if ranks[name] == 2 else array[None] for name, array in feeds.items()}
+        return self.compute(piece, Rows.blank(1, len(rows)), [part[1]], feeds)[part[1]].reshape(rows.shape)
 
     def linear(self, part: Part, stream: NDArray[Any], beside: tuple[Part, ...] = ()) -> LinearNorm:
         """The linear map that one norm is at a stream [..., hidden].
@@ -58,8 +49,8 @@ class NormGraphs:
         Raises:
             ModelError: this part of the graph is no LayerNorm or RMSNorm.
         """
-        name = f"{self.hooked.metadata.family}: what lies between {part[0]} and {part[1]}"
-        return linearise(lambda rows: self.run(part, rows, beside), stream, name)
+        name = f"{self.model.metadata.family}: what lies between {part[0]} and {part[1]}"
+        return linearise(lambda rows: self.norm(part, rows, beside), stream, name)
 
 
 def final_norm(hooked: HookedModel) -> Part:

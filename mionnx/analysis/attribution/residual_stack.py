@@ -126,7 +126,7 @@ def accumulated_resid(
     stack, labels = decompose.stacked(cache, named, pos_slice)
     if apply_ln and end == model.num_layers:
         rows = np.ascontiguousarray(stack.reshape(-1, model.hidden_size))
-        return model.opened(NormGraphs).run(final_norm(model.hooked), rows).reshape(stack.shape), labels
+        return model.opened(NormGraphs).norm(final_norm(model.hooked), rows).reshape(stack.shape), labels
     return _normed(model, stack, cache, end, mlp_input, pos_slice, apply_ln), labels
 
 

@@ -23,7 +23,6 @@ from mionnx.analysis.circuits.edge_scores import EdgeAttribution
 from mionnx.analysis.circuits.node_values import NodeValues, node_values
 from mionnx.analysis.circuits.nodes import Nodes, all_nodes
 from mionnx.analysis.circuits.parts import Parts
-from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, Metric, MetricRequest, Tokens
 from mionnx.analysis.sweep.pairs import Pair
 from mionnx.errors import InputError
@@ -147,7 +146,7 @@ def _values(
     """The metric [pairs, circuits], and that of both prompts, [2, pairs]."""
     made, bases = np.empty((len(pairs), len(masks))), np.empty((2, len(pairs)))
     for number, pair in enumerate(pairs):
-        parts = Parts(model.opened(LayerGraphs), nodes, pair.base)
+        parts = Parts(model, nodes, len(pair.base))
         found = node_values(model, nodes, pair)
         metric, _ = bound_metric(model, request, number, len(pairs), found, True)
         bases[:, number] = measured(metric, found.logits)

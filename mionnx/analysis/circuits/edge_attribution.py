@@ -15,7 +15,6 @@ from mionnx.analysis.circuits.node_values import NodeValues, node_values
 from mionnx.analysis.circuits.nodes import Nodes, all_nodes, chosen_receivers, chosen_senders
 from mionnx.analysis.circuits.parts import Parts
 from mionnx.analysis.gradients.seeded import Seed, check_metric
-from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, Metric, MetricRequest, Tokens
 from mionnx.analysis.sweep.pairs import Pair
 from mionnx.analysis.sweep.patching import PATCHINGS
@@ -164,7 +163,7 @@ def _scores(
     """[senders, receivers], mean over pairs; and the metric of both prompts, [2, pairs]."""
     total, bases = np.zeros(nodes.edges.shape), np.empty((2, len(pairs)))
     for number, pair in enumerate(pairs):
-        parts = Parts(model.opened(LayerGraphs), nodes, pair.base)
+        parts = Parts(model, nodes, len(pair.base))
         found = node_values(model, nodes, pair)
         metric, known = bound_metric(model, gradients.metric, number, len(pairs), found, noising)
         changes = found.changes(parts).astype(np.float64)

@@ -119,7 +119,7 @@ def _by_head(
     steps, heads = np.indices((len(next(iter(seeds.values()))), max(counts.values()))).reshape(2, -1)
     shape = next(iter(cache[stream].shape[1:] for stream in hooks.values()))
     made = {(name, head): np.zeros(shape) for name, count in counts.items() for head in range(count)}
-    most = max(1, WIDE // (len(parts.ids) * len(hooks)))
+    most = max(1, WIDE // (parts.seq * len(hooks)))
     for begin in range(0, len(steps), most):
         own, at = heads[begin : begin + most], steps[begin : begin + most]
         streams = {stream: _floats(cache[stream])[at] for stream in hooks.values()}

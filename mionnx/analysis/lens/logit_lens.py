@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mionnx.analysis.lens.lens_result import LensResult
 from mionnx.analysis.lens.reader import LensReader
-from mionnx.analysis.lens.readout import Lens, LogitHead
+from mionnx.analysis.lens.readout import Lens
 from mionnx.errors import HookError, InputError, ModelError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.typed import refusal, typed
@@ -237,5 +237,5 @@ def project_to_vocab(model: Runner, residual: ArrayLike) -> NDArray[Any]:
         model.project_to_vocab(stream["resid_post", 2]).shape  # (1, seq, vocab)
     """
     streams = streams_of(residual, model.hidden_size)
-    logits = model.opened(LogitHead).run(streams.reshape(1, -1, model.hidden_size))
+    logits = model.opened(Lens).logits_of(streams.reshape(1, -1, model.hidden_size))
     return logits.reshape(*streams.shape[:-1], model.vocab_size)

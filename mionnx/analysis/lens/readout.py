@@ -9,19 +9,17 @@ from numpy.typing import NDArray
 
 from mionnx.engine.options import Options
 from mionnx.errors import InputError
-from mionnx.graph.extract import extract
-from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.graph.onnx_file import ModelProto
+from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.lacking import refuse_several_streams
 from mionnx.machine.brief import Brief
 from mionnx.machine.stored import Storable
-from mionnx.rewrite.lens_head import CHOSEN, OUTPUTS, K, lens
-from mionnx.run.model_part import ModelPart
+from mionnx.rewrite.lens_head import CHOSEN, OUTPUTS, K
+from mionnx.rewrite.plan import Outputs
+from mionnx.run.segments import Rows, Segments
 
 ROOM = 2**25  # bytes that the logits of one block and what is made of them may take, unless one row takes more
 COPIES = 5  # arrays of the logits' size that are alive at once: logits, probabilities, products
-LOGITS = str(HookPoint.Logits)
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,14 +43,17 @@ class Readout(Brief, Storable):
     divergence: NDArray[np.float32]
 
 
-class Lens:
-    """The part of one model behind its last layer, open as a graph that gives no logits."""
+class Lens(Segments):
+    """The part of a model behind its last layer, which gives logits or what a lens reads off them."""
 
     def __init__(self, hooked: HookedModel, options: Options) -> None:
         refuse_several_streams(hooked, "reading a stream as logits")
+        super().__init__(hooked, options)
         self.sizes = hooked.metadata.sizes
-        self.hook = str(HookPoint.ResidPost(self.sizes.num_layers - 1))
-        self._part = ModelPart.after(self.hook, lambda proto: lens(proto, self.hook, LOGITS), hooked, options)
+
+    def logits_of(self, streams: NDArray[Any]) -> NDArray[Any]:
+        """The logits [batch, seq, vocab] of streams [batch, seq, hidden]."""
+        return self.logits(Rows.blank(*streams.shape[:2]), {self.end: streams}, last=False)
 
     def read(self, reference: NDArray[Any], streams: NDArray[Any], chosen: NDArray[np.int64], k: int) -> Readout:
         """Read streams.
@@ -73,7 +74,7 @@ class Lens:
         results += [np.empty(shape, np.float32) for _ in range(2)]
         for rows, columns in self._blocks(*shape, chosen.shape[1]):
             block = np.concatenate([reference[None, columns], streams[rows, columns]])
-            for array, part in zip(results, self._run(block, chosen[columns], k), strict=True):
+            for array, part in zip(results, self._distribution(block, chosen[columns], k), strict=True):
                 array[rows, columns] = part[1:]
         return Readout(*results)
 
@@ -94,23 +95,8 @@ class Lens:
             for column in range(0, positions, wide):
                 yield slice(first, first + high), slice(column, column + wide)
 
-    def _run(self, block: NDArray[Any], chosen: NDArray[np.int64], k: int) -> list[NDArray[Any]]:
-        feeds = {self.hook: block.astype(self._part.dtype), CHOSEN: chosen, K: np.array([k])}
+    def _distribution(self, block: NDArray[Any], chosen: NDArray[np.int64], k: int) -> list[NDArray[Any]]:
+        piece = self.open([self.end], [LOGITS], outputs=Outputs(carried=False, readout=True))
         names = [f"mionnx.lens.{name}" for name in OUTPUTS]
-        return list(self._part.run(names, feeds, block.shape[:2]).values())
-
-
-class LogitHead:
-    """The part of one model behind its last layer, open as a graph that gives all logits."""
-
-    def __init__(self, hooked: HookedModel, options: Options) -> None:
-        refuse_several_streams(hooked, "reading a stream as logits")
-        self.hook = str(HookPoint.ResidPost(hooked.metadata.sizes.num_layers - 1))
-        self._part = ModelPart.after(self.hook, self._behind, hooked, options)
-
-    def _behind(self, proto: ModelProto) -> bytes:
-        return extract(proto, [self.hook], [LOGITS]).SerializeToString()
-
-    def run(self, streams: NDArray[Any]) -> NDArray[Any]:
-        """The logits [batch, seq, vocab] of streams [batch, seq, hidden]."""
-        return self._part.run([LOGITS], {self.hook: streams.astype(self._part.dtype)}, streams.shape[:2])[LOGITS]
+        feeds = {self.end: block, CHOSEN: chosen, K: np.array([k])}
+        return list(self.compute(piece, Rows.blank(*block.shape[:2]), names, feeds).values())

@@ -7,15 +7,14 @@ from numpy.typing import NDArray
 
 from mionnx.engine.options import Options
 from mionnx.errors import ModelError
-from mionnx.graph.extract import extract
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.matrices import Head, head
 from mionnx.machine.once import once_property
-from mionnx.run.model_part import ModelPart
+from mionnx.run.segments import Rows, Segments
 
 
-class Unembedding:
+class Unembedding(Segments):
     """The linear part of a model's head: logits = factor (W_U^T y + bias) + offset.
 
     y is the final norm's output. The factor (Cohere's `logit_scale`) and the offset are found by running the nodes
@@ -23,7 +22,7 @@ class Unembedding:
     """
 
     def __init__(self, hooked: HookedModel, options: Options) -> None:
-        self.hooked, self.options = hooked, options
+        super().__init__(hooked, options)
         self.head: Head = head(hooked)
 
     @once_property
@@ -37,18 +36,17 @@ class Unembedding:
         if np.abs(probes[2] - probes[1] - factors).max() > 1e-5 * np.abs(factors).max() or np.ptp(factors) > 1e-5 * abs(
             factors[0]
         ):
-            raise ModelError(f"{self.hooked.metadata.family}: the logits are no multiple of what the head gives")
+            raise ModelError(f"{self.model.metadata.family}: the logits are no multiple of what the head gives")
         offset = probes[0] + (0 if own is None else factors[0] * own)
         return float(factors[0]), offset if offset.any() else None
 
     def _after(self, value: float) -> NDArray[np.float64]:
         """The logits [vocab] that follow from a matrix product with this value everywhere."""
-        product = np.full((1, 1, self.hooked.metadata.sizes.vocab_size), value)
-        return self._run(self.head.product, str(HookPoint.Logits), product)[0, 0]
+        product = np.full((1, 1, self.model.metadata.sizes.vocab_size), value)
+        return self._from(self.head.product, str(HookPoint.Logits), product)[0, 0]
 
-    def _run(self, first: str, last: str, values: NDArray[Any]) -> NDArray[np.float64]:
-        part = ModelPart(extract(self.hooked.proto, [first], [last]).SerializeToString(), self.hooked, self.options)
-        return part.run([last], {first: values.astype(part.dtype)}, values.shape[:2])[last].astype(np.float64)
+    def _from(self, first: str, last: str, values: NDArray[Any]) -> NDArray[np.float64]:
+        return self.run(Rows.blank(*values.shape[:2]), {first: values}, [last])[last].astype(np.float64)
 
     def directions(self, ids: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
         """Directions [..., hidden] of tokens [...]; times y they give logits less the offset."""
@@ -68,5 +66,4 @@ class Unembedding:
         """
         if not self.head.capped:
             return logits.astype(np.float64)
-        last = str(HookPoint.ResidPost(self.hooked.metadata.sizes.num_layers - 1))
-        return self._run(last, self.head.product, stream[None, None]).reshape(-1)
+        return self._from(self.end, self.head.product, stream[None, None]).reshape(-1)

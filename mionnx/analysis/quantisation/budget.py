@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.quantisation.candidates import of_blocks
 from mionnx.analysis.quantisation.importance import Importance
+from mionnx.analysis.quantisation.layer_chain import Stage
 from mionnx.analysis.quantisation.matrix_loss import Candidate, FloatModel, matrix_losses
 from mionnx.analysis.quantisation.moves import Bits, Moves
 from mionnx.analysis.quantisation.next_token import Divergence, log_probabilities
@@ -46,7 +47,7 @@ class Text:
 
     def __init__(self, model: FloatModel, calls: Sequence[TokenBatch], folder: Path, progress: Progress) -> None:
         self.calls, self.first = list(calls), list[NDArray[np.float32]]()
-        logits = model.chain.run([model.chain.feeds(call) for call in calls])
+        logits = model.chain.logits_of([*map(Stage.first, calls)])
         for number, one in enumerate(logits):
             np.save(folder / f"{number}.npy", log_probabilities(one))
             self.first.append(np.load(folder / f"{number}.npy", mmap_mode="r"))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.quantisation.layer_chain import LayerChain
+from mionnx.analysis.quantisation.layer_chain import LayerChain, Stage
 from mionnx.engine.options import Options
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs.token_batch import TokenBatch
@@ -30,22 +30,18 @@ def mean_squares(
         weight -> the mean square of each of its inputs over all tokens, [in].
     """
     chain = LayerChain(model, find_weights(model), options, inputs=True)
-    states, tokens, found = (
-        [chain.feeds(call) for call in calls],
-        sum(call.input_ids.size for call in calls),
-        Importance(),
-    )
-    for at, segment in enumerate(chain.segments):
-        progress("what matrices read", at, len(chain))
-        here = {name: value for name, value in chain.read.items() if chain.place(name) == at}
-        wanted = {value for value in here.values() if value in segment.outputs}
-        for state in states:
-            made = chain.step(at, state, {}, wanted)
-            squares = {value: _squares((made if value in made else state)[value]) for value in {*here.values()}}
+    stages, tokens = [*map(Stage.first, calls)], sum(call.input_ids.size for call in calls)
+    squares = Importance()
+    for number, piece in enumerate(chain.pieces):
+        progress("what matrices read", number, len(chain.pieces))
+        here = {name: value for name, value in chain.read.items() if chain.place(name) == piece}
+        for prompt, stage in enumerate(stages):
+            stages[prompt], values = chain.step(piece, stage, {}, here.values())
+            values |= stage.stream
+            sums = {value: _squares(values[value]) for value in {*here.values()}}
             for name, value in here.items():
-                found[name] = found.get(name, np.zeros(1)) + squares[value] / tokens
-            state |= {name: value for name, value in made.items() if name in chain.read_later[at]}
-    return found
+                squares[name] = squares.get(name, np.zeros(1)) + sums[value] / tokens
+    return squares
 
 
 def _squares(value: NDArray[np.floating]) -> NDArray[np.float64]:

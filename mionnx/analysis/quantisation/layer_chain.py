@@ -1,150 +1,124 @@
-"""`LayerChain`: a model of floats cut before each layer, whose matrices can be others in single runs.
+"""`LayerChain`: a model of floats in pieces, whose matrices can be others in single runs.
 
-1. Each matrix is an input of its graph, whose default is the model's own: another one is fed, and no graph is made or
+1. Each matrix is an input of its piece, whose default is the model's own: another one is fed, and no graph is made or
    opened anew. The table of the tokens has a name of its own, where a product reads the same weight.
-2. A run with another matrix begins at the segment that reads it, with what an earlier run left before that segment.
-3. Segments run one after another, all prompts in each: of all matrices those of one segment are in memory.
+2. A run with another matrix begins at the piece that reads it, with what an earlier run left before that piece.
+3. Pieces run one after another, all prompts in each: of all matrices those of one piece are in memory.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from mionnx.bind.bound_spec import bind
-from mionnx.engine.engines import engine_of
 from mionnx.engine.options import Options
-from mionnx.graph import onnx_file
-from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.quantise.matrices import Found
 from mionnx.quantise.quantised_graph import table_name
-from mionnx.rewrite import rewrite
-from mionnx.rewrite.plan import Outputs
-from mionnx.run.segment_chain import OpenSegment, open_segments
-from mionnx.spec.hook_spec import HookSpec
+from mionnx.run.segments import EMBEDDING, Arrays, Rows, Segments
 
-Arrays = dict[str, NDArray[Any]]
-Others = Callable[[Collection[str]], Arrays]  # names of matrices that a segment reads -> those that are others
-LOGITS = "logits"
+Others = Callable[[Sequence[str]], Arrays]  # names of matrices that a piece reads -> those that are others
 
 
-def unchanged(names: Collection[str]) -> Arrays:
-    """No other matrices."""
-    return {}
+class Stage(NamedTuple):
+    """A prompt, and the values that its next piece begins with."""
+
+    rows: Rows
+    stream: Arrays
+
+    @classmethod
+    def first(cls, call: TokenBatch) -> "Stage":
+        """A prompt before the first piece."""
+        return cls(Rows(call.input_ids), {})
 
 
-class LayerChain:
-    """An open chain of a model's layers.
+class LayerChain(Segments):
+    """The pieces of a model of floats, from the embedding to the head.
 
     Attributes:
-        segments: the graphs, in order.
+        pieces: their numbers.
         products: weight, or stack of experts -> the values of its products; none of a table that is only looked up in.
         read: weight -> what its first product reads.
-        read_later: of each segment, what later ones read.
+        matrices: piece -> the weights that it reads.
+        values: piece -> the values of products, and what they read, that it computes.
     """
 
     def __init__(self, model: HookedModel, found: Found, options: Options, inputs: bool = False) -> None:
-        model.need_weights()
-        self.bound = bind(HookSpec(), model, Outputs(carried=False))
         self.products: dict[str, list[str]] = {} if found.table is None else {table_name(found.table): []}
+        self.read: dict[str, str] = {}
         for product in found.products:
             self.products.setdefault(product.weight, []).append(product.node.output[0])
+            if inputs:
+                self.read.setdefault(product.weight, product.node.input[0])
         self.products |= {stack.weight: [stack.node.output[0]] for stack in found.stacks}
-        self.read: dict[str, str] = {}
-        for product in found.products if inputs else ():
-            self.read.setdefault(product.weight, product.node.input[0])
-        made, report = rewrite(model.proto, self.bound.plan, model.metadata)
-        proto = _fed(onnx_file.parse(made), found, self.products, self.read.values())
-        cuts = tuple(name for name in model.metadata.hooks if HookPoint.parse(name).variant == "ResidPre")
-        chain = open_segments(
-            proto, report, self.bound.plan, cuts, model.folder, options, engine_of(options), optimised=False, cost=0
-        )
-        self.segments: tuple[OpenSegment, ...] = chain.segments
-        self.read_later = [
-            {name for later in self.segments[i + 1 :] for name in later.inputs} for i in range(len(self))
-        ]
-
-    def __len__(self) -> int:
-        return len(self.segments)
-
-    def feeds(self, call: TokenBatch) -> Arrays:
-        """The inputs of a prompt."""
-        return {name: np.asarray(value) for name, value in self.bound.inputs(call).items()}
+        # without a base: it would be one of this graph alone
+        super().__init__(replace(model, proto=_fed(model.proto, found, self.products)), replace(options, base="auto"))
+        self.pieces = range(EMBEDDING, self.layers + 1)
+        self.matrices: dict[int, list[str]] = {}
+        self.values: dict[int, list[str]] = {}
+        values = dict.fromkeys([*(value for of_one in self.products.values() for value in of_one), *self.read.values()])
+        for piece in self.pieces:
+            nodes = self.flow.ancestors(self.ends_of(piece), self.inputs_of(piece))
+            reads = self.flow.read_by(nodes)
+            self.matrices[piece] = [name for name in self.products if name in reads]
+            self.values[piece] = [value for value in values if self.flow.producers.get(value) in nodes]
 
     def place(self, weight: str) -> int:
-        """The first segment that reads a matrix."""
-        return next(i for i, segment in enumerate(self.segments) if weight in segment.defaults)
+        """The first piece that reads a matrix."""
+        return next(piece for piece in self.pieces if weight in self.matrices[piece])
 
-    def layer(self, at: int) -> int | None:
-        """The layer that a segment is; None before the first."""
-        return HookPoint.parse(self.segments[at - 1].hooks[-1]).layer if at else None
-
-    def step(self, at: int, values: Mapping[str, NDArray[Any]], others: Arrays, wanted: Collection[str] = ()) -> Arrays:
-        """Run one segment.
+    def step(
+        self, piece: int, stage: Stage, others: Mapping[str, NDArray[Any]], wanted: Iterable[str] = ()
+    ) -> tuple[Stage, Arrays]:
+        """Run one piece.
 
         Args:
-            at: its number.
-            values: what it reads.
+            piece: its number.
+            stage: a prompt before it.
             others: matrices in the place of the model's own, by name.
-            wanted: values of products, or what they read, that are given too.
+            wanted: values to return too; those that the piece does not compute are left out.
 
         Returns:
-            these, and what later segments read.
+            the prompt before the next piece, and the values.
         """
-        segment = self.segments[at]
-        needed = [name for name in segment.outputs if name in self.read_later[at] or name in wanted or name == LOGITS]
-        feeds = {name: values[name] for name in segment.inputs} | {
-            name: value for name, value in others.items() if name in segment.defaults
-        }
-        return segment.program.run(needed, feeds)
+        ends = [name for name in self.values[piece] if name in {*wanted}]
+        stream, values = self.layer(piece, *stage, None, ends, self.values[piece], others)
+        return Stage(stage.rows, stream), values
 
-    def run(self, states: Sequence[Arrays], others: Others = unchanged, first: int = 0) -> Iterator[NDArray[Any]]:
+    def logits_of(
+        self, stages: Sequence[Stage], others: Others | None = None, first: int = EMBEDDING
+    ) -> Iterator[NDArray[Any]]:
         """Run several prompts to their logits [batch, seq, vocab].
 
         Args:
-            states: of each prompt its inputs and what was computed before the first segment; left alone.
-            others: asked for the matrices of each segment.
-            first: number of the first segment.
+            stages: the prompts before the first piece.
+            others: asked for the matrices of each piece.
+            first: number of the first piece.
         """
-        states = [dict(state) for state in states]
-        for at in range(first, len(self)):
-            segment, last = self.segments[at], at == len(self) - 1
-            given = others(segment.defaults)
-            for state in states:
-                state |= self.step(at, state, given)
-                logits = state.pop(LOGITS, None)
-                for name in segment.done:
-                    state.pop(name, None)
-                if last and logits is not None:
-                    yield logits
+        stages = [*stages]
+        for piece in range(first, self.layers + 1):
+            matrices = {} if others is None else others(self.matrices[piece])
+            for number, stage in enumerate(stages):
+                stages[number], _ = self.step(piece, stage, matrices)
+                if piece == self.layers:
+                    yield stages[number].stream[LOGITS]
 
 
-def _fed(
-    proto: onnx.ModelProto, found: Found, products: Mapping[str, Sequence[str]], read: Iterable[str]
-) -> onnx.ModelProto:
-    """Make inputs of a graph's matrices, and outputs of their products and of what is read."""
-    held = {tensor.name: tensor for tensor in proto.graph.initializer}
+def _fed(origin: onnx.ModelProto, found: Found, matrices: Iterable[str]) -> onnx.ModelProto:
+    """Make inputs of a graph's matrices, in a copy."""
+    proto = onnx.ModelProto.FromString(origin.SerializeToString())
+    tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
     if found.table is not None and found.lookup is not None:
-        own = onnx.TensorProto.FromString(held[found.table].SerializeToString())
+        own = onnx.TensorProto.FromString(tensors[found.table].SerializeToString())
         own.name = table_name(found.table)
         proto.graph.initializer.append(own)
-        held[own.name] = own
+        tensors[own.name] = own
         lookup = next(node for node in proto.graph.node if found.lookup.output[0] in node.output)
         lookup.input[0] = own.name
-    for name, values in products.items():
-        tensor = held[name]
-        proto.graph.input.append(onnx.helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims)))
-        _give(proto, values, tensor.data_type)
-    _give(proto, read, next(value.type.tensor_type.elem_type for value in proto.graph.output))
+    shapes = {name: (tensors[name].data_type, [*tensors[name].dims]) for name in matrices}
+    proto.graph.input.extend(onnx.helper.make_tensor_value_info(name, *shape) for name, shape in shapes.items())
     return proto
-
-
-def _give(proto: onnx.ModelProto, names: Iterable[str], dtype: int) -> None:
-    """Make outputs of values, once each."""
-    known = {value.name for value in (*proto.graph.output, *proto.graph.input)}
-    new = [name for name in dict.fromkeys(names) if name not in known]
-    proto.graph.output.extend(onnx.helper.make_tensor_value_info(name, dtype, None) for name in new)

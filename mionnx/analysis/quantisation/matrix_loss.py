@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.quantisation.layer_chain import Arrays, LayerChain
+from mionnx.analysis.quantisation.layer_chain import LayerChain, Stage
 from mionnx.analysis.quantisation.next_token import Divergence, log_probabilities
 from mionnx.engine.options import Options
 from mionnx.graph.hooked_model import HookedModel
@@ -21,6 +21,7 @@ from mionnx.machine.progress import Progress, silent
 from mionnx.machine.stored import Storable
 from mionnx.quantise.matrices import Product, Stack, expert_of, find_weights, rows_of
 from mionnx.quantise.quantised_graph import table_name
+from mionnx.run.segments import Arrays
 
 TOKENS = 256  # over which a single matrix is measured
 LENGTH = 128  # tokens of a prompt that are used for it
@@ -138,7 +139,7 @@ class FloatModel:
                 told(1)
             return given
 
-        return self.chain.run([self.chain.feeds(call) for call in calls], others)
+        return self.chain.logits_of([*map(Stage.first, calls)], others)
 
 
 def sample(calls: Sequence[TokenBatch], model: HookedModel) -> list[TokenBatch]:
@@ -170,31 +171,24 @@ def matrix_losses(
     """
     chain, calls = model.chain, sample(calls, model.hooked)
     places = {one.name: min(chain.place(name) for name in one.inputs) for one in candidates}
-    states, first, found = [chain.feeds(call) for call in calls], _own(model, calls), dict[str, MatrixLoss]()
-    for at in range(len(chain)):
-        here = [one for one in candidates if places[one.name] == at]
-        wanted = [value for one in here for name in one.inputs for value in chain.products.get(name, [])]
-        wanted = [value for value in wanted if value in chain.segments[at].outputs]
-        own = [chain.step(at, state, {}, wanted) for state in states]
+    stages, losses = [*map(Stage.first, calls)], dict[str, MatrixLoss]()
+    first = [log_probabilities(logits) for logits in chain.logits_of(stages)]
+    for piece in chain.pieces:
+        here = [one for one in candidates if places[one.name] == piece]
+        wanted = [value for one in here for name in one.inputs for value in chain.products[name]]
+        after, own = zip(*(chain.step(piece, stage, {}, wanted) for stage in stages), strict=True)
         for candidate in here:
-            found[candidate.name] = _loss(model, candidate, at, states, own, first)
-            progress("one matrix at a time", len(found), len(candidates))
-        for state, made in zip(states, own, strict=True):
-            state |= {name: value for name, value in made.items() if name in chain.read_later[at]}
-    return [found[one.name] for one in candidates]
-
-
-def _own(model: FloatModel, calls: Sequence[TokenBatch]) -> list[NDArray[np.float32]]:
-    """Logarithms of the model's own probabilities."""
-    chain = model.chain
-    return [log_probabilities(logits) for logits in chain.run([chain.feeds(call) for call in calls])]
+            losses[candidate.name] = _loss(model, candidate, piece, stages, own, first)
+            progress("one matrix at a time", len(losses), len(candidates))
+        stages = [*after]
+    return [losses[one.name] for one in candidates]
 
 
 def _loss(
     model: FloatModel,
     candidate: Candidate,
-    at: int,
-    states: Sequence[Arrays],
+    piece: int,
+    stages: Sequence[Stage],
     own: Sequence[Arrays],
     first: Sequence[NDArray[np.float32]],
 ) -> MatrixLoss:
@@ -203,14 +197,14 @@ def _loss(
     error = _share(model.own(candidate.name), numbers)
     stack, rows = expert_of(candidate.name) or (candidate.name, ...)
     values = [value for value in chain.products.get(stack, []) if value in own[0]]
-    outputs = [chain.step(at, state, given, values) for state in states] if values and not candidate.table else []
+    outputs = [chain.step(piece, stage, given, values)[1] for stage in stages] if values and not candidate.table else []
     pairs = [
         (one[value][rows], other[value][rows]) for one, other in zip(own, outputs, strict=False) for value in values
     ]
     kl, top_1 = 0.0, 1.0
     if rows is ... or not all(np.array_equal(*pair) for pair in pairs):  # an expert that nobody chose costs nothing
-        kl, top_1 = _divergence(chain.run(states, lambda _: given, at), first)
-    layer = None if candidate.table or model.is_head(candidate.name) else chain.layer(at)
+        kl, top_1 = _divergence(chain.logits_of(stages, lambda _: given, piece), first)
+    layer = piece if piece in range(chain.layers) and not model.is_head(candidate.name) else None
     apart = _ratio([_parts(*pair) for pair in pairs]) if pairs else error
     return MatrixLoss(candidate.name, layer, numbers.shape, candidate.bits, candidate.bytes, error, apart, kl, top_1)
 

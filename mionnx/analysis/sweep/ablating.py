@@ -8,7 +8,6 @@ from pathlib import Path
 
 from mionnx.analysis.sweep.donors import draw_donors, mean_donors, zero_donors
 from mionnx.analysis.sweep.grid import make_grid
-from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
 from mionnx.analysis.sweep.pairs import Pair
 from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
@@ -23,6 +22,7 @@ from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.run.prompt import prompt_ids
 from mionnx.run.runner import Runner
+from mionnx.run.segments import Segments
 from mionnx.run.token_classes import By, check_by
 from mionnx.run.tokenizing import Prompt
 
@@ -82,7 +82,7 @@ def ablation_sweep(
     request = MetricRequest(metric, answer, versus, resume_key)
     places = [None] * len(rows) if positions is None else find_places(model, prompts, rows, positions)
     grid = make_grid(model.hooked, hook, over, layers, common_length(rows), places[0])
-    graphs = model.opened(LayerGraphs)
+    graphs = model.opened(Segments.of_sweep)
     pairs = [Pair(until(position, row), None, place) for row, place in zip(rows, places, strict=True)]
     donors: Donors | None = zero_donors
     identity = kind

@@ -7,11 +7,11 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.sweep.corruption import EMBEDDING, Corruption
-from mionnx.analysis.sweep.layer_graphs import Arrays, LayerGraphs, Rows
+from mionnx.analysis.sweep.corruption import Corruption
 from mionnx.errors import ModelError
 from mionnx.rewrite.plan import Edit
 from mionnx.run.nan_logits import ADVICE, has_nan
+from mionnx.run.segments import EMBEDDING, Arrays, Rows, Segments
 
 
 @dataclass
@@ -56,7 +56,7 @@ class CleanRun:
 
 
 def run_clean(
-    graphs: LayerGraphs,
+    graphs: Segments,
     ids: NDArray[np.int64],
     layers: Collection[int],
     hooks: Collection[str],
@@ -79,8 +79,8 @@ def run_clean(
     if graphs.model.rounds_by_call and len(ids) > 1:
         return _joined([run_clean(graphs, row[None], layers, hooks, corruption) for row in ids])
     run, rows = CleanRun(ids, corruption=corruption), Rows(ids)
-    stream = graphs.embed(rows, run.corrupted(EMBEDDING, rows))
-    for layer in range(graphs.layers):
+    stream = Arrays()
+    for layer in range(EMBEDDING, graphs.layers):
         if layer in layers:
             run.streams[layer] = stream
         keys = graphs.keys_of(layer)
@@ -106,10 +106,10 @@ def _joined(runs: Sequence[CleanRun]) -> CleanRun:
     return CleanRun(ids, streams, of([run.values for run in runs]), of([run.past for run in runs]), logits)
 
 
-def _refuse_nan(graphs: LayerGraphs, rows: Rows, run: CleanRun) -> NoReturn:
+def _refuse_nan(graphs: Segments, rows: Rows, run: CleanRun) -> NoReturn:
     """Name the first layer whose input has NaN."""
-    stream = graphs.embed(rows, run.corrupted(EMBEDDING, rows))
-    for layer in range(graphs.layers):
+    stream = Arrays()
+    for layer in range(EMBEDDING, graphs.layers):
         if any(has_nan(array) for array in stream.values()):
             raise ModelError(f"logits are NaN without a patch; first at the input of layer {layer}: {ADVICE}")
         stream, _ = graphs.layer(layer, rows, stream, run.corrupted(layer, rows))

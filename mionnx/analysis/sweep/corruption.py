@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.sweep.layer_graphs import Arrays, Rows
 from mionnx.bind.selection import Selection
 from mionnx.bind.values import selections_of
 from mionnx.errors import InputError
@@ -22,11 +21,11 @@ from mionnx.inputs.token_batch import make_token_batch
 from mionnx.rewrite.plan import Edit, Outputs
 from mionnx.run.prompt import Ids
 from mionnx.run.runner import Runner
+from mionnx.run.segments import EMBEDDING, Arrays, Rows
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 
 BEFORE = (HookPoint.Embed.name, HookPoint.PosEmbed.name)  # hook points before the first layer
-EMBEDDING = -1
 ALONE = Outputs(carried=False)
 
 

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.sweep.clean_run import CleanRun, run_clean
 from mionnx.analysis.sweep.grid import Grid
-from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.errors import InputError
 from mionnx.graph.axes import sequence_axis
 from mionnx.machine.moments import Moments
+from mionnx.run.segments import Segments
 from mionnx.run.token_classes import By, classes_of
 
 Ids = NDArray[np.int64]
@@ -25,7 +25,7 @@ def zero_donors(base: CleanRun) -> Arrays:
 
 
 def mean_donors(
-    graphs: LayerGraphs, grid: Grid, prompts: Sequence[Ids], by: By = None
+    graphs: Segments, grid: Grid, prompts: Sequence[Ids], by: By = None
 ) -> tuple[Callable[[CleanRun], Arrays], str]:
     """Mean of each head and feature over the tokens of some prompts, of each class apart.
 

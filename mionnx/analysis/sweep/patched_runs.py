@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.sweep.clean_run import CleanRun
 from mionnx.analysis.sweep.grid import Grid
-from mionnx.analysis.sweep.layer_graphs import Arrays, LayerGraphs, Rows
 from mionnx.analysis.sweep.metric import Metric
 from mionnx.errors import InputError, ModelError
 from mionnx.graph.axes import has_sequence, sequence_axis
@@ -27,6 +26,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine import memory
 from mionnx.rewrite.plan import Edit
+from mionnx.run.segments import Arrays, Rows, Segments
 from mionnx.spec.kinds import KINDS
 
 TOKENS = 4096  # most tokens of one call: more gains nothing, and takes memory
@@ -78,7 +78,7 @@ class PatchedRuns:
 
     def __init__(
         self,
-        graphs: LayerGraphs,
+        graphs: Segments,
         grid: Grid,
         base: CleanRun,
         donors: Mapping[str, NDArray[Any]],
@@ -311,7 +311,7 @@ class LayerPass:
         self.join(last)
         order, border = self.graphs.model.order, self.graphs.model.order[halves[0]]
         early = {edit: given for edit, given in self.edits(last).items() if order[edit.hook] <= border}
-        values = graphs.run(self.rows(), self.stream, early, halves)
+        values = graphs.run(self.rows(), self.stream, halves, early)
         ends = {name: np.ascontiguousarray(value[:, -1:]) for name, value in values.items()}
         rows = graphs.last_position(self.rows())
         narrow = {edit: given for edit, given in self.edits(last, narrow=True).items() if order[edit.hook] > border}

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mionnx.analysis.sweep.grid import make_grid
-from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Measure, MetricRequest, Tokens
 from mionnx.analysis.sweep.pairs import Corrupted, make_pairs
 from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
@@ -21,6 +20,7 @@ from mionnx.errors import InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
+from mionnx.run.segments import Segments
 from mionnx.run.tokenizing import Prompt
 
 PATCHINGS = ("denoising", "noising")
@@ -169,7 +169,7 @@ def make_patch_sweep(
         raise InputError("path patching takes a corrupted text; patch_sweep takes a spec as well")
     grid = make_grid(model.hooked, *cells, common_length(found.bases), found.pairs[0].places)
     if receivers is not None:
-        refuse_crossings(model.opened(LayerGraphs))
+        refuse_crossings(model.opened(Segments.of_sweep))
         reached_layers(grid, receivers)
     verb = "Patching" if receivers is None else "Path patching"
     setting = SweepSetting(
@@ -185,4 +185,4 @@ def make_patch_sweep(
         receivers,
         found.repeats,
     )
-    return Sweep(model, model.opened(LayerGraphs), found.pairs, setting)
+    return Sweep(model, model.opened(Segments.of_sweep), found.pairs, setting)

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.sweep.grid import Grid
-from mionnx.analysis.sweep.layer_graphs import Arrays, LayerGraphs
 from mionnx.analysis.sweep.metric import Metric
 from mionnx.analysis.sweep.patched_runs import Cells, LayerPass, PatchedRuns
 from mionnx.analysis.sweep.receivers import Receivers
@@ -23,6 +22,7 @@ from mionnx.errors import InputError
 from mionnx.graph.axes import heads_axis
 from mionnx.graph.hook_points import VARIANTS, HookPoint
 from mionnx.rewrite.plan import Edit
+from mionnx.run.segments import Arrays, Segments
 from mionnx.spec.kinds import KINDS
 
 # Senders that are the stream itself -> number of stages from the start of their layer to the first reader.
@@ -57,7 +57,7 @@ def reached_layers(grid: Grid, receivers: Receivers) -> dict[int, bool]:
     return reached
 
 
-def refuse_crossings(graphs: LayerGraphs) -> None:
+def refuse_crossings(graphs: Segments) -> None:
     """Refuse a model of which a layer reads more than the residual stream.
 
     A change of that would have to be kept beside it too.
@@ -155,7 +155,7 @@ class _PathPass(LayerPass):
             return np.where(inputs[edit.mask_input], inputs[edit.value_input] - old, 0)
         begins = {name: value[:, self.start :] for name, value in self.base.streams[layer].items()}
         begins = {name: np.repeat(value, self.joined, axis=0) for name, value in begins.items()}
-        new = self.graphs.run(self.rows(), begins, edits, [through])[through]
+        new = self.graphs.run(self.rows(), begins, [through], edits)[through]
         sends = (self.layers[: self.joined] == layer)[:, None, None]
         return np.where(sends, new - old, 0)
 
@@ -170,7 +170,7 @@ class _PathPass(LayerPass):
             self._send(sent, number)
             end = post if begin == stages[-1][0] else mid
             edits = self._received(begin, stream, receivers)
-            stream = self.graphs.run(self.rows(), {begin: stream}, edits, [end])[end]
+            stream = self.graphs.run(self.rows(), {begin: stream}, [end], edits)[end]
         self._send(sent, 2)
         after = self.graphs.inputs_of(layer + 1)[0]
         self.stream = {after: stream}
@@ -183,7 +183,7 @@ class _PathPass(LayerPass):
         """Edits with the receivers' inputs, computed from the stream with the change."""
         if not receivers or not self.change.any():
             return {}
-        inputs = self.graphs.run(self.rows(), {begin: stream + self.change}, {}, receivers)
+        inputs = self.graphs.run(self.rows(), {begin: stream + self.change}, receivers)
         edits: dict[Edit, Arrays] = {}
         for name in receivers:
             axes = HookPoint.parse(name).axes or ()

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.sweep.clean_run import CleanRun, run_clean
 from mionnx.analysis.sweep.grid import Grid
-from mionnx.analysis.sweep.layer_graphs import LayerGraphs
 from mionnx.analysis.sweep.metric import Metric, MetricRequest
 from mionnx.analysis.sweep.pairs import Pair
 from mionnx.analysis.sweep.patched_runs import PatchedRuns, Shortcuts, first_difference
@@ -27,6 +26,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import Brief
 from mionnx.machine.progress import Progress, silent
 from mionnx.run.runner import Runner
+from mionnx.run.segments import Segments
 
 Ids = NDArray[np.int64]
 Donors = Callable[[CleanRun], dict[str, NDArray[Any]]]
@@ -105,7 +105,7 @@ class Sweep:
 
     file: Path | None = None
 
-    def __init__(self, model: Runner, graphs: LayerGraphs, pairs: Sequence[Pair], setting: SweepSetting) -> None:
+    def __init__(self, model: Runner, graphs: Segments, pairs: Sequence[Pair], setting: SweepSetting) -> None:
         self.model, self.graphs, self.pairs, self.setting = model, graphs, list(pairs), setting
         for number, pair in enumerate(self.pairs):
             if pair.other is not None and pair.corruption is None and np.array_equal(pair.base, pair.other):

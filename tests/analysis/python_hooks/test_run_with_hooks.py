@@ -308,7 +308,7 @@ def test_without_a_result_the_model_runs_to_the_last_hook_only(llama):
     assert not cache["resid_pre", 1].any()
     chain = list(llama.variants.open.values())[-1]
     assert max(len(link.program.native.get_outputs()) for link in chain.segments) <= 6
-    assert "logits" not in {name for link in chain.segments for name in link.outputs}
+    assert "logits" not in {name for link in chain.segments for name in link.segment.outputs}
 
 
 def test_what_nothing_returned_depends_on_may_be_seen_and_not_changed():

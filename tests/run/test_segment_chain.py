@@ -6,7 +6,7 @@ import onnxruntime
 from onnx.checker import check_model
 
 from mionnx.graph.extract import extract
-from mionnx.rewrite.segment import cut
+from mionnx.run.segment_chain import cut
 
 TWO_PATHS = """<ir_version: 10, opset_import: ["" : 21]>
 g (float[N, 3] x) => (float[N, 3] y)

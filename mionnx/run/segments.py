@@ -1,0 +1,268 @@
+"""`Segments`: a model in pieces, each a graph of its own that is run from some values to others.
+
+A piece begins at values that are fed and ends at values that are asked for; it is opened when it is first run, and
+reads the weights between the two alone: all pieces of a model together hold the weights of one model.
+
+1. The pieces of a model in execution order are the embedding (-1), its layers, and the head (`layers`). A layer begins
+   at the residual stream before it and at whatever else crosses there (`Dataflow.crossings`); so a row that is patched
+   at layer 7 starts at layer 7.
+2. Where only the last position is read in the end, the last layer is two pieces: attention at all positions; then
+   everything after attention, and the head, at the last position alone.
+3. A row whose first tokens equal those of another run continues from that run's keys and values.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mionnx.engine.engine import Program
+from mionnx.engine.options import Options
+from mionnx.graph.dataflow import Dataflow
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.output_head import LOGITS
+from mionnx.inputs.lacking import refuse_several_streams, refuse_without_cache
+from mionnx.inputs.rwkv_state import RWKVState
+from mionnx.machine.once import once_property
+from mionnx.rewrite.plan import LOGIT_TOKENS, CaptureNode, Edit, Gradients, Outputs, Plan
+from mionnx.run.graph_pool import GraphPool, OpenGraph
+
+Arrays = dict[str, NDArray[Any]]
+Edits = Mapping[Edit, Arrays]  # an intervention -> the inputs that it reads
+EMBEDDING = -1
+OPEN = 8  # pieces of a layer that stay open: with other interventions and captures it is another one
+NOTHING = Outputs(logits=False, carried=False)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The tokens of some rows of equal length, without padding.
+
+    Attributes:
+        ids: [rows, seq].
+        start: the first position that is computed.
+        past: graph input -> keys or values of the positions before it, [1, n_kv_heads, seq, head_dim].
+    """
+
+    ids: NDArray[np.int64]
+    start: int = 0
+    past: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def blank(cls, count: int, seq: int) -> Self:
+        """Rows for a piece behind the embedding, where some families read the tokens' shape even in the last nodes."""
+        return cls(np.zeros((count, seq), np.int64))
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return len(self.ids)
+
+
+class Segments:
+    """The pieces of one model; `model.opened(Segments)` has those with the model's own options.
+
+    Attributes:
+        model: the hooked model.
+        layers: number of layers.
+        end: name of the value that the head reads.
+        variants: the open pieces.
+    """
+
+    def __init__(self, model: HookedModel, options: Options) -> None:
+        self.model, self.layers = model, model.metadata.sizes.num_layers
+        self.end = str(HookPoint.ResidPost(self.layers - 1))
+        many = options.for_many_graphs(OPEN * (self.layers + 3))
+        self.variants = GraphPool(model, replace(many, prepack=options.prepack))
+
+    @classmethod
+    def of_sweep(cls, model: HookedModel, options: Options) -> Self:
+        """The pieces of a model whose layers run on many rows, on the keys and values of others; nothing is packed.
+
+        Raises:
+            InputError: a model without a cache, or with several streams.
+        """
+        refuse_without_cache(model, "a sweep")
+        refuse_several_streams(model, "a sweep")
+        return cls(model, options.for_many_graphs(1))
+
+    @once_property
+    def flow(self) -> Dataflow:
+        """The nodes of the whole graph."""
+        return Dataflow(self.model.proto)
+
+    def inputs_of(self, layer: int) -> tuple[str, ...]:
+        """Names of the values that a piece begins with; behind the head, the logits."""
+        if layer == EMBEDDING:
+            return ()
+        if layer >= self.layers:
+            return (self.end,) if layer == self.layers else (LOGITS,)
+        cut = str(HookPoint.ResidPre(layer))
+        return cut, *(name for name in self._crossings[layer] if name != cut)
+
+    @once_property
+    def _crossings(self) -> list[tuple[str, ...]]:
+        """Names of the values that cross into each layer."""
+        cuts = [[str(HookPoint.ResidPre(layer))] for layer in range(self.layers)]
+        return self.flow.crossings(cuts, [self.end], [str(HookPoint.Embed)])
+
+    def ends_of(self, layer: int) -> list[str]:
+        """Names of the values that the next piece begins with, as this one gives them."""
+        post = {str(HookPoint.ResidPre(layer + 1)): str(HookPoint.ResidPost(layer))} if layer >= 0 else {}
+        return [post.get(name, name) for name in self.inputs_of(layer + 1)]
+
+    @once_property
+    def after_attention(self) -> tuple[str, ...]:
+        """Inputs of the last layer's second piece, behind attention; empty where it cannot be cut."""
+        last = self.layers - 1
+        names = (str(HookPoint.AttnZ(last)), str(HookPoint.ResidPre(last)))
+        apart = {*names} <= self.model.metadata.hooks.keys() and self.inputs_of(last) == names[1:]
+        return names if apart else ()
+
+    def keys_of(self, layer: int) -> dict[str, str]:
+        """Hook points of a layer's keys and values -> the graph inputs that take them as past."""
+        if layer == EMBEDDING:
+            return {}
+        rotated, plain = str(HookPoint.AttnRotK(layer)), str(HookPoint.AttnK(layer))
+        key = rotated if rotated in self.model.metadata.hooks else plain
+        if key not in self.model.metadata.hooks:
+            return {}
+        return dict(zip((key, str(HookPoint.AttnV(layer))), KEYS_AND_VALUES.layer_inputs(layer), strict=True))
+
+    def last_position(self, rows: Rows) -> Rows:
+        """The same rows, to be computed at the last position alone behind the last attention.
+
+        No graph behind attention reads keys and values; some read how many there are.
+        """
+        seq = rows.ids.shape[1]
+        shapes = self.model.metadata.past_shapes(1, seq)
+        names = (name for layer in range(self.layers) for name in self.keys_of(layer).values())
+        return Rows(rows.ids, seq - 1, {name: np.zeros(shapes[name], self.model.past_dtype) for name in names})
+
+    def layer(
+        self,
+        layer: int,
+        rows: Rows,
+        stream: Arrays,
+        edits: Edits | None = None,
+        ends: Sequence[str] = (),
+        beside: Sequence[str] = (),
+        inputs: Mapping[str, NDArray[Any]] | None = None,
+    ) -> tuple[Arrays, Arrays]:
+        """Run one piece: a layer, the embedding or the head.
+
+        Args:
+            layer: its number.
+            rows: the tokens.
+            stream: the values of `inputs_of(layer)`.
+            edits: interventions with the inputs that they read.
+            ends: names of further values.
+            beside, inputs: see `run`.
+
+        Returns:
+            the values of `inputs_of(layer + 1)`, and the further ones.
+        """
+        sources = self.ends_of(layer)
+        computed = [name for name in sources if name not in stream]  # others cross several layers and do not change
+        wanted = [*dict.fromkeys([*computed, *ends])]
+        values = self.run(rows, stream, wanted, edits, NOTHING, inputs, beside)
+        both = {**values, **stream}
+        after = {name: both[source] for name, source in zip(self.inputs_of(layer + 1), sources, strict=True)}
+        return after, {name: values[name] for name in ends}
+
+    def logits(
+        self,
+        rows: Rows,
+        stream: Arrays,
+        edits: Edits | None = None,
+        last: bool = True,
+        tokens: NDArray[np.int64] | None = None,
+    ) -> NDArray[Any]:
+        """Compute the logits, [rows, seq or 1, vocab or tokens].
+
+        Args:
+            rows, edits: see `layer`.
+            stream: the values of `inputs_of(layers)` or `after_attention`.
+            last: at the last position only.
+            tokens: ids; logits of these only.
+        """
+        some = tokens is not None
+        outputs = Outputs(last=last, of_tokens=some, only_these=some, carried=False)
+        inputs = {} if tokens is None else {LOGIT_TOKENS: tokens}
+        return self.run(rows, stream, [LOGITS], edits, outputs, inputs)[LOGITS]
+
+    def open(
+        self,
+        starts: Sequence[str],
+        ends: Sequence[str],
+        edits: Sequence[Edit] = (),
+        outputs: Outputs = NOTHING,
+        gradients: Gradients | None = None,
+    ) -> OpenGraph:
+        """Open the piece between some values and others, "logits" among them."""
+        captures = tuple(CaptureNode(name) for name in ends if name != LOGITS)
+        outputs = replace(outputs, logits=LOGITS in ends)
+        return self.variants.get(Plan(tuple(edits), captures, outputs, tuple(starts), gradients=gradients))
+
+    def run(
+        self,
+        rows: Rows,
+        feeds: Arrays,
+        ends: Sequence[str],
+        edits: Edits | None = None,
+        outputs: Outputs = NOTHING,
+        inputs: Mapping[str, NDArray[Any]] | None = None,
+        beside: Sequence[str] = (),
+    ) -> Arrays:
+        """Run the piece between the values fed and some others.
+
+        Args:
+            rows: the tokens that the values belong to.
+            feeds: values of the model, at which the piece begins; none for the tokens themselves.
+            ends: names of the values to compute; "logits" is one.
+            edits: interventions with the inputs that they read.
+            outputs: which logits.
+            inputs: what the piece reads besides.
+            beside: values that other calls ask for: one graph then serves them all.
+        """
+        edits = edits or {}
+        changed = {edit.hook for edit in edits}  # such a value is fed as it was before
+        values = {f"{name}.before" if name in changed else name: value for name, value in feeds.items()}
+        for own in (*edits.values(), inputs or {}):
+            values |= own
+        piece = self.open(tuple(feeds), [*dict.fromkeys([*beside, *ends])], tuple(edits), outputs)
+        return self.compute(piece, rows, ends, values)
+
+    def compute(self, piece: OpenGraph, rows: Rows, ends: Sequence[str], feeds: Mapping[str, NDArray[Any]]) -> Arrays:
+        """Run an open piece on tokens and what else it reads, each in the dtype that it takes."""
+        known = piece.program.inputs
+        cast = {name: value.astype(known[name].dtype, copy=False) for name, value in feeds.items() if name in known}
+        return piece.program.run(ends, {**self._token_inputs(rows, piece.program), **cast})
+
+    def _token_inputs(self, rows: Rows, program: Program) -> Arrays:
+        """Tokens, mask, positions and past, as far as a graph reads them."""
+        total = rows.ids.shape[1]
+        ids = rows.ids[:, rows.start :]
+        feeds: Arrays = {
+            "input_ids": ids,
+            "attention_mask": np.ones((rows.count, total), np.int64),
+            "position_ids": np.broadcast_to(np.arange(rows.start, total), ids.shape),
+        }
+        for name in program.inputs:
+            if name.startswith(f"{KEYS_AND_VALUES.past}."):
+                feeds[name] = self._past(name, rows)
+        if self.model.metadata.recurrent:
+            sizes, dtype = self.model.metadata.sizes, self.model.past_dtype
+            start = RWKVState.empty(sizes, rows.count, dtype).feeds(sizes, rows.count, dtype)
+            feeds |= {name: np.asarray(value) for name, value in start.items()}
+        return feeds
+
+    def _past(self, name: str, rows: Rows) -> NDArray[Any]:
+        if not rows.start:
+            return np.zeros(self.model.metadata.past_shapes(rows.count, 0)[name], self.model.past_dtype)
+        past = rows.past[name][:, :, : rows.start]
+        return np.broadcast_to(past, (rows.count, *past.shape[1:]))
