@@ -1,6 +1,6 @@
 """The engine ONNX Runtime: the one place that opens its sessions."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from mionnx.engine import arena, device
 from mionnx.engine.cuda_graphs import CudaGraphs
-from mionnx.engine.engine import Arrays, Engine, Input, Program
-from mionnx.engine.options import ONNX_RUNTIME, PROVIDERS, Options
+from mionnx.engine.engine import Arrays, Engine, Input, Operator, Program
+from mionnx.engine.kernels import without_kernel
+from mionnx.engine.options import ONNX_RUNTIME, PROVIDERS, Options, known_providers
 from mionnx.engine.placement import RECORD, providers_of
 from mionnx.engine.rolling_cache import RollingCache
 from mionnx.engine.session import FOLDING, UNSTABLE_FUSIONS, open_session
@@ -130,7 +131,8 @@ class OnnxRuntime(Engine):
     """ONNX Runtime, on any of its execution providers."""
 
     name = ONNX_RUNTIME
-    prepacks = True
+    packages = ("onnxruntime", "onnxruntime-gpu")
+    casts = True
     settings = (
         *("provider", "threads", "fast", "prepack", "base", "provider_options", "level", "cuda_graphs", "fused"),
         "accuracy_level",
@@ -141,7 +143,7 @@ class OnnxRuntime(Engine):
         try:
             options.provider_name()
         except RuntimeMissingError as error:
-            if PROVIDERS.get(options.provider, options.provider) not in known_providers():
+            if options.full_provider not in known_providers():
                 return str(error)
             install = INSTALL.get(options.provider, "a build of ONNX Runtime that has this provider")
             return f"{error}; what would install it: {install}"
@@ -149,12 +151,21 @@ class OnnxRuntime(Engine):
 
     def lacks(self, options: Options) -> tuple[str, ...]:
         """bfloat16 on the CPU: ONNX Runtime has no product of two matrices there."""
-        return ("bfloat16",) if PROVIDERS.get(options.provider, options.provider) == PROVIDERS["cpu"] else ()
+        return ("bfloat16",) if options.full_provider == PROVIDERS["cpu"] else ()
+
+    def packs(self, options: Options) -> bool:
+        """On the CPU alone."""
+        return options.full_provider == PROVIDERS["cpu"]
+
+    def computes(self, operators: Iterable[Operator], dtype: str, options: Options) -> bool:
+        """All of its own on the CPU; on another provider those that it has kernels for."""
+        provider = options.full_provider
+        return provider == PROVIDERS["cpu"] or not without_kernel(operators, provider, dtype)
 
     def facts(self, options: Options) -> dict[str, str]:
         """Version, provider, level and threads."""
         return {
-            "onnxruntime": version(),
+            "onnxruntime": str(onnxruntime.__version__),
             "provider": options.provider_name(),
             "level": options.level,
             "threads": str(options.threads or "all"),
@@ -177,6 +188,29 @@ class OnnxRuntime(Engine):
             settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
             settings.add_session_config_entry("session.prepack.enable_parallel", "1")
         return _program(model, folder, settings, options, optimised)
+
+    def open_to_try(self, model: Path | bytes, folder: Path) -> OrtProgram:
+        """See `Engine.open_to_try`."""
+        options = Options(level="none", prepack=False)
+        settings = _settings(folder, options)
+        settings.log_severity_level = 4
+        return _program(model, folder, settings, options)
+
+    def write_optimised(
+        self, model: bytes, folder: Path, path: Path, data: str, options: Options, *, packed: bool = False
+    ) -> None:
+        """See `Engine.write_optimised`."""
+        settings = _settings(folder, options)
+        settings.optimized_model_filepath = str(path)
+        settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", data)
+        settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
+        if packed:
+            settings.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
+            open_session(model, folder, settings, options, [FOLDING])
+            return
+        settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        settings.add_session_config_entry("session.disable_prepacking", "1")
+        open_session(model, folder, settings, options)
 
     def release(self) -> None:
         """See `Engine.release`."""
@@ -211,37 +245,6 @@ def _program(
     return OrtProgram(session, options)
 
 
-def open_to_try(model: Path | bytes, folder: Path) -> OrtProgram:
-    """Open a graph on the CPU for runs that may fail: nothing optimised, packed or printed.
-
-    Args:
-        model: a file, or the bytes of a model.
-        folder: of its external data.
-
-    Raises:
-        ModelError: ONNX Runtime refuses the model.
-    """
-    options = Options(level="none", prepack=False)
-    settings = _settings(folder, options)
-    settings.log_severity_level = 4
-    return _program(model, folder, settings, options)
-
-
-def version() -> str:
-    """ONNX Runtime's version."""
-    return str(onnxruntime.__version__)
-
-
-def installed_providers() -> list[str]:
-    """Execution providers of the installed ONNX Runtime."""
-    return list(onnxruntime.get_available_providers())
-
-
-def known_providers() -> list[str]:
-    """Execution providers that ONNX Runtime knows, installed or not."""
-    return list(onnxruntime.get_all_providers())
-
-
 def _settings(folder: Path, options: Options) -> onnxruntime.SessionOptions:
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = options.threads
@@ -253,50 +256,3 @@ def _settings(folder: Path, options: Options) -> onnxruntime.SessionOptions:
     if options.provider_name() == PROVIDERS["cpu"]:
         arena.share(settings)
     return settings
-
-
-def optimise(model: bytes, folder: Path, path: Path, data: str, options: Options) -> None:
-    """Write a model as ONNX Runtime optimises it for a provider, with operators of its own.
-
-    Args:
-        model: the bytes of a model whose external data lie in `folder`.
-        folder: of the hooked model.
-        path: of the optimised model.
-        data: name of a file beside it for the weights.
-        options: provider, fusions.
-
-    Raises:
-        ModelError: ONNX Runtime refuses the model.
-        RuntimeMissingError: the provider is not there.
-    """
-    settings = _settings(folder, options)
-    settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    _write_to(settings, path, data)
-    settings.add_session_config_entry("session.disable_prepacking", "1")
-    open_session(model, folder, settings, options)
-
-
-def _write_to(settings: onnxruntime.SessionOptions, path: Path, data: str) -> None:
-    """Let the session write the optimised model when it is opened."""
-    settings.optimized_model_filepath = str(path)
-    settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", data)
-    settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
-
-
-def prepare(model: bytes, folder: Path, path: Path, data: str, options: Options) -> None:
-    """Write a model as this machine runs it, with packed weights; see `mionnx.run.prepacked`.
-
-    Args:
-        model: the bytes of a model whose external data lie in `folder`.
-        folder: of the hooked model.
-        path: of the prepared graph.
-        data: name of a file beside it for the weights.
-        options: provider, fusions.
-
-    Raises:
-        ModelError: ONNX Runtime refuses the model.
-    """
-    settings = _settings(folder, options)
-    _write_to(settings, path, data)
-    settings.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
-    open_session(model, folder, settings, options, [FOLDING])

@@ -9,7 +9,7 @@ stream, as much as the rounding costs. At level 0 batches and pasts change last 
 
 from dataclasses import replace
 
-from mionnx.engine.options import ONNX_RUNTIME, Options
+from mionnx.engine.options import Options
 from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.packed_weight import at_accuracy_level
@@ -26,7 +26,7 @@ def refuse_unpacked_blocks(model: str, in_blocks: bool, options: Options) -> Non
     Raises:
         InputError: `prepack=False`, for a model of blocks.
     """
-    if in_blocks and options.prepack is False and options.engine == ONNX_RUNTIME:
+    if in_blocks and options.prepack is False:
         raise InputError(
             f"prepack=False has no effect on {model}: its weights are blocks, which are always packed (unpacked, "
             "every product would make floats of them first, and a token take 40 to 80 times as long); leave it out"

@@ -15,7 +15,8 @@ from mionnx.graph.metadata import ATTENDS_TO_PADDING
 from mionnx.inputs.prompt_list import PromptList, read_prompts
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.run.batching import BatchSize, in_batches
-from mionnx.run.forward_pass import PassModel, bind_pass, run_pass
+from mionnx.run.call_graph import bind_pass
+from mionnx.run.forward_pass import PassModel, run_pass
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_caches import HookCaches, rows_of
 from mionnx.run.metric_feeds import metric_feeds

@@ -1,7 +1,7 @@
 """`give_back`: memory that no call uses any more, returned to the system when an analysis ends.
 
 1. Graphs that no call has used since the last analysis ended are closed, the least recently used first, until all of a
-   pool take at most an eighth of the weights' size (`GraphPool.close_idle`).
+   pool take at most an eighth of the weights' size (`OpenGraphs.close_idle`).
 2. What freed activations leave behind in the engine's arena and in the C library is returned if the process has grown
    by more than an eighth of the weights' size: below that, the next call would only have to fetch it again. After an
    analysis it is returned when no graph has been used for `PAUSE` seconds, so that the next analysis finds what the
@@ -21,8 +21,7 @@ from typing import Any, Protocol
 from mionnx.errors import InputError
 from mionnx.machine import memory
 from mionnx.machine.typed import typed
-from mionnx.run.graph_pool import GraphPool
-from mionnx.run.graph_uses import uses
+from mionnx.run.open_graphs import OpenGraphs, uses
 
 SHARE = 8  # the part of the weights' size that may lie idle: an eighth
 LEAST = 2**25  # bytes that may, however small the model
@@ -32,7 +31,7 @@ PAUSE, LONGEST = 2.0, 30.0  # seconds
 class OpenModel(Protocol):
     """A model and its open graphs: what `give_back` needs of `Runner`."""
 
-    variants: GraphPool
+    variants: OpenGraphs
     idle: "IdleMemory"
 
     @property
@@ -106,7 +105,7 @@ def give_back(model: OpenModel, *, later: bool = False) -> None:
     """
     pool = model.variants
     allowed = max(pool.weights // SHARE, LEAST)
-    inner = [part.variants for part in model.parts if isinstance(getattr(part, "variants", None), GraphPool)]
+    inner = [part.variants for part in model.parts if isinstance(getattr(part, "variants", None), OpenGraphs)]
     for one in (pool, *inner):
         one.close_idle(allowed)
     model.idle.release(allowed, pool.engine.release, PAUSE if later else 0.0)

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from mionnx.bind.bound_spec import Binder
 from mionnx.bind.logit_selection import Logits
 from mionnx.engine.engines import ready_engine
-from mionnx.engine.options import ONNX_RUNTIME, Options
+from mionnx.engine.options import Options
 from mionnx.errors import InputError, TokenizerError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
@@ -25,12 +25,13 @@ from mionnx.machine.typed import typed
 from mionnx.rewrite import Plan
 from mionnx.run import accuracy, find_model, idle_memory, model_dtype, spec_graphs, tokenizing
 from mionnx.run.batching import check_batch_size
+from mionnx.run.call_graph import bind_pass
 from mionnx.run.dynamic_rounding import warn_of_dynamic_rounding
 from mionnx.run.forward_batches import ListRequest, forward_batches
-from mionnx.run.forward_pass import bind_pass, run_pass
-from mionnx.run.graph_pool import GraphPool, OpenGraph
+from mionnx.run.forward_pass import run_pass
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_caches import HookCaches
+from mionnx.run.open_graphs import OpenGraph, OpenGraphs
 from mionnx.run.recipe import Recipe
 from mionnx.run.repository import Version
 from mionnx.run.tokenizing import Prompt, takes_encoding
@@ -72,7 +73,7 @@ class Runner:
         self.options = options or Options()
         accuracy.refuse_unpacked_blocks(hooked.name, hooked.in_blocks, self.options)
         self.hooked = accuracy.at_level(hooked, self.options.accuracy_level)
-        self.variants = GraphPool(self.hooked, self.options)
+        self.variants = OpenGraphs(self.hooked, self.options)
         self.binder = Binder(self.hooked)
         self._opened: Once[Any, Any] = Once()
         self._source: tuple[str, str | None] | None = None  # what `from_pretrained` was asked for, and the dtype
@@ -88,10 +89,10 @@ class Runner:
         threads: int = 0,
         fast: bool = False,
         prepack: bool | None = None,
-        base: str = "auto",
+        base: bool = True,
         provider_options: Mapping[str, str | int] | None = None,
         cuda_graphs: bool = False,
-        engine: str = ONNX_RUNTIME,
+        engine: str = Options.engine,
         check: str = "sampled",
         fused: bool = True,
         accuracy_level: int | None = None,
@@ -146,8 +147,8 @@ class Runner:
         )
         model_dtype.check_name(dtype)  # refused before a checkpoint is exported, as what follows
         accuracy.refuse_unpacked_blocks(str(source), dtype in model_dtype.BLOCKS, options)
-        lacking = ready_engine(options).lacks(options)
-        where = f"{options.engine} on {options.provider}" if options.engine == ONNX_RUNTIME else options.engine
+        opener = ready_engine(options)
+        lacking, where = opener.lacks(options), opener.title(options)
         refuse = partial(model_dtype.refuse_uncomputed, dtype=dtype, lacking=lacking, where=where)
         with shown() as progress:
             hooked = find_model.open_model(source, dtype, check, progress, refuse, Version(revision, subfolder, token))

@@ -27,7 +27,7 @@ from mionnx.inputs.lacking import refuse_several_streams, refuse_without_cache
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.machine.once import once_property
 from mionnx.rewrite.plan import LOGIT_TOKENS, CaptureNode, Edit, Outputs, Plan
-from mionnx.run.graph_pool import GraphPool, OpenGraph
+from mionnx.run.open_graphs import OpenGraph, OpenGraphs
 
 Arrays = dict[str, NDArray[Any]]
 EMBED = "hook_embed"
@@ -67,7 +67,7 @@ class LayerGraphs:
         refuse_several_streams(model, "a sweep")
         sizes = model.metadata.sizes
         self.model = model
-        self.variants = GraphPool(model, options.for_many_graphs(8 * (sizes.num_layers + 3)))
+        self.variants = OpenGraphs(model, options.for_many_graphs(8 * (sizes.num_layers + 3)))
         self.layers = sizes.num_layers
         self.end = str(HookPoint.ResidPost(self.layers - 1))
 
