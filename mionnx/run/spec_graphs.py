@@ -1,9 +1,7 @@
 """Verbs of a model about the graph that a spec makes of it."""
 
 from dataclasses import replace
-from typing import Protocol
 
-from mionnx.bind.bound_spec import Binder
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
 from mionnx.graph import onnx_file
@@ -14,18 +12,12 @@ from mionnx.rewrite import Report, rewrite
 from mionnx.rewrite.plan import Outputs
 from mionnx.run.call_graph import bind_pass, open_call
 from mionnx.run.open_graphs import NODE, SESSION, OpenGraph, OpenGraphs
+from mionnx.run.open_model import OpenModel
 from mionnx.run.pass_memory import pass_bytes
 from mionnx.spec.hook_spec import HookSpec
 
 SECONDS, PACKED = 2e-4, 2**29  # of opening a node, and bytes packed a second: one core of 2026, GPT-2's shape
 COPIES = 2  # of each weight that the products of a gradient graph pack: as it is, and turned
-
-
-class OpenModel(Protocol):
-    """A model and its open graphs: what the verbs here need of `Runner`."""
-
-    variants: OpenGraphs
-    binder: Binder
 
 
 @typed()
@@ -123,3 +115,22 @@ def estimate(
     nodes = len(onnx_file.parse(rewrite(hooked.proto, bound.plan, hooked.metadata)[0]).graph.node)
     packed = COPIES * variants.weights * variants.packs(batch * seq)
     return replace(found, graph=SESSION + NODE * nodes + packed, opening=SECONDS * nodes + packed / PACKED)
+
+
+@typed()
+def give_back(model: OpenModel, *, later: bool = False) -> None:
+    """Return memory in use no more: idle graphs, free arenas.
+
+    Analyses do so themselves when they end. Call it where large captures are no longer needed.
+
+    Args:
+        later: keep free memory until no graph has been used for two seconds, as analyses do: the next one needs it.
+
+    Example:
+        cache = model.forward("The capital of France is", HookSpec().capture("*"))
+        del cache
+        model.give_back()
+    """
+    parts = [getattr(part, "variants", None) for part in model.parts]
+    pools = [model.variants, *(part for part in parts if isinstance(part, OpenGraphs))]
+    model.idle.give_back(pools, later=later)
