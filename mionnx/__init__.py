@@ -58,7 +58,7 @@ from mionnx.machine.dialects import unknown_import
 from mionnx.model import MIModel
 from mionnx.quantise.choice import FewBlocksWarning
 from mionnx.rewrite import Report
-from mionnx.run.dynamic_rounding import DynamicRoundingWarning
+from mionnx.run.accuracy import DynamicRoundingWarning
 from mionnx.run.generation import Generation
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_caches import HookCaches

@@ -16,7 +16,7 @@ from mionnx.spec.hook_spec import HookSpec
 
 
 class RunningModel(Protocol):
-    """A model with a tokenizer: what is needed of `run.Runner`, which stands on this floor too."""
+    """A model with a tokenizer; its class, `run.Runner`, stands on this floor too."""
 
     hooked: HookedModel
     options: Options

@@ -112,7 +112,7 @@ class Engine(ABC):
         return ()
 
     def packs(self, options: Options) -> bool:
-        """Whether every program holds packed copies of its weights, unless `Options.prepack` is False."""
+        """Whether each program packs weights for itself, unless `Options.prepack` is False."""
         return False
 
     def computes(self, operators: Iterable[Operator], dtype: str, options: Options) -> bool:
@@ -159,7 +159,7 @@ class Engine(ABC):
         """
 
     def open_to_try(self, model: Path | bytes, folder: Path) -> Program:
-        """Open a graph for runs that may fail: on the CPU, nothing optimised, packed or printed; see `open`."""
+        """Open a graph for runs that may fail, on the CPU; nothing is optimised, packed or printed."""
         return self.open(model, folder, Options(engine=self.name))
 
     def write_optimised(

@@ -7,10 +7,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnxruntime
 from numpy.typing import NDArray
 
-from mionnx.engine import arena, device
+from mionnx.engine import device
 from mionnx.engine.cuda_graphs import CudaGraphs
 from mionnx.engine.engine import Arrays, Engine, Input, Operator, Program
 from mionnx.engine.kernels import without_kernel
@@ -20,7 +21,7 @@ from mionnx.engine.rolling_cache import RollingCache
 from mionnx.engine.session import FOLDING, UNSTABLE_FUSIONS, open_session
 from mionnx.errors import ModelError, RuntimeMissingError
 from mionnx.machine import memory
-from mionnx.machine.once import once_property
+from mionnx.machine.once import Once, once_property
 
 # Threads spin while they wait for work, and by default go on for some 50 ms after a run: the next graph then runs twice
 # as long on the processors that they hold (25 -> 57 ms for one token of GPT-2 124M, two graphs by turns).
@@ -214,7 +215,7 @@ class OnnxRuntime(Engine):
 
     def release(self) -> None:
         """See `Engine.release`."""
-        arena.shrink()
+        shrink_arena()
         memory.release()
 
     @contextmanager
@@ -254,5 +255,46 @@ def _settings(folder: Path, options: Options) -> onnxruntime.SessionOptions:
     settings.add_session_config_entry(STOP_SPINNING, "1")
     settings.add_session_config_entry(RECORD, "1")
     if options.provider_name() == PROVIDERS["cpu"]:
-        arena.share(settings)
+        share_arena(settings)
     return settings
+
+
+# A session with an arena of its own keeps what its largest run took, and a sweep opens a session a layer: together many
+# times what is in use at any moment. The shared arena grows to what the largest run takes. Packed weights are no part
+# of it, so that they are returned when their session ends.
+SHRINK = "memory.enable_memory_arena_shrinkage"  # of a run: return free regions of these arenas after it
+AS_REQUESTED = 1  # regions have the size that is asked for, not the next power of two
+
+
+def share_arena(settings: onnxruntime.SessionOptions) -> None:
+    """Let a session on the CPU take its activations from the arena of all."""
+    _arenas.get("arena", _register_arena)
+    settings.add_session_config_entry("session.use_env_allocators", "1")
+    settings.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+
+
+def shrink_arena() -> None:
+    """Return the memory of the arena that no value lies in."""
+    options = onnxruntime.RunOptions()
+    options.add_run_config_entry(SHRINK, "cpu:0")
+    _arenas.get("shrinker", _shrinker).run(["to"], {"from": [0.0]}, options)
+
+
+_arenas: Once[str, Any] = Once()  # one of each a process, whichever thread asks first
+
+
+def _register_arena() -> None:
+    kind, use = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
+    where = onnxruntime.OrtMemoryInfo("Cpu", kind, 0, use)
+    onnxruntime.create_and_register_allocator(where, onnxruntime.OrtArenaCfg({"arena_extend_strategy": AS_REQUESTED}))
+
+
+def _shrinker() -> onnxruntime.InferenceSession:
+    """A session of one node, run only to shrink the arena at its end."""
+    ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("from", "to")]
+    body = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["from"], ["to"])], "shrink", ends[:1], ends[1:])
+    model = onnx.helper.make_model(body, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = 1
+    share_arena(settings)
+    return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])

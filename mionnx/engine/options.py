@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 import onnxruntime
 
 from mionnx.engine import device
-from mionnx.engine.provider_options import DEVICE_ID, check_provider_options
 from mionnx.errors import InputError, RuntimeMissingError, nearest
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
@@ -17,6 +16,36 @@ ACCURACY_LEVELS = (None, 0, 4)
 CUDA_GRAPH, TF32 = "enable_cuda_graph", "use_tf32"
 MOST_THREADS = 1024
 ONNX_RUNTIME = "onnxruntime"  # the engine that has all of these options
+DEVICE_ID = "device_id"
+# Names that a provider reads, as its source lists them; a provider that is not here is left to ONNX Runtime, which
+# ignores unknown ones of some, and of others leaves the provider out and runs on the CPU.
+KNOWN: dict[str, tuple[str, ...]] = {
+    "CPUExecutionProvider": (),
+    "CUDAExecutionProvider": (
+        DEVICE_ID,
+        "arena_extend_strategy",
+        "cudnn_conv1d_pad_to_nc1d",
+        "cudnn_conv_algo_search",
+        "cudnn_conv_use_max_workspace",
+        "do_copy_in_default_stream",
+        "enable_cuda_graph",
+        "enable_skip_layer_norm_strict_mode",
+        "fuse_conv_bias",
+        "gpu_external_alloc",
+        "gpu_external_empty_cache",
+        "gpu_external_free",
+        "gpu_mem_limit",
+        "has_user_compute_stream",
+        "prefer_nhwc",
+        "sdpa_kernel",
+        "tunable_op_enable",
+        "tunable_op_max_tuning_duration_ms",
+        "tunable_op_tuning_enable",
+        "use_ep_level_unified_stream",
+        "use_tf32",
+        "user_compute_stream",
+    ),
+}
 
 
 def installed_providers() -> list[str]:
@@ -38,6 +67,26 @@ def _meant(provider: str, available: Sequence[str]) -> str:
         device = f', with provider_options={{"device_id": {number}}}' if number.isdigit() else ""
         return f"; did you mean {known!r}{device}?"
     return "" if provider in (*PROVIDERS, *PROVIDERS.values()) else nearest(provider, [*PROVIDERS, *available])
+
+
+def check_provider_options(provider: str, given: Mapping[str, str | int]) -> None:
+    """Refuse options that a provider does not have.
+
+    Args:
+        provider: its full name.
+        given: name -> value.
+
+    Raises:
+        InputError: an unknown name, or a device that is no number.
+    """
+    known = KNOWN.get(provider)
+    for name in given:
+        if known is not None and name not in known:
+            there = f"it has {', '.join(known)}" if known else "it has none"
+            raise InputError(f"provider_options: {provider} has no option {name!r}; {there}{nearest(name, known)}")
+    number = str(given.get(DEVICE_ID, 0))
+    if not number.isdigit():
+        raise InputError(f"provider_options: {DEVICE_ID} is the number of a device, got {given[DEVICE_ID]!r}")
 
 
 @typed(InputError)

@@ -86,7 +86,9 @@ def with_fused(
     *,
     continues: bool = False,
 ) -> Plan:
-    """The plan with the operators of its file, those that the engine computes and that are right for a call.
+    """The plan with those operators of its file that are right for a call.
+
+    The engine must compute them too.
 
     Args:
         plan: the structure.

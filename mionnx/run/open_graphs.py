@@ -51,7 +51,7 @@ def uses() -> int:
 
 @dataclass(frozen=True)
 class Opening:
-    """What an engine is given to open the graph of a plan.
+    """Model, folder and options with which an engine opens a plan.
 
     Attributes:
         model: its bytes, weights not included; the file of the untouched graph.
@@ -233,7 +233,7 @@ class OpenGraphs:
             self._close([key for key in self.open if key not in recent], lambda: self.cost <= allowed)
 
     def prepare(self) -> bool:
-        """Make the prepacked base now, and close graphs with weights of their own; returns whether there is one."""
+        """Make the base now, and close graphs with weights of their own; tell whether there is one."""
         with self._opening.of("base"):
             if self.base is None:
                 self.base = base = prepacked.make(self.model, self.options, self._entries)
@@ -259,7 +259,7 @@ class OpenGraphs:
             return None
 
     def _opening_of(self, plan: Plan) -> Opening:
-        """What the engine opens for a plan."""
+        """Model, folder and options with which the engine opens a plan."""
         base = self._base_for(plan)
         if base is not None:
             model, report = self._rewritten(base, plan)

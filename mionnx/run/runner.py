@@ -21,7 +21,6 @@ from mionnx.machine.typed import typed
 from mionnx.run import accuracy, find_model, model_dtype, spec_graphs, tokenizing
 from mionnx.run.batching import check_batch_size
 from mionnx.run.call_graph import bind_pass
-from mionnx.run.dynamic_rounding import warn_of_dynamic_rounding
 from mionnx.run.forward_batches import ListRequest, forward_batches
 from mionnx.run.forward_pass import run_pass
 from mionnx.run.hook_cache import HookCache
@@ -124,7 +123,7 @@ class Runner(OpenModel):
         with shown() as progress:
             hooked = find_model.open_model(source, dtype, check, progress, refuse, Version(revision, subfolder, token))
         model_dtype.refuse_other(hooked, dtype)
-        warn_of_dynamic_rounding(hooked)
+        accuracy.warn_of_dynamic_rounding(hooked)
         made = cls(hooked, options)
         made.source = str(source), None if isinstance(dtype, model_dtype.Unsaid) else dtype
         return made

@@ -22,7 +22,7 @@ COPIES = 2  # of each weight that the products of a gradient graph pack: as it i
 
 @typed()
 def compile_graph(model: OpenModel, hooks: HookSpec | None = None, outputs: Outputs | None = None) -> OpenGraph:
-    """The open graph that `forward` runs for a spec and one text; rewritten and opened on first use.
+    """The open graph of a spec that `forward` runs on one text; opened on first use.
 
     Args:
         hooks: the spec.
