@@ -101,7 +101,7 @@ def main() -> None:
         peer = AutoModelForCausalLM.from_config(GPT2Config(n_layer=options.layers)).eval()
         peer.save_pretrained(name)
         export(Path(name), Path(name) / "hooked")
-        model = MIModel.from_pretrained(Path(name) / "hooked", threads=threads, base="never")
+        model = MIModel.from_pretrained(Path(name) / "hooked", threads=threads, base=False)
         ids = np.random.default_rng(0).integers(3, model.vocab_size, (1, options.prompt))
         cases = ([model.num_layers // 2], [*range(model.num_layers)])
         rows = [measure(model, peer, case, ids, options.new, options.repeats) for case in track(cases, "measuring")]

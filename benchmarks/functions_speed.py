@@ -107,7 +107,7 @@ def main() -> None:
     options = parser.parse_args()
     threads = set_threads(options.threads)
     with exported(gpt2 if options.layers == 12 else partial(small, layers=options.layers)) as folder:
-        model, bridge = MIModel.from_pretrained(folder / "hooked", threads=threads, base="never"), peer(folder)
+        model, bridge = MIModel.from_pretrained(folder / "hooked", threads=threads, base=False), peer(folder)
         found = [measure(model, bridge, length, options.repeats) for length in track(options.lengths, "measuring")]
     rows = [row for part in found for row in part]
     machine = f"{threads} threads, {platform.machine()}"

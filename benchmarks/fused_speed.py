@@ -124,7 +124,7 @@ def measured(kind: str, family: str, folder: Path, repeats: int) -> list[tuple[s
     session = onnxruntime.InferenceSession(str(file), settings, providers=["CPUExecutionProvider"])
     models = {
         "empty spec": MIModel.from_pretrained(target, threads=1, prepack=True),
-        "fused=False": MIModel.from_pretrained(target, threads=1, prepack=True, fused=False, base="never"),
+        "fused=False": MIModel.from_pretrained(target, threads=1, prepack=True, fused=False, base=False),
     }
     rows = []
     for call in CALLS:

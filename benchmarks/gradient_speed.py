@@ -173,7 +173,7 @@ def leading(
     full: list[float] = []
     ours: dict[int, list[tuple[float, float, int]]] = {confirm: [] for confirm in confirmed}
     for _ in track(range(sweeps), "full sweeps"):
-        task = make(MIModel.from_pretrained(folder, threads=threads, base="never"))
+        task = make(MIModel.from_pretrained(folder, threads=threads, base=False))
         runs = {confirm: found(folder, threads, task, confirm) for confirm in confirmed}
         cells = np.array(list(np.ndindex(runs[confirmed[0]][2].shape)))
         seconds, values = theirs(bridge, "layer x head", task.pair, cells, len(cells), task.tokens)
@@ -197,7 +197,7 @@ def leading(
 def found(folder: Path, threads: int, task: Task, confirm: int) -> tuple[float, float, Arrays]:
     """Seconds from opening a model, and of the next pair, and the exact effects of the confirmed heads (else NaN)."""
     begin = time.perf_counter()
-    model = MIModel.from_pretrained(folder, threads=threads, base="never")
+    model = MIModel.from_pretrained(folder, threads=threads, base=False)
     answer, versus = task.tokens
     seconds = []
     for pair in (task.before, task.pair):
@@ -224,7 +224,7 @@ def opening(folder: Path, threads: int, repeats: int) -> list[list[str]]:
     """(d): the first gradients of an open model, and the same again."""
     first, again, ids = [], [], np.arange(3, 3 + HEADLINE)[None]
     for _ in track(range(repeats), "opening"):
-        model = MIModel.from_pretrained(folder / "hooked", threads=threads, base="never")
+        model = MIModel.from_pretrained(folder / "hooked", threads=threads, base=False)
         for times in (first, again):
             begin = time.perf_counter()
             model.gradients(ids, STREAMS, "logit_diff", ANSWER, VERSUS)
@@ -239,7 +239,7 @@ def main() -> None:
     options = parser.parse_args()
     threads = set_threads(options.threads)
     with exported() as folder:
-        model = MIModel.from_pretrained(folder / "hooked", threads=threads, base="never")
+        model = MIModel.from_pretrained(folder / "hooked", threads=threads, base=False)
         peers = Peers(folder)
         for program in (peers.hugging_face, peers.bridge):
             program.requires_grad_(False)

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from turns import Work, alternate, ratio
 
 from mionnx import HookPoint, HookSpec, Intervention, KnockoutSpec, MIModel, create_knockout_mask
-from mionnx.engine.onnx_runtime import UNSTABLE_FUSIONS
+from mionnx.engine.session import UNSTABLE_FUSIONS
 
 LENGTHS, BATCHES = (16, 64, 256), (1, 8)
 LARGE = 1024  # tokens of all rows, from which on half as many repeats are made
@@ -134,7 +134,7 @@ def main() -> None:
     options = options_parser("Forward passes with hooks, beside the peers.", repeats=9).parse_args()
     threads = set_threads(options.threads)
     with exported() as folder:
-        model = MIModel.from_pretrained(folder / "hooked", threads=threads, base="never")
+        model = MIModel.from_pretrained(folder / "hooked", threads=threads, base=False)
         first = own_cost(model, threads, options.repeats)
         second = beside_peers(model, Peers(folder), options.repeats)
     heads = (

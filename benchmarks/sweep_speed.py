@@ -69,7 +69,7 @@ def prompts(length: int, vocab: int) -> tuple[np.ndarray, np.ndarray]:
 def ours(folder: Path, threads: int, case: str, pair: tuple[np.ndarray, np.ndarray], **without: bool) -> SweepResult:
     """The sweep, from opening the model on."""
     hook, over, _, _, _ = CASES[case]
-    model = MIModel.from_pretrained(folder / "hooked", threads=threads, base="never")
+    model = MIModel.from_pretrained(folder / "hooked", threads=threads, base=False)
     return model.patch_sweep(*pair, hook, over, answer=ANSWER, versus=VERSUS, shortcuts=Shortcuts(**without))
 
 

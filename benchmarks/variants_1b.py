@@ -53,7 +53,8 @@ def seconds(work: Any) -> float:
 
 def new_structures(folder: Path, prepack: bool) -> dict[str, float]:
     """Median seconds to the logits of a new structure, the base ready; and of new values then."""
-    model = opened(folder, base="always", prepack=prepack)
+    model = opened(folder, prepack=prepack)
+    model.prepare()
     ids = np.random.default_rng(0).integers(3, model.vocab_size, (1, TOKENS))
     model.forward(ids)  # the base is looked up, and read from the disk
     first = [seconds(lambda n=n: model.forward(ids, variant(model, n))) for n in range(VARIANTS)]
@@ -78,9 +79,11 @@ def _feeds(model: MIModel, ids: np.ndarray, spec: HookSpec) -> dict[str, np.ndar
     return {name: value for name, value in inputs.items() if name in read}
 
 
-def memory_of(folder: Path, count: int, base: str) -> dict[str, float]:
+def memory_of(folder: Path, count: int, based: bool) -> dict[str, float]:
     """GiB of a process after so many different variants have each run once."""
-    model = opened(folder, base=base, max_bytes=2**40)
+    model = opened(folder, base=based, max_bytes=2**40)
+    if based:
+        model.prepare()
     ids = np.random.default_rng(0).integers(3, model.vocab_size, (1, TOKENS))
     for number in range(count):
         model.forward(ids, variant(model, number))
@@ -100,7 +103,7 @@ def measure(what: str, folder: str, *rest: str) -> dict[str, float]:
         return {"seconds": seconds(opened(Path(folder)).prepare)}
     if what == "structures":
         return new_structures(Path(folder), rest[0] == "True")
-    return memory_of(Path(folder), int(rest[0]), rest[1])
+    return memory_of(Path(folder), int(rest[0]), rest[1] == "True")
 
 
 def rows_of(folder: Path) -> Rows:
@@ -113,10 +116,10 @@ def rows_of(folder: Path) -> Rows:
             (f"(c) new structure to first logits, {how}", f"{found['first']:.2f} s"),
             (f"    new values, {how}", f"{found['values'] * 1000:.0f} ms, {found['ratio']:.3f} of the bare run"),
         ]
-    one, eight = (in_process("memory", folder, count, "always")["pss"] for count in (1, VARIANTS))
+    one, eight = (in_process("memory", folder, count, True)["pss"] for count in (1, VARIANTS))
     rows.append(("(d) memory of one variant", f"{one:.2f} GiB"))
     rows.append((f"    memory of {VARIANTS} variants", f"{eight:.2f} GiB, {eight / one:.2f} of one"))
-    plain = in_process("memory", folder, 1, "never")["pss"]
+    plain = in_process("memory", folder, 1, False)["pss"]
     rows.append(("    one variant the plain way, without a base", f"{plain:.2f} GiB"))
     return rows
 

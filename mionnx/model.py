@@ -31,7 +31,10 @@ from mionnx.run.runner import Runner
 from mionnx.verify import verbs as comparing
 
 # Attributes that `dir(model)` leaves out: other rooms read them.
-INSIDE = {"binder", "hooked", "idle", "opened", "options", "parts", "variants", "decomposition_hooks"}
+INSIDE = {
+    *("binder", "hooked", "idle", "opened", "options", "parts", "source", "unknown_words", "variants"),
+    "decomposition_hooks",
+}
 
 
 class MIModel(Runner, Translated):

@@ -15,7 +15,7 @@ from mionnx.bind.knockout_mask import end_of
 from mionnx.bind.logit_selection import Logits
 from mionnx.bind.plan import BoundCapture, Chosen, bind_captures, edits_of, in_order
 from mionnx.bind.rwkv_gates import gates_of
-from mionnx.bind.selection import reads_keys
+from mionnx.bind.selection import Selection, reads_keys
 from mionnx.bind.state_effect import refuse_idle_states, states_of
 from mionnx.bind.values import capture_inputs, columns, edit_inputs, selections_of, weight_inputs
 from mionnx.graph.axes import dynamic_sizes
@@ -102,7 +102,11 @@ class BoundSpec:
             InterventionError: a value that does not fit, a position, head or row that does not exist, or an attention
                 row that would be left with no key.
         """
-        return edit_inputs(selections_of(self.edits, self.hooks, batch), self.hooks, batch)
+        return edit_inputs(self.selections(batch), self.hooks, batch)
+
+    def selections(self, batch: TokenBatch) -> list[Selection]:
+        """The part of one token batch that each intervention selects."""
+        return selections_of(self.edits, self.hooks, batch)
 
     def inputs(
         self, batch: TokenBatch, past: Past | None = None, use_cache: bool = False, checked: bool = False
@@ -119,10 +123,11 @@ class BoundSpec:
             InputError: a past that does not fit, or tokens and a top_k outside the vocabulary.
             InterventionError: see `values`, `refuse_idle`, `rwkv_gates.gates_of` and `values.capture_inputs`.
         """
-        edits = {**self.values(batch), **self.weights} if self.plan.edits else {}
+        selections = self.selections(batch)
+        edits = {**edit_inputs(selections, self.hooks, batch), **self.weights} if selections else {}
         inputs = self.step_inputs(batch, past_inputs(self.model, past, batch), edits)
         if not checked:
-            self.refuse_idle(batch, use_cache)
+            self.refuse_idle(batch, use_cache, selections=selections)
         return inputs
 
     def check(self, batch: TokenBatch, use_cache: bool) -> None:
@@ -131,19 +136,27 @@ class BoundSpec:
         Raises:
             InterventionError: see `inputs`.
         """
-        if self.plan.edits:
-            self.values(batch)
+        selections = self.selections(batch)
+        if selections:
+            edit_inputs(selections, self.hooks, batch)
         gates_of(self.spec, batch, self.model.metadata)
         capture_inputs((*self.captures, *self.gradients), batch)
-        self.refuse_idle(batch, use_cache)
+        self.refuse_idle(batch, use_cache, selections=selections)
 
-    def refuse_idle(self, batch: TokenBatch, use_cache: bool, logits: ByRow | None = None) -> None:
+    def refuse_idle(
+        self,
+        batch: TokenBatch,
+        use_cache: bool,
+        logits: ByRow | None = None,
+        selections: Sequence[Selection] | None = None,
+    ) -> None:
         """Refuse interventions without effect in a pass, or in the generation that it begins.
 
         Args:
             batch: the tokens.
             use_cache: whether keys and values are returned.
             logits: row -> text positions of the logits that are read; those of the outputs if left out.
+            selections: of the batch, where the caller has them.
 
         Raises:
             InterventionError: see `effect.refuse_idle_in`.
@@ -160,7 +173,8 @@ class BoundSpec:
         carried = outputs.carried and (use_cache or self.model.metadata.recurrent)
         ends = {} if states_of(self.spec) else {row: end_of(batch, row) for row in range(batch.batch)}
         shown = Shown(self.plan.captures, outputs.logits, carried, places, ends)
-        refuse_idle_in(selections_of(self.edits, self.hooks, batch), self.plan, shown, self.model)
+        selections = self.selections(batch) if selections is None else selections
+        refuse_idle_in(selections, self.plan, shown, self.model)
         refuse_idle_states(self.spec, self.edits, shown, self.model, batch)
 
     def step_inputs(self, batch: TokenBatch, past: Mapping[str, Value], edits: Mapping[str, Value]) -> dict[str, Value]:

@@ -150,7 +150,7 @@ def _no_edge(selection: Selection, row: int, window: int | None) -> Intervention
 
 
 def _unreached(selection: Selection, window: int | None) -> InterventionError:
-    longest = max(end_of(selection.call, row) for row in selection.rows())
+    longest = max(end_of(selection.call, row) for row in selection.rows)
     within = "" if window is None else f", in a layer that reads {window} keys"
     return InterventionError(
         f"{selection.edit.kind} at {selection.edit.hook}: it cuts nothing: no selected query has more than "
@@ -202,7 +202,7 @@ def _not_overwritten(selection: Selection, chosen: ByRow, later: Sequence[Select
 
 def _spots(selection: Selection, chosen: ByRow) -> NDArray[np.bool_]:
     """[batch, n_heads or 1, longest text] bool: the places that an intervention changes."""
-    call, heads, axis = selection.call, selection.heads(), heads_axis(selection.edit.axes)
+    call, heads, axis = selection.call, selection.heads, heads_axis(selection.edit.axes)
     longest = max(end_of(call, row) for row in range(call.batch))
     spots = np.zeros((call.batch, 1 if axis is None else selection.shape[axis], longest), bool)
     for row, positions in chosen.items():

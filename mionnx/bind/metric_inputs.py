@@ -1,8 +1,8 @@
 """The inputs of a metric: weights of positions, tokens, the reference, the numbers of a seed."""
 
 import operator
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,33 +20,28 @@ from mionnx.spec.metric import READS, WHOLE, MetricSpec, Token, Tokens
 Feeds = dict[str, NDArray[Any]]
 
 
-class Vocabulary(Protocol):
-    """A model with a tokenizer: what is needed of `Runner` for the ids of tokens."""
-
-    def token_id(self, text: str) -> int:
-        """The id of a text that is one token."""
-
-    def _known(self, token: int) -> int:
-        """Check a token's id."""
-
-
-def with_ids(metric: MetricSpec, model: Vocabulary) -> MetricSpec:
+def with_ids(metric: MetricSpec, token_id: Callable[[str], int], check_token: Callable[[int], int]) -> MetricSpec:
     """The same metric with its tokens as ids of a model's vocabulary.
+
+    Args:
+        metric: the metric.
+        token_id: the id of a text that is one token.
+        check_token: refuses an id outside the vocabulary.
 
     Raises:
         GradientError: a token that is neither a text nor an integer.
         InputError, TokenizerError: a token outside the vocabulary, or a text that is not one.
     """
 
-    def token_id(token: Token) -> int:
+    def read(token: Token) -> int:
         if isinstance(token, str):
-            return model.token_id(token)
+            return token_id(token)
         try:
-            return model._known(operator.index(token))
+            return check_token(operator.index(token))
         except TypeError:
             raise GradientError(f"token {token!r}: a token is a text, or an integer") from None
 
-    return metric.with_ids(token_id)
+    return metric.with_ids(read)
 
 
 def metric_inputs(metric: MetricSpec, batch: TokenBatch, logits: Logits | None, sizes: Sizes) -> Feeds:

@@ -60,7 +60,7 @@ class RowValues:
         """Whether any of them has a chosen position, in some step of a generation."""
         if self.selection.call.final_lengths is not None:
             return True
-        positions = self.selection.positions() or {}
+        positions = self.selection.positions or {}
         return any(positions[row] for row in self.chosen)
 
     def _of_rows(self, value: Value) -> Value:
@@ -72,14 +72,14 @@ class RowValues:
 
     def _ordered(self, size: int, axis: int) -> bool:
         """Whether a value has an entry for each chosen position along an axis, in the order given."""
-        part = self.selection.part().chosen.get(axis)
+        part = self.selection.part.chosen.get(axis)
         return part is not None and part.count == size
 
     @cached_property
     def _listed(self) -> dict[int, list[int]] | None:
         """Row -> chosen positions, where as many are chosen in each row; None otherwise."""
         limit = self.selection.intervention.positions
-        positions = None if limit is None or isinstance(limit, str) else self.selection.positions()
+        positions = None if limit is None or isinstance(limit, str) else self.selection.positions
         return None if positions is None or len({*map(len, positions.values())}) != 1 else positions
 
     def _of_columns(self, value: Value, axis: int, name: str) -> Value:
@@ -106,7 +106,7 @@ class RowValues:
         longest = int(whole.lengths[list(self.rows)].max())
         if whole.final_lengths is not None or (name != KEYS and self._ordered(size, axis)):
             return value  # a mask of any length serves a text that grows
-        selected = whole.lengths[self.selection.rows()]
+        selected = whole.lengths[self.selection.rows]
         if name != KEYS and size not in (int(selected.max()), int(whole.lengths.max()), whole.total):
             raise InterventionError(
                 f"{self.selection.edit.kind} at {self.selection.edit.hook}: a mask of {size} queries after a past is "

@@ -1,4 +1,7 @@
-"""`Selection`: the rows, heads and positions that an intervention selects in one token batch."""
+"""`Selection`: the rows, heads and positions that an intervention selects in one token batch.
+
+A call makes one for each of its spec's interventions; inputs and checks read them, and none looks at a limit again.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +50,7 @@ class Selection:
         """The activation's shape with the names of its axes, for messages."""
         return format_shape(self.edit.axes, self.shape)
 
+    @cached_property
     def rows(self) -> list[int]:
         """Selected batch rows.
 
@@ -58,6 +62,7 @@ class Selection:
             raise self._refuse(f"row {max(rows)} of a batch of {self.call.batch} (0 to {self.call.batch - 1})")
         return list(range(self.call.batch)) if rows is None else list(rows)
 
+    @cached_property
     def heads(self) -> list[int] | None:
         """Selected heads; None for all of them, or at a hook point without heads.
 
@@ -66,6 +71,7 @@ class Selection:
         """
         return self._indices("head", self.intervention.heads, heads_axis(self.edit.axes))
 
+    @cached_property
     def neurons(self) -> list[int] | None:
         """Selected neurons; None for all of them.
 
@@ -82,6 +88,7 @@ class Selection:
             raise self._refuse(f"{what} {max(given)} of {count} ({self.edit.axes[axis]}, 0 to {count - 1})")
         return list(given)
 
+    @cached_property
     def positions(self) -> dict[int, list[int]] | None:
         """Selected row -> absolute positions; None if no position limits it.
 
@@ -94,7 +101,7 @@ class Selection:
             return None
         by_row = self._by_row(limit)
         try:
-            positions = {row: self.call.absolutes(by_row[row], row) for row in self.rows()}
+            positions = {row: self.call.absolutes(by_row[row], row) for row in self.rows}
         except LookupError as error:
             raise self._refuse(str(error)) from None
         if isinstance(limit, str) and self.call.final_lengths is None and not any(positions.values()):
@@ -112,19 +119,17 @@ class Selection:
 
     def columns(self, row: int) -> list[int | None]:
         """Selected indices along the sequence axis in a row; None for those of another step."""
-        positions = self.positions()
-        if positions is None:
+        if self.positions is None:
             return list(range(self.call.seq))
-        here = {int(at): column for column, at in enumerate(self.call.token_positions[row])}
-        return [here.get(at) for at in positions[row]]
+        return [self.call.column_of[row].get(at) for at in self.positions[row]]
 
     def _here(self, row: int) -> list[int]:
         return [column for column in self.columns(row) if column is not None]
 
     def _later(self) -> bool:
         """Whether a later step computes a selected token."""
-        positions = self.positions() or {}
-        return any(at >= self.call.lengths[row] for row, chosen in positions.items() for at in chosen)
+        lengths, positions = self.call.lengths.tolist(), self.positions or {}
+        return any(at >= lengths[row] for row, chosen in positions.items() for at in chosen)
 
     def mask(self) -> NDArray[np.bool_]:
         """Selected heads, experts, neurons and rows: a mask of the activation's rank, else 1 wide.
@@ -132,7 +137,7 @@ class Selection:
         In a batch with padding, none of its scores and pattern entries: alone, a row has no such keys, and whatever
         stood there (a zero in place of the lowest score) would let queries read them.
         """
-        mask = self._along(0, self.rows())
+        mask = self._along(0, self.rows)
         if self.call.padded and reads_keys(self.edit, self.intervention):
             mask = mask & of_texts(self.call, self.edit.axes)
         for axis, indices in self._counted().items():
@@ -148,7 +153,7 @@ class Selection:
         """Limited axis -> chosen indices, alike in every row: heads, experts, neurons."""
         axes = self.edit.axes
         experts = axes.index(EXPERTS) if EXPERTS in axes else None
-        chosen = [(heads_axis(axes), self.heads()), (neurons_axis(axes), self.neurons())]
+        chosen = [(heads_axis(axes), self.heads), (neurons_axis(axes), self.neurons)]
         chosen.append((experts, self.columns_of_experts()))
         return {axis: indices for axis, indices in chosen if axis is not None and indices is not None}
 
@@ -167,7 +172,7 @@ class Selection:
     def tokens(self) -> NDArray[np.bool_]:
         """[batch, seq]: selected tokens."""
         at = np.zeros((self.call.batch, self.call.seq), bool)
-        for row in self.rows():
+        for row in self.rows:
             at[row, self._here(row)] = True
         return at
 
@@ -186,9 +191,9 @@ class Selection:
             if value.shape[-1] != self.shape[-1]:
                 raise self._refuse(f"direction of width {value.shape[-1]}, the value is {self.spelled}")
             return self._cast(value, dtype)
-        if self.intervention.positions is not None and not any(self._here(row) for row in self.rows()):
+        if self.intervention.positions is not None and not any(self._here(row) for row in self.rows):
             if form is not ValueShape.ATTENTION_MASK and self._later():
-                self._refuse_misfit(self.part(), value.shape, later=True)
+                self._refuse_misfit(self.part, value.shape, later=True)
             return np.zeros((1,) * len(self.shape), dtype)  # another step's: selected nowhere in this one
         if form is ValueShape.ATTENTION_MASK:
             return self._cast(self.knockout_mask.in_batch, dtype)
@@ -228,16 +233,16 @@ class Selection:
         if limits.value is None or limits.rules.shape is not ValueShape.ATTENTION_MASK:
             raise self._refuse("it has no mask")
         if limits.rules.by_distance:
-            return WindowMask(int(limits.value), self.call, self.rows())
-        chosen = None if isinstance(limits.positions, str) else self.positions()
-        given = limits.value, self.shape, self.call, self.rows(), limits.rows is not None, self.heads(), chosen
+            return WindowMask(int(limits.value), self.call, self.rows)
+        chosen = None if isinstance(limits.positions, str) else self.positions
+        given = limits.value, self.shape, self.call, self.rows, limits.rows is not None, self.heads, chosen
         return KnockoutMask(f"{self.edit.kind} at {self.edit.hook}", *given)
 
     def text_positions(self) -> dict[int, Sequence[int]]:
         """Selected row -> its selected text positions, in this call or its whole generation."""
         limit, given = self.intervention.positions, self.call.final_lengths is not None
-        chosen = None if given and isinstance(limit, str) else self.positions()
-        return {row: self._within(row, None if chosen is None else chosen[row]) for row in self.rows()}
+        chosen = None if given and isinstance(limit, str) else self.positions
+        return {row: self._within(row, None if chosen is None else chosen[row]) for row in self.rows}
 
     def _within(self, row: int, chosen: list[int] | None) -> Sequence[int]:
         limit, prompts = self.intervention.positions, self.call.prompt_lengths
@@ -249,7 +254,7 @@ class Selection:
 
     def _placed(self, value: NDArray[Any]) -> NDArray[Any]:
         """A value of the selected part, its entries at the indices that they are given for."""
-        part = self.part()
+        part = self.part
         self._refuse_misfit(part, value.shape)
         return part.placed(value)
 
@@ -264,16 +269,17 @@ class Selection:
                 f"an index along {axis} is chosen twice, and the value of shape {list(shape)} has two entries for it"
             )
 
+    @cached_property
     def part(self) -> SelectedPart:
         """The part that rows, heads, experts, neurons and positions select."""
-        rows = self.rows()
+        rows = self.rows
         chosen: dict[int, Chosen] = {}
         if self.intervention.rows is not None:
             chosen[0] = Chosen(dict.fromkeys(rows, rows), len(rows), len({*rows}) < len(rows))
         for axis, indices in self._counted().items():
             chosen[axis] = Chosen(dict.fromkeys(rows, indices), len(indices), len({*indices}) < len(indices))
-        if (positions := self.positions()) is not None:
-            chosen[sequence_axis(self.edit.axes)] = self._chosen_tokens(positions)
+        if self.positions is not None:
+            chosen[sequence_axis(self.edit.axes)] = self._chosen_tokens(self.positions)
         return SelectedPart(self.edit.axes, self.shape, rows, chosen)
 
     def _chosen_tokens(self, positions: Mapping[int, Sequence[int]]) -> Chosen:
@@ -328,12 +334,12 @@ def refuse_unread(places: Sequence[Selection]) -> None:
 
 def _meet(one: Selection, other: Selection) -> bool:
     """Whether two interventions select a common token, in any step of a generation."""
-    rows, limits = {*one.rows()} & {*other.rows()}, (one.intervention.positions, other.intervention.positions)
+    rows, limits = {*one.rows} & {*other.rows}, (one.intervention.positions, other.intervention.positions)
     if None in limits or not rows:
         return bool(rows)
     if one.call.final_lengths is not None and any(isinstance(limit, str) for limit in limits):
         return limits[0] == limits[1] or not all(isinstance(limit, str) for limit in limits)
-    first, second = one.positions() or {}, other.positions() or {}
+    first, second = one.positions or {}, other.positions or {}
     return any({*first[row]} & {*second[row]} for row in rows)
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.bind.row_values import RowValues
 from mionnx.bind.selection import Selection
-from mionnx.bind.values import selections_of
 from mionnx.errors import GradientError
 from mionnx.graph.axes import TOKEN_AXES
 from mionnx.inputs.token_batch import TokenBatch
@@ -62,7 +61,7 @@ class SpecRows:
     @cached_property
     def selections(self) -> list[Selection]:
         """The part of the whole that each intervention selects."""
-        return selections_of(self.bound.edits, self.bound.hooks, self.whole)
+        return self.bound.selections(self.whole)
 
     def of(self, rows: Sequence[int], width: int) -> HookSpec:
         """The spec of a batch of some rows, padded on the left.
@@ -107,7 +106,7 @@ def _positions(selection: Selection, rows: Sequence[int]) -> tuple[Any, ...]:
     nothing: in ascending order they mean the same even where the rows of a part have equal numbers.
     """
     given: Any = selection.intervention.positions
-    absolute = selection.positions() or {}
+    absolute = selection.positions or {}
     if len({len(given[row]) for row in absolute}) == 1:
         return tuple(given[row] for row in rows)
     return tuple(tuple(sorted(absolute[row])) if row in absolute else given[row] for row in rows)

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.engine.engines import open_program
-from mionnx.engine.options import Options
+from mionnx.engine.engines import open_to_try
 from mionnx.errors import InterventionError, MIError, ModelError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.fitted_fragment import HOOK, FittedFragment, InnerHook
@@ -142,7 +141,7 @@ def _run(
     asked = [name for name in names if name not in feeds and name != made]
     model = with_outputs(proto, dict.fromkeys(asked))
     try:
-        program = open_program(model, Path(), Options(prepack=False))
+        program = open_to_try(model, Path())
         found = program.run([made, *asked], feeds)
     except MIError as error:
         raise InterventionError(f"{where}: the fragment does not run on such values: {error}") from error

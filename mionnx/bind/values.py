@@ -51,9 +51,8 @@ def edit_inputs(selections: Sequence[Selection], hooks: HookIndex, batch: TokenB
 def _inputs(selection: Selection, dtype: DTypeLike) -> dict[str, NDArray[Any]]:
     edit = selection.edit
     inputs = dict(zip(edit.value_inputs, selection.values(dtype), strict=True))
-    positions = selection.positions()
-    if positions is not None:
-        inputs[edit.positions_input] = _table(positions, selection.call.batch)
+    if selection.positions is not None:
+        inputs[edit.positions_input] = _table(selection.positions, selection.call.batch)
     if edit.masked:
         inputs[edit.mask_input] = selection.mask()
     if edit.at_experts is not None:
@@ -129,7 +128,10 @@ def columns(what: str, positions: Sequence[int], batch: TokenBatch) -> NDArray[n
     if batch.final_lengths is not None:
         raise InterventionError(f"{what}: a generation computes one position after another; choose them in `forward`")
     try:
-        rows = [[batch.columns([position], row)[0] for position in positions] for row in range(batch.batch)]
+        rows = [
+            [batch.column_of[row].get(batch.absolute(position, row)) for position in positions]
+            for row in range(batch.batch)
+        ]
     except LookupError as error:
         raise InterventionError(f"{what}: {error}") from None
     return np.array(rows, np.int64)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from mionnx.bind.metric_inputs import Vocabulary, with_ids
+from mionnx.bind.metric_inputs import with_ids
 from mionnx.compile.package import Knobs, Packaging, compile_spec
 from mionnx.engine.options import Options
 from mionnx.graph.hooked_model import HookedModel
@@ -15,16 +15,22 @@ from mionnx.machine.typed import typed
 from mionnx.spec.hook_spec import HookSpec
 
 
-class Hooked(Vocabulary, Protocol):
-    """Anything that has a hooked model and a tokenizer, such as `MIModel`."""
+class RunningModel(Protocol):
+    """A model with a tokenizer; its class, `run.Runner`, stands on this floor too."""
 
     hooked: HookedModel
     options: Options
 
+    def token_id(self, text: str) -> int:
+        """The id of a text that is one token."""
+
+    def check_token(self, token: int) -> int:
+        """Refuse an id outside the vocabulary."""
+
 
 @typed()
 def compile_model(
-    model: Hooked,
+    model: RunningModel,
     hooks: HookSpec,
     folder: str | Path,
     *,
@@ -74,7 +80,7 @@ def compile_model(
     level = model.options.accuracy_level if accuracy_level is None else accuracy_level
     packaging = Packaging(weights, target, layout, fused, level)
     if hooks.metric is not None:
-        hooks = replace(hooks, metric=with_ids(hooks.metric, model))
+        hooks = replace(hooks, metric=with_ids(hooks.metric, model.token_id, model.check_token))
     with shown() as progress:
         return compile_spec(
             model.hooked,

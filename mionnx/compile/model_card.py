@@ -5,7 +5,7 @@ from typing import Any
 
 import onnx
 
-from mionnx.engine.onnx_runtime import UNSTABLE_FUSIONS
+from mionnx.engine.session import UNSTABLE_FUSIONS
 from mionnx.graph.metadata import Metadata
 from mionnx.rewrite.plan import METRIC
 from mionnx.spec.hook_spec import HookSpec

@@ -32,7 +32,7 @@ from mionnx.compile.bake import bake
 from mionnx.compile.bake_parts import bake_parts
 from mionnx.compile.model_card import card, triton_config
 from mionnx.compile.stored_once import reshape_shared, store_once
-from mionnx.engine import onnx_runtime
+from mionnx.engine.engines import engine_of
 from mionnx.engine.options import Options
 from mionnx.errors import InputError, InterventionError, ModelError, nearest
 from mionnx.graph import onnx_file
@@ -309,7 +309,8 @@ def _write_model(
         model.need_weights(f"a file for {packaging.target} with its weights {packaging.placed}")
     if provider is not None:
         _check_size(proto, packaging)
-        onnx_runtime.optimise(proto.SerializeToString(), model.folder, at / GRAPH, DATA, Options(provider))
+        options = Options(provider)
+        engine_of(options).write_optimised(proto.SerializeToString(), model.folder, at / GRAPH, DATA, options)
         written = onnx.load(at / GRAPH, load_external_data=False)
         del written.metadata_props[:]
         written.metadata_props.extend(proto.metadata_props)

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mionnx.engine.options import PROVIDERS
 from mionnx.errors import InputError, MIError, RuntimeMissingError, install
 from mionnx.machine.brief import count
 from mionnx.machine.ranges import at_least
@@ -203,7 +202,7 @@ def cluster(address: str, model: Runner, workers: int | None, cpus: int) -> Iter
         except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
             raise InputError(f"no Ray cluster at {address!r}: {error}; 'local' begins one here") from error
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    gpus = int(PROVIDERS.get(model.options.provider, model.options.provider) == PROVIDERS["cuda"])
+    gpus = int(model.options.place[0] == "cuda")
     try:
         room = _room(ray.cluster_resources(), cpus, gpus)
         if address == LOCAL and room < (workers or 1):

@@ -1,7 +1,7 @@
 """`Engine` opens a graph as a `Program`; a program runs it. Nothing outside this room knows an engine's own objects."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,11 @@ import onnx
 from numpy.typing import NDArray
 
 from mionnx.engine.options import Options
+from mionnx.errors import InputError
 from mionnx.machine import memory
 
 Arrays = dict[str, NDArray[Any]]
+Operator = tuple[str, str]  # domain, name
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,14 @@ class Engine(ABC):
     Attributes:
         name: of the engine, as users write it.
         settings: the fields of `Options` that it has, besides those of every engine.
-        prepacks: whether it packs weights when it opens a graph (`Options.prepack`).
+        packages: the distributions that bring it, for the record of a comparison.
+        casts: whether a graph can give its outputs in every dtype that it casts to.
     """
 
     name: ClassVar[str]
     settings: ClassVar[tuple[str, ...]] = ()
-    prepacks: ClassVar[bool] = False
+    packages: ClassVar[tuple[str, ...]] = ()
+    casts: ClassVar[bool] = False
 
     @abstractmethod
     def missing(self, options: Options) -> str | None:
@@ -106,6 +110,24 @@ class Engine(ABC):
     def lacks(self, options: Options) -> tuple[str, ...]:
         """The dtypes of models, "bfloat16" say, that it has no operators for with these options."""
         return ()
+
+    def packs(self, options: Options) -> bool:
+        """Whether each program packs weights for itself, unless `Options.prepack` is False."""
+        return False
+
+    def computes(self, operators: Iterable[Operator], dtype: str, options: Options) -> bool:
+        """Whether it has kernels for operators outside the ONNX standard.
+
+        Args:
+            operators: domain and name of each.
+            dtype: of the model.
+            options: settings.
+        """
+        return False
+
+    def title(self, options: Options) -> str:
+        """The engine with its provider, for messages."""
+        return f"{self.name} on {options.provider}" if "provider" in self.settings else self.name
 
     def refuses(self, model: onnx.ModelProto) -> str | None:
         """Why it cannot run this graph, if that is known before it is opened; None otherwise."""
@@ -135,6 +157,30 @@ class Engine(ABC):
         Raises:
             ModelError: the engine refuses the model.
         """
+
+    def open_to_try(self, model: Path | bytes, folder: Path) -> Program:
+        """Open a graph for runs that may fail, on the CPU; nothing is optimised, packed or printed."""
+        return self.open(model, folder, Options(engine=self.name))
+
+    def write_optimised(
+        self, model: bytes, folder: Path, path: Path, data: str, options: Options, *, packed: bool = False
+    ) -> None:
+        """Write a model as the engine optimises it, with operators of its own.
+
+        Args:
+            model: the bytes of a model whose external data lie in `folder`.
+            folder: the hooked model's.
+            path: the file of the optimised graph.
+            data: name of a file beside it for the weights.
+            options: provider, fusions.
+            packed: with weights packed for this machine, as a base has them (`mionnx.run.prepacked`).
+
+        Raises:
+            InputError: the engine writes none.
+            ModelError: it refuses the model.
+            RuntimeMissingError: the provider is not there.
+        """
+        raise InputError(f"engine={self.name!r} writes no optimised graphs")
 
     def release(self) -> None:
         """Return memory to the system that no open graph and no result uses."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from mionnx.engine.engine import Engine, Program
 from mionnx.engine.onnx_runtime import OnnxRuntime
 from mionnx.engine.openvino import OpenVino
-from mionnx.engine.options import ONNX_RUNTIME, Options
+from mionnx.engine.options import Options
 from mionnx.engine.reference import Reference
 from mionnx.engine.web import Web
 from mionnx.errors import InputError, RuntimeMissingError, nearest
@@ -32,7 +32,7 @@ def engine_of(options: Options) -> Engine:
         if name not in (*COMMON, *engine.settings) and getattr(options, name) != getattr(plain, name):
             raise InputError(
                 f"engine={engine.name!r} has no {name}={getattr(options, name)!r}: leave it out, or use "
-                f"engine={ONNX_RUNTIME!r}"
+                f"engine={Options.engine!r}"
             )
     return engine
 
@@ -50,6 +50,6 @@ def ready_engine(options: Options) -> Engine:
     return engine
 
 
-def open_program(model: bytes, folder: Path, options: Options) -> Program:
-    """Open a graph in the engine that some options name; see `Engine.open`."""
-    return engine_of(options).open(model, folder, options)
+def open_to_try(model: Path | bytes, folder: Path) -> Program:
+    """Open a graph in the engine of choice for runs that may fail; see `Engine.open_to_try`."""
+    return engine_of(Options()).open_to_try(model, folder)

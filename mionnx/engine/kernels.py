@@ -7,7 +7,8 @@ from typing import Any
 
 import onnxruntime
 
-Operator = tuple[str, str]  # domain, name
+from mionnx.engine.engine import Operator
+
 TENSORRT = "TensorrtExecutionProvider"
 
 

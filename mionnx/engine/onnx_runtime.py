@@ -1,25 +1,27 @@
 """The engine ONNX Runtime: the one place that opens its sessions."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnxruntime
 from numpy.typing import NDArray
 
-from mionnx.engine import arena, device
+from mionnx.engine import device
 from mionnx.engine.cuda_graphs import CudaGraphs
-from mionnx.engine.engine import Arrays, Engine, Input, Program
-from mionnx.engine.options import ONNX_RUNTIME, PROVIDERS, Options
+from mionnx.engine.engine import Arrays, Engine, Input, Operator, Program
+from mionnx.engine.kernels import without_kernel
+from mionnx.engine.options import ONNX_RUNTIME, PROVIDERS, Options, known_providers
 from mionnx.engine.placement import RECORD, providers_of
 from mionnx.engine.rolling_cache import RollingCache
 from mionnx.engine.session import FOLDING, UNSTABLE_FUSIONS, open_session
 from mionnx.errors import ModelError, RuntimeMissingError
 from mionnx.machine import memory
-from mionnx.machine.once import once_property
+from mionnx.machine.once import Once, once_property
 
 # Threads spin while they wait for work, and by default go on for some 50 ms after a run: the next graph then runs twice
 # as long on the processors that they hold (25 -> 57 ms for one token of GPT-2 124M, two graphs by turns).
@@ -130,7 +132,8 @@ class OnnxRuntime(Engine):
     """ONNX Runtime, on any of its execution providers."""
 
     name = ONNX_RUNTIME
-    prepacks = True
+    packages = ("onnxruntime", "onnxruntime-gpu")
+    casts = True
     settings = (
         *("provider", "threads", "fast", "prepack", "base", "provider_options", "level", "cuda_graphs", "fused"),
         "accuracy_level",
@@ -141,7 +144,7 @@ class OnnxRuntime(Engine):
         try:
             options.provider_name()
         except RuntimeMissingError as error:
-            if PROVIDERS.get(options.provider, options.provider) not in known_providers():
+            if options.full_provider not in known_providers():
                 return str(error)
             install = INSTALL.get(options.provider, "a build of ONNX Runtime that has this provider")
             return f"{error}; what would install it: {install}"
@@ -149,12 +152,21 @@ class OnnxRuntime(Engine):
 
     def lacks(self, options: Options) -> tuple[str, ...]:
         """bfloat16 on the CPU: ONNX Runtime has no product of two matrices there."""
-        return ("bfloat16",) if PROVIDERS.get(options.provider, options.provider) == PROVIDERS["cpu"] else ()
+        return ("bfloat16",) if options.full_provider == PROVIDERS["cpu"] else ()
+
+    def packs(self, options: Options) -> bool:
+        """On the CPU alone."""
+        return options.full_provider == PROVIDERS["cpu"]
+
+    def computes(self, operators: Iterable[Operator], dtype: str, options: Options) -> bool:
+        """All of its own on the CPU; on another provider those that it has kernels for."""
+        provider = options.full_provider
+        return provider == PROVIDERS["cpu"] or not without_kernel(operators, provider, dtype)
 
     def facts(self, options: Options) -> dict[str, str]:
         """Version, provider, level and threads."""
         return {
-            "onnxruntime": version(),
+            "onnxruntime": str(onnxruntime.__version__),
             "provider": options.provider_name(),
             "level": options.level,
             "threads": str(options.threads or "all"),
@@ -178,9 +190,32 @@ class OnnxRuntime(Engine):
             settings.add_session_config_entry("session.prepack.enable_parallel", "1")
         return _program(model, folder, settings, options, optimised)
 
+    def open_to_try(self, model: Path | bytes, folder: Path) -> OrtProgram:
+        """See `Engine.open_to_try`."""
+        options = Options(level="none", prepack=False)
+        settings = _settings(folder, options)
+        settings.log_severity_level = 4
+        return _program(model, folder, settings, options)
+
+    def write_optimised(
+        self, model: bytes, folder: Path, path: Path, data: str, options: Options, *, packed: bool = False
+    ) -> None:
+        """See `Engine.write_optimised`."""
+        settings = _settings(folder, options)
+        settings.optimized_model_filepath = str(path)
+        settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", data)
+        settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
+        if packed:
+            settings.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
+            open_session(model, folder, settings, options, [FOLDING])
+            return
+        settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        settings.add_session_config_entry("session.disable_prepacking", "1")
+        open_session(model, folder, settings, options)
+
     def release(self) -> None:
         """See `Engine.release`."""
-        arena.shrink()
+        shrink_arena()
         memory.release()
 
     @contextmanager
@@ -211,37 +246,6 @@ def _program(
     return OrtProgram(session, options)
 
 
-def open_to_try(model: Path | bytes, folder: Path) -> OrtProgram:
-    """Open a graph on the CPU for runs that may fail: nothing optimised, packed or printed.
-
-    Args:
-        model: a file, or the bytes of a model.
-        folder: of its external data.
-
-    Raises:
-        ModelError: ONNX Runtime refuses the model.
-    """
-    options = Options(level="none", prepack=False)
-    settings = _settings(folder, options)
-    settings.log_severity_level = 4
-    return _program(model, folder, settings, options)
-
-
-def version() -> str:
-    """ONNX Runtime's version."""
-    return str(onnxruntime.__version__)
-
-
-def installed_providers() -> list[str]:
-    """Execution providers of the installed ONNX Runtime."""
-    return list(onnxruntime.get_available_providers())
-
-
-def known_providers() -> list[str]:
-    """Execution providers that ONNX Runtime knows, installed or not."""
-    return list(onnxruntime.get_all_providers())
-
-
 def _settings(folder: Path, options: Options) -> onnxruntime.SessionOptions:
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = options.threads
@@ -251,52 +255,46 @@ def _settings(folder: Path, options: Options) -> onnxruntime.SessionOptions:
     settings.add_session_config_entry(STOP_SPINNING, "1")
     settings.add_session_config_entry(RECORD, "1")
     if options.provider_name() == PROVIDERS["cpu"]:
-        arena.share(settings)
+        share_arena(settings)
     return settings
 
 
-def optimise(model: bytes, folder: Path, path: Path, data: str, options: Options) -> None:
-    """Write a model as ONNX Runtime optimises it for a provider, with operators of its own.
-
-    Args:
-        model: the bytes of a model whose external data lie in `folder`.
-        folder: of the hooked model.
-        path: of the optimised model.
-        data: name of a file beside it for the weights.
-        options: provider, fusions.
-
-    Raises:
-        ModelError: ONNX Runtime refuses the model.
-        RuntimeMissingError: the provider is not there.
-    """
-    settings = _settings(folder, options)
-    settings.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    _write_to(settings, path, data)
-    settings.add_session_config_entry("session.disable_prepacking", "1")
-    open_session(model, folder, settings, options)
+# A session with an arena of its own keeps what its largest run took, and a sweep opens a session a layer: together many
+# times what is in use at any moment. The shared arena grows to what the largest run takes. Packed weights are no part
+# of it, so that they are returned when their session ends.
+SHRINK = "memory.enable_memory_arena_shrinkage"  # of a run: return free regions of these arenas after it
+AS_REQUESTED = 1  # regions have the size that is asked for, not the next power of two
 
 
-def _write_to(settings: onnxruntime.SessionOptions, path: Path, data: str) -> None:
-    """Let the session write the optimised model when it is opened."""
-    settings.optimized_model_filepath = str(path)
-    settings.add_session_config_entry("session.optimized_model_external_initializers_file_name", data)
-    settings.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
+def share_arena(settings: onnxruntime.SessionOptions) -> None:
+    """Let a session on the CPU take its activations from the arena of all."""
+    _arenas.get("arena", _register_arena)
+    settings.add_session_config_entry("session.use_env_allocators", "1")
+    settings.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
 
 
-def prepare(model: bytes, folder: Path, path: Path, data: str, options: Options) -> None:
-    """Write a model as this machine runs it, with packed weights; see `mionnx.run.prepacked`.
+def shrink_arena() -> None:
+    """Return the memory of the arena that no value lies in."""
+    options = onnxruntime.RunOptions()
+    options.add_run_config_entry(SHRINK, "cpu:0")
+    _arenas.get("shrinker", _shrinker).run(["to"], {"from": [0.0]}, options)
 
-    Args:
-        model: the bytes of a model whose external data lie in `folder`.
-        folder: of the hooked model.
-        path: of the prepared graph.
-        data: name of a file beside it for the weights.
-        options: provider, fusions.
 
-    Raises:
-        ModelError: ONNX Runtime refuses the model.
-    """
-    settings = _settings(folder, options)
-    _write_to(settings, path, data)
-    settings.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
-    open_session(model, folder, settings, options, [FOLDING])
+_arenas: Once[str, Any] = Once()  # one of each a process, whichever thread asks first
+
+
+def _register_arena() -> None:
+    kind, use = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
+    where = onnxruntime.OrtMemoryInfo("Cpu", kind, 0, use)
+    onnxruntime.create_and_register_allocator(where, onnxruntime.OrtArenaCfg({"arena_extend_strategy": AS_REQUESTED}))
+
+
+def _shrinker() -> onnxruntime.InferenceSession:
+    """A session of one node, run only to shrink the arena at its end."""
+    ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("from", "to")]
+    body = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["from"], ["to"])], "shrink", ends[:1], ends[1:])
+    model = onnx.helper.make_model(body, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = 1
+    share_arena(settings)
+    return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])

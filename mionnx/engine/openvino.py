@@ -71,6 +71,7 @@ class OpenVino(Engine):
 
     name = "openvino"
     settings = ("threads", "fast")
+    packages = ("openvino",)
 
     def __init__(self) -> None:
         self._folders: dict[Path, tempfile.TemporaryDirectory[str]] = {}

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 import onnxruntime
 
 from mionnx.engine import device
-from mionnx.engine.provider_options import DEVICE_ID, check_provider_options
 from mionnx.errors import InputError, RuntimeMissingError, nearest
 from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
@@ -15,9 +14,48 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 LEVELS = ("none", "basic", "extended", "all")
 ACCURACY_LEVELS = (None, 0, 4)
 CUDA_GRAPH, TF32 = "enable_cuda_graph", "use_tf32"
-BASES = ("auto", "always", "ready", "never")
 MOST_THREADS = 1024
 ONNX_RUNTIME = "onnxruntime"  # the engine that has all of these options
+DEVICE_ID = "device_id"
+# Names that a provider reads, as its source lists them; a provider that is not here is left to ONNX Runtime, which
+# ignores unknown ones of some, and of others leaves the provider out and runs on the CPU.
+KNOWN: dict[str, tuple[str, ...]] = {
+    "CPUExecutionProvider": (),
+    "CUDAExecutionProvider": (
+        DEVICE_ID,
+        "arena_extend_strategy",
+        "cudnn_conv1d_pad_to_nc1d",
+        "cudnn_conv_algo_search",
+        "cudnn_conv_use_max_workspace",
+        "do_copy_in_default_stream",
+        "enable_cuda_graph",
+        "enable_skip_layer_norm_strict_mode",
+        "fuse_conv_bias",
+        "gpu_external_alloc",
+        "gpu_external_empty_cache",
+        "gpu_external_free",
+        "gpu_mem_limit",
+        "has_user_compute_stream",
+        "prefer_nhwc",
+        "sdpa_kernel",
+        "tunable_op_enable",
+        "tunable_op_max_tuning_duration_ms",
+        "tunable_op_tuning_enable",
+        "use_ep_level_unified_stream",
+        "use_tf32",
+        "user_compute_stream",
+    ),
+}
+
+
+def installed_providers() -> list[str]:
+    """Execution providers of the installed ONNX Runtime."""
+    return list(onnxruntime.get_available_providers())
+
+
+def known_providers() -> list[str]:
+    """Execution providers that ONNX Runtime knows, installed or not."""
+    return list(onnxruntime.get_all_providers())
 
 
 def _meant(provider: str, available: Sequence[str]) -> str:
@@ -29,6 +67,26 @@ def _meant(provider: str, available: Sequence[str]) -> str:
         device = f', with provider_options={{"device_id": {number}}}' if number.isdigit() else ""
         return f"; did you mean {known!r}{device}?"
     return "" if provider in (*PROVIDERS, *PROVIDERS.values()) else nearest(provider, [*PROVIDERS, *available])
+
+
+def check_provider_options(provider: str, given: Mapping[str, str | int]) -> None:
+    """Refuse options that a provider does not have.
+
+    Args:
+        provider: its full name.
+        given: name -> value.
+
+    Raises:
+        InputError: an unknown name, or a device that is no number.
+    """
+    known = KNOWN.get(provider)
+    for name in given:
+        if known is not None and name not in known:
+            there = f"it has {', '.join(known)}" if known else "it has none"
+            raise InputError(f"provider_options: {provider} has no option {name!r}; {there}{nearest(name, known)}")
+    number = str(given.get(DEVICE_ID, 0))
+    if not number.isdigit():
+        raise InputError(f"provider_options: {DEVICE_ID} is the number of a device, got {given[DEVICE_ID]!r}")
 
 
 @typed(InputError)
@@ -49,9 +107,9 @@ class Options:
             than some 500 tokens: for structures that run once each, and for large batches. None lets the first call
             decide: packed, unless it has 512 tokens or more. The last bits differ between the two, so one model object
             uses one of them for all. Blocks are always packed; False is refused for them.
-        base: open graphs from a prepared base (see `mionnx.run.prepacked`): "auto" uses one that is there, and makes
-            one for the second rewritten graph of a model with more than 64 MiB of weights; "always"; "ready" makes
-            none, and uses one that is there; "never".
+        base: open graphs from a prepared base (see `mionnx.run.prepacked`), which models with 64 MiB of weights or more
+            have: one that is in the store, else one that is made when a second rewritten graph is opened, unless
+            `prepack=False`. `MIModel.prepare` makes one at once, of any model.
         provider_options: of the provider, as ONNX Runtime names them: `{"device_id": 1, "gpu_mem_limit": 2**34}`.
         level: graph optimisation level: "none", "basic", "extended" or "all".
         cuda_graphs: let every shape of `forward`'s calls be one CUDA graph, launched as a whole: faster where a small
@@ -74,7 +132,7 @@ class Options:
     max_graphs: int = 64
     max_bytes: int = 0
     prepack: bool | None = None
-    base: str = "auto"
+    base: bool = True
     provider_options: Mapping[str, str | int] = field(default_factory=dict)
     level: str = "all"
     cuda_graphs: bool = False
@@ -86,22 +144,20 @@ class Options:
         """Refuse what no session can be opened with.
 
         Raises:
-            InputError: a level or base that there is not, a number out of its range, an option that the provider does
+            InputError: a level that there is not, a number out of its range, an option that the provider does
                 not have, or CUDA graphs where there are none.
         """
         if self.level not in LEVELS:
             raise InputError(f"no optimisation level {self.level!r}; there are {', '.join(LEVELS)}")
         self._check_numbers()
-        if self.base not in BASES:
-            raise InputError(f"no base {self.base!r}; there are {', '.join(BASES)}{nearest(self.base, BASES)}")
         if self.accuracy_level not in ACCURACY_LEVELS:
             raise InputError(f"accuracy_level={self.accuracy_level}; 0 (floats), 4 (8 bits), or None, the file's own")
         if CUDA_GRAPH in self.provider_options:
             raise InputError(f"{CUDA_GRAPH} replays what was computed before unless inputs are fixed: cuda_graphs=True")
-        if self.cuda_graphs and PROVIDERS.get(self.provider, self.provider) != PROVIDERS["cuda"]:
+        if self.cuda_graphs and self.full_provider != PROVIDERS["cuda"]:
             raise InputError(f"cuda_graphs=True is for the provider 'cuda', not {self.provider!r}")
         if self.engine == ONNX_RUNTIME:
-            check_provider_options(PROVIDERS.get(self.provider, self.provider), self.provider_options)
+            check_provider_options(self.full_provider, self.provider_options)
 
     def _check_numbers(self) -> None:
         at_least("max_graphs", self.max_graphs, 1)
@@ -110,15 +166,20 @@ class Options:
             raise InputError(f"threads must be 0 (the engine chooses) to {MOST_THREADS}, got {self.threads}")
 
     @property
+    def full_provider(self) -> str:
+        """The provider's full name, installed or not."""
+        return PROVIDERS.get(self.provider, self.provider)
+
+    @property
     def place(self) -> device.Device:
         """The device that computes the results."""
-        return device.place_of(PROVIDERS.get(self.provider, self.provider), self.device_id)
+        return device.place_of(self.full_provider, self.device_id)
 
     @property
     def of_provider(self) -> dict[str, str]:
         """The provider's options, as ONNX Runtime takes them; without `fast`, no TF32."""
         settings = {key: str(value) for key, value in self.provider_options.items()}
-        if PROVIDERS.get(self.provider, self.provider) == PROVIDERS["cuda"] and not self.fast:
+        if self.full_provider == PROVIDERS["cuda"] and not self.fast:
             settings = {TF32: "0", **settings}
         return {**settings, CUDA_GRAPH: "1"} if self.cuda_graphs else settings
 
@@ -133,8 +194,7 @@ class Options:
         Raises:
             RuntimeMissingError: the installed ONNX Runtime does not have it.
         """
-        name = PROVIDERS.get(self.provider, self.provider)
-        available = onnxruntime.get_available_providers()
+        name, available = self.full_provider, installed_providers()
         if name not in available:
             raise RuntimeMissingError(
                 f"no {name} in this ONNX Runtime, which has {', '.join(available)}{_meant(self.provider, available)}"
@@ -143,7 +203,5 @@ class Options:
 
     def for_many_graphs(self, max_graphs: int) -> "Options":
         """Options for many structures that run once each: nothing is packed, no base is made."""
-        if self.engine != ONNX_RUNTIME:
-            return replace(self, max_graphs=max_graphs)
-        base = "ready" if self.base == "auto" else self.base
-        return replace(self, prepack=False, base=base, max_graphs=max_graphs)
+        prepack = False if self.engine == ONNX_RUNTIME else self.prepack
+        return replace(self, prepack=prepack, max_graphs=max_graphs)

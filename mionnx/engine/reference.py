@@ -47,6 +47,7 @@ class Reference(Engine):
     """
 
     name = "reference"
+    packages = ("onnx",)
 
     def missing(self, options: Options) -> str | None:
         """Nothing: onnx is a part of every installation."""

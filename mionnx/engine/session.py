@@ -4,13 +4,17 @@ ONNX Runtime goes on with the CPU where a provider does not start, and leaves it
 for. The first is an error here, the second a `FallbackWarning`.
 """
 
+import ctypes
+import io
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import onnx
 import onnxruntime
 
-from mionnx.engine import cuda_libraries
 from mionnx.engine.device_graph import keep_transposed, move_positions
 from mionnx.engine.device_weights import weights_of
 from mionnx.engine.halved_products import HALVES
@@ -33,6 +37,9 @@ UNSTABLE_FUSIONS = (
 # Folding would store weights as [in, out], which unpacked products read more slowly than [out, in]: 1.2 to 1.6 times at
 # 16 and 64 tokens. Unfolded, the transposition becomes a part of the product, with the same bits.
 FOLDING = "ConstantFolding"
+
+CUDA_PROVIDER = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+CUDA_NEEDS = 'an NVIDIA driver, CUDA 13 and cuDNN 9: pip install "onnxruntime-gpu[cuda,cudnn]" nvidia-cublas'
 
 
 def open_session(
@@ -62,7 +69,7 @@ def open_session(
         return _session(given if isinstance(given, bytes) else str(given), folder, settings, options, without)
     proto = onnx_file.parse(model) if isinstance(model, bytes) else onnx_file.read(model)
     if options.provider_name() == PROVIDERS["cuda"]:
-        cuda_libraries.load()
+        load_cuda()
         move_positions(proto)
         if not settings.optimized_model_filepath:  # a file for others has no inputs but the model's
             keep_transposed(proto)
@@ -102,8 +109,8 @@ def _weights(proto: onnx.ModelProto, folder: Path, options: Options) -> dict[str
     try:
         return weights_of(proto, folder, options.place)
     except Exception as error:  # ONNX Runtime's errors share no base class
-        if why := cuda_libraries.trouble():
-            why = f"{options.provider_name()} does not start here: {why}. It needs {cuda_libraries.NEEDED}"
+        if why := cuda_trouble():
+            why = f"{options.provider_name()} does not start here: {why}. It needs {CUDA_NEEDS}"
             raise RuntimeMissingError(why) from error
         raise ModelError(f"ONNX Runtime cannot open the model in {folder}: {error}") from error
 
@@ -127,3 +134,36 @@ def _session(
         )
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise ModelError(f"ONNX Runtime cannot open the model in {folder}: {error}") from error
+
+
+def _library_folders() -> list[Path]:
+    """Folders of the packages `nvidia-*` that hold libraries."""
+    found = find_spec("nvidia")
+    roots = [Path(root) for root in found.submodule_search_locations or ()] if found else []
+    return sorted({path.parent for root in roots for path in root.glob("*/lib/lib*.so*")})
+
+
+@cache
+def load_cuda() -> None:
+    """Load the libraries of CUDA and cuDNN that pip installs, torch's included.
+
+    `onnxruntime.preload_dlls` looks for them beside onnxruntime itself and where the system does; here all folders of
+    Python's path are looked through, so that torch's serve an onnxruntime-gpu that lies elsewhere. Weights take no more
+    memory than they need then.
+    """
+    with redirect_stdout(io.StringIO()):  # it prints what is not in a folder
+        for folder in _library_folders():
+            onnxruntime.preload_dlls(directory=str(folder))
+    state = onnxruntime.capi.onnxruntime_pybind11_state
+    if hasattr(state, "set_arena_extend_strategy"):  # by default an arena takes up to twice as much
+        state.set_arena_extend_strategy(state.ArenaExtendStrategy.kSameAsRequested)
+
+
+def cuda_trouble() -> str | None:
+    """Why the provider's library cannot be loaded; None if it can, or is not there."""
+    try:
+        ctypes.CDLL(str(CUDA_PROVIDER.with_name("libonnxruntime_providers_shared.so")), ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(CUDA_PROVIDER))
+    except OSError as error:
+        return str(error)
+    return None

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -55,22 +56,22 @@ class TokenBatch:
         """Keys per row: past and this batch, padding included."""
         return self.attention_mask.shape[1]
 
-    @property
+    @cached_property
     def padded(self) -> bool:
         """Whether any row has padding, in the past or here."""
         return not bool(self.attention_mask.all())
 
-    @property
+    @cached_property
     def real(self) -> NDArray[np.bool_]:
         """[batch, seq] bool: tokens that are no padding."""
         return self.attention_mask[:, self.total - self.seq :].astype(bool)
 
-    @property
+    @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """[batch]: length of each row's text so far, past included, padding not."""
         return self.attention_mask.sum(axis=1)
 
-    @property
+    @cached_property
     def token_positions(self) -> NDArray[np.int64]:
         """[batch, seq]: each token's position in its row's text, -1 for padding."""
         return np.where(self.real, self.position_ids, -1)
@@ -130,8 +131,12 @@ class TokenBatch:
         Raises:
             LookupError: see `absolute`.
         """
-        here = {int(at): column for column, at in enumerate(self.token_positions[row])}
-        return [here.get(at) for at in self.absolutes(given, row)]
+        return [self.column_of[row].get(at) for at in self.absolutes(given, row)]
+
+    @cached_property
+    def column_of(self) -> list[dict[int, int]]:
+        """For each row: position in its text -> column of this batch."""
+        return [{at: column for column, at in enumerate(row)} for row in self.token_positions.tolist()]
 
     def next_step(self, ids: NDArray[np.int64]) -> "TokenBatch":
         """The next decoding step: one new token per row.

@@ -123,7 +123,7 @@ def _write(
         spec.save(str(at / SPEC))
     (at / EXAMPLES).write_text(json.dumps(examples, ensure_ascii=False, indent=1))
     shipped = _shipped(model)
-    opened_as = model._source if shipped is None else (shipped, None)
+    opened_as = model.source if shipped is None else (shipped, None)
     manifest = manifest_of(model.hooked, graph, spec, title, reference(model, graph), opened_as, chat_of(model))
     if graph.floats is not None:
         manifest["engine"]["floats"] = {"graph": f"model/{FLOATS}", "bytes": graph.floats_bytes}

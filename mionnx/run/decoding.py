@@ -19,16 +19,15 @@ from mionnx.inputs.past import past_inputs, present_names, present_to_past, take
 from mionnx.inputs.token_batch import Past, TokenBatch
 from mionnx.inputs.value import Value
 from mionnx.rewrite.plan import Outputs
+from mionnx.run.call_graph import open_call
 from mionnx.run.function_results import apply_functions
-from mionnx.run.fused_plan import with_fused
-from mionnx.run.graph_pool import GraphPool
 from mionnx.run.growing_texts import GrowingTexts
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_functions import Hook, HookFunction, Where, register
+from mionnx.run.open_graphs import OpenGraphs
 from mionnx.run.pass_memory import refuse_too_large
 from mionnx.run.rolling_steps import Rolling, rolls
 from mionnx.run.segment_chain import SegmentChain
-from mionnx.run.shared_head import with_shared_head
 
 LOGITS = HookPoint.Logits.name
 
@@ -38,7 +37,7 @@ class Passes:
 
     def __init__(
         self,
-        pool: GraphPool,
+        graphs: OpenGraphs,
         bound: BoundSpec,
         batch: TokenBatch,
         past: Past | None,
@@ -53,15 +52,12 @@ class Passes:
         self.bound = bound.on(batch).with_outputs(Outputs(last=not all_logits))
         refuse_too_large(self.bound, batch, use_cache=True)
         self.batch, self.keeps_logits = batch, keeps_logits
-        names = present_names(bound.model, True)
         if functions is None:
-            plan = with_fused(self.bound.plan, bound.model, pool.options, batch, names, continues=True)
-            plan, head = with_shared_head(plan, bound.model, pool.options)
-            program = pool.get(plan).program
-            self.weights, self.run = program.resident({**bound.weights, **head}), program.run_on_device
-            self.program = program
+            graph = open_call(graphs, self.bound, batch, present_names(bound.model, True), continues=True)
+            self.program = program = graph.program
+            self.weights, self.run = program.resident({**bound.weights, **graph.feeds}), program.run_on_device
         else:
-            chain = pool.chain(self.bound.plan, functions.names)
+            chain = graphs.chain(self.bound.plan, functions.names)
             self.weights, self.run = bound.weights, partial(self._segments, chain, functions)
         self.past: dict[str, Value] = past_inputs(bound.model, past, batch)
         self.present_to_past = present_to_past(bound.model)

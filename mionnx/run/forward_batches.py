@@ -15,10 +15,11 @@ from mionnx.graph.metadata import ATTENDS_TO_PADDING
 from mionnx.inputs.prompt_list import PromptList, read_prompts
 from mionnx.inputs.token_batch import Past, TokenBatch, make_token_batch
 from mionnx.run.batching import BatchSize, in_batches
-from mionnx.run.forward_pass import PassModel, bind_pass, run_pass
+from mionnx.run.call_graph import bind_pass
+from mionnx.run.forward_pass import metric_feeds, run_pass
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_caches import HookCaches, rows_of
-from mionnx.run.metric_feeds import metric_feeds
+from mionnx.run.open_model import OpenModel
 from mionnx.run.pass_memory import fitting, refuse_all
 from mionnx.spec.hook_spec import HookSpec
 
@@ -54,7 +55,7 @@ class ListRequest:
 Run = Callable[[HookSpec, TokenBatch, Past | None, bool, list[int]], HookCache]
 
 
-def forward_batches(model: PassModel, request: ListRequest) -> HookCaches:
+def forward_batches(model: OpenModel, request: ListRequest) -> HookCaches:
     """Run a list of prompts, and keep the results of each.
 
     Raises:
@@ -67,7 +68,7 @@ def forward_batches(model: PassModel, request: ListRequest) -> HookCaches:
 
 
 def map_rows(
-    model: PassModel,
+    model: OpenModel,
     request: ListRequest,
     read: Callable[[int, HookCache], T],
     stage: str,
@@ -125,7 +126,7 @@ class _Prompts:
     whole: TokenBatch | None
 
     @classmethod
-    def of(cls, model: PassModel, request: ListRequest) -> Self:
+    def of(cls, model: OpenModel, request: ListRequest) -> Self:
         """Read the prompts, and check the spec on all of them where it has something by row."""
         bound = bind_pass(model.binder, request.spec, request.logits, request.use_cache)
         given = request.tokens, request.attention_mask, request.past, model.hooked.metadata.sizes
@@ -136,7 +137,7 @@ class _Prompts:
             metric_feeds(model, bound, whole)
         return cls(bound, here, whole)
 
-    def part(self, model: PassModel, rows: list[int]) -> tuple[HookSpec, TokenBatch, Past | None]:
+    def part(self, model: OpenModel, rows: list[int]) -> tuple[HookSpec, TokenBatch, Past | None]:
         """The spec, tokens and past of some rows."""
         ids, mask, past = self.here.part(rows)
         whole, sizes = self.whole, model.hooked.metadata.sizes
@@ -146,7 +147,7 @@ class _Prompts:
 
 
 def _forward(
-    model: PassModel,
+    model: OpenModel,
     request: ListRequest,
     spec: HookSpec,
     batch: TokenBatch,

@@ -181,7 +181,7 @@ def generate(
     if not do_sample and ((temperature, top_k, top_p) != (1.0, 50, 1.0) or seed is not None):
         raise InputError("temperature, top_k, top_p and seed apply to sampling only: give do_sample=True too")
     refuse_seed(seed)
-    pad = model._known(next(iter(stopping.eos_token_ids), 0) if pad_token_id is None else pad_token_id)
+    pad = model.check_token(next(iter(stopping.eos_token_ids), 0) if pad_token_id is None else pad_token_id)
     tokenizer = model.tokenizer if model.has_tokenizer else None
     functions = StepFunctions(model.hooked, fwd_hooks)
     growth = Growth(sampling, stopping, tokenizer, pad, seed)
@@ -192,7 +192,7 @@ def generate(
     check_batch_size(batch_size)
     if batch_size is not None:
         return _in_batches(model, tokens, attention_mask, cache, asked, batch_size, streamer)
-    batch, past = _prompts(model, model._ids(tokens), attention_mask, cache, stopping)
+    batch, past = _prompts(model, model.ids(tokens), attention_mask, cache, stopping)
     return _continued(model, batch, past, asked, make_streamer(streamer, tokenizer, batch.batch))
 
 
@@ -277,7 +277,7 @@ def _in_batches(
     _refuse_per_step(bound, asked.output_logits, streamer)
     past, stopping, hooked = choose_past(model.hooked, cache, None), asked.growth.stopping, model.hooked
     shared = past if past is not None and past.batch == 1 else None
-    given = model._ids(tokens)
+    given = model.ids(tokens)
     prompts = read_prompts(given, attention_mask, None if shared is not None else past, hooked.metadata.sizes)
     whole = None
     if differs_by_row(bound):
@@ -312,7 +312,7 @@ def _refuse_per_step(bound: BoundSpec, output_logits: bool, streamer: Any) -> No
 
 def _end_tokens(model: Runner, given: int | Sequence[int] | None) -> tuple[int, ...]:
     tokens = model.hooked.end_tokens() if given is None else given
-    return tuple(model._known(token) for token in ([tokens] if isinstance(tokens, int) else tokens))
+    return tuple(model.check_token(token) for token in ([tokens] if isinstance(tokens, int) else tokens))
 
 
 def _prompts(

@@ -92,6 +92,11 @@ class HookCache(Brief, Stored, Translated, Mapping[str, NDArray[Any]]):
         told |= {name: contents.pop(name) for name in ("metric", "grad") if name in contents}
         return cls(captured=contents, **told)
 
+    @property
+    def has_logits(self) -> bool:
+        """Whether there are logits: asked for, and not taken by `into_output`."""
+        return self._logits is not None
+
     def output(self) -> NDArray[Any]:
         """The logits, [batch, seq, vocab], or the part that `logits=` asked for.
 

@@ -121,7 +121,7 @@ def rows_of(cache: HookCache, bound: BoundSpec, batch: TokenBatch) -> list[HookC
 def _on_cpu(cache: HookCache) -> HookCache:
     """The same results, copied from their device once."""
     grad = None if cache.grad is None else HookCache(None, dict(cache.grad), num_layers=cache.num_layers)
-    logits = None if cache._logits is None else cache.output()
+    logits = None if not cache.has_logits else cache.output()
     past, count = (cache.kv_cache, cache.state), cache.num_layers
     return HookCache(logits, dict(cache), *past, cache.top_ids, num_layers=count, metric=cache.metric, grad=grad)
 
@@ -141,7 +141,7 @@ class _Row:
         """The results of the row."""
         part = self.bound.logits
         axes = ("batch", "chosen" if part is not None and part.positions is not None else "seq", "last")
-        logits = None if cache._logits is None else self._cut(cache.output(), axes)
+        logits = None if not cache.has_logits else self._cut(cache.output(), axes)
         top = None if cache.top_ids is None else self._cut(cache.top_ids, axes)
         return HookCache(
             logits,

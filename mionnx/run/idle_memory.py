@@ -1,7 +1,7 @@
-"""`give_back`: memory that no call uses any more, returned to the system when an analysis ends.
+"""`IdleMemory`: memory that no call uses any more, returned to the system when an analysis ends.
 
 1. Graphs that no call has used since the last analysis ended are closed, the least recently used first, until all of a
-   pool take at most an eighth of the weights' size (`GraphPool.close_idle`).
+   pool take at most an eighth of the weights' size (`OpenGraphs.close_idle`).
 2. What freed activations leave behind in the engine's arena and in the C library is returned if the process has grown
    by more than an eighth of the weights' size: below that, the next call would only have to fetch it again. After an
    analysis it is returned when no graph has been used for `PAUSE` seconds, so that the next analysis finds what the
@@ -14,30 +14,15 @@ most 2.0 times the weights with, 2.6 without).
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from threading import RLock, Timer
-from typing import Any, Protocol
 
-from mionnx.errors import InputError
 from mionnx.machine import memory
-from mionnx.machine.typed import typed
-from mionnx.run.graph_pool import GraphPool
-from mionnx.run.graph_uses import uses
+from mionnx.run.open_graphs import OpenGraphs, uses
 
 SHARE = 8  # the part of the weights' size that may lie idle: an eighth
 LEAST = 2**25  # bytes that may, however small the model
 PAUSE, LONGEST = 2.0, 30.0  # seconds
-
-
-class OpenModel(Protocol):
-    """A model and its open graphs: what `give_back` needs of `Runner`."""
-
-    variants: GraphPool
-    idle: "IdleMemory"
-
-    @property
-    def parts(self) -> Iterable[Any]:
-        """The instances of `Runner.opened`."""
 
 
 class IdleMemory:
@@ -51,6 +36,18 @@ class IdleMemory:
         self.held = memory.anonymous()
         self._lock, self._since = RLock(), 0.0
         self._timer: Timer | None = None
+
+    def give_back(self, pools: Sequence[OpenGraphs], *, later: bool) -> None:
+        """Close idle graphs, and return free memory.
+
+        Args:
+            pools: of the model, and of its parts.
+            later: keep free memory until no graph has been used for `PAUSE` seconds.
+        """
+        allowed = max(pools[0].weights // SHARE, LEAST)
+        for pool in pools:
+            pool.close_idle(allowed)
+        self.release(allowed, pools[0].engine.release, PAUSE if later else 0.0)
 
     def release(self, allowed: int, release: Callable[[], None], pause: float = 0.0) -> None:
         """Return memory of no file if more than the bytes allowed were added to what was held.
@@ -87,26 +84,3 @@ class IdleMemory:
         self._timer = timer = Timer(pause, end)
         timer.daemon = True
         timer.start()
-
-
-@typed(InputError)
-def give_back(model: OpenModel, *, later: bool = False) -> None:
-    """Return memory in use no more: idle graphs, free arenas.
-
-    Analyses do so themselves when they end. Call it where large captures are no longer needed.
-
-    Args:
-        model: the model.
-        later: keep free memory until no graph has been used for two seconds, as analyses do: the next one needs it.
-
-    Example:
-        cache = model.forward("The capital of France is", HookSpec().capture("*"))
-        del cache
-        model.give_back()
-    """
-    pool = model.variants
-    allowed = max(pool.weights // SHARE, LEAST)
-    inner = [part.variants for part in model.parts if isinstance(getattr(part, "variants", None), GraphPool)]
-    for one in (pool, *inner):
-        one.close_idle(allowed)
-    model.idle.release(allowed, pool.engine.release, PAUSE if later else 0.0)

@@ -2,27 +2,22 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.errors import InputError, TokenizerError
 from mionnx.machine.caller import caller_level
+from mionnx.run.open_model import OpenModel
+from mionnx.run.tokenizing import token_id
 
 
 class OtherSpellingWarning(UserWarning):
     """The model gives more to a token's other spelling, with or without a space."""
 
 
-class Vocabulary(Protocol):
-    """A model with a tokenizer: what is needed of `Runner`."""
-
-    def token_id(self, text: str) -> int:
-        """The id of a text that is one token."""
-
-
-def other_spelling(model: Vocabulary, text: str) -> tuple[str, int] | None:
+def other_spelling(model: OpenModel, text: str) -> tuple[str, int] | None:
     """Find the same word with a space before it, or without.
 
     Returns:
@@ -30,7 +25,7 @@ def other_spelling(model: Vocabulary, text: str) -> tuple[str, int] | None:
     """
     other = text[1:] if text.startswith(" ") else f" {text}"
     try:
-        found, token = model.token_id(other), model.token_id(text)
+        found, token = token_id(model, other), token_id(model, text)
     except (InputError, TokenizerError):
         return None
     return None if found == token else (other, found)
@@ -41,7 +36,7 @@ def has_text(given: Any) -> bool:
     return isinstance(given, str) or (isinstance(given, Sequence) and any(map(has_text, given)))
 
 
-def warn_of_spelling(model: Vocabulary, what: str, given: Any, logits: NDArray[Any]) -> None:
+def warn_of_spelling(model: OpenModel, what: str, given: Any, logits: NDArray[Any]) -> None:
     """Warn if the other spelling of a token has the larger logit.
 
     Args:
@@ -51,7 +46,7 @@ def warn_of_spelling(model: Vocabulary, what: str, given: Any, logits: NDArray[A
         logits: [vocab], where the next token is predicted.
     """
     other = other_spelling(model, given) if isinstance(given, str) else None
-    if other is not None and logits[other[1]] > logits[model.token_id(given)]:
+    if other is not None and logits[other[1]] > logits[token_id(model, given)]:
         warnings.warn(
             f"{what}={given!r} is another token than {other[0]!r}, to which the model gives more here: "
             f"{what}={other[0]!r} may be meant; an id is taken without this question",
@@ -60,7 +55,7 @@ def warn_of_spelling(model: Vocabulary, what: str, given: Any, logits: NDArray[A
         )
 
 
-def warn_of_spellings(model: Vocabulary, given: dict[str, Any], logits: NDArray[Any]) -> None:
+def warn_of_spellings(model: OpenModel, given: dict[str, Any], logits: NDArray[Any]) -> None:
     """Warn of tokens that are given once for all rows, or once for each.
 
     Args:

@@ -13,12 +13,12 @@ From a base it reads them packed, from one file that all sessions of the machine
 import hashlib
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mionnx.engine import onnx_runtime
-from mionnx.engine.options import ONNX_RUNTIME, PROVIDERS, Options
+from mionnx.engine.engines import engine_of
+from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.graph import onnx_file
 from mionnx.graph.hook_points import HookPoint
@@ -31,13 +31,7 @@ from mionnx.rewrite import Plan
 
 GRAPH, DATA = "base.onnx", "base.data"
 # A change there may change a base.
-PREPARING = (
-    "mionnx.run.prepacked",
-    "mionnx.engine.onnx_runtime",
-    "mionnx.engine.halved_products",
-    "mionnx.engine.merged_products",
-    "mionnx.engine.merged_heads",
-)
+PREPARING = ("mionnx.run.prepacked", "mionnx.engine")
 ROOM = 2.3  # of a base, in sizes of the weights
 WORTHWHILE = 64 * 2**20  # bytes of weights: below, packing them again is quicker than looking for a base
 
@@ -106,18 +100,21 @@ def key_of(model: HookedModel, options: Options) -> str:
         "sources": source_digest(*PREPARING),
         "graph": hashlib.sha256(model.proto.SerializeToString(deterministic=True)).hexdigest(),
         "weights": [model.metadata.weights_sha256, stats],
-        "onnxruntime": onnx_runtime.version(),
-        "provider": options.provider_name(),
+        "engine": _engine_facts(options),
         "fast": options.fast,
         "processor": [cpu.name(), *cpu.features()],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
+def _engine_facts(options: Options) -> dict[str, str]:
+    """The engine's version and settings; any number of threads can use a base."""
+    return engine_of(options).facts(replace(options, threads=0))
+
+
 def possible(options: Options) -> bool:
-    """Whether bases are of use: weights are packed on a CPU only, and a base is fully optimised."""
-    cpu_only = options.engine == ONNX_RUNTIME and options.provider_name() == PROVIDERS["cpu"]
-    return cpu_only and options.level == "all"
+    """Whether bases are of use: the engine packs weights, and a base is fully optimised."""
+    return engine_of(options).packs(options) and options.level == "all"
 
 
 def find(model: HookedModel, options: Options, entries: DiskCache) -> PrepackedModel | None:
@@ -135,10 +132,11 @@ def make(model: HookedModel, options: Options, entries: DiskCache) -> PrepackedM
     def build(folder: Path) -> dict[str, Any]:
         _refuse_full(model, folder, entries)
         try:
-            onnx_runtime.prepare(_all_out(model), model.folder, folder / GRAPH, DATA, options)
+            engine = engine_of(options)
+            engine.write_optimised(_all_out(model), model.folder, folder / GRAPH, DATA, options, packed=True)
         except ModelError as error:  # a disk that fills up comes as one too; the plain way is still open
             raise OSError(str(error)) from error
-        return {"model": model.folder.name, "family": model.metadata.family, "onnxruntime": onnx_runtime.version()}
+        return {"model": model.folder.name, "family": model.metadata.family, **_engine_facts(options)}
 
     entry = entries.get("bases", key_of(model, options), build)
     return _opened(entry.path, model) if entry else None

@@ -51,7 +51,7 @@ def prompt_ids(model: Runner, prompts: Prompt) -> list[Ids]:
     Raises:
         InputError: prompts that the model cannot run on.
     """
-    batch = make_token_batch(model._ids(prompts), None, None, model.hooked.metadata.sizes)
+    batch = make_token_batch(model.ids(prompts), None, None, model.hooked.metadata.sizes)
     return [ids[real] for ids, real in zip(batch.input_ids, batch.real, strict=True)]
 
 
@@ -84,7 +84,7 @@ def texts_of(model: Runner, prompts: Prompt) -> list[Text]:
     """
     words: dict[int, str] = {}
     made = []
-    for ids in read_prompts(model._ids(prompts), None, None, model.hooked.metadata.sizes).ids:
+    for ids in read_prompts(model.ids(prompts), None, None, model.hooked.metadata.sizes).ids:
         words |= {token: token_text(model, token) for token in {*ids.tolist()} - words.keys()}
         made.append(Text(ids, [words[token] for token in ids.tolist()]))
     return made
@@ -92,7 +92,7 @@ def texts_of(model: Runner, prompts: Prompt) -> list[Text]:
 
 def is_list(model: Runner, prompts: Prompt) -> bool:
     """Whether prompts are a list, or several rows of an array, rather than a single one."""
-    given = model._ids(prompts)
+    given = model.ids(prompts)
     if entries_of(given) is not None:
         return True
     return np.ndim(given) > 1 and len(given) > 1 if hasattr(given, "shape") else len(texts_of(model, prompts)) > 1
@@ -133,7 +133,7 @@ def token_of(model: Runner, token: int | str) -> int:
     number = to_array(token)[()] if getattr(token, "ndim", None) == 0 else token  # of an array or a tensor
     if not isinstance(number, int | np.integer) or isinstance(number, bool):
         raise InputError(f"a token is its id or its text, got {token!r}")
-    return model._known(int(number))
+    return model.check_token(int(number))
 
 
 def is_stream(given: Any) -> bool:

@@ -2,81 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar, overload
+from typing import Self, overload
 
 from numpy.typing import ArrayLike
 
-from mionnx.bind.bound_spec import Binder
 from mionnx.bind.logit_selection import Logits
 from mionnx.engine.engines import ready_engine
-from mionnx.engine.options import ONNX_RUNTIME, Options
-from mionnx.errors import InputError, TokenizerError
-from mionnx.graph.hook_points import HookPoint
-from mionnx.graph.hooked_model import HookedModel
+from mionnx.engine.options import Options
+from mionnx.errors import InputError
 from mionnx.inputs.past import choose_past
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.inputs.token_batch import Past, make_token_batch
-from mionnx.machine.once import Once, once_property
 from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
-from mionnx.rewrite import Plan
-from mionnx.run import accuracy, find_model, idle_memory, model_dtype, spec_graphs, tokenizing
+from mionnx.run import accuracy, find_model, model_dtype, spec_graphs, tokenizing
 from mionnx.run.batching import check_batch_size
-from mionnx.run.dynamic_rounding import warn_of_dynamic_rounding
+from mionnx.run.call_graph import bind_pass
 from mionnx.run.forward_batches import ListRequest, forward_batches
-from mionnx.run.forward_pass import bind_pass, run_pass
-from mionnx.run.graph_pool import GraphPool, OpenGraph
+from mionnx.run.forward_pass import run_pass
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.hook_caches import HookCaches
-from mionnx.run.recipe import Recipe
+from mionnx.run.open_model import OpenModel
 from mionnx.run.repository import Version
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_spec import HookSpec
 
-T = TypeVar("T")
-
 
 @typed(InputError, leave=["source"])
-class Runner:
-    """A language model whose activations can be read and changed.
-
-    Attributes:
-        hooked: the hooked model: its folder, graph and metadata.
-        options: how sessions are opened.
-        variants: the open graphs; specs that differ in values only share one.
-        binder: binds specs to this model.
-        idle: what the process held when memory was last returned.
-    """
+class Runner(OpenModel):
+    """A language model whose activations can be read and changed."""
 
     # texts as tokens
-    tokenizer = once_property(tokenizing.tokenizer)
     tokenize = tokenizing.tokenize
     tokenize_chat = tokenizing.tokenize_chat
-    _chat_template = once_property(tokenizing.chat_template)
-    _unknown_words = once_property(tokenizing.unknown_words)
     token_id = tokenizing.token_id
-    _ids = tokenizing.ids
-    _known = tokenizing.known
+    check_token = tokenizing.check_token
+    ids = tokenizing.ids
     # graphs of specs
     compile_graph = spec_graphs.compile_graph
     warm = spec_graphs.warm
     prepare = spec_graphs.prepare
     report = spec_graphs.report
     estimate = spec_graphs.estimate
-    give_back = idle_memory.give_back
-
-    def __init__(self, hooked: HookedModel, options: Options | None = None) -> None:
-        self.options = options or Options()
-        accuracy.refuse_unpacked_blocks(hooked.name, hooked.in_blocks, self.options)
-        self.hooked = accuracy.at_level(hooked, self.options.accuracy_level)
-        self.variants = GraphPool(self.hooked, self.options)
-        self.binder = Binder(self.hooked)
-        self._opened: Once[Any, Any] = Once()
-        self._source: tuple[str, str | None] | None = None  # what `from_pretrained` was asked for, and the dtype
-        self.idle = idle_memory.IdleMemory()
+    give_back = spec_graphs.give_back
 
     @classmethod
     def from_pretrained(
@@ -88,10 +59,10 @@ class Runner:
         threads: int = 0,
         fast: bool = False,
         prepack: bool | None = None,
-        base: str = "auto",
+        base: bool = True,
         provider_options: Mapping[str, str | int] | None = None,
         cuda_graphs: bool = False,
-        engine: str = ONNX_RUNTIME,
+        engine: str = Options.engine,
         check: str = "sampled",
         fused: bool = True,
         accuracy_level: int | None = None,
@@ -146,82 +117,16 @@ class Runner:
         )
         model_dtype.check_name(dtype)  # refused before a checkpoint is exported, as what follows
         accuracy.refuse_unpacked_blocks(str(source), dtype in model_dtype.BLOCKS, options)
-        lacking = ready_engine(options).lacks(options)
-        where = f"{options.engine} on {options.provider}" if options.engine == ONNX_RUNTIME else options.engine
+        opener = ready_engine(options)
+        lacking, where = opener.lacks(options), opener.title(options)
         refuse = partial(model_dtype.refuse_uncomputed, dtype=dtype, lacking=lacking, where=where)
         with shown() as progress:
             hooked = find_model.open_model(source, dtype, check, progress, refuse, Version(revision, subfolder, token))
         model_dtype.refuse_other(hooked, dtype)
-        warn_of_dynamic_rounding(hooked)
+        accuracy.warn_of_dynamic_rounding(hooked)
         made = cls(hooked, options)
-        made._source = str(source), None if isinstance(dtype, model_dtype.Unsaid) else dtype
+        made.source = str(source), None if isinstance(dtype, model_dtype.Unsaid) else dtype
         return made
-
-    @property
-    def num_layers(self) -> int:
-        """Number of blocks."""
-        return self.hooked.metadata.sizes.num_layers
-
-    @property
-    def num_heads(self) -> int:
-        """Query heads a layer."""
-        return self.hooked.metadata.sizes.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key/value heads a layer."""
-        return self.hooked.metadata.sizes.num_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.hooked.metadata.sizes.head_dim
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the residual stream."""
-        return self.hooked.metadata.sizes.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens in the vocabulary."""
-        return self.hooked.metadata.sizes.vocab_size
-
-    def hook_points(self) -> list[HookPoint]:
-        """All hook points of this model, in execution order."""
-        return self.hooked.hook_points()
-
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether the model's folder has a tokenizer."""
-        try:
-            return self.tokenizer is not None
-        except TokenizerError:
-            return False
-
-    def opened(self, kind: Callable[[HookedModel, Options], T]) -> T:
-        """Return the one instance of a class that opens parts of this model; made on first use.
-
-        Args:
-            kind: a class that is made from a hooked model and options.
-
-        Example:
-            lens = model.opened(Lens)
-        """
-        based = self.variants.base is not None  # parts from before there was a base hold weights of their own
-        self._opened.keep(lambda key: key[1] is based)
-        return self._opened.get((kind, based), lambda: kind(self.hooked, self.options))
-
-    @property
-    def parts(self) -> list[Any]:
-        """The instances that `opened` made."""
-        return self._opened.values()
-
-    @property
-    def compiled(self) -> Mapping[Plan, OpenGraph]:
-        """Open graphs, the least recently used first; chains of cut graphs are left out."""
-        found = [*self.variants.open.items()]
-        return {plan: one for plan, one in found if isinstance(plan, Plan) and isinstance(one, OpenGraph)}
 
     @overload
     def forward(
@@ -307,24 +212,8 @@ class Runner:
         if not (logits or use_cache or spec.captures or spec.metric):
             raise InputError("logits=False and no captures: nothing would be computed")
         if batch_size is not None:
-            texts = self._ids(tokens), spec, batch_size, attention_mask, past, prompt_length
+            texts = self.ids(tokens), spec, batch_size, attention_mask, past, prompt_length
             return forward_batches(self, ListRequest(*texts, logits, use_cache))
         bound = bind_pass(self.binder, spec, logits, use_cache)
-        batch = make_token_batch(self._ids(tokens), attention_mask, past, self.hooked.metadata.sizes, prompt_length)
+        batch = make_token_batch(self.ids(tokens), attention_mask, past, self.hooked.metadata.sizes, prompt_length)
         return run_pass(self, bound, batch, past, use_cache=use_cache, logits=bool(logits))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Recipe.open, (Recipe.of(self),)
-
-    def __copy__(self) -> Self:
-        return type(self)(self.hooked, self.options)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.__copy__()
-
-    def __repr__(self) -> str:
-        sizes = self.hooked.metadata.sizes
-        return (
-            f"{type(self).__name__}({self.hooked.metadata.family}, {sizes.num_layers} layers, {sizes.num_heads} heads, "
-            f"hidden {sizes.hidden_size}, vocabulary {sizes.vocab_size}, {self.options.provider})"
-        )

@@ -29,7 +29,7 @@ from mionnx.inputs.lacking import refuse_several_streams, refuse_without_cache
 from mionnx.inputs.rwkv_state import RWKVState
 from mionnx.machine.once import once_property
 from mionnx.rewrite.plan import LOGIT_TOKENS, CaptureNode, Edit, Gradients, Outputs, Plan
-from mionnx.run.graph_pool import GraphPool, OpenGraph
+from mionnx.run.open_graphs import OpenGraph, OpenGraphs
 
 Arrays = dict[str, NDArray[Any]]
 Edits = Mapping[Edit, Arrays]  # an intervention -> the inputs that it reads
@@ -77,7 +77,7 @@ class Segments:
         self.model, self.layers = model, model.metadata.sizes.num_layers
         self.end = str(HookPoint.ResidPost(self.layers - 1))
         many = options.for_many_graphs(OPEN * (self.layers + 3))
-        self.variants = GraphPool(model, replace(many, prepack=options.prepack))
+        self.variants = OpenGraphs(model, replace(many, prepack=options.prepack))
 
     @classmethod
     def of_sweep(cls, model: HookedModel, options: Options) -> Self:

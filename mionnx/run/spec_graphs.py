@@ -1,9 +1,7 @@
 """Verbs of a model about the graph that a spec makes of it."""
 
 from dataclasses import replace
-from typing import Protocol
 
-from mionnx.bind.bound_spec import Binder
 from mionnx.bind.estimate import Estimate
 from mionnx.bind.logit_selection import Logits
 from mionnx.graph import onnx_file
@@ -12,36 +10,34 @@ from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.rewrite import Report, rewrite
 from mionnx.rewrite.plan import Outputs
-from mionnx.run.forward_pass import bind_pass
-from mionnx.run.fused_plan import with_fused
-from mionnx.run.graph_pool import NODE, SESSION, GraphPool, OpenGraph
+from mionnx.run.call_graph import bind_pass, open_call
+from mionnx.run.open_graphs import NODE, SESSION, OpenGraph, OpenGraphs
+from mionnx.run.open_model import OpenModel
 from mionnx.run.pass_memory import pass_bytes
-from mionnx.run.shared_head import with_shared_head
 from mionnx.spec.hook_spec import HookSpec
 
 SECONDS, PACKED = 2e-4, 2**29  # of opening a node, and bytes packed a second: one core of 2026, GPT-2's shape
 COPIES = 2  # of each weight that the products of a gradient graph pack: as it is, and turned
 
 
-class OpenModel(Protocol):
-    """A model and its open graphs: what the verbs here need of `Runner`."""
-
-    variants: GraphPool
-    binder: Binder
-
-
 @typed()
 def compile_graph(model: OpenModel, hooks: HookSpec | None = None, outputs: Outputs | None = None) -> OpenGraph:
-    """The open graph of a spec; rewritten and opened on first use.
+    """The open graph of a spec that `forward` runs on one text; opened on first use.
 
     Args:
         hooks: the spec.
-        outputs: the model's own outputs to compute; all if left out.
+        outputs: the model's own outputs to compute; those of `forward` if left out.
 
     Raises:
         HookError, InterventionError: the spec does not fit the model.
     """
-    return model.variants.get(model.binder.bind(hooks or HookSpec(), outputs, differentiated=True).plan)
+    spec, carried = hooks or HookSpec(), outputs is not None and outputs.carried
+    bound = (
+        bind_pass(model.binder, spec, True, False)
+        if outputs is None
+        else model.binder.bind(spec, outputs, differentiated=True)
+    )
+    return open_call(model.variants, bound, outputs=bound.outputs(carried))
 
 
 @typed()
@@ -51,13 +47,8 @@ def warm(model: OpenModel, hooks: HookSpec, logits: bool | Logits = True) -> Non
     Example:
         model.warm(HookSpec().capture("blocks.*.attn.hook_pattern"))
     """
-    part = logits if isinstance(logits, Logits) else Logits()
-    carried = bool(logits) and hooks.metric is None  # as in `forward`
-    needed = logits or (hooks.metric is not None and hooks.metric.of is None)
-    outputs = part.outputs(carried) if needed else Outputs(logits=False, carried=False)
-    plan = model.binder.bind(hooks, outputs, differentiated=True).plan
-    hooked, options = model.binder.model, model.variants.options
-    model.variants.get(with_shared_head(with_fused(plan, hooked, options), hooked, options)[0])
+    bound = bind_pass(model.binder, hooks, logits, False)
+    open_call(model.variants, bound, outputs=bound.outputs(False))
 
 
 def prepare(model: OpenModel) -> bool:
@@ -124,3 +115,22 @@ def estimate(
     nodes = len(onnx_file.parse(rewrite(hooked.proto, bound.plan, hooked.metadata)[0]).graph.node)
     packed = COPIES * variants.weights * variants.packs(batch * seq)
     return replace(found, graph=SESSION + NODE * nodes + packed, opening=SECONDS * nodes + packed / PACKED)
+
+
+@typed()
+def give_back(model: OpenModel, *, later: bool = False) -> None:
+    """Return memory in use no more: idle graphs, free arenas.
+
+    Analyses do so themselves when they end. Call it where large captures are no longer needed.
+
+    Args:
+        later: keep free memory until no graph has been used for two seconds, as analyses do: the next one needs it.
+
+    Example:
+        cache = model.forward("The capital of France is", HookSpec().capture("*"))
+        del cache
+        model.give_back()
+    """
+    parts = [getattr(part, "variants", None) for part in model.parts]
+    pools = [model.variants, *(part for part in parts if isinstance(part, OpenGraphs))]
+    model.idle.give_back(pools, later=later)

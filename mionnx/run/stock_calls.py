@@ -21,8 +21,8 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from mionnx.engine import onnx_runtime
 from mionnx.engine.engine import Program
+from mionnx.engine.engines import open_to_try
 from mionnx.errors import MIError, ModelError
 from mionnx.graph.folder_file import read_json
 from mionnx.graph.hooked_model import GRAPH, HookedModel
@@ -127,11 +127,11 @@ class Trial:
 
     @once_property
     def _own(self) -> Program:
-        return onnx_runtime.open_to_try(self._stock.proto.SerializeToString(), self._model.folder)
+        return open_to_try(self._stock.proto.SerializeToString(), self._model.folder)
 
     @once_property
     def _hooked(self) -> Program:
-        return onnx_runtime.open_to_try(self._model.folder / GRAPH, self._model.folder)
+        return open_to_try(self._model.folder / GRAPH, self._model.folder)
 
     def problem(self, kind: int) -> str:
         """Run a call of a kind in both, and say what differs; "" if nothing does.

@@ -3,19 +3,17 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import Parameter, signature
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from numpy.typing import ArrayLike
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding
 
 from mionnx.errors import InputError
-from mionnx.graph.hooked_model import HookedModel
 from mionnx.inputs import chat_tokens, tokens
-from mionnx.inputs.chat_template import ChatTemplate, Message, load_chat_template
+from mionnx.inputs.chat_template import Message, load_chat_template
 from mionnx.inputs.token_rows import IDS, TYPES
-from mionnx.inputs.unknown_words import UnknownWords
-from mionnx.inputs.world_tokenizer import WorldTokenizer
 from mionnx.machine.typed import typed
+from mionnx.run.open_model import OpenModel
 
 One = tokens.Tokens | Encoding | Mapping[Any, Any]
 Prompt = str | Sequence[str] | One | Sequence[One] | ArrayLike
@@ -23,43 +21,8 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class Tokenizing(Protocol):
-    """A model with a tokenizer: what the verbs here need of `Runner`."""
-
-    hooked: HookedModel
-
-    @property
-    def tokenizer(self) -> Tokenizer | WorldTokenizer:
-        """The tokenizer of the model's folder."""
-
-    @property
-    def _unknown_words(self) -> UnknownWords:
-        """Warns of unknown words, once."""
-
-    @property
-    def _chat_template(self) -> ChatTemplate:
-        """The chat template of the model's folder."""
-
-    def tokenize(self, text: str) -> tokens.Tokens:
-        """Tokenise a text."""
-
-
-def tokenizer(model: Tokenizing) -> Tokenizer | WorldTokenizer:
-    """The tokenizer: a `tokenizers.Tokenizer`, or a `WorldTokenizer` for an RWKV World model.
-
-    Raises:
-        TokenizerError: the model has none.
-    """
-    return tokens.load_tokenizer(model.hooked.folder)
-
-
-def unknown_words(model: Tokenizing) -> UnknownWords:
-    """Watcher of the unknown words in this model's prompts."""
-    return UnknownWords(model.tokenizer, model.hooked.name)
-
-
 @typed()
-def tokenize(model: Tokenizing, text: str) -> tokens.Tokens:
+def tokenize(model: OpenModel, text: str) -> tokens.Tokens:
     """Tokenise a text: ids, offsets, and `positions_of` for a substring's tokens.
 
     Words that become `<unk>` are warned about once for a model (`UnknownWordWarning`).
@@ -68,22 +31,13 @@ def tokenize(model: Tokenizing, text: str) -> tokens.Tokens:
         model.tokenize("The capital of France is").positions_of("France")  # [3]
     """
     found = tokens.tokenize(model.tokenizer, text)
-    model._unknown_words.look(found)
+    model.unknown_words.look(found)
     return found
-
-
-def chat_template(model: Tokenizing) -> ChatTemplate:
-    """The chat template of the model's folder.
-
-    Raises:
-        TokenizerError: there is none.
-    """
-    return load_chat_template(model.hooked.folder)
 
 
 @typed()
 def tokenize_chat(
-    model: Tokenizing,
+    model: OpenModel,
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool | None = None,
@@ -112,16 +66,16 @@ def tokenize_chat(
         chat = model.tokenize_chat([{"role": "user", "content": "What is the capital of France?"}])
         chat.positions_of("France", message=0), model.generate(chat).new_texts
     """
-    template = model._chat_template if chat_template is None else load_chat_template(model.hooked.folder, chat_template)
+    template = model.chat_template if chat_template is None else load_chat_template(model.hooked.folder, chat_template)
     made = chat_tokens.tokenize_chat(
         model.tokenizer, template, messages, add_generation_prompt, continue_final_message, variables or {}
     )
-    model._unknown_words.look(made)
+    model.unknown_words.look(made)
     return made
 
 
 @typed()
-def token_id(model: Tokenizing, text: str) -> int:
+def token_id(model: OpenModel, text: str) -> int:
     """The id of a text that is one token.
 
     Raises:
@@ -130,16 +84,16 @@ def token_id(model: Tokenizing, text: str) -> int:
     return tokens.token_id(model.tokenizer, text)
 
 
-def ids(model: Tokenizing, prompt: Prompt) -> Any:
+def ids(model: OpenModel, prompt: Prompt) -> Any:
     """Tokenise the texts of a prompt; what holds no text is left as it is."""
     if isinstance(prompt, str):
-        return model.tokenize(prompt)
+        return tokenize(model, prompt)
     if isinstance(prompt, Sequence) and prompt and all(isinstance(entry, str) for entry in prompt):
-        return [model.tokenize(str(text)) for text in prompt]
+        return [tokenize(model, str(text)) for text in prompt]
     return prompt
 
 
-def known(model: Tokenizing, token: int) -> int:
+def check_token(model: OpenModel, token: int) -> int:
     """Check a token's id.
 
     Raises:

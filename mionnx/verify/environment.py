@@ -5,13 +5,15 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from mionnx.engine.onnx_runtime import installed_providers
+from mionnx.engine.engines import ENGINES
+from mionnx.engine.options import installed_providers
 from mionnx.graph import onnx_file
 from mionnx.machine import cpu
 from mionnx.verify.graph_under_test import GraphUnderTest
 from mionnx.verify.runtime import Runtime
 
-PACKAGES = ("mionnx", "onnxruntime", "onnxruntime-gpu", "onnx", "numpy", "openvino", "torch", "transformers")
+OF_ENGINES = tuple(name for engine in ENGINES.values() for name in engine.packages)
+PACKAGES = ("mionnx", "numpy", "torch", "transformers", *OF_ENGINES)
 
 
 def environment(runtime: Runtime) -> dict[str, Any]:

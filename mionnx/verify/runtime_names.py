@@ -3,15 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from mionnx.engine.onnx_runtime import installed_providers, known_providers
-from mionnx.engine.options import LEVELS, PROVIDERS, Options
+from mionnx.engine.engines import ENGINES
+from mionnx.engine.options import LEVELS, PROVIDERS, Options, installed_providers, known_providers
 from mionnx.errors import InputError, nearest
 from mionnx.verify.runtime import GraphRuntime, Runtime
 from mionnx.verify.torch_eager import Eager
 
-NAMES = ("torch", "ort-cpu", "ort-cuda", "openvino", "onnxruntime-web", "reference")
-OTHER_ENGINES = ("openvino", "onnxruntime-web", "reference")
-WITH_THREADS = ("torch", "ort-cpu", "openvino")
+OTHER_ENGINES = {name: engine.settings for name, engine in ENGINES.items() if name != Options.engine}
+NAMES = ("torch", *(f"ort-{short}" for short in PROVIDERS), *OTHER_ENGINES)
+WITH_THREADS = ("torch", "ort-cpu", *(name for name, settings in OTHER_ENGINES.items() if "threads" in settings))
 PROVIDER = "ExecutionProvider"  # what the full name of every provider of ONNX Runtime ends in
 
 
@@ -37,7 +37,7 @@ def runtime_of(title: str, checkpoint: Path | None = None) -> Runtime:
     if name == "torch":
         return Eager(title, checkpoint, threads)
     if name in OTHER_ENGINES:
-        return GraphRuntime(title, Options(threads=threads, fast=name == "openvino", engine=name))
+        return GraphRuntime(title, Options(threads=threads, fast="fast" in OTHER_ENGINES[name], engine=name))
     provider = next((short for short in PROVIDERS if name == f"ort-{short}"), name)
     return GraphRuntime(title, Options(provider, threads, level=given.get("level", "all")))
 

@@ -171,7 +171,7 @@ def _listed(prompts: Any) -> list[Any]:
 
 
 def _call(model: Runner, prompt: Prompt) -> TokenBatch:
-    call = make_token_batch(model._ids(prompt), None, None, model.hooked.metadata.sizes)
+    call = make_token_batch(model.ids(prompt), None, None, model.hooked.metadata.sizes)
     if not call.real.all():
         raise InputError("texts of unequal length in one prompt: give each as a prompt of its own")
     return call

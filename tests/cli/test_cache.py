@@ -19,7 +19,8 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_command_line(shipped, own_store):
-    model = MIModel(shipped.hooked, Options(threads=1, base="always"))
+    model = MIModel(shipped.hooked, Options(threads=1))
+    model.prepare()
     model.warm(HookSpec().capture("hook_embed"))
     for mark in own_store.glob("*/*.pins/*"):
         mark.unlink()

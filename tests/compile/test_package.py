@@ -33,7 +33,7 @@ from mionnx import (
     StateSteeringSpec,
     create_knockout_mask,
 )
-from mionnx.engine.onnx_runtime import UNSTABLE_FUSIONS
+from mionnx.engine.session import UNSTABLE_FUSIONS
 from mionnx.machine.leftovers import LOCK
 
 NEW = 5

@@ -36,7 +36,7 @@ def test_an_unknown_engine_is_named_beside_the_nearest():
     [
         {"provider": "cuda"},
         {"prepack": True},
-        {"base": "always"},
+        {"base": False},
         {"provider_options": {"device_id": 1}},
         {"provider": "cuda", "cuda_graphs": True},
     ],

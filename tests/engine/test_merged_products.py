@@ -6,7 +6,7 @@ import onnxruntime
 import pytest
 
 from mionnx import HookSpec, MIModel, Options
-from mionnx.engine import onnx_runtime
+from mionnx.engine.engines import ENGINES
 from mionnx.engine.merged_products import merge_products, with_merged
 from mionnx.graph.packed_weight import at_accuracy_level, attributes
 
@@ -118,10 +118,11 @@ def test_models_without_blocks_are_passed_on(shipped, blocks, tmp_path):
 def test_sessions_compute_merged_products_and_those_that_optimise_nothing_do_not(blocks, shipped, tmp_path):
     folder, proto = blocks
     layers = shipped.num_layers
-    onnx_runtime.optimise(proto.SerializeToString(), folder, tmp_path / "model.onnx", "data", Options())
+    write, model = ENGINES[Options.engine].write_optimised, proto.SerializeToString()
+    write(model, folder, tmp_path / "model.onnx", "data", Options())
     found = onnx.load(tmp_path / "model.onnx", load_external_data=False)
     assert len(products(found)) == len(products(proto)) - 3 * layers
-    onnx_runtime.optimise(proto.SerializeToString(), folder, tmp_path / "plain.onnx", "plain", Options(level="none"))
+    write(model, folder, tmp_path / "plain.onnx", "plain", Options(level="none"))
     found = onnx.load(tmp_path / "plain.onnx", load_external_data=False)
     assert len(products(found)) == len(products(proto))
 
@@ -130,7 +131,8 @@ def test_generations_from_a_base_and_without_one_are_the_same(blocks, shipped, m
     folder, _ = blocks
     monkeypatch.setenv("MIONNX_CACHE", str(tmp_path))
     spec = HookSpec().capture("blocks.*.attn.hook_q").capture("blocks.*.mlp.hook_gate")
-    plain, based = (MIModel.from_pretrained(folder, accuracy_level=LEVEL, base=base) for base in ("never", "always"))
+    plain, based = (MIModel.from_pretrained(folder, accuracy_level=LEVEL) for _ in range(2))
+    assert based.prepare()
     one, other = (model.generate("The capital of France is", spec, max_new_tokens=4) for model in (plain, based))
     assert one.new_ids[0].tolist() == other.new_ids[0].tolist()
     for step, same in zip(one.steps, other.steps, strict=True):

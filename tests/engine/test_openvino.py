@@ -7,7 +7,7 @@ import onnx
 import pytest
 
 from mionnx import HookPoint, HookSpec, Intervention, Logits, MIModel, ModelError, Options
-from mionnx.engine.engines import open_program
+from mionnx.engine.engines import ENGINES
 
 MODELS = Path(__file__).parents[2] / "models"
 PROMPT = "The capital of France is"
@@ -122,13 +122,13 @@ def test_what_the_engine_does_with_unusual_inputs(tmp_path):
         f (float[n] x, int64[1] k, float[n] bias) => (float[m] top, int64[m] at) <float[3] bias = {0, 0, 5}>
         { y = Add(x, bias)  top, at = TopK(y, k) }"""
     model = onnx.parser.parse_model(text)
-    program = open_program(model.SerializeToString(), tmp_path, Options(engine="openvino"))
+    program = ENGINES["openvino"].open(model.SerializeToString(), tmp_path, Options(engine="openvino"))
     assert program.inputs["bias"].optional
     feeds = {"x": np.float32([1, 2, 3]), "k": np.array([2]), "unread": np.zeros(1)}
     assert program.run(["at"], feeds)["at"].tolist() == [2, 1]
     assert program.run(["top"], {**feeds, "bias": np.float32([9, 0, 0])})["top"].tolist() == [10, 3]
     half = onnx.parser.parse_model(text.replace("float[n] x", "bfloat16[n] x"))
     with pytest.raises(ModelError, match="engine='onnxruntime'"):
-        open_program(half.SerializeToString(), tmp_path, Options(engine="openvino"))
+        ENGINES["openvino"].open(half.SerializeToString(), tmp_path, Options(engine="openvino"))
     with pytest.raises(ModelError, match="OpenVINO failed"):
         program.run(["at"], {"x": np.zeros((2, 2), np.float32), "k": np.array([1])})

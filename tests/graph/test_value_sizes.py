@@ -96,7 +96,7 @@ resource.setrlimit(resource.RLIMIT_AS, (held + int(sys.argv[1]),) * 2)
 for folder in sys.argv[2:]:
     began = time.perf_counter()
     try:
-        MIModel.from_pretrained(folder, threads=1, base="never").forward(np.arange(3, 9)[None])
+        MIModel.from_pretrained(folder, threads=1, base=False).forward(np.arange(3, 9)[None])
         said = "ran"
     except MIError as error:
         said = f"{type(error).__name__}: {error}"

@@ -10,7 +10,7 @@ from mionnx import HookSpec, MIModel, StateKnockoutSpec, StateSteeringSpec
 from mionnx.bind.rwkv_gates import gates_of
 from mionnx.compile.bake_gates import GATES, bake_gates
 from mionnx.compile.token_facts import TokenFacts
-from mionnx.engine.engines import open_program
+from mionnx.engine.engines import ENGINES
 from mionnx.engine.options import Options
 from mionnx.graph import builder
 from mionnx.graph.hooked_model import HookedModel
@@ -53,7 +53,7 @@ def from_nodes(spec: HookSpec, batch: TokenBatch) -> dict[str, np.ndarray]:
     graph.outputs = [readers[name].inputs[place] for name, place in places.items()]
     names = [tensor.name for tensor in graph.outputs]
     graph.cleanup(remove_unused_graph_inputs=True).toposort()
-    program = open_program(builder.serialise(graph, model().proto), model().folder, Options())
+    program = ENGINES[Options.engine].open(builder.serialise(graph, model().proto), model().folder, Options())
     found = program.run(names, {**batch.feeds(), TOKEN_POSITIONS: batch.token_positions})
     return {gate: found[name] for gate, name in zip(places, names, strict=True)}
 

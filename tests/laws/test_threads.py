@@ -31,7 +31,7 @@ def _hurried() -> Iterator[None]:
 
 def fresh(name: str = "world-llama", **options: Any) -> MIModel:
     hooked = HookedModel.open(REPOSITORY / "models" / name)
-    return MIModel(hooked, Options(**{"threads": 1, "base": "never", **options}))
+    return MIModel(hooked, Options(**{"threads": 1, "base": False, **options}))
 
 
 def captured(hook: HookPoint) -> Job:
@@ -116,9 +116,11 @@ def test_threads_get_what_a_single_thread_gets() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["world-llama", "world-gpt2"])
-@pytest.mark.parametrize("options", [{"max_graphs": 5}, {"max_graphs": 2}, {"base": "always", "max_graphs": 9}])
+@pytest.mark.parametrize("options", [{"max_graphs": 5}, {"max_graphs": 2}, {"base": True, "max_graphs": 9}])
 def test_threads_get_what_a_single_thread_gets_for_long(name: str, options: dict[str, Any]) -> None:
-    check(fresh(name, **options), fresh(name), jobs(), 24)
+    model = fresh(name, **options)
+    assert not options.get("base") or model.prepare()
+    check(model, fresh(name), jobs(), 24)
 
 
 @pytest.mark.parametrize("engine", ["openvino", "reference"])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mionnx.machine.source_digest import source_digest
-from mionnx.run import find_model, graph_pool, prepacked
+from mionnx.run import find_model, open_graphs, prepacked
 
 
 @pytest.fixture
@@ -54,15 +54,15 @@ def test_a_changed_exporter_exports_anew(package, tmp_path):
 
 
 def test_a_changed_rewriter_rewrites_anew(package, tmp_path, monkeypatch):
-    monkeypatch.setattr(graph_pool, "REWRITING", (package.name,))
+    monkeypatch.setattr(open_graphs, "REWRITING", (package.name,))
     base = SimpleNamespace(folder=tmp_path)
-    before = graph_pool._key_of(base, "plan")
+    before = open_graphs._key_of(base, "plan")
     (package / "room" / "export.py").write_text("FACTOR = 2\n")
     source_digest.cache_clear()
-    assert graph_pool._key_of(base, "plan") != before
+    assert open_graphs._key_of(base, "plan") != before
 
 
 def test_the_rooms_that_make_entries_are_in_their_keys():
-    rooms = {*graph_pool.REWRITING, *find_model.EXPORTING, *prepacked.PREPARING}
+    rooms = {*open_graphs.REWRITING, *find_model.EXPORTING, *prepacked.PREPARING}
     assert rooms >= {"mionnx.rewrite", "mionnx.graph", "mionnx.spec.kinds", "mionnx.run.prepacked"}
     assert all(source_digest(room) for room in rooms)

@@ -254,7 +254,8 @@ def test_a_recurrent_model_takes_splices_too():
 
 def test_a_prepared_base_serves_splices(model, tmp_path, monkeypatch):
     monkeypatch.setenv("MIONNX_CACHE", str(tmp_path))
-    based = MIModel.from_pretrained("models/world-llama", threads=1, base="always")
+    based = MIModel.from_pretrained("models/world-llama", threads=1)
+    assert based.prepare()
     for seed in (1, 2):
         spec = HookSpec().intervene(HOOK, Intervention.Splice(autoencoder(seed)[0])).capture(f"{HOOK}.hook_acts")
         found, expected = based.forward(PROMPT, spec), model.forward(PROMPT, spec)

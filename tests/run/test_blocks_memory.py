@@ -5,7 +5,9 @@ import pytest
 
 from mionnx import HookPoint, HookSpec, InputError, Intervention, Logits, MIModel, Options
 from mionnx.cli.opening import PLAIN
-from mionnx.run import shared_head
+from mionnx.inputs.token_batch import make_token_batch
+from mionnx.rewrite.plan import Outputs
+from mionnx.run import call_graph
 
 IDS = np.array([[5, 9, 13, 2, 7], [3, 3, 8, 1, 4]])
 MASK = np.array([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
@@ -36,9 +38,9 @@ def every_call(model: MIModel) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("level", [0, 4])
 def test_passes_and_generations_share_a_graph_and_every_bit_stays(blocks, level, monkeypatch):
-    shared, apart = (MIModel(blocks, Options(threads=1, base="never", accuracy_level=level)) for _ in range(2))
+    shared, apart = (MIModel(blocks, Options(threads=1, base=False, accuracy_level=level)) for _ in range(2))
     found = every_call(shared)
-    monkeypatch.setattr(shared_head, "SHARED", ())
+    monkeypatch.setattr(call_graph, "SHARED", ())
     expected = every_call(apart)
     assert (len(shared.compiled), len(apart.compiled)) == (2, 4), "one session for each structure, not two"
     for one, other in zip(found, expected, strict=True):
@@ -46,20 +48,36 @@ def test_passes_and_generations_share_a_graph_and_every_bit_stays(blocks, level,
 
 
 def test_what_changes_the_logits_or_has_floats_keeps_its_own_graph(blocks, shipped):
-    model = MIModel(blocks, Options(threads=1, base="never", accuracy_level=0))
+    model = MIModel(blocks, Options(threads=1, base=False, accuracy_level=0))
     tripled = HookSpec().intervene(HookPoint.Logits, Intervention.Scale(3.0))
     plain = model.forward(IDS).output()
     np.testing.assert_allclose(model.forward(IDS, tripled).output(), 3 * plain, rtol=1e-6)
     assert [plan.outputs.begins for plan in model.compiled] == [True, False]
-    floats = MIModel(shipped.hooked, Options(threads=1, base="never"))
+    floats = MIModel(shipped.hooked, Options(threads=1, base=False))
     floats.forward(IDS)
     assert [plan.empty for plan in floats.compiled] == [True]
 
 
+def test_a_compiled_graph_is_the_one_of_passes_and_runs_by_itself(blocks):
+    """It was a second graph, with packed weights of its own."""
+    model = MIModel(blocks, Options(threads=1))
+    for spec in (HookSpec(), STEERED):
+        graph, made = model.compile_graph(spec), model.forward(IDS, spec)
+        assert len(model.report(spec).inputs) == len(graph.report.inputs)
+        bound = model.binder.bind(spec)
+        feeds = bound.inputs(make_token_batch(IDS, None, None, blocks.metadata.sizes))
+        np.testing.assert_array_equal(graph.run(["logits"], feeds)["logits"], made.output())
+    assert len(model.compiled) == 2
+    last = model.compile_graph(outputs=Outputs(last=True))
+    feeds = model.binder.bind(HookSpec()).inputs(make_token_batch(IDS, None, None, blocks.metadata.sizes))
+    np.testing.assert_array_equal(last.run(["logits"], feeds)["logits"], model.forward(IDS).output()[:, -1:])
+    assert len(model.compiled) == 2
+
+
 def test_blocks_are_packed_however_long_the_first_text_is(blocks):
     """Unpacked ones are made floats at every step, whatever the level."""
-    expected = MIModel(blocks, Options(threads=1, base="never", accuracy_level=4)).forward(IDS).output()
-    model = MIModel(blocks, Options(threads=1, base="never", accuracy_level=4))
+    expected = MIModel(blocks, Options(threads=1, base=False, accuracy_level=4)).forward(IDS).output()
+    model = MIModel(blocks, Options(threads=1, base=False, accuracy_level=4))
     model.forward(np.full((8, 64), 7))
     np.testing.assert_array_equal(model.forward(IDS).output(), expected)
 

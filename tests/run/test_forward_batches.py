@@ -35,7 +35,7 @@ def differs(one: HookCache, other: HookCache) -> float:
     """The largest difference between two results of one row, relative to the size of the numbers."""
     assert [*one] == [*other]
     pairs = [(one[name], other[name]) for name in one]
-    pairs += [] if one._logits is None else [(one.output(), other.output())]
+    pairs += [] if not one.has_logits else [(one.output(), other.output())]
     for mine, theirs in pairs:
         assert mine.shape == theirs.shape
     return max((gap(mine, theirs) for mine, theirs in pairs), default=0.0)
@@ -89,7 +89,7 @@ def rows_apart(call: Call, past: np.ndarray, whole: HookCache) -> list[HookCache
                 elif name in ("seq", "seq_q") and capture.positions is None:
                     value = value.take(real, axis)
             captured[capture.name] = value
-        logits = None if whole._logits is None else whole.output()[[row]][:, real]
+        logits = None if not whole.has_logits else whole.output()[[row]][:, real]
         made.append(HookCache(logits, captured))
     return made
 

@@ -32,7 +32,7 @@ from mionnx.machine import memory
 from mionnx.graph.hooked_model import HookedModel
 from pathlib import Path
 
-model = MIModel(HookedModel.open(Path("models/world-llama")), Options(threads=1, base="never"))
+model = MIModel(HookedModel.open(Path("models/world-llama")), Options(threads=1, base=False))
 ids, held = np.full((32, 48), 7), [memory.anonymous()]
 for layer in range(6):
     hook = [HookPoint.ResidPost, HookPoint.ResidMid][layer % 2](layer // 2)
@@ -107,7 +107,7 @@ def test_graphs_that_the_last_analysis_did_not_use_are_closed(models):
 
 
 def test_parts_from_before_a_base_are_opened_again(models, own_store):
-    model = MIModel(models("llama").hooked, Options(threads=1, base="always"))
+    model = MIModel(models("llama").hooked, Options(threads=1))
     stream = np.ones(model.hidden_size, np.float32)
     logits = model.project_to_vocab(stream)
     (first,) = model.parts

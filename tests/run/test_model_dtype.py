@@ -89,7 +89,7 @@ def test_a_hooked_model_in_bfloat16_says_that_the_cpu_does_not_compute_in_it(cop
     """Before a graph is rewritten or opened; hook points and specs can be looked at."""
     model = MIModel.from_pretrained(copy)
     object.__setattr__(model.hooked.metadata, "dtype", "bfloat16")  # of this copy alone
-    monkeypatch.setattr("mionnx.run.graph_pool.rewrite", None)
+    monkeypatch.setattr("mionnx.run.open_graphs.rewrite", None)
     for call in (lambda: model.forward([5, 6]), lambda: model.gradients([5, 6], "hook_embed", answer=7)):
         with pytest.raises(ModelError, match="in bfloat16, in which onnxruntime on cpu does not compute"):
             call()

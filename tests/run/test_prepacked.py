@@ -13,11 +13,11 @@ import onnx
 import pytest
 from families import VOCAB
 
-from mionnx import HookPoint, HookSpec, InputError, Intervention, MIModel, Options
+from mionnx import HookPoint, HookSpec, Intervention, MIModel, Options
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine import disk_cache
 from mionnx.machine.disk_cache import StoreWarning
-from mionnx.run import graph_pool, prepacked
+from mionnx.run import open_graphs, prepacked
 
 
 def spec_of(model: MIModel) -> HookSpec:
@@ -33,6 +33,13 @@ def equal(one, other) -> bool:
     return np.array_equal(one.output(), other.output()) and all(np.array_equal(one[k], other[k]) for k in other)
 
 
+def prepared(model: MIModel, **options) -> MIModel:
+    """The same model, its base made."""
+    based = MIModel(model.hooked, Options(threads=1, **options))
+    assert based.prepare()
+    return based
+
+
 @pytest.fixture
 def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MIONNX_CACHE", str(tmp_path / "cache"))
@@ -43,7 +50,7 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_base_changes_no_bit(family, models, own_store):
     """Logits and every capture, with and without interventions, from a base and the plain way; derived values too."""
     plain = models(family)
-    model = MIModel(plain.hooked, Options(threads=1, base="always"))
+    model = prepared(plain)
     ids = np.random.default_rng(0).integers(3, VOCAB, (2, 9))
     for spec in (HookSpec(), HookSpec().capture("*"), spec_of(plain)):
         assert equal(model.forward(ids, spec), plain.forward(ids, spec))
@@ -53,7 +60,7 @@ def test_a_base_changes_no_bit(family, models, own_store):
     )
     assert len(list((own_store / "bases").glob("*/base.onnx"))) == 1
     assert len(list((own_store / "graphs").glob("*/model.onnx"))) >= 1
-    again = MIModel(plain.hooked, Options(threads=1, base="always"))
+    again = prepared(plain)
     assert equal(again.forward(ids, spec_of(plain)), plain.forward(ids, spec_of(plain)))
     assert str(again.report(spec_of(plain))) == str(model.report(spec_of(plain)))
 
@@ -63,24 +70,24 @@ def test_a_graph_that_other_sources_rewrote_is_rewritten_anew(shipped, own_store
     spec = HookSpec().intervene("blocks.1.hook_mlp_out", Intervention.Zero())
 
     def graphs_after_a_pass() -> int:
-        MIModel(shipped.hooked, Options(threads=1, base="always")).forward([3, 4], spec)
+        prepared(shipped).forward([3, 4], spec)
         return len(list((own_store / "graphs").glob("*/model.onnx")))
 
     assert [graphs_after_a_pass(), graphs_after_a_pass()] == [1, 1]
-    digest = graph_pool.source_digest
-    for count, changed in enumerate(graph_pool.REWRITING, 2):
+    digest = open_graphs.source_digest
+    for count, changed in enumerate(open_graphs.REWRITING, 2):
 
         def other(*modules: str, changed: str = changed) -> str:
             return digest(*modules) + changed * (changed in modules)
 
-        monkeypatch.setattr(graph_pool, "source_digest", other)
+        monkeypatch.setattr(open_graphs, "source_digest", other)
         assert graphs_after_a_pass() == count, f"{changed} was changed, and the old graph served"
 
 
 @pytest.mark.parametrize("layout", ["6-pth", "7-fla"])
 def test_a_base_of_a_recurrent_model_changes_no_bit(rwkv, layout, own_store):
     plain = rwkv(layout)
-    model = MIModel(plain.hooked, Options(threads=1, base="always"))
+    model = prepared(plain)
     for length in (1, 5, 20):
         ids = np.random.default_rng(length).integers(0, VOCAB, length)
         for spec in (HookSpec(), HookSpec().capture("*").intervene("hook_embed", Intervention.Scale(1.5))):
@@ -89,7 +96,7 @@ def test_a_base_of_a_recurrent_model_changes_no_bit(rwkv, layout, own_store):
 
 def test_without_packing_a_graph_is_the_same_to_rounding(models, own_store):
     plain = models("llama")
-    model = MIModel(plain.hooked, Options(threads=1, base="always", prepack=False))
+    model = prepared(plain, prepack=False)
     ids = np.arange(10, 19)[None]
     spec = spec_of(plain)
     found, expected = model.forward(ids, spec), plain.forward(ids, spec)
@@ -101,7 +108,7 @@ def test_without_packing_a_graph_is_the_same_to_rounding(models, own_store):
 def test_gradients_are_those_of_the_models_own_graph(models, own_store):
     """A base has its engine's operators, which have no rules."""
     plain, ids = models("llama"), [[5, 3, 9, 7]]
-    model = MIModel(plain.hooked, Options(threads=1, base="always"))
+    model = prepared(plain)
     hooks = ["blocks.*.attn.hook_z", "hook_embed"]
     model.forward(ids, HookSpec().capture(hooks[0]))
     assert len(list((own_store / "bases").glob("*/base.onnx"))) == 1
@@ -113,7 +120,7 @@ def test_gradients_are_those_of_the_models_own_graph(models, own_store):
 def test_a_base_keeps_weights_as_the_checkpoint_has_them(models, own_store):
     """[out, in], which unpacked products read faster; the transposition is a part of the product, same bits."""
     plain = models("llama")
-    model = MIModel(plain.hooked, Options(threads=1, base="always"))
+    model = prepared(plain)
     ids, spec = np.arange(10, 19)[None], HookSpec().capture("blocks.*.attn.hook_result").capture("blocks.*.mlp.*")
     assert equal(model.forward(ids, spec), plain.forward(ids, spec))
     graph = onnx.load(next(own_store.glob("bases/*/base.onnx")), load_external_data=False).graph
@@ -139,13 +146,13 @@ def test_other_weights_have_another_base(models, hooked, tmp_path):
 def test_a_damaged_base_is_made_again(models, own_store):
     plain, ids = models("llama"), np.arange(10, 15)[None]
     expected = plain.forward(ids, spec_of(plain))
-    MIModel(plain.hooked, Options(threads=1, base="always")).prepare()
+    prepared(plain)
     (data,) = (own_store / "bases").glob("*/base.data")
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 255
     data.write_bytes(content)
     with pytest.warns(StoreWarning, match=r"base\.data was changed"):
-        found = MIModel(plain.hooked, Options(threads=1, base="always")).forward(ids, spec_of(plain))
+        found = prepared(plain).forward(ids, spec_of(plain))
     assert equal(found, expected)
 
 
@@ -156,7 +163,8 @@ def test_a_store_that_cannot_be_written_is_said_once(models, tmp_path, monkeypat
     plain, ids = models("llama"), np.arange(10, 15)[None]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        model = MIModel(plain.hooked, Options(threads=1, base="always"))
+        model = MIModel(plain.hooked, Options(threads=1))
+        assert not model.prepare()
         assert equal(model.forward(ids, spec_of(plain)), plain.forward(ids, spec_of(plain)))
         assert not model.prepare()
     (one,) = [one for one in said if one.category is StoreWarning]
@@ -170,9 +178,10 @@ import onnx
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 from mionnx import HookSpec, MIModel, Options
 from mionnx.graph.hooked_model import HookedModel
-model = MIModel(HookedModel.open(__import__("pathlib").Path(sys.argv[1])), Options(threads=1, base="always"))
+model = MIModel(HookedModel.open(__import__("pathlib").Path(sys.argv[1])), Options(threads=1))
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
+    assert not model.prepare()
     logits = model.forward(np.arange(10, 15)[None], HookSpec().capture("*")).output()
 print(len(said), str(said[0].message)[:60])
 np.save(sys.argv[2], logits) if len(sys.argv) > 2 else print(float(np.abs(logits).sum()))
@@ -201,7 +210,7 @@ def test_a_base_that_has_no_room_is_not_begun(models, own_store, monkeypatch):
     monkeypatch.setenv("MIONNX_CACHE_LIMIT", "100KB")
     plain = models("llama")
     with pytest.warns(StoreWarning, match="there is room for 100"):
-        assert not MIModel(plain.hooked, Options(base="always")).prepare()
+        assert not MIModel(plain.hooked, Options()).prepare()
 
 
 def test_the_second_structure_of_a_large_model_makes_a_base(models, own_store, monkeypatch):
@@ -215,11 +224,16 @@ def test_the_second_structure_of_a_large_model_makes_a_base(models, own_store, m
     other = MIModel(models("llama").hooked, Options(threads=1))
     other.forward(ids, HookSpec().capture("hook_embed"))
     assert other.compile_graph(HookSpec().capture("hook_embed")).cost < 2**26
-    never = MIModel(models("llama").hooked, Options(threads=1, base="never"))
+    never = MIModel(models("llama").hooked, Options(threads=1, base=False))
     never.forward(ids, HookSpec().capture("hook_embed"))
     assert never.compile_graph(HookSpec().capture("hook_embed")).cost == never.variants.weights
 
 
-def test_an_unknown_way_is_refused(models):
-    with pytest.raises(InputError, match="did you mean 'always'"):
-        MIModel(models("llama").hooked, Options(base="alway"))
+def test_graphs_that_run_once_each_make_no_base(models, own_store, monkeypatch):
+    monkeypatch.setattr(prepacked, "WORTHWHILE", 1)
+    model, ids = MIModel(models("llama").hooked, Options(threads=1, prepack=False)), np.arange(10, 15)[None]
+    for layer in range(2):
+        model.forward(ids, HookSpec().capture(HookPoint.ResidPost(layer)))
+    assert not (own_store / "bases").exists()
+    assert model.prepare()
+    assert not model.compiled

@@ -128,7 +128,7 @@ def gradient_times_input(
         model.gradient_times_input("The capital of France is", answer=" Paris").scores()  # [seq]
     """
     point, asked = _checked(hook, metric), _plain_spec(hooks)
-    texts = read_prompts(model._ids(tokens), None, None, model.hooked.metadata.sizes).ids
+    texts = read_prompts(model.ids(tokens), None, None, model.hooked.metadata.sizes).ids
     both = deepcopy(asked).capture(point)
     given: dict[str, Any] = {
         "answer": answer if answer is None else [_of_row(answer, n, len(texts)) for n in range(len(texts))],

@@ -14,7 +14,6 @@ from mionnx.analysis.harvest.rows import Rows
 from mionnx.analysis.harvest.settings import Settings, cast_spec
 from mionnx.analysis.harvest.shard_maker import PARTIAL, Groups, Made, Make, ShardMaker, forward
 from mionnx.bind.bound_spec import BoundSpec
-from mionnx.engine.options import ONNX_RUNTIME
 from mionnx.errors import InputError, SpecFileError
 from mionnx.machine.arrays import read_dtype
 from mionnx.machine.progress import Progress
@@ -72,7 +71,7 @@ class ShardWriter:
     @property
     def _casts(self) -> bool:
         """Whether the graph casts; other engines have dtypes that they do not give, and numpy casts."""
-        return self.model.options.engine == ONNX_RUNTIME
+        return self.model.variants.engine.casts
 
     def _maker(self, cast: HookSpec, columns: Sequence[Column], manifest: Manifest) -> ShardMaker:
         exact, known = cast_spec(self.spec, self.bound, None), dict(enumerate(manifest.shards))

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from mionnx.analysis.lens.readout import Lens, Readout
 from mionnx.errors import InputError
 from mionnx.machine.once import once_property
+from mionnx.run.open_model import Recipe
 from mionnx.run.prompt import token_of, token_text
-from mionnx.run.recipe import Recipe
 from mionnx.run.runner import Runner
 
 ADVICE = ": LensResult.load(path, model=model) reads further tokens"

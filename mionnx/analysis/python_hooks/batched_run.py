@@ -69,7 +69,7 @@ def run_batches(
         losses = None
         if return_type not in (None, "logits"):
             losses = row_losses(cache.output()[0], texts[row])
-        if return_type not in ("logits", "both") and not cache and cache._logits is not None:
+        if return_type not in ("logits", "both") and not cache and cache.has_logits:
             cache.into_output()  # nobody asked for them
         return _RowResult(cache, losses)
 

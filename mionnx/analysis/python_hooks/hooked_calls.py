@@ -132,7 +132,7 @@ def run_with_hooks(
         logits = model.run_with_hooks("The capital of France is", [("blocks.2.attn.hook_z", mute)])
     """
     check_return_type(return_type)
-    inputs = RunInputs(model._ids(tokens), attention_mask, cache, initial_state, prompt_length)
+    inputs = RunInputs(model.ids(tokens), attention_mask, cache, initial_state, prompt_length)
     check_batch_size(batch_size)
     spec, asked = hooks or HookSpec(), {"name": metric, "answer": answer, "versus": versus}
     if spec.metric is not None or spec.gradients:
@@ -232,7 +232,7 @@ def run_with_cache(
         cache["resid_post", 2].shape  # (1, seq, hidden)
     """
     check_return_type(return_type)
-    inputs = RunInputs(model._ids(tokens), attention_mask, cache, initial_state, prompt_length)
+    inputs = RunInputs(model.ids(tokens), attention_mask, cache, initial_state, prompt_length)
     spec = _capturing(model, names_filter).extend(hooks or HookSpec())
     if not spec.captures:
         raise HookError("names_filter=[] keeps nothing: run_with_hooks returns logits alone")

@@ -90,5 +90,5 @@ def _activations(
         found = numbers(cache)
         return np.stack([found[point][0].astype(np.float64).mean(axis=0) for point in points])
 
-    request = ListRequest(model._ids(texts), spec, batch_size, logits=False)
+    request = ListRequest(model.ids(texts), spec, batch_size, logits=False)
     return np.stack(map_rows(model, request, read, "capturing", progress=progress), axis=1)

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.bind.selection import Selection
-from mionnx.bind.values import selections_of
 from mionnx.errors import InputError
 from mionnx.graph.axes import SEQUENCE_AXES
 from mionnx.graph.hook_points import HookPoint
@@ -101,7 +100,7 @@ def corrupt(model: Runner, spec: HookSpec, ids: Ids) -> Corruption:
     batch = make_token_batch(ids[None], None, None, model.hooked.metadata.sizes)
     inputs = {**bound.values(batch), **bound.weights}
     bound.refuse_idle(batch, False, {0: [len(ids) - 1]})
-    edits = [_masked(selection, inputs) for selection in selections_of(bound.edits, bound.hooks, batch)]
+    edits = [_masked(selection, inputs) for selection in bound.selections(batch)]
     return Corruption(spec, bound.hooks.interventions, edits, model.num_layers)
 
 

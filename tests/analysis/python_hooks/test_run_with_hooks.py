@@ -367,14 +367,15 @@ def test_chains_are_kept_and_share_their_graphs():
 
 def test_a_chain_opens_from_a_base_and_gives_its_bits(tmp_path, monkeypatch):
     monkeypatch.setenv("MIONNX_CACHE", str(tmp_path))
-    model = shipped("world-gpt2", base="always")
+    model = shipped("world-gpt2")
+    assert model.prepare()
     seen = {}
     logits = model.run_with_hooks(PROMPTS, [("*", lambda value, hook: seen.update({hook.name: value}))])
-    assert [entry.kind for entry in model.variants._entries.all()] == ["bases"]
+    assert [entry.kind for entry in model.variants._entries.all()] == ["bases", "graphs"]
     plain = model.forward(PROMPTS, HookSpec().capture(lambda name: name in seen))
     assert np.array_equal(logits, plain.output())
     assert all(np.array_equal(value, plain[name]) for name, value in seen.items())
-    assert np.array_equal(logits, shipped("world-gpt2", base="never").forward(PROMPTS).output())
+    assert np.array_equal(logits, shipped("world-gpt2", base=False).forward(PROMPTS).output())
 
 
 class Elsewhere(Options):

@@ -10,10 +10,9 @@ import pytest
 
 from exporters.adopt import adopt
 from mionnx import HookSpec, Intervention, Logits, MIModel, Options
-from mionnx.engine.options import ONNX_RUNTIME
+from mionnx.engine import onnx_runtime
 from mionnx.rewrite.plan import ALL, NONE, PADDED, STOCK, Plan
-from mionnx.run import fused_plan
-from mionnx.run.fused_plan import with_fused
+from mionnx.run.call_graph import with_fused
 
 IDS = np.random.default_rng(0).integers(3, fused_llama.VOCAB, (2, 9))
 ROUNDING = 2e-5
@@ -178,6 +177,15 @@ def test_warm_opens_the_graph_that_a_call_will_use(model):
     assert opened[0].fused == ALL
 
 
+@pytest.mark.parametrize("spec", [HookSpec(), HookSpec().capture("blocks.0.hook_mlp_out")])
+def test_a_compiled_graph_and_its_report_are_those_of_forward(model, spec):
+    """They were of standard nodes alone, which `forward` does not run."""
+    graph, report = model.compile_graph(spec), model.report(spec)
+    model.forward(IDS, spec)
+    assert [*model.compiled.values()] == [graph]
+    assert graph.report is report
+
+
 def test_without_fused_operators_a_capture_changes_no_bit(plain):
     base = plain.forward(IDS).output()
     for point in plain.hook_points():
@@ -188,7 +196,7 @@ def test_other_engines_and_models_have_none(model, models):
     hooked = model.hooked
     assert with_fused(Plan(), hooked, Options(engine="reference")).fused == NONE
     assert with_fused(Plan(starts=("blocks.0.hook_mlp_out",)), hooked, Options()).fused == NONE
-    assert with_fused(Plan(), models("llama").hooked, Options(engine=ONNX_RUNTIME)).fused == NONE
+    assert with_fused(Plan(), models("llama").hooked, Options()).fused == NONE
 
 
 def test_on_another_provider_they_stand_if_it_has_kernels_for_all(model, monkeypatch):
@@ -198,7 +206,7 @@ def test_on_another_provider_they_stand_if_it_has_kernels_for_all(model, monkeyp
         asked.append(({name for _, name in operators}, provider, dtype))
         return missing
 
-    monkeypatch.setattr(fused_plan, "without_kernel", lacking)
+    monkeypatch.setattr(onnx_runtime, "without_kernel", lacking)
     plan, cuda = Plan(), Options("cuda")
     assert with_fused(plan, model.hooked, cuda).fused == STOCK
     missing.append(("com.microsoft", "GroupQueryAttention"))

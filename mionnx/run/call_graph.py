@@ -1,0 +1,138 @@
+"""From a spec and a call to the open graph that runs it: `bind_pass`, `open_call`.
+
+1. A spec that touches nothing runs an adopted file's own graph, for the kinds of calls in which it gives what the
+   hooked graph gives (`stock_calls`): with `fast`, or where the hooked graph has standard nodes in place of the file's
+   operators.
+2. Otherwise the file's fused operators stand where nothing inside them is touched. Fused attention takes lengths from
+   the number of ones in the mask: padding is not where it looks for it, and with a past it takes one row or one token
+   at a time. Such calls run the standard nodes instead, which are right for all.
+3. Passes and generations of a model of blocks share one graph, for the engine packs all blocks for each. A pass gives
+   the logits of all positions, a generation those of the last: an input says from which column on there are logits.
+   What comes before the head is not touched, so the bits are the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mionnx.bind.bound_spec import ALL as ALL_LOGITS
+from mionnx.bind.bound_spec import Binder, BoundSpec
+from mionnx.bind.logit_selection import Logits
+from mionnx.engine.engines import ENGINES
+from mionnx.engine.options import Options
+from mionnx.graph import stock_graph
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import HookedModel
+from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.inputs.token_batch import TokenBatch
+from mionnx.rewrite.plan import ALL, LOGIT_BEGIN, NONE, PADDED, STOCK, Outputs, Plan
+from mionnx.run import stock_calls
+from mionnx.run.open_graphs import OpenGraph, OpenGraphs
+from mionnx.spec.hook_spec import HookSpec
+
+SHARED = (Outputs(), Outputs(last=True))
+
+
+def bind_pass(binder: Binder, spec: HookSpec, logits: bool | Logits, use_cache: bool) -> BoundSpec:
+    """Bind the spec of a forward pass, with the outputs that it asks for; see `Runner.forward`."""
+    part = logits if isinstance(logits, Logits) else ALL_LOGITS
+    carried = use_cache or (bool(logits) and not spec.metric)
+    needed = logits or (spec.metric is not None and spec.metric.of is None)
+    outputs = part.outputs(carried) if needed else Outputs(logits=False, carried=use_cache)
+    return binder.bind(spec, outputs, logits=part, differentiated=True)
+
+
+def open_call(
+    graphs: OpenGraphs,
+    bound: BoundSpec,
+    batch: TokenBatch | None = None,
+    outputs: Sequence[str] = (),
+    *,
+    continues: bool = False,
+) -> OpenGraph:
+    """The open graph of a bound spec in a call.
+
+    Args:
+        graphs: of the model.
+        bound: the spec.
+        batch: the tokens; one text of several tokens if left out.
+        outputs: those that are fetched.
+        continues: whether calls of one token follow.
+    """
+    model, options = bound.model, graphs.options
+    plan = with_fused(bound.plan, model, options, batch, outputs, continues=continues)
+    tokens = 0 if batch is None or continues else batch.batch * batch.seq
+    if not (model.in_blocks and _shares(plan) and graphs.engine.packs(options)):
+        return graphs.get(plan, tokens)
+    begin = np.array([-1 if plan.outputs.last else 0])
+    graph = graphs.get(replace(plan, outputs=replace(plan.outputs, last=False, begins=True)), tokens)
+    return replace(graph, feeds={LOGIT_BEGIN: begin})
+
+
+def _shares(plan: Plan) -> bool:
+    """Whether a plan asks for all logits or the last ones, of tokens, and touches none."""
+    touched = {*(edit.hook for edit in plan.edits), *(capture.hook for capture in plan.captures)}
+    plain = plan.fused == NONE and not plan.starts and plan.gradients is None
+    return plain and plan.outputs in SHARED and HookPoint.Logits.name not in touched
+
+
+def with_fused(
+    plan: Plan,
+    model: HookedModel,
+    options: Options,
+    batch: TokenBatch | None = None,
+    outputs: Sequence[str] = (),
+    *,
+    continues: bool = False,
+) -> Plan:
+    """The plan with those operators of its file that are right for a call.
+
+    The engine must compute them too.
+
+    Args:
+        plan: the structure.
+        model: the hooked model.
+        options: how its graphs are opened.
+        batch, outputs, continues: see `open_call`.
+    """
+    metadata = model.metadata
+    if not (options.fused and (metadata.fused or metadata.stock)) or plan.starts or plan.gradients:
+        return plan
+    if not ENGINES[options.engine].computes(model.fused_kinds, metadata.dtype, options):
+        return plan
+    stock = model.stock
+    if not plan.touches and stock is not None and (options.fast or stock.expanded):
+        present = [name for name in outputs if name.startswith(KEYS_AND_VALUES.present)]
+        if stock.gives(present) and _stock_serves(model, batch, continues):
+            return replace(plan, fused=STOCK)
+    if not metadata.fused:
+        return plan
+    return replace(plan, fused=ALL if batch is None or _attends(batch) else PADDED)
+
+
+def _stock_serves(model: HookedModel, batch: TokenBatch | None, continues: bool) -> bool:
+    """Whether the file's own graph serves a call, and those that follow."""
+    kind = stock_graph.SEVERAL if batch is None else kind_of(batch)
+    if kind is None or not stock_calls.serves(model, kind):
+        return False
+    return not continues or stock_calls.serves(model, kind & ~stock_graph.SEVERAL | stock_graph.PAST)
+
+
+def kind_of(batch: TokenBatch) -> int | None:
+    """The kind of a call, by the flags of `stock_graph`; None if it is of none that are tried.
+
+    That is padding behind a text, or so much before it that a call holds nothing else.
+    """
+    kind = stock_graph.ROWS * (batch.batch > 1) | stock_graph.PAST * (batch.total > batch.seq)
+    kind |= stock_graph.SEVERAL * (batch.seq > 1)
+    mask = batch.attention_mask
+    if mask.all():
+        return kind
+    return kind | stock_graph.PADDED if (mask[:, 1:] >= mask[:, :-1]).all() else None
+
+
+def _attends(batch: TokenBatch) -> bool:
+    """Whether fused attention is right for a call."""
+    past = batch.total - batch.seq
+    return not batch.padded and (past == 0 or batch.seq == 1 or batch.batch == 1)

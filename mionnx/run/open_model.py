@@ -1,0 +1,194 @@
+"""`OpenModel`: a hooked model, its open graphs and its tokenizer; `Recipe`: how it is pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
+
+from tokenizers import Tokenizer
+
+from mionnx.bind.bound_spec import Binder
+from mionnx.engine.options import Options
+from mionnx.errors import ModelError, TokenizerError
+from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.hooked_model import GRAPH, HookedModel
+from mionnx.inputs import tokens
+from mionnx.inputs.chat_template import ChatTemplate, load_chat_template
+from mionnx.inputs.unknown_words import UnknownWords
+from mionnx.inputs.world_tokenizer import WorldTokenizer
+from mionnx.machine.disk_cache import DiskCache
+from mionnx.machine.once import Once, once_property
+from mionnx.rewrite import Plan
+from mionnx.run import accuracy
+from mionnx.run.find_model import cache_folder
+from mionnx.run.idle_memory import IdleMemory
+from mionnx.run.open_graphs import OpenGraph, OpenGraphs
+
+T = TypeVar("T")
+
+
+class OpenModel:
+    """A hooked model with its open graphs: what verbs of models are functions of.
+
+    Attributes:
+        hooked: the hooked model: its folder, graph and metadata.
+        options: how sessions are opened.
+        variants: the open graphs; specs that differ in values only share one.
+        binder: binds specs to this model.
+        idle: what the process held when memory was last returned.
+        source: what `from_pretrained` was given, and the dtype, if any; None for a model that was made from parts.
+    """
+
+    def __init__(self, hooked: HookedModel, options: Options | None = None) -> None:
+        self.options = options or Options()
+        accuracy.refuse_unpacked_blocks(hooked.name, hooked.in_blocks, self.options)
+        self.hooked = accuracy.at_level(hooked, self.options.accuracy_level)
+        self.variants = OpenGraphs(self.hooked, self.options)
+        self.binder = Binder(self.hooked)
+        self.idle = IdleMemory()
+        self.source: tuple[str, str | None] | None = None
+        self._opened: Once[Any, Any] = Once()
+
+    @once_property
+    def tokenizer(self) -> Tokenizer | WorldTokenizer:
+        """The tokenizer: a `tokenizers.Tokenizer`, or a `WorldTokenizer` for an RWKV World model.
+
+        Raises:
+            TokenizerError: the model has none.
+        """
+        return tokens.load_tokenizer(self.hooked.folder)
+
+    @once_property
+    def unknown_words(self) -> UnknownWords:
+        """Watcher of the unknown words in this model's prompts."""
+        return UnknownWords(self.tokenizer, self.hooked.name)
+
+    @once_property
+    def chat_template(self) -> ChatTemplate:
+        """The chat template of the model's folder.
+
+        Raises:
+            TokenizerError: there is none.
+        """
+        return load_chat_template(self.hooked.folder)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of blocks."""
+        return self.hooked.metadata.sizes.num_layers
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads a layer."""
+        return self.hooked.metadata.sizes.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads a layer."""
+        return self.hooked.metadata.sizes.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.hooked.metadata.sizes.head_dim
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.hooked.metadata.sizes.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens in the vocabulary."""
+        return self.hooked.metadata.sizes.vocab_size
+
+    def hook_points(self) -> list[HookPoint]:
+        """All hook points of this model, in execution order."""
+        return self.hooked.hook_points()
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model's folder has a tokenizer."""
+        try:
+            return self.tokenizer is not None
+        except TokenizerError:
+            return False
+
+    def opened(self, kind: Callable[[HookedModel, Options], T]) -> T:
+        """Return the one instance of a class that opens parts of this model; made on first use.
+
+        Args:
+            kind: a class that is made from a hooked model and options.
+
+        Example:
+            lens = model.opened(Lens)
+        """
+        based = self.variants.base is not None  # parts from before there was a base hold weights of their own
+        self._opened.keep(lambda key: key[1] is based)
+        return self._opened.get((kind, based), lambda: kind(self.hooked, self.options))
+
+    @property
+    def parts(self) -> list[Any]:
+        """The instances that `opened` made."""
+        return self._opened.values()
+
+    @property
+    def compiled(self) -> Mapping[Plan, OpenGraph]:
+        """Open graphs, the least recently used first; chains of cut graphs are left out."""
+        found = [*self.variants.open.items()]
+        return {plan: one for plan, one in found if isinstance(plan, Plan) and isinstance(one, OpenGraph)}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Recipe.open, (Recipe.of(self),)
+
+    def __copy__(self) -> Self:
+        return type(self)(self.hooked, self.options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.__copy__()
+
+    def __repr__(self) -> str:
+        sizes = self.hooked.metadata.sizes
+        return (
+            f"{type(self).__name__}({self.hooked.metadata.family}, {sizes.num_layers} layers, {sizes.num_heads} heads, "
+            f"hidden {sizes.hidden_size}, vocabulary {sizes.vocab_size}, {self.options.provider})"
+        )
+
+
+M = TypeVar("M", bound=OpenModel)
+
+
+@dataclass(frozen=True)
+class Recipe(Generic[M]):
+    """Folder and options of a model, to open it again in any process with that folder.
+
+    Attributes:
+        kind: the model's class, made from a `HookedModel` and `Options`.
+        folder: of the hooked model, absolute.
+        options: how its graphs are opened.
+    """
+
+    kind: type[M]
+    folder: Path
+    options: Options
+
+    @classmethod
+    def of(cls, model: M) -> Recipe[M]:
+        """The recipe of an open model."""
+        return cls(type(model), model.hooked.folder.absolute(), model.options)
+
+    def open(self) -> M:
+        """Open the model: read and check its graph; sessions are made when it first runs.
+
+        Raises:
+            ModelError: its folder is not there any more, or is damaged.
+        """
+        if not (self.folder / GRAPH).is_file():
+            raise ModelError(
+                f"{self.folder} has no {GRAPH}: a model is pickled as its folder and options, without weights, and can "
+                "be opened where that folder is"
+            )
+        DiskCache(cache_folder()).use(self.folder)
+        return self.kind(HookedModel.open(self.folder), self.options)
