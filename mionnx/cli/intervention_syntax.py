@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.cli.options import spread
+from mionnx.cli.parameters import spread
 from mionnx.errors import InterventionError, SpecFileError, nearest
 from mionnx.machine.tensor_file import open_tensors
 from mionnx.spec.intervention import Intervention, find_kind

@@ -268,7 +268,7 @@ def small_files(size: int) -> Iterator[None]:
 
 def test_the_command_tells_what_it_made(tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
-    command = ["harvest", str(FOLDER), str(tmp_path / "texts.txt"), "-o", str(tmp_path / "made"), "--hook", STREAM]
+    command = ["harvest", str(FOLDER), str(tmp_path / "texts.txt"), "-o", str(tmp_path / "made"), "--points", STREAM]
     ran = CliRunner().invoke(app, [*command, "--positions", "last", "--json"])
     assert ran.exit_code == 0, ran.output
     told = json.loads(ran.stdout)
