@@ -1,4 +1,4 @@
-"""Commands that analyse a model: each is a verb, with what only the command line has."""
+"""Commands of analyses: their verbs, and abilities of the command line besides."""
 
 import sys
 from collections.abc import Iterator
@@ -98,7 +98,7 @@ def _sweep(
     for name in arguments.keys() - signature(verb).parameters.keys():
         raise typer.BadParameter(f"--{name.replace('_', '-')} goes with {GOES_WITH[name]}")
     try:
-        return verb(open(), **arguments, before=_announce, resume=True)
+        return verb(open(), **arguments, resume=True)
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command goes on where this one stopped", err=True)
         sys.exit(STOPPED)
@@ -132,6 +132,7 @@ SWEEP = Command(
     "same command is given again.",
     call=_sweep,
     show=_map,
+    before=_announce,
     positional=("clean", "corrupted"),
     optional=("clean", "corrupted", "receivers"),
     words={"kind": "ablate"},

@@ -108,7 +108,7 @@ def verify(output: Output) -> None:
         for fault in _faults(entry)
     ]
     lines = [f"{one['kind']}/{one['key']}: {one['fault']}" for one in faulty]
-    output.deliver(faulty, faulty, lines or ["every entry is complete"])
+    output.deliver(faulty, faulty, lines or ["every entry is whole"])
     if faulty:
         raise ModelError(f"{len(faulty)} faults; `mionnx cache clear` removes everything that is not in use")
 

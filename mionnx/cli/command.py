@@ -13,14 +13,13 @@ from mionnx.cli.injection import (
     RUNS,
     WRITES,
     Function,
-    Group,
     Opening,
     Output,
     opening,
     own_options,
     with_groups,
 )
-from mionnx.cli.parameters import Verb, arguments_of, options_of
+from mionnx.cli.parameters import Verb, options_of
 from mionnx.model import MIModel
 
 Arguments = dict[str, Any]
@@ -42,6 +41,7 @@ class Command:
         exit_code: the exit code by the result.
         positional, optional, words, without: see `options_of`.
         settings: parameters of `MIModel.from_pretrained` that are options; None for a command without a model.
+        before: passed to the verb as `before`, except where JSON is printed.
         once: whether each graph runs once: then weights are not packed.
         files: whether the result is saved by --html, --png and --save.
     """
@@ -58,15 +58,15 @@ class Command:
     words: dict[str, str] = field(default_factory=dict)
     without: Sequence[str] = ()
     settings: Sequence[str] | None = RUNS
+    before: Callable[..., None] | None = None
     once: bool = False
     files: bool = True
 
     def function(self) -> Function:
         """The command as a function with a signature that typer reads."""
-        options = options_of(self.verbs, self.positional, self.optional, self.words, self.without)
         call = self.call or self._call_first
         groups = {
-            "arguments": Group([each.parameter for each in options], lambda values: arguments_of(options, values)),
+            "arguments": options_of(self.verbs, self.positional, self.optional, self.words, self.without),
             "of_call": own_options(call, 2),
             "of_show": own_options(self.show, 1),
             "output": WRITES if self.files else PRINTS,
@@ -78,6 +78,8 @@ class Command:
             arguments: Arguments, of_call: Arguments, of_show: Arguments, output: Output, opening: Opening | None
         ) -> None:
             output.check()
+            if self.before and not output.as_json:
+                arguments["before"] = self.before
             result = call(self._open(opening), arguments, **of_call)
             output.deliver(result, self.facts(result), self.show(result, **of_show))
             if code := self.exit_code(result):
@@ -93,7 +95,7 @@ class Command:
 
     @property
     def help(self) -> str:
-        """The verb's own words below its first line, those of the command, and the examples, in Markdown."""
+        """The verb's docstring below its first line, `more`, and the examples, in Markdown."""
         words = re.split(r"^(?:Args|Raises|Returns|Example):", getdoc(self.verbs[0]) or "", maxsplit=1, flags=re.M)[0]
         examples = ["Example:" if len(self.examples) == 1 else "Examples:", *self.examples]
         return "\n\n".join([*words.strip().split("\n\n")[1:], *filter(None, [self.more]), *examples])

@@ -10,9 +10,9 @@ import typer
 from numpy.typing import NDArray
 
 from mionnx.cli.files import PromptsFile, read_prompts
-from mionnx.cli.injection import PRINTS, RUNS, Group, Opening, Output, opening, with_groups
+from mionnx.cli.injection import PRINTS, RUNS, Opening, Output, opening, with_groups
 from mionnx.cli.intervention_options import Interventions, intervention_group
-from mionnx.cli.parameters import arguments_of, options_of
+from mionnx.cli.parameters import options_of
 from mionnx.errors import InputError, InterventionError
 from mionnx.inputs.tokens import Decoder, Tokens, decode
 from mionnx.model import MIModel
@@ -28,10 +28,9 @@ OPTIONS = options_of(
         "batch_size",
     ),
 )
-GENERATION = Group([option.parameter for option in OPTIONS], lambda values: arguments_of(OPTIONS, values))
 
 
-@with_groups(opening=opening(*RUNS), interventions=intervention_group(), arguments=GENERATION, output=PRINTS)
+@with_groups(opening=opening(*RUNS), interventions=intervention_group(), arguments=OPTIONS, output=PRINTS)
 def generate(
     opening: Opening,
     interventions: Interventions,

@@ -1,4 +1,4 @@
-"""Commands that make a hooked model, of a checkpoint or of an ONNX file, and that look at one."""
+"""Commands that make a hooked model of a checkpoint or an ONNX file, and look at one."""
 
 import time
 from collections.abc import Iterator
@@ -150,11 +150,11 @@ def _adopted(facts: dict[str, Any], laws: list[Any]) -> Iterator[RenderableType]
 
 @with_groups(opening=opening("dtype"), output=PRINTS)
 def check(opening: Opening, output: Output) -> None:
-    """Read all files, of which opening a model reads a sample; exit code 1 where one differs.
+    """Read every file; opening a model reads a sample. Exit code 1 if one differs.
 
     Example: mionnx check models/world-llama
     """
-    hooked = opening.hooked(check="full")
+    hooked = opening.model(check="full").hooked
     names = sorted(onnx_file.locations(hooked.proto))
     size = sum((hooked.folder / name).stat().st_size for name in names)
     facts = {"folder": str(hooked.folder), "files": names, "bytes": size, "as_exported": True}
@@ -167,7 +167,7 @@ def hooks(opening: Opening, output: Output, layers: Layers = None) -> None:
 
     Example: mionnx hooks models/world-llama --layer 2
     """
-    hooked, among = opening.hooked(), None if layers is None else integers("layers", layers)
+    hooked, among = opening.model().hooked, None if layers is None else integers("layers", layers)
     last = hooked.metadata.sizes.num_layers - 1
     if absent := {*(among or ())} - {*range(last + 1)}:
         raise ModelError(f"no layer {min(absent)}: the model has layers 0 to {last}")

@@ -4,7 +4,7 @@ A command has one parameter for a group (`opening`, `output`), and on the comman
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -15,12 +15,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console, RenderableType
 
-from mionnx.cli.parameters import arguments_of, keyword, options_of
-from mionnx.graph.hooked_model import HookedModel
-from mionnx.machine.progress import shown
+from mionnx.cli.parameters import Group, keyword, options_of
 from mionnx.machine.stored import ENDING
 from mionnx.model import MIModel
-from mionnx.run import find_model, model_dtype
 from mionnx.run.repository import Version
 from mionnx.view.page import plain
 
@@ -30,19 +27,6 @@ RUNS = ("dtype", "accuracy_level", "provider", "threads")
 Function = Callable[..., Any]
 Folder = Annotated[Path, typer.Option("--folder", "-o", help="Folder to create.")]
 AnyFolder = Annotated[Path | None, typer.Option("--folder", "-o", help="Folder to create.")]
-
-
-@dataclass(frozen=True)
-class Group:
-    """Options that become one argument of a command.
-
-    Attributes:
-        parameters: the options, as typer reads them.
-        argument: the command's argument of their values by name.
-    """
-
-    parameters: Sequence[Parameter]
-    argument: Callable[[dict[str, Any]], Any]
 
 
 def with_groups(**groups: Group) -> Callable[[Function], Function]:
@@ -94,24 +78,15 @@ class Opening:
     source: str
     settings: dict[str, Any]
 
-    def model(self) -> MIModel:
-        """Open a model that runs."""
-        return MIModel.from_pretrained(self.source, **self.settings)
+    def model(self, check: str = "sampled") -> MIModel:
+        """Open the model."""
+        return MIModel.from_pretrained(self.source, check=check, **self.settings)
 
     def once(self) -> MIModel:
         """Open a model whose graphs run once each: weights are not packed, except blocks."""
         model = self.model()
         model.variants.settle(prepack=False)
         return model
-
-    def hooked(self, check: str = "sampled") -> HookedModel:
-        """Open a hooked model that does not run."""
-        dtype = self.settings.get("dtype", model_dtype.DEFAULT)
-        model_dtype.check_name(dtype)
-        with shown() as progress:
-            hooked = find_model.open_model(self.source, dtype, check, progress, version=self.version)
-        model_dtype.refuse_other(hooked, dtype)
-        return hooked
 
     @property
     def version(self) -> Version:
@@ -130,10 +105,7 @@ def opening(*names: str, argument: str = "model", help: str = SOURCE, required: 
     """
     settings = options_of([MIModel.from_pretrained], only=(*names, *VERSION), panel="The model")
     source = keyword(argument, str, typer.Argument(help=help), ... if required else None)
-    return Group(
-        [source, *(option.parameter for option in settings)],
-        lambda values: Opening(values[argument], arguments_of(settings, values)),
-    )
+    return Group([source, *settings.parameters], lambda values: Opening(values[argument], settings.argument(values)))
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from mionnx.cli.injection import Group
 from mionnx.cli.intervention_syntax import parse, parse_state_knockout, parse_state_steering, spelling
+from mionnx.cli.parameters import Group, keyword
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.kinds import KINDS
 
@@ -50,9 +50,8 @@ class Interventions:
         return spec
 
 
-def _option(name: str, metavar: str, says: str, kind: Any = list[str]) -> Parameter:
-    annotation = Annotated[kind | None, typer.Option(metavar=metavar, help=says, rich_help_panel=PANEL)]
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+def _option(name: str, metavar: str, help: str, kind: Any = list[str]) -> Parameter:
+    return keyword(name, kind, typer.Option(metavar=metavar, help=help, rich_help_panel=PANEL), None)
 
 
 def intervention_group(prompt: bool = True) -> Group:

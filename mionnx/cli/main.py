@@ -6,6 +6,7 @@ import warnings
 from importlib import import_module
 from importlib.metadata import version
 from inspect import getdoc
+from textwrap import TextWrapper
 from typing import Annotated, Any, Literal
 
 import typer
@@ -48,7 +49,7 @@ COMMANDS = {
     "playground": ("playground.playground", "Write a page that runs the model in the browser, and changes it."),
     "verify": ("deployment.VERIFY", "Run one model in several runtimes and compare them hook point by hook point."),
     "bisect": ("deployment.BISECT", "Find the smallest part at which two runtimes, or two models, disagree."),
-    "demo": ("demo.demo", "Run the worked examples on a model."),
+    "demo": ("demos.tour.demo", "Run the worked examples on a model."),
     "cache": ("cache.app", "Show and tidy the disk cache: models, rewritten graphs, interrupted sweeps."),
 }
 OTHER_WORDS = {"patch": "sweep", "ablate": "sweep", "convert": "export", "logit-lens": "lens", "serve": "playground"}
@@ -87,7 +88,7 @@ def load(name: str) -> Any:
         name: one of `COMMANDS`.
     """
     place, sentence = COMMANDS[name]
-    module, _, member = place.partition(".")
+    module, _, member = place.rpartition(".")
     command = getattr(import_module(f"mionnx.cli.{module}"), member)
     if isinstance(command, typer.Typer):
         return typer.main.get_command(command)
@@ -138,20 +139,7 @@ def _say(title: str, style: str, message: str) -> None:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """The lines of a text: a word that is too long for one goes on behind a separator of paths.
-
-    Args:
-        text: one or several lines.
-        width: characters of a line.
-    """
-    lines: list[str] = []
-    for whole in text.split("\n"):
-        lines.append("")
-        for word in whole.split(" "):
-            for n, piece in enumerate(re.findall(r"[^/\\]*[/\\]+|[^/\\]+", word)):
-                space = " " if n == 0 and lines[-1] else ""
-                if lines[-1] and len(lines[-1]) + len(space) + len(piece) > width:
-                    lines.append(piece)
-                else:
-                    lines[-1] += space + piece
-    return lines
+    """The lines of a text: a word that is too long for one goes on behind a separator of paths."""
+    wrapper = TextWrapper(width, break_long_words=False)
+    wrapper.wordsep_re = re.compile(r"(\s+|[^\s/\\]*[/\\]+)")
+    return [line for paragraph in text.split("\n") for line in wrapper.wrap(paragraph) or [""]]

@@ -8,13 +8,13 @@
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import Parameter, getdoc, signature
 from pathlib import Path
 from pydoc import locate
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
@@ -29,8 +29,7 @@ from mionnx.spec.hook_spec import HookSpec
 Verb = Callable[..., Any]
 Number = TypeVar("Number", int, float)
 MOST = 10_000  # numbers of one range
-SINGULAR = {"layers": "--layer", "heads": "--head"}
-SAME = {"folder": "-o"}
+SAME = {"layers": ["--layer"], "heads": ["--head"], "folder": ["-o"]}
 REFERENCE = re.compile(r"\bsee `([\w.]+)`")
 MANY = "Several with commas between, or the option again."
 NUMBERS = "As 0,3 or 16-29, or the option again."
@@ -66,22 +65,16 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Option:
-    """A parameter of a verb on the command line.
+class Group:
+    """Options that become one argument of a command.
 
     Attributes:
-        name: the verb's parameter.
-        form: its form.
-        parameter: what typer reads, named after the option.
+        parameters: the options, as typer reads them.
+        argument: the command's argument of their values by name.
     """
 
-    name: str
-    form: Form
-    parameter: Parameter
-
-    def argument(self, value: Any) -> Any:
-        """The verb's argument of what typer parsed."""
-        return self.form.argument(self.parameter.name.replace("_", "-"), value)
+    parameters: Sequence[Parameter]
+    argument: Callable[[dict[str, Any]], Any]
 
 
 def numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
@@ -118,7 +111,7 @@ def integers(option: str, texts: Sequence[str]) -> list[int]:
 
 
 def _places(option: str, text: str) -> list[int] | str:
-    """Positions by number where the text is numbers; otherwise the text, a phase or a string of the prompt."""
+    """Positions by number, or the text itself: a phase, or a string of the prompt."""
     return numbers(option, text, int) if re.fullmatch(r"[\d\s,-]+", text) else text
 
 
@@ -165,35 +158,34 @@ def options_of(
     verbs: Sequence[Verb],
     positional: Sequence[str] = (),
     optional: Iterable[str] = (),
-    words: dict[str, str] | None = None,
+    words: Mapping[str, str] = MappingProxyType({}),
     without: Iterable[str] = (),
-    only: Sequence[str] | None = None,
+    only: Sequence[str] = (),
     panel: str | None = None,
-) -> list[Option]:
-    """Options of one or several verbs; a parameter that several have is one option.
+) -> Group:
+    """Options of one or several verbs; those of a command line become keyword arguments.
 
     Args:
         positional: parameters whose values stand without an option.
         optional: parameters that the command takes from elsewhere, where they are left out.
         words: parameter -> option, where the two differ.
         without: parameters that are no option.
-        only: the others are no options either.
+        only: if there are any, the others are no options either.
         panel: heading of the options in the help.
 
     Raises:
         TypeError: a parameter without a form.
     """
-    options: dict[str, Option] = {}
+    forms: dict[str, Form] = {}
+    options: dict[str, Parameter] = {}
     for verb in verbs:
         hints, helps = get_type_hints(verb), help_of(verb)
-        for parameter in signature(verb).parameters.values():
-            name = parameter.name
-            if name in {"self", "model", *WITHOUT, *without, *options} or name not in (only or hints):
+        for name, parameter in signature(verb).parameters.items():
+            if name in {"self", "model", *WITHOUT, *without, *forms} or (only and name not in only):
                 continue
-            if parameter.kind is Parameter.VAR_KEYWORD:
+            if parameter.kind is Parameter.VAR_KEYWORD:  # as of Ray's twin, whose other options the verb has
                 continue
-            form = _form(name, hints[name])
-            word = (words or {}).get(name, name)
+            form, word = _form(name, hints[name]), words.get(name, name)
             required = parameter.default is Parameter.empty and name not in optional
             about: dict[str, Any] = {"help": form.described(helps.get(name, "")), "rich_help_panel": panel}
             about["show_default"] = name not in optional and _default(parameter.default)
@@ -201,36 +193,32 @@ def options_of(
                 shape = typer.Argument(metavar=word.upper(), **about)
             else:
                 shape = typer.Option(*_spellings(word, form, parameter.default), metavar=form.metavar, **about)
-            options[name] = Option(name, form, keyword(word, form.kind, shape, ... if required else None))
-    places = {name: number for number, name in enumerate(positional)}
-    return sorted(options.values(), key=lambda option: places.get(option.name, len(places)))
+            forms[name], options[name] = form, keyword(word, form.kind, shape, ... if required else None)
+
+    def arguments(values: dict[str, Any]) -> dict[str, Any]:
+        parsed = {name: values[option.name] for name, option in options.items()}
+        return {
+            name: forms[name].argument(options[name].name.replace("_", "-"), value)
+            for name, value in parsed.items()
+            if value not in (None, [])
+        }
+
+    order = [*positional, *(name for name in options if name not in positional)]
+    return Group([options[name] for name in order], arguments)
 
 
 def keyword(name: str, kind: Any, shape: Any, default: Any) -> Parameter:
-    """A parameter of a command.
-
-    Args:
-        kind: its type.
-        shape: a `typer.Option` or `typer.Argument`.
-        default: `...` for a parameter that is required.
-    """
+    """A parameter with its `typer.Option` or `typer.Argument`; `...`: without a default."""
     annotation: Any = Annotated[kind | None if default is None else kind, shape]
-    return Parameter(
-        name, Parameter.KEYWORD_ONLY, default=Parameter.empty if default is ... else default, annotation=annotation
-    )
-
-
-def arguments_of(options: Iterable[Option], values: dict[str, Any]) -> dict[str, Any]:
-    """The verb's arguments of what typer parsed; options that are left out are none."""
-    parsed = ((option, values[option.parameter.name]) for option in options)
-    return {option.name: option.argument(value) for option, value in parsed if value not in (None, [])}
+    empty = Parameter.empty if default is ... else default
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=empty, annotation=annotation)
 
 
 def _spellings(word: str, form: Form, default: Any) -> list[str]:
     flag = "--" + word.replace("_", "-")
     if form.kind is bool and default is not False:
         return [f"{flag}/--no-{flag[2:]}"]
-    return [flag, *(table[word] for table in (SINGULAR, SAME) if word in table)]
+    return [flag, *SAME.get(word, ())]
 
 
 def _default(default: Any) -> str | bool:
@@ -249,12 +237,12 @@ def _members(hint: Any) -> list[Any]:
 
 def _form(name: str, hint: Any) -> Form:
     members = _members(hint)
-    if name in WORDS and (Path not in members or name in SAME):
+    if name in WORDS and Path not in members:
         return WORDS[name]
     listed = [member for part in members for inner in get_args(part) for member in _members(inner)]
     for kind in (bool, Path):
         if kind in members:
-            return Form(kind, metavar="FOLDER" if name in SAME else "PATH" if kind is Path else None)
+            return Form(kind, metavar=None if kind is bool else "FOLDER" if name == "folder" else "PATH")
     if choices := [member for member in members if get_origin(member) is Literal]:
         return Form(choices[0])
     if int in listed and str in listed:
@@ -270,7 +258,7 @@ def _form(name: str, hint: Any) -> Form:
 
 @cache
 def help_of(verb: Any) -> dict[str, str]:
-    """Parameter -> its entry in the docstring's `Args:` or `Attributes:`, with the entries that it refers to."""
+    """Parameter -> its entry in `Args:` or `Attributes:`, with entries of others put in."""
     section = re.search(r"^(?:Args|Attributes):\n(.*?)(?=^\S|\Z)", getdoc(verb) or "", re.S | re.M)
     entries: list[str] = []
     for line in (section[1] if section else "").splitlines():

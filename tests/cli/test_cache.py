@@ -34,7 +34,7 @@ def test_the_command_line(shipped, own_store):
     facts = json.loads(run("info", "--json").stdout)
     assert facts["bytes"] == sum(entry["bytes"] for entry in listed)
     assert "2 entries" in run("info").stdout
-    assert "every entry is complete" in run("verify").stdout
+    assert "every entry is whole" in run("verify").stdout
     (data,) = own_store.glob("bases/*/base.data")
     data.write_bytes(data.read_bytes()[:-1] + b"\x07")
     verified = run("verify")
