@@ -21,7 +21,6 @@ from mionnx.errors import InputError
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.machine.brief import count
 from mionnx.model import MIModel
-from mionnx.spec.hook_spec import HookSpec
 from mionnx.verify import Bisection, Verification
 from mionnx.verify.result import Beside
 from mionnx.verify.result_table import repeats_table
@@ -33,20 +32,13 @@ SHOWN = 20  # matrices that are listed; the page and the JSON have all
 LLAMA = "models/world-llama"
 
 
-def _harvest(
-    open: Open,
-    arguments: Arguments,
-    hooks: Annotated[Path | None, typer.Option(metavar="FILE", help="A saved HookSpec to begin with.")] = None,
-) -> Activations:
-    if hooks is not None:
-        spec, points = HookSpec.load(hooks), arguments.get("points", [])
-        for point in [points] if isinstance(points, str) else points:
-            spec.capture(point)
-        arguments["points"] = spec
+def _harvest(open: Open, arguments: Arguments) -> Activations:
     if "address" not in arguments and (excess := arguments.keys() & {"workers", "cpus"}):
         raise InputError(f"--{min(excess)} is of a Ray cluster: give --ray local, or its address")
+    if not arguments.keys() & {"points", "hooks"}:
+        raise typer.BadParameter("give --points, or captures in a file of --hooks")
     verb = distributed.harvest if "address" in arguments else MIModel.harvest
-    return verb(open(), **arguments)
+    return verb(open(), **{"points": None} | arguments)
 
 
 HARVEST = Command(
